@@ -222,7 +222,7 @@ class ConnectorReport(msgspec.Struct, frozen=True):
     """Counts of the kvrs connector in vLLM, since its start where they only rise."""
 
     version: str  # Of kvrs.
-    pages_saved: Natural = 0  # That agents have answered for.
+    pages_saved: Natural = 0  # That agents have taken, each agent for itself.
     pages_loaded: Natural = 0  # Copied into vLLM's blocks after they were verified.
     pages_damaged: Natural = 0  # Fetched with a wrong checksum, and computed instead.
     lag_pages: Natural = 0  # Full pages of protected streams that agents do not have yet.

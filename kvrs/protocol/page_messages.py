@@ -139,3 +139,11 @@ class HeldPages:
 
     code: StoreCode
     pages: int
+
+    def taken(self, first_page: int, pages: int) -> int:
+        """How many of so many pages, from this one on, the agent has now; 0 if a later attempt
+        writes the stream.
+        """
+        if self.code is StoreCode.FENCED:
+            return 0
+        return min(max(0, self.pages - first_page), pages)

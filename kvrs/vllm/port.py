@@ -27,7 +27,7 @@ from kvrs.tls import load_certificates
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog, CheckpointDelivery
 from kvrs.transfer.checkpoint_sender import CheckpointSender, DueRange, PushedPages
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import Peer
+from kvrs.transfer.peers import HeldPages, Peer
 from kvrs.transfer.puller import PagePuller, RecentReports
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.registry import agents_of, probe_links, with_own_memory
@@ -41,6 +41,24 @@ log = logging.getLogger(__name__)
 
 _MAX_FENCED = 1 << 16  # Streams of which the lowest attempt that counts is remembered.
 _START_S = 10.0
+
+
+class _CountedPages(PushedPages):
+    """The pages that agents have taken count as saved, not those that they were only sent."""
+
+    def __init__(self, port: "ConnectorPort", pusher: PagePusher, counts: Counts) -> None:
+        super().__init__(port, pusher)
+        self._counts = counts
+
+    async def send(
+        self, agent: Peer, ranges: Sequence[DueRange]
+    ) -> list[tuple[int, HeldPages] | None]:
+        answers = await super().send(agent, ranges)
+        for (_, first_page, _), answer in zip(ranges, answers, strict=True):
+            if answer is not None:
+                pages, held = answer
+                self._counts.pages_saved += held.taken(first_page, pages)
+        return answers
 
 
 class ConnectorPort:
@@ -150,7 +168,7 @@ class ConnectorPort:
         self._pusher = PagePusher(self._identity, secret, config.transfer, links)
         self._sender = CheckpointSender(
             self.backlog,
-            PushedPages(self, self._pusher),
+            _CountedPages(self, self._pusher, self.counts),
             self._agents,
             config.backup,
             min(config.backup.staging_pages, max(1, self.staging.pages // 2)),
@@ -244,7 +262,6 @@ class ConnectorPort:
                 [self.staging.view(slot) for slot in slots[:count]]
                 for slots, count in zip(taken, counts, strict=True)
             ]
-            self.counts.pages_saved += sum(counts)
         finally:
             for slots in taken:
                 self.staging.give_back(slots)

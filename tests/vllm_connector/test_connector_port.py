@@ -335,6 +335,24 @@ async def test_pages_of_a_fenced_attempt_are_not_saved(tmp_path: Path) -> None:
         assert (await engine.fetch(pages)).full_pages == 2
 
 
+async def test_pages_that_an_agent_refuses_are_not_counted_as_saved(tmp_path: Path) -> None:
+    """A later attempt has taken the stream over between its offer and its pages."""
+    async with opened(tmp_path) as (world, engine):
+        pages = tags(2, 2)
+        saved = SavedStream("r", STREAM, (0, 1), [*pages], 2 * 32)
+        world.port.follow(saved, [CheckpointTarget(AGENT, 8 * PAGE_BYTES)], handed_over=False)
+        world.port.filled([FilledPages(saved, [], 2 * 32)])
+        await world.until(lambda: world.copies)
+        await engine.offer(STREAM, 2, attempt=2)
+
+        answer(world, [world.copies.pop()], [page(tag) for tag in pages])
+        await world.until(lambda: not world.staging.used)
+
+        report = (await world.report()).connector
+        assert report is not None
+        assert (report.pages_saved, report.lag_pages) == (0, 0)
+
+
 @pytest.mark.parametrize("send_rest", [False, True])
 async def test_what_a_request_leaves_is_sent_if_its_stream_goes_on(
     tmp_path: Path, send_rest: bool

@@ -223,7 +223,7 @@ TOTALS = (
     ),
     Reported(
         "kvrs_connector_pages_saved",
-        "Pages that agents have got from vLLM.",
+        "Pages that agents have taken from vLLM.",
         _of_connector(lambda report: report.pages_saved),
     ),
     Reported(
