@@ -60,6 +60,7 @@ class ScriptedConnector(ScriptedServer):
     loads: bool = True  # Else nothing that it should load comes, and vLLM computes that.
     deadline_s: float = 2.0  # For the front of a history.
     lag_pages: int = 0
+    staging_pages: int = 1 << 10
     links: list[LinkReport] = field(default_factory=list)
 
     def routes(self, router: web.UrlDispatcher) -> None:
@@ -123,6 +124,7 @@ class ScriptedConnector(ScriptedServer):
             page_port=0,
             capabilities=self.capabilities,
             prefill=MeasuredPrefill("", 1, []),
+            fetch_pages_max=self.staging_pages,
         )
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
@@ -158,5 +160,6 @@ class ScriptedConnector(ScriptedServer):
                 self.lag_pages,
                 off_reason=self.off_reason,
                 fingerprint=self.fingerprint,
+                staging_pages=self.staging_pages,
             ),
         )

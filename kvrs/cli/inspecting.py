@@ -15,6 +15,7 @@ from kvrs.config.tenants import check_name, key_hash
 from kvrs.errors import ConfigError
 from kvrs.explain.decision import CheckpointAt
 from kvrs.explain.elastic import KvBackup
+from kvrs.protocol.connector import STAGING_BYTES
 from kvrs.tables import show
 
 # Parameters of `kvrs explain` that only `--elastic` has, and those that it has as well.
@@ -43,6 +44,7 @@ def explain(
     reused_tokens: opt.ReusedTokens = 0,
     own_queue_depth: opt.OwnQueueDepth = 0.0,
     prefix_cache: opt.PrefixCache = False,
+    staging_bytes: opt.StagingBytes = STAGING_BYTES,
     correct: opt.Correct = None,
     budget_s: opt.BudgetS = None,
     others: opt.Others = 0.0,

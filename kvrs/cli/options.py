@@ -412,6 +412,9 @@ OwnQueueDepth = Annotated[
 PrefixCache = Annotated[
     bool, typer.Option("--prefix-cache", help="vLLM: no pages come from other instances")
 ]
+StagingBytes = Annotated[
+    int, typer.Option(help="With --prefix-cache: room of vLLM's connector for fetched pages")
+]
 Correct = Annotated[
     list[str] | None,
     typer.Option(metavar="OPTION=FACTOR", help="A learned correction factor; may be repeated"),

@@ -205,7 +205,11 @@ class InstanceEvents:
                 member.learn(names=event.names)
                 self._starter.place_idle(now_s)
             case ev.CapabilitiesListed():
-                member.learn(capabilities=event.capabilities, kv_fingerprint=event.kv_fingerprint)
+                member.learn(
+                    capabilities=event.capabilities,
+                    kv_fingerprint=event.kv_fingerprint,
+                    fetch_pages_max=event.fetch_pages_max,
+                )
             case _:
                 assert_never(event)
 

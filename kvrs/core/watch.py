@@ -339,13 +339,18 @@ class InstanceWatch(Watch[Member, InstanceInfo, LoadReport]):
     ) -> InstanceInfo:
         """The same process can do this from now on, perhaps more or less than before."""
         kv_fingerprint = (connector and connector.fingerprint) or before.kv_fingerprint
-        changes = {"capabilities": capabilities, "kv_fingerprint": kv_fingerprint}
-        info = msgspec.structs.replace(before, **changes)
+        pages_max = (connector and connector.staging_pages) or before.fetch_pages_max
+        info = msgspec.structs.replace(
+            before,
+            capabilities=capabilities,
+            kv_fingerprint=kv_fingerprint,
+            fetch_pages_max=pages_max,
+        )
         if info == before:
             return before
         self._info = info
         self._control.self_tests.up(info, now_s)
-        event = ev.CapabilitiesListed(info.id, info.epoch, capabilities, kv_fingerprint)
+        event = ev.CapabilitiesListed(info.id, info.epoch, capabilities, kv_fingerprint, pages_max)
         self._control.tell(event, now_s)
         self._shell.note(WatchNote.CAPABILITIES, [each.value for each in capabilities])
         self._compare_kv()

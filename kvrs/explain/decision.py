@@ -25,6 +25,7 @@ from kvrs.core.rules import ALL, BY_NAME
 from kvrs.core.rules.base import Rule, cases_of
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.connector import STAGING_BYTES, staging_pages
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import Capability, Role, assumed_instance
 
@@ -67,6 +68,8 @@ class Question:
     # The target fetches no pages of instances: the holder computes behind what it has cached, and
     # hands off.
     prefix_cache: bool = False
+    # Room of vLLM's connector for the pages that it fetches.
+    staging_bytes: int = STAGING_BYTES
     # Learned factors that predictions are multiplied by.
     corrections: Mapping[Option, float] = field(default_factory=dict)
 
@@ -186,6 +189,10 @@ def _case(question: Question) -> Case:
             ("target", _N1, Role.DECODE, at_target),
         )
     )
+    if question.prefix_cache:
+        target.learn(
+            fetch_pages_max=staging_pages(question.staging_bytes, question.geometry.page_bytes)
+        )
     prefill.note_queue(question.queue_s)
     target.note_queue(question.target_queue_s)
     for node in (_N0, _N2):

@@ -177,6 +177,7 @@ def _faults_of_decision(given: Mapping[str, Any]) -> Iterator[str]:
     yield from _out_of_range(given, "held_tokens", 0, max(0, prompt_tokens))
     yield from _out_of_range(given, "checkpoint_tokens", 0, history_tokens)
     yield from _out_of_range(given, "reused_tokens", 0, history_tokens)
+    yield from _out_of_range(given, "staging_bytes", 1, 1 << 40)
     times = ("queue_depth", "queue_s", "target_queue_s", "own_queue_depth", "budget_s", "others")
     yield from numbers_out_of_range([(_flag(name), given[name]) for name in times], zero=True)
     yield from numbers_out_of_range([("--service-s", given["service_s"])], zero=False)

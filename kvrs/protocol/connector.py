@@ -17,6 +17,8 @@ from kvrs.protocol.instance import KvrsParams
 from kvrs.protocol.secrets import Scope, derive, scoped_key
 
 FIELD = "kvrs"  # In `kv_transfer_params`.
+STAGING_BYTES = 128 << 20  # Of the connector, where its option does not say otherwise.
+_LEAST_STAGED = 2  # Pages: one that is fetched beside one that is saved.
 _MAX_CHARACTERS = 1 << 16
 
 
@@ -25,6 +27,11 @@ class SealedParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     params: Annotated[str, msgspec.Meta(max_length=_MAX_CHARACTERS)]
     mac: Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
+
+
+def staging_pages(staging_bytes: int, page_bytes: int) -> int:
+    """Pages for which the connector's staging memory has room."""
+    return max(_LEAST_STAGED, staging_bytes // page_bytes)
 
 
 def connector_key(secret: bytes, instance: InstanceId) -> bytes:

@@ -48,9 +48,8 @@ class Capability(StrEnum):
     CHECKPOINT = "checkpoint"  # Sends newly filled pages to the agents of `kvrs.checkpoints`.
     # Computes only the new part of a history whose beginning it has computed before.
     PREFIX_CACHE = "prefix_cache"
-    EXACT_RESUME = (
-        "exact_resume"  # Text, stop strings, usage and sampling continue from `kvrs.prompt_tokens`.
-    )
+    # Text, stop strings, usage and sampling continue from `kvrs.prompt_tokens`.
+    EXACT_RESUME = "exact_resume"
     REPLAY = "replay"  # Generates the tokens of `REPLAY_KEY` again before new ones.
 
     @classmethod
@@ -129,9 +128,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     model: str
     fingerprint: str  # Of weights and geometry: pages move only between equal fingerprints.
     geometry: KvGeometry
-    max_model_len: (
-        Natural  # Prompt and output together; a chat that names no max_tokens may fill it.
-    )
+    # Prompt and output together; a chat that names no max_tokens may fill it.
+    max_model_len: Natural
     page_port: int
     capabilities: list[Capability]
     prefill: MeasuredPrefill
@@ -152,6 +150,9 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     names: ModelNames = NO_OTHER_NAMES
     # Of its pages at agents, where it is not the fingerprint: of the connector in vLLM.
     kv_fingerprint: str = ""
+    # Its memory of fetched pages holds so many at a time; the rest of a history is computed. None:
+    # they are fetched to where they stay.
+    fetch_pages_max: Natural | None = None
 
     @property
     def name_keys(self) -> tuple[str, ...]:
@@ -189,9 +190,8 @@ class LinkReport(msgspec.Struct, frozen=True):
 
     source: NodeId
     bytes_per_s: float
-    spread: Annotated[float, msgspec.Meta(ge=0)] = (
-        0.0  # Mean deviation of the samples, in bytes per second.
-    )
+    # Mean deviation of the samples, in bytes per second.
+    spread: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     age_s: Seconds = 0.0  # Of the last sample.
 
 
@@ -229,6 +229,7 @@ class ConnectorReport(msgspec.Struct, frozen=True):
     pinned_blocks: Natural = 0  # Staged pages and the blocks that wait for them.
     off_reason: str | None = None  # Why it does nothing; None: it is at work.
     fingerprint: str = ""  # Of the pages that it saves and loads.
+    staging_pages: Natural = 0  # Room for pages on their way, fetched or saved; 0: not told.
 
 
 class FetchReport(msgspec.Struct, frozen=True):
@@ -311,9 +312,8 @@ class KvTransferParams(msgspec.Struct, omit_defaults=False):
     do_remote_prefill: bool = False
     remote_engine_id: str | None = None
     remote_block_ids: list[str] | None = None  # Tags of the full pages, in hexadecimal.
-    remote_host: str | None = (
-        None  # Present for the convention; an instance looks peers up in its own registry.
-    )
+    # Present for the convention; an instance looks peers up in its own registry.
+    remote_host: str | None = None
     remote_port: int | None = None
     remote_request_id: str | None = None  # Names the retained hand-off, for its partial last page.
 
@@ -343,17 +343,15 @@ class KvrsParams(msgspec.Struct):
 
     stream: StreamId
     attempt: AttemptNumber
-    prompt_tokens: (
-        Natural  # How many tokens of the history the client wrote; the rest was already sent to it.
-    )
+    # How many tokens of the history the client wrote; the rest was already sent to it.
+    prompt_tokens: Natural
     owner_epoch: Natural = 0
     # In the order of their pages. What they leave out is computed; what lies before the first one,
     # while that is fetched.
     sources: list[SourceRange] = []
     checkpoints: list[CheckpointTarget] = []
-    token_ids: list[int] | None = (
-        None  # The whole history of a chat: its template was rendered at the first attempt.
-    )
+    # The whole history of a chat: its template was rendered at the first attempt.
+    token_ids: list[int] | None = None
     # The slot under which `sources` are fetched, which the target's agent may end; 0: counted by
     # the proxy only.
     slot_token: Natural = 0

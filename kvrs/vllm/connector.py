@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from kvrs.config.file import Config, load_config, read_secrets
 from kvrs.errors import ConfigError, KvrsError, RequestError
 from kvrs.ids import InstanceId
-from kvrs.protocol.connector import FIELD, connector_key
+from kvrs.protocol.connector import FIELD, STAGING_BYTES, connector_key, staging_pages
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.vllm.block_table import BlockTable
@@ -56,7 +56,7 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     instance: str  # An id in it.
     # How long a request waits for pages: without an end it could for ever.
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 2.0
-    staging_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 40)] = 128 << 20
+    staging_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 40)] = STAGING_BYTES
 
 
 class KvrsMetadata(base.KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not checked.
@@ -127,7 +127,8 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
         node, settings = _instance(config, name)
         ring = read_secrets(config.security, os.environ)
         page_bytes = self._geometry.page_bytes
-        pages = 2 if self.switch.off_reason else max(2, options.staging_bytes // page_bytes)
+        staging_bytes = 0 if self.switch.off_reason else options.staging_bytes
+        pages = staging_pages(staging_bytes, page_bytes)
         staging = Staging(pages, page_bytes)
         port = self._port = ConnectorPort(
             config,

@@ -29,6 +29,7 @@ from kvrs.protocol.secrets import Scope
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
 from kvrs.transfer.puller import PagePuller, RecentReports
 from kvrs.transfer.pusher import PagePusher
+from kvrs.vllm.staging import Staging
 from kvrs.vllm.tracked import Counts
 
 # A front of a history is a request of its own, for which the request behind it waits.
@@ -46,6 +47,7 @@ class Served(Protocol):
     counts: Counts
     recent: RecentReports[FetchReport]
     backlog: CheckpointBacklog
+    staging: Staging
 
     def off_reason(self) -> str | None: ...
     def pinned_blocks(self) -> int: ...
@@ -88,6 +90,7 @@ class InstanceProtocol:
             page_port=0,
             capabilities=_OFFERED if is_on else [],
             prefill=MeasuredPrefill("", 1, []),
+            fetch_pages_max=self._port.staging.pages,
         )
 
     def _report(self) -> LoadReport:
@@ -113,6 +116,7 @@ class InstanceProtocol:
                 pinned_blocks=self._port.pinned_blocks(),
                 off_reason=self._port.off_reason(),
                 fingerprint=self._port.fingerprint,
+                staging_pages=self._port.staging.pages,
             ),
         )
 

@@ -51,6 +51,59 @@ def test_a_victim_is_restored_on_the_node_that_keeps_its_checkpoint() -> None:
     assert restore.compute_s == pytest.approx(0.160 - 0.128)
 
 
+def bounded(most: int | None, *, splits: bool = False) -> PolicyHarness:
+    """`d1` has room for so many fetched pages, like vLLM's connector; no instance retains any."""
+    able = {Capability.PULL_PAGES, Capability.CHECKPOINT, *([Capability.SPLIT] * splits)}
+    harness = PolicyHarness(backup=REMOTE)
+    harness.handle(instance_up("p0", capabilities=[]))
+    for name in ("d0", "d1"):
+        harness.handle(instance_up(name, capabilities=[*able], fetch_pages_max=most))
+    harness.agents("n0", "n1")
+    harness.decoding("A", 200)
+    harness.kept("agent-n1", A=12)
+    return harness
+
+
+@pytest.mark.parametrize(("most", "fetched", "asked"), [(None, 12, 16), (20, 12, 16), (3, 3, 3)])
+def test_no_more_is_restored_than_the_target_has_room_for(
+    most: int | None, fetched: int, asked: int
+) -> None:
+    """The rest of the history is computed, and the estimate has both."""
+    actions = bounded(most).lose("d0", A=60)
+
+    restore = next(
+        each for each in only(actions, act.Recovered).estimates if each.option is Option.RESTORE
+    )
+    assert restore.transfer_s == pytest.approx(0.002 + fetched * PAGE_BYTES / 26e9)
+    assert restore.compute_s == pytest.approx(0.260 - fetched * 0.016)
+    assert only(actions, act.Start).plan.runs == (act.PageRange(AGENT_1, 0, asked, 1),)
+
+
+def test_a_split_fetches_what_its_target_has_room_for() -> None:
+    """Behind its front up to the last page of that; a page takes as long to fetch as to compute."""
+    harness = bounded(6, splits=True)
+    harness.handle(ev.LinkMeasured(N1, N1, 2_048_000.0))
+
+    actions = harness.lose("d0", A=60)
+
+    record = only(actions, act.Recovered)
+    split = next(each for each in record.estimates if each.option is Option.SPLIT)
+    assert record.option is Option.SPLIT
+    assert split.first_page == 3
+    assert split.raw_s == pytest.approx(0.002 + 3 * 0.016 + 0.260 - 6 * 0.016, abs=1e-3)
+    assert only(actions, act.Start).plan.runs == (act.PageRange(AGENT_1, 3, 3, 1),)
+
+
+def test_room_that_a_connector_tells_later_counts_from_then_on() -> None:
+    harness = bounded(None)
+    able = [Capability.PULL_PAGES, Capability.CHECKPOINT]
+    harness.handle(ev.CapabilitiesListed(D1, 1, able, fetch_pages_max=4))
+
+    actions = harness.lose("d0", A=60)
+
+    assert only(actions, act.Start).plan.runs == (act.PageRange(AGENT_1, 0, 4, 1),)
+
+
 def test_within_a_node_a_measured_link_replaces_the_setting() -> None:
     """`host_to_device_bytes_per_s` is what is assumed until something was fetched."""
     harness = checkpointed("p0", "d0", "p1", "d1")

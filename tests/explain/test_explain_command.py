@@ -135,6 +135,21 @@ def test_wrong_options_are_named_all_at_once() -> None:
     assert len(refused.value.faults) == 5
 
 
+def test_the_staging_memory_of_vllm_s_connector_is_an_option() -> None:
+    """By default it holds 1,024 tokens of a model like Llama-3.1-8B."""
+    asked = (
+        *("--profile", "llama-3.1-8b-h100-vllm-tp1", "--prompt-tokens", "8000"),
+        *("--prefix-cache", "--checkpoint-tokens", "8000"),
+    )
+
+    usual, large = explained(*asked), explained(*asked, "--staging-bytes", str(2 << 30))
+
+    assert "6,976 tokens behind 1,024, which fill its staging memory" in usual
+    assert "16 tokens behind 7,984" in large
+    with pytest.raises(ConfigError, match="--staging-bytes: got 0; allowed: 1 to"):
+        explained(*asked, "--staging-bytes", "0")
+
+
 def test_checkpoints_reuse_and_corrections_are_options_of_the_command() -> None:
     """Every option that the policy weighs can be shown."""
     answer = as_json(

@@ -449,6 +449,7 @@ async def test_a_connector_that_is_off_offers_nothing_and_says_why(
         assert (info.epoch, info.fingerprint) == (1, "model")
         assert report.connector is not None
         assert (report.connector.off_reason, report.connector.fingerprint) == (off_reason, "model")
+        assert report.connector.staging_pages == info.fetch_pages_max == world.staging.pages
 
 
 async def test_a_report_has_what_was_fetched_loaded_and_lags(tmp_path: Path) -> None:

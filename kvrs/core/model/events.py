@@ -138,6 +138,7 @@ class CapabilitiesListed(msgspec.Struct, frozen=True):
     epoch: int
     capabilities: list[Capability]
     kv_fingerprint: str = ""
+    fetch_pages_max: int | None = None
 
 
 class LoadReported(msgspec.Struct, frozen=True):

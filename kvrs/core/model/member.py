@@ -254,6 +254,7 @@ class Member:
     names: tuple[str, ...] = ()  # Of models, aliases and adapters that it serves.
     fingerprint: str = ""
     kv_fingerprint: str = ""
+    fetch_pages_max: int | None = None  # As `InstanceInfo.fetch_pages_max`.
     max_model_len: int = 0  # 0: not known.
     geometry: KvGeometry = field(init=False)
     page_bytes: int = 0
@@ -309,6 +310,7 @@ class Member:
         self.computes_prompts = info.computes_prompts and info.role is Role.DECODE
         self.own_prefill, self.names = info.own_prefill, info.name_keys
         self.fingerprint, self.kv_fingerprint = info.fingerprint, info.kv_fingerprint
+        self.fetch_pages_max = info.fetch_pages_max
         self.max_model_len, self.geometry = info.max_model_len, geometry
         self.page_bytes = geometry.page_bytes
         self.page_size_tokens = geometry.page_size_tokens

@@ -57,7 +57,8 @@ class Case(msgspec.Struct, gc=False):
     history_tokens: int
     history_s: float  # What the target would take to compute the whole history.
     extrapolated: bool  # That is outside what was measured.
-    wanted_pages: int  # Worth fetching; 0 also where no KV of the history is left.
+    # Worth fetching, as `usable_pages`; 0 also where no KV of the history is left.
+    wanted_pages: int
     held_pages: int  # Of these, what the target has itself.
     sources: Sequence[KvSource]
     slot_wait_s: float  # Expected until the target has a slot for a fetch.
@@ -99,9 +100,15 @@ class RecoveryOption(msgspec.Struct, frozen=True):
 
 def usable_pages(stream: Stream, target: Member) -> int:
     """Pages worth fetching: the last position of a history is always computed, because its logits
-    are what is needed.
+    are what is needed. Of more than the target has room for, only the leading
+    ones are.
     """
-    return (stream.prompt_tokens + stream.produced_tokens - 1) // target.page_size_tokens
+    pages = (stream.prompt_tokens + stream.produced_tokens - 1) // target.page_size_tokens
+    most = target.fetch_pages_max
+    if most is None or pages <= most:
+        return pages
+    own = stream.holders.get(target.id)
+    return most if own is None else max(most, min(own.pages, pages))
 
 
 def lookahead_s(settings: PolicySettings, stream: Stream, target: Member) -> float:
@@ -142,6 +149,13 @@ def hand_off_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
 def tail(case: Case, prefix_pages: int) -> str:
     prefix = prefix_pages * case.target.page_size_tokens
     return f"{case.history_tokens - prefix:,} tokens behind {prefix:,}"
+
+
+def fetched_tail(case: Case, prefix_pages: int) -> str:
+    """Where the pages that were fetched are all that the target has room for, that is said."""
+    most, wanted = case.target.fetch_pages_max, case.wanted_pages
+    is_full = most is not None and prefix_pages == wanted == most
+    return tail(case, prefix_pages) + (", which fill its staging memory" if is_full else "")
 
 
 def division(what: str, size_bytes: int, bytes_per_s: float) -> str:

@@ -123,6 +123,8 @@ def cases_of(books: Books, stream: Stream, targets: Sequence[Member], now_s: flo
             wanted = (history_tokens - 1) // target.page_size_tokens
             if (own := stream.holders.get(target.id)) is not None:
                 held = min(own.pages, wanted)
+            if target.fetch_pages_max is not None and wanted > target.fetch_pages_max:
+                wanted = max(target.fetch_pages_max, held)
             if wanted and target.pulls:
                 sources = sources_of(books.view, stream, target, wanted)
                 # Tested here, because calls make up the time of a decision.

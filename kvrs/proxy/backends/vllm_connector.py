@@ -45,6 +45,7 @@ class VllmConnector:
         self._pid = 0
         self._offered: list[Capability] = []
         self._fingerprint = ""
+        self._fetch_pages_max: int | None = None
         self._report: LoadReport | None = None  # The last one of this process.
         self._fault: str | None = "not asked yet"  # None: it answers.
 
@@ -163,6 +164,7 @@ class VllmConnector:
     def _met(self, own: InstanceInfo) -> None:
         assert self._server is not None
         self._fault, self._offered, self._fingerprint = None, own.capabilities, own.fingerprint
+        self._fetch_pages_max = own.fetch_pages_max
         if self._above is None:
             self._above = own.epoch - self._server.epoch
         self._epoch = max(self._epoch, own.epoch)
@@ -178,6 +180,7 @@ class VllmConnector:
             pid=self._pid,
             capabilities=[*server.capabilities, *(each for each in _USED if each in offered)],
             kv_fingerprint=self._fingerprint,
+            fetch_pages_max=self._fetch_pages_max,
         )
 
     # The calls of a stream.

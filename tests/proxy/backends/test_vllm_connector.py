@@ -131,17 +131,20 @@ async def test_a_server_that_was_cut_off_is_fenced_by_its_connector(vllms: Build
     assert (await row_of(system, "d0"))["epoch"] == before + 1
 
 
+class LateConnector(ScriptedConnector):
+    """It answers when the test starts it once more."""
+
+    async def start(self) -> None:
+        await super().start()
+        await self.kill()
+
+
 async def test_a_connector_that_first_answers_late_fences_as_well(vllms: Builder) -> None:
     """Its capabilities come to the server that was met before, which is no other process by it."""
 
-    class Late(ScriptedConnector):
-        async def start(self) -> None:
-            await super().start()
-            await self.kill()
-
     def prepare(servers: Servers) -> None:
         equip(servers)
-        servers["d0"].kvrs = Late("d0", servers["d0"].node)
+        servers["d0"].kvrs = LateConnector("d0", servers["d0"].node)
 
     system = await vllms(prepare, backup=BACKUP, proxy={"token_gap_s": 1.0})
     await until_capable(system, "d0", OF_VLLM)
@@ -157,6 +160,31 @@ async def test_a_connector_that_first_answers_late_fences_as_well(vllms: Builder
     await system.until_health(d0="up")
     assert len(connector_of(system, "d0").fences) == 1
     assert (await row_of(system, "d0"))["epoch"] == before + 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_no_more_is_restored_than_a_connector_has_room_for(
+    vllms: Builder, late: bool
+) -> None:
+    """The rest of the history is computed."""
+
+    def prepare(servers: Servers) -> None:
+        equip(servers)
+        kind = LateConnector if late else ScriptedConnector
+        kvrs = servers["d1"].kvrs = kind("d1", servers["d1"].node)
+        kvrs.staging_pages = 1
+
+    system = await vllms(prepare, policy={"name": "always_restore"}, backup=BACKUP)
+    if late:
+        await until_capable(system, "d1", OF_VLLM)
+        await ScriptedConnector.start(connector_of(system, "d1"))
+    await until_capable(system, "d1", OF_BOTH)
+
+    assert await cut_in_mid_stream(system, pages=2) == expected_ids(LONG, TOKENS)
+
+    (source,) = last_of(system, "d1").sources
+    assert (source.first_page, source.pages) == (0, 1)
+    assert (await row_of(system, "d1"))["connector"]["staging_pages"] == 1
 
 
 async def test_decode_instances_alone_serve_and_restore(vllms: Builder) -> None:
