@@ -98,7 +98,14 @@ class ScriptedConnector(ScriptedServer):
         loaded = pages * self.geometry.page_size_tokens
         rest = history_tokens - loaded
         self.fetches.append(
-            FetchReport(params.stream, params.attempt, params.owner_epoch, loaded, rest)
+            FetchReport(
+                params.stream,
+                params.attempt,
+                params.owner_epoch,
+                loaded,
+                rest,
+                "" if loads else "nothing came",
+            )
         )
         return loads
 

@@ -241,6 +241,7 @@ class FetchReport(msgspec.Struct, frozen=True):
     # Of the history, in tokens: fetched, verified and used; and neither that nor in the own cache.
     loaded_tokens: Natural
     computed_tokens: Natural
+    fault: str = ""  # Why no more was fetched, where it tells.
 
 
 class LoadReport(msgspec.Struct, frozen=True):

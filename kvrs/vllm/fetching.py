@@ -49,6 +49,7 @@ class RestoreFetches:
             if restore.attempt < attempts.get(restore.stream, restore.attempt) and (
                 restore.slot_token or not slots_only
             ):
+                restore.fault = "a fence has ended it"
                 task.cancel()
 
     async def _fetch(self, restore: Restore) -> None:
@@ -57,10 +58,19 @@ class RestoreFetches:
                 peer = self._agents.get(source.id)
                 next_page = restore.first_page + len(restore.slots)
                 end = min(source.first_page + source.pages, len(restore.tags))
-                if peer is None or source.first_page > next_page:
+                if peer is None:
+                    restore.fault = f"{source.id} is no agent of the configuration"
                     return
-                if slots := self._staging.take(max(0, end - next_page)):
+                if source.first_page > next_page:
+                    restore.fault = restore.fault or f"no source has page {next_page}"
+                    return
+                wanted = max(0, end - next_page)
+                if slots := self._staging.take(wanted):
+                    restore.fault = ""  # What did not come before comes from here.
                     await self._pull(peer, restore, source, slots)
+                if len(slots) < wanted:
+                    has_room = f"staging had room for {len(slots)} of {wanted} pages"
+                    restore.fault = restore.fault or has_room
         finally:
             restore.is_over = True
 
@@ -76,7 +86,7 @@ class RestoreFetches:
             restore.slots += islice(arriving, pages)
 
         try:
-            await self._puller.pull(
+            result = await self._puller.pull(
                 peer,
                 PullRequest(tags, traffic=TrafficClass.RECOVERY),
                 [self._staging.view(slot) for slot in slots],
@@ -84,5 +94,8 @@ class RestoreFetches:
                 expected_epoch=source.generation,
                 verified=verified,
             )
+            if result.full_pages < len(slots):
+                has = f"it has {result.full_pages} of {len(slots)} pages"
+                restore.fault = f"{peer.instance}: {result.error or has}"
         finally:
             self._staging.give_back(slots[len(restore.slots) - first :])

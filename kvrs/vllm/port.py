@@ -115,10 +115,14 @@ class ConnectorPort:
     def release(self, restore: Restore) -> None:
         self._call(self.fetches.end, restore)
 
-    def settled(self, restore: Restore, loaded_tokens: int, computed_tokens: int) -> None:
+    def settled(
+        self, restore: Restore, loaded_tokens: int, computed_tokens: int, fault: str
+    ) -> None:
         self.counts.pages_loaded += loaded_tokens // self.geometry.page_size_tokens
         owner_epoch, attempt = restore.attempt
-        fetch = FetchReport(restore.stream, attempt, owner_epoch, loaded_tokens, computed_tokens)
+        fetch = FetchReport(
+            restore.stream, attempt, owner_epoch, loaded_tokens, computed_tokens, fault
+        )
         self._call(self.recent.note, fetch)
 
     def follow(

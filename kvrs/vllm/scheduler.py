@@ -64,8 +64,12 @@ class Port(Protocol):
     def release(self, restore: Restore) -> None:
         """Its slots are not used any more; what is still being fetched is ended."""
 
-    def settled(self, restore: Restore, loaded_tokens: int, computed_tokens: int) -> None:
-        """So many tokens of the history were copied into blocks, and so many are computed."""
+    def settled(
+        self, restore: Restore, loaded_tokens: int, computed_tokens: int, fault: str
+    ) -> None:
+        """So many tokens of the history were copied into blocks, and so many are computed, for this
+        reason.
+        """
 
     def follow(
         self, saved: SavedStream, checkpoints: Sequence[CheckpointTarget], *, handed_over: bool
@@ -106,6 +110,7 @@ class _Tracked:
     has_front: bool = False  # A front has been seen.
     full_pages: int = 0
     local_tokens: int = 0  # Of vLLM's own prefix cache, at the last look.
+    fault: str = ""  # Why what had come by then, or nothing, is loaded.
     loading: list[tuple[int, int]] | None = None  # Slots and blocks, while workers copy.
     loading_ranks: int = 0  # Workers that have not answered for it.
 
@@ -191,9 +196,12 @@ class SchedulerSide:
         if computed_tokens < restore.first_page * self._page:
             if self._front_may_come(tracked, restore):
                 return None
+            tracked.fault = "its front is not there"
         elif not restore.is_over and self._clock() < restore.deadline_s:
             return None
         else:
+            if not restore.is_over:
+                tracked.fault = f"no more had come after {self._deadline_s:g} s"
             end_page = restore.first_page + len(restore.slots)
             # At least one token is computed: its logits are the next token's.
             end_page = min(end_page, (tracked.request.num_tokens - 1) // self._page)
@@ -218,6 +226,7 @@ class SchedulerSide:
         if tracked is None or (restore := tracked.restore) is None or tracked.loading is not None:
             return
         if not external_tokens:
+            tracked.fault = "vLLM had no use for it"
             self._settle(tracked, 0)
             return
         first = tracked.local_tokens // self._page
@@ -301,6 +310,7 @@ class SchedulerSide:
             # Until the last worker has answered it may read the slots.
             if not tracked.loading_ranks:
                 # A worker that turns itself off answers for a load that it has not made.
+                tracked.fault = tracked.fault or done.off_reason or ""
                 pages = len(tracked.loading) if done.off_reason is None else 0
                 tracked.loading = None
                 self._settle(tracked, pages)
@@ -374,7 +384,7 @@ class SchedulerSide:
         if (restore := tracked.restore) is not None:
             loaded = loaded_pages * self._page
             rest = tracked.request.num_tokens - tracked.local_tokens - loaded
-            self._port.settled(restore, loaded, rest)
+            self._port.settled(restore, loaded, rest, tracked.fault or restore.fault)
         self._drop_restore(tracked)
 
     def _drop_restore(self, tracked: _Tracked) -> None:

@@ -63,6 +63,7 @@ class Restore:
     slot_token: int  # Under which it is fetched, and which an agent may end; 0: none.
     slots: list[int] = field(default_factory=list)
     is_over: bool = False  # Nothing more arrives.
+    fault: str = ""  # Why no more has come, as far as that is known.
 
 
 @dataclass(slots=True, eq=False)

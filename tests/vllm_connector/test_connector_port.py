@@ -3,6 +3,7 @@ what is left of streams that have ended.
 """
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -146,31 +147,34 @@ NOBODY = InstanceId("agent-n9")
 
 
 @pytest.mark.parametrize(
-    ("sources", "found"),
+    ("sources", "found", "fault"),
     [
-        ([of(0, 6)], 6),
-        ([of(0, 4), of(2, 4)], 6),
-        ([of(0, 6), of(0, 6)], 6),
-        ([of(0, 2), of(3, 3)], 2),
-        ([of(0, 9)], 6),
-        ([of(0, 2), of(2, 4, NOBODY)], 2),
-        ([of(0, 6, NOBODY)], 0),
-        ([of(0, 6, generation=2)], 0),
-        ([of(0, 0)], 0),
-        ([of(0, 3), of(3, 3, generation=7)], 3),
+        ([of(0, 6)], 6, ""),
+        ([of(0, 4), of(2, 4)], 6, ""),
+        ([of(0, 6), of(0, 6)], 6, ""),
+        ([of(0, 2), of(3, 3)], 2, "no source has page 2"),
+        ([of(0, 9)], 6, ""),
+        ([of(0, 2), of(2, 4, NOBODY)], 2, "agent-n9 is no agent of the configuration"),
+        ([of(0, 6, NOBODY)], 0, "agent-n9 is no agent of the configuration"),
+        ([of(0, 6, generation=2)], 0, "agent-n0: .* epoch 1"),
+        ([of(0, 0)], 0, ""),
+        ([of(0, 3), of(3, 3, generation=7)], 3, "agent-n0: .* epoch 1"),
     ],
     ids=lambda each: (
         "-".join(f"{s.first_page}+{s.pages}" for s in each) if isinstance(each, list) else ""
     ),
 )
 async def test_sources_are_used_as_far_as_they_join(
-    tmp_path: Path, sources: list[SourceRange], found: int
+    tmp_path: Path, sources: list[SourceRange], found: int, fault: str
 ) -> None:
-    """Gaps, overlaps, unknown agents and other generations end a restore at its last good page."""
+    """Gaps, overlaps, unknown agents and other generations end a restore at its last good page, and
+    it says why.
+    """
     async with opened(tmp_path) as (world, _):
         restore = await world.fetch(*sources)
 
         assert len(restore.slots) == found
+        assert re.match(f"{fault}$|{fault}, " if fault else "$", restore.fault)
         world.port.release(restore)
         await world.until(lambda: world.staging.used == 0)
 
@@ -179,6 +183,7 @@ async def test_a_source_that_has_less_than_it_said_is_followed_by_the_next(tmp_p
     async with opened(tmp_path) as (world, _):
         restore = await world.fetch(of(0, 20), of(0, 20), pages=20)
         assert len(restore.slots) == HELD
+        assert restore.fault.startswith("agent-n0: it has 0 of ")
 
 
 async def test_a_restore_may_begin_behind_pages_that_are_here(tmp_path: Path) -> None:
@@ -195,8 +200,9 @@ async def test_pages_of_another_model_are_not_had(tmp_path: Path) -> None:
 async def test_full_staging_leaves_the_rest_to_be_computed(tmp_path: Path) -> None:
     async with opened(tmp_path, pages=4) as (world, _):
         first = await world.fetch(of(0, 6))
-        assert len(first.slots) == 4
-        assert (await world.fetch(of(0, 6))).slots == []
+        assert (len(first.slots), first.fault) == (4, "staging had room for 4 of 6 pages")
+        second = await world.fetch(of(0, 6))
+        assert (second.slots, second.fault) == ([], "staging had room for 0 of 6 pages")
 
         world.port.release(first)
         await world.until(lambda: world.staging.used == 0)
@@ -248,7 +254,7 @@ async def test_an_end_in_mid_pull_keeps_what_had_come(tmp_path: Path, error: str
         restore = await world.fetch(*[of(0, 30)] * 3, pages=30)
 
         assert len(restore.slots) == 30
-        assert script.asked == 3
+        assert (script.asked, restore.fault) == (3, "")
 
 
 async def test_a_damaged_page_counts_once_beside_other_fetches(tmp_path: Path) -> None:
@@ -304,6 +310,7 @@ async def test_a_fence_ends_transfers_of_lower_attempts(
         await world.until(fenced.is_set)
 
         assert restore.is_over is ends
+        assert restore.fault == ("a fence has ended it" if ends else "")
         assert world.port.epoch == (1 if slots_only else 2)
         world.port.release(restore)
         await world.until(lambda: world.staging.used == 0)
@@ -455,7 +462,7 @@ async def test_a_connector_that_is_off_offers_nothing_and_says_why(
 async def test_a_report_has_what_was_fetched_loaded_and_lags(tmp_path: Path) -> None:
     """Pages of an agent of this host come out of its memory."""
     async with opened(tmp_path) as (world, _):
-        world.port.settled(await world.fetch(of(0, HELD)), 4 * 32, 10)
+        world.port.settled(await world.fetch(of(0, HELD)), 4 * 32, 10, "late")
         world.staging.take(world.staging.pages)
         saved = SavedStream("r", STREAM, (0, 1), [*tags(2, 3)], 3 * 32)
         world.port.follow(saved, [CheckpointTarget(AGENT, 8 * PAGE_BYTES)], handed_over=False)
@@ -464,7 +471,7 @@ async def test_a_report_has_what_was_fetched_loaded_and_lags(tmp_path: Path) -> 
 
         report = await world.report()
 
-        assert report.fetches == [FetchReport(STREAM, 2, 0, 4 * 32, 10)]
+        assert report.fetches == [FetchReport(STREAM, 2, 0, 4 * 32, 10, "late")]
         assert report.kv_bytes["recovery"] == HELD * PAGE_BYTES
         assert MEMORY in {link.source for link in report.links}
         assert (report.checkpoint_lag_pages, report.fetched_pages) == (3, 4)

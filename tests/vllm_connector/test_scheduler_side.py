@@ -1,7 +1,7 @@
 """The connector in vLLM's scheduler, beside a port that does as it is told."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -46,6 +46,7 @@ class FakePort:
     tags: list[Tag] = field(default_factory=list)
     computed_tokens: int = 0
     settled_tokens: list[tuple[int, int]] = field(default_factory=list)  # Loaded, computed.
+    faults: list[str] = field(default_factory=list)  # Of these.
     ended_streams: list[tuple[SavedStream, bool]] = field(default_factory=list)
     sent: bool = False
     fenced: bool = False
@@ -56,9 +57,12 @@ class FakePort:
     def release(self, restore: Restore) -> None:
         self.released.append(restore)
 
-    def settled(self, restore: Restore, loaded_tokens: int, computed_tokens: int) -> None:
+    def settled(
+        self, restore: Restore, loaded_tokens: int, computed_tokens: int, fault: str
+    ) -> None:
         assert restore not in self.released
         self.settled_tokens.append((loaded_tokens, computed_tokens))
+        self.faults.append(fault)
 
     def follow(
         self, saved: SavedStream, checkpoints: Sequence[CheckpointTarget], *, handed_over: bool
@@ -207,6 +211,47 @@ def test_a_load_that_a_worker_has_not_made_counts_for_nothing() -> None:
     assert world.port.settled_tokens == [(0, 18)]
 
 
+def loads_all(world: World) -> None:
+    world.port.restores[0].slots += [5, 6, 7, 8]
+    world.port.restores[0].is_over = True
+
+
+def is_late(world: World) -> None:
+    world.port.restores[0].slots.append(5)
+    world.now_s = 2.0
+
+
+def has_failed(world: World) -> None:
+    world.port.restores[0].slots.append(5)
+    world.port.restores[0].fault = "agent: it is in another epoch"
+    world.port.restores[0].is_over = True
+
+
+@pytest.mark.parametrize(
+    ("happens", "takes", "off_reason", "fault"),
+    [
+        (loads_all, True, None, ""),
+        (is_late, True, None, "no more had come after 2 s"),
+        (has_failed, True, None, "agent: it is in another epoch"),
+        (loads_all, False, None, "vLLM had no use for it"),
+        (loads_all, True, "no memory", "no memory"),
+    ],
+)
+def test_it_is_said_why_no_more_is_loaded(
+    happens: Callable[[World], None], takes: bool, off_reason: str | None, fault: str
+) -> None:
+    world, request = World(), Request("r", list(range(18)))
+    world.arrive(request, sources=[from_agent(0, 4)])
+    happens(world)
+    found = world.side.match("r", 0)
+    assert found
+
+    world.side.allocated("r", [30, 31, 32, 33, 34], found if takes else 0)
+    world.side.done(Done(loads={"r": 1}, off_reason=off_reason))
+
+    assert world.port.faults == [fault]
+
+
 def test_slots_of_a_load_are_given_back_when_every_worker_has_copied_them() -> None:
     """On GPUs workers answer in different steps, and one may still read what others have."""
     world, request = World(ranks=2), Request("r", list(range(18)))
@@ -306,6 +351,7 @@ def test_a_front_that_ends_for_nothing_ends_the_wait() -> None:
     assert world.side.match("r", PAGE) == 0
     assert world.port.released == [restore]
     assert world.port.settled_tokens == [(0, request.num_tokens - PAGE)]
+    assert world.port.faults == ["its front is not there"]
 
 
 @pytest.mark.parametrize("gone", ["another attempt", "another stream", "before"])

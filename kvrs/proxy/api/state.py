@@ -227,6 +227,7 @@ def _recovery(recovery: Recovery) -> dict[str, Any]:
         "outcome": recovery.outcome,
         "loaded_tokens": recovery.loaded_tokens,
         "computed_tokens": recovery.computed_tokens,
+        "fetch_fault": recovery.fetch_fault,
         "adopted_pages": recovery.adopted_pages,
         "recomputed_tokens": recovery.recomputed_tokens,
         "produced_tokens": recovery.produced_tokens,

@@ -162,6 +162,24 @@ async def test_a_connector_that_first_answers_late_fences_as_well(vllms: Builder
     assert (await row_of(system, "d0"))["epoch"] == before + 1
 
 
+async def test_a_restore_that_loads_nothing_says_why(vllms: Builder) -> None:
+    def prepare(servers: Servers) -> None:
+        equip(servers)
+        kvrs = servers["d1"].kvrs
+        assert kvrs is not None
+        kvrs.loads = False
+
+    system = await vllms(prepare, policy={"name": "always_restore"}, backup=BACKUP)
+
+    assert await cut_in_mid_stream(system, pages=2) == expected_ids(LONG, TOKENS)
+
+    async def is_told() -> bool:
+        (row,) = (await system.state())["recoveries"]
+        return (row["loaded_tokens"], row["fetch_fault"]) == (0, "nothing came")
+
+    await system.until(is_told)
+
+
 @pytest.mark.parametrize("late", [False, True])
 async def test_no_more_is_restored_than_a_connector_has_room_for(
     vllms: Builder, late: bool
