@@ -36,6 +36,7 @@ class Bench:
         self.generates: dict[str, Generated] = {}
         self.still: set[str] = set()  # To and from these no KV moves.
         self.computing: set[str] = set()  # These load nothing from agents.
+        self.wrong: set[str] = set()  # These go on wrongly behind what they load.
         self.now_s = 0.0
         for name in names:
             self.up(name)
@@ -86,8 +87,9 @@ class Bench:
                     self.tests.transferred(test, moved=moved)
                     done.append((holder, target))
                 case RestoreTest(holder=holder, target=target):
-                    fault = "loaded none" if target in self.computing else ""
-                    self.tests.restored(test, fault, self.now_s)
+                    is_wrong = target in self.wrong
+                    fault = "loaded none" if target in self.computing else "wrong" * is_wrong
+                    self.tests.restored(test, fault, self.now_s, is_wrong=is_wrong)
                     done.append(("agent of", holder, target))
         return done
 
@@ -331,6 +333,42 @@ def test_what_fails_to_restore_is_withdrawn_with_the_reason_and_tried_again() ->
     shown = bench.described("d0")
     assert (shown["restores"], shown["cause"]) == (True, "")
     assert "pull_pages" in shown["capabilities"]
+
+
+def test_what_restored_before_is_withdrawn_when_it_fails_a_second_time() -> None:
+    """It is tested behind a death: pages may come late then, and this may be the one instance that
+    streams can be restored at.
+    """
+    bench = Connectors("p0", "d0", "d1")
+    bench.run()
+    bench.lose("d0")
+    bench.up("d0", epoch=2)
+    bench.computing = {"d0"}
+
+    bench.wait()
+    assert ("agent of", "p0", "d0") in bench.run()
+    shown = bench.described("d0")
+    assert (shown["restores"], shown["cause"], shown["done"]) == (True, "loaded none", False)
+    assert bench.tests.news([InstanceId("d0")])[0].restores is True
+
+    bench.wait()
+    assert bench.run() == [("agent of", "d1", "d0")]
+    shown = bench.described("d0")
+    assert (shown["restores"], shown["done"]) == (False, True)
+
+
+def test_what_goes_on_with_other_tokens_is_withdrawn_at_once() -> None:
+    bench = Connectors("p0", "d0", "d1")
+    bench.run()
+    bench.lose("d0")
+    bench.up("d0", epoch=2)
+    bench.wrong = {"d0"}
+
+    bench.wait()
+    bench.run()
+
+    shown = bench.described("d0")
+    assert (shown["restores"], shown["cause"]) == (False, "wrong")
 
 
 def test_a_process_of_the_same_version_inherits_what_was_seen_of_restores() -> None:

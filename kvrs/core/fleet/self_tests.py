@@ -351,13 +351,19 @@ class SelfTests:
             elif life.moves_kv is None and other.moves_kv:
                 life.moves_kv = False
 
-    def restored(self, test: RestoreTest, fault: str, now_s: float) -> None:
+    def restored(
+        self, test: RestoreTest, fault: str, now_s: float, *, is_wrong: bool = False
+    ) -> None:
         """`fault`: why the target does not restore; empty: it does. A passing cause may end: it is
-        tried again after a pause that doubles.
+        tried again after a pause that doubles. What restored in its former process is still
+        used for it until it has failed twice, or went on with other tokens (`is_wrong`): it is
+        tested behind a death, when pages come late and streams have nowhere else to go.
         """
         for life in self._end(test):
             if life.info.id == test.target:
-                life.restores, life.restore_fault = not fault, fault
+                is_first = bool(fault) and not is_wrong and not life.restore_fault
+                believed = is_first and (life.former or Seen()).restores
+                life.restores, life.restore_fault = None if believed else not fault, fault
                 life.failures = life.failures + 1 if fault else 0
                 life.retry_at_s = now_s + 2.0**life.failures if fault else 0.0
 

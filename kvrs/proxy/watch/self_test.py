@@ -128,8 +128,8 @@ class SelfTester:
                 told = log.warning if moved is False else log.info
                 told("self-test", extra={"from": holder, "to": target, "moves_kv": moved})
             case RestoreTest(holder=holder, target=target):
-                fault = await self._restore(holder, target)
-                self._tests.restored(test, fault, self._clock())
+                fault, is_wrong = await self._restore(holder, target)
+                self._tests.restored(test, fault, self._clock(), is_wrong=is_wrong)
                 extra = {"from": holder, "to": target, "restores": not fault}
                 if fault:
                     log.warning("self-test", extra=extra | {"cause": fault})
@@ -243,9 +243,10 @@ class SelfTester:
 
     # KV at agents.
 
-    async def _restore(self, holder: InstanceId, target: InstanceId) -> str:
+    async def _restore(self, holder: InstanceId, target: InstanceId) -> tuple[str, bool]:
         """Why the target does not go on rightly with pages that the holder has saved at an agent,
-        by its own count of them and by the tokens; empty: it does.
+        by its own count of them and by the tokens (empty: it does), and whether that is for the
+        tokens.
         """
         up = (each for each in self._control.agents.present() if each.health is Health.UP)
         agent = next(up, None)
@@ -274,11 +275,13 @@ class SelfTester:
         fetches = await self._backend(target).fetches()
         loaded = sum(each.loaded_tokens for each in fetches if each.stream == journal.stream)
         if pages and not loaded:
-            return f"loaded none of {pages} pages that {holder} has saved at {agent.id}"
+            told = next((each.fault for each in fetches if each.stream == journal.stream), "")
+            why = f" ({told})" if told else ""
+            return f"loaded none of {pages} pages that {holder} has saved at {agent.id}{why}", False
         alike = self._tests.goes_on(self._tests.process(holder), target, sampled=False)
         if alike and tuple(journal.output_ids) != generated.greedy:
-            return f"goes on with other tokens behind pages that {holder} has saved"
-        return ""
+            return f"goes on with other tokens behind pages that {holder} has saved", True
+        return "", False
 
     async def _save(
         self, holder: InstanceId, journal: Journal, places: Sequence[act.Place], pages: int
