@@ -295,6 +295,11 @@ class Series:
                 for row in state["instances"]
                 if row["id"] in others and row["connector"] and row["connector"]["off_reason"]
             ],
+            withdrawn=[
+                test["cause"]
+                for row in state["instances"]
+                if (test := row["self_test"]) and test["restores"] is False
+            ],
         )
 
     def _counters(self, names: Sequence[str]) -> Counter[str]:

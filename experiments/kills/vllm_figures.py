@@ -63,6 +63,7 @@ class Wave:
     damaged_pages: int
     ended: list[str]  # Other decode servers that are not there any more.
     off_reasons: list[str]  # Of their connectors.
+    withdrawn: list[str]  # Why self-tests have withdrawn restore from servers.
 
     @property
     def hit(self) -> int:
@@ -152,7 +153,7 @@ def figures_of(
 
 def _of_pages(waves: Sequence[tuple[Wave, list[StreamVerdict]]]) -> dict[str, Any]:
     """Pages of checkpoints, in tokens. `full_blocks_tokens` could be loaded at most."""
-    found = Counter[str]()
+    found, nothing_loaded = Counter[str](), Counter[str]()
     for wave, verdicts in waves:
         found["damaged_pages"] += wave.damaged_pages
         loaded = set()
@@ -165,10 +166,14 @@ def _of_pages(waves: Sequence[tuple[Wave, list[StreamVerdict]]]) -> dict[str, An
             for row, index in wave.recovered(option):
                 blocks = (wave.history_tokens(row, index) - 1) // PAGE_TOKENS
                 found["full_blocks_tokens"] += (blocks - _first_page(row)) * PAGE_TOKENS
+                if not row["loaded_tokens"]:
+                    why = row["fetch_fault"] or "not reported"
+                    nothing_loaded[_NUMBER.sub("N", why)] += 1
         found["loaded_streams"] += len(loaded)
         found["loaded_streams_exact"] += sum(verdicts[index].exact for index in loaded)
     names = ("full_blocks_tokens", "loaded_tokens", "computed_tokens", "loaded_streams")
-    return {name: found[name] for name in (*names, "loaded_streams_exact", "damaged_pages")}
+    counts = {name: found[name] for name in (*names, "loaded_streams_exact", "damaged_pages")}
+    return counts | {"nothing_loaded": dict(nothing_loaded)}
 
 
 def _first_page(recovery: dict[str, Any]) -> int:
@@ -201,6 +206,7 @@ def _of_others(waves: Sequence[tuple[Wave, list[StreamVerdict]]]) -> dict[str, A
         "bystander_gap_s_max": round(max(gaps_s), 3),
         "engines_ended": sum(len(wave.ended) for wave, _ in waves),
         "off_reasons": dict(Counter(each for wave, _ in waves for each in wave.off_reasons)),
+        "withdrawn": dict(Counter(each for wave, _ in waves for each in wave.withdrawn)),
     }
 
 
