@@ -5,6 +5,7 @@ foreign turns it off or is left alone, and never raises.
 import logging
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,6 +18,7 @@ import torch
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.connector import connector_key, seal
 from kvrs.protocol.instance import CheckpointTarget, KvrsParams, SourceRange
+from kvrs.vllm.blocks import WorkerPart
 from kvrs.vllm.guard import Switch
 from kvrs.vllm.scheduler import Done, WorkerStep
 from kvrs.vllm.staging import StagingPlace
@@ -53,10 +55,13 @@ class Port:
         self.restores: list[Any] = []
         self.released: list[Any] = []
         self.followed: list[Any] = []
+        self.is_closed = False
         Port.made = [self]
 
     def start(self) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.is_closed = True
+
     def ended(self, saved: Any, *, send_rest: bool) -> None: ...
     def is_sent(self, saved: Any) -> bool:
         return True
@@ -73,6 +78,7 @@ class Port:
     def follow(self, saved: Any, checkpoints: Any, *, handed_over: bool) -> None:
         self.followed.append((saved, handed_over))
 
+    def settled(self, *loaded: Any) -> None: ...
     def filled(self, fills: Any) -> None: ...
     def copied(self, copies: Any) -> None: ...
 
@@ -508,6 +514,93 @@ def test_wrong_options_turn_it_off(vllm: Vllm, options: Any, said: str) -> None:
 
     assert said in connector.switch.off_reason
     call_all_hooks(connector)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_alike"),
+    [(None, "", True), ("a", "a", True), ("a", "b", False), (None, "a", False)],
+)
+def test_pages_of_another_salt_are_other_pages(
+    vllm: Vllm, one: str | None, other: str | None, are_alike: bool
+) -> None:
+    connector = vllm.start()
+
+    for salt in (one, other):
+        connector.on_new_request(request(sealed(RESTORED), cache_salt=salt))
+
+    first, second = Port.made[0].restores
+    assert (first.tags == second.tags) is are_alike
+
+
+def test_options_are_those_that_were_given(vllm: Vllm) -> None:
+    """Room for ten pages, and seven seconds."""
+    options = vllm.options | {"staging_bytes": 10 * 256, "deadline_s": 7.0}
+    vllm.config.kv_transfer_config.kv_connector_extra_config = {"kvrs": options}
+
+    connector = vllm.start()
+    connector.on_new_request(request(sealed(RESTORED)))
+
+    port = Port.made[0]
+    assert (port.geometry.page_bytes, port.staging.pages) == (256, 10)
+    assert 6.0 < port.restores[0].deadline_s - time.monotonic() <= 7.0
+
+
+def test_a_load_has_ended_when_all_ranks_have_answered(vllm: Vllm) -> None:
+    """VLLM puts their answers to one step together."""
+    vllm.config.parallel_config.world_size = 2
+    connector, asked = vllm.start(), request(sealed(RESTORED))
+    connector.on_new_request(asked)
+    (restore,) = Port.made[0].restores
+    restore.slots.append(5)
+    restore.is_over = True
+    assert connector.get_num_new_matched_tokens(asked, 0) == (4, True)
+    allocated(connector, asked, 4)
+    connector.build_connector_meta(Output())
+    assert vllm.module is not None
+    one, other = (vllm.module.KvrsWorkerMetadata(Done(loads={"r": 1})) for _ in range(2))
+
+    connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))
+    assert Port.made[0].released == []
+    whole = one.aggregate(other)
+    connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=whole))
+
+    assert Port.made[0].released == [restore]
+    assert connector.switch.off_reason is None
+
+
+def test_a_rank_has_the_heads_that_vllm_gives_it(
+    vllm: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm.config.parallel_config.tensor_parallel_size = 2
+    worker = vllm.start(Role.WORKER)
+    ranks = sys.modules["vllm.distributed.parallel_state"]
+    monkeypatch.setattr(ranks, "get_tensor_model_parallel_rank", lambda: 1)
+
+    worker.register_kv_caches(
+        {
+            f"model.layers.{number}.attn": torch.zeros(9, 1, 4, 8, dtype=torch.float16)
+            for number in range(2)
+        }
+    )
+
+    assert worker.switch.off_reason is None
+    assert worker._blocks._part == WorkerPart(range(1, 2), saves=True)
+
+
+def test_the_end_of_its_port_turns_it_off(vllm: Vllm) -> None:
+    """Nothing would be fetched or saved, and requests would wait for their deadlines."""
+    connector = vllm.start()
+    Port.made[0].failure = "no descriptor is left"
+
+    connector.build_connector_meta(Output())
+
+    assert "its port has ended: no descriptor is left" in connector.switch.off_reason
+
+
+def test_the_port_ends_with_vllm_s_engine(vllm: Vllm) -> None:
+    connector = vllm.start()
+    connector.shutdown()
+    assert Port.made[0].is_closed
 
 
 DEEP: Any = []
