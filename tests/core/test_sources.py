@@ -51,13 +51,15 @@ def test_a_victim_is_restored_on_the_node_that_keeps_its_checkpoint() -> None:
     assert restore.compute_s == pytest.approx(0.160 - 0.128)
 
 
-def bounded(most: int | None, *, splits: bool = False) -> PolicyHarness:
+def bounded(
+    most: int | None, *, splits: bool = False, name: PolicyName = PolicyName.AUTO
+) -> PolicyHarness:
     """`d1` has room for so many fetched pages, like vLLM's connector; no instance retains any."""
     able = {Capability.PULL_PAGES, Capability.CHECKPOINT, *([Capability.SPLIT] * splits)}
-    harness = PolicyHarness(backup=REMOTE)
+    harness = PolicyHarness(backup=REMOTE, name=name)
     harness.handle(instance_up("p0", capabilities=[]))
-    for name in ("d0", "d1"):
-        harness.handle(instance_up(name, capabilities=[*able], fetch_pages_max=most))
+    for each in ("d0", "d1"):
+        harness.handle(instance_up(each, capabilities=[*able], fetch_pages_max=most))
     harness.agents("n0", "n1")
     harness.decoding("A", 200)
     harness.kept("agent-n1", A=12)
@@ -92,6 +94,40 @@ def test_a_split_fetches_what_its_target_has_room_for() -> None:
     assert split.first_page == 3
     assert split.raw_s == pytest.approx(0.002 + 3 * 0.016 + 0.260 - 6 * 0.016, abs=1e-3)
     assert only(actions, act.Start).plan.runs == (act.PageRange(AGENT_1, 3, 3, 1),)
+
+
+def test_streams_that_are_restored_at_once_share_the_room_of_their_target() -> None:
+    """Until the first token of each, when what it has fetched is loaded."""
+    harness = bounded(20, name=PolicyName.ALWAYS_RESTORE)
+    harness.decoding("B", 200)
+    harness.kept("agent-n1", B=12)
+
+    actions = harness.lose("d0", A=60, B=60)
+    first, second = (start.plan.runs for start in of(actions, act.Start))
+    assert (first, second) == (
+        (act.PageRange(AGENT_1, 0, 16, 1),),
+        (act.PageRange(AGENT_1, 0, 4, 1),),
+    )
+
+    for stream in (A, StreamId("B")):
+        harness.handle(ev.StreamResumed(stream, 2))
+    able = [Capability.PULL_PAGES, Capability.CHECKPOINT]
+    harness.handle(instance_up("d0", epoch=2, capabilities=able))
+    harness.decoding("C", 200)
+    harness.kept("agent-n1", C=12)
+    again = only(harness.lose("d0", epoch=2, C=60), act.Start)
+    assert again.plan.runs == (act.PageRange(AGENT_1, 0, 16, 1),)
+
+
+def test_without_room_a_history_is_computed() -> None:
+    harness = bounded(16, name=PolicyName.ALWAYS_RESTORE)
+    harness.decoding("B", 200)
+    harness.kept("agent-n1", B=12)
+
+    actions = harness.lose("d0", A=60, B=60)
+
+    chosen = [each.option for each in of(actions, act.Recovered)]
+    assert chosen == [Option.RESTORE, Option.RECOMPUTE]
 
 
 def test_room_that_a_connector_tells_later_counts_from_then_on() -> None:

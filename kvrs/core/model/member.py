@@ -226,6 +226,8 @@ class Member:
     # Streams of which the current stage, or the only call, runs there.
     running: set[StreamId] = field(default_factory=set)
     held: set[StreamId] = field(default_factory=set)  # Streams of which it retains or caches pages.
+    # Pages that this proxy's streams are fetching there, where it has room for so many.
+    fetching_pages: int = 0
     gpu_degraded: bool = False  # By the settings, for this state of its GPU it is to be drained.
     draining: bool = False  # The process has reported that it is about to end.
     drain_ordered: bool = False  # By an operator.

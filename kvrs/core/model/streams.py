@@ -107,6 +107,8 @@ class AttemptState:
     is_guest: bool = False
     # With the bytes that it has put on each.
     links: list[tuple[Link, int]] = field(default_factory=list)
+    # With the pages for which it takes room there.
+    fetches_at: tuple[Member, int] | None = None
 
 
 @dataclass(slots=True, eq=False)

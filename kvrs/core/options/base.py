@@ -57,7 +57,7 @@ class Case(msgspec.Struct, gc=False):
     history_tokens: int
     history_s: float  # What the target would take to compute the whole history.
     extrapolated: bool  # That is outside what was measured.
-    # Worth fetching, as `usable_pages`; 0 also where no KV of the history is left.
+    # Worth fetching if there is room for them; 0 also where no KV of the history is left.
     wanted_pages: int
     held_pages: int  # Of these, what the target has itself.
     sources: Sequence[KvSource]
@@ -104,11 +104,11 @@ def usable_pages(stream: Stream, target: Member) -> int:
     ones are.
     """
     pages = (stream.prompt_tokens + stream.produced_tokens - 1) // target.page_size_tokens
-    most = target.fetch_pages_max
-    if most is None or pages <= most:
+    if target.fetch_pages_max is None:
         return pages
     own = stream.holders.get(target.id)
-    return most if own is None else max(most, min(own.pages, pages))
+    room = target.fetch_pages_max - target.fetching_pages
+    return min(pages, max(room, 0 if own is None else own.pages))
 
 
 def lookahead_s(settings: PolicySettings, stream: Stream, target: Member) -> float:
@@ -152,9 +152,8 @@ def tail(case: Case, prefix_pages: int) -> str:
 
 
 def fetched_tail(case: Case, prefix_pages: int) -> str:
-    """Where the pages that were fetched are all that the target has room for, that is said."""
-    most, wanted = case.target.fetch_pages_max, case.wanted_pages
-    is_full = most is not None and prefix_pages == wanted == most
+    """The text of `tail`, which says if there was no room for more pages."""
+    is_full = prefix_pages == usable_pages(case.stream, case.target) < case.wanted_pages
     return tail(case, prefix_pages) + (", which fill its staging memory" if is_full else "")
 
 

@@ -18,6 +18,7 @@ from kvrs.core.options.base import (
     RecoveryOption,
     Term,
     lookahead_s,
+    usable_pages,
 )
 from kvrs.profiles.tables import PrefillTable
 
@@ -123,10 +124,11 @@ def cases_of(books: Books, stream: Stream, targets: Sequence[Member], now_s: flo
             wanted = (history_tokens - 1) // target.page_size_tokens
             if (own := stream.holders.get(target.id)) is not None:
                 held = min(own.pages, wanted)
-            if target.fetch_pages_max is not None and wanted > target.fetch_pages_max:
-                wanted = max(target.fetch_pages_max, held)
             if wanted and target.pulls:
-                sources = sources_of(books.view, stream, target, wanted)
+                bounded = target.fetch_pages_max is not None
+                usable = usable_pages(stream, target) if bounded else wanted
+                if usable:
+                    sources = sources_of(books.view, stream, target, usable)
                 # Tested here, because calls make up the time of a decision.
                 if sources and books.slots.is_used:
                     slot_wait_s = books.slots.expected_wait_s(target.id, stream.id, now_s)
