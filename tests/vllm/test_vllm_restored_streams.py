@@ -96,6 +96,7 @@ def test_streams_of_a_killed_server_are_restored_through_the_proxy(tmp_path: Pat
         servers.start_all()
 
         faults = kill_series(servers, 24, 1, console, tmp_path, ("restore",), kills=1)
+        servers.wait_ready(*servers.names)  # The one that was killed is started again.
 
         parts = [pid for name in servers.names for pid in below(servers.pid(name))]
     assert faults == []
