@@ -1,9 +1,15 @@
 """vLLM servers with a kvrs connector in them: what it adds, and that its end is not theirs."""
 
 from typing import Any
+from unittest.mock import AsyncMock
 
+import msgspec
 import pytest
 
+from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import LoadReport, Role, assumed_instance
+from kvrs.proxy.backends.vllm_connector import VllmConnector
 from kvrs_testkit.scripted_connector import ScriptedConnector
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.vllm_cluster import LONG, TOKENS, Builder, Servers, Vllms
@@ -180,6 +186,20 @@ async def test_a_restore_that_loads_nothing_says_why(vllms: Builder) -> None:
     await system.until(is_told)
 
 
+async def test_the_room_of_a_connector_is_known_as_its_server_is_met() -> None:
+    """The first report comes after the first placements."""
+    server = assumed_instance(
+        InstanceId("d0"), NodeId("n0"), Role.DECODE, KvGeometry(2, 4, 8, 2, 9)
+    )
+    own = msgspec.structs.replace(server, fetch_pages_max=7)
+    peer: Any = AsyncMock()
+    peer.info.return_value, peer.load.return_value = own, LoadReport(1, 0, 0, 0, 0.0, [])
+
+    joined = await VllmConnector(peer, b"key").join(server)
+
+    assert (server.fetch_pages_max, joined.fetch_pages_max) == (None, 7)
+
+
 @pytest.mark.parametrize("late", [False, True])
 async def test_no_more_is_restored_than_a_connector_has_room_for(
     vllms: Builder, late: bool
@@ -327,7 +347,7 @@ async def test_a_restore_that_fails_its_test_is_not_chosen(vllms: Builder, fault
     system = await vllms(prepare, policy={"name": "always_restore"}, backup=BACKUP, proxy=TESTED)
     found = await self_test_of(system, "d1", restores=False)
     assert {"pull_pages", "split"}.isdisjoint(found["capabilities"])
-    assert ("none of 2 pages" if fault == "nothing is loaded" else "other tokens") in found["cause"]
+    assert ("(nothing came)" if fault == "nothing is loaded" else "other tokens") in found["cause"]
 
     assert await cut_in_mid_stream(system, pages=2) == expected_ids(LONG, TOKENS)
 
