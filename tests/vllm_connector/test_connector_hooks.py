@@ -721,9 +721,15 @@ def test_only_what_is_handed_on_outlives_its_request(
     assert freed == ([103, 102, 101, 100] if is_pinned else [])
 
 
-def test_so_many_blocks_outlive_their_requests_as_the_configuration_allows(vllm: Vllm) -> None:
-    path = Path(vllm.options["config"])
-    path.write_text(path.read_text().replace("{mode: local}", "{mode: local, staging_pages: 2}"))
+@pytest.mark.parametrize("bound", ["by the configuration", "by staging"])
+def test_so_many_blocks_outlive_their_requests_as_are_allowed(vllm: Vllm, bound: str) -> None:
+    if bound == "by the configuration":
+        path = Path(vllm.options["config"])
+        backup = "{mode: local, staging_pages: 2}"
+        path.write_text(path.read_text().replace("{mode: local}", backup))
+    else:
+        options = vllm.options | {"staging_bytes": 2 * 256}
+        vllm.config.kv_transfer_config.kv_connector_extra_config = {"kvrs": options}
     connector = vllm.start()
     blocks = [Block(number=number, block_hash=number) for number in range(200)]
     connector.bind_gpu_block_pool(SimpleNamespace(blocks=blocks, touch=lambda _: None))

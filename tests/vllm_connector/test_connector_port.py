@@ -360,6 +360,20 @@ async def test_pages_that_an_agent_refuses_are_not_counted_as_saved(tmp_path: Pa
         assert (report.pages_saved, report.lag_pages) == (0, 0)
 
 
+async def test_pages_that_are_generated_are_saved_by_their_own_tags(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (world, engine):
+        pages = tags(2, 3)
+        saved = SavedStream("r", STREAM, (0, 1), [*pages[:1]], 1 * 32)
+        world.port.follow(saved, [CheckpointTarget(AGENT, 8 * PAGE_BYTES)], handed_over=False)
+        world.port.filled([FilledPages(saved, [*pages[1:]], 3 * 32)])
+        await world.until(lambda: world.copies)
+
+        answer(world, [world.copies.pop()], [page(tag) for tag in pages])
+
+        await world.until(lambda: world.port.counts.pages_saved == 3)
+        assert (await engine.fetch(pages)).full_pages == 3
+
+
 @pytest.mark.parametrize("send_rest", [False, True])
 async def test_what_a_request_leaves_is_sent_if_its_stream_goes_on(
     tmp_path: Path, send_rest: bool

@@ -44,6 +44,7 @@ class FakePort:
     restores: list[Restore] = field(default_factory=list)
     released: list[Restore] = field(default_factory=list)
     tags: list[Tag] = field(default_factory=list)
+    followed: list[SavedStream] = field(default_factory=list)
     computed_tokens: int = 0
     settled_tokens: list[tuple[int, int]] = field(default_factory=list)  # Loaded, computed.
     faults: list[str] = field(default_factory=list)  # Of these.
@@ -67,11 +68,13 @@ class FakePort:
     def follow(
         self, saved: SavedStream, checkpoints: Sequence[CheckpointTarget], *, handed_over: bool
     ) -> None:
+        self.followed.append(saved)
         self.tags += saved.tags
 
     def filled(self, fills: Sequence[FilledPages]) -> None:
         for filled in fills:
             self.tags += filled.tags
+            filled.saved.tags += filled.tags
             self.computed_tokens = filled.computed_tokens
 
     def copied(self, copies: Sequence[tuple[CopyRequest, int]]) -> None:
@@ -94,6 +97,7 @@ class FakePool:
 
     pinned: Counter[int] = field(default_factory=Counter)
     reused: set[int] = field(default_factory=set)
+    uncached: set[int] = field(default_factory=set)
 
     def pin(self, block_ids: Sequence[int]) -> None:
         self.pinned.update(block_ids)
@@ -104,7 +108,7 @@ class FakePool:
         self.pinned = +self.pinned
 
     def content(self, block_id: int) -> object:
-        return (block_id, block_id in self.reused)
+        return None if block_id in self.uncached else (block_id, block_id in self.reused)
 
 
 class World:
@@ -405,6 +409,7 @@ def test_tags_are_those_of_the_tokens_whatever_the_steps_are() -> None:
         request.all_token_ids.append(token)
         world.step(request, 1)
     assert world.port.tags == page_tags(root_tag("f", "salt"), ids, PAGE)
+    assert world.port.followed[0].tags == world.port.tags
     assert world.port.computed_tokens == 5 * PAGE
 
 
@@ -424,6 +429,7 @@ def test_copies_are_made_in_a_step_that_runs_the_request_and_answered_by_all_ran
     assert not world.side.step({}, lambda _: []).saves
     step = world.step(request, 8)
     assert step.saves == [(1, [(8, 101), (9, 102)])]
+    assert step.place is PLACE
     world.side.done(Done(saves={1: 1}))
     assert counts == []
     world.side.done(Done(saves={1: 1}))
@@ -547,6 +553,31 @@ def test_only_so_many_blocks_are_pinned_and_others_saved_while_they_are_the_same
     missed = world.copy(Request("r", []), 4, [5])
     world.side.step({}, lambda _: [])
     assert missed == [0]
+
+
+def test_blocks_that_are_not_in_the_cache_are_not_saved_unpinned() -> None:
+    """Nothing tells whether they are still the same."""
+    world = World()
+    computed(world, 5)
+    world.pool.uncached |= {100, 104}
+    world.side.finished("r", range(100, 105), send_rest=True)
+
+    world.copy(Request("r", []), 0, [5, 6, 7, 8, 9])
+
+    ((_, copies),) = world.side.step({}, lambda _: []).saves
+    assert copies == [(5, 100), (6, 101), (7, 102), (8, 103)]
+
+
+def test_an_attempt_is_that_of_its_owner_and_of_its_slot() -> None:
+    """By these it is fenced: by proxies, and by the agent that has granted the slot."""
+    world, params = World(), KvrsParams(STREAM, 2, 1, owner_epoch=3, slot_token=5)
+    params.sources, params.checkpoints = [from_agent(0, 4)], [CheckpointTarget(AGENT, 1 << 20)]
+    request = Request("r", list(range(18)))
+
+    world.side.arrived(request, msgspec.to_builtins(seal(params, KEY)), "salt")
+
+    (restore,), (saved,) = world.port.restores, world.port.followed
+    assert (restore.attempt, restore.slot_token, saved.attempt) == ((3, 2), 5, (3, 2))
 
 
 def test_an_agent_that_takes_nothing_frees_the_blocks_in_time() -> None:

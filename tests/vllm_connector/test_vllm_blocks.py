@@ -5,7 +5,7 @@ import torch
 
 from kvrs.errors import KvrsError
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.vllm.blocks import Blocks, Ended, part_of
+from kvrs.vllm.blocks import Blocks, Ended, WorkerPart, part_of
 from kvrs.vllm.staging import Staging
 
 DEVICES = [
@@ -129,6 +129,21 @@ def test_layers_apart_are_refused() -> None:
     cells = torch.zeros(6, 4, 8, 10, dtype=torch.bfloat16)
     with pytest.raises(KvrsError, match=r"layers \[0, 2\]"):
         Blocks(GEOMETRY, part_of(4, 0, 1), {0: cells, 2: cells})
+
+
+def test_a_layer_that_the_model_does_not_have_is_refused() -> None:
+    cells = torch.zeros(6, 4, 8, 10, dtype=torch.bfloat16)
+    with pytest.raises(KvrsError, match="layer 3; allowed: below 3"):
+        Blocks(GEOMETRY, part_of(4, 0, 1), {3: cells})
+
+
+def test_of_ranks_with_the_same_heads_one_saves_them() -> None:
+    assert [part_of(4, rank, 8) for rank in range(4)] == [
+        WorkerPart(range(1), saves=True),
+        WorkerPart(range(1), saves=False),
+        WorkerPart(range(1, 2), saves=True),
+        WorkerPart(range(1, 2), saves=False),
+    ]
 
 
 def test_memory_of_other_pages_is_refused() -> None:
