@@ -24,7 +24,7 @@ from kvrs.proxy.api.admission import Admissions, find_model
 from kvrs.proxy.api.answers import json_response, refusal
 from kvrs.proxy.api.tenants import TENANT
 from kvrs.proxy.backends.backend import RefusedError
-from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.backends.bodies import Call, context_headers
 from kvrs.proxy.streams.attempts import Failed, OpenStream
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.wire.peer import BusyError
@@ -206,7 +206,7 @@ class Passed:
 
     async def _ask_one(self, name: InstanceId, path: str, fields: Fields) -> bytes:
         context, progress = CURRENT.get(), self._control.progress
-        headers = "" if context is None else context.headers(context.id)
+        headers = "" if context is None else context_headers(context, context.id)
         call = Call(path, dict(fields), headers, sum(map(len, fields.values())))
         limit_s = progress.first_token_timeout_s(name)
         with Watchdog(

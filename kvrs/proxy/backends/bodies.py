@@ -23,6 +23,7 @@ from kvrs.protocol.openai.fields import (
 from kvrs.protocol.openai.requests import StreamOptions
 from kvrs.protocol.token_ids import encode
 from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.request_context import REQUEST_ID, TRACEPARENT, RequestContext
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS
 
 # Done by the proxy itself, or set anew in every call.
@@ -171,11 +172,23 @@ def _call(
     if (request := journal.request) is not None:
         # Engines take the id for that of their own request, which must differ from those of other
         # choices and attempts.
-        headers = request.headers(f"{request.id}-{journal.stream[:8]}-{attempt}", traceparent)
+        headers = context_headers(
+            request, f"{request.id}-{journal.stream[:8]}-{attempt}", traceparent
+        )
     size_bytes = journal.parsed.fields_bytes
     if history is not None:
         size_bytes += BYTES_PER_ID * len(history)
     return Call(endpoint.path, fields, headers, size_bytes)
+
+
+def context_headers(
+    request: RequestContext, request_id: str, traceparent: str | None = None
+) -> str:
+    """Lines for a call of that id; `traceparent`: of the call's own span."""
+    lines = f"{REQUEST_ID}: {request_id}\r\n"
+    if (traceparent := traceparent or request.traceparent) is not None:
+        lines += f"{TRACEPARENT}: {traceparent}\r\n"
+    return lines
 
 
 def _salt_since(journal: Journal, salt: msgspec.Raw | None) -> str:

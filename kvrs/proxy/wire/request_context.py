@@ -24,13 +24,6 @@ class RequestContext:
     traceparent: str | None = None  # Of the client, or of the span that it has here.
     trace: Any = None  # Its RequestTrace (kvrs/proxy/streams/spans.py), if it has one.
 
-    def headers(self, request_id: str, traceparent: str | None = None) -> str:
-        """Lines for a call of that id; `traceparent`: of the call's own span."""
-        lines = f"{REQUEST_ID}: {request_id}\r\n"
-        if (traceparent := traceparent or self.traceparent) is not None:
-            lines += f"{TRACEPARENT}: {traceparent}\r\n"
-        return lines
-
 
 # The context of the request that the running task works on.
 CURRENT: ContextVar[RequestContext | None] = ContextVar("CURRENT", default=None)
