@@ -8,7 +8,7 @@ in which stage.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar, assert_never
 
 import msgspec
@@ -33,10 +33,12 @@ from kvrs.core.model.reports import changes_decision, changes_ranks
 from kvrs.core.model.streams import CannotContinue, Complete, LiveStream, Outcome
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.gpus import GpuHealth
+from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.protocol.instance import InstanceInfo, LoadReport
 from kvrs.transfer.meter import Measurement
 
+# An event, its time, and the answer of the policy.
+Trace = Callable[[float, ev.Event, list[act.Action]], None]
 S = TypeVar("S", bound=LiveStream)
 _S = TypeVar("_S", bound=LiveStream, contravariant=True)
 
@@ -70,8 +72,8 @@ class Shell(Protocol[_S]):
     def wake_at(self, at_s: float) -> None:
         """Report `TimerFired` at this time."""
 
-    def trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
-        """Every event with the policy's answer, before any of it is performed."""
+    def instance_changed(self, event: ev.InstanceUp | ev.InstanceLost | ev.GpuJudged) -> None:
+        """Show people that an instance has come up or is lost, or how its GPU is."""
 
     def count_slot(self, outcome: SlotOutcome) -> None: ...
 
@@ -87,9 +89,11 @@ class Control(Generic[S]):
         shell: Shell[S],
         can_give_end: bool,
         runs_self_tests: bool = False,
+        trace: Trace | None = None,
     ) -> None:
         """`run_id` names this run of this proxy. With `can_give_end` the shell can send the end of
         a stream that has all its ids by itself; with `runs_self_tests` it carries those out.
+        `trace` gets every event with the policy's answer, before any of it is performed.
         """
         self.instances = Instances(config)
         self.streams: dict[StreamId, S] = {}
@@ -134,6 +138,7 @@ class Control(Generic[S]):
         self._inexact = config.proxy.inexact
         self._can_give_end = can_give_end
         self._shell = shell
+        self._trace = trace
         self._events: deque[tuple[ev.Event, float]] = deque()
         self._telling = False
 
@@ -220,7 +225,8 @@ class Control(Generic[S]):
             while self._events:
                 event, now_s = self._events.popleft()
                 actions = self.policy.handle(event, now_s)
-                self._shell.trace(now_s, event, actions)
+                if self._trace is not None:
+                    self._trace(now_s, event, actions)
                 for action in actions:
                     self._carry_out(action, now_s)
         finally:
@@ -350,6 +356,7 @@ class Control(Generic[S]):
             had_not_ended,
             seen.restores,
         )
+        self._shell.instance_changed(event)
         self.tell(event, now_s)
         return self.instances.known[known.id]
 
@@ -402,7 +409,7 @@ class Control(Generic[S]):
     def gpus_seen(self, node: NodeId, gpus: Sequence[GpuHealth], now_s: float) -> None:
         """The node's agent has published the health of its GPUs."""
         for instance, state, reason in self.gpus.seen(node, gpus):
-            self.tell(ev.GpuJudged(instance, state, reason, self.produced_on(instance)), now_s)
+            self._judge_gpu(instance, state, reason, now_s)
 
     def instance_lost(
         self, known: Member, cause: str, now_s: float, *, may_live: bool = False
@@ -419,7 +426,9 @@ class Control(Generic[S]):
             self._shell.end_attempt(live)
             if self._goes_on(live, now_s):
                 produced[live.id] = len(live.journal.output_ids)
-        self.tell(ev.InstanceLost(known.id, known.info.epoch, cause, produced, may_live), now_s)
+        event = ev.InstanceLost(known.id, known.info.epoch, cause, produced, may_live)
+        self._shell.instance_changed(event)
+        self.tell(event, now_s)
 
     def reload(self, before: Config, after: Config, now_s: float) -> None:
         """Go on with sections `policy` and `slo` of `after`; what is open and what has been learned
@@ -430,7 +439,12 @@ class Control(Generic[S]):
         if after.policy.gpu == before.policy.gpu:
             return
         for instance, state, reason in self.gpus.judgements():
-            self.tell(ev.GpuJudged(instance, state, reason, self.produced_on(instance)), now_s)
+            self._judge_gpu(instance, state, reason, now_s)
+
+    def _judge_gpu(self, instance: InstanceId, state: GpuState, reason: str, now_s: float) -> None:
+        event = ev.GpuJudged(instance, state, reason, self.produced_on(instance))
+        self._shell.instance_changed(event)
+        self.tell(event, now_s)
 
     def produced_on(self, instance: InstanceId) -> dict[StreamId, int]:
         return {live.id: len(live.journal.output_ids) for live in self._running_on(instance)}

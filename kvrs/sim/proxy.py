@@ -66,10 +66,12 @@ class SimProxy:
         self.cut_until_s: dict[InstanceId, float] = {}  # No message passes between them until then.
         self.streams: dict[StreamId, SimStream] = {}  # Those that have ended included.
         self.slot_outcomes: Counter[SlotOutcome] = Counter()
+        shell = SimShell(self)
         self.control = Control[SimStream](
             config,
             run_id=name,
-            shell=SimShell(self),
+            shell=shell,
+            trace=shell.trace,
             can_give_end=False,
             runs_self_tests=config.proxy.self_test,
         )
@@ -338,6 +340,9 @@ class SimShell:
 
     def wake_at(self, at_s: float) -> None:
         self.proxy.after(at_s - self.proxy.now_s, self._wake)
+
+    def instance_changed(self, event: ev.InstanceUp | ev.InstanceLost | ev.GpuJudged) -> None:
+        pass
 
     def count_slot(self, outcome: SlotOutcome) -> None:
         self.proxy.slot_outcomes[outcome] += 1

@@ -44,6 +44,7 @@ class Driver:
             config,
             run_id="test",
             shell=self,
+            trace=self.trace,
             can_give_end=can_give_end,
         )
         for name in (P0, D0, P1, D1):

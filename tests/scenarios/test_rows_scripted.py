@@ -82,7 +82,7 @@ class Run:
         script.pause_s, script.prefill_s = TOKEN_S, PREFILL_TOKEN_S * load.prompt_tokens
         script.fetch_s = FETCH_S
         script.poisons = {f"s{number}": load.poison_at for number in load.poisons}
-        self._system.proxy.parts.driver._shell._event_log = entries  # type: ignore[assignment]
+        self._system.proxy.parts.driver.control._trace = entries.note
         for instance in self._system.instances.values():
             if isinstance(instance, Scripted):
                 instance.agents = self._system.agents

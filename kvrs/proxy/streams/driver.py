@@ -81,13 +81,14 @@ class Driver:
         self.tokenizer = LazyTokenizer(config.cluster.model)
         self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE
         self.recoveries = RecoveryLog(clock, wall_clock, metrics.recoveries.settled)
-        self._shell = TaskShell(self, self.recoveries, metrics, event_log, clock)
+        self._shell = TaskShell(self, self.recoveries, metrics, clock)
         self.control = control = Control[OpenStream](
             config,
             run_id=self.run_id,
             shell=self._shell,
             can_give_end=self.tokenizer.available,
             runs_self_tests=config.proxy.self_test,
+            trace=None if event_log is None else event_log.note,
         )
         self.backends = backends
         self.agent_backends = agent_backends
@@ -218,13 +219,11 @@ class TaskShell:
         driver: AttemptDriver,
         recoveries: RecoveryLog,
         metrics: Metrics,
-        event_log: EventLog | None,
         clock: Callable[[], float],
     ) -> None:
         self._driver = driver
         self._recoveries = recoveries
         self._metrics = metrics
-        self._event_log = event_log
         self._clock = clock
         self._tasks: dict[asyncio.Task[None], OpenStream] = {}
         self._quiet: asyncio.Future[None] | None = None
@@ -338,9 +337,7 @@ class TaskShell:
         handle = asyncio.get_running_loop().call_later(max(0.0, at_s - self._clock()), wake)
         self._wakes.add(handle)
 
-    def trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
-        if self._event_log is not None:
-            self._event_log.note(now_s, event, actions)
+    def instance_changed(self, event: ev.InstanceUp | ev.InstanceLost | ev.GpuJudged) -> None:
         match event:
             case ev.InstanceUp(info=info):
                 log.info("instance up", extra={"instance": info.id, "epoch": info.epoch})
@@ -354,7 +351,7 @@ class TaskShell:
                 extra = {"instance": name, "state": state, "reason": reason}
                 log.warning("gpu judged", extra=extra)
             case _:
-                pass  # The event log has all of them.
+                assert_never(event)
 
     def cancel_wakes(self) -> None:
         for handle in self._wakes:
