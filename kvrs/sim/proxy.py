@@ -243,7 +243,7 @@ class SimProxy:
 
     def adopt(self, journal: SimJournal) -> None:
         """Open a stream that has just arrived, or that another proxy had."""
-        live = self.streams[journal.stream] = SimStream(journal=journal)
+        live = self.streams[journal.stream] = SimStream(journal.stream, journal=journal)
         self._site.tally.begun()
         self.control.open(live, self.now_s)
 

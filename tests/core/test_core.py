@@ -82,7 +82,7 @@ class Driver:
 
     def stream(self, *, is_keyed: bool = False) -> SimStream:
         arrival = Arrival(0.0, tuple(range(40)), 10, is_keyed=is_keyed)
-        live = SimStream(journal=SimJournal(S, arrival, 0.0, 40, list(range(40))))
+        live = SimStream(S, journal=SimJournal(S, arrival, 0.0, 40, list(range(40))))
         self.control.open(live, 0.0)
         return live
 
@@ -149,7 +149,8 @@ def test_a_loss_names_all_its_victims_in_one_event() -> None:
     lives = []
     for number in range(4):
         arrival = Arrival(0.0, (1, 2, 3), 10)
-        live = SimStream(journal=SimJournal(StreamId(f"s{number}"), arrival, 0.0, 3, [1, 2, 3]))
+        name = StreamId(f"s{number}")
+        live = SimStream(name, journal=SimJournal(name, arrival, 0.0, 3, [1, 2, 3]))
         driver.control.open(live, 0.0)
         lives.append(live)
     on_p0 = {live.id for live in lives if live.instance == P0}
@@ -275,7 +276,7 @@ def test_an_adopted_stream_holds_what_is_still_there() -> None:
     arrival = Arrival(0.0, tuple(range(40)), 10, is_keyed=True)
     journal = SimJournal(S, arrival, 0.0, 40, list(range(40)), [7, 7], owner_epoch=1)
     journal.kept = (ev.Kept(P0, 1, 2), ev.Kept(P1, 0, 2), ev.Kept(InstanceId("gone"), 1, 2))
-    live = SimStream(journal=journal)
+    live = SimStream(journal.stream, journal=journal)
 
     driver.control.open(live, 1.0)
 

@@ -114,7 +114,7 @@ def test_a_stream_waits_for_its_instance_where_no_other_could_take_it() -> None:
     config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
     progress = InstanceProgress(Instances(config), 10.0, lambda instance, is_heard: has_others[0])
     arrival = Arrival(0.0, (1, 2), 9, is_text=False, is_keyed=False)
-    live = LiveStream(journal=Paced(StreamId("s"), arrival, 0.0, 2, [1, 2]))
+    live = LiveStream(StreamId("s"), journal=Paced(StreamId("s"), arrival, 0.0, 2, [1, 2]))
 
     gaps_s = [progress.token_gap_s(live, D0, 1.0, 1.5)]
     has_others[0] = False

@@ -471,13 +471,9 @@ class Copy:
 class LiveStream(Stream):
     """A stream that has not ended. Drivers extend it with what they need to run attempts."""
 
-    id: StreamId = field(init=False)
     journal: StreamJournal
     prefilled_at: tuple[InstanceId, ...] = ()  # May retain pages of this stream.
     copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By agent.
-
-    def __post_init__(self) -> None:
-        self.id = self.journal.stream
 
     @property
     def stays_until_s(self) -> float | None:

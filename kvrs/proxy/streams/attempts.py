@@ -78,7 +78,7 @@ class OpenStream(LiveStream):
     clock: Callable[[], float]
     phase: StreamPhase = StreamPhase.WAITING
     instance: InstanceId | None = None  # Where it runs.
-    entered_s: float = 0.0  # When the current phase began.
+    entered_s: float  # When the current phase began.
     # In each phase before, in all attempts together, in the order of the phases.
     spent_s: "array[float]" = field(default_factory=_NOTHING.__copy__)
     task: asyncio.Task[None] | None = None
@@ -88,10 +88,6 @@ class OpenStream(LiveStream):
     refusal: Failed | None = None  # The last one of an instance, for the client if it stands.
     # Instances that refused it, until it is known whose fault that is.
     refused_by: tuple[InstanceId, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.id = self.journal.stream
-        self.entered_s = self.clock()
 
     def enter(self, phase: StreamPhase, instance: InstanceId | None) -> None:
         if phase is not self.phase:

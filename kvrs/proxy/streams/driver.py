@@ -120,13 +120,22 @@ class Driver:
         journal.request = request = CURRENT.get()
         if request is not None and request.trace is not None:
             request.trace.opened(journal)
-        live = OpenStream(journal=journal, client=client, outcome=outcome, clock=self.clock)
+        now_s = self.clock()
+        live = OpenStream(
+            journal.stream,
+            journal=journal,
+            client=client,
+            outcome=outcome,
+            clock=self.clock,
+            entered_s=now_s,
+        )
         self._metrics.streams.active.value += 1
         try:
-            self.control.open(live, self.clock())
+            self.control.open(live, now_s)
             return await outcome
-        finally:
+        except BaseException:  # The client is gone, or a bug: any other end has closed it.
             self.control.close(live, self.clock())
+            raise
 
     def end_early(self, stream: StreamId, failure: Failed) -> None:
         """End it for a reason of the proxy's own; nothing happens if it has ended."""
