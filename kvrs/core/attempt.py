@@ -20,6 +20,7 @@ from kvrs.core.control import Control
 from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.member import Health
 from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import SlotRequest
@@ -121,7 +122,7 @@ class Attempt(Generic[S]):
             return False
         plan = live.attempt.plan
         assert plan is not None
-        if not self._control.instances.is_up(plan.decode):
+        if self._control.instances.known[plan.decode].health is not Health.UP:
             # The policy knows as well; the stream waits for its next attempt.
             self._control.halt(live)
             return False

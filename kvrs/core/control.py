@@ -210,7 +210,7 @@ class Control(Generic[S]):
             let_go(instance, live.id)
         if live.copies:
             self.checkpoints.ended(live)
-        self.fences.ended(live.id, self.instances.is_up)
+        self.fences.ended(live.id, self.instances.known)
         self.tell(ev.StreamEnded(live.id, live.journal.attempt), now_s)
 
     # Events, in the order in which they came; actions may cause more of them.

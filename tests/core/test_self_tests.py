@@ -237,7 +237,7 @@ def test_a_pair_is_exact_where_both_compute_the_same(
     bench = Bench("d0", "d1")
     bench.generates["d1"] = there
     bench.run()
-    began = bench.tests.process(InstanceId("d0"))
+    began = bench.tests.processes.get(InstanceId("d0"))
 
     for is_sampled, expected in ((False, greedy), (True, sampled)):
         found = bench.tests.goes_on(began, InstanceId("d1"), sampled=is_sampled)
@@ -248,7 +248,7 @@ def test_a_former_process_of_the_same_name_is_another_instance() -> None:
     """It may have come back with another TP."""
     bench = Bench("d0")
     bench.run()
-    began = bench.tests.process(InstanceId("d0"))
+    began = bench.tests.processes.get(InstanceId("d0"))
     bench.generates["d0"] = OTHER
 
     bench.up("d0", epoch=2, fingerprint="g")

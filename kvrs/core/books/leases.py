@@ -1,9 +1,10 @@
 """Pages of open streams that processes keep under leases, and attempts that may still run there."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 
 from kvrs.core.model import actions as act
+from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LeaseUpdate
 
@@ -109,13 +110,16 @@ class FenceTable:
         if numbers.pop(instance, None) is not None and not numbers:
             del self._numbers[stream]
 
-    def ended(self, stream: StreamId, is_up: Callable[[InstanceId], bool]) -> None:
+    def ended(self, stream: StreamId, known: Mapping[InstanceId, Member]) -> None:
         """The stream is over. An instance that is up drops the attempt because its connection is
         closed; one that is cut off cannot know.
         """
         numbers = self._numbers.pop(stream, {})
-        if kept := {name: number for name, number in numbers.items() if not is_up(name)}:
-            self._numbers[stream] = kept
+        for name in [*numbers]:
+            if known[name].health is Health.UP:
+                del numbers[name]
+        if numbers:
+            self._numbers[stream] = numbers
 
     def numbers(self, instance: InstanceId) -> dict[StreamId, Number]:
         """Return what a fence must name: one above every attempt that may still run there."""

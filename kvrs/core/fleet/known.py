@@ -55,8 +55,9 @@ class Instances:
         self._served: InstanceInfo | None = None
         self.model: str | None = None  # Its name.
         self.max_model_len: int | None = None  # Tokens of prompt and output; None: not known.
-        self._plain: tuple[InstanceId | None] | None = None  # `plain()`, until one comes up.
-        self._replays: Replays | None = None  # As `_plain`.
+        # An instance to which a stream may have to go and that cannot continue everything exactly.
+        self.plain: InstanceId | None = None
+        self._replays: Replays | None = None  # `replays()`, until one comes up.
         self.names = NameBook(lambda: (known.info for known in self.known.values()))
 
     def add(
@@ -69,7 +70,7 @@ class Instances:
     def remove(self, known: Member) -> None:
         self.known[known.id] = Member(known.id, known.node, known.role, known.group, Health.REMOVED)
         known.health, known.reason, known.info, known.load = Health.REMOVED, None, None, None
-        self._plain = self._replays = None
+        self.plain, self._replays = self._find_plain(), None
         self.names.changed()
 
     def present(self) -> Iterator[Member]:
@@ -103,19 +104,13 @@ class Instances:
         lives = now_s - self.known[instance].beat_s < self._overdue_s
         return lives and not self.is_reporting(instance, now_s)
 
-    def plain(self) -> InstanceId | None:
-        """An instance to which a stream may have to go and that cannot continue everything
-        exactly.
-        """
-        if self._plain is None:
-            decoding = (
-                known
-                for known in self.known.values()
-                if known.role is not Role.PREFILL and known.info is not None
-            )
-            plain = (known.id for known in decoding if not known.resumes_exactly)
-            self._plain = (next(plain, None),)
-        return self._plain[0]
+    def _find_plain(self) -> InstanceId | None:
+        decoding = (
+            known
+            for known in self.known.values()
+            if known.role is not Role.PREFILL and known.info is not None
+        )
+        return next((known.id for known in decoding if not known.resumes_exactly), None)
 
     def replays(self) -> Replays:
         """How many of the instances to which a stream may have to go can generate its output
@@ -177,7 +172,7 @@ class Instances:
         that has been up all the time keeps its record, of which the policy changes `info`.
         """
         table = self._named_table(info)
-        self._served, self._plain, self._replays = info, None, None
+        self._served, self._replays = info, None
         self.model, self.max_model_len = info.model, info.max_model_len or None
         self.names.changed()
         if info.own_prefill not in self.known:
@@ -186,6 +181,7 @@ class Instances:
             known = self.known[known.id] = known.next_process(info, table)
         known.health, known.reason = Health.UP, None
         known.note_epoch(info.epoch)
+        self.plain = self._find_plain()
         return ev.InstanceUp(info, table)
 
     def _named_table(self, info: InstanceInfo) -> PrefillTable | None:

@@ -143,10 +143,13 @@ class SelfTests:
         self._may_test_kv = tests_kv
         self._tests_restores = tests_restores
         self._lives: dict[InstanceId, TestedProcess] = {}
+        # To be read only: those that run now, or did last.
+        self.processes: Mapping[InstanceId, TestedProcess] = self._lives
         self._losses: dict[InstanceId, int] = {}  # In its tests, one after the other.
         self._running: dict[SelfTest, list[TestedProcess]] = {}
-        # `least()`, until an instance comes up or is tested.
-        self._least: tuple[InstanceId | None, Continues] | None = None
+        # The decode instance in use that continues streams least exactly, as far as is known, else
+        # as it declares; None: all do so exactly.
+        self.least: tuple[InstanceId | None, Continues] = None, Continues.SEEDED
         self.changed: Callable[[], None] = lambda: None  # There may be a test to run.
 
     @property
@@ -169,12 +172,12 @@ class SelfTests:
 
     def up(self, info: InstanceInfo, now_s: float) -> None:
         """It has come up, or the same process can do something more or less than before."""
-        self._least = None
         life = self._lives.get(info.id)
         if life is not None and _process(life.info) == _process(info):
             life.info = info
         else:
             self._begin(info, life, now_s)
+        self.least = self._find_least()
         self.changed()
 
     def _begin(self, info: InstanceInfo, before: TestedProcess | None, now_s: float) -> None:
@@ -194,8 +197,8 @@ class SelfTests:
 
     def forget(self, instance: InstanceId) -> None:
         """It is no part of the cluster any more."""
-        self._least = None
         self._lives.pop(instance, None)
+        self.least = self._find_least()
         self._losses.pop(instance, None)
 
     # What is known.
@@ -212,24 +215,17 @@ class SelfTests:
         generated = self.seen(instance).generated
         return None if generated is None else generated.continues
 
-    def least(self) -> tuple[InstanceId | None, Continues]:
-        """The decode instance in use that continues streams least exactly, as far as is known, else
-        as it declares; None: all do so exactly.
-        """
-        if self._least is None:
-            self._least = self._find_least()
-        return self._least
-
     def _find_least(self) -> tuple[InstanceId | None, Continues]:
         least: tuple[InstanceId | None, Continues] = None, Continues.SEEDED
-        for known in self._known.values():
-            if known.info is None or not _decodes(known.role):
+        for name in self._known:
+            life = self._lives.get(name)
+            if life is None or not _decodes(life.info.role):
                 continue
-            is_exact = Capability.EXACT_RESUME in known.info.capabilities
+            is_exact = Capability.EXACT_RESUME in life.info.capabilities
             declared = Continues.SEEDED if is_exact else Continues.GREEDY
-            found = self.continues(known.id) or declared
+            found = self.continues(name) or declared
             if found.is_below(least[1]):
-                least = known.id, found
+                least = name, found
         return least
 
     def news(self, instances: Iterable[InstanceId]) -> list[ev.SelfTested]:
@@ -240,10 +236,6 @@ class SelfTests:
             if (life := self._lives.get(name)) is not None and self._known[name].health is Health.UP
             for seen in (self.seen(name),)
         ]
-
-    def process(self, instance: InstanceId) -> TestedProcess | None:
-        """The one that runs now, to be compared with another one when it may be gone."""
-        return self._lives.get(instance)
 
     def goes_on(self, began: TestedProcess | None, target: InstanceId, *, sampled: bool) -> bool:
         """`target` goes on exactly with the output of `began`, as far as is known."""
@@ -325,10 +317,10 @@ class SelfTests:
         return min(waiting, default=None)
 
     def generated(self, test: TokensTest, found: Generated) -> None:
-        self._least = None
         for life in self._end(test):
             life.generated, life.failures, life.retry_at_s, life.cause = found, 0, 0.0, ""
             self._losses.pop(test.instance, None)
+        self.least = self._find_least()
 
     def transferred(self, test: TransferTest, *, moved: bool | None) -> None:
         """`moved`: None where the engine does not count what comes, which is believed.

@@ -59,6 +59,7 @@ class ClientCall:
     is_generate: bool  # Of DistServe's endpoint, which has one choice.
     tenant: Tenant
     held: RequestUsage
+    headers: Mapping[str, str]  # Of the response, beside the usual ones.
     body: bytes = b""  # Until it is parsed.
     parsed: ParsedRequest = field(init=False)
     # The field because of which one engine answers it whole; None: it is a stream.
@@ -74,11 +75,6 @@ class ClientCall:
     journals: list[Journal] = field(init=False)
     client: SseClient | None = None  # None: the client did not ask for a stream.
     merger: Merger | None = None  # For the choices of a stream; None: the engine's one is all.
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Headers of the response beside the usual ones."""
-        return _INEXACT if self.inexact else _NO_HEADERS
 
 
 class Admissions:
@@ -101,6 +97,7 @@ class Admissions:
         self._backend = backend
         self._driver = driver
         self._instances = driver.control.instances
+        self._self_tests = driver.control.self_tests
         self._mirror = mirror
         self._clock = clock
         self._tenants = tenants
@@ -116,7 +113,7 @@ class Admissions:
         what it holds is given back at the end of `with call.held`.
         """
         held = RequestUsage(self._budget, request.remote or "", tenant.meter)
-        return ClientCall(request, request.path == generate.PATH, tenant, held)
+        return ClientCall(request, request.path == generate.PATH, tenant, held, _NO_HEADERS)
 
     async def admit(self, call: ClientCall, read: Callable[..., ParsedRequest]) -> None:
         """Take a request of a stream through all steps, in this order. `read` parses its body.
@@ -140,7 +137,9 @@ class Admissions:
         call.name = name = find_model(self._instances, parsed.request.model)
         if tenant.secret is not None or name.parent is not None:
             call.parsed = parsed = salted(parsed, tenant.secret, name.adapter)
-        await self._check_exactness(call)
+        _, continues = self._self_tests.least
+        if self._instances.plain is not None or continues is not Continues.SEEDED:  # Else all is.
+            await self._check_exactness(call)
         call.deadlines = deadlines_of(call.request.headers)
         if (parsed.echo and call.whole is None) or call.is_generate:
             await self._find_echoes(call)
@@ -231,9 +230,7 @@ class Admissions:
 
     async def _check_exactness(self, call: ClientCall) -> None:
         """Find what of the request the instances in use could not continue exactly."""
-        plain, (least, continues) = self._instances.plain(), self._driver.control.self_tests.least()
-        if plain is None and continues is Continues.SEEDED:  # Nothing, whatever the request is.
-            return
+        plain, (least, continues) = self._instances.plain, self._self_tests.least
         parsed = call.parsed
         if plain is not None:
             find = partial(
@@ -250,7 +247,10 @@ class Admissions:
                 call.inexact = tuple(each for each in call.inexact if each not in call.replayed)
         else:
             call.inexact = tokens_at_risk(parsed, continues)
-        if call.inexact and self._settings.inexact is Inexact.REFUSE:
+        if not call.inexact:
+            return
+        call.headers = _INEXACT
+        if self._settings.inexact is Inexact.REFUSE:
             feature = call.inexact[0]
             raise RequestError(
                 f"{feature} cannot be continued exactly by instance {plain or least!r}, "

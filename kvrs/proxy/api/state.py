@@ -53,7 +53,7 @@ def lacks_tokenizer(driver: Driver) -> bool:
     """Streams of instances in use cannot be continued exactly for want of a tokenizer: their text
     is then pieced together.
     """
-    return not driver.tokenizer.available and driver.control.instances.plain() is not None
+    return not driver.tokenizer.available and driver.control.instances.plain is not None
 
 
 def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:

@@ -358,7 +358,7 @@ class AttemptCalls:
         if not attempt.has_resumed:
             if self._span is not None:
                 self._span.first_token()
-            live.decoded_by = self._driver.control.self_tests.process(attempt.plan.decode)
+            live.decoded_by = self._driver.control.self_tests.processes.get(attempt.plan.decode)
         self._driver.resumed(attempt)
         if live.phase is StreamPhase.PREFILL and attempt.is_current:  # It is one call.
             live.enter(StreamPhase.DECODE, attempt.plan.decode)

@@ -112,7 +112,8 @@ class Driver:
 
     async def run(self, journal: Journal, client: Client) -> Outcome:
         """See one stream through; a caller that is cancelled takes the stream with it."""
-        if not journal.output_ids and (cause := all_refused(self.control.instances)) is not None:
+        can_run = journal.output_ids or self.control.policy.members
+        if not can_run and (cause := all_refused(self.control.instances)) is not None:
             message = f"no instance can be used: {cause}"
             body = error_body(message, kind="server_error", code=act.Reason.NO_INSTANCE)
             return Failed(503, body, retry_after_s=_REFUSED_RETRY_S)

@@ -278,7 +278,7 @@ class SelfTester:
             told = next((each.fault for each in fetches if each.stream == journal.stream), "")
             why = f" ({told})" if told else ""
             return f"loaded none of {pages} pages that {holder} has saved at {agent.id}{why}", False
-        alike = self._tests.goes_on(self._tests.process(holder), target, sampled=False)
+        alike = self._tests.goes_on(self._tests.processes.get(holder), target, sampled=False)
         if alike and tuple(journal.output_ids) != generated.greedy:
             return f"goes on with other tokens behind pages that {holder} has saved", True
         return "", False
