@@ -97,9 +97,10 @@ class Attempt(Generic[S]):
             is_one_call = not journal.output_ids and decode.computes_prompts
             if not is_one_call and journal.prompt_ids is not None:
                 return None
-        if control.instances.known[self.failed_at].retains:
+        there = control.instances.known[self.failed_at]
+        if there.retains:
             self.live.note_prefilled(self.failed_at)
-        self._first_token_timeout_s = control.progress.first_token_timeout_s(self.failed_at)
+        self._first_token_timeout_s = there.first_token_timeout_s(control.progress.longest_gap_s)
         self._waits_for = (self.failed_at,)
         if not is_one_call:
             return self.failed_at
@@ -133,8 +134,9 @@ class Attempt(Generic[S]):
         """The decode call is next; return the slot that is to be asked for before it. The policy's
         book gives it back with the first token, or when the attempt is over.
         """
-        decode = self.failed_at = self.plan.decode
-        timeout_s = self._control.progress.first_token_timeout_s(decode)
+        control, decode = self._control, self.plan.decode
+        self.failed_at, there = decode, control.instances.known[decode]
+        timeout_s = there.first_token_timeout_s(control.progress.longest_gap_s)
         if self.computes is None:
             self._first_token_timeout_s, self._waits_for = timeout_s, (decode,)
         else:

@@ -5,11 +5,10 @@ from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvrs.core.fleet.silence import mean_interval_s
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.streams import LiveStream
+from kvrs.core.model.streams import LiveStream, mean_interval_s
 from kvrs.ids import InstanceId, StreamId
 from kvrs.sim.calls import tokens_at
 from kvrs.sim.flows import FlowPart

@@ -10,9 +10,8 @@ from kvrs.core.fleet.silence import (
     SHORTEST_SILENCE_S,
     InstanceProgress,
     SilenceTimer,
-    mean_interval_s,
 )
-from kvrs.core.model.streams import LiveStream
+from kvrs.core.model.streams import LiveStream, mean_interval_s
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LoadReport, ReformingReport
 from kvrs.sim.streams import Arrival, SimJournal
@@ -129,10 +128,10 @@ def test_a_stream_waits_for_its_instance_where_no_other_could_take_it() -> None:
 def test_a_first_token_may_take_the_queue_and_a_re_forming_longer() -> None:
     """Both are those of the last report of the instance."""
     instances = Instances(make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings()))
-    progress = InstanceProgress(instances, 10.0, lambda instance, is_heard: True)
-    unknown_s = progress.first_token_timeout_s(D0)
+    decode = instances.known[D0]
+    unknown_s = decode.first_token_timeout_s(10.0)
     reforming = ReformingReport(1, "restart", 3.0, 1, [1], 0)
 
-    instances.known[D0].load = LoadReport(1, 0, 0, 9, 2.0, [], reforming=reforming)
+    decode.load = LoadReport(1, 0, 0, 9, 2.0, [], reforming=reforming)
 
-    assert (unknown_s, progress.first_token_timeout_s(D0)) == (10.0, 15.0)
+    assert (unknown_s, decode.first_token_timeout_s(10.0)) == (10.0, 15.0)

@@ -35,19 +35,12 @@ def silent_after_s(usual_s: float, longest_s: float) -> float:
     return min(longest_s, max(SHORTEST_SILENCE_S, USUAL_INTERVALS * usual_s))
 
 
-def mean_interval_s(first_s: float | None, last_s: float | None, tokens: int) -> float | None:
-    """Return the mean time between two of a stream's tokens; None: there are too few."""
-    if first_s is None or last_s is None or tokens < 2:
-        return None
-    return (last_s - first_s) / (tokens - 1)
-
-
+@dataclass(slots=True, eq=False)
 class SilenceTimer:
     """Notices silence with one timer that is re-armed when it fires, not per token."""
 
-    def __init__(self, now_s: float) -> None:
-        self.heard_s = now_s
-        self.next_s = now_s  # When it is to be looked at.
+    heard_s: float
+    next_s: float = inf  # When it is to be looked at, after the first look.
 
     def stalled(self, late_s: float, now_s: float) -> None:
         """Leave out the time in which this process stood still, until now: nothing could be heard
@@ -97,7 +90,7 @@ class InstanceProgress:
         instance.
         """
         self._instances = instances
-        self._token_gap_s = token_gap_s
+        self.longest_gap_s = token_gap_s
         self._has_others = has_others
         self._others_since_s: dict[InstanceId, float] = {}  # Of those that were alone.
         # One record for each instance, which what runs for each token holds.
@@ -107,13 +100,6 @@ class InstanceProgress:
     def tokens(self) -> int:
         """Tokens of all instances together."""
         return sum(each.tokens for each in self.delivered.values())
-
-    def first_token_timeout_s(self, instance: InstanceId) -> float:
-        """Return how long it may be silent before an attempt's first token, its queue included."""
-        if (load := self._instances.known[instance].load) is None:
-            return self._token_gap_s
-        ready_in_s = 0.0 if load.reforming is None else load.reforming.ready_in_s
-        return self._token_gap_s + load.queue_delay_s + ready_in_s
 
     def others_since_s(self, instance: InstanceId, now_s: float) -> float:
         """Return since when, as far as was asked, others could take what runs at the instance;
@@ -136,10 +122,10 @@ class InstanceProgress:
         """
         usual_s = live.journal.token_interval_s
         if usual_s is None or self._instances.is_stalled(instance, now_s):
-            return self._token_gap_s
+            return self.longest_gap_s
         alone_for_s = max(0.0, self.others_since_s(instance, now_s) - heard_s)
-        silence_s = silent_after_s(usual_s, self._token_gap_s)
-        return min(self._token_gap_s, alone_for_s + silence_s)
+        silence_s = silent_after_s(usual_s, self.longest_gap_s)
+        return min(self.longest_gap_s, alone_for_s + silence_s)
 
     def is_making_progress(self, instance: InstanceId, now_s: float) -> bool:
         """The instance has more streams than it can run at a time, and delivers for some of them.
@@ -148,7 +134,7 @@ class InstanceProgress:
         has a queue as well, but delivers nothing.
         """
         return (
-            now_s - self.delivered[instance].last_s < self._token_gap_s
+            now_s - self.delivered[instance].last_s < self.longest_gap_s
             and self._instances.queued(instance) > 0
             and self._instances.is_reporting(instance, now_s)
         )

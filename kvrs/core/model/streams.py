@@ -459,6 +459,13 @@ class StreamJournal(Protocol):
         """Features that only `Option.REPLAY` continues exactly."""
 
 
+def mean_interval_s(first_s: float | None, last_s: float | None, tokens: int) -> float | None:
+    """Return the mean time between two of a stream's tokens; None: there are too few."""
+    if first_s is None or last_s is None or tokens < 2:
+        return None
+    return (last_s - first_s) / (tokens - 1)
+
+
 @dataclass(slots=True, eq=False)
 class Copy:
     """The checkpoint of a stream at one agent."""

@@ -208,7 +208,8 @@ class Passed:
         context, progress = CURRENT.get(), self._control.progress
         headers = "" if context is None else context_headers(context, context.id)
         call = Call(path, dict(fields), headers, sum(map(len, fields.values())))
-        limit_s = progress.first_token_timeout_s(name)
+        known = self._control.instances.known[name]
+        limit_s = known.first_token_timeout_s(progress.longest_gap_s)
         with Watchdog(
             lambda *_: limit_s, lambda: progress.is_making_progress(name, self._driver.clock())
         ):

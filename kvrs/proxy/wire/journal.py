@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvrs.core.fleet.known import Replays
-from kvrs.core.fleet.silence import mean_interval_s
 from kvrs.core.model import events as ev
+from kvrs.core.model.streams import mean_interval_s
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import Usage, usage_of
 from kvrs.protocol.token_ids import packed
