@@ -301,8 +301,8 @@ class Admissions:
                 seed = one.request.seed
                 if one.request.temperature > 0 and seed is None:
                     seed = int.from_bytes(secrets.token_bytes(8)) >> 2
-                call.journals += [
-                    Journal(
+                for index in range(one.request.n):
+                    journal = Journal(
                         stream=StreamId(secrets.token_hex(16)),
                         parsed=one,
                         arrived_s=now_s,
@@ -314,8 +314,7 @@ class Admissions:
                         replayed=call.replayed,
                         replays=call.replays,
                     )
-                    for index in range(one.request.n)
-                ]
+                    call.journals.append(journal)
             wants_usage = parsed.request.wants_usage and len(call.journals) == 1
             call.journals[0].wants_usage = wants_usage
         for journal in call.journals:
