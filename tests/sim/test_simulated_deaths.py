@@ -13,10 +13,9 @@ import pytest
 from kvrs.agent.slots import SlotTable
 from kvrs.core import steps
 from kvrs.core.books.checkpoints import Checkpoints
-from kvrs.core.books.kv_locations import KvLocations
 from kvrs.core.books.waiting import SlotBook
 from kvrs.core.event_log import rerun
-from kvrs.core.ledger import Ledger
+from kvrs.core.ledger import KvLocations, Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option

@@ -1,8 +1,8 @@
 """The record of one stream, of its attempt and of the recovery under way, of which tokens are never
 part; and of an open stream: with its journal, and what processes keep of it.
 
-Each record is written from one module: a stream's facts and its recovery from here, stage and
-attempt from `ledger.py`, holders from `kv_locations.py`, checkpoints from `checkpoints.py`.
+Each record is written from one module: a stream's facts and its recovery from here, stage, attempt
+and holders from `ledger.py`, checkpoints from `checkpoints.py`.
 """
 
 from collections.abc import Iterable, Sequence
