@@ -32,6 +32,7 @@ class Reader:
     """
 
     shortcut = None
+    flow: Flow | None = None
 
     def __init__(self) -> None:
         self._chunks = asyncio.Queue[bytes]()
@@ -48,9 +49,6 @@ class Reader:
         # An empty chunk is the end.
         self._call.add_done_callback(lambda _: self._chunks.put_nowait(b""))
         return self._call
-
-    def begin(self, flow: Flow) -> None:
-        pass
 
     def feed(self, data: bytes) -> Need:
         self._chunks.put_nowait(data)

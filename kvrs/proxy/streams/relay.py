@@ -68,11 +68,11 @@ class Relay:
 
     __slots__ = (
         *("_attempt", "_client", "_clock", "_completed", "_continuation", "_counts_each"),
-        *("_counts_text", "_delivered", "_first_event", "_flow", "_foreign_head"),
+        *("_counts_text", "_delivered", "_first_event", "_foreign_head"),
         *("_head_bytes", "_is_first"),
         *("_journal", "_lessons", "_most_tokens", "_noted", "_path", "_reads_all", "_replayed"),
         "_resumed",
-        *("_splitter", "_template", "_wants_ids", "is_complete", "shortcut", "silence"),
+        *("_splitter", "_template", "_wants_ids", "flow", "is_complete", "shortcut", "silence"),
     )
 
     def __init__(
@@ -97,7 +97,7 @@ class Relay:
         self._resumed = resumed
         self._delivered = delivered
         self._completed = completed
-        self._flow: Flow | None = None
+        self.flow: Flow | None = None
         self.silence = silence or SilenceTimer(clock())  # Told of every read.
         self.is_complete = False
         self._continuation = continuation
@@ -126,9 +126,6 @@ class Relay:
                 "a plain engine cannot go on with another's text"
             )
             journal.text_sent = None if exact else 0
-
-    def begin(self, flow: Flow) -> None:
-        self._flow = flow
 
     def feed(self, data: bytes) -> Need:
         """Relay the events of one read in one write.
@@ -184,15 +181,15 @@ class Relay:
 
     def wait_for_room(self) -> None:
         """The client has to read before the engine's connection is read on."""
-        if self._flow is not None:
-            self._flow.pause()
+        if self.flow is not None:
+            self.flow.pause()
             self._client.when_free(self._resume)
 
     def _resume(self) -> None:
         # The connection of an attempt that is over may serve another one.
-        if self._flow is not None and not self.is_complete:
+        if self.flow is not None and not self.is_complete:
             self.silence.heard_s = self._clock()  # Its silence until now was this proxy's.
-            self._flow.resume()
+            self.flow.resume()
 
     def expect_token(self) -> None:
         """Report the next token by `resumed` once more."""
@@ -203,7 +200,7 @@ class Relay:
 
     def leave(self) -> None:
         """The call is over."""
-        self._flow = self._path = self.shortcut = None
+        self.flow = self._path = self.shortcut = None
 
     def end_alone(self) -> None:
         """Send the end of a stream that has all its ids, without an engine."""

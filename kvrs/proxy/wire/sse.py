@@ -7,6 +7,7 @@ it.
 
 import re
 from array import array
+from dataclasses import dataclass
 from functools import lru_cache
 
 import msgspec
@@ -33,14 +34,12 @@ _IDS = msgspec.json.Decoder(list[TokenId])
 _BOUNDARY = re.compile(rb"\r?\n\r?\n")
 
 
+@dataclass(slots=True, eq=False)
 class EventSplitter:
     """Splits a byte stream, in chunks of any size, into the payloads of its `data:` events."""
 
-    __slots__ = ("_max_event_bytes", "rest")
-
-    def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
-        self.rest = b""  # Of an event whose end has not come.
-        self._max_event_bytes = max_event_bytes
+    max_event_bytes: int = MAX_EVENT_BYTES
+    rest: bytes = b""  # Of an event whose end has not come.
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The payloads that `chunk` completes.
@@ -58,8 +57,8 @@ class EventSplitter:
             return [chunk[6:-2]]  # The usual read: one event, and all of it.
         parts = chunk.split(b"\n\n") if b"\r" not in chunk else _BOUNDARY.split(chunk)
         self.rest = parts.pop()
-        if len(self.rest) > self._max_event_bytes:
-            raise UpstreamError(f"sent an event of more than {self._max_event_bytes} bytes")
+        if len(self.rest) > self.max_event_bytes:
+            raise UpstreamError(f"sent an event of more than {self.max_event_bytes} bytes")
         return [payload for payload in map(_payload, parts) if payload is not None]
 
 

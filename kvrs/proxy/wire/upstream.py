@@ -7,6 +7,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, assert_never, cast
 
@@ -40,56 +41,51 @@ Shortcut = Callable[[bytes], bool]
 class Reader(Protocol):
     """The destination of a response's bytes."""
 
+    flow: Flow | None  # From where they come, once the request is sent.
+
     @property
     def shortcut(self) -> Shortcut | None:
         """The function that is asked first about reads from now on; None: there is none."""
-
-    def begin(self, flow: Flow) -> None:
-        """The request is about to be sent."""
 
     def feed(self, data: bytes) -> Need:
         """Take the next bytes; what this raises, the call raises."""
 
 
+@dataclass(slots=True, eq=False)
 class WholeReader:
     """Gathers a response of at most so many bytes."""
 
+    max_bytes: int
+    size_bytes: int = 0
+    chunks: list[bytes] = field(default_factory=list)
+    flow: Flow | None = None
+
     shortcut = None
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._chunks: list[bytes] = []
-        self.size_bytes = 0
-
-    def begin(self, flow: Flow) -> None:
-        pass
-
     def feed(self, data: bytes) -> Need:
-        self._chunks.append(data)
+        self.chunks.append(data)
         self.size_bytes += len(data)
-        if self.size_bytes > self._max_bytes:
-            raise UpstreamError(f"sent an answer of more than {self._max_bytes} bytes")
+        if self.size_bytes > self.max_bytes:
+            raise UpstreamError(f"sent an answer of more than {self.max_bytes} bytes")
         return Need.MORE
 
     @property
     def body(self) -> bytes:
-        return b"".join(self._chunks)
+        return b"".join(self.chunks)
 
 
+@dataclass(slots=True, eq=False)
 class EventReader:
     """Gathers the events of a short stream."""
 
+    payloads: list[bytes] = field(default_factory=list)
+    splitter: EventSplitter = field(default_factory=EventSplitter)
+    flow: Flow | None = None
+
     shortcut = None
 
-    def __init__(self) -> None:
-        self._splitter = EventSplitter()
-        self.payloads: list[bytes] = []
-
-    def begin(self, flow: Flow) -> None:
-        pass
-
     def feed(self, data: bytes) -> Need:
-        self.payloads += self._splitter.feed(data)
+        self.payloads += self.splitter.feed(data)
         return Need.MORE
 
 
@@ -133,7 +129,7 @@ class Upstream(asyncio.Protocol):
         self._response, self._reader = HttpResponse(self._loop), reader
         self._take = self._refusal = None
         self._ended = ended = self._loop.create_future()
-        reader.begin(self)
+        reader.flow = self
         if len(body) <= LARGE_BODY_BYTES:
             self._transport.write(head + body)
             return ended

@@ -99,7 +99,7 @@ class Way:
             resumed=lambda: None,
             delivered=self.delivered,
         )
-        self.relay.begin(self)
+        self.relay.flow = self
         self._response = HttpResponse(loop)
         self._response.feed(HEAD)
 

@@ -367,7 +367,7 @@ def test_a_client_that_does_not_read_stops_the_engines_bytes_until_it_does() -> 
     copier = Relay(
         journal, Slow(), 1, clock=lambda: 0.0, resumed=lambda: None, delivered=Delivered()
     )
-    copier.begin(tap)
+    copier.flow = tap
     copier.feed(sse(event("a", [1])))
     said = list(tap.said)
     waiting[0]()

@@ -78,9 +78,6 @@ class Gathering:
         self.flow: Flow | None = None
         self.begun = asyncio.Event()
 
-    def begin(self, flow: Flow) -> None:
-        self.flow = flow
-
     def feed(self, data: bytes) -> Need:
         if self.fault is not None:
             raise self.fault
