@@ -6,6 +6,7 @@ the framing of the body are made here, so that a write is one call and needs no 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from aiohttp import HttpVersion11, web
@@ -70,49 +71,29 @@ class Client(Protocol):
         """Call this once, when a client that is blocked is so no more."""
 
 
+@dataclass(slots=True, eq=False)
 class SseClient:
     """A client that gets a stream. Headers are sent with the first event, or with a comment that
     keeps the connection open, so that earlier errors have a status.
     """
 
-    __slots__ = (
-        "_connection",
-        "_gone",
-        "_head",
-        "_headers",
-        "_is_chunked",
-        "_is_over",
-        "_patience",
-        "_request",
-        "_waiting",
-        "_write_timeout_s",
-        "blocked",
-        "keeps_open",
-        "transport",
-        "was_silent",
-    )
+    request: ClientRequest
+    write_timeout_s: float
+    headers: Mapping[str, str]  # Beside the usual ones.
+    blocked: bool = False
+    was_silent: bool = False  # Since the last look at it.
+    # Of the response, once it has begun.
+    transport: asyncio.Transport | None = None
+    keeps_open: bool = False  # Another request may follow on the connection.
+    _connection: DirectConnection | HttpConnection | None = None
+    _is_chunked: bool = False
+    _head: bytes = b""  # Until the first bytes are written.
+    _waiting: tuple[Callable[[], None], ...] = ()
+    _patience: asyncio.TimerHandle | None = None
+    _gone: str | None = None
+    _is_over: bool = False
 
     take_token = None
-
-    def __init__(
-        self, request: ClientRequest, write_timeout_s: float, headers: Mapping[str, str]
-    ) -> None:
-        """`headers` are those beside the usual ones."""
-        self._request = request
-        self._write_timeout_s = write_timeout_s
-        self._headers = headers
-        self._waiting: tuple[Callable[[], None], ...] = ()
-        self._patience: asyncio.TimerHandle | None = None
-        self._gone: str | None = None
-        self._is_over = False
-        self.blocked = False
-        self.was_silent = False  # Since the last look at it.
-        # Of the response, once it has begun.
-        self.transport: asyncio.Transport | None = None
-        self.keeps_open = False  # Another request may follow on the connection.
-        self._connection: DirectConnection | HttpConnection | None = None
-        self._is_chunked = False
-        self._head = b""  # Until the first bytes are written.
 
     @property
     def has_begun(self) -> bool:
@@ -177,7 +158,7 @@ class SseClient:
 
     def _open(self) -> asyncio.Transport:
         """Make the head, which is written with the first bytes."""
-        request = self._request
+        request = self.request
         transport, connection = request.transport, request.protocol
         if transport is None:
             raise ClientGoneError("the client closed its connection")
@@ -190,7 +171,7 @@ class SseClient:
             connection.room_changed = self._room_changed
         state = request.state if isinstance(request, DirectRequest) else request
         lines = ""
-        for name, value in self._headers.items():
+        for name, value in self.headers.items():
             lines += f"{name}: {value}\r\n"
         if (request_id := state.get(REQUEST_ID_KEY)) is not None:
             lines += f"{REQUEST_ID}: {request_id}\r\n"
@@ -215,7 +196,7 @@ class SseClient:
             self._patience = None
         if not has_room:
             loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(self._write_timeout_s, self._give_up)
+            self._patience = loop.call_later(self.write_timeout_s, self._give_up)
             return
         waiting, self._waiting = self._waiting, ()
         for resume in waiting:
@@ -224,7 +205,7 @@ class SseClient:
     def _give_up(self) -> None:
         # The loss of its connection cancels the request, and with it the stream.
         assert self.transport is not None
-        self._gone = f"the client did not read for {self._write_timeout_s} s"
+        self._gone = f"the client did not read for {self.write_timeout_s} s"
         self.transport.abort()
 
 

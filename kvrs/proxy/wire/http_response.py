@@ -7,6 +7,7 @@ length, is found by offset; every other body is left to the same parser, to its 
 import asyncio
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
@@ -86,30 +87,25 @@ def _usual_head(message: RawResponseMessage) -> _UsualHead | None:
     return _UsualHead(message.code, headers, framing, size_bytes, not message.should_close)
 
 
+@dataclass(slots=True, eq=False)
 class HttpResponse:
     """`status` is None until the head is complete; informational responses (1xx) are skipped. What
     comes before a `fault` counts, wherever the bytes were cut; nothing counts after it.
     """
 
-    __slots__ = (
-        *("_framing", "_is_closing", "_left", "_loop", "_parser", "_payload"),
-        *("_rest", "fault", "headers", "is_complete", "keeps_open", "status"),
-    )
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.status: int | None = None
-        self.headers: Mapping[str, str] = _NO_HEADERS  # Of what is refused.
-        self.is_complete = False
-        self.fault: Fault | None = None
-        self.keeps_open = False  # Its connection, once the response is complete.
-        self._framing = _Framing.HEAD
-        self._left = 0  # Bytes of the body, or of the current chunk, that are still to come.
-        self._is_closing = False  # A chunk's bytes have come, the end of its line has not.
-        self._rest = b""  # The last bytes, if they may be the beginning of a mark.
-        self._loop = loop
-        # None: none of its state is needed, because the head is known or the framing a usual one.
-        self._parser: HttpResponseParser | None = None
-        self._payload: StreamReader | None = None
+    loop: asyncio.AbstractEventLoop
+    status: int | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)  # Of what is refused.
+    is_complete: bool = False
+    fault: Fault | None = None
+    keeps_open: bool = False  # Its connection, once the response is complete.
+    _framing: _Framing = _Framing.HEAD
+    _left: int = 0  # Bytes of the body, or of the current chunk, that are still to come.
+    _is_closing: bool = False  # A chunk's bytes have come, the end of its line has not.
+    _rest: bytes = b""  # The last bytes, if they may be the beginning of a mark.
+    # None: none of its state is needed, because the head is known or the framing a usual one.
+    _parser: HttpResponseParser | None = None
+    _payload: StreamReader | None = None
 
     @property
     def is_between_chunks(self) -> bool:
@@ -166,7 +162,7 @@ class HttpResponse:
             end = data.find(_END_OF_HEAD) + len(_END_OF_HEAD)
             if (usual := _KNOWN_HEADS.get(data[:end])) is not None:
                 return self._begin_usual(usual, data[end:])
-            self._parser = _new_parser(self._loop)
+            self._parser = _new_parser(self.loop)
         while data and self.fault is None:
             known = self._rest
             at = (known + data).find(_END_OF_HEAD)
@@ -264,7 +260,7 @@ class HttpResponse:
         self.keeps_open = False
         self._framing = _Framing.PARSER
         # A new parser at the same place: behind a head, or behind a chunk, which is the same.
-        self._parser = _new_parser(self._loop)
+        self._parser = _new_parser(self.loop)
         ((_, self._payload),), _, _ = self._parser.feed_data(_HEAD_OF_CHUNKS)
         return self._feed_parser(data)
 

@@ -113,34 +113,29 @@ class ByteBudget:
         self.of_one_bytes = total_bytes * 3 // 4
 
 
+@dataclass(slots=True, eq=False)
 class RequestUsage:
     """Bytes of the budget, and bytes and streams of its tenant's limits, that one request holds
     until its block is left. `meter`: of the tenant; None: it has no limits.
     """
 
-    __slots__ = (
-        *("_address", "_budget", "_is_over", "_meter", "_streams", "_taken_bytes"),
-        "size_bytes",
-    )
-
-    def __init__(self, budget: ByteBudget, address: str, meter: TenantMeter | None = None) -> None:
-        self._budget = budget
-        self._address = address
-        self._meter = meter
-        self._taken_bytes = 0  # Of the tenant's limit: those of the body, to its end.
-        self._streams = 0
-        self._is_over = False
-        self.size_bytes = 0  # Of the budget: those that are kept.
+    budget: ByteBudget
+    address: str
+    meter: TenantMeter | None = None
+    size_bytes: int = 0  # Of the budget: those that are kept.
+    taken_bytes: int = 0  # Of the tenant's limit: those of the body, to its end.
+    streams: int = 0
+    is_over: bool = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.resize(0)
-        self._is_over = True
-        if self._meter is not None:
-            self._meter.give_bytes(self._taken_bytes)
-            self._meter.give_streams(self._streams)
+        self.is_over = True
+        if self.meter is not None:
+            self.meter.give_bytes(self.taken_bytes)
+            self.meter.give_streams(self.streams)
 
     def allow(self, size_bytes: int) -> None:
         """Check that the body may have this size now, and take that of the tenant's limit.
@@ -148,16 +143,16 @@ class RequestUsage:
         Raises:
             RequestError: it is too long, or there is no room for it.
         """
-        budget = self._budget
+        budget = self.budget
         if size_bytes > budget.max_body_bytes:
             raise RequestError(
                 f"the body must be at most {budget.max_body_bytes} bytes", status=413
             )
-        if self._meter is not None and size_bytes > self._taken_bytes:
-            _check(self._meter.take_bytes(size_bytes - self._taken_bytes))
-            self._taken_bytes = size_bytes
+        if self.meter is not None and size_bytes > self.taken_bytes:
+            _check(self.meter.take_bytes(size_bytes - self.taken_bytes))
+            self.taken_bytes = size_bytes
         lacking_bytes = size_bytes - self.size_bytes
-        of_address = budget.of_address.get(self._address, 0)
+        of_address = budget.of_address.get(self.address, 0)
         if lacking_bytes > 0 and (
             budget.held_bytes + lacking_bytes > budget.total_bytes
             or of_address + lacking_bytes > budget.of_one_bytes
@@ -170,20 +165,20 @@ class RequestUsage:
 
     def resize(self, size_bytes: int) -> None:
         """Note what is held in any case."""
-        if self._is_over:
+        if self.is_over:
             return
-        budget, by_bytes = self._budget, size_bytes - self.size_bytes
+        budget, by_bytes = self.budget, size_bytes - self.size_bytes
         self.size_bytes = size_bytes
         budget.held_bytes += by_bytes
-        left = budget.of_address[self._address] = budget.of_address.get(self._address, 0) + by_bytes
+        left = budget.of_address[self.address] = budget.of_address.get(self.address, 0) + by_bytes
         if not left:
-            del budget.of_address[self._address]
+            del budget.of_address[self.address]
 
     def open(self, streams: int) -> None:
         """Take streams of the tenant's limit; raises RequestError: there are none left."""
-        if self._meter is not None:
-            _check(self._meter.take_streams(streams))
-            self._streams = streams
+        if self.meter is not None:
+            _check(self.meter.take_streams(streams))
+            self.streams = streams
 
 
 def _check(excess: Excess | None) -> None:
@@ -198,28 +193,26 @@ def _check(excess: Excess | None) -> None:
         )
 
 
+@dataclass(slots=True, eq=False)
 class PackedFields(Mapping[str, msgspec.Raw]):
     """Fields as one JSON object, where each by itself would take two objects."""
 
-    __slots__ = ("_text",)
-
-    def __init__(self, fields: Mapping[str, msgspec.Raw]) -> None:
-        self._text = msgspec.json.encode(fields)
+    text: bytes
 
     def items(self) -> ItemsView[str, msgspec.Raw]:
-        return _FIELDS.decode(self._text).items()
+        return _FIELDS.decode(self.text).items()
 
     def values(self) -> ValuesView[msgspec.Raw]:
-        return _FIELDS.decode(self._text).values()
+        return _FIELDS.decode(self.text).values()
 
     def __getitem__(self, name: str) -> msgspec.Raw:
-        return _FIELDS.decode(self._text)[name]
+        return _FIELDS.decode(self.text)[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_FIELDS.decode(self._text))
+        return iter(_FIELDS.decode(self.text))
 
     def __len__(self) -> int:
-        return len(_FIELDS.decode(self._text))
+        return len(_FIELDS.decode(self.text))
 
 
 @dataclass(slots=True, eq=False)
@@ -300,7 +293,7 @@ class ParsedRequest:
     def _drop_prompt(self) -> None:
         # The others are copied: one that lies in the body keeps all of it.
         others = {name: value for name, value in self.fields.items() if name != "prompt"}
-        self.fields = PackedFields(others)
+        self.fields = PackedFields(msgspec.json.encode(others))
         self.fields_bytes = sum(map(len, others.values()))
 
 
