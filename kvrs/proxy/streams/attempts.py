@@ -4,17 +4,16 @@ it, which `kvrs.core.attempt` decides.
 
 import asyncio
 from array import array
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvrs.core.attempt import Attempt, CallFault
-from kvrs.core.control import Control
 from kvrs.core.fleet.self_tests import TestedProcess
 from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.core.model import actions as act
@@ -23,13 +22,12 @@ from kvrs.core.model.streams import CannotContinue, Complete, LiveStream
 from kvrs.errors import ConfigError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.chunks import error_body
-from kvrs.proxy.backends.backend import Backend, Prefilled, RefusedError
+from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
-from kvrs.proxy.fleet.slots import SlotDeniedError, SlotSender
+from kvrs.proxy.fleet.slots import SlotDeniedError
 from kvrs.proxy.streams.clients import Client, ClientGoneError
 from kvrs.proxy.streams.continuation import Continuation, EngineText
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
-from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.peer import (
     BusyError,
@@ -41,6 +39,7 @@ from kvrs.proxy.wire.peer import (
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 if TYPE_CHECKING:
+    from kvrs.proxy.streams.driver import Driver
     from kvrs.proxy.streams.spans import CallSpan, RequestTrace
 
 _NO_SPAN = nullcontext()
@@ -107,31 +106,12 @@ class OpenStream(LiveStream):
             self.outcome.set_result(outcome)
 
 
-class AttemptDriver(Protocol):
-    """Where an attempt runs, and to whom it reports how it went."""
-
-    control: Control[OpenStream]
-    backends: Mapping[InstanceId, Backend]
-    tokenizer: LazyTokenizer
-    refuses_inexact: bool
-    slots: SlotSender
-    turns: asyncio.Lock
-    busy_status: int  # Of the last busy answer of any instance.
-    clock: Callable[[], float]
-
-    def suspect_instance(self, instance: InstanceId) -> bool: ...
-    def resumed(self, attempt: Attempt[OpenStream]) -> None: ...
-    def attempt_over(self, live: OpenStream, event: ev.AttemptFailed | ev.SlotDenied) -> None: ...
-    def completed(self, live: OpenStream) -> None: ...
-    def fail(self, live: OpenStream, failure: Failed) -> None: ...
-
-
 class AttemptCalls:
     """Runs in a task of its own, which is cancelled when a later attempt takes over."""
 
     __slots__ = ("_attempt", "_driver", "_instances", "_live", "_relay", "_span", "_trace")
 
-    def __init__(self, live: OpenStream, plan: act.Plan, driver: AttemptDriver) -> None:
+    def __init__(self, live: OpenStream, plan: act.Plan, driver: "Driver") -> None:
         self._attempt = Attempt(driver.control, live, plan)
         self._live = live
         self._driver = driver

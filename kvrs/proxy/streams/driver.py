@@ -28,7 +28,6 @@ from kvrs.proxy.fleet.leases import LeaseSender
 from kvrs.proxy.fleet.slots import SlotSender
 from kvrs.proxy.streams.attempts import (
     AttemptCalls,
-    AttemptDriver,
     Failed,
     OpenStream,
     Outcome,
@@ -100,7 +99,7 @@ class Driver:
         self.turns = asyncio.Lock()
         # Takes silence for the end; False: it has not lasted for long.
         self.end_watch: dict[InstanceId, Callable[[], bool]] = {}
-        self.busy_status = 503
+        self.busy_status = 503  # Of the last busy answer of any instance.
         self.clock = clock
         self._metrics = metrics
 
@@ -226,7 +225,7 @@ class TaskShell:
 
     def __init__(
         self,
-        driver: AttemptDriver,
+        driver: Driver,
         recoveries: RecoveryLog,
         metrics: Metrics,
         clock: Callable[[], float],

@@ -4,12 +4,15 @@ bytes that fit the stream's template; everything else is left to them.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.sse import EventTemplate, shared
+
+if TYPE_CHECKING:
+    from kvrs.proxy.streams.relay import Relay
 
 _MOST_BYTES = 2048  # Of a chunk with its frame; an event of one token has a few hundred.
 _MOST_TOKENS = 1 << 32  # Where the client names no number.
@@ -34,12 +37,6 @@ def _heads() -> tuple[list[bytes], list[bytes]]:
 
 
 _HEAD_BY_SIZE, _BEGINNING_BY_WHOLE = _heads()
-
-
-class Backpressure(Protocol):
-    """The relay of the stream."""
-
-    def wait_for_room(self) -> None: ...
 
 
 class TokenPath:
@@ -82,7 +79,7 @@ class TokenPath:
         delivered: Delivered,
         silence: SilenceTimer,
         clock: Callable[[], float],
-        relay: Backpressure,
+        relay: "Relay",
     ) -> None:
         """`head_bytes`: of the events' head, in the place of which the client gets the stream's."""
         assert journal.head is not None
