@@ -5,8 +5,6 @@ booked.
 from collections.abc import Sequence
 from math import inf
 
-import msgspec
-
 from kvrs.config.policy import Dispatch, PolicySettings, SloSettings
 from kvrs.core import options
 from kvrs.core.books.learning import Corrections
@@ -21,12 +19,7 @@ from kvrs.core.options.base import Books
 from kvrs.core.options.in_place import estimate_stay
 from kvrs.core.routing import computing_prompts, pair_for, starts_at, targets_for
 from kvrs.core.rules import BY_NAME
-
-
-class LoadRefusal(msgspec.Struct, frozen=True):
-    reason: act.Reason
-    message: str
-    retry_after_s: float  # Until the queue has shrunk to what is allowed.
+from kvrs.core.waits import StreamRefusal
 
 
 class Decisions:
@@ -91,7 +84,7 @@ class Decisions:
         in_time = budget_s is None or total_s <= budget_s
         return Decision(estimate, (estimate,), act.Plan(decode.id, source) if in_time else None)
 
-    def refusal(self, stream: Stream, decision: Decision, now_s: float) -> LoadRefusal | None:
+    def refusal(self, stream: Stream, decision: Decision, now_s: float) -> StreamRefusal | None:
         """Why a stream that has had no attempt is not to start, by its predicted wait; None: it
         may. So load is shed before the engines drown.
 
@@ -112,14 +105,14 @@ class Decisions:
             return None
         bound_s = self._settings.admission.wait_s
         if wait_s > bound_s:
-            return LoadRefusal(
+            return StreamRefusal(
                 act.Reason.OVERLOADED,
                 f"the predicted wait is {wait_s:.1f} s; allowed: {bound_s:g} s",
                 wait_s - bound_s,
             )
         left_s = stream.due_s() - now_s - chosen.compute_s - chosen.transfer_s
         if 0 < left_s < wait_s:
-            return LoadRefusal(
+            return StreamRefusal(
                 act.Reason.OVERLOADED,
                 f"the predicted wait is {wait_s:.1f} s, too long for {stream.tightest()}",
                 wait_s - left_s,
@@ -131,7 +124,7 @@ class Decisions:
         share_s = bound_s * prefillers / work.clients_with(stream.client_name)
         if work.of(stream.client_name) + chosen.compute_s <= share_s:
             return None
-        return LoadRefusal(
+        return StreamRefusal(
             act.Reason.OVER_SHARE,
             "the queues are long, and this client has its share of them",
             wait_s - bound_s / 2,

@@ -16,7 +16,9 @@ from kvrs.core.routing import missing_roles
 from kvrs.protocol.instance import Role
 
 
-class WaitRefusal(msgspec.Struct, frozen=True, gc=False):
+class StreamRefusal(msgspec.Struct, frozen=True, gc=False):
+    """Why a stream is not started, and when its client may come again."""
+
     reason: act.Reason
     message: str
     retry_after_s: float
@@ -53,7 +55,7 @@ class Waits:
 
     def refusal(
         self, wait_s: float, next_try_in_s: float | None, *, held_back: bool
-    ) -> WaitRefusal:
+    ) -> StreamRefusal:
         """The refusal of a stream that has waited for `wait_s`. `next_try_in_s`: until the first
         busy instance may be tried again, None where none is busy; `held_back`: decode instances
         compute prompts, and none had room for its own.
@@ -69,6 +71,6 @@ class Waits:
             message = f"no {which} came up within {wait_s:g} s"
         else:
             message = f"every instance is busy; the stream waits for {wait_s:g} s at most"
-            return WaitRefusal(act.Reason.BUSY, message, next_try_in_s)
+            return StreamRefusal(act.Reason.BUSY, message, next_try_in_s)
         # Others have just waited in vain: a client that retries at once would, too.
-        return WaitRefusal(act.Reason.NO_INSTANCE, message, min(wait_s, 30.0))
+        return StreamRefusal(act.Reason.NO_INSTANCE, message, min(wait_s, 30.0))
