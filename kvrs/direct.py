@@ -107,11 +107,6 @@ class DirectRequest:
     method: ClassVar[str] = "POST"
     version: ClassVar[HttpVersion] = HttpVersion11
 
-    @property
-    def transport(self) -> asyncio.Transport | None:
-        """None: the client is gone."""
-        return self.protocol.transport
-
     def __getitem__(self, key: web.RequestKey[Any]) -> Any:
         return self.state[key]
 

@@ -62,7 +62,7 @@ class Decisions:
         # The length of a text is a guess, and more than the model takes is refused at once.
         tokens = min(stream.prompt_tokens, prefill.max_model_len or stream.prompt_tokens)
         table, queue_s, transfer_s = prefill.prefill, prefill.queue_s, 0.0
-        compute_s = table.seconds_for(tokens)
+        compute_s, is_covered = table.seconds_for(tokens), table.covers(tokens)
         if prefill is not decode:
             size_bytes = tokens * prefill.bytes_per_token
             bytes_per_s = self._view.bytes_per_s(prefill.node, decode.node)
@@ -76,7 +76,7 @@ class Decisions:
             queue_s,
             transfer_s,
             compute_s,
-            not table.covers(tokens),
+            not is_covered,
             raw_s=total_s,
             source=source,
         )

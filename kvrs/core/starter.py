@@ -293,7 +293,7 @@ class Starter:
             self._pace(stream, now_s)
         elif (
             is_first
-            and stream.is_fresh
+            and not stream.adopted
             and (refusal := self._decisions.refusal(stream, decision, now_s)) is not None
         ):
             self.give_up(stream, refusal.reason, refusal.message, refusal.retry_after_s)

@@ -196,7 +196,8 @@ class Steps:
             self._actions.append(self._decisions.settle(stream, decision, now_s))
         if home is not None:
             self._ledger.outliers.answered(stream, home)
-            self._ledger.outliers.computed(stream, home)
+            if stream.recovery.overflowed:
+                self._ledger.outliers.computed(stream, home)
         self._ledger.resume(stream)
         if (incidents := self._ledger.incidents).losses or incidents.cases:
             incidents.progressed(stream.id)

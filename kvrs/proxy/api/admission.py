@@ -143,7 +143,7 @@ class Admissions:
         call.deadlines = deadlines_of(call.request.headers)
         if (parsed.echo and call.whole is None) or call.is_generate:
             await self._find_echoes(call)
-        streams = parsed.streams
+        streams = parsed.request.n * (1 + len(parsed.more))
         self._check_room(streams, KEY in call.request.headers)
         if tenant.meter is not None:
             self._take_streams(call, streams)

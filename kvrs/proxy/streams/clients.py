@@ -159,8 +159,8 @@ class SseClient:
     def _open(self) -> asyncio.Transport:
         """Make the head, which is written with the first bytes."""
         request = self.request
-        transport, connection = request.transport, request.protocol
-        if transport is None:
+        connection = request.protocol
+        if (transport := connection.transport) is None:
             raise ClientGoneError("the client closed its connection")
         self.transport = transport
         self._is_chunked = request.version >= HttpVersion11

@@ -237,10 +237,6 @@ class ParsedRequest:
     def prompts(self) -> "tuple[ParsedRequest, ...]":
         return self, *self.more
 
-    @property
-    def streams(self) -> int:
-        return self.request.n * (1 + len(self.more))
-
     def tokenised(self, ids: "array[int]") -> "array[int]":
         """The ids of the prompt, once for all choices. Of a completion they take the place of the
         text, which is kept until `pack`.
