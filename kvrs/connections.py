@@ -28,6 +28,8 @@ class ConnectionLimits:
 class Counted(Protocol):
     """A connection; `scope` is what its client has proved, None for a stranger."""
 
+    idle_since_s: float | None  # None: it has a request.
+
     @property
     def address(self) -> str: ...
     @property
@@ -44,36 +46,32 @@ class Connections:
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._of_address: dict[str, int] = {}
-        self._open: set[Counted] = set()
-        self._idle: dict[Counted, None] = {}  # Those without a request, longest first.
+        self._open: dict[Counted, None] = {}
 
     def admit(self, connection: Counted) -> bool:
         address = connection.address
         crowded = self._of_address.get(address, 0) >= self._limits.per_address
         if crowded or len(self._open) >= self._limits.total:
-            idle = [each for each in self._idle if not crowded or each.address == address]
-            strangers = (each for each in idle if each.scope is None)
-            if (evicted := next(strangers, idle[0] if idle else None)) is None:
+            if (evicted := self._most_idle(address if crowded else None)) is None:
                 return False
             self.forget(evicted)
             evicted.abort()
-        self._open.add(connection)
+        self._open[connection] = None
         self._of_address[address] = self._of_address.get(address, 0) + 1
-        self._idle[connection] = None
         return True
+
+    def _most_idle(self, address: str | None) -> Counted | None:
+        """The one that is idle for longest, strangers first; `address`: of this one only."""
+        idle = [
+            (each.scope is not None, each.idle_since_s, number, each)
+            for number, each in enumerate(self._open)
+            if each.idle_since_s is not None and address in (None, each.address)
+        ]
+        return min(idle)[-1] if idle else None
 
     @property
     def busy(self) -> int:
-        return len(self._open) - len(self._idle)
-
-    def begin(self, connection: Counted) -> None:
-        """A request has come."""
-        self._idle.pop(connection, None)
-
-    def end(self, connection: Counted) -> None:
-        """It has been answered."""
-        if connection in self._open:
-            self._idle[connection] = None
+        return sum(each.idle_since_s is None for each in self._open)
 
     def abort(self) -> None:
         """Close all."""
@@ -83,8 +81,7 @@ class Connections:
     def forget(self, connection: Counted) -> None:
         if connection not in self._open:
             return
-        self._open.discard(connection)
-        self._idle.pop(connection, None)
+        del self._open[connection]
         self._of_address[connection.address] -= 1
         if not self._of_address[connection.address]:
             del self._of_address[connection.address]

@@ -180,8 +180,8 @@ class DirectConnection(asyncio.Protocol):
 
     __slots__ = (
         *("_abort", "_among", "_behind", "_full", "_gathered", "_gathering", "_idle_s"),
-        *("_idle_until_s", "_is_full", "_is_paused", "_needs_bytes", "_request", "_server"),
-        *("_work", "address", "room_changed", "transport"),
+        *("_is_full", "_is_paused", "_needs_bytes", "_request", "_server"),
+        *("_work", "address", "idle_since_s", "room_changed", "transport"),
     )
 
     scope = None  # Client connections are not authenticated by proof.
@@ -200,7 +200,7 @@ class DirectConnection(asyncio.Protocol):
         self._full = full
         self._among = among
         self._idle_s = idle_s
-        self._idle_until_s = 0.0
+        self.idle_since_s: float | None = None  # None: it has a request.
         self._abort: Callable[[], object] | None = None
         self._request: DirectRequest | None = None  # The one that is served.
         self._work: asyncio.Task[None] | None = None
@@ -215,6 +215,7 @@ class DirectConnection(asyncio.Protocol):
     def reserve(self, address: str, abort: Callable[[], object]) -> bool:
         """Admit the request as `HttpConnection.reserve` does."""
         self.address, self._abort = address, abort
+        self.idle_since_s = asyncio.get_running_loop().time()
         return self._among.admit(self)
 
     def abort(self) -> None:
@@ -238,7 +239,8 @@ class DirectConnection(asyncio.Protocol):
         self.transport = transport
         self._server.connections.add(self)
         tcp_keepalive(transport)
-        self._wait_for_request()
+        self.idle_since_s = now_s = asyncio.get_running_loop().time()
+        self._server.wait(self, now_s + self._idle_s)
 
     def data_received(self, data: bytes) -> None:
         if self.transport is None:  # Refused.
@@ -288,12 +290,6 @@ class DirectConnection(asyncio.Protocol):
         elif self._request is None:
             self._read_on()
 
-    # Without a request.
-
-    def _wait_for_request(self) -> None:
-        self._idle_until_s = asyncio.get_running_loop().time() + self._idle_s
-        self._server.wait(self, self._idle_until_s)
-
     # With a part of a request.
 
     def _gather(self, data: bytes, needs_bytes: int) -> None:
@@ -332,13 +328,14 @@ class DirectConnection(asyncio.Protocol):
         self.transport = None
         full = self._full()
         transport.set_protocol(full)
-        full.take_over(transport, self._idle_until_s)
+        assert self.idle_since_s is not None
+        full.take_over(transport, self.idle_since_s + self._idle_s)
         full.data_received(data)
 
     # With a request.
 
     def _serve(self, head: _Head, body: bytes) -> None:
-        self._among.begin(self)
+        self.idle_since_s = None
         self._server.idle.pop(self, None)
         self._request = request = DirectRequest(
             head.path, head.headers, head.keep_alive, len(body), self.address, self, body
@@ -373,11 +370,11 @@ class DirectConnection(asyncio.Protocol):
             transport.write(_written(response, keeps_open=keeps_open))
         else:
             keeps_open = response.keeps_open and not self._server.is_closing
-        self._among.end(self)
+        self.idle_since_s = now_s = asyncio.get_running_loop().time()
         if not keeps_open:
             transport.close()
             return
-        self._wait_for_request()
+        self._server.wait(self, now_s + self._idle_s)
         if not self._is_full and (self._is_paused or self._behind):
             self._read_on()
 

@@ -205,7 +205,7 @@ async def _begin(request: web.Request, handler: Handler) -> web.StreamResponse:
     servers read in another way: behind a proxy in front, a request could be smuggled in it.
     """
     if isinstance(request.protocol, HttpConnection):
-        request.protocol.begin()
+        request.protocol.idle_since_s = None
     if request.version < HttpVersion11 and "Transfer-Encoding" in request.headers:
         response = error(400, "HTTP/1.0 has no Transfer-Encoding")
         response.force_close()

@@ -77,7 +77,7 @@ class HttpConnection(web.RequestHandler):
 
     __slots__ = (
         *("_abort", "_among", "_proof", "_taken", "_turns", "_waits"),
-        *("address", "data_came", "scope", "room_changed"),
+        *("address", "data_came", "idle_since_s", "scope", "room_changed"),
     )
 
     def __init__(
@@ -94,6 +94,7 @@ class HttpConnection(web.RequestHandler):
         self._waits = False  # For its turn to read.
         self._proof = ServerProof(keys, secrets.token_bytes(NONCE_BYTES)) if keys else None
         self.address = ""
+        self.idle_since_s: float | None = self._loop.time()  # None: it has a request.
         self.scope: Scope | None = None
         self.room_changed: Callable[[bool], None] | None = None
         self.data_came: Callable[[], None] | None = None
@@ -105,6 +106,7 @@ class HttpConnection(web.RequestHandler):
         `abort` ends it until then.
         """
         self.address, self._abort = address, abort
+        self.idle_since_s = self._loop.time()
         return self._among.admit(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -187,9 +189,6 @@ class HttpConnection(web.RequestHandler):
         elif self._abort is not None:
             self._abort()
 
-    def begin(self) -> None:
-        self._among.begin(self)
-
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
@@ -198,7 +197,7 @@ class HttpConnection(web.RequestHandler):
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self._among.end(self)
+            self.idle_since_s = self._loop.time()
 
 
 def address_of(transport: asyncio.Transport) -> str:

@@ -1,0 +1,47 @@
+"""Which connection of a crowded port makes room for a new one."""
+
+from dataclasses import dataclass, field
+
+from kvrs.connections import ConnectionLimits, Connections
+
+
+@dataclass(eq=False)
+class Client:
+    name: str
+    closed: list[str] = field(repr=False)
+    address: str = "host"
+    scope: object | None = None
+    idle_since_s: float | None = 0.0
+
+    def abort(self) -> None:
+        self.closed.append(self.name)
+
+
+def test_the_stranger_that_is_idle_for_longest_makes_room() -> None:
+    """One that has proved itself does so when no stranger is idle, and one with a request never."""
+    port, closed = Connections(ConnectionLimits(4, 4)), list[str]()
+    for client in (
+        Client("proved", closed, scope="peers", idle_since_s=1.0),
+        Client("later", closed, idle_since_s=3.0),
+        Client("longest", closed, idle_since_s=2.0),
+        Client("busy", closed, idle_since_s=None),
+    ):
+        assert port.admit(client)
+    busy = [Client(name, closed, idle_since_s=None) for name in ("new", "newer", "newest")]
+
+    admitted = [port.admit(each) for each in busy]
+
+    assert (closed, admitted) == (["longest", "later", "proved"], [True] * 3)
+    assert not port.admit(Client("last", closed))
+    assert port.busy == 4
+
+
+def test_a_crowded_address_makes_room_for_itself() -> None:
+    """Idle connections of others stay."""
+    port, closed = Connections(ConnectionLimits(9, 1)), list[str]()
+    for client in (Client("other", closed, "other"), Client("own", closed, idle_since_s=5.0)):
+        assert port.admit(client)
+
+    assert port.admit(Client("new", closed, idle_since_s=None))
+    assert closed == ["own"]
+    assert not port.admit(Client("last", closed))
