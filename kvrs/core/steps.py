@@ -135,6 +135,13 @@ class Steps:
         if not attempt.resumed:
             self._note_kv(stream, attempt.runs_on, event.history_tokens)
 
+    def _note_answer(self, stream: Stream, member: Member, now_s: float) -> None:
+        """The attempt's prefill is done there, or its first token has come from there."""
+        if member.answers.answered(stream.id, stream.attempt.started_s, now_s):
+            self._actions.append(act.Readmitted(member.id, member.epoch))
+        if stream.refusals:
+            self._ledger.outliers.contradict(stream, member)
+
     def _note_kv(self, stream: Stream, prefill: Member, history_tokens: int) -> None:
         stream.note_prefill(history_tokens)
         # It may be an answer from before the re-forming in which cells of the pages were lost.
@@ -153,7 +160,7 @@ class Steps:
         assert plan is not None, stream
         assert prefill is not None, stream
         self._note_kv(stream, prefill, event.history_tokens)
-        self._ledger.outliers.answered(stream, prefill)
+        self._note_answer(stream, prefill, now_s)
         planned, decode = view.members.get(plan.decode), None
         cause = "the decode instance was lost during prefill, or is drained"
         leaves = planned is not None and (planned.draining or planned.drain_ordered)
@@ -195,7 +202,7 @@ class Steps:
         if decision is not None and (decision.chosen.option is not Option.START or stream.recovers):
             self._actions.append(self._decisions.settle(stream, decision, now_s))
         if home is not None:
-            self._ledger.outliers.answered(stream, home)
+            self._note_answer(stream, home, now_s)
             if stream.recovery.overflowed:
                 self._ledger.outliers.computed(stream, home)
         self._ledger.resume(stream)

@@ -525,6 +525,18 @@ def test_an_answer_is_overdue_after_two_seconds_where_none_was_predicted_to_take
     assert health.is_overdue(10.0 + after_s, queue_s=0.0) is is_overdue
 
 
+def test_an_answer_to_an_attempt_from_before_the_pause_does_not_end_it() -> None:
+    """It says nothing of how the instance answers since."""
+    health = AnswerHealth()
+    health.close("no", 5.0, pause=10.0)
+    health.is_ejected = True
+
+    was_readmitted = [health.answered(A, started_s, 6.0) for started_s in (4.0, 5.5)]
+
+    assert was_readmitted == [False, True]
+    assert (health.until_s, health.is_ejected, health.readmitted_s) == (None, False, 6.0)
+
+
 def test_failures_and_answers_count_half_after_ten_seconds() -> None:
     health = AnswerHealth()
     for _ in range(8):

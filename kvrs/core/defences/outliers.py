@@ -46,24 +46,7 @@ class Outliers:
         if health.busy_until_s is not None:
             health.try_busy(stream.id, self._view.now_s)
 
-    def answered(self, stream: Stream, member: Member) -> None:
-        """The attempt's prefill is done there, or its first token has come from there."""
-        health = member.answers
-        health.left(stream.id)
-        now_s = health.answered_s = self._view.now_s
-        health.count(now_s, answered=True)
-        is_news = health.until_s is None or stream.attempt.started_s >= health.closed_s
-        if is_news:
-            if health.is_ejected:
-                health.readmitted_s = now_s
-                self._actions.append(act.Readmitted(member.id, member.epoch))
-            health.consecutive, health.refuses_wrongly = 0, False
-            if health.pauses:  # Each closing, and each busy answer, is one.
-                health.open()
-        if stream.refusals:
-            self._contradict(stream, member)
-
-    def _contradict(self, stream: Stream, accepting: Member) -> None:
+    def contradict(self, stream: Stream, accepting: Member) -> None:
         """An instance has accepted what others refused: the fault was theirs."""
         for refusal in stream.refusals:
             refuser = self._view.members.get(refusal.instance)
