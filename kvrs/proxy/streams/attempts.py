@@ -216,11 +216,10 @@ class AttemptCalls:
         await self._turn()
         journal, plan = self._live.journal, self._attempt.plan
         places = self._instances.places(instance, plan) if plan.places else ()
-        watchdog = Watchdog(self._attempt.limit_s, self._is_excused)
         traced: AbstractContextManager[CallSpan | None] = _NO_SPAN
         if self._trace is not None:
             traced = self._trace.call("prefill", instance, journal)
-        with traced as span, watchdog:
+        with traced as span, Watchdog(self._attempt.limit_s, self._is_excused):
             call = prefill_call(
                 journal,
                 self._attempt.number,
@@ -250,8 +249,8 @@ class AttemptCalls:
         slot = 0 if asked is None else await self._driver.slots.acquire(asked)
         await self._turn()
         exact = self._instances.known[plan.decode].resumes_exactly
-        watchdog = Watchdog(attempt.limit_s, self._is_excused)
-        self._relay = relay = self._new_relay(continuation, exact, watchdog.silence)
+        silence = SilenceTimer(self._driver.clock())
+        self._relay = relay = self._new_relay(continuation, exact, silence)
         live.expect_token = relay.expect_token
         backend = self._driver.backends[plan.decode]
         is_handed_off = transfer is not None
@@ -259,7 +258,7 @@ class AttemptCalls:
         if self._trace is not None:
             traced = self._trace.call("decode", plan.decode, live.journal)
         try:
-            with traced as self._span, watchdog:
+            with traced as self._span, Watchdog(attempt.limit_s, self._is_excused, silence):
                 decoded = backend.decode(self._decode_call(transfer, slot, exact), relay)
                 del transfer, continuation  # The answer may take minutes.
                 await decoded
