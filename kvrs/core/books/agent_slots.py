@@ -95,7 +95,7 @@ class AgentSlots:
 
     def request(self, asked: SlotRequest, now_s: float) -> Granted | Denied | InstanceId:
         """Return the outcome, or the agent whose outbox now has the request: `answered` follows."""
-        agent = self._agents.on_node(self._instances.known[asked.target].node)
+        agent = self._agents.by_node.get(self._instances.known[asked.target].node)
         if agent is None:
             return Granted(0)
         held = self._book.held[asked.stream]

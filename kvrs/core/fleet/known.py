@@ -226,7 +226,7 @@ def missing_roles(instances: Instances) -> list[Role]:
 class Agents:
     def __init__(self, nodes: Mapping[InstanceId, NodeId]) -> None:
         self.known = {name: Agent(name, node) for name, node in nodes.items()}
-        self._by_node = {known.node: known for known in self.known.values()}
+        self.by_node = {known.node: known for known in self.known.values()}
 
     @classmethod
     def of(cls, config: Config) -> "Agents":
@@ -234,12 +234,12 @@ class Agents:
         return cls({node.agent_id: node.id for node in nodes})
 
     def add(self, agent: InstanceId, node: NodeId) -> Agent:
-        known = self.known[agent] = self._by_node[node] = Agent(agent, node)
+        known = self.known[agent] = self.by_node[node] = Agent(agent, node)
         return known
 
     def remove(self, known: Agent) -> None:
         known.health, known.reason, known.info, known.report = Health.REMOVED, None, None, None
-        del self._by_node[known.node]
+        del self.by_node[known.node]
 
     def present(self) -> Iterator[Agent]:
         """Those of the configuration."""
@@ -250,9 +250,6 @@ class Agents:
 
     def any_up(self) -> bool:
         return any(known.health is Health.UP for known in self.known.values())
-
-    def on_node(self, node: NodeId) -> Agent | None:
-        return self._by_node.get(node)
 
     def fault(self, known: Agent, info: AgentInfo) -> str | None:
         """Why an agent that answered cannot be used."""
