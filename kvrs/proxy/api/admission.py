@@ -39,8 +39,7 @@ from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import AdmissionMetrics
 from kvrs.proxy.wire.exactness import inexact_features, replayable, tokens_at_risk
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.request_context import ClientRequest
-from kvrs.proxy.wire.requests import ByteBudget, ParsedRequest, RequestUsage, salted
+from kvrs.proxy.wire.requests import ByteBudget, ClientRequest, ParsedRequest, RequestUsage, salted
 
 # The highest value of each header, in seconds. The configuration has the same bounds.
 _LONGEST_S = {"x-kvrs-ttft-s": 86400, "x-kvrs-recovery-gap-s": 3600, "x-kvrs-deadline-s": 86400}

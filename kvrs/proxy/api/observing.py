@@ -17,7 +17,7 @@ from kvrs.direct import DirectRequest, DirectServer, SentResponse, Serve
 from kvrs.logs import Row, log_rows
 from kvrs.proxy.api.tenants import TENANT
 from kvrs.proxy.streams.stream_metrics import Tally, TallySeries
-from kvrs.proxy.wire.request_context import (
+from kvrs.proxy.wire.requests import (
     CURRENT,
     REQUEST_ID,
     REQUEST_ID_KEY,

@@ -13,7 +13,7 @@ from kvrs.config.proxy import ANY_ORIGIN
 from kvrs.direct import DirectRequest, SentResponse, Serve
 from kvrs.errors import RequestError
 from kvrs.proxy.api.answers import error_response
-from kvrs.proxy.wire.request_context import HEADERS_KEY
+from kvrs.proxy.wire.requests import HEADERS_KEY
 
 _METHODS = "GET, POST, DELETE"
 _MAX_AGE_S = 600  # A page asks again after it.

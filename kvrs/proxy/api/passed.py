@@ -28,7 +28,7 @@ from kvrs.proxy.backends.bodies import Call, context_headers
 from kvrs.proxy.streams.attempts import Failed, OpenStream
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.wire.peer import BusyError
-from kvrs.proxy.wire.request_context import CURRENT
+from kvrs.proxy.wire.requests import CURRENT
 from kvrs.proxy.wire.watchdog import Watchdog
 
 _OF_TEXT = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")

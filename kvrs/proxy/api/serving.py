@@ -28,8 +28,7 @@ from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.responses import WholeClient, answer, total_usage
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.request_context import ClientRequest
-from kvrs.proxy.wire.requests import ParsedRequest
+from kvrs.proxy.wire.requests import ClientRequest, ParsedRequest
 
 _FLUSH_TIMEOUT_S = 1.0  # For the mirror to receive all events of a failed stream.
 

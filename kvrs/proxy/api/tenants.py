@@ -19,7 +19,7 @@ from kvrs.core.books.tenants import GuessLimit, TenantMeter
 from kvrs.errors import ConfigError, RequestError
 from kvrs.http_connection import retry_after
 from kvrs.protocol.tenants import TenantSecret
-from kvrs.proxy.wire.request_context import ClientRequest
+from kvrs.proxy.wire.requests import ClientRequest
 
 log = logging.getLogger(__name__)
 

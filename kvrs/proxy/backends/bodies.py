@@ -23,8 +23,7 @@ from kvrs.protocol.openai.fields import (
 from kvrs.protocol.openai.requests import StreamOptions
 from kvrs.protocol.token_ids import encode
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.request_context import REQUEST_ID, TRACEPARENT, RequestContext
-from kvrs.proxy.wire.requests import CHAT, COMPLETIONS
+from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, REQUEST_ID, TRACEPARENT, RequestContext
 
 # Done by the proxy itself, or set anew in every call.
 _NEVER_FORWARDED = frozenset(("n", "echo", "stream_options"))

@@ -17,7 +17,7 @@ from kvrs.errors import KvrsError
 from kvrs.http_connection import SERVER, HttpConnection
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import StreamEvent
-from kvrs.proxy.wire.request_context import (
+from kvrs.proxy.wire.requests import (
     HEADERS_KEY,
     REQUEST_ID,
     REQUEST_ID_KEY,

@@ -39,7 +39,7 @@ from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.recoveries import RecoveryLog
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.request_context import CURRENT
+from kvrs.proxy.wire.requests import CURRENT
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import FetchReport
 from kvrs.protocol.stages import RestartReport
 from kvrs.proxy.streams.attempts import OpenStream
-from kvrs.proxy.wire.request_context import RequestContext
+from kvrs.proxy.wire.requests import RequestContext
 
 log = logging.getLogger(__name__)
 

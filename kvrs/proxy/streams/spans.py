@@ -17,7 +17,7 @@ from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.request_context import TRACEPARENT, RequestContext
+from kvrs.proxy.wire.requests import TRACEPARENT, RequestContext
 from kvrs.tracing.sending import SpanSender
 
 if TYPE_CHECKING:

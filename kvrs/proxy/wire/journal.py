@@ -16,8 +16,7 @@ from kvrs.core.model.streams import mean_interval_s
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import Usage, usage_of
 from kvrs.protocol.token_ids import packed
-from kvrs.proxy.wire.request_context import RequestContext
-from kvrs.proxy.wire.requests import ParsedRequest
+from kvrs.proxy.wire.requests import ParsedRequest, RequestContext
 
 # For the estimated length of a text prompt, until prefill has counted its tokens.
 _BYTES_PER_TOKEN = 4

@@ -1,15 +1,18 @@
-"""The two endpoints of the OpenAI API, a client's request at one of them, and what it holds of the
-memory for bodies and of its tenant's limits.
+"""The two endpoints of the OpenAI API, a client's request at one of them with its context in the
+cluster (its id and trace), and what it holds of the memory for bodies and of its tenant's limits.
 """
 
 from array import array
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import msgspec
+from aiohttp import web
 
 from kvrs.core.books.tenants import RETRY_S, Excess, TenantMeter
+from kvrs.direct import DirectRequest
 from kvrs.errors import RequestError
 from kvrs.http_connection import retry_after
 from kvrs.protocol.openai.chunks import (
@@ -46,6 +49,25 @@ _NO_BIASES: dict[int, float] = {}
 _NO_FORMAT = msgspec.Raw()
 
 _FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+TRACEPARENT = "traceparent"
+REQUEST_ID = "X-Request-Id"
+REQUEST_ID_KEY = web.RequestKey("request_id", str)
+# Further headers of the response, for those that write their head themselves.
+HEADERS_KEY: web.RequestKey[Mapping[str, str]] = web.RequestKey("headers", Mapping[str, str])
+
+ClientRequest = DirectRequest | web.Request
+
+
+@dataclass(slots=True, eq=False)
+class RequestContext:
+    id: str
+    traceparent: str | None = None  # Of the client, or of the span that it has here.
+    trace: Any = None  # Its RequestTrace (kvrs/proxy/streams/spans.py), if it has one.
+
+
+# The context of the request that the running task works on.
+CURRENT: ContextVar[RequestContext | None] = ContextVar("CURRENT", default=None)
 
 
 def _chat_delta(delta: TextDelta) -> ChatDelta:

@@ -24,8 +24,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.proxy.server import Proxy
 from kvrs.proxy.streams.spans import RequestTracer
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.request_context import RequestContext
-from kvrs.proxy.wire.requests import COMPLETIONS, read
+from kvrs.proxy.wire.requests import COMPLETIONS, RequestContext, read
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Fault
