@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
 
 from kvrs.core.books.leases import Leases
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
+from kvrs.protocol.instance import LeaseUpdate
+from kvrs.proxy.backends.agent import AgentBackend
+from kvrs.proxy.backends.backend import Backend
 
 log = logging.getLogger(__name__)
 
@@ -16,13 +18,17 @@ class LeaseSender:
     def __init__(
         self,
         leases: Leases,
-        send: Callable[[InstanceId, LeaseUpdate], Awaitable[LeaseAnswer]],
-        unknown: Callable[[InstanceId, list[StreamId]], None],
+        holders: Mapping[InstanceId, Backend] | Mapping[InstanceId, AgentBackend],
+        is_up: Callable[[InstanceId], bool],
+        unknown: Callable[[InstanceId, list[StreamId], float], None],
+        clock: Callable[[], float],
     ) -> None:
-        """`unknown` gets what an answer says is not retained."""
+        """`unknown` gets what an answer says is not retained, and the time by `clock`."""
         self._leases = leases
-        self._send = send
+        self._holders = holders
+        self._is_up = is_up
         self._unknown = unknown
+        self._clock = clock
 
     async def run(self) -> None:
         """Send batches until cancelled."""
@@ -35,9 +41,11 @@ class LeaseSender:
 
     async def _send_batch(self, instance: InstanceId, update: LeaseUpdate) -> None:
         try:
-            answer = await self._send(instance, update)
+            if not self._is_up(instance):
+                raise UpstreamError("not up")
+            answer = await self._holders[instance].leases(update)
         except UpstreamError as error:
             log.warning("leases not renewed", extra={"instance": instance, "cause": str(error)})
             return  # Releases that did not arrive run out by themselves.
         if answer.unknown:
-            self._unknown(instance, answer.unknown)
+            self._unknown(instance, answer.unknown, self._clock())

@@ -18,9 +18,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.streams import CannotContinue, Complete
 from kvrs.core.model.streams import Outcome as CoreOutcome
-from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
@@ -91,9 +89,15 @@ class Driver:
         )
         self.backends = backends
         self.agent_backends = agent_backends
-        self.leases = LeaseSender(control.leases, self._send_leases, self._retention_lost)
+        self.leases = LeaseSender(
+            control.leases, backends, control.instances.is_up, control.retention_lost, clock
+        )
         self.checkpoint_leases = LeaseSender(
-            control.checkpoints.leases, self._send_reservations, self._reservations_lost
+            control.checkpoints.leases,
+            agent_backends,
+            control.agents.is_up,
+            control.checkpoints.unknown,
+            clock,
         )
         self.slots = SlotSender(control.slots, agent_backends)
         self.turns = asyncio.Lock()
@@ -191,24 +195,6 @@ class Driver:
         # again.
         live.task = None
         self.control.end(live, Complete(), self.clock())
-
-    # Leases.
-
-    async def _send_leases(self, instance: InstanceId, update: LeaseUpdate) -> LeaseAnswer:
-        if not self.control.instances.is_up(instance):
-            raise UpstreamError("not up")
-        return await self.backends[instance].leases(update)
-
-    def _retention_lost(self, instance: InstanceId, streams: list[StreamId]) -> None:
-        self.control.retention_lost(instance, streams, self.clock())
-
-    async def _send_reservations(self, agent: InstanceId, update: LeaseUpdate) -> LeaseAnswer:
-        if not self.control.agents.is_up(agent):
-            raise UpstreamError("not up")
-        return await self.agent_backends[agent].leases(update)
-
-    def _reservations_lost(self, agent: InstanceId, streams: list[StreamId]) -> None:
-        self.control.checkpoints.unknown(agent, streams, self.clock())
 
     async def close(self) -> None:
         """End every stream with an explicit error, and wait for what runs on their behalf."""

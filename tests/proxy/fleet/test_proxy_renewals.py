@@ -1,8 +1,10 @@
 """Leases are renewed in time, whichever process is slow."""
 
 import asyncio
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,7 +31,7 @@ def test_an_agent_that_answers_late_puts_off_no_renewal(
         if now_s > 10 * LEASE_S:
             raise asyncio.CancelledError
 
-    async def send(agent: InstanceId, update: LeaseUpdate) -> LeaseAnswer:
+    async def answer(agent: InstanceId, update: LeaseUpdate) -> LeaseAnswer:
         nonlocal now_s
         if agent == SLOW:
             now_s += answers_in_s
@@ -39,7 +41,10 @@ def test_an_agent_that_answers_late_puts_off_no_renewal(
         return LeaseAnswer([])
 
     async def run() -> None:
-        await LeaseSender(leases, send, lambda *_: None).run()
+        agents: Any = {
+            name: SimpleNamespace(leases=partial(answer, name)) for name in (SLOW, OTHER)
+        }
+        await LeaseSender(leases, agents, lambda _: True, lambda *_: None, lambda: now_s).run()
 
     loop = SimpleNamespace(time=lambda: now_s)
     monkeypatch.setattr(
