@@ -27,10 +27,9 @@ from kvrs.protocol.openai.fields import VLLM, whole
 from kvrs.protocol.openai.requests import ECHOED_BY_ENGINE, CompletionRequest, Fields
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_within
 from kvrs.proxy.api import generate
-from kvrs.proxy.api.bodies import ClientBodies
+from kvrs.proxy.api.bodies import ClientBodies, UnknownFieldDropper
 from kvrs.proxy.api.choices import Merger
 from kvrs.proxy.api.tenants import Tenant, Tenants
-from kvrs.proxy.api.unknown_fields import UnknownFieldDropper
 from kvrs.proxy.mirror.headers import KEY, LAST_EVENT, ResumeRequest, parse_resume_headers, reopened
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror

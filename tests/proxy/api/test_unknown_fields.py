@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from kvrs.errors import RequestError, UnknownFieldsError
 from kvrs.protocol.openai.responses import parse_response_request
+from kvrs.proxy.api.bodies import UnknownFieldDropper
 from kvrs.proxy.api.generate import read_generate
-from kvrs.proxy.api.unknown_fields import UnknownFieldDropper
 from kvrs.proxy.streams.metrics import AdmissionMetrics
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 from tests.proxy.conftest import ProxyClusterBuilder
