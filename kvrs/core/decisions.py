@@ -19,7 +19,6 @@ from kvrs.core.options.base import Books
 from kvrs.core.options.in_place import estimate_stay
 from kvrs.core.routing import computing_prompts, pair_for, starts_at, targets_for
 from kvrs.core.rules import BY_NAME
-from kvrs.core.waits import StreamRefusal
 
 
 class Decisions:
@@ -82,9 +81,11 @@ class Decisions:
         )
         budget_s = self.budget_s(stream, now_s)
         in_time = budget_s is None or total_s <= budget_s
-        return Decision(estimate, (estimate,), act.Plan(decode.id, source) if in_time else None)
+        plan = act.Plan(decode.id, source) if in_time else None
+        refusal = None if stream.attempt.number else self._refusal(stream, estimate, now_s)
+        return Decision(estimate, (estimate,), plan, refusal=refusal)
 
-    def refusal(self, stream: Stream, decision: Decision, now_s: float) -> StreamRefusal | None:
+    def _refusal(self, stream: Stream, chosen: Estimate, now_s: float) -> act.StreamRefusal | None:
         """Why a stream that has had no attempt is not to start, by its predicted wait; None: it
         may. So load is shed before the engines drown.
 
@@ -97,7 +98,6 @@ class Decisions:
         attempt is a recovery. All of it takes a fixed number of operations while the queues are
         short.
         """
-        chosen = decision.chosen
         wait_s = chosen.queue_s
         if chosen.source is not None:  # Else one instance does both.
             wait_s += self._view.members[chosen.target].queue_s
@@ -105,14 +105,14 @@ class Decisions:
             return None
         bound_s = self._settings.admission.wait_s
         if wait_s > bound_s:
-            return StreamRefusal(
+            return act.StreamRefusal(
                 act.Reason.OVERLOADED,
                 f"the predicted wait is {wait_s:.1f} s; allowed: {bound_s:g} s",
                 wait_s - bound_s,
             )
         left_s = stream.due_s() - now_s - chosen.compute_s - chosen.transfer_s
         if 0 < left_s < wait_s:
-            return StreamRefusal(
+            return act.StreamRefusal(
                 act.Reason.OVERLOADED,
                 f"the predicted wait is {wait_s:.1f} s, too long for {stream.tightest()}",
                 wait_s - left_s,
@@ -124,7 +124,7 @@ class Decisions:
         share_s = bound_s * prefillers / work.clients_with(stream.client_name)
         if work.of(stream.client_name) + chosen.compute_s <= share_s:
             return None
-        return StreamRefusal(
+        return act.StreamRefusal(
             act.Reason.OVER_SHARE,
             "the queues are long, and this client has its share of them",
             wait_s - bound_s / 2,

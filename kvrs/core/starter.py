@@ -283,19 +283,14 @@ class Starter:
 
     def carry_out(self, stream: Stream, decision: Decision | None, now_s: float) -> None:
         """Start the attempt, or leave the stream waiting or give it up; None: it cannot start."""
-        is_first = not stream.attempt.number
         if decision is None:
             self._keep_waiting(stream, now_s)
         elif decision.plan is None:
             message = f"no option brings the stream on in time: {stream.tightest()}"
             self.give_up(stream, act.Reason.SLO, message)
-        elif not is_first and not self._has_token(stream, now_s):
+        elif stream.attempt.number and not self._has_token(stream, now_s):
             self._pace(stream, now_s)
-        elif (
-            is_first
-            and not stream.adopted
-            and (refusal := self._decisions.refusal(stream, decision, now_s)) is not None
-        ):
+        elif (refusal := decision.refusal) is not None:
             self.give_up(stream, refusal.reason, refusal.message, refusal.retry_after_s)
         elif not decision.plan.runs:
             self._start(stream, decision.plan, decision, now_s)

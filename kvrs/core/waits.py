@@ -6,22 +6,12 @@ are started again are back within seconds, and beyond that a request that has be
 better refused than kept silent. All others wait `recovery.wait_s`.
 """
 
-import msgspec
-
 from kvrs.config.policy import RecoverySettings
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.streams import Stream
 from kvrs.core.routing import missing_roles
 from kvrs.protocol.instance import Role
-
-
-class StreamRefusal(msgspec.Struct, frozen=True, gc=False):
-    """Why a stream is not started, and when its client may come again."""
-
-    reason: act.Reason
-    message: str
-    retry_after_s: float
 
 
 class Waits:
@@ -55,7 +45,7 @@ class Waits:
 
     def refusal(
         self, wait_s: float, next_try_in_s: float | None, *, held_back: bool
-    ) -> StreamRefusal:
+    ) -> act.StreamRefusal:
         """The refusal of a stream that has waited for `wait_s`. `next_try_in_s`: until the first
         busy instance may be tried again, None where none is busy; `held_back`: decode instances
         compute prompts, and none had room for its own.
@@ -71,6 +61,6 @@ class Waits:
             message = f"no {which} came up within {wait_s:g} s"
         else:
             message = f"every instance is busy; the stream waits for {wait_s:g} s at most"
-            return StreamRefusal(act.Reason.BUSY, message, next_try_in_s)
+            return act.StreamRefusal(act.Reason.BUSY, message, next_try_in_s)
         # Others have just waited in vain: a client that retries at once would, too.
-        return StreamRefusal(act.Reason.NO_INSTANCE, message, min(wait_s, 30.0))
+        return act.StreamRefusal(act.Reason.NO_INSTANCE, message, min(wait_s, 30.0))

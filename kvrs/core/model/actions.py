@@ -129,6 +129,14 @@ class Reason(StrEnum):
     DENIED = "denied"
 
 
+class StreamRefusal(msgspec.Struct, frozen=True, gc=False):
+    """Why a stream is not started, and when its client may come again."""
+
+    reason: Reason
+    message: str
+    retry_after_s: float
+
+
 class GiveUp(msgspec.Struct, frozen=True):
     """End the stream with an explicit error (503 before the first byte, an error event after
     it).

@@ -76,6 +76,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     estimates: tuple[Estimate, ...]
     plan: act.Plan | None  # None: give up, no option meets the budget.
     others: float = 0.0  # Other victims, per target, for which each estimate was charged.
+    refusal: act.StreamRefusal | None = None  # Of a first attempt: the load is too high for it.
 
 
 class StayDeadline(msgspec.Struct, frozen=True):
@@ -390,9 +391,6 @@ def by_urgency(streams: Iterable[Stream]) -> list[Stream]:
     next_of = {tenant: iter(own) for tenant, own in of_tenant.items()}
     places = sorted(ordered, key=lambda each: (each.due_s(each.common_deadlines), each.order))
     return [next(next_of[stream.tenant]) for stream in places]
-
-
-# Open streams.
 
 
 class Complete(msgspec.Struct, frozen=True):
