@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +33,8 @@ _MOST_FILES = 16
 _CLONE_NEWNET = 0x40000000
 _HAS_RANKS = "kvrs.engine.ranks.host"
 _SET_DEATH_SIGNAL = 1  # Of prctl(2).
+# A process that is forked has the mask of its starter before one of them can end it.
+_ENDING_AT_FIRST = (signal.SIGHUP, signal.SIGUSR1)
 _library = ctypes.CDLL(None, use_errno=True)
 
 _nursery = Nursery(["kvrs_testkit.forked"])
@@ -44,6 +47,7 @@ class _Order(msgspec.Struct):
     environment: dict[str, str]
     directory: str
     files: list[int]  # The numbers that the process has its descriptors under.
+    blocked: list[int]  # Signals.
     leads_group: bool
     leads_session: bool
     dies_with_parent: bool
@@ -89,6 +93,7 @@ class ForkingPopen(subprocess.Popen[Any]):
             {**(os.environ if env is None else env)},
             os.path.abspath(cwd or os.curdir),
             [0, 1, 2, *pass_fds],
+            [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
             leads_group=group == 0,
             leads_session=is_session,
             dies_with_parent=self._dies_with_parent,
@@ -163,6 +168,7 @@ def _run(line: socket.socket, name: str) -> NoReturn:
         message, (network, *files), _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, _MOST_FILES)
         line.close()
         order = msgspec.json.decode(message, type=_Order)
+        signal.pthread_sigmask(signal.SIG_SETMASK, order.blocked)
         if not order.dies_with_parent:
             _library.prctl(_SET_DEATH_SIGNAL, 0, 0, 0, 0)  # As a nursery has set it.
         if order.leads_session:
@@ -207,7 +213,9 @@ def _fork_from_here() -> None:
     """Fork what this process starts, by a nursery that is a copy of it as it is now."""
     global _nursery
     _nursery = Nursery([])
+    own = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_AT_FIRST)
     _nursery.begin_here(_run)
+    signal.pthread_sigmask(signal.SIG_SETMASK, own)
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
 
 
@@ -236,6 +244,7 @@ def _main() -> None:
     parser.add_argument("--line", type=int, required=True)
     given = parser.parse_args()
     os.set_inheritable(given.line, False)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_AT_FIRST)
     collect_nothing_yet()
     # What forked processes need.
     import kvrs.agent.__main__

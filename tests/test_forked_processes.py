@@ -115,6 +115,23 @@ def test_it_leads_a_group_where_it_is_asked_to(options: dict[str, Any]) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(("blocked", "status"), [([], -signal.SIGHUP), ([signal.SIGHUP], 0)])
+def test_signals_are_blocked_that_its_starter_blocks(
+    blocked: list[signal.Signals], status: int
+) -> None:
+    """From its first moment: a supervisor starts its workers so."""
+    own = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        process = AnyModule([sys.executable, "-m", "json.tool"], stdin=subprocess.PIPE)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, own)
+    process.send_signal(signal.SIGHUP)
+
+    process.communicate(b"[]", timeout=60)
+
+    assert process.returncode == status
+
+
 def test_it_has_descriptors_under_their_numbers(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     missing, line = tmp_path / "none.yaml", theirs.fileno()
