@@ -173,3 +173,19 @@ def test_a_node_with_stages_of_other_instances_stays() -> None:
 
     orders.take([FleetOrder(D0, 2, "b", None)])
     assert names(orders) == {"n0": ["p0"]}
+
+
+def test_an_order_may_come_in_while_a_reload_lays_orders_over_the_file() -> None:
+    """The reload reads in a thread, and orders are taken on the event loop."""
+    orders = FleetOrders("a", FILE)
+    orders.take([FleetOrder(D0, 1, "b", None)])
+
+    class Meanwhile(set[InstanceId]):
+        def __contains__(self, name: object) -> bool:
+            orders.take([FleetOrder(D1, 2, "b", node("n1", "d1"))])
+            return False
+
+    laid = orders.over(aside=Meanwhile())
+
+    assert node_of(laid, D0) is None
+    assert names(orders) == {"n0": ["p0"], "n1": ["d1"]}

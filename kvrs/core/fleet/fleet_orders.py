@@ -104,12 +104,13 @@ class FleetOrders:
         with others than now set aside.
 
         The agent of a node is that of the first order that brings it; nodes without instances go,
-        unless they have stages of those of others.
+        unless they have stages of those of others. Orders may come in meanwhile: a reload calls
+        this in a thread.
         """
         aside = self.aside if aside is None else aside
         orders = {
             name: self._before.get(name) if name in aside else order
-            for name, order in self._held.items()
+            for name, order in [*self._held.items()]
             if name in aside or name not in self._done
         }
         if new is not None:
