@@ -15,8 +15,9 @@ from kvrs.config.file import Config, config_digest, load_config, parse_config
 from kvrs.core.event_log import LogEntry, read, rerun
 from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError
-from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
-from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs.proxy.process.running import _reload_when
+from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
+from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
 from kvrs_testkit.proxy_process import REQUEST, config_of, process_of, until_logged
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
@@ -202,3 +203,31 @@ async def test_a_proxy_reloads_on_sighup(build: ProxyClusterBuilder, tmp_path: P
     assert b"policy.slots_max" in taken
     assert events.endswith(b"data: [DONE]\n\n")
     assert b"error" not in events
+
+
+async def test_a_bug_in_one_reload_does_not_keep_the_next_from_being_carried_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A worker would decide by the old policy from then on, and log no cause."""
+    asked, again = asyncio.Event(), asyncio.Event()
+
+    class Failing:
+        failures = 0
+
+        async def reload(self) -> ReloadResult:
+            if not self.failures:
+                self.failures += 1
+                raise RuntimeError("dictionary changed size during iteration")
+            again.set()
+            return ReloadResult([], [])
+
+    service = Failing()
+    reloading = asyncio.create_task(_reload_when(asked, service))  # type: ignore[arg-type]
+    async with asyncio.timeout(WITHIN_S):
+        while not again.is_set():
+            asked.set()
+            await asyncio.sleep(0.001)
+    reloading.cancel()
+
+    assert [record.message for record in caplog.records] == ["not reloaded because of a bug"]
+    assert "dictionary changed size" in caplog.text

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -137,5 +136,9 @@ async def _reload_when(asked: asyncio.Event, service: Service) -> None:
     while True:
         await asked.wait()
         asked.clear()
-        with suppress(ConfigError):  # Logged; the configuration in use goes on.
+        try:
             await service.reload()
+        except ConfigError:
+            pass  # Logged; the configuration in use goes on.
+        except Exception:
+            log.exception("not reloaded because of a bug")  # The next request is carried out.
