@@ -30,6 +30,8 @@ _LOOK_AGAIN_S = 0.05
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 5.0
 _SOON_S = 10.0
+# They have no handler in a process that has just been started, and their default would end it.
+_PASSED_ON = frozenset((signal.SIGHUP, signal.SIGUSR1))
 
 
 def check_shared_ports(config: Config) -> None:
@@ -79,6 +81,7 @@ class _Workers:
         self._command = command
         self._plans = plans
         self._running: dict[int, asyncio.subprocess.Process] = {}
+        self._starting = asyncio.Lock()
         self._ending = asyncio.Event()
         self._status = 0
 
@@ -86,10 +89,10 @@ class _Workers:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end, number)
-        for number in (signal.SIGHUP, signal.SIGUSR1):
+        for number in _PASSED_ON:
             loop.add_signal_handler(number, self._pass_on, number)
         # Blocked from the start of the process until now (`kvrs/__main__.py`).
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP, signal.SIGUSR1})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         await asyncio.gather(*map(self._keep, self._plans))
         return self._status
 
@@ -125,18 +128,30 @@ class _Workers:
                 await asyncio.wait_for(self._ending.wait(), pause_s)
 
     async def _run_one(self, plan: WorkerPlan) -> int:
-        process = await asyncio.create_subprocess_exec(
-            *(*self._command, msgspec.json.encode(plan).decode()),
-            stdin=asyncio.subprocess.PIPE,
-            # Ctrl-C at a terminal goes to the supervisor alone.
-            start_new_session=True,
-        )
-        self._running[plan.worker] = process
+        process = await self._start(plan)
         if self._ending.is_set():
             process.send_signal(signal.SIGTERM)
         status = await process.wait()
         del self._running[plan.worker]
         return status
+
+    async def _start(self, plan: WorkerPlan) -> asyncio.subprocess.Process:
+        """Start a worker. Signals that come before it is known here are passed on to it, too; it
+        inherits that they are blocked, and takes them once it has handlers.
+        """
+        async with self._starting:
+            signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(*self._command, msgspec.json.encode(plan).decode()),
+                    stdin=asyncio.subprocess.PIPE,
+                    # Ctrl-C at a terminal goes to the supervisor alone.
+                    start_new_session=True,
+                )
+                self._running[plan.worker] = process
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+        return process
 
 
 def _plans(config: Config, kept: ExitStack) -> list[WorkerPlan]:
