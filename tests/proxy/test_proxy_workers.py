@@ -322,9 +322,7 @@ async def test_a_reload_reaches_all_workers(
             "file": str(proxy.config),
         }
 
-    async with asyncio.timeout(WITHIN_S):
-        while {row["policy"] for row in await proxy.rows()} != {policy}:
-            await asyncio.sleep(0.01)
+    await proxy.until_policy(policy)
 
 
 @SHARED

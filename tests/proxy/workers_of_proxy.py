@@ -73,6 +73,16 @@ class WorkersOfProxy:
                         return
                 await asyncio.sleep(0.02)
 
+    async def until_policy(self, name: str) -> None:
+        """Wait until each worker decides by it; what they logged says why one does not."""
+        found: list[str] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WITHIN_S):
+                while {*(found := [row["policy"] for row in await self.rows()])} != {name}:
+                    await asyncio.sleep(0.01)
+                return
+        raise AssertionError(f"policies: {found}, log: {b''.join(self.log).decode()}")
+
     async def until_logged(self, *words: bytes) -> bytes:
         with suppress(TimeoutError):
             async with asyncio.timeout(WITHIN_S):
