@@ -18,10 +18,11 @@ from torch import Tensor
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.shares import Share
 from kvrs.engine.layers.experts import Experts, Router, Routing
-from kvrs.engine.layers.proofs import same_bytes
+from kvrs.engine.layers.proofs import Proofs, same_bytes
 from kvrs.engine.layers.tiles import TILE_ROWS, padded_rows, pair_sum
 from kvrs.engine.layers.units import CANONICAL, TALL, ColumnUnits, Form, Mlp, RowUnits, gated_silu
 from kvrs.engine.model_config import ModelConfig
+from kvrs.engine.models import forms
 from kvrs.engine.models.decoder import ALONE
 from kvrs.engine.models.loading import load_decoder
 from kvrs.engine.models.weights import Weights
@@ -233,6 +234,7 @@ def test_a_rank_without_experts_proves_its_router_all_the_same(
         found = mm(rows, weight, **more)
         return found.add_(1e-3) if len(rows) == 64 else found
 
+    monkeypatch.setattr(forms, "PROVEN", Proofs())  # Of this machine, not of the real one.
     monkeypatch.setattr(torch, "mm", by_height)
     decoder = load_decoder(config, weights, 64, torch.device("cpu"), nothing)
 

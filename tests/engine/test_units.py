@@ -1,5 +1,6 @@
 """Products of units, their forms, and what is proven of them at a start."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,10 @@ from kvrs.engine.layers.units import (
     product,
 )
 from kvrs.engine.model_config import ModelConfig
+from kvrs.engine.models import forms
+from kvrs.engine.models.loading import load_decoder
 from kvrs.engine.models.probe import probe_digest
+from kvrs.engine.models.weights import Weights
 from kvrs.engine.worker import Worker
 from kvrs.errors import KvrsError
 
@@ -164,6 +168,31 @@ def test_what_was_proven_is_not_proven_again(monkeypatch: pytest.MonkeyPatch) ->
 
     known.check_units([noise(WIDTH + 16, HIDDEN).t()])
     assert calls > 0
+
+
+def test_a_model_of_known_shapes_is_not_proven_again(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same process: a draft may have shapes of the model. A block is another one with
+    another activation.
+    """
+    config, weights = ModelConfig.from_directory(tiny_model), Weights(tiny_model)
+    monkeypatch.setattr(forms, "PROVEN", Proofs())
+    first = load_decoder(config, weights, 64, CPU)
+    compared: list[Form] = []
+
+    def counted(_: object, form: Form, *of: object) -> bool:
+        compared.append(form)
+        return True
+
+    monkeypatch.setattr(forms, "is_exact", counted)
+    monkeypatch.setattr(proofs, "proven_heights", None)
+    assert load_decoder(config, weights, 64, CPU).forms == first.forms
+    assert not compared
+
+    others = [replace(each, mlp=replace(each.mlp, activation=torch.relu)) for each in first.layers]
+    forms.choose_forms(others, first.head)
+    assert compared == [first.forms.mlp]
 
 
 @pytest.mark.parametrize("what", ["address", "width"])

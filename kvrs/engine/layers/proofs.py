@@ -114,8 +114,12 @@ class Proofs:
         return self._blocks[what]
 
 
+# Those of this process: its models often have shapes in common.
+PROVEN = Proofs()
+
+
 def shape_of(weight: Tensor) -> Hashable:
-    return tuple(weight.shape), weight.stride()
+    return tuple(weight.shape), weight.stride(), weight.device
 
 
 def _distinct(weights: Iterable[Tensor]) -> list[Tensor]:

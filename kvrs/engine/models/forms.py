@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvrs.engine.layers.proofs import Proofs, is_exact, shape_of
+from kvrs.engine.layers.proofs import PROVEN, Proofs, is_exact, shape_of
 from kvrs.engine.layers.units import CANONICAL, ColumnUnits, Form
 from kvrs.engine.models.decoder import Forms, Layer
 
@@ -21,12 +21,13 @@ def choose_forms(
 ) -> Forms:
     """Prove on this machine that products of the model's units are exact, and take the fastest form
     of each kind of block that has the canonical bytes in all layers. Layers with equally many units
-    have the same shapes. What is in `proofs` is not proven again.
+    have the same shapes. What is in `proofs`, or else was proven in this process, is not proven
+    again.
 
     Raises:
         KvrsError: this machine's matrix library cannot compute exactly.
     """
-    proofs = proofs or Proofs()
+    proofs = PROVEN if proofs is None else proofs
     qkv, output, mlp, experts = [], [], [], []
     for layer in layers:
         attention, inner = layer.attention, layer.mlp
@@ -35,13 +36,14 @@ def choose_forms(
         heads = sum(unit.shape[0] for unit in attention.output.weights)
         sums = _joined(attention.output.sums)
         output.append(_Block("output", heads, attention.output.weights, sums))
-        even, up, down = inner.down.stacked is not None, inner.up.weights, inner.down.weights
+        up, down, act = inner.up.weights, inner.down.weights, inner.activation
+        even, sums = inner.down.stacked is not None, _joined(inner.sums)
         if layer.experts is None:
-            mlp.append(_Block("mlp", width, up, _joined(inner.sums), down, even))
+            mlp.append(_Block("mlp", width, up, sums, down, even, act))
         else:
             # Each takes rows of its own: never together. All ranks route.
             more = (*down, layer.experts.router.weight)
-            experts.append(_Block("experts", width, up, _joined(inner.sums), more, is_even=False))
+            experts.append(_Block("experts", width, up, sums, more, False, act))
     vocabulary = []
     if head is not None:
         vocabulary.append(_Block("head", head.matrix.shape[0], head.weights, head.joined))
@@ -63,6 +65,7 @@ class _Block:
     compute: Callable[[Tensor, Form], Tensor]
     more: Sequence[Tensor] = ()  # Of a second product.
     is_even: bool = True  # They can be computed together.
+    activation: Callable[[Tensor], Tensor] | None = None
 
     @property
     def all(self) -> list[Tensor]:
@@ -71,7 +74,7 @@ class _Block:
     @property
     def shapes(self) -> Hashable:
         """Blocks that have the same make the same products."""
-        return self.kind, self.width, tuple(map(shape_of, self.all)), self.is_even
+        return self.kind, self.width, tuple(map(shape_of, self.all)), self.is_even, self.activation
 
     def is_exact(self, form: Form, device: torch.device) -> bool:
         return is_exact(self.compute, form, self.width, device)

@@ -162,8 +162,8 @@ def with_rotary(decoder: Decoder, config: ModelConfig, positions: int) -> Decode
 
 
 def proven(decoder: Decoder, proofs: Proofs | None = None) -> Decoder:
-    """The decoder in the forms that this machine computes exactly; `proofs` of earlier ones count,
-    and get what is new.
+    """The decoder in the forms that this machine computes exactly; `proofs`, by default those
+    of this process, count and get what is new.
 
     Raises:
         KvrsError: there are none.
