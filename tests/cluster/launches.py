@@ -21,12 +21,19 @@ END_S = 180.0  # Only ends what hangs: on a starved machine a cluster takes minu
 Found = TypeVar("Found")
 
 
+def pause_s(began_s: float) -> float:
+    """The pause before the next look, in a wait that began then: each look at a state costs its
+    cluster CPU time, so a long wait has few.
+    """
+    return min(0.1, max(0.02, (time.monotonic() - began_s) / 20))
+
+
 def until(holds: Callable[[], Found | None], within_s: float = END_S) -> Found:
     """The first result of `holds` that counts as true."""
-    deadline_s = time.monotonic() + within_s
+    began_s = time.monotonic()
     while not (found := holds()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+        assert time.monotonic() < began_s + within_s
+        time.sleep(pause_s(began_s))
     return found
 
 

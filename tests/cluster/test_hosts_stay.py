@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ from kvrs.cluster.launcher import Cluster
 from kvrs.cluster.upkeep import RollingRestart
 from kvrs.faults.language import parse_faults
 from kvrs.ids import InstanceId
+from tests.cluster.launches import pause_s
 from tests.cluster.test_ranks_up import LONG, carry_out, complete, is_full, order, row_of, running
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -54,12 +56,13 @@ def expected(cluster: Cluster) -> list[list[int]]:
 
 async def until_up(cluster: Cluster, holds: Callable[[Row], bool] = lambda row: True) -> Row:
     """The row of d0, which may be down before."""
+    began_s = time.monotonic()
     async with asyncio.timeout(120):
         while True:
             row = row_of(cluster, "d0")
             if row["health"] == "up" and len(row["stages"]) == 3 and holds(row):
                 return row
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(pause_s(began_s))
 
 
 async def streams_while(cluster: Cluster, fault: Callable[[Row], object]) -> list[list[int]]:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvrs.cluster.launcher import Cluster
+from tests.cluster.launches import pause_s
 from tests.cluster.test_ranks_up import LONG, complete, row_of, running
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -45,12 +47,13 @@ def expected(cluster: Cluster) -> list[list[int]]:
 
 async def until(cluster: Cluster, name: str, holds: Callable[[Row], bool]) -> Row:
     """The row of an instance for which that holds."""
+    began_s = time.monotonic()
     async with asyncio.timeout(120):
         while True:
             row = row_of(cluster, name)
             if row["health"] == "up" and len(row["stages"]) == 3 and holds(row):
                 return row
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(pause_s(began_s))
 
 
 def at_home(row: Row) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,6 +16,7 @@ from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import parse_config
 from kvrs.engine.random_model import write_tiny_model
 from kvrs_testkit.forked import starts_forked
+from tests.cluster.launches import pause_s
 from tests.cluster.test_ranks_up import LONG, complete, greedy, is_full, row_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -82,9 +84,10 @@ async def until(
     """The row of an instance that is up. It may be down before, where the machine has so much to do
     that a batch takes longer than it may.
     """
+    began_s = time.monotonic()
     async with asyncio.timeout(120):
         while (row := row_of(cluster, name))["health"] != "up" or not holds(row):
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(pause_s(began_s))
     return row
 
 
