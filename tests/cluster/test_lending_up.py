@@ -14,7 +14,7 @@ import pytest
 
 from kvrs.cluster.launcher import Cluster
 from tests.cluster.launches import pause_s
-from tests.cluster.test_ranks_up import LONG, complete, row_of, running
+from tests.cluster.test_ranks_up import LONG, TOKENS, complete, row_of, running
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -156,14 +156,15 @@ async def test_a_borrower_that_is_stopped_does_no_harm_to_its_donor(
         os.kill(before["d0"]["pid"], signal.SIGSTOP)
         try:
             await asyncio.sleep(STOPPED_S)
-            meanwhile = clients.map(lambda seed: complete(cluster, seed, LONG), SEEDS)
-            got = [*answers, *meanwhile]
+            meanwhile = clients.map(partial(complete, cluster), SEEDS)
+            got, others = [*answers], [*meanwhile]
         finally:
             os.kill(before["d0"]["pid"], signal.SIGCONT)
-        got += clients.map(lambda seed: complete(cluster, seed, LONG), SEEDS)
+        others += clients.map(partial(complete, cluster), SEEDS)
     after = {name: await until(cluster, name, at_home) for name in ("d0", "d1")}
 
-    assert got == 3 * expected
+    assert got == expected
+    assert others == 2 * [each[:TOKENS] for each in expected]
     assert survivors(after["d1"], 3) == survivors(before["d1"], 3)
     assert after["d1"]["pid"] == before["d1"]["pid"]
     await until(cluster, "d1", partial(has_pages, before["d1"]["load"]["free_pages"]))
