@@ -78,7 +78,8 @@ def hostile(seed: int, seen: Counter[str] | None = None, *, keep_log: bool = Fal
         keeps: dict[int, dict[StreamId, int]] = {}
         engine.declares = partial(_declare, world.cluster, rng, kind, own, keeps)
     for proxy in world.cluster.serving:
-        proxy.control._shell = HostileShell(proxy, rng, Counter() if seen is None else seen)
+        shell = HostileShell(proxy, rng, Counter() if seen is None else seen)
+        proxy.control._shell, proxy.control._trace = shell, shell.trace
     return world
 
 
