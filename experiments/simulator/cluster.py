@@ -8,6 +8,7 @@ model take in the simulator.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,14 +104,21 @@ def compare(requests: Sequence[ReplayRequest], faults: list[Fault], seed: int) -
     if faults:
         rows.append({"name": "pause", "real_p50_s": one[2], "simulated_p50_s": other[2]})
         both = one[1].keys() & other[1].keys()
-        same = sum(one[1][number] == other[1][number] for number in both)
+        pairs = Counter((one[1][number], other[1][number]) for number in both)
         rows.append(
             {
                 "name": "decisions",
                 "real": len(one[1]),
                 "simulated": len(other[1]),
                 "both": len(both),
-                "same": same,
+                "same": sum(count for (here, there), count in pairs.items() if here == there),
+                "others": {
+                    f"{here}, simulated {there}": count
+                    for (here, there), count in pairs.most_common()
+                    if here != there
+                },
+                "real_options": Counter(one[1].values()),
+                "simulated_options": Counter(other[1].values()),
             }
         )
     return rows
@@ -145,6 +153,10 @@ def as_text(rows: Sequence[Row]) -> str:
             f"by the same option {share:.0%}; bar {DECISIONS_BAR:.0%}: "
             f"{_verdict(holds=share >= DECISIONS_BAR)}"
         )
+        lines += [f"{pair}: {count}" for pair, count in row["others"].items()]
+        for side in ("real", "simulated"):
+            options = row[f"{side}_options"].items()
+            lines.append(f"{side}: " + ", ".join(f"{name} {count}" for name, count in options))
     return "\n".join(lines)
 
 
