@@ -1,7 +1,7 @@
 """Figures of ours for docs/evidence.md, out of the kept results, and beside published ones."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from experiments.kept import kept
@@ -17,13 +17,14 @@ from kvrs.traces.presets import PRESETS
 DECISION = "request_path/results/decision.json"
 HEALTHY = "healthy_path/results/healthy_path.json"
 PLACEMENT = "lumen/results/placement.json"
-ACCEPTANCE = "speculation/results/acceptance.json"
 EXPERTS = "experts/results/simulated.json"
 EXPERTS_LOST = "experts/results/lost_ranks.json"
 SIMULATED = "lumen/results/lumen.json"
 SIMULATED_TEN = "lumen/results/ten.json"
 SIMULATED_DRAFTS = "lumen/results/progressive.json"
-STOP, FIXED, SCHEDULED = "stop-and-restart", "fixed", "+ scheduling"  # In both.
+SIMULATED_PAPER = "lumen/results/paper.json"
+STOP, FIXED, SCHEDULED = "stop-and-restart", "fixed", "+ scheduling"  # In all of them.
+PROGRESSIVE, WHOLE = "+ progressive", "LUMEN"  # With draft models.
 TABLE_1 = "pipelines/results/table1.json"
 REPLICATION = "pipelines/results/replication.json"
 # Of KevlarFlow's Table 1, by scene and requests/s: those of which its text speaks, and the highest
@@ -146,7 +147,7 @@ def with_drafts() -> str:
         + ", ".join(
             f"{scheme} TTFT {percent(changed_with_drafts(case, scheme, 'ttft_s'))}, TPOT "
             f"{percent(changed_with_drafts(case, scheme, 'tpot_s'))}"
-            for scheme in (SCHEDULED, "+ progressive", "LUMEN")
+            for scheme in (SCHEDULED, PROGRESSIVE, WHOLE)
         )
         for case in ("4x1", "8x2")
     )
@@ -174,13 +175,39 @@ def alphas() -> str:
     return f"largest share on one holder of eight: {' / '.join(f'{share:.2f}' for share in found)}"
 
 
-def acceptance() -> str:
-    greedy = [row for row in kept(ACCEPTANCE)["rows"] if not row["temperature"]]
-    depths, found, expected = (
-        " / ".join(f"{row[name]:{form}}" for row in greedy)
-        for name, form in (("depth", ""), ("accepted", ".2f"), ("expected", ".2f"))
+def changed_at_paper(scheme: str, key: str) -> Interval:
+    """Ten workers at the paper's load, of which one fails: a scheme against stop-and-restart."""
+    rows = kept(SIMULATED_PAPER)["cases"]["10x1"]
+    return mean_of([row[key] / rows[STOP][seed][key] - 1 for seed, row in rows[scheme].items()])
+
+
+def table_3() -> str:
+    rows = kept(SIMULATED_PAPER)["cases"]["10x1"]
+    schemes = (STOP, FIXED, SCHEDULED, PROGRESSIVE, WHOLE)
+    windows = " / ".join(f"{_mean(rows[name], 'window_s'):.0f}" for name in schemes)
+    changes = "; ".join(
+        f"{name}: TTFT {percent(changed_at_paper(name, 'window_ttft_s'))}, "
+        f"TPOT {percent(changed_at_paper(name, 'window_tpot_s'))}"
+        for name in schemes[2:]
     )
-    return f"at depth {depths} a step accepts {found}; {expected} of independent drafts"
+    return f"windows {windows} s; {changes}"
+
+
+def variants(case: str) -> Callable[[], str]:
+    """LUMEN with other values at the paper's load, the default first."""
+
+    def ours() -> str:
+        rows = kept(SIMULATED_PAPER)["cases"][case]
+        names = " / ".join(name.split()[1] for name in rows)
+        ttft_s = " / ".join(f"{_mean(row, 'window_ttft_s'):.2f}" for row in rows.values())
+        tpot_ms = " / ".join(f"{_mean(row, 'window_tpot_s') * 1e3:.1f}" for row in rows.values())
+        return f"at {names} TTFT {ttft_s} s, TPOT {tpot_ms} ms"
+
+    return ours
+
+
+def _mean(by_seed: Mapping[str, Mapping[str, float]], key: str) -> float:
+    return statistics.fmean(row[key] for row in by_seed.values())
 
 
 def co_failure() -> str:
