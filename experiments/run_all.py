@@ -145,6 +145,8 @@ ALL = (
     _of("simulator", "queueing", 5, "queueing"),
     _of("simulator", "speed", 2, "speed"),
     _of("simulator", "distserve", 5, "distserve", DISTSERVE),
+    _of("simulator", "cluster", 2, "cluster"),
+    _of("simulator", "scale", 6, "scale"),
     _of("kills", "distserve", 5, "run everything distserve", DISTSERVE),
     _of("kills", "distserve-both", 5, "run everything distserve --backup both", DISTSERVE),
     *(
