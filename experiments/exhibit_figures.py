@@ -165,16 +165,6 @@ def against_both(case: str) -> str:
     )
 
 
-def alphas() -> str:
-    rows = kept(PLACEMENT)["rows"]
-    found = [
-        row["largest_share"]
-        for row in rows
-        if row["placement"] == "load" and row["footprints"].startswith("lognormal")
-    ]
-    return f"largest share on one holder of eight: {' / '.join(f'{share:.2f}' for share in found)}"
-
-
 def changed_at_paper(scheme: str, key: str) -> Interval:
     """Ten workers at the paper's load, of which one fails: a scheme against stop-and-restart."""
     rows = kept(SIMULATED_PAPER)["cases"]["10x1"]

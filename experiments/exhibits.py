@@ -149,7 +149,7 @@ OURS: dict[str, Callable[[], str]] = {
     "B.4: 16 of 64 fail, checkpoints lost with their streams": figures.co_failure,
     "Figure 13, Table 4 (B.5): one failure": figures.at(_SINGLES, figures.ttft, least=2),
     "Table 5 (B.6): depth of speculation": figures.variants("10x1 depth"),
-    "Table 6 (B.7): alpha 0.25 to 4": figures.alphas,
+    "Table 6 (B.7): alpha 0.25 to 4": figures.variants("10x1 alpha"),
     "Figure 1: cyclic placement": figures.cyclic,
     "Figure 2: hybrid attention": figures.hybrid_attention,
     "Figure 4: on-demand weights": figures.loaded_on_demand,
