@@ -335,14 +335,20 @@ def test_what_fails_to_restore_is_withdrawn_with_the_reason_and_tried_again() ->
     assert "pull_pages" in shown["capabilities"]
 
 
-def test_what_restored_before_is_withdrawn_when_it_fails_a_second_time() -> None:
-    """It is tested behind a death: pages may come late then, and this may be the one instance that
-    streams can be restored at.
-    """
+def restarted() -> Connectors:
+    """d0 has restored, and is up again as another process."""
     bench = Connectors("p0", "d0", "d1")
     bench.run()
     bench.lose("d0")
     bench.up("d0", epoch=2)
+    return bench
+
+
+def test_what_restored_before_is_withdrawn_when_it_fails_a_second_time() -> None:
+    """It is tested behind a death: pages may come late then, and this may be the one instance that
+    streams can be restored at.
+    """
+    bench = restarted()
     bench.computing = {"d0"}
 
     bench.wait()
@@ -358,10 +364,7 @@ def test_what_restored_before_is_withdrawn_when_it_fails_a_second_time() -> None
 
 
 def test_what_goes_on_with_other_tokens_is_withdrawn_at_once() -> None:
-    bench = Connectors("p0", "d0", "d1")
-    bench.run()
-    bench.lose("d0")
-    bench.up("d0", epoch=2)
+    bench = restarted()
     bench.wrong = {"d0"}
 
     bench.wait()
