@@ -85,6 +85,7 @@ class Setup:
     max_running: int = 64
     max_batch_tokens: int = 512
     span_s: float = 0.0
+    wait_s: float = 30.0  # The longest predicted wait of a request that is not refused.
 
 
 OPT = Setup(
@@ -153,7 +154,11 @@ def config_of(case: Case, scheme: Scheme) -> Config:
                 },
                 "nodes": nodes,
             },
-            "policy": {"name": scheme.policy, "dispatch": scheme.dispatch},
+            "policy": {
+                "name": scheme.policy,
+                "dispatch": scheme.dispatch,
+                "admission": {"wait_s": case.setup.wait_s},
+            },
             "backup": {"capacity_bytes": 160 << 30, **scheme.backup},
             "transfer": {"link_bytes_per_s": LINK_BYTES_PER_S},
             "speculation": {
