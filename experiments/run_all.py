@@ -167,6 +167,7 @@ ALL = (
             (("restore", "negate"), 8, "restore --kills 12 --damage negate"),
             (("recompute",), 48, "recompute --kills 100"),
             (("migrate",), 60, "migrate --kills 100"),
+            (("split",), 62, "split --kills 100"),
         )
     ),
     _of(
