@@ -46,6 +46,7 @@ MARKER_OF_EVENT = {
 FIRST_GROUPS = ("clusters", "systems", "networks")
 
 TESTS = Path(__file__).resolve().parent
+MOST_IN_NAME = 200
 
 _running: pytest.Item | None = None
 
@@ -67,6 +68,13 @@ def collected_by(worker: int, workers: int) -> list[str]:
     entries = [TESTS / file.relative_to(TESTS).parts[0] for file in files]
     first = len(entries) * worker // workers
     return [*map(str, dict.fromkeys(entries[first:] + entries[:first]))]
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """No test is called by megabytes, which each report of it would have several times."""
+    if isinstance(val, str | bytes) and len(val) > MOST_IN_NAME:
+        return f"{argname} of {len(val)}"
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of the same name.
