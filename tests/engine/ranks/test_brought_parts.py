@@ -296,7 +296,8 @@ async def test_a_head_takes_parts_into_pages_of_its_own(
 
 
 def bring(pages: list[int], count: int = 2, to: str = "d0", **more: int) -> BringParts:
-    order = BringParts(0, 0, InstanceId(to), [PartsRange(StreamId("s"), 0, tags(count))], pages)
+    many = tags(2) * (count // 2)  # They stay for all tests of this process.
+    order = BringParts(0, 0, InstanceId(to), [PartsRange(StreamId("s"), 0, many)], pages)
     return msgspec.structs.replace(order, **more)
 
 
