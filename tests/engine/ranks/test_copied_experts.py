@@ -30,6 +30,7 @@ pytestmark = [
 ]
 
 FEW_SECONDS_S = 60.0
+PAUSE_S = 0.02  # Between batches: changes need the processors, too.
 CHUNK = Chunk([(13 * at * at + 7) % 500 for at in range(90)], 0, range(10, 20), logits=3)
 
 
@@ -59,6 +60,7 @@ def compute_until(group: RankGroup, model: Path, copies: bool) -> None:
         except RanksLostError:
             group.on_lost()
         assert time.monotonic() < until_s
+        time.sleep(PAUSE_S)
     assert same_bytes(group.execute([CHUNK]), expected)
 
 
@@ -105,6 +107,7 @@ def test_copies_settle_where_popularity_keeps_turning(tmp_path: Path) -> None:
             except RanksLostError:
                 group.on_lost()
             assert time.monotonic() < until_s
+            time.sleep(PAUSE_S)
         # It might be forty times.
         assert 0 < len(group.reformer.done) <= 20
     finally:
@@ -128,6 +131,7 @@ def test_split_experts_have_the_bytes_of_one_process_and_grow_back(tmp_path: Pat
             except RanksLostError:
                 group.on_lost()
             assert time.monotonic() < until_s
+            time.sleep(PAUSE_S)
         assert same_bytes(group.execute([CHUNK]), expected)
         assert group.layout.split
         for own in group.layout.mlp:
