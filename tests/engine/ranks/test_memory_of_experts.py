@@ -29,6 +29,7 @@ MODEL = ExpertsModel("mixtral", 2, 256, 8, 4, 32, 8, 2, 2048, 2.0)
 # Of a rank: pages of which a unit has only a part, and what a unit's place is rounded up to.
 ROUNDED_BYTES = 1 << 20
 FEW_SECONDS_S = 60.0
+PAUSE_S = 0.02  # Between batches: changes need the processors, too.
 BATCHES = 20
 CHUNK = Chunk([(13 * at * at + 7) % 500 for at in range(90)], 0, range(10, 20), logits=3)
 
@@ -150,6 +151,7 @@ def compute_until_copied(group: RankGroup) -> None:
         if group.layout.copies:
             loads._settings = loads._settings.model_copy(update={"rebalance": False})
         assert time.monotonic() < until_s
+        time.sleep(PAUSE_S)
 
 
 def test_a_copy_takes_work_where_it_is_shown(group: RankGroup) -> None:
