@@ -11,6 +11,7 @@ from kvrs.engine.random_model import random_tokenizer, random_weights, write_mod
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import ReloadState, SpeculationReport
 from kvrs_testkit.blocked_load import blocked_load
+from kvrs_testkit.noted_prefill import note_prefill
 from tests.networks.cluster_on_hosts import FRONTS, NODES, PROXIES, Clients, ClusterOnHosts
 from tests.networks.network_cluster import Network
 
@@ -25,6 +26,7 @@ TOKENS = 300
 def cluster(possible: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterOnHosts]:
     models, tokenizer = tmp_path_factory.mktemp("models"), random_tokenizer(0)
     write_tiny_model(models / "model", seed=0)
+    note_prefill(models / "model")  # Which each start of an instance would measure.
     write_model(models / "draft", tokenizer, random_weights(1, tokenizer, layers=1))
     speculation = {"source": "draft", "draft": str(models / "draft")}
     with (
