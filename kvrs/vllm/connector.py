@@ -11,6 +11,7 @@ Hooks that need none of their arguments take any.
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -32,7 +33,7 @@ from kvrs.vllm.fingerprint import fingerprint_of
 from kvrs.vllm.guard import Switch, guarded, log
 from kvrs.vllm.port import ConnectorPort
 from kvrs.vllm.scheduler import Done, SchedulerSide, WorkerStep
-from kvrs.vllm.staging import Staging
+from kvrs.vllm.staging import Staging, pages_per_step
 from kvrs.vllm.start_check import (
     faults_of_calls,
     faults_of_features,
@@ -84,6 +85,16 @@ class _Copying:
     blocks: frozenset[int] = frozenset()
 
 
+@dataclass(slots=True)
+class _Load:
+    """A load of a worker, of which a part is copied beside each step."""
+
+    step: WorkerStep  # Names the staging memory.
+    answer: Done
+    blocks: frozenset[int]
+    rest: list[tuple[int, int]]  # Slots and blocks that are not begun.
+
+
 class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc]
     """One in the scheduler's process, one in each worker's."""
 
@@ -94,6 +105,7 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
         self._port: ConnectorPort | None = None
         self._table = BlockTable()
         self._blocks: Blocks | None = None
+        self._loads: deque[_Load] = deque()
         self._copying: list[_Copying] = []
         self._done = Done()
         self._failed_blocks: set[int] = set()
@@ -153,6 +165,7 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
             deadline_s=options.deadline_s,
             clock=time.monotonic,
             max_pinned=min(config.backup.staging_pages, pages),
+            max_saved=pages_per_step(page_bytes),
         )
         self.switch.turned_off = scheduler.close
         port.start()
@@ -300,10 +313,21 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
         self._blocks = Blocks(self._geometry, part, layers)
 
     def start_load_kv(self, *_: Any, **__: Any) -> None:
+        """Begin loads, with no more pages beside one step than other requests can wait for."""
         for request, copies in (step := _bound(self._connector_metadata)).loads:
             # A request whose load failed is reported all the same, with its blocks.
-            answer, blocks = Done(loads={request: 1}), frozenset(block for _, block in copies)
-            self._copying.append(_Copying(self._copy(step, Blocks.load, copies), answer, blocks))
+            blocks = frozenset(block for _, block in copies)
+            self._loads.append(_Load(step, Done(loads={request: 1}), blocks, copies))
+        room = pages_per_step(self._geometry.page_bytes)
+        while self._loads and room:
+            load = self._loads[0]
+            part, load.rest = load.rest[:room], load.rest[room:]
+            room -= len(part)
+            # Parts end in their order. Behind one that has failed there is nothing to begin.
+            ended = self._copy(load.step, Blocks.load, part)
+            if ended is None or not load.rest:
+                self._loads.popleft()
+                self._copying.append(_Copying(ended, load.answer, load.blocks))
 
     def wait_for_save(self, *_: Any, **__: Any) -> None:
         step = _bound(self._connector_metadata)

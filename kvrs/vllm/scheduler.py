@@ -116,7 +116,9 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """One per engine core. `ranks`: workers that answer for each job."""
+    """One per engine core. `ranks`: workers that answer for each job; `max_saved`: pages that they
+    copy out of blocks beside one step.
+    """
 
     def __init__(
         self,
@@ -130,12 +132,14 @@ class SchedulerSide:
         deadline_s: float,
         clock: Callable[[], float],
         max_pinned: int,
+        max_saved: int,
     ) -> None:
         self.ended = EndedStreams(port.is_sent, max_pinned, clock)
         self.requested: deque[CopyRequest] = deque()  # The port appends to it.
         self._port, self._place = port, place
         self._fingerprint, self._page, self._keys = fingerprint, page_size_tokens, keys
         self._ranks, self._deadline_s, self._clock = ranks, deadline_s, clock
+        self._max_saved = max_saved
         self._tracked: dict[str, _Tracked] = {}
         self._fronts: set[_Attempt] = set()
         self._loads: list[tuple[str, list[tuple[int, int]]]] = []
@@ -248,15 +252,18 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.saved is not None:
                 known[request_id] = self._fill(tracked, tracked.saved, tokens, fills)
+        room = self._max_saved
         for _ in range(len(self.requested)):
             copy = self.requested.popleft()
             blocks = self._blocks_for(copy, known, blocks_of)
-            if blocks is None:
+            if blocks is None or (blocks and not room):
                 self.requested.append(copy)
                 continue
             if not blocks:
                 missed.append(copy)
                 continue
+            blocks = blocks[:room]  # The port asks for the others again.
+            room -= len(blocks)
             self._job += 1
             self._jobs[self._job] = (copy, len(blocks), self._ranks)
             step.saves.append((self._job, [*zip(copy.slots, blocks, strict=False)]))
@@ -329,14 +336,17 @@ class SchedulerSide:
         if (saved := tracked.saved) is not None:
             send_rest = send_rest and self.ended.add(saved, block_ids[: tracked.full_pages])
             self._port.ended(saved, send_rest=send_rest)
-        # Workers may still copy out of the slots of a load, which are not read again.
+        # Workers may still copy out of the slots of a load, into blocks that are not read again.
         self._drop_restore(tracked)
         if not send_rest:
             self._give_up([*self._take_requested(request_id)])
 
     def close(self) -> None:
         """The engine ends, or the connector is off: nothing waits any more."""
-        for request_id in [*self._tracked]:
+        for request_id, tracked in [*self._tracked.items()]:
+            if tracked.loading is not None:
+                # Workers may copy out of its slots, and its request goes on with what they load.
+                tracked.restore = None
             self.finished(request_id)
         for saved in self.ended.release(everything=True):
             self._port.ended(saved, send_rest=False)

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 from kvrs.transfer.shared_memory.regions import Region
 
+# At most so many bytes are copied each way beside one step of vLLM. On a CPU the step waits for
+# them (2 to 6 ms at 5 to 17 GB/s); on a GPU they take as much of its memory.
+_STEP_BYTES = 1 << 25
+
 
 @dataclass(frozen=True, slots=True)
 class StagingPlace:
@@ -48,6 +52,11 @@ class Staging:
     def view(self, slot: int) -> memoryview:
         start = slot * self._page_bytes
         return self._memory[start : start + self._page_bytes]
+
+
+def pages_per_step(page_bytes: int) -> int:
+    """At most so many pages are copied one way beside one step."""
+    return max(1, _STEP_BYTES // page_bytes)
 
 
 def open_staging(place: StagingPlace) -> Region:

@@ -21,7 +21,7 @@ from kvrs.protocol.instance import CheckpointTarget, KvrsParams, SourceRange
 from kvrs.vllm.blocks import WorkerPart
 from kvrs.vllm.guard import Switch
 from kvrs.vllm.scheduler import Done, WorkerStep
-from kvrs.vllm.staging import StagingPlace
+from kvrs.vllm.staging import StagingPlace, pages_per_step
 from kvrs.vllm.tracked import CopyRequest
 from kvrs_testkit.vllm_interface import V1, Role, load_connector
 
@@ -97,6 +97,8 @@ class Vllm:
         (path / "cluster.yaml").write_text(YAML.replace("MODEL", str(model)))
         monkeypatch.setenv("KVRS_SECRET", SECRET.decode())
         self.options = {"config": str(path / "cluster.yaml"), "instance": "d0"}
+        # A connector has memory for pages of this test from its start.
+        monkeypatch.setattr("kvrs.protocol.connector.STAGING_BYTES", 1 << 20)
         self._monkeypatch = monkeypatch
         self.module: ModuleType | None = None
         spec = FullAttentionSpec(head_size=4, dtype=torch.float16, block_size=4)
@@ -909,6 +911,73 @@ def test_copies_are_answered_in_the_step_in_which_they_have_ended(
     assert (done.saves, done.loads) == ({7: 1}, {"r": 1})
     assert worker.get_finished(set()) == (None, None)
     assert worker.build_connector_worker_meta() is None
+
+
+def test_a_large_load_is_made_in_parts_beside_several_steps(
+    slow: tuple[Any, SlowBlocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step ends no sooner than what is copied beside it, and all requests wait for that."""
+    worker, blocks = slow
+    page_bytes = 256
+    monkeypatch.setattr("kvrs.vllm.staging._STEP_BYTES", 3 * page_bytes - 1)
+    blocks.has_ended = lambda: True
+    first, second = [(slot, 30 + slot) for slot in range(3)], [(5, 50), (6, 51)]
+    bind(worker, WorkerStep(PLACE, loads=[("r", first), ("s", second)]))
+
+    found = []
+    for _ in range(4):
+        worker.start_load_kv(None)
+        found.append((worker.get_finished(set())[1], blocks.begun))
+        worker.build_connector_worker_meta()
+        blocks.begun = []
+        bind(worker, WorkerStep())
+
+    assert found == [
+        (None, [("load", first[:2])]),
+        ({"r"}, [("load", first[2:]), ("load", second[:1])]),
+        ({"s"}, [("load", second[1:])]),
+        (None, []),
+    ]
+
+
+def test_a_load_that_fails_in_a_part_is_failed_whole_and_not_gone_on_with(
+    slow: tuple[Any, SlowBlocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, blocks = slow
+    monkeypatch.setattr("kvrs.vllm.staging._STEP_BYTES", 256)
+    copies = [(slot, 30 + slot) for slot in range(4)]
+    bind(worker, WorkerStep(PLACE, loads=[("r", copies)]))
+    worker.start_load_kv(None)
+    assert worker.get_finished(set()) == (None, None)
+
+    bind(worker, WorkerStep())
+    monkeypatch.setattr(blocks, "open", None)
+    worker.start_load_kv(None)
+
+    assert "NoneType" in worker.switch.off_reason
+    assert worker.get_finished(set()) == (None, {"r"})
+    assert worker.get_block_ids_with_load_errors() == {30, 31, 32, 33}
+    worker.build_connector_worker_meta()
+    worker.start_load_kv(None)
+    assert worker.get_finished(set()) == (None, None)
+
+
+def test_what_is_saved_beside_a_step_is_bounded_by_its_bytes(
+    vllm: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for two pages of 256 bytes."""
+    monkeypatch.setattr("kvrs.vllm.staging._STEP_BYTES", 2 * 256)
+    connector = vllm.start()
+    connector.on_new_request(request(sealed(RESTORED)))
+    connector._scheduler.requested.append(CopyRequest("r", 0, [5, 6, 7], lambda _: None))
+
+    step = connector.build_connector_meta(Output(r=18)).step
+
+    assert step.saves == [(1, [(5, 100), (6, 101)])]
+
+
+def test_a_page_that_is_larger_than_what_a_step_copies_is_copied_alone() -> None:
+    assert [pages_per_step(size) for size in (1 << 20, 1 << 25, 1 << 26)] == [32, 1, 1]
 
 
 def test_a_step_without_a_forward_pass_saves_too(slow: tuple[Any, SlowBlocks]) -> None:

@@ -112,7 +112,7 @@ class FakePool:
 
 
 class World:
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks: int = 1, max_saved: int = 1000) -> None:
         self.now_s = 0.0
         self.port = FakePort()
         self.side = SchedulerSide(
@@ -125,6 +125,7 @@ class World:
             deadline_s=2.0,
             clock=lambda: self.now_s,
             max_pinned=MAX_PINNED,
+            max_saved=max_saved,
         )
         self.pool = self.side.ended.pool = FakePool()
 
@@ -434,6 +435,44 @@ def test_copies_are_made_in_a_step_that_runs_the_request_and_answered_by_all_ran
     assert counts == []
     world.side.done(Done(saves={1: 1}))
     assert counts == [2]
+
+
+def test_no_more_pages_are_saved_beside_a_step_than_other_requests_can_wait_for() -> None:
+    """A copy that does not fit is made in part, and the others in later steps, in their order."""
+    world, request = World(max_saved=3), Request("r", list(range(8 * PAGE)))
+    world.arrive(request, saves=True)
+    world.step(request, 8 * PAGE)
+    counts = [
+        world.copy(request, first, [*range(8, 8 + pages)])
+        for first, pages in ((0, 2), (2, 3), (5, 1), (6, 2))
+    ]
+
+    steps = [world.step(request, 1).saves for _ in range(3)]
+
+    assert [[copies for _, copies in saves] for saves in steps] == [
+        [[(8, 100), (9, 101)], [(8, 102)]],
+        [[(8, 105)], [(8, 106), (9, 107)]],
+        [],
+    ]
+    for saves in steps:
+        world.side.done(Done(saves={job: 1 for job, _ in saves}))
+    assert counts == [[2], [1], [1], [2]]
+
+
+def test_slots_of_a_load_are_not_used_anew_when_the_connector_turns_off() -> None:
+    """Workers may copy out of them in steps that follow, and requests go on with what they load."""
+    world, loads, waits = World(), Request("r", list(range(18))), Request("s", list(range(18)))
+    for each in (loads, waits):
+        world.arrive(each, sources=[from_agent(0, 1)])
+        world.port.restores[-1].slots.append(3)
+        world.port.restores[-1].is_over = True
+    assert world.side.match("r", 0) == PAGE
+    world.side.allocated("r", [30, 31], PAGE)
+    world.side.step({}, lambda _: [])
+
+    world.side.close()
+
+    assert world.port.released == world.port.restores[1:]
 
 
 def test_a_preempted_request_has_nothing_to_copy() -> None:
