@@ -17,7 +17,12 @@ import torch
 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.connector import connector_key, seal
-from kvrs.protocol.instance import CheckpointTarget, KvrsParams, SourceRange
+from kvrs.protocol.instance import (
+    EPOCHS_PER_START,
+    CheckpointTarget,
+    KvrsParams,
+    SourceRange,
+)
 from kvrs.vllm.blocks import WorkerPart
 from kvrs.vllm.guard import Switch
 from kvrs.vllm.scheduler import Done, WorkerStep
@@ -52,6 +57,7 @@ class Port:
         self.geometry, self.fingerprint, self.staging = args[4:7]
         self.off_reason: Callable[[], str | None] = args[8]
         self.pinned_blocks: Callable[[], int] = args[9]
+        self.epoch: int = args[10]
         self.restores: list[Any] = []
         self.released: list[Any] = []
         self.followed: list[Any] = []
@@ -361,6 +367,16 @@ def test_a_vllm_that_lends_no_blocks_is_served_without(vllm: Vllm, name: str) ->
     assert has_pool is (name == "bind_gpu_block_pool")
 
 
+def test_fields_of_a_newer_kv_cache_that_change_nothing_are_fine(vllm: Vllm) -> None:
+    """VLLM 0.32 has all of them, for full attention that is not quantised."""
+    vars(vllm.groups[0].kv_cache_spec).update(
+        sliding_window=None, kv_quant_mode=SimpleNamespace(value=0, name="NONE"), head_size_v=4
+    )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        setattr(vllm.config.parallel_config, name, 1)
+    assert vllm.start().switch.off_reason is None
+
+
 class SlidingWindowSpec(FullAttentionSpec):
     pass
 
@@ -369,6 +385,7 @@ class SlidingWindowSpec(FullAttentionSpec):
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
+        ([], "0 groups of KV layers"),
         ([None, None], "2 groups of KV layers"),
         ([SlidingWindowSpec()], "KV of kind SlidingWindowSpec"),
         ([FullAttentionSpec(sliding_window=128)], "a sliding window"),
@@ -377,6 +394,7 @@ class SlidingWindowSpec(FullAttentionSpec):
             "KV quantised as FP8",
         ),
         ([FullAttentionSpec(head_size=4, head_size_v=2)], "keys and values of different sizes"),
+        ([FullAttentionSpec(head_size=4, head_size_v=8)], "keys and values of different sizes"),
         ([FullAttentionSpec()], "AttributeError"),
     ],
 )
@@ -391,6 +409,7 @@ def test_another_kind_of_kv_is_left_alone_and_named(
     if role is Role.SCHEDULER:
         assert said in (Port.made[0].off_reason() or "")
         assert Port.made[0].fingerprint == ""
+        assert Port.made[0].staging.pages == 2  # Its memory is vLLM's.
     call_all_hooks(connector)
 
 
@@ -770,9 +789,50 @@ def test_a_load_that_was_not_begun_is_answered_by_a_connector_that_is_off(
     worker.start_load_kv(None)
     assert worker.get_finished(set()) == (None, {"r"})
     assert worker.get_block_ids_with_load_errors() == failed
+    # The next step may have other requests in these blocks.
+    assert worker.get_block_ids_with_load_errors() == set()
     worker.build_connector_worker_meta()
     assert connector.build_connector_meta(Output()).step.loads == []
     assert worker.get_finished(set()) == (None, None)
+
+
+def test_a_load_that_workers_have_is_not_answered_once_more(vllm: Vllm) -> None:
+    """VLLM ends its engine at an answer for a request that it has no more."""
+    connector = vllm.start()
+    asked = request(sealed(RESTORED))
+    connector.on_new_request(asked)
+    (restore,) = Port.made[0].restores
+    restore.slots.append(5)
+    restore.is_over = True
+    assert connector.get_num_new_matched_tokens(asked, 0) == (4, True)
+    allocated(connector, asked, 4)
+    assert connector.build_connector_meta(Output()).step.loads == [("r", [(5, 30)])]
+
+    connector.reset_cache()
+
+    assert connector.build_connector_meta(Output()).step.loads == []
+
+
+def test_a_request_of_no_proxy_ends_without_a_trace(vllm: Vllm) -> None:
+    """Those of clients that reach vLLM's own port have no parameters."""
+    connector = vllm.start()
+    others: list[object] = [None, "text", {}]
+    for params in others:
+        asked = request(params)
+        connector.on_new_request(asked)
+        connector.build_connector_meta(Output(r=18))
+        assert connector.request_finished_all_groups(asked, ([100],)) == (False, None)
+    assert connector.switch.off_reason is None
+
+
+def test_the_epoch_rises_with_every_start(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By more than the fences of a process: what the one before pulled or was told is over."""
+    epochs = []
+    for now_s in (1000.0, 1000.01):
+        monkeypatch.setattr("time.time", lambda now_s=now_s: now_s)
+        vllm.start()
+        epochs.append(Port.made[0].epoch)
+    assert epochs[1] - epochs[0] >= EPOCHS_PER_START
 
 
 class Broken:

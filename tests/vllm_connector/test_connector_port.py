@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from kvrs.config.file import Config, parse_config
@@ -493,6 +494,39 @@ async def test_a_report_has_what_was_fetched_loaded_and_lags(tmp_path: Path) -> 
         found = report.connector
         assert (found.lag_pages, found.pages_loaded) == (3, 4)
         assert found.pinned_blocks == world.staging.pages
+
+
+async def test_only_processes_of_the_cluster_are_heard(tmp_path: Path) -> None:
+    """Anybody else could fence streams, or read what is fetched for whom."""
+    async with opened(tmp_path) as (world, _):
+        at = world.port.settings
+        async with aiohttp.ClientSession(f"http://{at.host}:{at.connector_port}") as stranger:
+            fence = msgspec.json.encode(FenceRequest({STREAM: 3}))
+            for answer in (
+                await stranger.post("/kvrs/v1/fence", data=fence),
+                await stranger.get("/kvrs/v1/load"),
+                await stranger.get("/kvrs/v1/instance"),
+            ):
+                assert answer.status == 401
+
+        assert not world.port.is_fenced(STREAM, (0, 1))
+        assert world.port.epoch == 1
+
+
+async def test_a_proxy_that_watches_gets_every_change(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (world, _), world.client() as client:
+        watch = await client.get("/kvrs/v1/load?watch=0.01")
+        first = msgspec.json.decode(await watch.content.readline(), type=LoadReport)
+        world.off_reason = "an error"
+
+        async with asyncio.timeout(DEADLINE_S):
+            later = first
+            while later.connector is None or later.connector.off_reason is None:
+                later = msgspec.json.decode(await watch.content.readline(), type=LoadReport)
+        watch.close()
+
+    assert first.connector is not None
+    assert (first.connector.off_reason, later.connector.off_reason) == (None, "an error")
 
 
 @pytest.mark.parametrize("slots_only", [False, True])

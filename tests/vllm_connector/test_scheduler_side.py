@@ -475,6 +475,36 @@ def test_slots_of_a_load_are_not_used_anew_when_the_connector_turns_off() -> Non
     assert world.port.released == world.port.restores[1:]
 
 
+def test_answers_of_ranks_to_one_step_are_added() -> None:
+    world, request = World(ranks=2), Request("r", list(range(12)))
+    world.arrive(request, saves=True)
+    counts = world.copy(request, 0, [8, 9, 10])
+    ((job, _),) = world.step(request, 12).saves
+    one, other = Done(saves={job: 1}), Done(saves={job: 1}, off_reason="no memory")
+
+    one.add(other)
+    world.side.done(one)
+
+    assert (counts, one.off_reason) == ([3], "no memory")
+
+
+def test_a_history_without_a_full_page_fetches_nothing() -> None:
+    world, request = World(), Request("r", list(range(PAGE - 1)))
+    world.arrive(request, sources=[from_agent(0, 4)])
+    assert world.side.match("r", 0) == 0
+    assert world.port.restores == []
+
+
+def test_requests_that_are_not_saved_have_no_pages() -> None:
+    """A restore alone, and requests of no proxy."""
+    world, request = World(), Request("r", list(range(18)))
+    world.arrive(request, sources=[from_agent(0, 4)])
+
+    world.side.step({"r": 18, "of no proxy": 30}, lambda _: [])
+
+    assert (world.port.computed_tokens, world.port.followed) == (0, [])
+
+
 def test_a_preempted_request_has_nothing_to_copy() -> None:
     world, request = World(), Request("r", list(range(12)))
     world.arrive(request, saves=True)
