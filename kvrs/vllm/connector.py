@@ -111,6 +111,7 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
         self._failed_blocks: set[int] = set()
         # Blocks of requests whose load was not begun yet: vLLM waits for an answer for ever.
         self._awaited: dict[str, list[int]] = {}
+        self._has_left_alone = False  # It was said.
         self._local_tokens = 0  # Of the request that was asked about last.
         self._reported: str | None = None  # Why this worker is off, as the scheduler knows it.
         self._geometry, fingerprint = _NO_GEOMETRY, ""
@@ -202,7 +203,14 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
             return
         embeds = getattr(request, "prompt_embeds", None)
         if request.lora_request is not None or request.mm_features or embeds is not None:
-            return  # Their KV is not of the token ids alone.
+            if not self._has_left_alone:
+                self._has_left_alone = True
+                log.warning(
+                    "request %s is neither saved nor restored, as all with an adapter, images or "
+                    "embeddings: its KV is not of its tokens alone",
+                    request.request_id,
+                )
+            return
         try:
             self._scheduler.arrived(
                 request,

@@ -674,13 +674,16 @@ def test_a_mac_is_of_one_instance(vllm: Vllm) -> None:
     [{"lora_request": object()}, {"mm_features": [object()]}, {"prompt_embeds": object()}],
     ids=["adapter", "image", "embeddings"],
 )
-def test_kv_that_is_not_of_the_tokens_alone_is_left_alone(
-    vllm: Vllm, others: dict[str, Any]
+def test_kv_that_is_not_of_the_tokens_alone_is_left_alone_and_said_once(
+    vllm: Vllm, caplog: pytest.LogCaptureFixture, others: dict[str, Any]
 ) -> None:
     connector = vllm.start()
 
-    connector.on_new_request(request(sealed(RESTORED), **others))
+    for name in ("r", "s"):
+        connector.on_new_request(request(sealed(RESTORED), request_id=name, **others))
 
+    (said,) = [each.getMessage() for each in caplog.records]
+    assert said.startswith("request r is neither saved nor restored")
     assert Port.made[0].restores == []
     assert Port.made[0].followed == []
     assert connector.switch.off_reason is None
