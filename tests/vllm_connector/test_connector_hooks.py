@@ -278,6 +278,7 @@ CORE = "vllm.v1.core"
             with_hook("update_connector_output", lambda self, output: None),
             r"update_connector_output takes \(self, output\)",
         ),
+        (with_hook("requires_kv_delivery", lambda self: True), "hook requires_kv_delivery takes"),
         (without_blocks, "CachedRequestData has no req_ids"),
         (
             with_member(f"{CORE}.kv_cache_manager", "KVCacheBlocks.get_block_ids"),

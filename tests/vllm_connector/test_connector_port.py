@@ -3,6 +3,7 @@ what is left of streams that have ended.
 """
 
 import asyncio
+import os
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -469,6 +470,8 @@ async def test_a_connector_that_is_off_offers_nothing_and_says_why(
 
         assert bool(info.capabilities) is (off_reason is None)
         assert (info.epoch, info.fingerprint) == (1, "model")
+        assert (info.id, info.node, info.role, info.pid) == ("d0", "n0", "decode", os.getpid())
+        assert info.geometry == GEOMETRY
         assert report.connector is not None
         assert (report.connector.off_reason, report.connector.fingerprint) == (off_reason, "model")
         assert report.connector.staging_pages == info.fetch_pages_max == world.staging.pages

@@ -111,6 +111,39 @@ def test_bytes_that_are_staged_are_those_that_are_loaded() -> None:
     assert staging.view(0) == staging.view(1)
 
 
+@pytest.mark.parametrize("offset", [0, 1, 2, 4])
+@pytest.mark.parametrize("head_dim", [1, 2, 3])
+def test_cells_of_any_size_at_any_place_are_copied(head_dim: int, offset: int) -> None:
+    """VLLM may have its layers in one allocation, one behind the other."""
+    geometry = KvGeometry(2, 2, head_dim, dtype_bytes=2, page_size_tokens=3)
+    shape = (BLOCKS, 2, 3, 2 * head_dim)
+    count = torch.Size(shape).numel()
+    layers = {
+        layer: torch.randn(offset + count).to(torch.bfloat16)[offset:].view(shape)
+        for layer in range(2)
+    }
+    before = [each[1].clone() for each in layers.values()]
+    blocks, staging = Blocks(geometry, part_of(2, 0, 1), layers), Staging(2, geometry.page_bytes)
+    blocks.open(staging.place)
+
+    blocks.save([(1, 1)])
+    blocks.load([(1, 4)])
+
+    for tensor, cells in zip(layers.values(), before, strict=True):
+        assert torch.equal(tensor[4], cells)
+        assert torch.equal(tensor[1], cells)
+
+
+def test_a_rank_with_the_heads_of_another_saves_nothing() -> None:
+    staging = Staging(2, GEOMETRY.page_bytes)
+    whole = [torch.ones(BLOCKS, 4, 8, 10).to(torch.bfloat16) for _ in range(3)]
+    first, second = workers(8, 1, whole)[:2]
+    for each, is_written in ((second, False), (first, True)):
+        each.open(staging.place)
+        end(each.save([(0, 1)]))
+        assert any(staging.view(0)) is is_written
+
+
 @pytest.mark.parametrize(
     ("tensor", "said"),
     [

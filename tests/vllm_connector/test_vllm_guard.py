@@ -58,3 +58,11 @@ def test_the_fingerprint_is_of_weights_sizes_and_types(tmp_path: Path) -> None:
     assert len(found) == 9
     with pytest.raises(KvrsError, match=r"no \*\.safetensors"):
         fingerprint_of(str(tmp_path / "none"), ["bf16", "auto"], GEOMETRY)
+
+
+def test_weights_of_either_format_have_a_fingerprint(tmp_path: Path) -> None:
+    found = set()
+    for content in (bytes(100), bytes([1]) * 100):
+        (tmp_path / "pytorch_model.bin").write_bytes(content)
+        found.add(fingerprint_of(str(tmp_path), ["bf16", "auto"], GEOMETRY))
+    assert len(found) == 2
