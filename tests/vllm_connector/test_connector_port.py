@@ -590,3 +590,13 @@ async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
 
         assert second.port.failure is not None
         assert (await world.report()).epoch == 1
+
+
+async def test_what_vllm_s_thread_asks_for_behind_its_end_is_ignored(tmp_path: Path) -> None:
+    """VLLM ends its parts in any order."""
+    async with opened(tmp_path) as (world, _):
+        await asyncio.to_thread(world.port.close)
+
+        world.begin(of(0, 2))
+        world.port.filled([])
+        world.port.close()

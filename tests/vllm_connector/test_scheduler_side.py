@@ -608,6 +608,31 @@ def test_pages_of_a_prefill_request_are_saved_though_it_has_ended() -> None:
     assert len(world.port.ended_streams) == 1
 
 
+def test_a_copy_ends_with_the_pages_that_an_ended_request_has() -> None:
+    """After a preemption it may have fewer than the port knows of."""
+    world = World()
+    computed(world, 3)
+    world.side.finished("r", [100, 101], send_rest=True)
+
+    counts = world.copy(Request("r", []), 1, [8, 9, 10])
+
+    ((job, copies),) = world.side.step({}, lambda _: []).saves
+    world.side.done(Done(saves={job: 1}))
+    assert (copies, counts) == ([(8, 101)], [1])
+
+
+def test_nothing_of_a_prompt_without_a_full_page_outlives_it() -> None:
+    world = World()
+    request = Request("r", list(range(PAGE - 1)))
+    world.arrive(request, saves=True)
+    world.step(request, PAGE - 1)
+
+    world.side.finished("r", [100], send_rest=True)
+
+    assert [rest for _, rest in world.port.ended_streams] == [False]
+    assert not world.side.has_work
+
+
 def test_only_so_many_blocks_are_pinned_and_others_saved_while_they_are_the_same() -> None:
     world = World()
     computed(world, 6)
@@ -620,6 +645,11 @@ def test_only_so_many_blocks_are_pinned_and_others_saved_while_they_are_the_same
     ((_, copies),) = world.side.step({}, lambda _: []).saves
     assert copies == [(5, 101), (6, 102), (7, 103)]
     missed = world.copy(Request("r", []), 4, [5])
+    world.side.step({}, lambda _: [])
+    assert missed == [0]
+
+    world.pool.reused.add(103)  # The first that is not pinned.
+    missed = world.copy(Request("r", []), 3, [5])
     world.side.step({}, lambda _: [])
     assert missed == [0]
 
