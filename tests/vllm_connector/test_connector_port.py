@@ -161,6 +161,7 @@ NOBODY = InstanceId("agent-n9")
         ([of(0, 6, generation=2)], 0, "agent-n0: .* epoch 1"),
         ([of(0, 0)], 0, ""),
         ([of(0, 3), of(3, 3, generation=7)], 3, "agent-n0: .* epoch 1"),
+        ([of(0, 3, generation=7), of(3, 3)], 0, "agent-n0: .* epoch 1"),
     ],
     ids=lambda each: (
         "-".join(f"{s.first_page}+{s.pages}" for s in each) if isinstance(each, list) else ""
@@ -374,6 +375,7 @@ async def test_pages_that_are_generated_are_saved_by_their_own_tags(tmp_path: Pa
 
         await world.until(lambda: world.port.counts.pages_saved == 3)
         assert (await engine.fetch(pages)).full_pages == 3
+        assert (await world.report()).kv_bytes["checkpoint"] == 3 * PAGE_BYTES
 
 
 @pytest.mark.parametrize("send_rest", [False, True])
@@ -600,3 +602,14 @@ async def test_what_vllm_s_thread_asks_for_behind_its_end_is_ignored(tmp_path: P
         world.begin(of(0, 2))
         world.port.filled([])
         world.port.close()
+
+
+async def test_fetches_end_with_the_port(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (world, _):
+        Script(world, 2)
+        restore = world.begin(of(0, 6))
+        await world.until(lambda: len(restore.slots) == 2)
+
+        await asyncio.to_thread(world.port.close)
+
+        assert restore.is_over
