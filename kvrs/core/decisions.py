@@ -9,6 +9,7 @@ from kvrs.config.policy import Dispatch, PolicySettings, SloSettings
 from kvrs.core import options
 from kvrs.core.books.learning import Corrections
 from kvrs.core.books.waiting import SlotBook, is_past
+from kvrs.core.dispatch import targets_for
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
@@ -17,7 +18,7 @@ from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Decision, Stream
 from kvrs.core.options.base import Books
 from kvrs.core.options.in_place import estimate_stay
-from kvrs.core.routing import computing_prompts, pair_for, starts_at, targets_for
+from kvrs.core.routing import computing_prompts, pair_for, starts_at
 from kvrs.core.rules import BY_NAME
 
 

@@ -1,16 +1,26 @@
-"""Targets of the victims of one event (LUMEN section 4.3, locality-aware recovery scheduling): to
-their KV, then rebalanced away from overloaded targets.
+"""Targets of the victims of one event: which ones each may have (`victim_of`), its own one of them
+(LUMEN section 4.3, locality-aware recovery scheduling: to their KV, then rebalanced away from
+overloaded targets), and those that are weighed beside that.
 
 The load of a target is its number of streams. Loads are those of the caller; nothing is booked.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import msgspec
 
 from kvrs.config.policy import Dispatch
-from kvrs.ids import InstanceId, StreamId
+from kvrs.core.books.waiting import is_past
+from kvrs.core.defences.quarantine import keeps_out
+from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.member import Member
+from kvrs.core.model.streams import Stream
+from kvrs.core.routing import may_have
+from kvrs.ids import InstanceId, NodeId, StreamId
+
+# How many targets are weighed per victim: a bound on the time of one decision.
+TARGETS_MAX = 4
 
 
 class Victim(msgspec.Struct, frozen=True):
@@ -18,6 +28,71 @@ class Victim(msgspec.Struct, frozen=True):
     homes: tuple[InstanceId, ...] = ()  # Targets on the node of its holder.
     held_pages: int = 0  # Of its history, at that holder.
     excluded_epochs: frozenset[InstanceId] = frozenset()  # Instances that failed it.
+
+
+def victim_of(view: ClusterView, stream: Stream, now_s: float) -> Victim:
+    """The dispatcher's view of a stream. Once its pause is over it may go back to an instance that
+    failed it, if there is no other. To an instance that computes other tokens it goes only if there
+    is no other.
+    """
+    excluded_epochs: frozenset[InstanceId] = frozenset()
+    if stream.excluded_epochs:
+        targets = view.targets(stream.name)
+        excluded_epochs = frozenset(member.id for member in targets if stream.bars(member))
+        if len(excluded_epochs) == len(targets) and is_past(stream.recovery.retry_at_s, now_s):
+            excluded_epochs = frozenset()
+    if stream.name:
+        lacking = (each for each in view.targets() if not stream.is_served_at(each))
+        excluded_epochs |= frozenset(member.id for member in lacking)
+    if not stream.first_token_sent:
+        kept = (each.id for each in view.decoders if keeps_out(view, each, stream))
+        excluded_epochs |= frozenset(kept)
+    if stream.tokens and view.tokens_differ:
+        excluded_epochs |= _foreign(view, stream, excluded_epochs)
+    # With equal pages an agent comes first: its checkpoint survives the instances beside it.
+    holders: list[tuple[int, NodeId]] = []
+    for stored in stream.checkpoints.values():
+        holders.append((stored.pages, stored.agent.node))
+    for held in stream.holders.values():
+        holders.append((held.pages, held.member.node))
+    if len(holders) > 1:
+        holders.sort(key=itemgetter(0), reverse=True)
+    homes: list[InstanceId] = []
+    for pages, node in holders:
+        for member in view.by_node.get(node, ()) if pages else ():
+            if (
+                member.decodes
+                and not member.is_drained
+                and member.id not in excluded_epochs
+                and view.is_healthy(member)
+                and stream.is_served_at(member)
+            ):
+                homes.append(member.id)
+        if homes:
+            return Victim(stream.id, tuple(homes), pages, excluded_epochs)
+    return Victim(stream.id, excluded_epochs=excluded_epochs)
+
+
+def _foreign(
+    view: ClusterView, stream: Stream, excluded: frozenset[InstanceId]
+) -> frozenset[InstanceId]:
+    """The targets at which the stream would go on with other tokens, if there are better ones."""
+    open_ = [member for member in view.targets(stream.name) if member.id not in excluded]
+    foreign = [member for member in open_ if not member.continues(stream.tokens)]
+    is_left = len(foreign) < len(open_)
+    return frozenset(member.id for member in foreign if is_left)
+
+
+def isolated_target(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
+    """The decode instance where a suspected stream can go on apart: one without streams, if there
+    is any.
+    """
+    targets = view.targets(stream.name)
+    for barred in (False, True) if barred_too else (False,):
+        for member in targets:
+            if may_have(view, member, stream, barred_too=barred):
+                return member
+    return None
 
 
 def assign(
@@ -28,11 +103,15 @@ def assign(
     assigned: dict[StreamId, InstanceId] = {}
     # Victims with a holder are placed first, so that the others fill what is left.
     for victim in victims if how is not Dispatch.LEAST_LOADED else ():
-        if victim.homes and (homes := _open(victim, loads, victim.homes)):
-            _send(victim, _least(homes, loads), assigned, loads)
+        if victim.homes and (target := _least(victim, victim.homes, loads)) is not None:
+            assigned[victim.stream] = target
+            loads[target] += 1
     for victim in victims:
-        if victim.stream not in assigned and (allowed := _open(victim, loads, loads)):
-            _send(victim, _least(allowed, loads), assigned, loads)
+        if victim.stream in assigned:
+            continue
+        if (target := _least(victim, loads, loads)) is not None:
+            assigned[victim.stream] = target
+            loads[target] += 1
     if how is Dispatch.REBALANCE:
         _rebalance(victims, assigned, loads)
     return assigned
@@ -60,42 +139,55 @@ def _rebalance(
         if victim.stream in assigned:
             movable.setdefault(assigned[victim.stream], []).append(victim)
     while True:
-        overloaded = [
-            target for target, there in movable.items() if there and loads[target] > limit
-        ]
-        if not overloaded:
+        source, most = None, limit
+        for each, there in movable.items():
+            load = loads[each]
+            if there and (load > most or (load == most and source is not None and each > source)):
+                source, most = each, load
+        if source is None:
             return
-        source = max(overloaded, key=lambda target: (loads[target], target))
         victim = movable[source].pop()
-        target = _least(_open(victim, loads, loads), loads)
-        if loads[target] + 1 < loads[source]:
+        target = _least(victim, loads, loads)
+        assert target is not None, victim
+        if loads[target] + 1 < most:
+            assigned[victim.stream] = target
             loads[source] -= 1
-            _send(victim, target, assigned, loads)
+            loads[target] += 1
 
 
-def _send(
-    victim: Victim,
-    target: InstanceId,
-    assigned: dict[StreamId, InstanceId],
-    loads: dict[InstanceId, int],
-) -> None:
-    assigned[victim.stream] = target
-    loads[target] += 1
-
-
-def _open(
-    victim: Victim, loads: Mapping[InstanceId, int], among: Iterable[InstanceId]
-) -> list[InstanceId]:
-    return [target for target in among if target in loads and target not in victim.excluded_epochs]
-
-
-def _least(targets: Iterable[InstanceId], loads: Mapping[InstanceId, int]) -> InstanceId:
-    """A loop, since it is run for each victim and `min` with a key takes five times as long."""
+def _least(
+    victim: Victim, among: Iterable[InstanceId], loads: Mapping[InstanceId, int]
+) -> InstanceId | None:
+    """The least loaded of these targets that the victim may have. A loop, since it is run for each
+    victim and `min` with a key takes five times as long.
+    """
     best: InstanceId | None = None
-    least = 0
-    for target in targets:
-        load = loads[target]
+    least, excluded = 0, victim.excluded_epochs
+    for target in among:
+        load = loads.get(target)
+        if load is None or target in excluded:
+            continue
         if best is None or load < least or (load == least and target < best):
             best, least = target, load
-    assert best is not None
     return best
+
+
+def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int) -> list[Member]:
+    """The targets to weigh: the assigned one and the least loaded ones beside it, as far as they
+    have fewer than `limit` streams; where none has, the assigned one.
+    """
+    targets = [assigned] if assigned.streams < limit else []
+    is_free, tokens = stream.is_free, stream.tokens
+    for member in view.decoders:
+        if len(targets) == TARGETS_MAX or member.streams >= limit:
+            break
+        if (
+            member is not assigned
+            and (
+                (is_free and member.own_prefill is None and member.is_clear(view.now_s))
+                or (view.is_healthy(member) and may_have(view, member, stream, barred_too=False))
+            )
+            and (not tokens or member.continues(tokens) or not assigned.continues(tokens))
+        ):
+            targets.append(member)
+    return targets or [assigned]

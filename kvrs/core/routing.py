@@ -1,24 +1,22 @@
-"""Routing: new streams to the prefill instance with the least predicted work and its own pair;
-recoveries to the few targets worth weighing.
+"""Routing: new streams to the prefill instance with the least predicted work and its own pair,
+hand-offs to the decode instance where the stream goes on soonest.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from operator import itemgetter
 
 import msgspec
 
 from kvrs.config.policy import Handoff, PolicySettings
 from kvrs.core.defences.quarantine import keeps_out
-from kvrs.core.dispatch import Victim
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
-from kvrs.ids import InstanceId, NodeId
+from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 
-# How many targets are looked at per victim: a bound on the time of one decision.
-TARGETS_MAX = 4
+# How many instances beside the planned one are weighed for a hand-off: a bound on its time.
+_CANDIDATES_MAX = 4
 # So many streams at a time may wait for their first token from a decode instance that computes the
 # prompts of new ones. Each step of its batch then has little of them, and running streams keep
 # their pace; a second one is there when the first is done.
@@ -31,7 +29,7 @@ def pair_for(
     """Prefill and decode instance for a stream from its beginning; the same one twice where an
     instance does both, or computes the prompt since there is no prefill instance.
     """
-    is_free = _is_free(stream)
+    is_free = stream.is_free
     prefill = least_work(view, stream, is_free, barred_too=barred_too)
     if prefill is None:
         alone = _least_prompts(view, stream, barred_too=barred_too)
@@ -168,48 +166,6 @@ def own_decode(
     return best
 
 
-def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
-    """The dispatcher's view of a stream. With `barred_too` it may go back to an instance that
-    failed it, if there is no other. To an instance that computes other tokens it goes only if there
-    is no other.
-    """
-    excluded_epochs: frozenset[InstanceId] = frozenset()
-    if stream.excluded_epochs:
-        targets = view.targets(stream.name)
-        excluded_epochs = frozenset(member.id for member in targets if stream.bars(member))
-        if barred_too and len(excluded_epochs) == len(targets):
-            excluded_epochs = frozenset()
-    if stream.name:
-        lacking = (each for each in view.targets() if not stream.is_served_at(each))
-        excluded_epochs |= frozenset(member.id for member in lacking)
-    if not stream.first_token_sent:
-        kept = (each.id for each in view.decoders if keeps_out(view, each, stream))
-        excluded_epochs |= frozenset(kept)
-    if stream.tokens and view.tokens_differ:
-        excluded_epochs |= _foreign(view, stream, excluded_epochs)
-    # With equal pages an agent comes first: its checkpoint survives the instances beside it.
-    holders: list[tuple[int, NodeId]] = []
-    for stored in stream.checkpoints.values():
-        holders.append((stored.pages, stored.agent.node))
-    for held in stream.holders.values():
-        holders.append((held.pages, held.member.node))
-    if len(holders) > 1:
-        holders.sort(key=itemgetter(0), reverse=True)
-    for pages, node in holders:
-        homes = tuple(
-            member.id
-            for member in (view.by_node.get(node, ()) if pages else ())
-            if member.decodes
-            and not member.is_drained
-            and member.id not in excluded_epochs
-            and view.is_healthy(member)
-            and stream.is_served_at(member)
-        )
-        if homes:
-            return Victim(stream.id, homes, pages, excluded_epochs)
-    return Victim(stream.id, excluded_epochs=excluded_epochs)
-
-
 def has_others(view: ClusterView, member: Member, is_heard: Callable[[InstanceId], bool]) -> bool:
     """Streams of an instance could go on at others: they are heard, are not to end, and are not
     ejected.
@@ -233,49 +189,6 @@ def has_others(view: ClusterView, member: Member, is_heard: Callable[[InstanceId
     return (not member.prefills or any(prefills(each) and is_left(each) for each in others)) and (
         not member.decodes or any(decodes(each) and is_left(each) for each in others)
     )
-
-
-def isolated_target(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
-    """The decode instance where a suspected stream can go on apart: one without streams, if there
-    is any.
-    """
-    targets = view.targets(stream.name)
-    for barred in (False, True) if barred_too else (False,):
-        for member in targets:
-            if may_have(view, member, stream, barred_too=barred):
-                return member
-    return None
-
-
-def _foreign(
-    view: ClusterView, stream: Stream, excluded: frozenset[InstanceId]
-) -> frozenset[InstanceId]:
-    """The targets at which the stream would go on with other tokens, if there are better ones."""
-    open_ = [member for member in view.targets(stream.name) if member.id not in excluded]
-    foreign = [member for member in open_ if not member.continues(stream.tokens)]
-    is_left = len(foreign) < len(open_)
-    return frozenset(member.id for member in foreign if is_left)
-
-
-def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int) -> list[Member]:
-    """The targets to weigh: the assigned one and the least loaded ones beside it, as far as they
-    have fewer than `limit` streams; where none has, the assigned one.
-    """
-    targets = [assigned] if assigned.streams < limit else []
-    is_free, tokens = _is_free(stream), stream.tokens
-    for member in view.decoders:
-        if len(targets) == TARGETS_MAX or member.streams >= limit:
-            break
-        if (
-            member is not assigned
-            and (
-                (is_free and member.own_prefill is None and member.is_clear(view.now_s))
-                or (view.is_healthy(member) and may_have(view, member, stream, barred_too=False))
-            )
-            and (not tokens or member.continues(tokens) or not assigned.continues(tokens))
-        ):
-            targets.append(member)
-    return targets or [assigned]
 
 
 class HandoffCandidate(msgspec.Struct, frozen=True):
@@ -386,7 +299,7 @@ def _soonest(
     found = choose_hand_off(
         settings.handoff,
         _candidate(view, prefill, planned),
-        [_candidate(view, prefill, member) for member in islice(others, TARGETS_MAX)],
+        [_candidate(view, prefill, member) for member in islice(others, _CANDIDATES_MAX)],
         stream.history_tokens * prefill.bytes_per_token,
         settings.handshake_s,
     )
@@ -402,11 +315,6 @@ def _candidate(view: ClusterView, prefill: Member, decode: Member) -> HandoffCan
         link.in_flight_bytes,
         is_near=decode.node == prefill.node,
     )
-
-
-def _is_free(stream: Stream) -> bool:
-    """Any instance that is clear may get the stream, which need not be asked further."""
-    return not (stream.avoided or stream.name or stream.excluded_epochs)
 
 
 def may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:

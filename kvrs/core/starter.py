@@ -11,7 +11,7 @@ from kvrs.core.books.incident_book import Ruling
 from kvrs.core.books.waiting import SHORTEST_WAIT_S, SLACK_S, RetryBudget, is_past
 from kvrs.core.decisions import Decisions
 from kvrs.core.defences import quarantine
-from kvrs.core.dispatch import assign, ceiling
+from kvrs.core.dispatch import assign, ceiling, isolated_target, victim_of
 from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
@@ -19,7 +19,7 @@ from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import fraction
 from kvrs.core.model.streams import NOWHERE, Decision, Stream, by_urgency
-from kvrs.core.routing import PROMPTS_MAX, computing_prompts, isolated_target, victim_of
+from kvrs.core.routing import PROMPTS_MAX, computing_prompts
 from kvrs.core.waits import Waits
 from kvrs.ids import InstanceId, StreamId
 
@@ -140,9 +140,7 @@ class Starter:
         for stream in ordered:  # Those that were suspected until now may run anywhere again.
             stream.avoided = NOWHERE
         victims = [
-            victim_of(self._view, stream, barred_too=is_past(stream.recovery.retry_at_s, now_s))
-            for stream in ordered
-            if not stream.is_fresh
+            victim_of(self._view, stream, now_s) for stream in ordered if not stream.is_fresh
         ]
         targets = self._view.targets(name) if victims else []
         loads = {member.id: member.streams for member in targets}

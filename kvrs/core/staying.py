@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvrs.config.policy import PolicySettings
 from kvrs.core.books.waiting import is_past
 from kvrs.core.decisions import Decisions
-from kvrs.core.dispatch import assign, ceiling
+from kvrs.core.dispatch import assign, ceiling, victim_of
 from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -20,7 +20,6 @@ from kvrs.core.model.member import Member
 from kvrs.core.model.reports import PredictedReforming, cause_of, factors_of
 from kvrs.core.model.streams import Decision, StayDeadline, Stream, by_urgency
 from kvrs.core.options.base import usable_pages
-from kvrs.core.routing import victim_of
 from kvrs.core.starter import Starter
 from kvrs.ids import StreamId
 
@@ -164,7 +163,7 @@ class Staying:
         others = [member for member in view.targets() if member is not home]
         victims = [
             replace(
-                victim_of(view, stream, barred_too=is_past(stream.recovery.retry_at_s, now_s)),
+                victim_of(view, stream, now_s),
                 homes=(name,),
                 held_pages=usable_pages(stream, home),
             )

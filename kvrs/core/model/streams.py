@@ -270,6 +270,11 @@ class Stream:
         return not self.prefilled and self.produced_tokens == 0
 
     @property
+    def is_free(self) -> bool:
+        """Any instance that is clear may get it: nothing more need be tested."""
+        return not (self.avoided or self.name or self.excluded_epochs)
+
+    @property
     def history_tokens(self) -> int:
         return self.prompt_tokens + self.produced_tokens
 
@@ -358,10 +363,8 @@ class Stream:
     def note_prefill(self, history_tokens: int) -> None:
         """The first prefill corrects the prompt's length, a guess while the prompt was text."""
         if not self.prefilled:
-            guess, self.prompt_tokens = (
-                self.prompt_tokens,
-                max(1, history_tokens - self.produced_tokens),
-            )
+            guess = self.prompt_tokens
+            self.prompt_tokens = max(1, history_tokens - self.produced_tokens)
             self.prefilled = True
             if self.most_tokens is not None:
                 self.most_tokens += max(0, self.prompt_tokens - guess)
