@@ -140,6 +140,17 @@ class Ledger:
         self.timers.alarms_s.pop(stream.id, None)
         stream.attempt.stay_deadline = None
 
+    def end_attempt(
+        self, stream: Stream, cause: str, failed: InstanceId | None, now_s: float
+    ) -> None:
+        """The attempt is over; the caller has the stream placed."""
+        attempt, decode = stream.attempt, stream.attempt.decodes_on
+        if decode is not None and attempt.resumed:
+            stream.tokens = decode.tokens or stream.tokens
+            stream.note_pace(now_s)
+        stream.recovery.note_failure(cause, failed, now_s)
+        self.wait(stream, now_s)
+
     def wait(self, stream: Stream, now_s: float) -> None:
         """From an attempt or a queue to waiting; the caller has the stream placed."""
         if stream.stage not in _IDLE:

@@ -211,17 +211,6 @@ class Starter:
             self._decisions.begin(now_s)
             self._place(stream, awaited, self._view.members[awaited].streams + 1, now_s)
 
-    def end_attempt(
-        self, stream: Stream, cause: str, failed: InstanceId | None, now_s: float
-    ) -> None:
-        """The attempt is over; the stream waits to be placed."""
-        decode = stream.attempt.decodes_on
-        if decode is not None and stream.attempt.resumed:
-            stream.tokens = decode.tokens or stream.tokens
-            stream.note_pace(now_s)
-        stream.recovery.note_failure(cause, failed, now_s)
-        self._ledger.wait(stream, now_s)
-
     def forget(self, stream: Stream) -> None:
         self._gathered.pop(stream.id, None)
         self.held_back.pop(stream.id, None)

@@ -235,4 +235,4 @@ class Staying:
     def _leave(self, stream: Stream, home: Member, cause: str, now_s: float) -> None:
         """End the attempt, which still has its connection; to be moved is not to fail."""
         self._actions.append(act.Halt(stream.id, stream.attempt.number))
-        self._starter.end_attempt(stream, cause, home.id, now_s)
+        self._ledger.end_attempt(stream, cause, home.id, now_s)

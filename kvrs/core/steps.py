@@ -172,7 +172,7 @@ class Steps:
                 self._halt(stream)
                 if not stream.is_served_at(planned):
                     cause = "the decode instance has unloaded the adapter during prefill"
-            self._starter.end_attempt(stream, cause, plan.decode, now_s)
+            self._ledger.end_attempt(stream, cause, plan.decode, now_s)
             self._starter.place_all([stream], now_s)
             return
         # Else the plan holds: it is one call, which is at decode already, or nothing has changed.
@@ -225,7 +225,7 @@ class Steps:
         member = self._ledger.view.members.get(event.instance)
         was_ejected = member is not None and member.answers.is_ejected
         self._ledger.outliers.failed(stream, event)
-        self._starter.end_attempt(stream, event.cause, event.instance, now_s)
+        self._ledger.end_attempt(stream, event.cause, event.instance, now_s)
         if is_over and event.failure is ev.FailureKind.DENIED:
             self._starter.give_up(stream, act.Reason.DENIED, f"{event.instance}: {event.cause}")
             return
@@ -264,7 +264,7 @@ class Steps:
         stream.note_tokens(event.produced_tokens.get(stream.id, 0))
         if event.is_lost:
             stream.recovery.note_attempt_failed()
-        self._starter.end_attempt(stream, event.cause, event.instance, now_s)
+        self._ledger.end_attempt(stream, event.cause, event.instance, now_s)
 
     def _target_lost(self, stream: Stream, event: InstanceLeft, now_s: float) -> None:
         self._ledger.wait(stream, now_s)
@@ -276,7 +276,7 @@ class Steps:
         stream.recovery.expire_slot(stream.attempt.option)
         stream.recovery.note_attempt_failed()
         cause = f"its slot expired after {self._settings.slot_lease_s:g} s"
-        self._starter.end_attempt(stream, cause, None, now_s)
+        self._ledger.end_attempt(stream, cause, None, now_s)
         number = stream.attempt.number
         self._starter.place_again(stream, now_s)
         if stream.id in self._ledger.streams and stream.attempt.number == number:
