@@ -21,8 +21,9 @@ from kvrs.config.policy import PolicyName
 from kvrs.core.event_log import Header, LogEntry, read, rerun
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.estimates import Estimate, Option, best_by_option
+from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.recovery import RecoveryPolicy
+from kvrs.core.rules.base import best_by_option
 from kvrs.errors import LogError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.logs import old_parts

@@ -1,6 +1,5 @@
 """The recovery options by name, and the predicted cost of one option for one victim and target."""
 
-from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
@@ -67,12 +66,3 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
     def wait_of_others_s(self, others: float) -> float:
         """Total time that so many other victims wait for it, at the same target."""
         return others * self.at_target_s
-
-
-def best_by_option(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
-    """The least `total_s` of each option, whatever the number of targets."""
-    best: dict[Option, Estimate] = {}
-    for estimate in estimates:
-        if (found := best.get(estimate.option)) is None or estimate.total_s < found.total_s:
-            best[estimate.option] = estimate
-    return tuple(best.values())

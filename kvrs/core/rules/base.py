@@ -106,6 +106,15 @@ def cheapest(estimates: Sequence[Estimate]) -> Estimate:
     return best
 
 
+def best_by_option(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
+    """The least `total_s` of each option, whatever the number of targets."""
+    best: dict[Option, Estimate] = {}
+    for estimate in estimates:
+        if (found := best.get(estimate.option)) is None or estimate.total_s < found.total_s:
+            best[estimate.option] = estimate
+    return tuple(best.values())
+
+
 def cases_of(books: Books, stream: Stream, targets: Sequence[Member], now_s: float) -> list[Case]:
     """The case of this stream at each target, with the sources that it could fetch from. What
     targets have in common is looked up once.

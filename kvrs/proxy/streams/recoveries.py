@@ -11,7 +11,8 @@ from math import inf
 from typing import Any
 
 from kvrs.core.model import actions as act
-from kvrs.core.model.estimates import Estimate, Option, best_by_option
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.rules.base import best_by_option
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import FetchReport
 from kvrs.protocol.stages import RestartReport
