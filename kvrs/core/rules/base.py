@@ -175,8 +175,7 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
             or (theirs is not geometry and theirs != geometry)
         ):
             continue
-        # Looked up here first, because calls make up the time of a decision.
-        link = view.links.get((member.node, node)) or view.link(member.node, node)
+        link = view.links.get((member.node, node), view.assumed_link)
         rate = link.bytes_per_s
         pages = holder.pages if holder.pages < wanted else wanted
         sources.append(

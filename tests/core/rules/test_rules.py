@@ -9,10 +9,10 @@ from kvrs.core import rules
 from kvrs.core.books.waiting import SlotBook
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.model.streams import Stream
+from kvrs.core.model.streams import Holder, Stream
 from kvrs.core.options.base import Books
 from kvrs.core.rules.auto import AUTO
-from kvrs.core.rules.base import cases_of, cheapest
+from kvrs.core.rules.base import cases_of, cheapest, sources_of
 from kvrs.core.rules.rom import ROM, rom_migrate, rom_recompute
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles import catalog
@@ -189,3 +189,18 @@ def test_targets_with_the_same_table_share_one_look_up_and_others_have_their_own
     assert [case.history_s for case in cases] == pytest.approx([3.0, 3.0, 0.3, 3.0, 0.3])
     assert [case.extrapolated for case in cases] == [True, True, True, True, False]
     assert looked_up == [(name, 300) for name in ("slow", "fast", "slow", "long")]
+
+
+def test_weighing_a_link_makes_no_record_of_it() -> None:
+    """A link that was neither measured nor used has the assumed rate, and is not shown: in a large
+    cluster there would be one for each pair of nodes.
+    """
+    view = ClusterView(1e9)
+    holder, target = member("p1"), member("d2")
+    stream = Stream(StreamId("s"), 0, 300, 0.0)
+    stream.holders[holder.id] = Holder(holder, 3)
+
+    (source,) = sources_of(view, stream, target, 3)
+
+    assert source.page_s == pytest.approx(target.page_bytes / 1e9)
+    assert not view.links
