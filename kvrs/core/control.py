@@ -452,7 +452,7 @@ class Control(Generic[S]):
     def _running_on(self, instance: InstanceId) -> list[S]:
         """The streams whose current attempt is lost with the instance."""
         member = self.policy.members.get(instance)
-        return [] if member is None else [self.streams[each] for each in sorted(member.running)]
+        return [] if member is None else [*map(self.streams.__getitem__, sorted(member.running))]
 
 
 def _token_s(running: Sequence[LiveStream]) -> float:

@@ -217,7 +217,8 @@ class Ledger:
 
     def _end_attempt(self, stream: Stream) -> None:
         attempt = stream.attempt
-        self.settle_bookings(stream)
+        if not attempt.resumed:  # Else they were settled by its first token.
+            self.settle_bookings(stream)
         self.timers.alarms_s.pop(stream.id, None)
         if stream.reserved:
             quarantine.end(stream)

@@ -11,13 +11,13 @@ from kvrs.core.books.incident_book import Ruling
 from kvrs.core.books.waiting import SHORTEST_WAIT_S, SLACK_S, RetryBudget, is_past
 from kvrs.core.decisions import Decisions
 from kvrs.core.defences import quarantine
-from kvrs.core.dispatch import assign, ceiling, isolated_target, victim_of
+from kvrs.core.dispatch import Victim, assign, ceiling, isolated_target, victim_of
 from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.lifecycle import Stage
-from kvrs.core.model.member import fraction
+from kvrs.core.model.member import Member, fraction
 from kvrs.core.model.streams import NOWHERE, Decision, Stream, by_urgency
 from kvrs.core.routing import PROMPTS_MAX, computing_prompts
 from kvrs.core.waits import Waits
@@ -137,11 +137,11 @@ class Starter:
             suspects = [stream for stream in ordered if self._incidents.is_suspect(stream.id)]
         if suspects:
             ordered = [stream for stream in ordered if stream not in suspects]
-        for stream in ordered:  # Those that were suspected until now may run anywhere again.
-            stream.avoided = NOWHERE
-        victims = [
-            victim_of(self._view, stream, now_s) for stream in ordered if not stream.is_fresh
-        ]
+        victims: list[Victim] = []
+        for stream in ordered:
+            stream.avoided = NOWHERE  # One that was suspected until now may run anywhere again.
+            if not stream.is_fresh:
+                victims.append(victim_of(self._view, stream, now_s))
         targets = self._view.targets(name) if victims else []
         loads = {member.id: member.streams for member in targets}
         assigned = assign(self._settings.dispatch, victims, loads)
@@ -168,7 +168,9 @@ class Starter:
         occupied = quarantine.occupied(self._view, self._incidents, stream)
         stream.avoided = occupied if is_isolated else NOWHERE
         barred_too = is_past(stream.recovery.retry_at_s, now_s)
-        target = isolated_target(self._view, stream, barred_too=barred_too)
+        target: Member | None = None
+        if not stream.is_fresh:
+            target = isolated_target(self._view, stream, barred_too=barred_too)
         self._place(stream, None if target is None else target.id, 0, now_s)
         if stream.id not in self._ledger.streams or not is_isolated:
             return
@@ -243,7 +245,8 @@ class Starter:
         """Start the next attempt of a stream that has none running, or leave it waiting for what it
         lacks.
 
-        Targets other than the assigned one are looked at only as long as they have fewer than
+        `assigned`: the target of its recovery; None: there is none, or it starts from its
+        beginning. Targets other than that are looked at only as long as they have fewer than
         `limit` streams. `others` are the victims that are placed with it, per target.
         """
         recovery = stream.recovery
@@ -261,11 +264,11 @@ class Starter:
             self.give_up(stream, act.Reason.RETRIES, message)
             return
         decision: Decision | None = None
-        if stream.is_fresh:
-            decision = self._decisions.start(stream, now_s)
-        elif assigned is not None:
+        if assigned is not None:
             target = self._view.members[assigned]
             decision = self._decisions.recover(stream, target, limit, others, now_s)
+        elif stream.is_fresh:
+            decision = self._decisions.start(stream, now_s)
         self.carry_out(stream, decision, now_s)
 
     def carry_out(self, stream: Stream, decision: Decision | None, now_s: float) -> None:
