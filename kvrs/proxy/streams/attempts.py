@@ -175,6 +175,7 @@ class AttemptCalls:
             transfer = answer.transfer if plan.prefill is not None else None
             if not attempt.prefilled(self._driver.clock()):
                 return None
+            live.enter(StreamPhase.DECODE, attempt.plan.decode)
             if attempt.plan is not plan:  # Redirected, to an engine that may need other text.
                 continuation = await self._continuation()
             if (
@@ -241,8 +242,6 @@ class AttemptCalls:
         self, transfer: msgspec.Raw | None, continuation: Continuation | EngineText | None
     ) -> None:
         attempt, live, plan = self._attempt, self._live, self._attempt.plan
-        if attempt.computes is None:
-            live.enter(StreamPhase.DECODE, plan.decode)
         if live.journal.output_ids:
             self._check_exactness(plan.decode)
         asked = attempt.decode()

@@ -207,6 +207,25 @@ async def test_a_stream_without_a_place_waits(build: ProxyClusterBuilder) -> Non
     await asyncio.gather(asked, return_exceptions=True)
 
 
+async def test_a_stream_is_at_its_decode_instance_from_the_call_on(
+    build: ProxyClusterBuilder,
+) -> None:
+    """Before its first token as well: what prefill took is over."""
+    system = await build()
+    for worker in ("d0", "d1"):
+        system.instances[worker].freeze()
+    asked = asyncio.create_task(system.complete(prompt=[5, 6, 7], max_tokens=4, stream=True))
+
+    async def is_called() -> bool:
+        return await system.count("kvrs_worker_streams", role="decode") == 1
+
+    await system.until(is_called)
+
+    assert await system.count("kvrs_worker_streams", role="prefill") == 0
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+
+
 async def test_the_load_of_a_worker_is_shown_while_it_reports(build: ProxyClusterBuilder) -> None:
     """The last values of a dead worker are no load of it."""
     system = await build()
