@@ -109,7 +109,7 @@ class InstanceEvents:
             reforming.queue_s = queue_s
             # Nothing of the queue is computed before.
             queue_s += max(0.0, reforming.ready_s - now_s)
-        member.note_queue(queue_s)
+        self._view.prefill_order.note_queue(member, queue_s)
         self._place_freed(self._incidents.alive(member.id, report.epoch, now_s), now_s)
 
     def _drain(self, member: Member, produced: Mapping[StreamId, int], now_s: float) -> None:

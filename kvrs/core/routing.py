@@ -4,6 +4,7 @@ hand-offs to the decode instance where the stream goes on soonest.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from math import inf
 
 import msgspec
 
@@ -93,15 +94,15 @@ def _pair_of(
     )
     if decode is not None:
         return prefill, decode
-    allowed = [
-        member
-        for member in view.decoders
-        if may_have(view, member, stream, barred_too=barred_too)
-        and (closed_too or _takes(view, member, stream))
-    ]
-    for decode in allowed:
-        if decode.takes_from(prefill):
-            return prefill, decode
+    # A list of those that are allowed would be as long as the cluster, and the first is enough.
+    allowed: list[Member] = []
+    for decode in view.decoders:
+        if may_have(view, decode, stream, barred_too=barred_too) and (
+            closed_too or _takes(view, decode, stream)
+        ):
+            if decode.takes_from(prefill):
+                return prefill, decode
+            allowed.append(decode)
     # The others take hand-offs from their own server's prefill instance only.
     for decode in allowed:
         own = own_prefill_of(view, decode)
@@ -115,32 +116,33 @@ def least_work(
 ) -> Member | None:
     """The prefill instance with the least predicted work; among equals that with the fewest
     streams at its own pair. One that fails at once is idle for that reason: it comes last.
+
+    Only as many are weighed as could be the best. Where an own pair that is not open to the stream
+    cannot make one better than its place in the order, these are few, else all of equal work.
     """
-
-    def streams_of(member: Member) -> tuple[int, InstanceId]:
-        decode = own_decode(view, member, stream, is_free, barred_too=True, closed_too=True)
-        return decode.streams if decode else 0, member.id
-
+    order = view.prefill_order
+    are_pairs_open = is_free and not order.has_restricted
     best: Member | None = None
-    best_work, best_streams = (False, 0.0), None
-    for member in view.prefillers:
-        queue_s = member.queue_s
-        if best is not None and (False, queue_s) > best_work:
-            continue  # However well it does.
+    best_work, best_pair = (True, inf), (0, InstanceId(""))
+    for member in order.least_first():
+        queue_s, *pair = member.place
+        if best is not None and not best_work[0]:
+            if queue_s > best_work[1]:
+                break  # However well it does, and those behind it.
+            if are_pairs_open and queue_s == best_work[1] and tuple(pair) > best_pair:
+                break
         if is_free and member.is_clear(view.now_s):
             work = False, queue_s
         elif may_have(view, member, stream, barred_too=barred_too):
             work = not _takes(view, member, stream), queue_s
         else:
             continue
-        if best is None or work < best_work:
-            best, best_work, best_streams = member, work, None
-        elif work == best_work:
-            streams = streams_of(member)
-            if best_streams is None:
-                best_streams = streams_of(best)
-            if streams < best_streams:
-                best, best_streams = member, streams
+        if best is not None and work > best_work:
+            continue
+        decode = own_decode(view, member, stream, is_free, barred_too=True, closed_too=True)
+        found = decode.streams if decode else 0, member.id
+        if best is None or (work, found) < (best_work, best_pair):
+            best, best_work, best_pair = member, work, found
     return best
 
 

@@ -181,7 +181,7 @@ class Starter:
             assert plan is not None, stream
             names = {plan.decode, plan.prefill or plan.decode}
             members = [self._view.members[name] for name in names]
-            quarantine.begin(stream, members, verdict.until_s)
+            quarantine.begin(self._view, stream, members, verdict.until_s)
 
     def _await_news(self, stream: Stream, until_s: float, now_s: float) -> None:
         """Wait for news of the deaths that it is suspected of, and not beyond its deadline."""

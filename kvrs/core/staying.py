@@ -63,7 +63,7 @@ class Staying:
         queue_s = home.reported_queue_s if before is None else before.queue_s
         home.reforming = now = PredictedReforming(report, ready_s, event.token_s, queue_s)
         self._view.update(home)
-        home.note_queue(queue_s + report.ready_in_s)
+        self._view.prefill_order.note_queue(home, queue_s + report.ready_in_s)
         home.set_pace(report.decode_factor, report.prefill_factor, event.token_s)
         for stream_id, pages in report.missing_pages.items():
             if pages:
@@ -86,7 +86,7 @@ class Staying:
         """The instance serves again; the deadlines of the streams that stay hold."""
         home.set_pace(*factors_of(event.report), event.token_s)
         if home.reforming is not None:
-            home.note_queue(home.reforming.queue_s)
+            self._view.prefill_order.note_queue(home, home.reforming.queue_s)
             home.reforming = None
             self._view.update(home)
             self._starter.place_idle(now_s)

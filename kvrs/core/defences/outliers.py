@@ -90,6 +90,7 @@ class Outliers:
             case ev.FailureKind.BUSY:
                 wait_s = event.retry_after_s or 0.0
                 health.note_busy(event.instance, stream.id, wait_s, self._view.now_s)
+                self._view.prefill_order.restrict(member)
                 if not health.is_ejected or is_probe:
                     self._pause(member, event.cause, BUSY_PAUSE_S)
             case ev.FailureKind.BROKEN:

@@ -67,16 +67,17 @@ def reserve(view: ClusterView, stream: Stream, until_s: float) -> None:
     prefillers, decoders = _roles(view)
     roles = [prefillers, decoders] if stream.is_fresh else [decoders]
     kept = [_next_free(view, stream, role) for role in roles]
-    begin(stream, [member for member in kept if member is not None], until_s)
+    begin(view, stream, [member for member in kept if member is not None], until_s)
 
 
-def begin(stream: Stream, members: Iterable[Member], until_s: float) -> None:
+def begin(view: ClusterView, stream: Stream, members: Iterable[Member], until_s: float) -> None:
     """Keep other streams from these instances until `end`, as long as there are others; where they
     are the only ones, until then.
     """
     for member in members:
         member.quarantined_for = stream.id
         member.quarantined_until_s = until_s
+        view.prefill_order.restrict(member)
         stream.reserved = (*stream.reserved, member)
 
 

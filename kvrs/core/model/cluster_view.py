@@ -15,6 +15,7 @@ from typing import Any
 
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Health, Member
+from kvrs.core.model.prefill_order import PrefillOrder
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, AgentInfo, AgentReport
 
@@ -86,13 +87,15 @@ class ClientWork:
     instances.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: PrefillOrder) -> None:
+        self._order = order
         self._seconds: dict[str, float] = {}
         self._bookings: dict[str, int] = {}
 
     def book(self, client: str, member: Member, seconds: float) -> None:
         member.work_s += seconds
         member.queue_s = max(member.work_s, member.reported_queue_s)
+        self._order.changed(member.node)
         member.bookings += 1
         self._seconds[client] = self._seconds.get(client, 0.0) + seconds
         self._bookings[client] = self._bookings.get(client, 0) + 1
@@ -102,6 +105,7 @@ class ClientWork:
         # Without bookings exactly zero: a rounding error would decide between idle instances.
         member.work_s = max(0.0, member.work_s - seconds) if member.bookings else 0.0
         member.queue_s = max(member.work_s, member.reported_queue_s)
+        self._order.changed(member.node)
         self._bookings[client] -= 1
         if self._bookings[client]:
             self._seconds[client] -= seconds
@@ -118,7 +122,6 @@ class ClientWork:
 
 class ClusterView:
     def __init__(self, assumed_link_bytes_per_s: float) -> None:
-        self.work = ClientWork()
         self.members: dict[InstanceId, Member] = {}
         self.agents: dict[InstanceId, Agent] = {}
         # From the first to the second node, as far as they were asked for by `link`.
@@ -129,8 +132,10 @@ class ClusterView:
         self.tokens_differ = False
         # Sorted by rank, so that the least loaded are found without a search.
         self.decoders: list[Member] = []  # That are not drained, the least loaded first.
-        self.prefillers: list[Member] = []  # That are not drained.
         self.by_node: dict[NodeId, list[Member]] = {}
+        self.prefill_order = PrefillOrder(self.by_node)
+        self.prefillers = self.prefill_order.members  # That are not drained, in any order.
+        self.work = ClientWork(self.prefill_order)
         self._leaving: dict[InstanceId, Member] = {}  # That must drain, or are drained.
 
     def add(self, member: Member) -> Member:
@@ -139,6 +144,8 @@ class ClusterView:
         self.by_node.setdefault(member.node, []).append(member)
         if member.decodes:
             self._set_ranked(member, True)
+        if member.prefills:
+            self.prefill_order.add(member)
         self.update(member)
         return member
 
@@ -153,6 +160,8 @@ class ClusterView:
         self.by_node[member.node].remove(member)
         if member.is_ranked:
             self._set_ranked(member, False)
+        if member.is_placed:
+            self.prefill_order.remove(member)
         self._leaving.pop(member.id, None)
         if member.tokens:
             self._compare_tokens()
@@ -167,8 +176,6 @@ class ClusterView:
     def _update(self, changed: NodeId) -> None:
         if self._leaving:
             self._update_drained()
-        members = self.members.values()
-        self.prefillers = [each for each in members if each.prefills and not each.is_drained]
         self._update_pairs(changed)
 
     def _compare_tokens(self) -> None:
@@ -191,19 +198,26 @@ class ClusterView:
                 member.is_drained = is_drained
                 if member.decodes:
                     self._set_ranked(member, not is_drained)
+                if is_drained and member.is_placed:
+                    self.prefill_order.remove(member)
+                elif not is_drained and member.prefills:
+                    self.prefill_order.add(member)
                 self._update_pairs(member.node)
             if not member.must_drain:
                 del self._leaving[member.id]
 
     def _update_pairs(self, node: NodeId) -> None:
         there = self.by_node[node]
+        decoders = [each for each in there if each.decodes and not each.is_drained]
+        are_free = all(each.pulls or each.own_prefill is None for each in decoders)
         for prefill in there:
             if prefill.prefills:
-                prefill.own_decoders = [
-                    member
-                    for member in there
-                    if member.decodes and not member.is_drained and member.takes_from(prefill)
-                ]
+                prefill.own_decoders = (
+                    decoders
+                    if are_free
+                    else [member for member in decoders if member.takes_from(prefill)]
+                )
+        self.prefill_order.changed(node)
 
     def count_stream(self, member: Member, change: int) -> None:
         """Keep the order of the decode instances while one gains or loses streams."""
@@ -212,6 +226,7 @@ class ClusterView:
         assert at is None or decoders[at] is member, member
         member.streams += change
         member.rank = member.streams, member.id
+        self.prefill_order.changed(member.node)
         if at is None:
             return
         beside = at + 1 if change > 0 else at - 1

@@ -286,9 +286,14 @@ class Member:
     # Decode instances of its node that are not drained and can have its hand-offs.
     own_decoders: list["Member"] = field(default_factory=list)
     is_ranked: bool = False  # Among the decode instances that are not drained.
+    # The order of prefill instances: by predicted work, by streams of the least loaded of
+    # `own_decoders`, then by id; as of the last time at which they were sorted.
+    place: tuple[float, int, InstanceId] = field(init=False)
+    is_placed: bool = False  # Among the prefill instances that are not drained.
 
     def __post_init__(self) -> None:
         self.rank = 0, self.id
+        self.place = 0.0, 0, self.id
 
     @classmethod
     def of(cls, info: InstanceInfo, prefill: PrefillTable | None = None) -> "Member":
