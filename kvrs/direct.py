@@ -31,8 +31,11 @@ _MOST_GATHERED_BYTES = 16 << 20  # Of all connections.
 _MAX_PIPELINED_BYTES = 64 << 10  # Of requests behind the one that is served.
 
 _REQUEST_LINE = re.compile(r"POST (/[!-~]*) HTTP/1\.1(?=\r\n)")
-# To the end of its line: a value with a control character is for the full parser.
-_FIELD = re.compile(r"\r\n([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*+([ -~]*+)(?=\r\n|\Z)")
+# To the end of its line, without the blanks around the value: one with a control character is for
+# the full parser.
+_FIELD = re.compile(
+    r"\r\n([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*+([!-~]*+(?: ++[!-~]++)*+) *+(?=\r\n|\Z)"
+)
 _LENGTH = re.compile(r"[0-9]{1,9}", re.ASCII)
 _UNUSUAL = ("Transfer-Encoding", "Content-Encoding", "Expect", "Upgrade")
 _UNIQUE = ("Content-Length", "Host")
@@ -73,7 +76,7 @@ def parse_head(data: bytes) -> _Head | None:
     # A line that is no field, or a bare CR or LF, is for the full parser.
     if len(fields) != text.count("\n") or len(fields) != text.count("\r"):
         return None
-    headers = CIMultiDict[str]([(name, value.rstrip(" \t")) for name, value in fields])
+    headers = CIMultiDict[str](fields)
     if len(headers) > _MOST_HEADERS:
         return None
     for name in _UNUSUAL:
@@ -247,10 +250,7 @@ class DirectConnection(asyncio.Protocol):
             return
         if self._request is not None or self._behind or self._is_full:
             self._keep_for_later(data)
-        else:
-            self._take(data)
-
-    def _take(self, data: bytes) -> None:
+            return
         if self._gathered:
             data = self._gathered + data
             if len(data) < self._needs_bytes:
@@ -265,8 +265,19 @@ class DirectConnection(asyncio.Protocol):
         if len(data) < end:
             self._gather(data, end)
             return
-        self._behind = data[end:]
-        self._serve(head, data[head.size_bytes : end])
+        self._behind, self.idle_since_s = data[end:], None
+        self._server.idle.pop(self, None)
+        self._request = request = DirectRequest(
+            head.path,
+            head.headers,
+            head.keep_alive,
+            head.body_bytes,
+            self.address,
+            self,
+            data[head.size_bytes : end],
+        )
+        work = self._answer(self._server.paths[head.path](request))
+        self._work = asyncio.get_running_loop().create_task(work)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._among.forget(self)
@@ -334,15 +345,6 @@ class DirectConnection(asyncio.Protocol):
 
     # With a request.
 
-    def _serve(self, head: _Head, body: bytes) -> None:
-        self.idle_since_s = None
-        self._server.idle.pop(self, None)
-        self._request = request = DirectRequest(
-            head.path, head.headers, head.keep_alive, len(body), self.address, self, body
-        )
-        work = self._answer(self._server.paths[head.path](request))
-        self._work = asyncio.get_running_loop().create_task(work)
-
     async def _answer(self, serve: Coroutine[Any, Any, web.Response | SentResponse]) -> None:
         try:
             response = await serve
@@ -353,11 +355,8 @@ class DirectConnection(asyncio.Protocol):
             # A bug: what is written already cannot be taken back.
             log.exception("request ended by a bug")
             self.abort()
-        else:
-            self._work = None
-            self._respond(response)
-
-    def _respond(self, response: web.Response | SentResponse) -> None:
+            return
+        self._work = None
         request, self._request = self._request, None
         transport = self.transport
         if transport is None:
@@ -387,8 +386,8 @@ class DirectConnection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         data, self._behind = self._behind, b""
-        if self.transport is not None and data:
-            self._take(data)
+        if data:
+            self.data_received(data)
 
     def _resume_reading(self) -> None:
         if self._is_paused:
