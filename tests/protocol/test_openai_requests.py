@@ -17,7 +17,13 @@ from kvrs.protocol.openai.chunks import (
     FunctionCall,
     ToolCall,
 )
-from kvrs.protocol.openai.requests import parse_chat_request, parse_completion_request
+from kvrs.protocol.openai.fields import EMBEDDED
+from kvrs.protocol.openai.requests import (
+    parse_chat_request,
+    parse_completion_request,
+    read_completion,
+)
+from kvrs.protocol.openai.structure import MAX_DEPTH
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -184,6 +190,26 @@ def test_null_equals_an_absent_field(body: Any) -> None:
     with pytest.raises(RequestError) as refusal:
         parse(body(**{**nulls, "top_p": "x"}))
     assert refusal.value.param == "top_p"
+
+
+def test_no_engine_gets_a_null_that_equals_an_absent_field() -> None:
+    """Not every engine accepts it, though the request is decoded with it."""
+    _, fields, _ = read_completion(completion(temperature=None, max_tokens=3), EMBEDDED)
+
+    assert set(fields) == {"prompt", "max_tokens"}
+
+
+@pytest.mark.parametrize(
+    "schema", [b"[" * MAX_DEPTH + b"]" * MAX_DEPTH, b"[" + b"{}," * 9 + b"{}]"]
+)
+def test_a_body_of_too_many_values_or_too_deep_is_refused_before_it_is_decoded(
+    schema: bytes,
+) -> None:
+    """However few bytes it has."""
+    body = b'{"prompt":"a","response_format":' + schema + b"}"
+
+    with pytest.raises(RequestError, match="allowed: at most"):
+        read_completion(body, EMBEDDED, max_elements=9)
 
 
 @pytest.mark.parametrize("prompt", ["é ka", [5, 6]])

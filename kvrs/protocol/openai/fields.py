@@ -238,7 +238,7 @@ def takes(api: ApiKind, backend: str) -> tuple[str, ...]:
 
 
 @cache
-def _kept_as_they_are(api: ApiKind, backend: str) -> frozenset[str]:
+def kept_as_they_are(api: ApiKind, backend: str) -> frozenset[str]:
     """The fields that `check_fields` keeps whatever their value, but for null."""
     kept = (Treatment.UNDERSTOOD, Treatment.PASSED, Treatment.WHOLE)
     return frozenset(
@@ -258,7 +258,7 @@ def check_fields(
     """
     kept: dict[str, msgspec.Raw] = {}
     unknown: list[str] = []
-    as_they_are = _kept_as_they_are(api, backend)
+    as_they_are = kept_as_they_are(api, backend)
     for name, value in given.items():
         # The same as an absent field, but not every engine accepts it.
         if len(value) == 4 and bytes(value) == b"null":

@@ -10,8 +10,15 @@ import msgspec
 
 from kvrs.errors import RequestError
 from kvrs.protocol.instance import KvrsParams, KvTransferParams
-from kvrs.protocol.openai.fields import EMBEDDED, VLLM, ApiKind, check_fields, takes
-from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
+from kvrs.protocol.openai.fields import (
+    EMBEDDED,
+    VLLM,
+    ApiKind,
+    check_fields,
+    kept_as_they_are,
+    takes,
+)
+from kvrs.protocol.openai.structure import MAX_DEPTH, MAX_ELEMENTS, check_structure
 from kvrs.protocol.token_ids import packed
 
 MAX_STOP_STRINGS = 16
@@ -181,6 +188,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (1e-6, 2.0),
     "n": (1, MAX_CHOICES),
 }
+# Where it is not the field's name.
+_ATTRIBUTES = {"temperature": "given_temperature"}
 LOGPROBS_RANGE = (0, MAX_TOP_LOGPROBS)
 
 
@@ -306,8 +315,10 @@ def _read(
         body.decode()
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
-    # The decoder reads one byte of a body that is no object.
-    if body.lstrip().startswith(b"{"):
+    # What is short and has few brackets needs no scan. The decoder reads one byte of a body that is
+    # no object.
+    is_scanned = len(body) >= max_elements or body.count(b"[") + body.count(b"{") > MAX_DEPTH
+    if is_scanned and body.lstrip().startswith(b"{"):
         check_structure(body, max_elements=max_elements)
     more: list[msgspec.Raw] = []
     try:
@@ -321,7 +332,9 @@ def _read(
         request = decode_as(decoder, given)
         if not more:
             fields = decode_as(_FIELDS, body)
-    return request, check_fields(fields, api, backend), more
+    if not kept_as_they_are(api, backend).issuperset(fields) or _NULL in fields.values():
+        fields = check_fields(fields, api, backend)
+    return request, fields, more
 
 
 def _plainly(body: bytes) -> tuple[Fields, list[msgspec.Raw]] | None:
@@ -362,7 +375,7 @@ def _check(
         raise RequestError("stream_options needs stream=true", param="stream_options")
     for name in given:  # Defaults are in range.
         if (allowed := RANGES.get(name)) is not None and name != in_any_range:
-            value, (lowest, highest) = getattr(request, name), allowed
+            value, (lowest, highest) = getattr(request, _ATTRIBUTES.get(name, name)), allowed
             if value is not None and not lowest <= value <= highest:
                 raise _out_of_range(name, value, lowest, highest)
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:

@@ -6,6 +6,7 @@ The bytes of a body are limited elsewhere; text may be as long as those allow.
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import accumulate
 
 from kvrs.errors import RequestError
@@ -28,6 +29,7 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _DEPTH = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
+@lru_cache(maxsize=16)
 def elements_within(max_model_len: int) -> int:
     """How many objects and lists a body may have for a model: each takes a token of the prompt at
     least.

@@ -108,7 +108,7 @@ class Admissions:
 
     def begin(self, request: ClientRequest, tenant: Tenant) -> ClientCall:
         """The record of a request, whose tenant is known. It holds nothing before its first step;
-        what it holds is given back at the end of `with call.held`.
+        what it holds is given back by `held.end`, or at the end of `with call.held`.
         """
         held = RequestUsage(self._budget, request.remote or "", tenant.meter)
         return ClientCall(request, request.path == generate.PATH, tenant, held, _NO_HEADERS)
@@ -297,7 +297,7 @@ class Admissions:
             for one in (parsed, *parsed.more):
                 # All attempts of a stream sample with its seed.
                 seed = one.request.seed
-                if one.request.temperature > 0 and seed is None:
+                if seed is None and one.request.given_temperature != 0:
                     seed = int.from_bytes(secrets.token_bytes(8)) >> 2
                 for index in range(one.request.n):
                     journal = Journal(
@@ -313,8 +313,8 @@ class Admissions:
                         replays=call.replays,
                     )
                     call.journals.append(journal)
-            wants_usage = parsed.request.wants_usage and len(call.journals) == 1
-            call.journals[0].wants_usage = wants_usage
+            if parsed.request.stream_options is not None and len(call.journals) == 1:
+                call.journals[0].wants_usage = parsed.request.wants_usage
         for journal in call.journals:
             journal.tenant, journal.name = tenant.mark, name
         if not call.echoes:

@@ -291,7 +291,7 @@ class ResponsesApi:
         except ClientGoneError:
             return _left(sse)
         finally:
-            self._serving.keep_alives.end(sse)
+            self._serving.keep_alives.open.discard(sse)
             begin.cancel()
             gone.cancel()
             if client.reader is reader:

@@ -1,7 +1,7 @@
 """Requests of streams are admitted, their streams run, and their clients get responses."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, assert_never
 
@@ -67,7 +67,7 @@ class Serving:
     async def directly(self, read: Read, request: DirectRequest) -> Response:
         """Serve a request without aiohttp's server, and without its middlewares."""
         try:
-            request.state[TENANT] = tenant = self._tenants.of(request)
+            request.state[TENANT] = tenant = self._tenants.only or self._tenants.of(request)
             return await self._serve(read, request, tenant)
         except RequestError as error:
             return error_response(error)
@@ -79,7 +79,7 @@ class Serving:
     async def _serve(self, read: Read, request: ClientRequest, tenant: Tenant) -> Response:
         """Admit a request and respond to it; count it by its outcome."""
         call = self.admissions.begin(request, tenant)
-        with call.held:
+        try:
             try:
                 await self.admissions.admit(call, read)
             except (RequestError, web.HTTPException):
@@ -91,9 +91,14 @@ class Serving:
                 if client is None or call.resume is not None:
                     outcome, response = await self._respond(call)
                 else:
-                    outcome = await self._stream(call, client)
-                    missing = missing_end(call) if outcome == Complete() else []
-                    response = await end_stream(client, outcome, missing)
+                    if call.merger is None and not call.is_generate:
+                        outcome = await self._driver.run(call.journals[0], client)
+                    else:
+                        outcome = await self._stream_choices(call, client)
+                    if isinstance(outcome, Complete):
+                        response = await client.finish(missing_end(call))
+                    else:
+                        response = await end_stream(client, outcome)
             except asyncio.CancelledError:
                 self._counts["client_gone"].value += 1
                 raise
@@ -103,9 +108,11 @@ class Serving:
                 return client if client.has_begun else web.Response(status=499)
             finally:
                 if client is not None:
-                    self.keep_alives.end(client)
+                    self.keep_alives.open.discard(client)
             self.count(outcome)
             return response
+        finally:
+            call.held.end()
 
     def count(self, outcome: Outcome) -> None:
         name = "complete"
@@ -120,13 +127,14 @@ class Serving:
             return self._respond_resumable(call, call.resume)
         return self._respond_whole(call)
 
-    def _stream(self, call: ClientCall, client: SseClient) -> Awaitable[Outcome]:
-        """Run the streams of a response. A coroutine of its own would last as long as they do."""
+    def _stream_choices(self, call: ClientCall, client: SseClient) -> Awaitable[Outcome]:
+        """Run the streams of a response whose events are not those of one engine. A coroutine of
+        its own would last as long as they do.
+        """
         journals, merger = call.journals, call.merger
         if call.is_generate:
             return self._driver.run(journals[0], GenerateClient(client))
-        if merger is None:
-            return self._driver.run(journals[0], client)
+        assert merger is not None
         streams: list[tuple[Journal, Client]] = [
             (journal, ChoiceClient(client, merger, index, journal, echo))
             for index, (journal, echo) in enumerate(zip(journals, call.echoes, strict=True))
@@ -174,7 +182,7 @@ class Serving:
                 await keyed.flushed(_FLUSH_TIMEOUT_S)
             keyed.close()  # No event follows the end of the response.
             if call.client is not None:
-                return outcome, await end_stream(call.client, outcome, [])
+                return outcome, await end_stream(call.client, outcome)
             make = partial(answer, call.parsed, [journal], [gathered], [echo])
             return outcome, whole_response(outcome, make, call.headers)
         finally:
@@ -196,22 +204,23 @@ class Serving:
         return keyed.failure or outcome
 
 
-def missing_end(call: ClientCall) -> list[bytes]:
+def missing_end(call: ClientCall) -> bytes:
     """The events that a complete response still lacks."""
     first, parsed, merger = call.journals[0], call.parsed, call.merger
     if len(call.journals) == 1:
-        return first.missing_end() if first.wants_usage else []
+        return b"".join(map(sse, first.missing_end())) + DONE if first.wants_usage else DONE
     assert merger is not None
     assert merger.head is not None
-    usage = [parsed.endpoint.event(merger.head, [], total_usage(call.journals))]
-    return usage if parsed.request.wants_usage else []
+    if not parsed.request.wants_usage:
+        return DONE
+    return sse(parsed.endpoint.event(merger.head, [], total_usage(call.journals))) + DONE
 
 
-async def end_stream(client: SseClient, outcome: Outcome, missing: Sequence[bytes]) -> Response:
-    """End a streamed response, after the events that it still lacks."""
+async def end_stream(client: SseClient, outcome: Outcome) -> Response:
+    """End a streamed response that has all its events."""
     match outcome:
         case Complete():
-            return await client.finish(b"".join(map(sse, missing)) + DONE)
+            return await client.finish(DONE)
         case Failed() if not client.has_begun:
             return refusal(outcome)
         case Failed():

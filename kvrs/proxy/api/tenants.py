@@ -57,7 +57,7 @@ class Tenants:
         self._ring = ring
         self._clock = clock
         self._guesses = GuessLimit()
-        self._anonymous = Tenant()
+        self.only: Tenant | None = Tenant()  # That of every request; None: there are API keys.
         self._by_name: dict[str, Tenant] = {}
         self._by_hash: dict[bytes, Tenant] = {}
         self._settings = read_tenants(config.security, os.environ)
@@ -83,8 +83,8 @@ class Tenants:
 
     def of(self, request: ClientRequest) -> Tenant:
         """Raises RequestError: the key is missing or unknown, or its tenant is not enabled."""
-        if self._settings is None:
-            return self._anonymous
+        if self.only is not None:
+            return self.only
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         given = key.strip().encode("utf-8", "surrogateescape")
         if scheme.lower() != "bearer" or not given or len(given) > _LONGEST_KEY_BYTES:
@@ -166,7 +166,7 @@ class Tenants:
         ]
 
     def _apply(self, settings: dict[str, TenantSettings]) -> None:
-        self._settings = settings
+        self._settings, self.only = settings, None
         by_name: dict[str, Tenant] = {}
         by_hash: dict[bytes, Tenant] = {}
         for name, limits in settings.items():

@@ -131,7 +131,6 @@ def _call(
 ) -> Call:
     endpoint = journal.parsed.endpoint
     history = journal.prompt if replays else journal.history
-    prompt_tokens = journal.prompt_tokens
     # A plain engine would render a chat's messages again; it takes ids in completions only.
     is_continued_chat = endpoint is CHAT and not exact and not replays and bool(journal.output_ids)
     if is_continued_chat:
@@ -143,15 +142,16 @@ def _call(
         left_out = _NOT_FOR_DECODE_OF_IDS if has_ids else _NEVER_FORWARDED
     if is_continued_chat:
         left_out |= NOT_FOR_COMPLETIONS
-    given = journal.parsed.fields.items()
-    fields: dict[str, Any] = {name: value for name, value in given if name not in left_out}
+    fields: dict[str, Any] = dict(journal.parsed.fields.items())
+    for name in left_out.intersection(fields):
+        del fields[name]
     fields["return_token_ids"] = True
     if journal.spoilt_attempt:
         fields["cache_salt"] = _salt_since(journal, fields.get("cache_salt"))
     fields["kvrs"] = params = KvrsParams(
         journal.stream,
         attempt,
-        prompt_tokens,
+        len(journal.prompt_ids or ()),
         owner_epoch=journal.owner_epoch,
         slot_token=slot_token,
     )

@@ -22,7 +22,14 @@ from kvrs.protocol.instance import (
     RankAnswer,
     RankRequest,
 )
-from kvrs.protocol.openai.chunks import NOT_A_NUMBER, Usage, error_body, error_kind, refusal_body
+from kvrs.protocol.openai.chunks import (
+    NOT_A_NUMBER,
+    PromptDetails,
+    Usage,
+    error_body,
+    error_kind,
+    refusal_body,
+)
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call
@@ -134,11 +141,12 @@ def _prefilled(body: bytes) -> Prefilled:
             "return_token_ids"
         )
     transfer = answer.kv_transfer_params
+    details = None if answer.usage is None else answer.usage.prompt_tokens_details
     return Prefilled(
         prompt_ids,
         # Copied: where it lies in the answer it would keep all of it.
         None if bytes(transfer) in _ABSENT else transfer.copy(),
-        cached_tokens=None if answer.usage is None else answer.usage.cached_tokens,
+        cached_tokens=details.cached_tokens if isinstance(details, PromptDetails) else None,
     )
 
 

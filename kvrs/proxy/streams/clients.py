@@ -236,18 +236,15 @@ class KeepAlives:
 
     def __init__(self, interval_s: float | None) -> None:
         self._interval_s = interval_s
-        self._open: set[SseClient] = set()
+        self.open: set[SseClient] = set()  # Until they are discarded from it.
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, client: SseClient) -> None:
-        """Keep the connection of this client alive, until `end`."""
+        """Keep the connection of this client alive, while it is in `open`."""
         if self._interval_s is not None:
-            self._open.add(client)
+            self.open.add(client)
             if self._timer is None:
                 self._arm(self._interval_s)
-
-    def end(self, client: SseClient) -> None:
-        self._open.discard(client)
 
     def _arm(self, interval_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -255,7 +252,7 @@ class KeepAlives:
 
     def _look(self, interval_s: float) -> None:
         self._timer = None
-        for client in list(self._open):
+        for client in list(self.open):
             client.break_silence()
-        if self._open:
+        if self.open:
             self._arm(interval_s)

@@ -153,6 +153,10 @@ class RequestUsage:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Give all of it back."""
         self.resize(0)
         self.is_over = True
         if self.meter is not None:
@@ -310,7 +314,8 @@ class ParsedRequest:
 
     def _drop_prompt(self) -> None:
         # The others are copied: one that lies in the body keeps all of it.
-        others = {name: value for name, value in self.fields.items() if name != "prompt"}
+        others = dict(self.fields.items())
+        others.pop("prompt", None)
         self.fields = PackedFields(msgspec.json.encode(others))
         self.fields_bytes = sum(map(len, others.values()))
 

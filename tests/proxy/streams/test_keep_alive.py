@@ -104,7 +104,7 @@ async def test_only_a_stream_that_was_silent_since_the_last_look_gets_a_comment(
     system.script.gate, system.script.gate_at = asyncio.Event(), 1
     response = await post(system)
     await response.content.readuntil(b"\n\n")
-    (client,) = keep_alives(system)._open
+    (client,) = keep_alives(system).open
 
     client.break_silence()  # The event came before this look.
     client.break_silence()
@@ -113,7 +113,7 @@ async def test_only_a_stream_that_was_silent_since_the_last_look_gets_a_comment(
     rest = await response.read()
 
     assert rest.count(COMMENT) == 2
-    assert not keep_alives(system)._open
+    assert not keep_alives(system).open
     client.break_silence()
     client.break_silence()
     assert (await (await post(system)).read()).count(COMMENT) == 0
@@ -128,7 +128,7 @@ async def test_a_client_that_does_not_read_gets_no_comments(build: ProxyClusterB
     fields = b"Host: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
     writer.write(b"POST /v1/completions HTTP/1.1\r\n" + fields + body)
     await reader.readline()
-    (client,) = keep_alives(system)._open
+    (client,) = keep_alives(system).open
     await system.until(lambda: _truth(client.blocked))
 
     for _ in range(3):
@@ -147,7 +147,7 @@ async def test_null_turns_comments_off(build: ProxyClusterBuilder) -> None:
     asking = asyncio.create_task(post(system))
     await system.until_streams_hold(0)
 
-    assert not keep_alives(system)._open
+    assert not keep_alives(system).open
     assert keep_alives(system)._timer is None
     system.script.gate.set()
     assert COMMENT not in await (await asking).read()
@@ -159,7 +159,7 @@ async def test_one_timer_serves_all_streams(build: ProxyClusterBuilder) -> None:
     system.script.gate = asyncio.Event()
     responses = await asyncio.gather(*(post(system) for _ in range(5)))
 
-    assert len(keep_alives(system)._open) == 5
+    assert len(keep_alives(system).open) == 5
     system.script.gate.set()
     for response in responses:
         assert (await response.read()).endswith(b"data: [DONE]\n\n")
