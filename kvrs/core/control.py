@@ -228,14 +228,15 @@ class Control(Generic[S]):
                 if self._trace is not None:
                     self._trace(now_s, event, actions)
                 for action in actions:
-                    self._carry_out(action, now_s)
+                    if isinstance(action, act.Start):
+                        self._start(action, now_s)
+                    else:
+                        self._carry_out(action, now_s)
         finally:
             self._telling = False
 
-    def _carry_out(self, action: act.Action, now_s: float) -> None:
+    def _carry_out(self, action: act.AfterStart, now_s: float) -> None:
         match action:
-            case act.Start():
-                self._start(action, now_s)
             case act.Redirect():
                 self._redirect(action)
             case act.Halt():

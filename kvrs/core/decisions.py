@@ -65,8 +65,8 @@ class Decisions:
         compute_s, is_covered = table.seconds_for(tokens), table.covers(tokens)
         if prefill is not decode:
             size_bytes = tokens * prefill.bytes_per_token
-            bytes_per_s = self._view.bytes_per_s(prefill.node, decode.node)
-            transfer_s = self._settings.handshake_s + size_bytes / bytes_per_s
+            link = self._view.links.get((prefill.node, decode.node), self._view.assumed_link)
+            transfer_s = self._settings.handshake_s + size_bytes / link.bytes_per_s
         total_s = queue_s + compute_s + transfer_s
         source = None if prefill is decode else prefill.id
         estimate = Estimate(
@@ -80,15 +80,21 @@ class Decisions:
             raw_s=total_s,
             source=source,
         )
-        budget_s = self.budget_s(stream, now_s)
+        budget_s = self.budget_s(stream, now_s) if self._slo.abort else None
         in_time = budget_s is None or total_s <= budget_s
         plan = act.Plan(decode.id, source) if in_time else None
-        refusal = None if stream.attempt.number else self._refusal(stream, estimate, now_s)
+        # Where one instance does both there is one queue.
+        wait_s = queue_s if source is None else queue_s + decode.queue_s
+        refusal = None
+        if wait_s > 0 and not stream.attempt.number:
+            refusal = self._refusal(stream, estimate, wait_s, now_s)
         return Decision(estimate, (estimate,), plan, refusal=refusal)
 
-    def _refusal(self, stream: Stream, chosen: Estimate, now_s: float) -> act.StreamRefusal | None:
-        """Why a stream that has had no attempt is not to start, by its predicted wait; None: it
-        may. So load is shed before the engines drown.
+    def _refusal(
+        self, stream: Stream, chosen: Estimate, wait_s: float, now_s: float
+    ) -> act.StreamRefusal | None:
+        """Why a stream that has had no attempt is not to start, by its predicted wait in the
+        queues; None: it may. So load is shed before the engines drown.
 
         A request is refused where the wait in the queues of its prefill and its decode instance
         passes the bound, or makes it miss a deadline that it would keep on an idle cluster. A queue
@@ -99,11 +105,6 @@ class Decisions:
         attempt is a recovery. All of it takes a fixed number of operations while the queues are
         short.
         """
-        wait_s = chosen.queue_s
-        if chosen.source is not None:  # Else one instance does both.
-            wait_s += self._view.members[chosen.target].queue_s
-        if wait_s <= 0:
-            return None
         bound_s = self._settings.admission.wait_s
         if wait_s > bound_s:
             return act.StreamRefusal(

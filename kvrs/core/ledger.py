@@ -165,7 +165,7 @@ class Ledger:
     def deny(self, stream: Stream, until_s: float) -> None:
         """No slot for the attempt before then: back to the stream's former place in the queue."""
         self.slots.deny(stream.id, until_s)
-        self._end_attempt(stream)
+        self._leave(stream)
         self._enter(stream, Stage.QUEUED)
 
     def forget(self, stream: Stream) -> None:
@@ -204,7 +204,10 @@ class Ledger:
         )
         member.running.add(stream.id)
         predicted_s = 0.0 if attempt.decision is None else attempt.decision.chosen.total_s
-        member.answers.awaits(stream.id, predicted_s, self.view.now_s)
+        answers, now_s = member.answers, self.view.now_s
+        if not answers.awaited:
+            answers.awaited_from_s = now_s
+        answers.awaited[stream.id] = now_s, predicted_s
         self._enter(stream, stage)
 
     def _leave(self, stream: Stream) -> None:
@@ -213,9 +216,6 @@ class Ledger:
             self.slots.release(stream.id)
         if stream.stage is Stage.QUEUED:
             self.slots.leave(stream.id)
-        self._end_attempt(stream)
-
-    def _end_attempt(self, stream: Stream) -> None:
         attempt = stream.attempt
         if not attempt.resumed:  # Else they were settled by its first token.
             self.settle_bookings(stream)

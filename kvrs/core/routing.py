@@ -157,10 +157,11 @@ def own_decode(
 ) -> Member | None:
     """The least loaded decode instance on the node of `prefill` that can have its hand-off."""
     best: Member | None = None
+    is_quick = is_free and not closed_too
     for member in prefill.own_decoders:
         if best is not None and best.rank < member.rank:
             continue
-        if (is_free and member.is_clear(view.now_s)) or (
+        if (is_quick and member.is_clear(view.now_s)) or (
             may_have(view, member, stream, barred_too=barred_too)
             and (closed_too or _takes(view, member, stream))
         ):
@@ -257,8 +258,13 @@ def hand_off_to(
     if planned.own_prefill == prefill.id:
         return planned  # One call for both stages: it decodes already.
     is_left = planned.reforming is not None and planned.is_drained
-    is_own = settings.handoff is Handoff.OWN_PAIR and stream.is_served_at(planned)
-    if is_own and not is_left and planned.is_clear(view.now_s):
+    is_own = settings.handoff is Handoff.OWN_PAIR
+    if (
+        is_own
+        and (not stream.name or stream.is_served_at(planned))
+        and not is_left
+        and planned.is_clear(view.now_s)
+    ):
         return planned
     others = (
         member

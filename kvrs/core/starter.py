@@ -334,7 +334,7 @@ class Starter:
         self._actions.append(act.Start(stream.id, number, plan))
         if number == 1 and self.retries.used:
             self.retries.started(len(self._ledger.streams), now_s)
-        if stream.recovers:
+        if number > 1 or stream.adopted:
             record = act.Recovered(
                 stream.id,
                 number,

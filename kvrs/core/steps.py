@@ -145,7 +145,8 @@ class Steps:
     def _note_kv(self, stream: Stream, prefill: Member, history_tokens: int) -> None:
         stream.note_prefill(history_tokens)
         # It may be an answer from before the re-forming in which cells of the pages were lost.
-        if (prefill.retains or prefill.caches) and not prefill.has_lost_cells(stream.id):
+        has_whole = prefill.reforming is None or not prefill.has_lost_cells(stream.id)
+        if has_whole and (prefill.retains or prefill.caches):
             pages = history_tokens // prefill.page_size_tokens
             self._ledger.kv_locations.retain(stream, prefill, pages)
 
@@ -199,7 +200,8 @@ class Steps:
             self._ledger.arrived(stream)
             return
         decision = stream.attempt.decision
-        if decision is not None and (decision.chosen.option is not Option.START or stream.recovers):
+        recovers = stream.adopted or stream.attempt.number > 1
+        if decision is not None and (recovers or decision.chosen.option is not Option.START):
             self._actions.append(self._decisions.settle(stream, decision, now_s))
         if home is not None:
             self._note_answer(stream, home, now_s)

@@ -520,7 +520,7 @@ def test_an_answer_is_overdue_after_two_seconds_where_none_was_predicted_to_take
 ) -> None:
     health = AnswerHealth()
 
-    health.awaits(A, 0.0, 10.0)
+    health.awaited_from_s, health.awaited[A] = 10.0, (10.0, 0.0)
 
     assert health.is_overdue(10.0 + after_s, queue_s=0.0) is is_overdue
 

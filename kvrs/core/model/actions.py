@@ -172,9 +172,8 @@ class WakeAt(msgspec.Struct, frozen=True, gc=False):
     at_s: float
 
 
-Action = (
-    Start | Stay | Redirect | Halt | Recovered | Settled | GiveUp | Ejected | Readmitted | WakeAt
-)
+AfterStart = Stay | Redirect | Halt | Recovered | Settled | GiveUp | Ejected | Readmitted | WakeAt
+Action = Start | AfterStart
 
 # What people are shown, beside what is done.
 Record = Redirect | Recovered | Settled | Ejected | Readmitted

@@ -166,17 +166,13 @@ class AnswerHealth:
         self.is_ejected, self.pauses, self.cause = False, 0, ""
         self.busy_until_s, self.busies, self.tried_by = None, 0, None
 
-    def awaits(self, stream: StreamId, predicted_s: float, now_s: float) -> None:
-        """The stream waits for its answer from now on."""
-        if not self.awaited:
-            self.awaited_from_s = now_s
-        self.awaited[stream] = now_s, predicted_s
-
     def answered(self, stream: StreamId, started_s: float, now_s: float) -> bool:
         """An attempt that began at `started_s` has its prefill or its first token; whether the
         instance was ejected until now.
         """
-        self.left(stream)
+        self.awaited.pop(stream, None)
+        if self.probe == stream:
+            self.probe = None
         self.answered_s = now_s
         self.count(now_s, answered=True)
         if self.until_s is not None and started_s < self.closed_s:

@@ -278,11 +278,6 @@ class Stream:
     def history_tokens(self) -> int:
         return self.prompt_tokens + self.produced_tokens
 
-    @property
-    def recovers(self) -> bool:
-        """The attempt, or the next one where there is none yet, is a recovery."""
-        return self.adopted or self.attempt.number > 1
-
     def due_s(self, deadlines: ev.Deadlines | None = None) -> float:
         """The time by which the next token must have come, by its own deadlines or by these.
 
