@@ -56,8 +56,8 @@ class CallFault(Enum):
 
 class Attempt(Generic[S]):
     __slots__ = (
-        *("_control", "_first_token_timeout_s", "_is_reported", "_produced_before"),
-        *("_waits_for", "computes", "failed_at", "has_resumed", "live", "number", "plan"),
+        *("_control", "_is_reported", "_produced_before", "_waits_for", "computes", "failed_at"),
+        *("first_token_timeout_s", "has_resumed", "live", "number", "plan"),
     )
 
     def __init__(self, control: Control[S], live: S, plan: act.Plan) -> None:
@@ -72,7 +72,7 @@ class Attempt(Generic[S]):
         # the output belongs to that.
         self.computes: InstanceId | None = None
         self._produced_before = 0
-        self._first_token_timeout_s = 0.0
+        self.first_token_timeout_s = 0.0
         self._waits_for: tuple[InstanceId, ...] = ()  # What its silence is that of.
 
     @property
@@ -100,7 +100,7 @@ class Attempt(Generic[S]):
         there = control.instances.known[self.failed_at]
         if there.retains:
             self.live.note_prefilled(self.failed_at)
-        self._first_token_timeout_s = there.first_token_timeout_s(control.progress.longest_gap_s)
+        self.first_token_timeout_s = there.first_token_timeout_s(control.progress.longest_gap_s)
         self._waits_for = (self.failed_at,)
         if not is_one_call:
             return self.failed_at
@@ -138,9 +138,9 @@ class Attempt(Generic[S]):
         self.failed_at, there = decode, control.instances.known[decode]
         timeout_s = there.first_token_timeout_s(control.progress.longest_gap_s)
         if self.computes is None:
-            self._first_token_timeout_s, self._waits_for = timeout_s, (decode,)
+            self.first_token_timeout_s, self._waits_for = timeout_s, (decode,)
         else:
-            self._first_token_timeout_s = max(self._first_token_timeout_s, timeout_s)
+            self.first_token_timeout_s = max(self.first_token_timeout_s, timeout_s)
             self._waits_for = (decode, self.computes)
         if not self.plan.runs:  # A hand-off of a prefill is not counted.
             return None
@@ -151,7 +151,7 @@ class Attempt(Generic[S]):
     def limit_s(self, heard_s: float, now_s: float) -> float:
         """Return how long the call may be silent."""
         if not self.has_resumed:
-            return self._first_token_timeout_s
+            return self.first_token_timeout_s
         return self._control.progress.token_gap_s(self.live, self.plan.decode, heard_s, now_s)
 
     def is_excused(self, now_s: float) -> bool:

@@ -23,7 +23,7 @@ from kvrs.errors import ConfigError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
-from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
+from kvrs.proxy.backends.bodies import decode_call, prefill_call
 from kvrs.proxy.fleet.slots import SlotDeniedError
 from kvrs.proxy.streams.clients import Client, ClientGoneError
 from kvrs.proxy.streams.continuation import Continuation, EngineText
@@ -100,10 +100,6 @@ class OpenStream(LiveStream):
         spent = dict(zip(_PLACES, self.spent_s, strict=True))
         spent[self.phase] += now_s - self.entered_s
         return spent
-
-    def resolve(self, outcome: Outcome) -> None:
-        if not self.outcome.done():
-            self.outcome.set_result(outcome)
 
 
 class AttemptCalls:
@@ -214,13 +210,17 @@ class AttemptCalls:
         return Continuation(journal, await tokenizer.load())
 
     async def _prefill(self, instance: InstanceId) -> Prefilled:
-        await self._turn()
+        if self._attempt.number > 1:
+            await self._turn()
         journal, plan = self._live.journal, self._attempt.plan
         places = self._instances.places(instance, plan) if plan.places else ()
         traced: AbstractContextManager[CallSpan | None] = _NO_SPAN
         if self._trace is not None:
             traced = self._trace.call("prefill", instance, journal)
-        with traced as span, Watchdog(self._attempt.limit_s, self._is_excused):
+        watchdog = Watchdog(
+            self._attempt.limit_s, self._is_excused, first_s=self._attempt.first_token_timeout_s
+        )
+        with traced as span, watchdog:
             call = prefill_call(
                 journal,
                 self._attempt.number,
@@ -246,7 +246,8 @@ class AttemptCalls:
             self._check_exactness(plan.decode)
         asked = attempt.decode()
         slot = 0 if asked is None else await self._driver.slots.acquire(asked)
-        await self._turn()
+        if attempt.number > 1:
+            await self._turn()
         exact = self._instances.known[plan.decode].resumes_exactly
         silence = SilenceTimer(self._driver.clock())
         self._relay = relay = self._new_relay(continuation, exact, silence)
@@ -256,10 +257,25 @@ class AttemptCalls:
         traced: AbstractContextManager[CallSpan | None] = _NO_SPAN
         if self._trace is not None:
             traced = self._trace.call("decode", plan.decode, live.journal)
+        watchdog = Watchdog(
+            attempt.limit_s, self._is_excused, silence, first_s=attempt.first_token_timeout_s
+        )
         try:
-            with traced as self._span, Watchdog(attempt.limit_s, self._is_excused, silence):
-                decoded = backend.decode(self._decode_call(transfer, slot, exact), relay)
-                del transfer, continuation  # The answer may take minutes.
+            with traced as self._span, watchdog:
+                call = decode_call(
+                    live.journal,
+                    attempt.number,
+                    plan.runs,
+                    self._instances.places(plan.decode, plan) if plan.places else (),
+                    transfer,
+                    exact=exact,
+                    replays=plan.replays,
+                    slot_token=slot,
+                    traceparent=None if self._span is None else self._span.traceparent,
+                )
+                live.journal.parsed.pack()
+                decoded = backend.decode(call, relay)
+                del call, transfer, continuation  # The answer may take minutes.
                 await decoded
                 relay.check_end()
         except ErrorEventError as error:
@@ -276,25 +292,8 @@ class AttemptCalls:
         """Have the victims of one death call one after the other, each in a turn of the event loop
         of its own: in between, tokens of other streams and other models are passed on.
         """
-        if self._attempt.number > 1:
-            async with self._driver.turns:
-                await asyncio.sleep(0)
-
-    def _decode_call(self, transfer: msgspec.Raw | None, slot: int, exact: bool) -> Call:
-        plan, instances, journal = self._attempt.plan, self._instances, self._live.journal
-        call = decode_call(
-            journal,
-            self._attempt.number,
-            plan.runs,
-            instances.places(plan.decode, plan) if plan.places else (),
-            transfer,
-            exact=exact,
-            replays=plan.replays,
-            slot_token=slot,
-            traceparent=None if self._span is None else self._span.traceparent,
-        )
-        journal.parsed.pack()
-        return call
+        async with self._driver.turns:
+            await asyncio.sleep(0)
 
     def _is_excused(self) -> bool:
         relay = self._relay

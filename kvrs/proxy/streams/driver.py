@@ -5,8 +5,8 @@ and its decisions about streams, performed with tasks, timers and clients.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, assert_never
+from collections.abc import Callable, Mapping
+from typing import assert_never
 
 from kvrs.config.file import Config
 from kvrs.config.proxy import Inexact
@@ -147,7 +147,8 @@ class Driver:
             self.fail(live, failure)
 
     def fail(self, live: OpenStream, failure: Failed) -> None:
-        live.resolve(failure)
+        if not live.outcome.done():
+            live.outcome.set_result(failure)
         self.control.close(live, self.clock())
 
     # What attempts report.
@@ -224,14 +225,18 @@ class TaskShell:
         self._quiet: asyncio.Future[None] | None = None
         self._wakes: set[asyncio.TimerHandle] = set()
 
-    def begin_attempt(self, live: OpenStream, plan: act.Plan) -> None:
-        live.enter(
-            StreamPhase.DECODE if plan.prefill is None else StreamPhase.PREFILL,
-            plan.prefill or plan.decode,
-        )
+    def begin_attempt(self, live: OpenStream, plan: act.Plan, *, gives_end: bool = False) -> None:
+        if not gives_end:
+            phase = StreamPhase.DECODE if plan.prefill is None else StreamPhase.PREFILL
+            live.enter(phase, plan.prefill or plan.decode)
         # A client that has just left ends its stream when its own task runs.
-        if not live.outcome.done():
-            self._start(live, AttemptCalls(live, plan, self._driver).run())
+        if live.outcome.done():
+            return
+        # It begins in a turn of its own: decisions that belong together are carried out before.
+        work = AttemptCalls(live, plan, self._driver).run(gives_end=gives_end)
+        live.task = task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = live
+        task.add_done_callback(self._task_ended)
 
     def end_attempt(self, live: OpenStream) -> None:
         live.enter(StreamPhase.WAITING, None)
@@ -244,7 +249,7 @@ class TaskShell:
             live.expect_token()
 
     def give_end(self, live: OpenStream, plan: act.Plan) -> None:
-        self._start(live, AttemptCalls(live, plan, self._driver).run(gives_end=True))
+        self.begin_attempt(live, plan, gives_end=True)
 
     def stream_closed(self, live: OpenStream) -> None:
         self._metrics.streams.ended(live, self._clock())
@@ -268,12 +273,6 @@ class TaskShell:
     def count_slot(self, outcome: SlotOutcome) -> None:
         self._metrics.slots.labels(outcome).inc()
 
-    def _start(self, live: OpenStream, work: Coroutine[Any, Any, None]) -> None:
-        # It begins in a turn of its own: decisions that belong together are carried out before.
-        live.task = task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = live
-        task.add_done_callback(self._task_ended)
-
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         live = self._tasks.pop(task)
         error = None if task.cancelled() else task.exception()
@@ -290,16 +289,17 @@ class TaskShell:
         is_refused = isinstance(outcome, act.GiveUp) and outcome.reason is act.Reason.REFUSED
         if live.refused_by and not is_refused:
             blame_refusers(self._metrics, live)
+        found: Outcome
         match outcome:
             case Complete():
-                live.resolve(outcome)
+                found = outcome
             case act.GiveUp(reason=act.Reason.REFUSED):
                 assert live.refusal is not None
                 self._metrics.admission.given_up.labels(act.Reason.REFUSED).inc()
                 self._recoveries.rejected(live.id)
                 extra = {"stream": live.id, "cause": outcome.message}
                 log.info("request rejected", extra=extra)
-                live.resolve(live.refusal)
+                found = live.refusal
             case act.GiveUp():
                 self._metrics.admission.given_up.labels(outcome.reason).inc()
                 if outcome.reason not in _SHED:
@@ -314,15 +314,17 @@ class TaskShell:
                 body = error_body(outcome.message, kind=kind, code=outcome.reason)
                 is_final = outcome.reason in _NOT_AGAIN
                 retry_after_s = None if is_final else outcome.retry_after_s
-                live.resolve(Failed(status, body, retry_after_s))
+                found = Failed(status, body, retry_after_s)
             case CannotContinue():
                 log.warning(
                     "stream cannot continue", extra={"stream": live.id, "cause": outcome.cause}
                 )
                 body = error_body(outcome.cause, kind="server_error", code="inexact")
-                live.resolve(Failed(502, body))
+                found = Failed(502, body)
             case _:
                 assert_never(outcome)
+        if not live.outcome.done():
+            live.outcome.set_result(found)
 
     def wake_at(self, at_s: float) -> None:
         def wake() -> None:

@@ -156,13 +156,15 @@ class Relay:
         if self._path is None:
             # Its head may have another length than that of the first event.
             has_head = template.before.startswith(CHOICES, self._head_bytes)
-            if not has_head or not (self._client.direct or self._client.take_token):
+            direct = self._client.direct
+            if not has_head or not (direct or self._client.take_token):
                 return None
             self._path = TokenPath(
                 self._journal,
                 template,
                 self._head_bytes,
                 self._client,
+                direct,
                 delivered=self._delivered,
                 silence=self.silence,
                 clock=self._clock,
@@ -268,16 +270,17 @@ class Relay:
         if self._template is not None and (found := self._template.read(data)) is not None:
             token_id, ids_at = found
             self._append([token_id])
-            if self._foreign_head or self._wants_ids:
-                return self._trim(data)
-            return data[:ids_at] + self._template.rest
-        ids = None if self._reads_all else next_token_ids(data)
-        if not ids:
+            if not self._wants_ids:
+                data = data[:ids_at] + self._template.rest
+            return self._trim(data) if self._foreign_head else data
+        found_ids = None if self._reads_all else next_token_ids(data)
+        if found_ids is None:
             return self._take_rare(data)
+        ids, without_ids = found_ids
         if self._lessons and self._template is None and not self._first_event:
             self._lessons -= 1
             self._template = EventTemplate.of(data)
-        event = self._trim(data)
+        event = self._trim(data if self._wants_ids else without_ids)
         self._append(ids)
         return event
 
@@ -316,7 +319,7 @@ class Relay:
                 ),
                 choice,
             )
-        trimmed = self._trim(data)
+        trimmed = self._trim(data if self._wants_ids else cut_list(data, TOKEN_IDS))
         self._append(ids)
         self._journal.finish_reason = choice.finish_reason
         self._journal.stop_reason = choice.stop_reason
@@ -387,7 +390,7 @@ class Relay:
         journal.output_ids.extend(ids)
 
     def _trim(self, data: bytes) -> bytes:
-        """The client's form of an event: with ids only if it wants them, and with the stream's
+        """The client's form of an event, which has ids only if it wants them: with the stream's
         head.
         """
         journal = self._journal
@@ -407,8 +410,6 @@ class Relay:
         if self._foreign_head:
             assert journal.head is not None
             data = journal.head + data[len(head_of(data)) :]
-        if not self._wants_ids:
-            data = cut_list(data, TOKEN_IDS)
         return data
 
 

@@ -13,6 +13,7 @@ from prometheus_client.core import Metric, Sample
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from kvrs.core.model.streams import mean_interval_s
 from kvrs.proxy.streams.attempts import OpenStream, StreamPhase
 
 SECONDS = (
@@ -190,11 +191,12 @@ class StreamMetrics:
         first_s, arrived_s = journal.first_write_s, journal.arrived_s
         if first_s is not None:
             found.append((self._gap, journal.longest_gap_s))
-        if (interval_s := journal.token_interval_s) is not None:
+        interval_s = mean_interval_s(first_s, journal.last_write_s, len(journal.output_ids))
+        if interval_s is not None:
             found.append((self._tpot, interval_s))
         # A stream resumed from another proxy has arrived there, and had its first token there.
         if not journal.owner_epoch:
-            self._prompt_tokens.value += journal.prompt_tokens
+            self._prompt_tokens.value += len(journal.prompt_ids or ())
             if first_s is not None:
                 found.append((self._ttft, first_s - arrived_s))
             if journal.finish_reason is not None:

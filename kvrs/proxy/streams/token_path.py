@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvrs.core.fleet.silence import Delivered, SilenceTimer
-from kvrs.proxy.streams.clients import Client
+from kvrs.proxy.streams.clients import Client, SseClient
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.sse import EventTemplate, shared
 
@@ -75,13 +75,16 @@ class TokenPath:
         template: EventTemplate,
         head_bytes: int,
         client: Client,
+        direct: SseClient | None,
         *,
         delivered: Delivered,
         silence: SilenceTimer,
         clock: Callable[[], float],
         relay: "Relay",
     ) -> None:
-        """`head_bytes`: of the events' head, in the place of which the client gets the stream's."""
+        """`head_bytes`: of the events' head, in the place of which the client gets the stream's;
+        `direct`: as of `client`.
+        """
         assert journal.head is not None
         self._journal = journal
         self._attempt = journal.attempt
@@ -89,7 +92,7 @@ class TokenPath:
         self._most_tokens = _MOST_TOKENS if most is None else most
         self._client = client
         self._take_token = client.take_token
-        self._direct = direct = client.direct
+        self._direct = direct
         self._transport = None if direct is None else direct.transport
         self._delivered = delivered
         self._silence = silence
@@ -165,5 +168,9 @@ class TokenPath:
             self._relay.wait_for_room()
         self._silence.heard_s = self._delivered.last_s = now_s
         self._delivered.tokens += 1
-        journal.wrote(now_s)
+        # As `Journal.wrote`. The event that the template was learnt from has been written.
+        last_s, journal.last_write_s = journal.last_write_s, now_s
+        assert last_s is not None
+        if now_s - last_s > journal.longest_gap_s:
+            journal.longest_gap_s = now_s - last_s
         return True

@@ -132,7 +132,7 @@ class Pool:
         """
         while self._kept:
             upstream, _ = self._kept.popitem()
-            if upstream.is_open:
+            if not upstream.transport.is_closing():
                 return upstream
         return await connect_with_descriptor(self._connect, self._url)
 

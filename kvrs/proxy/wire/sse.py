@@ -59,7 +59,11 @@ class EventSplitter:
         self.rest = parts.pop()
         if len(self.rest) > self.max_event_bytes:
             raise UpstreamError(f"sent an event of more than {self.max_event_bytes} bytes")
-        return [payload for payload in map(_payload, parts) if payload is not None]
+        payloads: list[bytes] = []
+        for part in parts:
+            if (payload := _payload(part)) is not None:
+                payloads.append(payload)
+        return payloads
 
 
 def _payload(part: bytes) -> bytes | None:
@@ -72,18 +76,20 @@ def _payload(part: bytes) -> bytes | None:
     return b" ".join(lines) if lines else None
 
 
-def next_token_ids(data: bytes) -> list[int] | None:
-    """The ids of a plain token event; None for every rarer kind (no ids, a finish, usage, an
-    error).
+def next_token_ids(data: bytes) -> tuple[list[int], bytes] | None:
+    """The ids of a plain token event, and the event without them; None for every rarer kind (no
+    ids, a finish, usage, an error).
     """
     at = data.find(TOKEN_IDS)
     if at < 0 or data.rfind(_UNFINISHED, 0, at) < 0:
         return None
     start = at + len(TOKEN_IDS) - 1
     try:
-        return _IDS.decode(data[start : data.index(b"]", start) + 1])
+        end = data.index(b"]", start) + 1
+        ids = _IDS.decode(data[start:end])
     except ValueError:  # msgspec's errors are ValueErrors too.
         raise UpstreamError("sent token ids that are not a list of integers") from None
+    return (ids, data[:at] + data[end:]) if ids else None
 
 
 @lru_cache(maxsize=128)

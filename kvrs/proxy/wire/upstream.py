@@ -96,13 +96,14 @@ class Upstream(asyncio.Protocol):
 
     __slots__ = (
         *("_ended", "_is_paused", "_is_sent", "_loop", "_lost", "_reader", "_refusal"),
-        *("_response", "_room", "_shortcut", "_take", "_transport", "status"),
+        *("_response", "_room", "_shortcut", "_take", "status", "transport"),
     )
+
+    transport: asyncio.Transport  # From `connection_made` on, which comes before any call.
 
     def __init__(self, loop: asyncio.AbstractEventLoop, lost: "Lost") -> None:
         self._loop = loop
         self._lost = lost
-        self._transport: asyncio.Transport | None = None
         # The response of the call that runs, if one does.
         self._response: HttpResponse | None = None
         self._reader: Reader | None = None
@@ -125,19 +126,18 @@ class Upstream(asyncio.Protocol):
         Raises:
             UpstreamError: from the future: the connection was lost, or what came is no response.
         """
-        assert self._transport is not None
         self._response, self._reader = HttpResponse(self._loop), reader
         self._take = self._refusal = None
         self._ended = ended = self._loop.create_future()
         reader.flow = self
         if len(body) <= LARGE_BODY_BYTES:
-            self._transport.write(head + body)
+            self.transport.write(head + body)
             return ended
         self._is_sent = False
-        self._transport.write(head)
+        self.transport.write(head)
         rest = memoryview(body)
-        while rest and self.is_open and not ended.done():
-            self._transport.write(bytes(rest[:LARGE_BODY_BYTES]))
+        while rest and not self.transport.is_closing() and not ended.done():
+            self.transport.write(bytes(rest[:LARGE_BODY_BYTES]))
             rest = rest[LARGE_BODY_BYTES:]
             if self._room is None:
                 await asyncio.sleep(0)
@@ -176,38 +176,31 @@ class Upstream(asyncio.Protocol):
         if response is not None and response.is_complete and response.keeps_open and self._is_sent:
             if self._is_paused:
                 self.resume()
-            return self.is_open
+            return not self.transport.is_closing()
         self.close()
         return False
 
-    @property
-    def is_open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
-
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        self.transport.abort()
 
     # Flow.
 
     def pause(self) -> None:
-        if not self._is_paused and self.is_open:
-            assert self._transport is not None
+        if not self._is_paused and not self.transport.is_closing():
             self._is_paused = True
-            self._transport.pause_reading()
+            self.transport.pause_reading()
 
     def resume(self) -> None:
         if self._is_paused:
             self._is_paused = False
-            if self.is_open:
-                assert self._transport is not None
-                self._transport.resume_reading()
+            if not self.transport.is_closing():
+                self.transport.resume_reading()
 
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do what asyncio's do, and descend from none of them.
-        self._transport = cast(asyncio.Transport, transport)
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -242,7 +235,8 @@ class Upstream(asyncio.Protocol):
             self._take = _drop
             if response.fault is not None:
                 self.close()
-            self._end(need)
+            # Of a response that has come whole nothing is left to be read.
+            self._end(Need.NOTHING if response.is_complete else need)
         elif response.is_complete:
             self._end(Need.MORE)
         elif response.fault is not None:

@@ -82,8 +82,8 @@ class Watchdog:
     """
 
     __slots__ = (
-        *("_before", "_cancelling", "_is_over", "_limit_s", "_wheel", "_loop", "_paused"),
-        *("_task", "_tick", "exceeded_s", "has_expired", "silence"),
+        *("_before", "_cancelling", "_first_s", "_is_over", "_limit_s", "_wheel", "_loop"),
+        *("_paused", "_task", "_tick", "exceeded_s", "has_expired", "silence"),
     )
 
     def __init__(
@@ -91,9 +91,13 @@ class Watchdog:
         limit_s: Callable[[float, float], float],
         paused: Callable[[], bool] = lambda: False,
         silence: SilenceTimer | None = None,
+        *,
+        first_s: float | None = None,
     ) -> None:
+        """`first_s`: the limit as the block is entered, where it is known."""
         self._loop = asyncio.get_running_loop()
         self._limit_s = limit_s
+        self._first_s = first_s
         self._paused = paused
         self.silence = silence or SilenceTimer(self._loop.time())
         if (wheel := _wheels.get(self._loop)) is None:
@@ -105,7 +109,7 @@ class Watchdog:
         self.exceeded_s = 0.0  # The limit that ended the block.
 
     def __enter__(self) -> Self:
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         assert task is not None
         self._task = task
         self._cancelling = task.cancelling()
@@ -113,7 +117,9 @@ class Watchdog:
         self._wheel.blocks[task] = self
         # Nothing is late yet, so that only the time of the first look is needed.
         silence, now_s = self.silence, self._loop.time()
-        limit_s = self._limit_s(silence.heard_s, now_s)
+        limit_s = self._first_s
+        if limit_s is None:
+            limit_s = self._limit_s(silence.heard_s, now_s)
         silence.next_s = min(silence.heard_s + limit_s, now_s + SHORTEST_SILENCE_S)
         self._tick = self._wheel.add(self, silence.next_s)
         return self

@@ -38,6 +38,26 @@ def test_every_block_ends_by_its_own_limit() -> None:
     assert max(late_s) <= 0.02
 
 
+def test_a_limit_that_is_known_as_a_block_is_entered_is_asked_for_only_when_it_is_over() -> None:
+    """Entering a block costs no look at the attempt."""
+    (asked_after_s,) = run_virtually(_asked_after())
+
+    assert 0.1 <= asked_after_s <= 0.12
+
+
+async def _asked_after() -> list[float]:
+    loop, asked_s = virtual_loop(), list[float]()
+    begun_s = loop.time()
+
+    def limit_s(heard_s: float, now_s: float) -> float:
+        asked_s.append(now_s - begun_s)
+        return 0.1
+
+    with pytest.raises(SilentError), Watchdog(limit_s, first_s=0.1):
+        await asyncio.Event().wait()
+    return asked_s
+
+
 def test_many_blocks_have_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of streams wait at a time."""
     armed, arm = list[int](), watchdog._TimerWheel._arm
