@@ -226,7 +226,8 @@ def read_completion(
             f"{MAX_STREAMS} choices in all",
             param="prompt",
         )
-    _check_prompt(request.prompt)
+    if not isinstance(request.prompt, str) or not request.prompt:
+        _check_prompt(request.prompt)
     for other in ECHOED_BY_ENGINE:
         if request.echo and other in fields and backend != VLLM:
             raise RequestError(

@@ -120,9 +120,11 @@ class Admissions:
             RequestError: a step refuses it.
         """
         most = await self.read_body(call)
-        call.parsed = await self.parse(
-            read, call.body, most if len(call.body) == call.request.content_length else None
-        )
+        has_length = len(call.body) == call.request.content_length
+        if has_length and self._dropper is None and len(call.body) <= LARGE_BYTES:
+            call.parsed = read(call.body, max_elements=most)
+        else:
+            call.parsed = await self.parse(read, call.body, most if has_length else None)
         if KEY in call.request.headers or LAST_EVENT in call.request.headers:
             self._read_key(call)
         call.body = b""

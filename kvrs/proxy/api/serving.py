@@ -96,7 +96,8 @@ class Serving:
                     else:
                         outcome = await self._stream_choices(call, client)
                     if isinstance(outcome, Complete):
-                        response = await client.finish(missing_end(call))
+                        has_all = call.merger is None and not call.journals[0].wants_usage
+                        response = await client.finish(DONE if has_all else missing_end(call))
                     else:
                         response = await end_stream(client, outcome)
             except asyncio.CancelledError:

@@ -1,5 +1,6 @@
 """The bodies of a stream's two calls: the client's fields, overridden by the proxy's."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -130,7 +131,9 @@ def _call(
     traceparent: str | None,
 ) -> Call:
     endpoint = journal.parsed.endpoint
-    history = journal.prompt if replays else journal.history
+    history = journal.prompt_ids  # All of it, where there is no output.
+    if history is not None and (journal.output_ids or not isinstance(history, array)):
+        history = journal.prompt if replays else journal.history
     # A plain engine would render a chat's messages again; it takes ids in completions only.
     is_continued_chat = endpoint is CHAT and not exact and not replays and bool(journal.output_ids)
     if is_continued_chat:
