@@ -92,7 +92,9 @@ class Fleet:
                 view.remove(member)
                 self.add()
             case _:
-                health.awaits(StreamId(f"s{view.now_s}"), 0.0, view.now_s)
+                if not health.awaited:
+                    health.awaited_from_s = view.now_s
+                health.awaited[StreamId(f"s{view.now_s}")] = view.now_s, 0.0
 
     def stream(self) -> Stream:
         rng = self.rng
