@@ -188,6 +188,10 @@ class Proxy:
         """Serve until cancelled; an exception is an internal error."""
         await asyncio.gather(*self._background)
 
+    def told_to_end(self) -> None:
+        if self._parts is not None:
+            self._tell_peers(self._parts.mirror)
+
     async def leave(self) -> None:
         if (parts := self._parts) is None:
             return
@@ -212,7 +216,8 @@ class Proxy:
         ending = Ending(self._tell_peers(mirror), until_s)
         while (step := ending.next_step(self._left(parts), time.monotonic())) is not EndStep.CLOSE:
             if step is EndStep.ASK:
-                # One that did not run meanwhile may answer before it has read its own signal.
+                # One that did not run meanwhile may answer before it has read its own signal, but
+                # only once.
                 await peers.meet()
                 await peers.meet()
                 continue

@@ -93,6 +93,10 @@ class ModelsProxy:
     async def run(self) -> None:
         await asyncio.gather(*(proxy.run() for proxy in self.by_name.values()))
 
+    def told_to_end(self) -> None:
+        for proxy in self.by_name.values():
+            proxy.told_to_end()
+
     async def leave(self) -> None:
         await asyncio.gather(*(proxy.leave() for proxy in self.by_name.values()))
 

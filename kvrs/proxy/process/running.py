@@ -19,6 +19,7 @@ _LOOK_AT_FILE_S = 1.0
 class Service(Protocol):
     async def start(self) -> None: ...
     async def run(self) -> None: ...  # Until cancelled.
+    def told_to_end(self) -> None: ...  # By a signal: peers that ask from now on are told so.
     async def leave(self) -> None: ...  # Be no more ready; go on serving for a delay, if any.
     async def drain(self) -> None: ...
     async def close(self) -> None: ...
@@ -56,8 +57,13 @@ async def run_service(
     """
     asked_to_reload = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.asked)
-    loop.add_signal_handler(signal.SIGINT, stop.interrupted)
+
+    def end(by: Callable[[], None]) -> None:
+        by()
+        service.told_to_end()
+
+    loop.add_signal_handler(signal.SIGTERM, end, stop.asked)
+    loop.add_signal_handler(signal.SIGINT, end, stop.interrupted)
     loop.add_signal_handler(signal.SIGHUP, asked_to_reload.set)
     # `kvrs up` restarts its processes on it; its default here would end this one.
     ignored = "SIGUSR1 is ignored: only `kvrs up` restarts its processes on it"
