@@ -121,7 +121,7 @@ def least_work(
     cannot make one better than its place in the order, these are few, else all of equal work.
     """
     order = view.prefill_order
-    are_pairs_open = is_free and not order.has_restricted
+    are_pairs_open = is_free and not (order.restricted and order.has_restricted())
     best: Member | None = None
     best_work, best_pair = (True, inf), (0, InstanceId(""))
     for member in order.least_first():

@@ -7,7 +7,7 @@ agent, are the larger of the two, because each misses part of what the other cou
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
@@ -15,9 +15,10 @@ from typing import Any
 
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Health, Member
-from kvrs.core.model.prefill_order import PrefillOrder
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, AgentInfo, AgentReport
+
+_place = attrgetter("place")
 
 
 @dataclass(slots=True, eq=False)
@@ -82,20 +83,86 @@ class Link:
             self.bytes_per_s, self.measured = bytes_per_s, True
 
 
+class PrefillOrder:
+    """Those that are not drained, sorted by predicted work, then by the streams of the least loaded
+    decode instance beside them, then by id.
+
+    What changes is noted by node, and put in its place when the order is asked for.
+    """
+
+    def __init__(self, by_node: Mapping[NodeId, Sequence[Member]]) -> None:
+        self.members: list[Member] = []  # As the order was when it was last asked for.
+        self._by_node = by_node
+        # Nodes of whose instances the work, the streams or the pairs have changed.
+        self.changed: dict[NodeId, None] = {}
+        # Decode instances that may be kept from some streams, each until it is found that it is
+        # not.
+        self.restricted: dict[Member, None] = {}
+
+    def add(self, member: Member) -> None:
+        member.is_placed = True
+        insort(self.members, member, key=_place)
+        self.changed[member.node] = None
+
+    def remove(self, member: Member) -> None:
+        member.is_placed = False
+        del self.members[self._index(member)]
+
+    def note_queue(self, member: Member, reported_s: float) -> None:
+        """Any instance reports the wait of what comes there."""
+        member.note_queue(reported_s)
+        self.changed[member.node] = None
+
+    def restrict(self, member: Member) -> None:
+        """It has asked for a pause, or is reserved for a stream."""
+        self.restricted[member] = None
+
+    def has_restricted(self) -> bool:
+        """A stream may find that none of a node's decode instances takes it."""
+        for member in [*self.restricted]:
+            if member.quarantined_for is None and member.answers.busy_until_s is None:
+                del self.restricted[member]
+        return bool(self.restricted)
+
+    def least_first(self) -> list[Member]:
+        """To be read only, and before anything changes."""
+        for node in self.changed:
+            least: dict[int, int] = {}  # Instances of a node share lists of their pairs.
+            for member in self._by_node.get(node, ()):
+                if not member.is_placed:
+                    continue
+                pairs = member.own_decoders
+                if (streams := least.get(id(pairs))) is None:
+                    streams = min([each.streams for each in pairs], default=0)
+                    least[id(pairs)] = streams
+                place = member.queue_s, streams, member.id
+                if place != member.place:
+                    del self.members[self._index(member)]
+                    member.place = place
+                    insort(self.members, member, key=_place)
+        self.changed.clear()
+        return self.members
+
+    def _index(self, member: Member) -> int:
+        at = bisect_left(self.members, member.place, key=_place)
+        assert self.members[at] is member, member
+        return at
+
+
 class ClientWork:
     """Predicted compute time of what each client has sent and has no answer yet, and at which
     instances.
     """
 
-    def __init__(self, order: PrefillOrder) -> None:
-        self._order = order
+    def __init__(self, changed: dict[NodeId, None]) -> None:
+        self._changed = changed  # Nodes of whose instances the work has.
         self._seconds: dict[str, float] = {}
         self._bookings: dict[str, int] = {}
 
     def book(self, client: str, member: Member, seconds: float) -> None:
         member.work_s += seconds
         member.queue_s = max(member.work_s, member.reported_queue_s)
-        self._order.changed(member.node)
+        self._changed[member.node] = None
         member.bookings += 1
         self._seconds[client] = self._seconds.get(client, 0.0) + seconds
         self._bookings[client] = self._bookings.get(client, 0) + 1
@@ -105,7 +172,7 @@ class ClientWork:
         # Without bookings exactly zero: a rounding error would decide between idle instances.
         member.work_s = max(0.0, member.work_s - seconds) if member.bookings else 0.0
         member.queue_s = max(member.work_s, member.reported_queue_s)
-        self._order.changed(member.node)
+        self._changed[member.node] = None
         self._bookings[client] -= 1
         if self._bookings[client]:
             self._seconds[client] -= seconds
@@ -135,7 +202,7 @@ class ClusterView:
         self.by_node: dict[NodeId, list[Member]] = {}
         self.prefill_order = PrefillOrder(self.by_node)
         self.prefillers = self.prefill_order.members  # That are not drained, in any order.
-        self.work = ClientWork(self.prefill_order)
+        self.work = ClientWork(self.prefill_order.changed)
         self._leaving: dict[InstanceId, Member] = {}  # That must drain, or are drained.
 
     def add(self, member: Member) -> Member:
@@ -217,7 +284,7 @@ class ClusterView:
                     if are_free
                     else [member for member in decoders if member.takes_from(prefill)]
                 )
-        self.prefill_order.changed(node)
+        self.prefill_order.changed[node] = None
 
     def count_stream(self, member: Member, change: int) -> None:
         """Keep the order of the decode instances while one gains or loses streams."""
@@ -226,7 +293,7 @@ class ClusterView:
         assert at is None or decoders[at] is member, member
         member.streams += change
         member.rank = member.streams, member.id
-        self.prefill_order.changed(member.node)
+        self.prefill_order.changed[member.node] = None
         if at is None:
             return
         beside = at + 1 if change > 0 else at - 1
