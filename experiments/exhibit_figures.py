@@ -23,6 +23,7 @@ SIMULATED = "lumen/results/lumen.json"
 SIMULATED_TEN = "lumen/results/ten.json"
 SIMULATED_DRAFTS = "lumen/results/progressive.json"
 SIMULATED_PAPER = "lumen/results/paper.json"
+AT_PAPER = (SIMULATED_PAPER, "lumen/results/loads.json")
 STOP, FIXED, SCHEDULED = "stop-and-restart", "fixed", "+ scheduling"  # In all of them.
 PROGRESSIVE, WHOLE = "+ progressive", "LUMEN"  # With draft models.
 TABLE_1 = "pipelines/results/table1.json"
@@ -158,17 +159,30 @@ def changed_with_drafts(case: str, scheme: str, key: str) -> Interval:
     return mean_of([row[key] / rows[STOP][seed][key] - 1 for seed, row in rows[scheme].items()])
 
 
-def against_both(case: str) -> str:
-    return (
-        f"TTFT {means(case, STOP, 'ttft_s'):.2f} s, {changed(case, 'ttft_s')} / "
-        f"{changed(case, 'ttft_s', FIXED)} of stop-and-restart / fixed checkpoints"
-    )
+def changed_at_paper(scheme: str, key: str, case: str = "10x1", base: str = STOP) -> Interval:
+    """A scheme against another one at the paper's load, seed by seed."""
+    rows = rows_at_paper(case)
+    return mean_of([row[key] / rows[base][seed][key] - 1 for seed, row in rows[scheme].items()])
 
 
-def changed_at_paper(scheme: str, key: str) -> Interval:
-    """Ten workers at the paper's load, of which one fails: a scheme against stop-and-restart."""
-    rows = kept(SIMULATED_PAPER)["cases"]["10x1"]
-    return mean_of([row[key] / rows[STOP][seed][key] - 1 for seed, row in rows[scheme].items()])
+def at_paper(*cases: str) -> Callable[[], str]:
+    """LUMEN against stop-and-restart at the paper's load, in the cases that are kept."""
+
+    def of_one(case: str) -> str:
+        ttft_s = _mean(rows_at_paper(case)[STOP], "window_ttft_s")
+        ttft, tpot, window = (
+            percent(changed_at_paper(WHOLE, key, case))
+            for key in ("window_ttft_s", "window_tpot_s", "window_s")
+        )
+        return f"{case}: TTFT {ttft_s:.2f} s, {ttft}, TPOT {tpot}, window {window}"
+
+    return lambda: "; ".join(of_one(each) for each in cases if rows_at_paper(each))
+
+
+def rows_at_paper(case: str) -> dict[str, dict[str, dict[str, float]]]:
+    """By scheme and seed; empty: the case is not kept."""
+    results = (kept(path)["cases"] for path in AT_PAPER)
+    return next((cases[case] for cases in results if case in cases), {})
 
 
 def table_3() -> str:

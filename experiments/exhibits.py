@@ -142,9 +142,10 @@ OURS: dict[str, Callable[[], str]] = {
     ),
     "Figure 9 (A.4): 1, 2, 4 of 8 fail": figures.at(("8x1", "8x2", "8x4"), figures.ttft),
     "Table 3 (B.1)": figures.table_3,
-    "Figures 10, 11 (B.2, B.3): rates, failures": figures.at(
-        ("10x1", "10x1:7.5", "10x5"), figures.against_both
+    "Figure 10 (B.2): request rates of ten workers": figures.at_paper(
+        "10x1:1.2", "10x1", "10x1:1.5", "10x1:1.7", "10x1:2.1"
     ),
+    "Figure 11 (B.3): 1 to 5 of 10 fail": figures.at_paper("10x1", "10x2", "10x3", "10x4", "10x5"),
     "Figure 12 (B.4): 25 % fail, 4 to 64 workers": figures.at(_QUARTERS, figures.ttft),
     "B.4: 16 of 64 fail, checkpoints lost with their streams": figures.co_failure,
     "Figure 13, Table 4 (B.5): one failure": figures.at(_SINGLES, figures.ttft, least=2),
@@ -171,7 +172,8 @@ COMPARED: dict[str, Callable[[], Sequence[Compared]]] = {
     "Figure 8 (A.3): request rates": compare.request_rates,
     "Figure 9 (A.4): 1, 2, 4 of 8 fail": compare.failures_of_eight,
     "Table 3 (B.1)": compare.table_3,
-    "Figures 10, 11 (B.2, B.3): rates, failures": compare.ten_rates_and_failures,
+    "Figure 10 (B.2): request rates of ten workers": compare.rates,
+    "Figure 11 (B.3): 1 to 5 of 10 fail": compare.failures_of_ten,
     "Figure 12 (B.4): 25 % fail, 4 to 64 workers": compare.a_quarter,
     "B.4: 16 of 64 fail, checkpoints lost with their streams": compare.co_failure,
     "Figure 13, Table 4 (B.5): one failure": compare.one_failure,

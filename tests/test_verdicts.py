@@ -119,11 +119,11 @@ def test_a_row_without_a_verdict_is_refused() -> None:
 
 def test_a_row_tells_its_age_and_of_how_many_runs_it_is() -> None:
     """One whose result is computed as the page is made has no age."""
-    lumen = next(each for each in FILLED if each.name.startswith("Figures 10, 11 (B.2, B.3)"))
+    lumen = next(each for each in FILLED if each.name.startswith("Figure 8 (A.3)"))
     alone = replace(lumen, sentinels=())
     computed = next(each for each in FILLED if each.result is None)
 
-    assert alone.note.startswith("measured on 2026-11-24; put together from 4 runs at 3 commits")
+    assert alone.note.startswith("measured on 2026-11-22; put together from 3 runs")
     assert computed.note == ""
 
 
@@ -135,6 +135,9 @@ def test_runs_on_machines_that_differ_are_named() -> None:
     assert exhibits.parts_of([first, first]) == "put together from 2 runs"
     assert exhibits.parts_of([first, other]) == (
         "put together from 2 runs on machines of 2 kinds (Red and Blue)"
+    )
+    assert exhibits.parts_of([first, first | {"commit": "b"}]) == (
+        "put together from 2 runs at 2 commits"
     )
 
 
