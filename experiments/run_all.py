@@ -126,6 +126,7 @@ ALL = (
     _of("lumen", "progressive", 60, "run --model llama"),
     _of("lumen", "paper", 60, "paper --jobs 2"),
     _of("lumen", "loads", 60, "paper --exhibits B.2 B.3"),
+    _of("lumen", "sizes", 200, "paper --exhibits B.4 B.5"),
     _of("lumen", "processes", 60, "processes"),
     _of("lumen", "ten", 60, "run --keep ten --cases 10x1 10x5 10x1:7.5"),
     _of("lumen", "placement", 1, "placement"),
