@@ -567,16 +567,22 @@ def test_options_are_those_that_were_given(vllm: Vllm) -> None:
     assert 6.0 < port.restores[0].deadline_s - time.monotonic() <= 7.0
 
 
-def test_a_load_has_ended_when_all_ranks_have_answered(vllm: Vllm) -> None:
-    """VLLM puts their answers to one step together."""
-    vllm.config.parallel_config.world_size = 2
-    connector, asked = vllm.start(), request(sealed(RESTORED))
+def promised(connector: Any, asked: Any) -> Any:
+    """The restore of a request, of which one page has come and vLLM knows: workers may copy."""
     connector.on_new_request(asked)
     (restore,) = Port.made[0].restores
     restore.slots.append(5)
     restore.is_over = True
     assert connector.get_num_new_matched_tokens(asked, 0) == (4, True)
     allocated(connector, asked, 4)
+    return restore
+
+
+def test_a_load_has_ended_when_all_ranks_have_answered(vllm: Vllm) -> None:
+    """VLLM puts their answers to one step together."""
+    vllm.config.parallel_config.world_size = 2
+    connector, asked = vllm.start(), request(sealed(RESTORED))
+    restore = promised(connector, asked)
     connector.build_connector_meta(Output())
     assert vllm.module is not None
     one, other = (vllm.module.KvrsWorkerMetadata(Done(loads={"r": 1})) for _ in range(2))
@@ -804,12 +810,7 @@ def test_a_load_that_workers_have_is_not_answered_once_more(vllm: Vllm) -> None:
     """VLLM ends its engine at an answer for a request that it has no more."""
     connector = vllm.start()
     asked = request(sealed(RESTORED))
-    connector.on_new_request(asked)
-    (restore,) = Port.made[0].restores
-    restore.slots.append(5)
-    restore.is_over = True
-    assert connector.get_num_new_matched_tokens(asked, 0) == (4, True)
-    allocated(connector, asked, 4)
+    promised(connector, asked)
     assert connector.build_connector_meta(Output()).step.loads == [("r", [(5, 30)])]
 
     connector.reset_cache()
