@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvrs.transfer.shared_memory.regions import Region
 
 # At most so many bytes are copied each way beside one step of vLLM. On a CPU the step waits for
-# them (2 to 6 ms at 5 to 17 GB/s); on a GPU they take as much of its memory.
+# them, for milliseconds; on a GPU they take as much of its memory.
 _STEP_BYTES = 1 << 25
 
 
