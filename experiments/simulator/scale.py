@@ -2,10 +2,14 @@
 simulator and of each component, memory, and the time that the proxy's policy takes to decide.
 
     python -m experiments.simulator.scale [--cases 64x10 256x10 1000x10 4000x4] [--interval-s 0.25]
+    python -m experiments.simulator.scale --cases 4000x100 --at-most
 
 A case is workers x requests of each. One proxy has all workers. A rack is 16 nodes; it is lost as
 the middle request comes, with its hosts' memory, and nothing is left to reset a connection. Until
 then, and until the last stream has ended, invariants are checked; the rest behind that is left out.
+
+With `--at-most` the result is kept as `scale_at_most`, also where other processes run beside it:
+its times are what the run takes at most.
 """
 
 import resource
@@ -54,6 +58,7 @@ class Scaled:
     workers: int
     requests: int
     cpu_s: float
+    wall_s: float
     memory_bytes: int  # That building the world and the run added to the process.
     shares: dict[str, float]  # Of the samples of its CPU time, by component.
     start_us: float  # CPU time of the policy for a request, mean.
@@ -82,10 +87,11 @@ def measure(workers: int, each: int, interval_s: float) -> Scaled:
     deaths = named_deaths(parse_faults(rack))
     world = World(config_of(case, interval_s), asked, deaths, seed=0, reload_s=setup.reload_s)
     with sampled() as samples, decisions() as took_s:
-        begun_s, until_s = time.process_time(), SLICE_S
+        begun_s, began_s, until_s = time.process_time(), time.monotonic(), SLICE_S
         while world.run_before(until_s):
+            shown_at(until_s, asked[-1].at_s)
             until_s += SLICE_S
-        cpu_s = time.process_time() - begun_s
+        cpu_s, wall_s = time.process_time() - begun_s, time.monotonic() - began_s
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     records = records_of(asked, world.cluster.proxies)
     starts = took_s[ev.StreamArrived.__name__]
@@ -93,6 +99,7 @@ def measure(workers: int, each: int, interval_s: float) -> Scaled:
         workers,
         len(asked),
         cpu_s,
+        wall_s,
         (after - before) * 1024,
         {name: count / samples.total() for name, count in samples.most_common()},
         sum(starts) / len(starts) * 1e6,
@@ -101,6 +108,14 @@ def measure(workers: int, each: int, interval_s: float) -> Scaled:
         dict(Counter("complete" if each.completed else "lost" for each in records)),
         sum(live.recoveries > 0 for live in world.cluster.proxies[0].streams.values()),
     )
+
+
+def shown_at(clock_s: float, last_s: float) -> None:
+    """Show the simulated time, where someone reads along."""
+    if sys.stderr.isatty():
+        print(
+            f"\r{clock_s:.0f} s, the last request comes at {last_s:.0f} s ", end="", file=sys.stderr
+        )
 
 
 @contextmanager
@@ -153,12 +168,13 @@ def as_text(found: list[Scaled], interval_s: float) -> str:
         f"{lumen.LLAMA.preset} lengths, {PER_S}/s a worker, {lumen.LLAMA.pace}; a report of each "
         f"process every {interval_s:g} s; a rack of {RACK_NODES} nodes (a quarter at most) is lost",
         f"{'workers':>8}{'requests':>9}{'recovered':>10}{'CPU ms a request':>18}{'MB':>7}"
-        f"{'us to place one, p99':>22}{'ms for a loss':>15}",
+        f"{'minutes':>9}{'us to place one, p99':>22}{'ms for a loss':>15}",
     ]
     for row in found:
         lines.append(
             f"{row.workers:>8,}{row.requests:>9,}{row.recovered:>10}"
             f"{row.cpu_s / row.requests * 1e3:>18.2f}{row.memory_bytes / 1e6:>7.0f}"
+            f"{row.wall_s / 60:>9.1f}"
             f"{f'{row.start_us:.0f}, {row.start_us_p99:.0f}':>22}{row.loss_ms:>15.1f}"
         )
     lines += ["", f"{'share of CPU':20}" + "".join(f"{row.workers:>9,}" for row in found)]
@@ -173,8 +189,9 @@ def main() -> int:
     parser = parser_of(__doc__, __file__)
     parser.add_argument("--cases", nargs="+", default=["64x10", "256x10", "1000x10", "4000x4"])
     parser.add_argument("--interval-s", type=float, default=0.25)
+    parser.add_argument("--at-most", action="store_true", help="keep it beside other processes")
     options = parser.parse_args()
-    record = Record(0)
+    record = Record(0, timed=not options.at_most)
     found = []
     for case in options.cases:
         workers, each = map(int, case.split("x"))
@@ -184,7 +201,8 @@ def main() -> int:
         print(as_text(found[-1:], options.interval_s), flush=True)
     text = as_text(found, options.interval_s)
     print(text)
-    record.keep(options.out, "scale", {"rows": [asdict(row) for row in found]}, text)
+    name = "scale_at_most" if options.at_most else "scale"
+    record.keep(options.out, name, {"rows": [asdict(row) for row in found]}, text)
     return 0
 
 
