@@ -54,6 +54,7 @@ def _file_missing(path: Path) -> str | None:
 
 TRACE = Need("trace", lambda: _file_missing(CONVERSATIONS))
 DISTSERVE = _variable("DISTSERVE_HOME", "a checkout of DistServe")
+SPLITWISE = _variable("SPLITWISE_HOME", "a checkout of splitwise-sim")
 VLLM = _variable("KVRS_VLLM_PYTHON", "the interpreter of an environment with vLLM")
 GPU = Need("a GPU", lambda: None if gpus() else "no NVIDIA GPU is here")
 
@@ -147,6 +148,7 @@ ALL = (
     _of("simulator", "queueing", 5, "queueing"),
     _of("simulator", "speed", 2, "speed"),
     _of("simulator", "distserve", 5, "distserve", DISTSERVE),
+    _of("simulator", "splitwise", 5, "splitwise", SPLITWISE),
     _of("simulator", "cluster", 2, "cluster"),
     _of("simulator", "scale", 6, "scale"),
     _of("kills", "distserve", 5, "run everything distserve", DISTSERVE),
