@@ -308,7 +308,10 @@ Compared = Annotated[
 ComparedSeeds = Annotated[
     int, typer.Option(min=1, help="Pairs of runs; more make the interval narrower")
 ]
-SimulationOut = Annotated[Path | None, typer.Option(help="Directory for the outcomes as JSON")]
+SimulationOut = Annotated[
+    Path | None,
+    typer.Option(help="Directory for the outcomes as JSON, a row per request, and the report"),
+]
 PageOut = Annotated[
     Path | None, typer.Option(help="Directory for the page: report.html, or compare.html")
 ]
