@@ -23,6 +23,7 @@ RANK = {
     "large_work": 0,
     "garbage": 0,
     "release_order": 0,
+    "sums": 0,
     "tables": 0,
     "origins": 0,
     "private_files": 0,
@@ -77,6 +78,7 @@ PURE = {
     ),
     *(f"kvrs.{name}" for name in ("profiles", "scheduling", "elastic", "unfinished")),
     "kvrs.release_order",
+    "kvrs.sums",
     *(
         f"kvrs.transfer.{name}"
         for name in (*("meter", "limiter", "send_faults", "store.book", "store.store_slots"),)

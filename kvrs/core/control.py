@@ -35,6 +35,7 @@ from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.protocol.instance import InstanceInfo, LoadReport
+from kvrs.sums import sum_in_order
 from kvrs.transfer.meter import Measurement
 
 # An event, its time, and the answer of the policy.
@@ -460,4 +461,4 @@ def _token_s(running: Sequence[LiveStream]) -> float:
     """Mean time between two tokens of a stream; 0: not known."""
     intervals = [live.journal.token_interval_s for live in running]
     measured = [interval_s for interval_s in intervals if interval_s is not None]
-    return sum(measured) / len(measured) if measured else 0.0
+    return sum_in_order(measured) / len(measured) if measured else 0.0

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvrs.elastic.layouts import Copies, Layout
 from kvrs.elastic.units import Units
+from kvrs.sums import sum_in_order
 
 # A re-balance is worth its bytes where the fullest ranks have so much less to do.
 _LEAST_GAIN = 0.03
@@ -101,7 +102,7 @@ def _division(
                 total[rank] += part
     # Each piece in turn as the others are: this ends where the sum of squares is least, and with it
     # the largest load.
-    still = _STILL * sum(loads)
+    still = _STILL * sum_in_order(loads)
     for _ in range(_SWEEPS):
         moved = 0.0
         for piece, own_shares in shares.items():
@@ -139,7 +140,7 @@ def fullest(layout: Layout, units: Units, tiles: Tiles) -> tuple[float, float]:
             ranks = layout.stage_at(layer).ranks
             pieces = pieces_of(layout, layer, units.expert_parts)
             loads = divided(_piece_loads(pieces, own, units), pieces.holders, ranks).values()
-            most, mean = most + max(loads), mean + sum(loads) / len(ranks)
+            most, mean = most + max(loads), mean + sum_in_order(loads) / len(ranks)
     return most, mean
 
 
@@ -185,7 +186,7 @@ class TileHistory:
     @property
     def telling(self) -> Tiles:
         """Those of layers in which enough were counted to tell experts apart."""
-        return [own if sum(own) >= _TELLING * len(own) else () for own in self.tiles]
+        return [own if sum_in_order(own) >= _TELLING * len(own) else () for own in self.tiles]
 
 
 def rebalance(layout: Layout, units: Units, tiles: Tiles, room: Mapping[int, int]) -> Rebalanced:
@@ -268,7 +269,7 @@ class _Search:
 
     @property
     def fullest(self) -> float:
-        return sum(max(own.loads.values()) for own in self._layers.values())
+        return sum_in_order(max(own.loads.values()) for own in self._layers.values())
 
     def fit(self) -> None:
         """Give up copies on ranks with more than they have room for, those that matter least."""
@@ -379,7 +380,7 @@ class _LayerSearch:
         rank without room would have been worth it.
         """
         before, most = _norm(self.loads), max(self.loads.values())
-        if most <= (1 + _LEAST_GAIN) * sum(self.loads.values()) / len(self.loads):
+        if most <= (1 + _LEAST_GAIN) * sum_in_order(self.loads.values()) / len(self.loads):
             return None, False
         full = {rank for rank, load in self.loads.items() if load >= most * (1 - _LEAST_GAIN)}
         pieces = [at for at, own in enumerate(self.holders) if full.intersection(own)]
@@ -401,7 +402,7 @@ class _LayerSearch:
     def _on(self, ranks: Collection[int], piece: int) -> float:
         """The part of a piece's load that these ranks have."""
         shares = self.division.shares.get(piece, {self.holders[piece][0]: self.tiles[piece]})
-        return sum(load for rank, load in shares.items() if rank in ranks)
+        return sum_in_order(load for rank, load in shares.items() if rank in ranks)
 
     def _divided(self, piece: int, holders: tuple[int, ...]) -> _Division:
         changed = [*self.holders]
@@ -411,5 +412,5 @@ class _LayerSearch:
 
 def _norm(loads: Mapping[int, float]) -> float:
     most = max(loads.values())
-    total: float = sum((load / most) ** _NORM for load in loads.values())
+    total = sum_in_order((load / most) ** _NORM for load in loads.values())
     return most * math.pow(total, 1 / _NORM)

@@ -15,6 +15,7 @@ from typing import Protocol
 from kvrs.elastic.experts import Tiles, divided, pieces_of
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.units import Units
+from kvrs.sums import sum_in_order
 
 
 class StepTable(Protocol):
@@ -69,7 +70,7 @@ def _mlp_bytes(
     """
     ranks = layout.stage_at(layer).ranks
     if sum(chosen):
-        mean, parts = sum(chosen) / len(chosen), len(sizes) // len(chosen)
+        mean, parts = sum_in_order(chosen) / len(chosen), len(sizes) // len(chosen)
         loads = [size * chosen[at // parts] / mean for at, size in enumerate(sizes)]
         return divided(loads, pieces_of(layout, layer, 1).holders, ranks)
     if layout.copies_of(layer):

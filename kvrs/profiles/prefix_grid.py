@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from kvrs.sums import sum_in_order
+
 Coefficients = tuple[float, float, float, float]
 Row = tuple[float, ...]
 
@@ -120,9 +122,12 @@ def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> 
     zero.
     """
     size = len(rows[0])
-    matrix = [[sum(row[i] * row[j] for row in rows) for j in range(size)] for i in range(size)]
+    matrix = [
+        [sum_in_order(row[i] * row[j] for row in rows) for j in range(size)] for i in range(size)
+    ]
     right = [
-        sum(row[i] * value for row, value in zip(rows, values, strict=True)) for i in range(size)
+        sum_in_order(row[i] * value for row, value in zip(rows, values, strict=True))
+        for i in range(size)
     ]
     floor = 1e-12 * max(matrix[i][i] for i in range(size))
     solved = [True] * size

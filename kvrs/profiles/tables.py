@@ -17,6 +17,7 @@ import msgspec
 
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.protocol.instance import MeasuredPrefill
+from kvrs.sums import sum_in_order
 
 _POINTS_OF_CHUNK = 16
 _MOST_POINTS = 1024  # Of a table in chunks: instances send it.
@@ -308,11 +309,11 @@ def _fit_from_edge(seconds: Sequence[float], step_tokens: int) -> tuple[float, f
         (i * step_tokens / edge - 1.0, (i * step_tokens / edge) ** 2 - 1.0, s - seconds[-1])
         for i, s in enumerate(seconds)
     ]
-    xx = sum(x * x for x, _, _ in rows)
-    zz = sum(z * z for _, z, _ in rows)
-    xz = sum(x * z for x, z, _ in rows)
-    xy = sum(x * y for x, _, y in rows)
-    zy = sum(z * y for _, z, y in rows)
+    xx = sum_in_order(x * x for x, _, _ in rows)
+    zz = sum_in_order(z * z for _, z, _ in rows)
+    xz = sum_in_order(x * z for x, z, _ in rows)
+    xy = sum_in_order(x * y for x, _, y in rows)
+    zy = sum_in_order(z * y for _, z, y in rows)
     determinant = xx * zz - xz * xz
     linear, quadratic = xy / xx, 0.0
     if determinant > 1e-9 * xx * zz:

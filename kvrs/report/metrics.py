@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvrs.sums import sum_in_order
 from kvrs.traces.records import StreamRecord
 
 # A request that was sent so long after it was due makes the client, not the server, look at itself.
@@ -55,7 +56,7 @@ def percentile(values: Iterable[float], q: float) -> float | None:
 def spread(values: Iterable[float | None]) -> dict[str, float | None]:
     """Mean, p50, p90, p99 and the largest of the values that exist."""
     known = [value for value in values if value is not None]
-    mean = sum(known) / len(known) if known else None
+    mean = sum_in_order(known) / len(known) if known else None
     known.sort()
     return {
         "mean": mean,

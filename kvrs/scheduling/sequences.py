@@ -14,6 +14,7 @@ from kvrs.ids import StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag, page_tags
+from kvrs.sums import sum_in_order
 
 
 class SequencePhase(StrEnum):
@@ -196,7 +197,7 @@ def pages_for(tokens: int, page_size: int) -> int:
 
 def prefill_s(sequences: Iterable[Sequence], prefill: PrefillTable) -> float:
     """Predicted time to compute what is left of each, without the overheads of steps."""
-    return sum(
+    return sum_in_order(
         prefill.extra(len(one.token_ids) - work, work) - prefill.step_overhead_s
         for one in sequences
         if (work := one.work_tokens)

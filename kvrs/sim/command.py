@@ -23,6 +23,7 @@ from kvrs.sim.case import SimulateOptions, arrivals_of, cut_requests, load_case,
 from kvrs.sim.cluster import Outcome
 from kvrs.sim.results import latencies, latency_table, write_results
 from kvrs.sim.seeds import Simulated, simulate
+from kvrs.sums import sum_in_order
 from kvrs.tables import folded, output
 
 
@@ -181,7 +182,7 @@ def _measured(outcome: Outcome) -> dict[str, Any]:
         "dropped_tokens": outcome.dropped_tokens,
         "pause_p50_s": _percentile(pauses_s, 50) if pauses_s else None,
         "pause_p99_s": _percentile(pauses_s, 99) if pauses_s else None,
-        "waited_s": sum(pauses_s),
+        "waited_s": sum_in_order(pauses_s),
         "span_s": outcome.span_s,
         "never_due": outcome.never_due,
     }

@@ -23,6 +23,7 @@ from kvrs.sim.cluster import Outcome
 from kvrs.sim.command import broken_lines, described, missed_faults, simulate_policies
 from kvrs.sim.results import write_results
 from kvrs.sim.seeds import Simulated
+from kvrs.sums import sum_in_order
 from kvrs.tables import folded, output
 
 COMPLETE = "complete"  # As the simulator counts streams that got all their tokens.
@@ -113,7 +114,7 @@ def measures(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
     """Measures that policies are compared by, a value for each run."""
     streams = [max(1, sum(outcome.ended.values())) for outcome in outcomes]
     return {
-        WAITED: [sum(o.pauses_s) / n for o, n in zip(outcomes, streams, strict=True)],
+        WAITED: [sum_in_order(o.pauses_s) / n for o, n in zip(outcomes, streams, strict=True)],
         INCOMPLETE: [1 - o.ended[COMPLETE] / n for o, n in zip(outcomes, streams, strict=True)],
     }
 

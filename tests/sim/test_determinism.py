@@ -17,6 +17,25 @@ print(digest(range(8)))
 """
 
 
+# `sum` as other versions of Python have it: one value after the other, or exactly.
+SUMS = """
+import builtins, functools, math, operator
+plain = builtins.sum
+
+def of_floats(values, start=0):
+    values = [*values]
+    if not any(isinstance(value, float) for value in values):
+        return plain(values, start)
+    return {way}
+
+builtins.sum = of_floats
+from tests.sim.test_determinism import digest
+print(digest(range(16, 42)))
+"""
+ONE_AFTER_THE_OTHER = "functools.reduce(operator.add, values, start)"
+EXACTLY = "math.fsum([start, *values])"
+
+
 def digest(seeds: range) -> str:
     """Hash of all that policies were told and asked for, and of what was done in the cluster."""
     found = hashlib.sha256()
@@ -29,10 +48,10 @@ def digest(seeds: range) -> str:
     return found.hexdigest()
 
 
-def digest_of(python: str, salt: str) -> str:
+def digest_of(python: str, salt: str, script: str = DIGEST) -> str:
     """The digest that a process of this interpreter computes."""
     return subprocess.run(
-        [python, "-c", DIGEST],
+        [python, "-c", script],
         check=True,
         capture_output=True,
         text=True,
@@ -61,6 +80,17 @@ def test_same_seed_gives_the_same_log_in_other_versions_of_python() -> None:
         )
 
     assert {digest_of(python, "0") for python in others} == {digest(range(8))}
+
+
+@pytest.mark.process
+def test_no_decision_depends_on_how_a_version_of_python_adds_floats() -> None:
+    """From 3.12 on `sum` makes up for errors of rounding; before, it does not."""
+    logs = {
+        digest_of(sys.executable, "0", SUMS.format(way=way))
+        for way in (ONE_AFTER_THE_OTHER, EXACTLY)
+    }
+
+    assert len(logs) == 1
 
 
 def test_other_seeds_give_other_logs() -> None:

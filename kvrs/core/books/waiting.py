@@ -23,6 +23,7 @@ from heapq import heappop, heappush
 from kvrs.core.model import actions as act
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import SlotRequest
+from kvrs.sums import sum_in_order
 
 # Event loops round to milliseconds; an alarm that is this near counts as due, or it would be
 # requested again and again.
@@ -140,7 +141,8 @@ class _Target:
     def count(self) -> None:
         self.is_counted = True
         self.first_end_s = min(each.ends_s for each in self.held.values())
-        self.mean_duration_s = sum(each.duration_s for each in self.held.values()) / len(self.held)
+        durations_s = [each.duration_s for each in self.held.values()]
+        self.mean_duration_s = sum_in_order(durations_s) / len(durations_s)
 
 
 class SlotBook:

@@ -11,6 +11,7 @@ from kvrs.elastic.layouts import Layout
 from kvrs.elastic.moving import LinkRates, schedule
 from kvrs.elastic.plans import MovePlan, plan
 from kvrs.elastic.units import Unit, Units
+from kvrs.sums import sum_in_order
 
 
 class Way(StrEnum):
@@ -148,7 +149,7 @@ class Situation:
         )
         ready_s = start_s + schedule(moves, self.costs.rates).makespan_s + self.costs.join_s
         behind_s = self._behind_s(after)
-        cost_s = sum(
+        cost_s = sum_in_order(
             min(stream.leave_s, ready_s + restores * stream.restore_s + behind_s)
             for stream in self.streams
         )
