@@ -106,20 +106,6 @@ def at(cases: Sequence[str], of_one: Callable[[str], str], least: int = 1) -> Ca
     return ours
 
 
-def impact_of_one(case: str) -> str:
-    ttft, clean, tpot, clean_tpot = (
-        means(case, STOP, key) for key in ("ttft_s", "clean_ttft_s", "tpot_s", "clean_tpot_s")
-    )
-    return f"TTFT {clean:.2f} to {ttft:.2f} s, TPOT {tpot / clean_tpot:.2f} times"
-
-
-def causes(case: str) -> str:
-    ttft, share, replay = (
-        means(case, STOP, key) for key in ("ttft_s", "queue_share", "replay_ttft_s")
-    )
-    return f"uninterrupted TTFT {ttft:.1f} s, {share:.0%} of it queueing; replay {replay:.1f} s"
-
-
 def first_scheme(case: str) -> str:
     return (
         f"window {changed(case, 'window_s')} / {changed(case, 'window_s', FIXED)} of "
@@ -159,30 +145,58 @@ def changed_with_drafts(case: str, scheme: str, key: str) -> Interval:
     return mean_of([row[key] / rows[STOP][seed][key] - 1 for seed, row in rows[scheme].items()])
 
 
+def rows_at_paper(case: str) -> dict[str, dict[str, dict[str, float]]]:
+    """By scheme and seed; empty: the case is not kept."""
+    results = (kept(path)["cases"] for path in AT_PAPER)
+    return next((cases[case] for cases in results if case in cases), {})
+
+
 def changed_at_paper(scheme: str, key: str, case: str = "10x1", base: str = STOP) -> Interval:
     """A scheme against another one at the paper's load, seed by seed."""
     rows = rows_at_paper(case)
     return mean_of([row[key] / rows[base][seed][key] - 1 for seed, row in rows[scheme].items()])
 
 
-def at_paper(*cases: str) -> Callable[[], str]:
-    """LUMEN against stop-and-restart at the paper's load, in the cases that are kept."""
-
-    def of_one(case: str) -> str:
-        ttft_s = _mean(rows_at_paper(case)[STOP], "window_ttft_s")
-        ttft, tpot, window = (
-            percent(changed_at_paper(WHOLE, key, case))
-            for key in ("window_ttft_s", "window_tpot_s", "window_s")
-        )
-        return f"{case}: TTFT {ttft_s:.2f} s, {ttft}, TPOT {tpot}, window {window}"
-
-    return lambda: "; ".join(of_one(each) for each in cases if rows_at_paper(each))
+def lumen_at_paper(case: str) -> str:
+    """LUMEN against stop-and-restart."""
+    ttft_s = _mean(rows_at_paper(case)[STOP], "window_ttft_s")
+    ttft, tpot, window = (
+        percent(changed_at_paper(WHOLE, key, case))
+        for key in ("window_ttft_s", "window_tpot_s", "window_s")
+    )
+    return f"TTFT {ttft_s:.2f} s, {ttft}, TPOT {tpot}, window {window}"
 
 
-def rows_at_paper(case: str) -> dict[str, dict[str, dict[str, float]]]:
-    """By scheme and seed; empty: the case is not kept."""
-    results = (kept(path)["cases"] for path in AT_PAPER)
-    return next((cases[case] for cases in results if case in cases), {})
+def impact_at_paper(case: str) -> str:
+    """Means of the failure-impact window beside those of the run without a failure."""
+    rows = rows_at_paper(case)[STOP]
+    clean_s, ttft_s, clean_tpot_s, tpot_s = (
+        _mean(rows, f"window_{key}") for key in ("clean_ttft_s", "ttft_s", "clean_tpot_s", "tpot_s")
+    )
+    return (
+        f"TTFT {clean_s:.2f} to {ttft_s:.2f} s ({ttft_s / clean_s:.1f} times), TPOT "
+        f"{clean_tpot_s * 1e3:.0f} to {tpot_s * 1e3:.0f} ms ({tpot_s / clean_tpot_s:.2f} times)"
+    )
+
+
+def causes_at_paper(case: str) -> str:
+    rows = rows_at_paper(case)[STOP]
+    ttft_s, share, replay_s = (
+        _mean(rows, key) for key in ("ttft_s", "queue_share", "replay_ttft_s")
+    )
+    return f"uninterrupted TTFT {ttft_s:.1f} s, {share:.0%} of it queueing; replay {replay_s:.1f} s"
+
+
+def one_failure_at_paper(case: str) -> str:
+    hit = percent(changed_at_paper(WHOLE, "hit_tpot_s", case))
+    return f"{lumen_at_paper(case)}, TPOT of the interrupted {hit}"
+
+
+def at_paper(
+    cases: Sequence[str], of_one: Callable[[str], str] = lumen_at_paper
+) -> Callable[[], str]:
+    """For each of the cases at the paper's load that is kept."""
+    return lambda: "; ".join(f"{case}: {of_one(case)}" for case in cases if rows_at_paper(case))
 
 
 def table_3() -> str:

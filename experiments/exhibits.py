@@ -120,18 +120,19 @@ def parts_of(runs: Sequence[Mapping[str, Any]]) -> str:
     return said
 
 
-# One instance fails; those that are kept are shown.
-_SINGLES = ("4x1", "8x1", "16x1", "64x1")
+# A quarter of the workers fails, and one.
+_QUARTERS = ("4x1", "8x2", "16x4", "32x8", "64x16")
+_SINGLES = ("4x1", "8x1", "16x1", "32x1", "64x1")
 
 # By the name of the row.
 OURS: dict[str, Callable[[], str]] = {
     "Figure: crossover queue depth": figures.crossover_map,
     "O(1) decision": figures.decision,
     "Healthy path as without it": figures.healthy,
-    "Figures 1, 2: impact of failures, 4 to 64 workers": figures.at(
-        _SINGLES, figures.impact_of_one
+    "Figures 1, 2: impact of failures, 4 to 64 workers": figures.at_paper(
+        _QUARTERS, figures.impact_at_paper
     ),
-    "Table 1: causes": figures.at(("4x1", "8x1"), figures.causes),
+    "Table 1: causes": figures.at_paper(_QUARTERS, figures.causes_at_paper),
     "Figure 6 (A.1), 4 workers": figures.at(("4x1",), figures.first_scheme),
     "Table 2 (A.1), 8 workers": figures.at(("8x1",), figures.windows),
     "Figure 7 (A.2): scheduling alone": figures.at(("4x1", "8x1"), figures.scheduling),
@@ -142,14 +143,16 @@ OURS: dict[str, Callable[[], str]] = {
     "Figure 9 (A.4): 1, 2, 4 of 8 fail": figures.at(("8x1", "8x2", "8x4"), figures.ttft),
     "Table 3 (B.1)": figures.table_3,
     "Figure 10 (B.2): request rates of ten workers": figures.at_paper(
-        "10x1:1.2", "10x1", "10x1:1.5", "10x1:1.7", "10x1:2.1"
+        ("10x1:1.2", "10x1", "10x1:1.5", "10x1:1.7", "10x1:2.1")
     ),
-    "Figure 11 (B.3): 1 to 5 of 10 fail": figures.at_paper("10x1", "10x2", "10x3", "10x4", "10x5"),
-    "Figure 12 (B.4): 25 % fail, 4 to 64 workers": figures.at_paper(
-        "4x1", "8x2", "16x4", "32x8", "64x16"
+    "Figure 11 (B.3): 1 to 5 of 10 fail": figures.at_paper(
+        ("10x1", "10x2", "10x3", "10x4", "10x5")
     ),
+    "Figure 12 (B.4): 25 % fail, 4 to 64 workers": figures.at_paper(_QUARTERS),
     "B.4: 16 of 64 fail, checkpoints lost with their streams": figures.co_failure,
-    "Figure 13, Table 4 (B.5): one failure": figures.at(_SINGLES, figures.ttft, least=2),
+    "Figure 13, Table 4 (B.5): one failure": figures.at_paper(
+        _SINGLES, figures.one_failure_at_paper
+    ),
     "Table 5 (B.6): depth of speculation": figures.variants("10x1 depth"),
     "Table 6 (B.7): alpha 0.25 to 4": figures.variants("10x1 alpha"),
     "Figure 1: cyclic placement": figures.cyclic,
