@@ -151,6 +151,7 @@ ALL = (
     _of("simulator", "splitwise", 5, "splitwise", SPLITWISE),
     _of("simulator", "cluster", 2, "cluster"),
     _of("simulator", "scale", 6, "scale"),
+    _of("simulator", "scale_at_most", 60, "scale --cases 4000x100 --at-most"),
     _of("kills", "distserve", 5, "run everything distserve", DISTSERVE),
     _of("kills", "distserve-both", 5, "run everything distserve --backup both", DISTSERVE),
     *(
