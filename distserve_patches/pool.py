@@ -39,13 +39,13 @@ class StagePool:
         geometry: KvGeometry,
         call_workers: CallWorkers,
         swapped_out: Callable[[], Awaitable[None]],
-        most_pages: int,
+        max_pages: int,
     ) -> None:
-        """At most `most_pages` are staged at a time: they take host memory, which is kept for the
+        """At most `max_pages` are staged at a time: they take host memory, which is kept for the
         next ones.
         """
         self.geometry = geometry
-        self.slots = StagingSlots(geometry.page_bytes, most_pages)
+        self.slots = StagingSlots(geometry.page_bytes, max_pages)
         self._call_workers = call_workers
         self._swapped_out = swapped_out
         # In pieces, so that a long transfer does not hold up a short one.

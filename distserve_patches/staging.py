@@ -56,15 +56,15 @@ class StagingFile:
 class StagingSlots:
     """The server's side: the slots in use, and their bytes."""
 
-    def __init__(self, page_bytes: int, most_slots: int) -> None:
+    def __init__(self, page_bytes: int, max_slots: int) -> None:
         self._descriptor = os.memfd_create("kvrs-staging")
         self.file = StagingFile(
             path=f"/proc/{os.getpid()}/fd/{self._descriptor}",
             number=next(_files),
             page_bytes=page_bytes,
-            slots_per_segment=max(1, min(SEGMENT_BYTES // page_bytes, most_slots)),
+            slots_per_segment=max(1, min(SEGMENT_BYTES // page_bytes, max_slots)),
         )
-        self._most_slots = most_slots
+        self._max_slots = max_slots
         self._segments: list[memoryview] = []
         self._free: list[int] = []
         self.in_use = 0
@@ -75,10 +75,10 @@ class StagingSlots:
         Raises:
             TransferError: that would be more than there may be.
         """
-        if count > self._most_slots - self.in_use:
+        if count > self._max_slots - self.in_use:
             raise TransferError(
                 f"{count} pages are to be staged where {self.in_use} of at most "
-                f"{self._most_slots} are"
+                f"{self._max_slots} are"
             )
         while len(self._free) < count:
             self._grow()

@@ -32,7 +32,7 @@ NOT_CODE = (
 )
 # More than this share of the machine's CPU in other processes, before or during a run, and its
 # times are theirs too.
-MOST_OTHERS = 0.1
+MAX_OTHERS = 0.1
 COMMIT_ENV = "KVRS_COMMIT"  # Names the commit where a copy of the tree has no repository.
 _MARK_ENV = "KVRS_EXPERIMENT"  # Inherited by all processes of a run, also by those of daemons.
 _SAMPLE_S = 1.0
@@ -127,11 +127,11 @@ def _replace(path: Path, text: str) -> None:
 def reasons_against(before: float, during: float) -> list[str]:
     """The general void rule: shares of the CPU that other processes had."""
     shares = {"before": before, "during": during}
-    busy = [when for when, share in shares.items() if share > MOST_OTHERS]
+    busy = [when for when, share in shares.items() if share > MAX_OTHERS]
     if not busy:
         return []
     when = " and ".join(busy)
-    return [f"other processes had more than {MOST_OTHERS:.0%} of the CPU {when} the run"]
+    return [f"other processes had more than {MAX_OTHERS:.0%} of the CPU {when} the run"]
 
 
 def as_lines(run: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kvrs.descriptors import descriptors_left
 
-_MOST_CONNECTIONS = 8192
+_MAX_CONNECTIONS = 8192
 _PAGE_PORT = 512  # Connections of peers and strangers there.
 
 
@@ -21,7 +21,7 @@ class ConnectionLimits:
         """Limits of an instance or an agent: half of the descriptors beside those of its page port.
         Its peers are few, and may share an address, which leaves a quarter to the others.
         """
-        total = min(_MOST_CONNECTIONS, descriptors_left(_PAGE_PORT) // 2)
+        total = min(_MAX_CONNECTIONS, descriptors_left(_PAGE_PORT) // 2)
         return cls(total, max(1, total * 3 // 4))
 
 

@@ -25,7 +25,7 @@ from kvrs.tls import ServerSide
 PATH = "/kvrs/v1/heartbeat"
 _TICK_S = 0.05  # How often the event loop shows that it runs, and the thread looks.
 # Watches over TLS, which the limit of connections does not count any more.
-_MOST_OVER_TLS = 256
+_MAX_OVER_TLS = 256
 
 
 def add_heartbeats(app: web.Application) -> None:
@@ -75,7 +75,7 @@ class _Heartbeats:
     async def watch(self, request: web.Request) -> web.StreamResponse:
         """Hand the connection to the thread until the watcher leaves."""
         interval_s = watch_interval_s(request)
-        if len(self._over_tls) >= _MOST_OVER_TLS:
+        if len(self._over_tls) >= _MAX_OVER_TLS:
             return error(503, "too many watches are open", kind="server_error")
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         response.enable_chunked_encoding()

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from kvrs_testkit.forked import starts_forked
 
-_MOST_BYTES = 1 << 16  # Of one read.
+_MAX_BYTES = 1 << 16  # Of one read.
 
 
 class AwaitedProcess(asyncio.subprocess.Process):
@@ -73,7 +73,7 @@ def _reader(pipe: IO[bytes] | None) -> asyncio.StreamReader | None:
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
 
     def read() -> None:
-        if data := os.read(pipe.fileno(), _MOST_BYTES):
+        if data := os.read(pipe.fileno(), _MAX_BYTES):
             reader.feed_data(data)
         else:
             loop.remove_reader(pipe.fileno())

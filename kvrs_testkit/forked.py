@@ -29,7 +29,7 @@ from kvrs.engine.nursery import Nursery, tend
 from kvrs.garbage import collect_nothing_yet
 
 _MAX_MESSAGE_BYTES = 1 << 18  # The environment is in it.
-_MOST_FILES = 16
+_MAX_FILES = 16
 _CLONE_NEWNET = 0x40000000
 _HAS_RANKS = "kvrs.engine.ranks.host"
 _SET_DEATH_SIGNAL = 1  # Of prctl(2).
@@ -165,7 +165,7 @@ def _forked(order: _Order, files: Sequence[int], namespace: Path | None) -> int:
 def _run(line: socket.socket, name: str) -> NoReturn:
     status = 1
     try:
-        message, (network, *files), _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, _MOST_FILES)
+        message, (network, *files), _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, _MAX_FILES)
         line.close()
         order = msgspec.json.decode(message, type=_Order)
         signal.pthread_sigmask(signal.SIG_SETMASK, order.blocked)

@@ -33,7 +33,7 @@ MB = 1e6
 SOURCE = NodeId("n0")
 READ_BYTES = 1 << 18  # So often the puller asks the kernel what has arrived.
 PROBE_WAIT_S = 0.05
-MOST_PHASE_S = 3.2  # Steps come at fixed times, probes at multiples of their interval.
+MAX_PHASE_S = 3.2  # Steps come at fixed times, probes at multiples of their interval.
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class VirtualLink:
         self._scenario = scenario
         self._random = random.Random(seed)
         self._meter = SampledMeter()
-        self._now_s, self._looked_s = self._random.uniform(0.0, MOST_PHASE_S), 0.0
+        self._now_s, self._looked_s = self._random.uniform(0.0, MAX_PHASE_S), 0.0
 
     @property
     def probe_share(self) -> float:

@@ -46,7 +46,7 @@ MARKER_OF_EVENT = {
 FIRST_GROUPS = ("clusters", "systems", "networks")
 
 TESTS = Path(__file__).resolve().parent
-MOST_IN_NAME = 200
+MAX_IN_NAME = 200
 
 _running: pytest.Item | None = None
 
@@ -72,7 +72,7 @@ def collected_by(worker: int, workers: int) -> list[str]:
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """No test is called by megabytes, which each report of it would have several times."""
-    if isinstance(val, str | bytes) and len(val) > MOST_IN_NAME:
+    if isinstance(val, str | bytes) and len(val) > MAX_IN_NAME:
         return f"{argname} of {len(val)}"
     return None
 

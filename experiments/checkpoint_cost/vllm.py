@@ -46,10 +46,10 @@ from kvrs_testkit.vllm_servers import (
     connector_config,
 )
 
-MOST_COST = 0.02
+MAX_COST = 0.02
 # Of the first token after a history, loaded, to the same computed.
-MOST_RATIO, GPU_MOST_RATIO = 1.0, 1 / 3
-MOST_GAP_MS = 50  # Of streams beside, whatever the agent does.
+MAX_RATIO, GPU_MAX_RATIO = 1.0, 1 / 3
+MAX_GAP_MS = 50  # Of streams beside, whatever the agent does.
 # Of a step on the CPU: that many of a history take less than that gap.
 CPU_FLAGS = ("--max-num-batched-tokens", "512")
 DEADLINE_S = 2.0  # Of the connector, for pages.
@@ -99,7 +99,7 @@ async def measure(servers: VllmServers, load: Load, options: argparse.Namespace)
     order = random.Random(seed)
     async with clients(servers) as client:
         bench = Bench(servers, client, load, seed)
-        restoring = await _pairs(bench, load, pairs, GPU_MOST_RATIO if options.gpu else MOST_RATIO)
+        restoring = await _pairs(bench, load, pairs, GPU_MAX_RATIO if options.gpu else MAX_RATIO)
         for saves in (False, True):
             await bench.round(Side(saves))
         _say(f"{rounds} pairs of rounds")
@@ -245,9 +245,9 @@ def faults_of(result: dict[str, Any]) -> list[str]:
     if saving["pages_saved"] < PAGES_SAVED_SHARE * saving["pages"]:
         faults.append(f"{saving['pages_saved']} of {saving['pages']} pages were saved")
     faults += [
-        f"saving costs {saving[name]['cost']:.1%} {what}, more than {MOST_COST:.0%}"
+        f"saving costs {saving[name]['cost']:.1%} {what}, more than {MAX_COST:.0%}"
         for name, what in (("cpu_s", "CPU per token"), ("tpot_s", "TPOT"))
-        if saving[name]["cost"] > MOST_COST
+        if saving[name]["cost"] > MAX_COST
     ]
     faults += [f"a pair failed: {each}" for each in restoring["failed"]]
     if not restoring["pairs"]:
@@ -267,7 +267,7 @@ def faults_of(result: dict[str, Any]) -> list[str]:
         if row.get("restore_first_token_s", 0.0) > DEADLINE_S + COMPUTE_S:
             faults.append(f"agent {row['fault']}: {row['restore_first_token_s']:.1f} s to restore")
         if (gap_ms := max(row.get(f"{each}_gap_ms", 0.0) for each in ("save", "restore"))) > (
-            MOST_GAP_MS
+            MAX_GAP_MS
         ):
             faults.append(f"agent {row['fault']}: a gap of {gap_ms:.0f} ms beside it")
     if "aborts" not in result:

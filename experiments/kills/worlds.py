@@ -27,7 +27,7 @@ from kvrs_testkit.random_worlds import (
 Others = dict[str, tuple[list[Outcome], dict[int, str]]]
 HIT_AT_LEAST = 8  # Streams that depend on the victims, of every kind of death.
 OTHERS = 40  # Worlds of each other scenario.
-MOST_DEATHS = 9  # Of three poisoned requests, which are refused at the third each.
+MAX_DEATHS = 9  # Of three poisoned requests, which are refused at the third each.
 
 
 def all_complete(outcome: Outcome) -> str:
@@ -47,7 +47,7 @@ def few_deaths(outcome: Outcome) -> str:
     deaths = sum(hit.death == POISONED for hit in outcome.hits)
     if set(outcome.ended) != {"complete", "poison"} or outcome.ended["poison"] != 3:
         return f"streams ended {dict(outcome.ended)}"
-    return f"{deaths} deaths of three poisoned requests" if deaths > MOST_DEATHS else ""
+    return f"{deaths} deaths of three poisoned requests" if deaths > MAX_DEATHS else ""
 
 
 # By name: how a world is drawn, and what must hold of its outcome beside the invariants.

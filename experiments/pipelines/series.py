@@ -42,7 +42,7 @@ from kvrs.traces.records import ReplayRequest, StreamRecord
 
 STAGES, TOKENS, PER_S = 3, (100, 400), 2.5
 WHOLE_S, SOON_S, STREAM_S = 90.0, 5.0, 120.0
-MOST_CAUSES = 8
+MAX_CAUSES = 8
 WRONG = ("errors", "tokens_lost", "tokens_repeated", "tokens_different", "text_different")
 STAYS = ("in_place", "substitute")
 
@@ -237,7 +237,7 @@ def causes_of(records: Sequence[StreamRecord]) -> dict[str, int]:
         if (error := record.error) is not None:
             when = "after tokens" if record.token_times_s else "without a token"
             found[f"{when}: {error.kind.value}: {error.message}"] += 1
-    return dict(found.most_common(MOST_CAUSES))
+    return dict(found.most_common(MAX_CAUSES))
 
 
 async def run(

@@ -46,8 +46,8 @@ LINK_BYTES_PER_S, RELOAD_S = 1e9 / 8, 600.0
 # so that one serves somewhat more than 1.5 a second, of 60 s each (163 ms a token).
 SLOTS = 92
 # Mean and spread of the output give the mean latency and its 99th percentile where none queue.
-OUTPUT_TOKENS, OUTPUT_SIGMA, MOST_OUTPUT = 370.0, 0.38, 2048
-PROMPT_TOKENS_P50, PROMPT_SIGMA, MOST_PROMPT = 161.31 / 1.6487, 1.0, 1024
+OUTPUT_TOKENS, OUTPUT_SIGMA, MAX_OUTPUT = 370.0, 0.38, 2048
+PROMPT_TOKENS_P50, PROMPT_SIGMA, MAX_PROMPT = 161.31 / 1.6487, 1.0, 1024
 # Fitted to the baseline of scene 1 at 4 requests/s, and to nothing else.
 FITTED = ("1", 4.0)
 RUN_S, FAILS_S = 480.0, 120.0
@@ -109,7 +109,7 @@ def config_of(case: Case, system: str) -> Config:
                     "pages": PAGES,
                     "max_running": SLOTS,
                     "max_batch_tokens": 2048,
-                    "max_model_len": MOST_PROMPT + MOST_OUTPUT,
+                    "max_model_len": MAX_PROMPT + MAX_OUTPUT,
                 },
                 "nodes": nodes,
             },
@@ -130,8 +130,8 @@ def arrivals(per_s: float, run_s: float, seed: int) -> list[Arrival]:
     ):
         tokens = ceil(exp(lengths.gauss(log(PROMPT_TOKENS_P50), PROMPT_SIGMA)))
         output = ceil(exp(lengths.gauss(middle, OUTPUT_SIGMA)))
-        prompt = NumberedPrompt(number, min(tokens, MOST_PROMPT))
-        found.append(Arrival(at_s, prompt, min(output, MOST_OUTPUT)))
+        prompt = NumberedPrompt(number, min(tokens, MAX_PROMPT))
+        found.append(Arrival(at_s, prompt, min(output, MAX_OUTPUT)))
     return found
 
 

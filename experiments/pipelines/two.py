@@ -69,10 +69,10 @@ class Pipelines:
         return rows_of(await self._port.state())
 
     async def until(
-        self, holds: Callable[[dict[str, Row]], bool], most_s: float
+        self, holds: Callable[[dict[str, Row]], bool], max_s: float
     ) -> dict[str, Row] | None:
         """The rows for which it holds; None: that took too long."""
-        give_up_s = time.monotonic() + most_s
+        give_up_s = time.monotonic() + max_s
         while time.monotonic() < give_up_s:
             rows = await self.rows()
             if holds(rows):

@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 
 KEPT = Path(__file__).parent / "kept.json"
-MOST_MOVED = 0.10  # Of a figure's value; a page names what has moved by more.
+MAX_MOVED = 0.10  # Of a figure's value; a page names what has moved by more.
 DIRTY = "-dirty"
 
 Figures = Mapping[str, float | str]
@@ -115,7 +115,7 @@ class Move:
         return f"{self.figure} {_shown(self.before)} to {_shown(self.after)}{by}"
 
 
-def moves(before: Figures, after: Figures, most: float = MOST_MOVED) -> Iterator[Move]:
+def moves(before: Figures, after: Figures, most: float = MAX_MOVED) -> Iterator[Move]:
     """Figures that differ by more than `most` of the value before."""
     for name in sorted({*before, *after}):
         one, other = before.get(name), after.get(name)

@@ -41,7 +41,7 @@ TOKENS = 150  # Of a stream.
 IN_A_ROW = 2  # Streams, so that it matters little that some end before others.
 LOAD_S = 8.0
 DRAFT_LOADS = 6
-LEAST_GAIN, MOST_LATER = 1.5, 0.05
+LEAST_GAIN, MAX_LATER = 1.5, 0.05
 PATIENCE_S = 60.0
 VOCAB = 512
 T = TypeVar("T")
@@ -212,7 +212,7 @@ def faults_of(rows: list[dict[str, Any]]) -> list[str]:
     *gained, late = rows
     faults = [f"{row['what']}: {row['ratio']:.2f} x" for row in gained if row["ratio"] < LEAST_GAIN]
     later_s = late["with"] - late["draft_load_s"]
-    if later_s > (1 + MOST_LATER) * late["without"]:
+    if later_s > (1 + MAX_LATER) * late["without"]:
         faults.append(f"full service {later_s - late['without']:.2f} s later, without its load")
     return faults
 

@@ -46,7 +46,7 @@ NAME, HELPER = InstanceId("d0"), InstanceId("d1")
 SECRET = b"a secret of this experiment alone"
 ACCEPTANCE, DEPTH, LAYERS = 0.6, 4, 24
 STREAMS, TOKENS = 8, 400
-MOST_STALE, MOST_HEALTHY = 1.05, 0.005
+MAX_STALE, MAX_HEALTHY = 1.05, 0.005
 CALM, STALE, WITHOUT = "calm", "stale", "without"
 Step = tuple[float, float]  # CPU seconds of the process, and elapsed ones.
 
@@ -250,11 +250,11 @@ def faults_of(rows: list[dict[str, Any]], report: SpeculationReport) -> list[str
     """The parts of the claim that the result does not bear out."""
     stale, silent = rows[0], rows[5]
     faults = []
-    if stale["ratio"] > MOST_STALE:
+    if stale["ratio"] > MAX_STALE:
         faults.append(f"stale drafts: {stale['ratio']:.3f} x")
     if report.proposed:
         faults.append("not every draft was stale")
-    if abs(silent["ratio"] - 1) > MOST_HEALTHY:
+    if abs(silent["ratio"] - 1) > MAX_HEALTHY:
         faults.append(f"a silent source: {silent['ratio']:.3f} x")
     return faults
 

@@ -70,7 +70,7 @@ class _Watched:
     health: GpuHealth
     counted: dict[str, int] = field(default_factory=dict)  # Counters of the last reading.
     counted_s: float = 0.0
-    most_nvlinks_up: int = 0
+    max_nvlinks_up: int = 0
     # Times of the last symptoms of at least this severity.
     symptoms_s: dict[GpuState, float] = field(default_factory=dict)
     slowed_since_s: float | None = None
@@ -109,7 +109,7 @@ class GpuClassifier:
         gpu.slowed_since_s = _since(gpu.slowed_since_s, bool(reading.slowed_by), now_s)
         gpu.silent_since_s = _since(gpu.silent_since_s, reading.silent is not None, now_s)
         before = gpu.health
-        gpu.most_nvlinks_up = max(gpu.most_nvlinks_up, reading.nvlinks_up or 0)
+        gpu.max_nvlinks_up = max(gpu.max_nvlinks_up, reading.nvlinks_up or 0)
         gpu.health = self._next(gpu, list(self._symptoms(gpu, reading, now_s)), now_s)
         return gpu.health if is_new or gpu.health != before else None
 
@@ -165,8 +165,8 @@ class GpuClassifier:
             yield GpuState.DEGRADED, f"throttled: {', '.join(reading.slowed_by)}"
         if _added(gpu, "nvlink_recoveries", reading.nvlink_recoveries):
             yield GpuState.DEGRADED, "nvlink recovery"
-        if reading.nvlinks_up is not None and reading.nvlinks_up < gpu.most_nvlinks_up:
-            yield GpuState.DEGRADED, f"nvlinks down: {gpu.most_nvlinks_up - reading.nvlinks_up}"
+        if reading.nvlinks_up is not None and reading.nvlinks_up < gpu.max_nvlinks_up:
+            yield GpuState.DEGRADED, f"nvlinks down: {gpu.max_nvlinks_up - reading.nvlinks_up}"
         elapsed_s = now_s - gpu.counted_s
         if (
             errors := _added(gpu, "nvlink_errors", reading.nvlink_errors)

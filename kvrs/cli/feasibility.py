@@ -29,7 +29,7 @@ from kvrs.protocol.geometry import KvGeometry
 from kvrs.tracing.settings import trace_settings
 
 _RESOLVE_S = 3.0
-_MOST_SHOWN = 3
+_MAX_SHOWN = 3
 _FIRST_PORT_OF_ALL = 1024  # Below it a system may ask for a privilege.
 
 
@@ -221,7 +221,7 @@ def _unresolved(config: Config) -> Iterator[str]:
     for thread in threads:
         thread.join(max(0.0, deadline_s - time.monotonic()))
     if missing := [name for name in names if name not in answered]:
-        shown = ", ".join(missing[:_MOST_SHOWN]) + (" ..." if missing[_MOST_SHOWN:] else "")
+        shown = ", ".join(missing[:_MAX_SHOWN]) + (" ..." if missing[_MAX_SHOWN:] else "")
         yield f"warning: {len(missing)} host names cannot be resolved on this machine: {shown}"
 
 

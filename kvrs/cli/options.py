@@ -8,7 +8,7 @@ import typer
 
 from kvrs.config import presets
 from kvrs.config.policy import PolicyName
-from kvrs.config.proxy import MOST_WORKERS
+from kvrs.config.proxy import MAX_WORKERS
 from kvrs.explain.decision import CheckpointAt
 from kvrs.explain.elastic import KvBackup
 from kvrs.sim.first_token import FirstToken
@@ -30,7 +30,7 @@ DRAFT = "Drafts while a model loads again"
 
 
 # Of a cluster without a file.
-MOST_NODES = 64
+MAX_NODES = 64
 
 
 class Device(StrEnum):
@@ -92,13 +92,13 @@ Draft = Annotated[
 ]
 Nodes = Annotated[
     int | None,
-    typer.Option(min=1, max=MOST_NODES, help="Logical nodes, one prefill and one decode each"),
+    typer.Option(min=1, max=MAX_NODES, help="Logical nodes, one prefill and one decode each"),
 ]
 Pipelines = Annotated[
     int | None,
     typer.Option(
         min=2,
-        max=MOST_NODES // 2,
+        max=MAX_NODES // 2,
         help="Or instances of --pp stages that lend each other these, with a node for each stage",
     ),
 ]
@@ -128,7 +128,7 @@ Pp = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(min=1, max=MOST_WORKERS, help="Processes of a proxy, on one port of clients [1]"),
+    typer.Option(min=1, max=MAX_WORKERS, help="Processes of a proxy, on one port of clients [1]"),
 ]
 Url = Annotated[str, typer.Option(help="Base of an OpenAI endpoint, such as http://127.0.0.1:8000")]
 ReplayTrace = Annotated[

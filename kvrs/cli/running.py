@@ -270,10 +270,10 @@ def _asked_nodes(
         raise ConfigError(
             f"--pipelines: got {pipelines} with --pp {stages}; allowed: with --pp 2 or more"
         )
-    if pipelines * stages > opt.MOST_NODES:
+    if pipelines * stages > opt.MAX_NODES:
         raise ConfigError(
             f"--pipelines: got {pipelines} with --pp {stages}, which are {pipelines * stages} "
-            f"nodes; allowed: at most {opt.MOST_NODES}"
+            f"nodes; allowed: at most {opt.MAX_NODES}"
         )
     return pipeline_nodes(pipelines, stages, tp)
 

@@ -11,7 +11,7 @@ from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
 from kvrs.config.policy import PolicySettings
 from kvrs.config.profiles import ProfileSettings
-from kvrs.config.proxy import LEAST_MIRROR_BYTES, MOST_ID, MOST_PEERS, MOST_PORT, ProxySettings
+from kvrs.config.proxy import LEAST_MIRROR_BYTES, MAX_ID, MAX_PEERS, MAX_PORT, ProxySettings
 from kvrs.config.settings import is_loopback
 from kvrs.config.speculation import faults_of_speculation
 from kvrs.errors import ConfigError
@@ -379,18 +379,18 @@ def _faults_of_workers(
         )
     for key in ("admin_port", "peer_port", "gossip_port"):
         first, *_, last = proxy.ports_of(key)
-        if last > MOST_PORT:
+        if last > MAX_PORT:
             yield (
                 f"proxy.{key}: got {first} with proxy.workers: {workers}, the last of which has "
-                f"{last}; allowed: at most {MOST_PORT - last + first}"
+                f"{last}; allowed: at most {MAX_PORT - last + first}"
             )
-    if len(longest := proxy.names[-1]) > MOST_ID:
+    if len(longest := proxy.names[-1]) > MAX_ID:
         yield (
             f"proxy.id: got {proxy.id!r} with proxy.workers: {workers}, the last of which is "
-            f"{longest!r}; allowed: at most {MOST_ID} characters"
+            f"{longest!r}; allowed: at most {MAX_ID} characters"
         )
-    if (peers := workers - 1 + sum(1 for _ in proxy.every_peer())) > MOST_PEERS:
+    if (peers := workers - 1 + sum(1 for _ in proxy.every_peer())) > MAX_PEERS:
         yield (
             f"proxy.peers: {peers} other processes with proxy.workers: {workers}; allowed: at "
-            f"most {MOST_PEERS}, workers included"
+            f"most {MAX_PEERS}, workers included"
         )

@@ -24,7 +24,7 @@ class Backend(StrEnum):
     VLLM = "vllm"  # As its project ships it; started by others.
 
 
-MOST_RANKS = 64  # Of one instance.
+MAX_RANKS = 64  # Of one instance.
 SERVED_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._:/-]*$"
 
 
@@ -72,18 +72,18 @@ class InstanceSettings(Settings):
     """
     bind: Host | None = None
     """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
-    tp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    tp: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Ranks that compute each layer together, each some of its heads and tiles (tensor parallel).
     """
-    pp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    pp: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Stages, each of `tp` ranks and of as many layers as the others (pipeline parallel)."""
     stages: list[Annotated[list[int], Field(min_length=2, max_length=2)]] | None = Field(
-        default=None, min_length=1, max_length=MOST_RANKS
+        default=None, min_length=1, max_length=MAX_RANKS
     )
     """The layers [first, end) of each stage, in place of equally many. null: by `pp`."""
     shares: list[Annotated[int, Field(ge=1)]] | None = None
     """The shares of a stage's ranks in each layer, as [3, 1]. null: equal ones."""
-    stage_hosts: list[StageHostSettings] = Field(default=[], max_length=MOST_RANKS)
+    stage_hosts: list[StageHostSettings] = Field(default=[], max_length=MAX_RANKS)
     """For each of the last stages, or for all, in their order, the process that has its ranks. The
     stages before have theirs below the instance's own process. A host outlives that process, and
     keeps the stage's weights for the next one; a lost host is waited for, or that of another
@@ -119,9 +119,9 @@ class InstanceSettings(Settings):
             raise PydanticCustomError(
                 "stage_hosts", "stage_hosts with 1 rank; allowed: none, it is one process"
             )
-        if (ranks := self.tp * self.stage_count) > MOST_RANKS:
+        if (ranks := self.tp * self.stage_count) > MAX_RANKS:
             raise PydanticCustomError(
-                "ranks", f"{ranks} ranks, which are tp times the stages; allowed: {MOST_RANKS}"
+                "ranks", f"{ranks} ranks, which are tp times the stages; allowed: {MAX_RANKS}"
             )
         return self
 

@@ -92,7 +92,7 @@ class Config(Settings):
     """Logs of proxies and agents to stderr, and of the processes of `kvrs up` to their files
     (docs/guide/monitoring.md#logs).
     """
-    models: list[several.ModelSettings] = Field(default=[], max_length=several.MOST_MODELS)
+    models: list[several.ModelSettings] = Field(default=[], max_length=several.MAX_MODELS)
     """Several models at one port for clients (docs/guide/models.md). Sections of an entry lie over
     those of the file, key by key. Empty: one model, that of `cluster`.
     """

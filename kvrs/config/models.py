@@ -27,7 +27,7 @@ from kvrs.config.speculation import SpeculationSettings
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import ConfigError
 
-MOST_MODELS = 32
+MAX_MODELS = 32
 
 # Settings of the process and of its one port for clients.
 _OF_THE_PROCESS = (

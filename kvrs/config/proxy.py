@@ -11,11 +11,11 @@ from pydantic_core import PydanticCustomError
 from kvrs.config.settings import NAME, Host, Settings
 from kvrs.config.tls import TlsSettings
 
-MOST_WORKERS = 16
-MOST_PEERS = 32
-MOST_PORT = 65535
-MOST_ORIGINS = 256
-MOST_ID = 64  # Characters.
+MAX_WORKERS = 16
+MAX_PEERS = 32
+MAX_PORT = 65535
+MAX_ORIGINS = 256
+MAX_ID = 64  # Characters.
 ADMIN_PORT_STEP = 10  # Distance between the admin ports of consecutive workers.
 LEAST_MIRROR_BYTES = 1 << 20
 
@@ -69,7 +69,7 @@ def are_workers_of_one(one: str, other: str) -> bool:
 
 
 class PeerSettings(Settings):
-    id: str = Field(min_length=1, max_length=MOST_ID, pattern=NAME)
+    id: str = Field(min_length=1, max_length=MAX_ID, pattern=NAME)
     """Its `proxy.id`."""
     host: Host = "127.0.0.1"
     """Where its `proxy.peer_port` is reached: an address, or a name, which is resolved for each new
@@ -77,16 +77,16 @@ class PeerSettings(Settings):
     """
     peer_port: int = Field(ge=1, le=65535)
     """Its `proxy.peer_port`."""
-    workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
+    workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
     """Its `proxy.workers`: beyond 1 they are ID.0, ID.1, ... at this port and those that follow."""
 
     @model_validator(mode="after")
     def _check_last(self) -> Self:
         last = names_of(self.id, self.workers)[-1]
-        if self.peer_port + self.workers - 1 > MOST_PORT or len(last) > MOST_ID:
+        if self.peer_port + self.workers - 1 > MAX_PORT or len(last) > MAX_ID:
             raise ValueError(
-                f"workers: {self.workers} need ids of at most {MOST_ID} characters, and ports of "
-                f"at most {MOST_PORT}"
+                f"workers: {self.workers} need ids of at most {MAX_ID} characters, and ports of "
+                f"at most {MAX_PORT}"
             )
         return self
 
@@ -97,15 +97,15 @@ class PeerSettings(Settings):
 
 
 class NumberedPeersSettings(Settings):
-    id: str = Field(min_length=2, max_length=MOST_ID)
+    id: str = Field(min_length=2, max_length=MAX_ID)
     """Ids of all proxies, with `*` for the number: `kvrs-*` stands for kvrs-0, kvrs-1, ..."""
     host: str = Field(min_length=2)
     """Their names, with `*` for the number. A proxy whose name DNS does not have is no peer."""
     peer_port: int = Field(ge=1, le=65535)
     """`proxy.peer_port` of each."""
-    workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
+    workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
     """`proxy.workers` of each."""
-    most: int = Field(default=8, ge=2, le=MOST_PEERS)
+    most: int = Field(default=8, ge=2, le=MAX_PEERS)
     """How many there may be at a time: numbers go from 0 to one less."""
 
     @model_validator(mode="after")
@@ -114,10 +114,10 @@ class NumberedPeersSettings(Settings):
             if (got := getattr(self, key)).count("*") != 1:
                 raise ValueError(f"{key}: got {got!r}; allowed: a name with one *")
         self.peer(self.most - 1)
-        if self.most * self.workers > MOST_PEERS + 1:
+        if self.most * self.workers > MAX_PEERS + 1:
             raise ValueError(
                 f"most: got {self.most} with workers: {self.workers}; allowed: "
-                f"{MOST_PEERS + 1} processes in all"
+                f"{MAX_PEERS + 1} processes in all"
             )
         return self
 
@@ -152,7 +152,7 @@ class NumberedPeersSettings(Settings):
 
 
 class ProxySettings(Settings):
-    id: str = Field(default="proxy-0", min_length=1, max_length=MOST_ID, pattern=NAME)
+    id: str = Field(default="proxy-0", min_length=1, max_length=MAX_ID, pattern=NAME)
     """Its name among proxies, nodes and agents: letters, digits and `._-`."""
     host: Host = "127.0.0.1"
     """Address the client port listens on. For addresses beyond loopback see docs/guide/security.md.
@@ -160,12 +160,12 @@ class ProxySettings(Settings):
     """
     port: int = Field(default=8000, ge=0, le=65535)
     """Client port, for /v1/completions, /v1/models, /health, /readyz. 0: any free port."""
-    workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
+    workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
     """Proxies that share the clients' port (docs/guide/proxies.md#workers)."""
     allow_anonymous: bool = False
     """Clients beyond loopback need no key: for a gateway in front that authenticates them."""
     allowed_origins: list[Annotated[str, AfterValidator(_origin)]] = Field(
-        default=[], max_length=MOST_ORIGINS
+        default=[], max_length=MAX_ORIGINS
     )
     """Web pages that may use the clients' port (CORS), as https://chat.example.org; *: all. Their
     requests need keys as others do.
@@ -227,7 +227,7 @@ class ProxySettings(Settings):
     """Address the port for the other proxies listens on."""
     peer_port: int = Field(default=0, ge=0, le=65535)
     """Port for the other proxies (docs/guide/proxies.md). 0: none."""
-    peers: list[PeerSettings] = Field(default=[], max_length=MOST_PEERS)
+    peers: list[PeerSettings] = Field(default=[], max_length=MAX_PEERS)
     """The other proxies, each as {id: proxy-1, host: 127.0.0.1, peer_port: 8012, workers: 1}."""
     numbered_peers: NumberedPeersSettings | None = None
     """Peers that come and go under numbered names, such as pods of a StatefulSet: {id: kvrs-*,

@@ -18,7 +18,7 @@ from kvrs.errors import ConfigError
 
 KEYS_ENV_NAME = "KVRS_KEYS"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
-_MOST_BYTES = 16 << 20
+_MAX_BYTES = 16 << 20
 
 KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -71,8 +71,8 @@ def read_tenants(
 
 
 def _parse(text: bytes) -> dict[str, TenantSettings]:
-    if len(text) > _MOST_BYTES:
-        raise ConfigError(f"got {len(text)} bytes; allowed: at most {_MOST_BYTES}")
+    if len(text) > _MAX_BYTES:
+        raise ConfigError(f"got {len(text)} bytes; allowed: at most {_MAX_BYTES}")
     try:
         document = parse_yaml(text.decode())
     except (yaml.YAMLError, UnicodeDecodeError) as error:

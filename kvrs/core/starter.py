@@ -34,7 +34,7 @@ _NEWS_LOOK_S = 0.1
 # Times that logits are no numbers before they count as the stream's own, wherever it runs. Once may
 # be the fault of an instance, of its memory, or of KV that was made before, none of which is used
 # for the second time.
-_MOST_OVERFLOWS = 2
+_MAX_OVERFLOWS = 2
 
 
 class Starter:
@@ -251,7 +251,7 @@ class Starter:
         """
         recovery = stream.recovery
         failed = recovery.attempts
-        if len(recovery.overflowed) >= _MOST_OVERFLOWS:
+        if len(recovery.overflowed) >= _MAX_OVERFLOWS:
             found_by = ", ".join(dict.fromkeys(each.instance for each in recovery.overflowed))
             message = f"the stream's logits are no numbers, as {found_by} found: {recovery.cause}"
             self.give_up(stream, act.Reason.RETRIES, message)

@@ -15,11 +15,11 @@ from itertools import pairwise
 
 VERSION = 1
 
-_MOST_TILES = 64
+_MAX_TILES = 64
 _WIDTH_MULTIPLE = 16  # Of tiles; the last one has the ragged rest as well.
 _NARROWEST_MLP_TILE = 64
 # Whole experts would burden ranks unevenly where they are few and wide.
-_MOST_EXPERT_PARTS = 8
+_MAX_EXPERT_PARTS = 8
 _NARROWEST_EXPERT_PART = 1024
 _NARROWEST_VOCABULARY_TILE = 128
 
@@ -53,7 +53,7 @@ class Grain:
         """The same with `count` experts of an inner dimension `width` in all other layers, of which
         each row goes to `chosen`.
         """
-        parts = _tiles(width, _NARROWEST_EXPERT_PART, _MOST_EXPERT_PARTS)
+        parts = _tiles(width, _NARROWEST_EXPERT_PART, _MAX_EXPERT_PARTS)
         return replace(
             self,
             mlp=parts * count,
@@ -67,7 +67,7 @@ class Grain:
         return self.dense_mlp if layer in self.dense_layers else self.mlp
 
 
-def _tiles(size: int, narrowest: int, most: int = _MOST_TILES) -> tuple[range, ...]:
+def _tiles(size: int, narrowest: int, most: int = _MAX_TILES) -> tuple[range, ...]:
     """A power of two of tiles, at most so many and none narrower than that unless there is only
     one: then 2, 4 or 8 equal owners have whole subtrees of the sum.
     """

@@ -27,7 +27,7 @@ MAX_STARTS = 3  # Of one rank within a re-forming that needs it.
 # A lost rank is started again after so long; each time that it dies before it serves, twice as
 # long.
 AGAIN_S = 0.5
-_AGAIN_MOST_S = 60.0
+_AGAIN_MAX_S = 60.0
 # In the time after which ranks that say nothing hang. A process that was stopped itself, as all of
 # a machine may be, has missed one look, and hears before the next one what was said meanwhile.
 _LOOKS = 6
@@ -55,7 +55,7 @@ class MissingRank:
     def put_off(self, now_s: float) -> None:
         """Its process is used, has ended or was not started."""
         self.due_s = now_s + self.wait_s
-        self.wait_s = min(2 * self.wait_s, _AGAIN_MOST_S)
+        self.wait_s = min(2 * self.wait_s, _AGAIN_MAX_S)
         self.began_s, self.is_loaded = None, False
 
 

@@ -43,7 +43,7 @@ from kvrs.transfer.store.directory import store_directory
 
 log = logging.getLogger(__name__)
 
-_MOST_NOTED = 128  # Points of a prefill table: of published ones a ledger's note cannot hold all.
+_MAX_NOTED = 128  # Points of a prefill table: of published ones a ledger's note cannot hold all.
 
 
 class TakenOverError(KvrsError):
@@ -69,7 +69,7 @@ class AnchoredPool(StepHook):
             pages.release(found)
 
     def note_prefill(self, table: PrefillTable) -> None:
-        every = -(-len(table.seconds) // _MOST_NOTED)
+        every = -(-len(table.seconds) // _MAX_NOTED)
         points = list(table.seconds[::every])
         note = MeasuredPrefill(table.label, every * table.step_tokens, points)
         self.ledger.write_note(msgspec.json.encode(note))

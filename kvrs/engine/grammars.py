@@ -26,10 +26,10 @@ _ANY_OBJECT = {"type": "object"}
 _SHOWN_CHARACTERS = 300  # Of what is wrong with a schema, or with its output.
 # llguidance follows references by recursion. Twice as many levels overflow a stack of 8 MB, which
 # ends the process.
-_MOST_LEVELS = 2000
+_MAX_LEVELS = 2000
 # A number that is a multiple of n has an automaton of n states, which llguidance makes whole, with
 # none of its limits; the time grows faster than n.
-_MOST_STATES = 20_000
+_MAX_STATES = 20_000
 
 
 class _JsonSchema(msgspec.Struct):
@@ -112,17 +112,17 @@ class Grammars:
             if asked.json_schema is None:
                 raise RequestError("json_schema is missing", param=f"{_PARAM}.json_schema")
             schema = asked.json_schema.schema
-        if (levels := _levels(schema)) > _MOST_LEVELS:
+        if (levels := _levels(schema)) > _MAX_LEVELS:
             raise RequestError(
                 f"different $ref, and one, times its depth are {levels}; allowed: at most "
-                f"{_MOST_LEVELS}",
+                f"{_MAX_LEVELS}",
                 param=f"{_PARAM}.json_schema.schema",
             )
-        if (states := _states(schema)) > _MOST_STATES:
+        if (states := _states(schema)) > _MAX_STATES:
             raise RequestError(
                 f"multipleOf: the least common multiple of all, as whole numbers without the point "
                 f"(1.25 is 125), times how many of them and $ref there are, is "
-                f"{min(states, 10**18)}; allowed: at most {_MOST_STATES}",
+                f"{min(states, 10**18)}; allowed: at most {_MAX_STATES}",
                 param=f"{_PARAM}.json_schema.schema",
             )
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
@@ -170,7 +170,7 @@ def _states(schema: dict[str, Any]) -> int:
             if isinstance(of, int | float) and of > 0:
                 number += 1
                 common = lcm(common, of if isinstance(of, int) else _without_point(of))
-                if common > _MOST_STATES:
+                if common > _MAX_STATES:
                     return common
     return common * (number + references) if number else 0
 

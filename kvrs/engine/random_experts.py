@@ -33,7 +33,7 @@ from kvrs.errors import ConfigError
 
 FAMILIES = ("mixtral", "qwen3_moe")
 _NOTE = "kvrs_generated"  # In config.json: what no other field tells.
-_MOST_EXPERTS, _MOST_SKEW = 512, 8.0
+_MAX_EXPERTS, _MAX_SKEW = 512, 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,14 @@ class ExpertsModel:
         return cls(family, 5, 512, 8, 4, 64, experts, chosen, 4096, skew)._checked()
 
     def _checked(self) -> "ExpertsModel":
-        if not 1 <= self.experts <= _MOST_EXPERTS:
-            raise ConfigError(f"--experts: got {self.experts}; allowed: 1 to {_MOST_EXPERTS}")
+        if not 1 <= self.experts <= _MAX_EXPERTS:
+            raise ConfigError(f"--experts: got {self.experts}; allowed: 1 to {_MAX_EXPERTS}")
         if not 1 <= self.chosen <= self.experts:
             raise ConfigError(
                 f"--chosen: got {self.chosen}; allowed: 1 to the number of experts ({self.experts})"
             )
-        if not 0 <= self.skew <= _MOST_SKEW:
-            raise ConfigError(f"--skew: got {self.skew}; allowed: 0 to {_MOST_SKEW:g}")
+        if not 0 <= self.skew <= _MAX_SKEW:
+            raise ConfigError(f"--skew: got {self.skew}; allowed: 0 to {_MAX_SKEW:g}")
         return self
 
 

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 # An instance that took no parts is asked again after this long, where another one takes them; where
 # none does, all are asked again at least as often as the second.
 _LAY_AGAIN_S = 5.0
-_RETRY_MOST_S = 1.0
+_RETRY_MAX_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +101,7 @@ class StageRing(PageSending):
         own = {stage.at.instance: RingStage(stage) for stage in ranks.remote}
         self._stages = own
         holders: dict[InstanceId, Peer] = {name: each.stage.at for name, each in own.items()}
-        self._most_arriving = min(settings.staging_pages, max(1, pages.pages // 4))
+        self._max_arriving = min(settings.staging_pages, max(1, pages.pages // 4))
         if (rate := transfer.link_bytes_per_s) is not None:
             # A link carries them in a third of the time after which their host gives up.
             layers = max(len(stage.layers) for stage in ranks.remote)
@@ -109,7 +109,7 @@ class StageRing(PageSending):
             most = max(1, int(rate * transfer.stall_timeout_s / part_bytes))
             pinned = min(settings.staging_pages, most)
             settings = settings.model_copy(update={"staging_pages": pinned})
-        super().__init__(pages, self, holders, settings, clock, released, _RETRY_MOST_S)
+        super().__init__(pages, self, holders, settings, clock, released, _RETRY_MAX_S)
         # What arrives, by the stage and the number of its offer.
         self._arriving: dict[tuple[int, int], list[ReplicaRun]] = {}
         self._is_draining: Callable[[], bool] = lambda: False
@@ -252,7 +252,7 @@ class StageRing(PageSending):
         numbers: list[int] = []
         leading: list[int] = []
         for each in offered.ranges:
-            most = self._most_arriving - self._arriving_pages(runs)
+            most = self._max_arriving - self._arriving_pages(runs)
             run = self._book.begin(each.stream, each.first_page, each.tags, cells, max(0, most))
             runs.append(run)
             leading.append(self._book.held(each.stream, cells).pages)

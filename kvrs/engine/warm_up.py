@@ -30,7 +30,7 @@ _LONG_ENOUGH_S = 1.0
 NOTE_NAME = ".kvrs-prefill.json"
 _VERSION = 2  # Of how it is measured.
 # A model's directory may be shared by many machines, each with several settings.
-_MOST_NOTED = 64
+_MAX_NOTED = 64
 # A measurement during which other processes had the processor is not worth to be remembered.
 _UNDISTURBED = 1.25
 
@@ -154,7 +154,7 @@ class _Note:
         """Whole or not at all; a directory that cannot be written remembers nothing."""
         measured = MeasuredPrefill(table.label, table.step_tokens, list(table.seconds))
         entries = self._all() | {self._key: msgspec.Raw(msgspec.json.encode(measured))}
-        newest = dict(list(entries.items())[-_MOST_NOTED:])
+        newest = dict(list(entries.items())[-_MAX_NOTED:])
         scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             scratch.write_bytes(msgspec.json.encode(newest))

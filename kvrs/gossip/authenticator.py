@@ -188,19 +188,19 @@ class PacketAuthenticator:
         )
 
     def open(
-        self, packet: bytes | memoryview, most_payload_bytes: int = MAX_PAYLOAD_BYTES
+        self, packet: bytes | memoryview, max_payload_bytes: int = MAX_PAYLOAD_BYTES
     ) -> Opened | Unproven | Outdated | Rejection:
         """Return the payload and its sender, or the reason for the rejection, which is counted."""
-        result = self._open(memoryview(packet), most_payload_bytes)
+        result = self._open(memoryview(packet), max_payload_bytes)
         if not isinstance(result, Opened):
             self.rejected[result if isinstance(result, Rejection) else result.reason] += 1
         return result
 
     def _open(
-        self, packet: memoryview, most_payload_bytes: int
+        self, packet: memoryview, max_payload_bytes: int
     ) -> Opened | Unproven | Outdated | Rejection:
         # Before the mac is verified, nothing of the packet is kept or copied.
-        if len(packet) > most_payload_bytes + MAX_OVERHEAD_BYTES:
+        if len(packet) > max_payload_bytes + MAX_OVERHEAD_BYTES:
             return Rejection.OVERSIZED
         if len(packet) < _MIN_BYTES:
             return Rejection.TRUNCATED

@@ -52,7 +52,7 @@ class Suspicion:
         self.least_s = (
             settings.suspicion_mult * max(1.0, log10(members)) * settings.probe_interval_s
         )
-        self.most_s = self.least_s * settings.suspicion_max_mult
+        self.max_s = self.least_s * settings.suspicion_max_mult
         # All but the suspect and the first suspector may confirm.
         self.confirmations = max(0, min(settings.confirmations, members - 2))
         self.own_probe_failed = False
@@ -65,7 +65,7 @@ class Suspicion:
         if self.confirmations == 0:
             return self.since_s + self.least_s
         share = min(1.0, log(max(1, suspectors)) / log(self.confirmations + 1))
-        return self.since_s + self.most_s - (self.most_s - self.least_s) * share
+        return self.since_s + self.max_s - (self.max_s - self.least_s) * share
 
 
 class Detector:

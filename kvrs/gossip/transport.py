@@ -169,14 +169,14 @@ class Transport:
             self._send_datagram(source, answer)
 
     def _take(
-        self, packet: bytes | memoryview, source: Address, most_payload_bytes: int
+        self, packet: bytes | memoryview, source: Address, max_payload_bytes: int
     ) -> bytes | None:
         """Deliver an accepted packet; return what is sent back to an authentic one that is not."""
         now_s = self._clock()
         if not self._rates.admit(source, self._authenticator.is_answer(packet), now_s):
             self.dropped[Drop.RATE] += 1
             return None
-        match self._authenticator.open(packet, most_payload_bytes):
+        match self._authenticator.open(packet, max_payload_bytes):
             case Opened(sender, payload):
                 self._rates.on_authentic(source, now_s)
                 self._deliver(sender, payload)
@@ -284,7 +284,7 @@ class Transport:
             await _write_packet(writer, answer)
 
     async def _read_packet(
-        self, reader: asyncio.StreamReader, most_payload_bytes: int
+        self, reader: asyncio.StreamReader, max_payload_bytes: int
     ) -> bytes | None:
         """The next packet of a connection; None at its end, or if it is too long.
 
@@ -298,7 +298,7 @@ class Transport:
                 return None
             raise
         (size,) = _LENGTH.unpack(head)
-        if size > most_payload_bytes + MAX_OVERHEAD_BYTES:
+        if size > max_payload_bytes + MAX_OVERHEAD_BYTES:
             self.dropped[Drop.LONG] += 1
             return None
         return await reader.readexactly(size)

@@ -20,7 +20,7 @@ from kvrs.protocol.instance import MeasuredPrefill
 from kvrs.sums import sum_in_order
 
 _POINTS_OF_CHUNK = 16
-_MOST_POINTS = 1024  # Of a table in chunks: instances send it.
+_MAX_POINTS = 1024  # Of a table in chunks: instances send it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class PrefillTable:
 
     def _step_in(self, chunk_tokens: int, max_tokens: int) -> int:
         finest = min(chunk_tokens // _POINTS_OF_CHUNK, self.step_tokens)
-        return max(1, finest, max_tokens // _MOST_POINTS)
+        return max(1, finest, max_tokens // _MAX_POINTS)
 
     def _by_length(self, step_tokens: int, seconds: Sequence[float]) -> "PrefillTable":
         return PrefillTable(

@@ -16,11 +16,11 @@ from kvrs.ids import InstanceId
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 DraftId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
-MOST_RELOAD_S = 60.0  # A notice counts.
-MOST_READY_S = 1e6
-MOST_REASON = 500  # Characters.
+MAX_RELOAD_S = 60.0  # A notice counts.
+MAX_READY_S = 1e6
+MAX_REASON = 500  # Characters.
 MOST_DRAFTS = 64  # Of one stream, ahead of what was verified.
-MOST_MESSAGE_BYTES = 1 << 24
+MAX_MESSAGE_BYTES = 1 << 24
 _MESSAGE_TOKENS = 1 << 18  # Of a list of updates, but for its last one.
 # Either side asks the other one so often whether it is there, and leaves one that does not answer
 # within half of that.
@@ -41,8 +41,8 @@ class Reload(msgspec.Struct, frozen=True):
 
     state: ReloadState = ReloadState.LOADING
     paired_with: InstanceId | None = None  # For which it makes drafts.
-    ready_in_s: Annotated[float, msgspec.Meta(ge=0, le=MOST_READY_S)] | None = None  # Not known.
-    skipped: Annotated[str, msgspec.Meta(max_length=MOST_REASON)] = ""  # Why it makes no drafts.
+    ready_in_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_READY_S)] | None = None  # Not known.
+    skipped: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""  # Why it makes no drafts.
 
 
 class SpeculationReport(msgspec.Struct, frozen=True):
@@ -81,7 +81,7 @@ class ReloadNotice(msgspec.Struct, frozen=True):
     """
 
     instance: InstanceId
-    for_s: Annotated[float, msgspec.Meta(ge=0, le=MOST_RELOAD_S)]
+    for_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_RELOAD_S)]
     reload: Reload = Reload()
 
 

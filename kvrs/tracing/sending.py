@@ -49,7 +49,7 @@ class SpanSender:
         self._provider.add_span_processor(
             BatchSpanProcessor(
                 self._exporter,
-                max_queue_size=settings.most_spans,
+                max_queue_size=settings.max_spans,
                 schedule_delay_millis=settings.delay_ms,
                 max_export_batch_size=settings.batch_spans,
             )

@@ -33,7 +33,7 @@ class TraceSettings:
     timeout_s: float  # For one batch, with what is tried again.
     delay_ms: int  # Between two batches, unless one is full before.
     batch_spans: int
-    most_spans: int  # That wait to be sent; further ones displace the oldest.
+    max_spans: int  # That wait to be sent; further ones displace the oldest.
 
 
 def trace_settings(environ: Mapping[str, str]) -> TraceSettings | None:
@@ -66,12 +66,12 @@ def trace_settings(environ: Mapping[str, str]) -> TraceSettings | None:
     given.pairs(given.name_of("HEADERS"))
     given.pairs("OTEL_RESOURCE_ATTRIBUTES")
     given.certificates()
-    most_spans = given.number("OTEL_BSP_MAX_QUEUE_SIZE", 2048)
+    max_spans = given.number("OTEL_BSP_MAX_QUEUE_SIZE", 2048)
     settings = TraceSettings(
         timeout_s=given.number(given.name_of("TIMEOUT"), 10_000) / 1000,
         delay_ms=given.number("OTEL_BSP_SCHEDULE_DELAY", 5000),
-        batch_spans=min(given.number("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512), most_spans),
-        most_spans=most_spans,
+        batch_spans=min(given.number("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512), max_spans),
+        max_spans=max_spans,
     )
     if given.faults:
         raise ConfigError(given.faults)

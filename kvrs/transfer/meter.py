@@ -55,10 +55,10 @@ _TREND = 0.1  # Weight of a sample in the deviations that tell a trend from nois
 _PROBE_OVERHEAD = 1.05  # Frames and packets around the bytes.
 _BLIND_PAUSE_S = 10.0  # After a probe in which nothing could be seen.
 _BLIND_GROWTH = 4  # Of the next probe.
-_MOST_BLIND_BYTES = 1 << 20
-_MOST_BLIND = 4
+_MAX_BLIND_BYTES = 1 << 20
+_MAX_BLIND = 4
 
-_MOST_FOLLOW_UPS = 3  # Of one probe.
+_MAX_FOLLOW_UPS = 3  # Of one probe.
 _FOLLOW_UP_GROWTH = 8  # A probe that is over too soon may tell of any rate.
 
 
@@ -193,7 +193,7 @@ class LinkMeter:
         growth = int(_BLIND_GROWTH**link.blind)
         grown = least * growth
         if link.bytes_per_s is None:
-            return min(grown, max(least, _MOST_BLIND_BYTES))
+            return min(grown, max(least, _MAX_BLIND_BYTES))
         slowest = min(link.bytes_per_s, link.latest_bytes_per_s)
         wanted = int(slowest * self._settings.probe_s)
         return max(least, min(most, wanted * growth))
@@ -210,7 +210,7 @@ class LinkMeter:
         if link.bytes_per_s is None:
             size_bytes = self.probe_bytes(source, least, most)
             return size_bytes if size_bytes > link.probe_bytes else None
-        if link.blind or not link.is_doubtful or link.probes > _MOST_FOLLOW_UPS:
+        if link.blind or not link.is_doubtful or link.probes > _MAX_FOLLOW_UPS:
             return None
         wanted = int(link.latest_bytes_per_s * self._settings.probe_s)
         return max(least, min(most, wanted, link.probe_bytes * _FOLLOW_UP_GROWTH))
@@ -242,7 +242,7 @@ class LinkMeter:
         link = self._links[source]
         link.probed_s, link.probe_bytes = now_s, size_bytes
         link.probes = link.probes + 1 if follows else 1
-        link.blind = min(link.blind + 1, _MOST_BLIND)  # Until a sample is taken.
+        link.blind = min(link.blind + 1, _MAX_BLIND)  # Until a sample is taken.
 
     def _take_sample(self, link: _MeteredLink) -> None:
         elapsed_s = link.last_s - link.since_s

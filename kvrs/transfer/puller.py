@@ -36,7 +36,7 @@ _LOOK_BYTES = 1 << 18
 
 # Fetches of attempts are in the load reports of this time; of more, the last ones.
 _RECENT_S = 10.0
-_MOST_RECENT = 256
+_MAX_RECENT = 256
 
 # Tells the meter that an answer of a source begins now.
 _Begin = Callable[[NodeId, float], None]
@@ -308,7 +308,7 @@ class RecentReports(Generic[Report]):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._ended: deque[tuple[float, Report]] = deque(maxlen=_MOST_RECENT)
+        self._ended: deque[tuple[float, Report]] = deque(maxlen=_MAX_RECENT)
 
     def note(self, report: Report) -> None:
         self._ended.append((self._clock(), report))

@@ -23,8 +23,8 @@ from vllm.v1.sample.logits_processor import (
 from kvrs.protocol.instance import REPLAY_KEY
 
 # More than any context; a list of them is read before the request is refused.
-_MOST_TOKENS = 1 << 20
-_MOST_ID = 1 << 31
+_MAX_TOKENS = 1 << 20
+_MAX_ID = 1 << 31
 
 logger = init_logger(__name__)
 
@@ -36,10 +36,10 @@ class Replay(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed be
         known = (sampling_params.extra_args or {}).get(REPLAY_KEY)
         if known is None:
             return
-        if not isinstance(known, list) or len(known) > _MOST_TOKENS:
-            raise ValueError(f"{REPLAY_KEY} must be a list of at most {_MOST_TOKENS} token ids")
+        if not isinstance(known, list) or len(known) > _MAX_TOKENS:
+            raise ValueError(f"{REPLAY_KEY} must be a list of at most {_MAX_TOKENS} token ids")
         for each in known:
-            if type(each) is not int or not 0 <= each < _MOST_ID:
+            if type(each) is not int or not 0 <= each < _MAX_ID:
                 raise ValueError(f"{REPLAY_KEY} must hold token ids, got {str(each)[:40]!r}")
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:

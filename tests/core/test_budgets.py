@@ -24,9 +24,9 @@ def busy(
     return next(iter(of(harness.handle(event, at_s), act.Start)), None)
 
 
-def until_start_or_end(harness: PolicyHarness, most_s: float = 100.0) -> act.Start | act.GiveUp:
+def until_start_or_end(harness: PolicyHarness, max_s: float = 100.0) -> act.Start | act.GiveUp:
     """Fire timers as they are asked for."""
-    while harness.now_s < most_s:
+    while harness.now_s < max_s:
         at_s = min(
             each.at_s for each in of(harness.actions, act.WakeAt) if each.at_s > harness.now_s
         )

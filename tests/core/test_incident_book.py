@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvrs.config.policy import RecoverySettings
 from kvrs.core.books.incident_book import (
     KEPT_S,
-    MOST_DEATHS,
+    MAX_DEATHS,
     NEWS_S,
     STORM_S,
     UNEXPLAINED_S,
@@ -157,7 +157,7 @@ def nearly_refused() -> Scene:
     """A has met three deaths, of five that are allowed. So many are never raised; two more end it,
     unless they are excused and count as one.
     """
-    scene = Scene(MOST_DEATHS)
+    scene = Scene(MAX_DEATHS)
     for n in range(3):
         scene.lose(10.0 * n, A)
     return scene
@@ -257,7 +257,7 @@ def test_an_excuse_lasts_when_the_other_loss_is_old() -> None:
 
 def test_an_excused_request_waits_for_the_end_of_the_storm_and_is_tried_once_more() -> None:
     """Two seconds without a loss; the next death refuses it, where two are allowed."""
-    scene = Scene(MOST_DEATHS)
+    scene = Scene(MAX_DEATHS)
     scene.book.reload(RecoverySettings(poison_deaths=2, wait_s=WAIT_S))
     scene.lose(0.0, A)
     scene.lose(0.1, A)
@@ -288,7 +288,7 @@ def test_a_request_that_ends_instances_in_an_endless_storm_is_refused_all_the_sa
         now_s += 0.5
         scene.lose(now_s)
 
-    assert deaths <= MOST_DEATHS + 1
+    assert deaths <= MAX_DEATHS + 1
 
 
 @given(

@@ -41,7 +41,7 @@ class Stage:
     blocks: int
     tensor_size: int = 1
     pipeline_size: int = 1
-    most_pages: int = 64
+    max_pages: int = 64
     delay_s: float = 0.0  # Of every call, on its thread.
     failure: BaseException | None = None  # Of the last rank.
     calls: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Stage:
                 range(self.pipeline_size), range(self.tensor_size)
             )
         ]
-        self.pool = StagePool(self.geometry, self.call_workers, self.swapped_out, self.most_pages)
+        self.pool = StagePool(self.geometry, self.call_workers, self.swapped_out, self.max_pages)
 
     async def swapped_out(self) -> None:
         self.calls.append("swapped_out")

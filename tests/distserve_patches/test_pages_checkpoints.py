@@ -19,7 +19,7 @@ PAGES = 64
 class StageWorld(World):
     """A world whose steps write to the caches of two ranks, each with half of the layers."""
 
-    def __init__(self, most_pages: int = 64) -> None:
+    def __init__(self, max_pages: int = 64) -> None:
         super().__init__(PAGES)
         geometry = KvGeometry(
             layers=2,
@@ -30,7 +30,7 @@ class StageWorld(World):
         )
         assert geometry.page_bytes == GEOMETRY.page_bytes
         self.pool = KvPool(geometry, PAGES, torch.device("cpu"))
-        self.stage = Stage(geometry, PAGES, pipeline_size=2, most_pages=most_pages)
+        self.stage = Stage(geometry, PAGES, pipeline_size=2, max_pages=max_pages)
         settings = BackupSettings(gather_s=0.0)
         self.checkpointer = Checkpointer(
             self.pages,
@@ -69,7 +69,7 @@ async def test_pages_that_cannot_be_got_are_let_go_and_sent_later(how: str) -> N
     """The background goes on, whether the workers die or others have staged so much that there is
     no room.
     """
-    world = StageWorld(most_pages=8)
+    world = StageWorld(max_pages=8)
     async with working(world):
         taken = world.stage.pool.slots.take(8) if how == "full" else []
         world.stage.failure = RayActorError() if how == "dead" else None

@@ -175,7 +175,7 @@ async def test_a_cancelled_transfer_waits_until_nothing_is_written_any_more() ->
 
 def test_more_than_may_be_staged_is_refused_before_anything_is_allocated() -> None:
     """Staged pages keep their room, and there is as much as before."""
-    slots = StagingSlots(page_bytes=1000, most_slots=3)
+    slots = StagingSlots(page_bytes=1000, max_slots=3)
     size = os.stat(slots.file.path).st_size
     held = slots.take(2)
 

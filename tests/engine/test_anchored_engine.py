@@ -210,7 +210,7 @@ async def test_instances_of_a_node_share_one_copy_of_the_weights(
 
 
 class AwaitedDraft(WeightReading):
-    def wait(self, most_s: float) -> None:
+    def wait(self, max_s: float) -> None:
         raise AssertionError("it is waited for")
 
 

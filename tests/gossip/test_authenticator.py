@@ -217,9 +217,7 @@ def test_sizes_are_checked_before_anything_else() -> None:
     _, b = pair()
 
     assert b.open(bytes(MAX_PAYLOAD_BYTES + MAX_OVERHEAD_BYTES + 1)) is Rejection.OVERSIZED
-    assert (
-        b.open(bytes(100 + MAX_OVERHEAD_BYTES + 1), most_payload_bytes=100) is Rejection.OVERSIZED
-    )
+    assert b.open(bytes(100 + MAX_OVERHEAD_BYTES + 1), max_payload_bytes=100) is Rejection.OVERSIZED
     assert b.open(b"") is Rejection.TRUNCATED
     assert b.open(b"GET / HTTP/1.1\r\n" * 10) is Rejection.NOT_GOSSIP
 

@@ -3,7 +3,7 @@
 import msgspec
 
 from kvrs.protocol.speculation import (
-    MOST_MESSAGE_BYTES,
+    MAX_MESSAGE_BYTES,
     DraftChoice,
     MirrorUpdate,
     in_messages,
@@ -16,12 +16,12 @@ LARGEST_ID = (1 << 32) - 1
 def test_long_histories_go_in_several_messages_in_order() -> None:
     """All tokens of 400 streams, 16,000 each, are more than one message takes."""
     updates = [MirrorUpdate(n, [LARGEST_ID] * 16_000, CHOICE) for n in range(400)]
-    assert len(msgspec.msgpack.encode(updates)) > MOST_MESSAGE_BYTES
+    assert len(msgspec.msgpack.encode(updates)) > MAX_MESSAGE_BYTES
 
     messages = [*in_messages(updates)]
 
     assert [update for message in messages for update in message] == updates
-    assert max(len(msgspec.msgpack.encode(message)) for message in messages) < MOST_MESSAGE_BYTES
+    assert max(len(msgspec.msgpack.encode(message)) for message in messages) < MAX_MESSAGE_BYTES
     assert 1 < len(messages) < 100
 
 

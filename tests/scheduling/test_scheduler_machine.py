@@ -56,7 +56,7 @@ def continuation(prompt: abc.Sequence[int], tokens: int) -> list[int]:
     return token_ids
 
 
-MOST_BATCHES = 3  # In flight.
+MAX_BATCHES = 3  # In flight.
 
 
 class Sent(NamedTuple):
@@ -286,7 +286,7 @@ class BatchMachine(RuleBasedStateMachine):
             self.pulls.remove(one)
         self.engine.scheduler.pulled(one.pull.sequence, arrived, tail=tail, more_from=more_from)
 
-    @precondition(lambda self: len(self.batches) < MOST_BATCHES)
+    @precondition(lambda self: len(self.batches) < MAX_BATCHES)
     @rule()
     def next_batch(self) -> None:
         cached: list[list[int]] = []  # When the batch is made, but for drafts.

@@ -44,7 +44,7 @@ def test_a_batch_is_no_larger_than_what_may_wait() -> None:
     """A batch that is never full would be sent by time only."""
     given = settings(OTEL_BSP_MAX_QUEUE_SIZE="10", OTEL_BSP_SCHEDULE_DELAY="200")
 
-    assert (given.batch_spans, given.most_spans, given.delay_ms) == (10, 10, 200)
+    assert (given.batch_spans, given.max_spans, given.delay_ms) == (10, 10, 200)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ _ALIVE_AFTER_S = 0.3
 _LOST_WITH_ITS_NODE_S = 2.0
 # A loss that nothing explains raises the deaths that a refusal needs for so long, up to so many.
 UNEXPLAINED_S = 60.0
-MOST_DEATHS = 5
+MAX_DEATHS = 5
 # So long losses and exits are kept.
 KEPT_S = 120.0
 # A stream that was suspected once waits so long to run apart: most instances die of other causes,
@@ -407,7 +407,7 @@ class IncidentBook:
         excused = {death.trial for death in case.deaths if death.is_excused}
         counted = sum(not death.is_excused for death in case.deaths) + len(excused)
         internal = sum(death.loss.is_internal for death in case.deaths)
-        most = max(self._poison_deaths, MOST_DEATHS)
+        most = max(self._poison_deaths, MAX_DEATHS)
         needed = min(most, self._poison_deaths + self._evidence.unexplained(stream, case, now_s))
         return last.is_alone and (counted >= needed or internal >= self._poison_deaths)
 

@@ -10,9 +10,9 @@ from kvrs.config.tenants import TenantSettings
 
 RETRY_S = 1.0  # One of the tenant's own requests may have ended by then.
 # Failed keys of one address: so many at once, then one per second.
-_MOST_GUESSES = 10.0
+_MAX_GUESSES = 10.0
 _GUESSES_PER_S = 1.0
-_MOST_ADDRESSES = 4096
+_MAX_ADDRESSES = 4096
 
 
 class Excess(msgspec.Struct, frozen=True):
@@ -84,9 +84,9 @@ class GuessLimit:
         left = self._left_at(address, now_s) - 1.0
         self._left.pop(address, None)
         self._left[address] = left, now_s
-        if len(self._left) > _MOST_ADDRESSES:
+        if len(self._left) > _MAX_ADDRESSES:
             self._left.popitem(last=False)
 
     def _left_at(self, address: str, now_s: float) -> float:
-        left, failed_s = self._left.get(address, (_MOST_GUESSES, now_s))
-        return min(_MOST_GUESSES, left + (now_s - failed_s) * _GUESSES_PER_S)
+        left, failed_s = self._left.get(address, (_MAX_GUESSES, now_s))
+        return min(_MAX_GUESSES, left + (now_s - failed_s) * _GUESSES_PER_S)

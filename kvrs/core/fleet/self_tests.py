@@ -21,13 +21,13 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Capability, InstanceInfo, Role
 from kvrs.protocol.speculation import SpeculationReport
 
-_MOST_FAILURES = 5
+_MAX_FAILURES = 5
 _OF_KV = frozenset(
     (Capability.PULL_PAGES, Capability.RETAIN, Capability.SPLIT, Capability.PREFIX_CACHE)
 )
 _OF_AGENTS = frozenset((Capability.PULL_PAGES, Capability.SPLIT))
 _LATER_S = 5.0  # Until a process is tested after one of the same version.
-_MOST_LOSSES = 2  # An instance that dies in so many of its tests is not tested again.
+_MAX_LOSSES = 2  # An instance that dies in so many of its tests is not tested again.
 
 
 class Continues(StrEnum):
@@ -382,8 +382,8 @@ class SelfTests:
     def _may_be_tested(self, life: TestedProcess) -> bool:
         return (
             self._known[life.info.id].health is Health.UP
-            and life.failures < _MOST_FAILURES
-            and self._losses.get(life.info.id, 0) < _MOST_LOSSES
+            and life.failures < _MAX_FAILURES
+            and self._losses.get(life.info.id, 0) < _MAX_LOSSES
         )
 
     def _is_done(self, life: TestedProcess) -> bool:

@@ -19,7 +19,7 @@ from kvrs.engine.models.weights import Weights, check_tensor
 from kvrs.errors import ConfigError
 
 _LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 100_000_000  # As the format's own readers have it.
+_MAX_HEADER_BYTES = 100_000_000  # As the format's own readers have it.
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ANY_TYPE = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -149,7 +149,7 @@ def read_header(path: Path) -> Mapping[str, StoredTensor]:
         with path.open("rb") as file:
             total = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            most = max(0, min(_MOST_HEADER_BYTES, total - _LENGTH_BYTES))
+            most = max(0, min(_MAX_HEADER_BYTES, total - _LENGTH_BYTES))
             if length > most:
                 raise ConfigError(f"{path}: a header of {length} bytes; allowed: 0 to {most}")
             document = json.loads(file.read(length))

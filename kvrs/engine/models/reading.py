@@ -61,8 +61,8 @@ class WeightReading:
         self._there_s = self._clock() + there_in_s
         self._over.set()
 
-    def wait(self, most_s: float) -> None:
-        self._over.wait(most_s)
+    def wait(self, max_s: float) -> None:
+        self._over.wait(max_s)
 
     def left_s(self) -> float | None:
         """Until all is read, as fast as up to now and no faster than the rate, and can be used;

@@ -52,7 +52,7 @@ from kvrs.engine.ranks.link import (
     StageStopped,
     ToStage,
     WritePages,
-    most_page_payload,
+    max_page_payload,
     page_groups,
 )
 from kvrs.engine.ranks.reformed import RanksNow
@@ -107,7 +107,7 @@ class StageAt:
 
 
 async def open_link(
-    at: StageAt, begin: Begin, most_payload_bytes: int, kind: type[Answer]
+    at: StageAt, begin: Begin, max_payload_bytes: int, kind: type[Answer]
 ) -> tuple[StageLink, Answer]:
     """A link, and its first answer, of that kind.
 
@@ -121,7 +121,7 @@ async def open_link(
         async with asyncio.timeout(at.stall_timeout_s):
             await asyncio.get_running_loop().sock_connect(sock, (peer.host, peer.port))
             await introduce(stream, at.key, at.own, peer)
-        link = StageLink(stream, FromStage, most_payload_bytes)
+        link = StageLink(stream, FromStage, max_payload_bytes)
         await link.send(begin)
         # The host answers once the session before has ended.
         answer, _ = await link.receive(at.stall_timeout_s)
@@ -144,14 +144,14 @@ class StageConnection:
         stage: int,
         ranks: Sequence[int],
         part_bytes: int,
-        most_bytes: int,
+        max_bytes: int,
         links: SendingLinks,
     ) -> None:
-        """`part_bytes`: of a page, that the stage has; `most_bytes`: of a result; `links`: of this
+        """`part_bytes`: of a page, that the stage has; `max_bytes`: of a result; `links`: of this
         event loop.
         """
         self._at, self._stage, self._ranks, self._sending = at, stage, ranks, links
-        self._part_bytes, self._most_bytes = part_bytes, most_bytes
+        self._part_bytes, self._max_bytes = part_bytes, max_bytes
         self._batch = 0
         # An error: the batch is not computed.
         self._answer: asyncio.Future[Tensor | RanksLostError] | None = None
@@ -206,10 +206,10 @@ class StageConnection:
         links: list[StageLink] = []
         try:
             begin = Begin(VERSION, StageChannel.BATCHES, loan=loan)
-            link, ready = await open_link(self._at, begin, self._most_bytes, StageReady)
+            link, ready = await open_link(self._at, begin, self._max_bytes, StageReady)
             links.append(link)
             begin = Begin(VERSION, StageChannel.PAGES, ready.session)
-            payload_bytes = most_page_payload(self._part_bytes)
+            payload_bytes = max_page_payload(self._part_bytes)
             link, _ = await open_link(self._at, begin, payload_bytes, PagesDone)
             links.append(link)
             # An instance waits for its pages.

@@ -45,7 +45,7 @@ from kvrs.errors import KvrsError
 _LINE_BYTES = 64  # Of a core's cache, so that words of different ranks do not share one.
 _COUNT_BYTES = 8
 _PAGE_BYTES = 4096
-_MOST_VIEWS = 4096  # That are kept: making one costs as much as a small sum.
+_MAX_VIEWS = 4096  # That are kept: making one costs as much as a small sum.
 # So many additions less on each rank cost as much as to wait for each other once more.
 SLICED_ADDITIONS = 1 << 17
 
@@ -201,7 +201,7 @@ class FormationMemory:
     def floats(self, offset: int, rows: int, width: int) -> Tensor:
         key = (offset, rows, width)
         if (found := self._views.get(key)) is None:
-            if len(self._views) >= _MOST_VIEWS:
+            if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             first = offset // FLOAT_BYTES
             found = self._floats[first : first + rows * width].view(rows, width)

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 # Between two looks at ranks that compute no more than this counts. Where more has passed, the
 # process that looks was stopped or starved itself, and so perhaps were the ranks.
-_LOOK_MOST_S = 0.1
+_LOOK_MAX_S = 0.1
 
 
 class HangWatch:
@@ -40,7 +40,7 @@ class HangWatch:
         """`progress`: anything that differs once a rank has come further."""
         passed_s, self._looked_s = now_s - self._looked_s, now_s
         if progress == self._progress:
-            self._still_s += min(passed_s, _LOOK_MOST_S)
+            self._still_s += min(passed_s, _LOOK_MAX_S)
         else:
             self._progress, self._still_s = progress, 0.0
         return self._still_s > self._limit_s

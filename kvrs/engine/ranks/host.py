@@ -67,7 +67,7 @@ from kvrs.transfer.stream import SocketStream, page_socket
 log = logging.getLogger(__name__)
 
 _BACKLOG = 64
-_MOST_STRANGERS = 32  # Connections in their hand-shake; for one more the oldest is closed.
+_MAX_STRANGERS = 32  # Connections in their hand-shake; for one more the oldest is closed.
 _EPOCH = 1  # Of every host: by it nothing is distinguished.
 
 
@@ -219,7 +219,7 @@ class StageHost:
             if self._is_stopping:
                 sock.close()  # The host that follows is waited for.
                 continue
-            if len(self._strangers) >= _MOST_STRANGERS:
+            if len(self._strangers) >= _MAX_STRANGERS:
                 self._strangers.pop(0).cancel()
             task = asyncio.create_task(self._serve_one(sock))
             self._strangers.append(task)
@@ -241,7 +241,7 @@ class StageHost:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 key, *older = self._keys
                 _, client = await admit(stream, key, lambda: self._identity, older=older)
-                link = StageLink(stream, ToStage, self._orders.most_payload_bytes)
+                link = StageLink(stream, ToStage, self._orders.max_payload_bytes)
                 begin, _ = await link.receive()
         except (TransferError, TimeoutError, OSError) as error:
             log.warning("connection of a stage refused", extra={"cause": str(error)})

@@ -97,13 +97,13 @@ class HostedStage:
             stage=stage,
             ranks=ranks,
             part_bytes=of_layers(geometry, self.layers).page_bytes,
-            most_bytes=padded_rows(settings.max_batch_tokens) * self.width * FLOAT_BYTES,
+            max_bytes=padded_rows(settings.max_batch_tokens) * self.width * FLOAT_BYTES,
             # Of its own, as its event loop is: other stages are at other nodes.
             links=SendingLinks(at.transfer, SendingFaults(), at.own.node),
         )
         # Pages of a loan: at most, and fewer than that may not hold the longest stream.
         longest = pages_for(min(settings.max_model_len, config.max_positions), size)
-        self._most_pages, self._least_pages = settings.pages, min(settings.pages, longest)
+        self._max_pages, self._least_pages = settings.pages, min(settings.pages, longest)
         # Losses of all cells: those that were, that the books know, and that they have mended.
         self.losses = self.noted = self.mended = 0
         self.loan: StageLoan | None = None  # None: its host is the own one, if there is any.
@@ -309,7 +309,7 @@ class HostedStage:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_TAGS_S):
                     tags = await asyncio.wrap_future(self._calls.on_tags())
-        return LoanWanted(self._most_pages, self._least_pages, busy, tags[: self._most_pages])
+        return LoanWanted(self._max_pages, self._least_pages, busy, tags[: self._max_pages])
 
     def waits(self) -> None:
         if (away := self._away) is None or (now := away.reforming) is None or now.way is Way.WAIT:

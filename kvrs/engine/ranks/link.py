@@ -39,7 +39,7 @@ from kvrs.transfer.stream import SocketStream, StalledError
 
 VERSION = 5
 _HEADER = struct.Struct("<IQ")
-_MOST_MESSAGE_BYTES = 1 << 26
+_MAX_MESSAGE_BYTES = 1 << 26
 # Pages are sent in groups of about so many bytes, of one page at least.
 _GROUP_BYTES = 1 << 22
 
@@ -415,18 +415,18 @@ def page_groups(pages: Sequence[int], page_bytes: int) -> list[range]:
     return [range(at, min(at + count, len(pages))) for at in range(0, len(pages), count)]
 
 
-def most_page_payload(page_bytes: int) -> int:
+def max_page_payload(page_bytes: int) -> int:
     return max(_GROUP_BYTES, page_bytes)
 
 
 class StageLink:
     """One end of a connection after its hand-shake. One task receives at a time."""
 
-    def __init__(self, stream: SocketStream, kinds: Any, most_payload_bytes: int) -> None:
+    def __init__(self, stream: SocketStream, kinds: Any, max_payload_bytes: int) -> None:
         """`kinds`: the messages that may come."""
         self.stream = stream
         self._decoder = msgspec.msgpack.Decoder(kinds)
-        self._most_payload_bytes = most_payload_bytes
+        self._max_payload_bytes = max_payload_bytes
         self._sending = asyncio.Lock()
         self._sender: Callable[[], AbstractContextManager[SocketStream | Sender]]
         self._sender = lambda: nullcontext(stream)
@@ -465,11 +465,11 @@ class StageLink:
             raise StalledError(f"no answer within {timeout_s} s") from None
         header = await self._read(_HEADER.size)
         size, payload_bytes = _HEADER.unpack(header)
-        if not 0 < size <= _MOST_MESSAGE_BYTES:
-            raise TransferError(f"a message of {size} bytes; allowed: 1 to {_MOST_MESSAGE_BYTES}")
-        if payload_bytes > self._most_payload_bytes:
+        if not 0 < size <= _MAX_MESSAGE_BYTES:
+            raise TransferError(f"a message of {size} bytes; allowed: 1 to {_MAX_MESSAGE_BYTES}")
+        if payload_bytes > self._max_payload_bytes:
             raise TransferError(
-                f"a payload of {payload_bytes} bytes; allowed: at most {self._most_payload_bytes}"
+                f"a payload of {payload_bytes} bytes; allowed: at most {self._max_payload_bytes}"
             )
         body = await self._read(size)
         session = self.stream.session

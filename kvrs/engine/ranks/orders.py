@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrs.config.cluster import MOST_RANKS
+from kvrs.config.cluster import MAX_RANKS
 from kvrs.engine.layers.tiles import FLOAT_BYTES, padded_rows
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.group import RankGroup
@@ -47,7 +47,7 @@ from kvrs.engine.ranks.link import (
     StageStopped,
     TakeParts,
     WritePages,
-    most_page_payload,
+    max_page_payload,
 )
 from kvrs.engine.ranks.reformed import RanksNow
 from kvrs.engine.ranks.sessions import (
@@ -75,7 +75,7 @@ class StageOrders:
         # Floats of a row that comes from the stage before.
         self._width = config.hidden if self._stage else 0
         rows_bytes = padded_rows(group.settings.max_batch_tokens) * config.hidden * FLOAT_BYTES
-        self.most_payload_bytes = max(rows_bytes, most_page_payload(self._geometry.page_bytes))
+        self.max_payload_bytes = max(rows_bytes, max_page_payload(self._geometry.page_bytes))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
         self._changes: set[asyncio.Event] = set()  # Since it was told, of each session.
 
@@ -203,7 +203,7 @@ class StageOrders:
 
     async def _move(self, link: StageLink, order: ReadPages | WritePages, payload: Tensor) -> None:
         part_bytes, pages = self._geometry.page_bytes, order.pages
-        last, most = self._group.settings.pages - 1, most_page_payload(part_bytes) // part_bytes
+        last, most = self._group.settings.pages - 1, max_page_payload(part_bytes) // part_bytes
         if not 0 < len(pages) <= most or min(pages) < 0 or max(pages) > last:
             raise StageRefusedError(
                 f"{len(pages)} pages {pages[:8]}; allowed: 1 to {most} of 0 to {last}"
@@ -246,9 +246,9 @@ class StageOrders:
 
     async def _end_rank(self, order: EndRank) -> dict[int, list[tuple[int, int]]]:
         pages, bases = self._group.settings.pages, order.bases
-        if len(bases) not in (0, pages) or not {*bases} <= {*range(MOST_RANKS)}:
+        if len(bases) not in (0, pages) or not {*bases} <= {*range(MAX_RANKS)}:
             raise StageRefusedError(
-                f"bases of {len(bases)} pages; allowed: 0 to {MOST_RANKS - 1} of none or {pages}"
+                f"bases of {len(bases)} pages; allowed: 0 to {MAX_RANKS - 1} of none or {pages}"
             )
         if order.rank not in self._group.pids:
             return {}

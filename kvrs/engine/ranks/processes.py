@@ -44,7 +44,7 @@ from kvrs.transfer.shared_memory.regions import Region
 
 log = logging.getLogger(__name__)
 
-_MOST_SOURCES = 200  # Memories that one order names; units of others are read from the files.
+_MAX_SOURCES = 200  # Memories that one order names; units of others are read from the files.
 
 # The ranks of this process are forked by one nursery, which ends with it.
 RANKS = Nursery(["kvrs.engine.ranks.rank"])
@@ -227,7 +227,7 @@ class RankProcesses:
             theirs = self.seats[move.source].units[move.unit]
             key = theirs.memory.descriptor
             if key not in sources:
-                assert len(sources) < _MOST_SOURCES, "a rank's units lie in few memories"
+                assert len(sources) < _MAX_SOURCES, "a rank's units lie in few memories"
                 sources[key] = len(descriptors)
                 descriptors.append(key)
                 shared[key] = theirs.memory.shared()
@@ -261,7 +261,7 @@ class RankProcesses:
             return 0, 0
         theirs = self.seats[move.source].units[move.unit]
         key = theirs.memory.descriptor
-        if key not in sources and len(sources) < _MOST_SOURCES:
+        if key not in sources and len(sources) < _MAX_SOURCES:
             sources[key] = len(descriptors)
             descriptors.append(key)
         return sources.get(key, 0), theirs.offset

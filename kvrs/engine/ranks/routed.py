@@ -12,7 +12,7 @@ from kvrs.memory import free_bytes
 from kvrs.protocol.experts import ExpertReport
 
 _NO_ROOM = "elastic.experts.room_share leaves no room for a copy that would help"
-_MOST_PUT_OFF_S = 60.0
+_MAX_PUT_OFF_S = 60.0
 _NOTED_EVERY_S = 5.0
 
 
@@ -83,7 +83,7 @@ class RoutedLoads:
 
     def put_off(self, now_s: float, reason: str) -> None:
         """There was no room for a change."""
-        self._wait_s = min(_MOST_PUT_OFF_S, 2 * self._wait_s)
+        self._wait_s = min(_MAX_PUT_OFF_S, 2 * self._wait_s)
         self.next_s, self._reason = now_s + self._wait_s, reason
 
     def facts(self, layout: Layout) -> ExpertReport:

@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
-from kvrs.config.cluster import MOST_RANKS
+from kvrs.config.cluster import MAX_RANKS
 from kvrs.config.engine import EngineSettings
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.link import (
@@ -406,7 +406,7 @@ class BatchLimits:
                     range(-(-last // self.page_size_tokens), self.pages + 1),
                 ),
                 "logits": ((chunk.logits,), range(len(chunk.token_ids) + 1)),
-                "base": ((chunk.base,), range(MOST_RANKS)),
+                "base": ((chunk.base,), range(MAX_RANKS)),
             }
             for name, (found, allowed) in spans.items():
                 if not found or min(found) not in allowed or max(found) not in allowed:

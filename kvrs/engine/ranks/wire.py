@@ -14,8 +14,8 @@ from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.shared_memory.passing import receive, rights
 
 _LENGTH_BYTES = 4
-_MOST_BYTES = 1 << 28
-_MOST_DESCRIPTORS = 250  # The kernel takes 253 in one message.
+_MAX_BYTES = 1 << 28
+_MAX_DESCRIPTORS = 250  # The kernel takes 253 in one message.
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -195,7 +195,7 @@ class Receiver:
             RankGoneError: the other end is closed, or sent nothing for the socket's timeout.
         """
         length = int.from_bytes(self._read(_LENGTH_BYTES), "little")
-        assert length <= _MOST_BYTES, "both ends are ours"
+        assert length <= _MAX_BYTES, "both ends are ours"
         return self._decoder.decode(self._read(length))
 
     def _read(self, count: int) -> bytearray:
@@ -203,7 +203,7 @@ class Receiver:
         left = memoryview(body)
         while left:
             try:
-                size = receive(self._pair, left, self.descriptors, _MOST_DESCRIPTORS)
+                size = receive(self._pair, left, self.descriptors, _MAX_DESCRIPTORS)
             except OSError as error:
                 raise RankGoneError(f"no answer: {error}") from None
             if not size:

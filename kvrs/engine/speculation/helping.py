@@ -26,7 +26,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport, Role
 from kvrs.protocol.speculation import (
     HEARTBEAT_S,
-    MOST_MESSAGE_BYTES,
+    MAX_MESSAGE_BYTES,
     Burst,
     DraftOffer,
     MirrorUpdate,
@@ -114,7 +114,7 @@ class DraftHelper:
     async def _help(self, other: InstanceSettings, offer: DraftOffer, worker: Worker) -> None:
         async with self._http.ws_connect(
             f"{self._config.url_of(other)}/kvrs/v1/drafts",
-            max_msg_size=MOST_MESSAGE_BYTES,
+            max_msg_size=MAX_MESSAGE_BYTES,
             heartbeat=HEARTBEAT_S,
         ) as socket:
             await socket.send_bytes(msgspec.msgpack.encode(offer))

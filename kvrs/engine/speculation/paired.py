@@ -19,7 +19,7 @@ from kvrs.engine.requests import GenerationRun, Vocabulary
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import (
     HEARTBEAT_S,
-    MOST_MESSAGE_BYTES,
+    MAX_MESSAGE_BYTES,
     Burst,
     DraftChoice,
     DraftOffer,
@@ -82,7 +82,7 @@ class PairedDrafts(DraftSource):
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """The connection of a helper, until one of both ends it."""
-        socket = web.WebSocketResponse(max_msg_size=MOST_MESSAGE_BYTES, heartbeat=HEARTBEAT_S)
+        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, heartbeat=HEARTBEAT_S)
         await socket.prepare(request)
         try:
             offer = msgspec.msgpack.decode(

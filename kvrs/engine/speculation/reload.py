@@ -22,8 +22,8 @@ from kvrs.engine.speculation.helping import DraftHelper
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import (
-    MOST_READY_S,
-    MOST_REASON,
+    MAX_READY_S,
+    MAX_REASON,
     Reload,
     ReloadNotice,
     ReloadState,
@@ -104,7 +104,7 @@ class Restart:
     def now(self) -> Reload:
         """The notice that others get now."""
         left_s = self.reading.left_s()
-        ready_in_s = None if left_s is None else min(left_s, MOST_READY_S)
+        ready_in_s = None if left_s is None else min(left_s, MAX_READY_S)
         if self._is_loaded:
             return Reload(ReloadState.HOTSWAP, None, ready_in_s, self.skipped)
         helper = self._helper if self._helps else None
@@ -161,7 +161,7 @@ class Restart:
             self._skip(str(error) if isinstance(error, KvrsError) else repr(error))
 
     def _skip(self, reason: str) -> None:
-        self._helps, self.skipped = False, f"draft: {reason}"[:MOST_REASON]
+        self._helps, self.skipped = False, f"draft: {reason}"[:MAX_REASON]
         self._draft_reading.end()
         log.info("no drafts are made", extra={"cause": reason})
 

@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 _LAG_INTERVAL_S = 0.5
 _PAUSE_S = 0.5
-_MOST_FAILURES = 3
+_MAX_FAILURES = 3
 _WITHIN_S = 60.0
 
 
@@ -45,7 +45,7 @@ async def keep_running(
         Exception: that of the task, at its third failure within a minute.
     """
     clock = asyncio.get_running_loop().time
-    failures: deque[float] = deque(maxlen=_MOST_FAILURES)
+    failures: deque[float] = deque(maxlen=_MAX_FAILURES)
     while True:
         try:
             return await work()
@@ -53,6 +53,6 @@ async def keep_running(
             log.exception("task ended by a bug", extra={"task": kind})
             failed(kind)
             failures.append(clock())
-            if len(failures) == _MOST_FAILURES and failures[-1] - failures[0] < _WITHIN_S:
+            if len(failures) == _MAX_FAILURES and failures[-1] - failures[0] < _WITHIN_S:
                 raise
         await asyncio.sleep(_PAUSE_S)

@@ -71,12 +71,12 @@ class RecordBook:
 
     def __init__(
         self,
-        most_records: int = 8192,
+        max_records: int = 8192,
         max_bytes: int = 256 << 20,
         keep_s: float = 300.0,
         tenant_share: float = 1.0,
     ) -> None:
-        self._most_records = most_records
+        self._max_records = max_records
         self._max_bytes = max_bytes
         self._keep_s = keep_s
         self._tenant_share = tenant_share
@@ -254,12 +254,12 @@ class RecordBook:
         self._drop(key)
         if dropped_s is not None:
             self._dropped[key] = dropped_s
-            if len(self._dropped) > self._most_records:
+            if len(self._dropped) > self._max_records:
                 del self._dropped[next(iter(self._dropped))]
 
     def _has_room(self, more_records: int, more_bytes: int) -> bool:
         return (
-            len(self.records) + more_records <= self._most_records
+            len(self.records) + more_records <= self._max_records
             and self.size_bytes + more_bytes <= self._max_bytes
         )
 
@@ -285,8 +285,8 @@ class RecordBook:
         records = len(unfinished) + (new is not None)
         size_bytes = sum(each.size_bytes for each in unfinished)
         size_bytes += 0 if new is None else new.size_bytes
-        most_records = max(1.0, self._tenant_share * self._most_records)
-        while records > most_records or size_bytes > self._tenant_share * self._max_bytes:
+        max_records = max(1.0, self._tenant_share * self._max_records)
+        while records > max_records or size_bytes > self._tenant_share * self._max_bytes:
             if (evicted := self._oldest_interrupted(tenant, now_s)) is None:
                 return False
             self._drop(evicted.key)
@@ -310,7 +310,7 @@ class RecordBook:
         return min(interrupted, key=_touched_s, default=None)
 
     def _part_of(self, held: _Held) -> float:
-        return max(len(held) / self._most_records, held.size_bytes / self._max_bytes)
+        return max(len(held) / self._max_records, held.size_bytes / self._max_bytes)
 
     def _held_by(self, tenant: str | None) -> _Held:
         return _Held() if tenant is None else self._held.get(tenant, _Held())

@@ -31,9 +31,9 @@ from kvrs.proxy.wire.journal import Journal
 log = logging.getLogger(__name__)
 
 # The engine waits for a client or mirror that lags so many events behind.
-_MOST_UNSENT = 256
+_MAX_UNSENT = 256
 # Events per write, so that a long record that is sent again waits for its client to read.
-_MOST_AT_ONCE = 256
+_MAX_AT_ONCE = 256
 
 
 class KeyedStream:
@@ -89,7 +89,7 @@ class KeyedStream:
 
     @property
     def blocked(self) -> bool:
-        lags = len(self.record.events) - self._cursor > _MOST_UNSENT
+        lags = len(self.record.events) - self._cursor > _MAX_UNSENT
         return self._gone is None and (lags or self._inner.blocked)
 
     def when_free(self, resume: Callable[[], None]) -> None:
@@ -292,7 +292,7 @@ class KeyedStream:
         if self._is_past_client or before > self.after:
             self._is_past_client = True
             until = self.outbox.sendable(self._clock(), sync=self.sync)
-            batch = events[self._cursor : min(until, self._cursor + _MOST_AT_ONCE)]
+            batch = events[self._cursor : min(until, self._cursor + _MAX_AT_ONCE)]
             self._cursor += len(batch)
             return batch
         for event in events[self._cursor : self.outbox.sendable(self._clock(), sync=self.sync)]:
@@ -303,7 +303,7 @@ class KeyedStream:
                 batch.append(self._rest_of(event, before) if delivery is Delivery.CUT else event)
             before = event.seq
             self._cursor += 1
-            if len(batch) == _MOST_AT_ONCE:
+            if len(batch) == _MAX_AT_ONCE:
                 break
         return batch
 

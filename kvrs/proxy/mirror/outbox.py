@@ -9,7 +9,7 @@ from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.roles import RoleChange
 
 # A longer stream is not mirrored any more: it would not fit into one message.
-_MOST_RECORD_BYTES = 32 << 20
+_MAX_RECORD_BYTES = 32 << 20
 # An owner without an answer of its mirror for so long may have been stopped, and its stream been
 # granted to another owner: until the next answer its client gets only what the mirror has.
 _ACK_VALID_S = 0.5
@@ -29,7 +29,7 @@ class Outbox:
 
     def assign(self, mirror: str | None) -> None:
         """Replicate to another mirror from the beginning; None: the stream is unmirrored."""
-        self.full = self.record.size_bytes > _MOST_RECORD_BYTES
+        self.full = self.record.size_bytes > _MAX_RECORD_BYTES
         self.mirror = None if self.full else mirror
         self.acked, self.dirty = None, self.mirror is not None
         self.record.copy_hops = 0
@@ -49,7 +49,7 @@ class Outbox:
         is_stored = ack.status is AckStatus.STORED
         self.acked = min(ack.events, len(self.record.events)) if is_stored else None
         self._acked_s = self._sent_s
-        self.full = ack.status is AckStatus.FULL or self.record.size_bytes > _MOST_RECORD_BYTES
+        self.full = ack.status is AckStatus.FULL or self.record.size_bytes > _MAX_RECORD_BYTES
         if self.full:
             self.mirror = None
             self.record.change_role(RoleChange.PEER_LOST, None)

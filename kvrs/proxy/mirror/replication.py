@@ -54,7 +54,7 @@ _HEARTBEAT_S = 1.0
 _REREPLICATE_S = 0.25
 # Part of the book for streams of one tenant that have not ended.
 _TENANT_SHARE = 0.5
-_MOST_BATCH_BYTES = 8 << 20
+_MAX_BATCH_BYTES = 8 << 20
 _TRIES = 4
 _RETRY_S = 0.05
 
@@ -379,7 +379,7 @@ class Mirror:
         for each in self._outgoing(peer, urgent_only=urgent_only):
             batch.append(each)
             size_bytes += size_of(each.update)
-            if size_bytes > _MOST_BATCH_BYTES:
+            if size_bytes > _MAX_BATCH_BYTES:
                 self._pending[peer].hurry()
                 break
         return batch

@@ -15,7 +15,7 @@ from aiohttp import WSCloseCode, WSMsgType
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.speculation.paired import PairedDrafts, vocabulary_digest
 from kvrs.ids import InstanceId
-from kvrs.protocol.speculation import MOST_MESSAGE_BYTES, Burst, DraftOffer, MirrorUpdate
+from kvrs.protocol.speculation import MAX_MESSAGE_BYTES, Burst, DraftOffer, MirrorUpdate
 from tests.engine.serving import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
@@ -214,7 +214,7 @@ async def test_an_instance_that_ends_lets_its_helper_go(tiny_model: Path) -> Non
         msgspec.msgpack.encode([{"number": -1, "position": 0, "token_ids": []}]),
         msgspec.msgpack.encode([{"number": 1, "position": 0, "token_ids": [1] * 65}]),
         msgspec.msgpack.encode([{"number": 1, "position": 0, "token_ids": [1] * 10**6}]),
-        bytes(MOST_MESSAGE_BYTES + 1),
+        bytes(MAX_MESSAGE_BYTES + 1),
         msgspec.msgpack.encode([{"number": 1, "position": 0, "token_ids": [-1]}]),
         "text",
     ],

@@ -12,7 +12,7 @@ from kvrs.proxy.api.overview import LINKS, RECOVERIES, overview
 from tests.browser import BROWSER, browsing
 from tests.proxy.conftest import ProxyClusterBuilder
 
-MOST_PAGE_BYTES = 100_000
+MAX_PAGE_BYTES = 100_000
 POLICY = {"policy": "auto"}
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="not installed: chromium")
 # What the page shows: the class of each part's health by its name, and rows of recoveries.
@@ -149,7 +149,7 @@ def test_the_overview_is_bounded() -> None:
     assert len(view["recoveries"]) == RECOVERIES
     assert view["recoveries"][0]["stream"] == "s999"
     assert len(view["links"]) == LINKS
-    assert len(json.dumps(view)) < MOST_PAGE_BYTES
+    assert len(json.dumps(view)) < MAX_PAGE_BYTES
 
 
 @pytest.mark.network
@@ -174,7 +174,7 @@ async def test_the_page_needs_no_token_and_holds_no_data(
         view = await answer.json()
 
     assert refused == 401
-    assert len(page.encode()) < MOST_PAGE_BYTES
+    assert len(page.encode()) < MAX_PAGE_BYTES
     assert not re.search(r"https?://|@import|\bsrc=|<link", page)
     assert "default-src 'none'" in policy
     assert "innerHTML" not in page

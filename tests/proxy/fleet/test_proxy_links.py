@@ -26,8 +26,8 @@ pytestmark = pytest.mark.network
 class Link:
     """A relay before an instance: every piece takes its time, and all connections may be cut."""
 
-    def __init__(self, least_s: float = 0.0, most_s: float = 0.0) -> None:
-        self._least_s, self._most_s = least_s, most_s
+    def __init__(self, least_s: float = 0.0, max_s: float = 0.0) -> None:
+        self._least_s, self._max_s = least_s, max_s
         self._draw = Random(0)
         self._target = 0
         self._is_up = True
@@ -77,8 +77,8 @@ class Link:
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while piece := await reader.read(1 << 16):
-                if self._most_s:
-                    await asyncio.sleep(self._draw.uniform(self._least_s, self._most_s))
+                if self._max_s:
+                    await asyncio.sleep(self._draw.uniform(self._least_s, self._max_s))
                 writer.write(piece)
         except OSError:
             pass

@@ -232,7 +232,7 @@ def test_of_two_streams_under_one_key_all_proxies_prefer_the_same() -> None:
 
 def test_a_book_is_bounded_and_keeps_streams_that_run_here() -> None:
     """Bounded by number, bytes and time; a full book refuses new records."""
-    book = RecordBook(most_records=3, max_bytes=8000, keep_s=10.0)
+    book = RecordBook(max_records=3, max_bytes=8000, keep_s=10.0)
     assert book.own(record("mine"), 0.0)
     for n in range(5):
         done = record(f"k{n}")
@@ -385,7 +385,7 @@ def test_the_better_of_two_copies_stays() -> None:
 
 def test_a_copy_expires_with_the_record_that_it_was_made_from() -> None:
     """Otherwise a record that is copied on and on would never expire; a full book refuses."""
-    book, sent = RecordBook(most_records=1, keep_s=10.0), record()
+    book, sent = RecordBook(max_records=1, keep_s=10.0), record()
     sent.touched_s = 1.0
 
     book.receive(sent.copy(8.0), "m", 108.0)

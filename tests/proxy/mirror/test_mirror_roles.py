@@ -200,7 +200,7 @@ def test_a_copy_of_the_same_owner_does_not_stop_its_stream() -> None:
 
 def test_a_deleted_record_is_refused_while_anything_of_it_may_be_on_its_way() -> None:
     """The book remembers a limited number of deletions, for a while; then a key may be reused."""
-    book, kept = RecordBook(most_records=2), record(events=1)
+    book, kept = RecordBook(max_records=2), record(events=1)
     for key in ("another", "a third", "k"):
         book.forget(key, dropped_s=0.0)
 

@@ -32,7 +32,7 @@ def keep(book: RecordBook, key: str, tenant: str, now_s: float, *, complete: boo
 
 def test_throw_away_keys_evict_no_interrupted_stream_of_another_tenant() -> None:
     """Nor does their number: what they find full is refused."""
-    book = RecordBook(most_records=20, tenant_share=0.5)
+    book = RecordBook(max_records=20, tenant_share=0.5)
     assert keep(book, "mine", "a", 0.0)
 
     taken = [keep(book, f"b{n}", "b", 10.0 + 6.0 * n) for n in range(100)]
@@ -46,7 +46,7 @@ def test_throw_away_keys_evict_no_interrupted_stream_of_another_tenant() -> None
 
 
 def test_a_tenant_s_open_streams_leave_room_to_others() -> None:
-    book = RecordBook(most_records=20, tenant_share=0.5)
+    book = RecordBook(max_records=20, tenant_share=0.5)
 
     opened = [book.own(record(f"a{n}", "a"), 0.0) for n in range(20)]
 
@@ -55,7 +55,7 @@ def test_a_tenant_s_open_streams_leave_room_to_others() -> None:
 
 
 def test_finished_records_go_before_interrupted_ones_and_the_largest_tenant_s_first() -> None:
-    book = RecordBook(most_records=6, tenant_share=1.0)
+    book = RecordBook(max_records=6, tenant_share=1.0)
     assert keep(book, "b0", "b", 0.0, complete=True)
     assert keep(book, "a-interrupted", "a", 1.0)
     for n in range(4):
@@ -73,7 +73,7 @@ def test_finished_records_go_before_interrupted_ones_and_the_largest_tenant_s_fi
 
 def test_a_mirror_keeps_the_shares_too() -> None:
     """The mark of the tenant comes with the record."""
-    book = RecordBook(most_records=4, tenant_share=0.5)
+    book = RecordBook(max_records=4, tenant_share=0.5)
     acks = []
     for n in range(4):
         sent = record(f"a{n}", "a")
