@@ -105,6 +105,7 @@ _MEASURED_ONCE = sorted(
 ALL = (
     _of("request_path", "decision", 1, "decision"),
     _of("request_path", "gauge", 1, "gauge"),
+    _of("request_path", "size", 1, "size"),
     _of("healthy_path", "healthy_path", 2),
     _of("healthy_path", "paced/healthy_path", 3, "run --paced --pairs 10 --tokens 200"),
     _of("bench_proxy", "bench_proxy", 15),
