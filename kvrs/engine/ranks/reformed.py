@@ -50,7 +50,6 @@ class Reformed:
     number: int
     way: Way
     began_s: float
-    served_s: float
     predicted_s: float
     paused: bool  # Whether nothing was computed meanwhile.
     degree: int

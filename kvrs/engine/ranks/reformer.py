@@ -412,7 +412,6 @@ class Reformer:
             number=action.epoch,
             way=way,
             began_s=begun.began_s,
-            served_s=now_s,
             predicted_s=begun.action.ready_s,
             paused=way.pauses,
             degree=len(action.layout.ranks),
