@@ -33,7 +33,6 @@ class SimNode:
     offset_s: float = 0.0  # Its clock shows offset + rate * true time.
     rate: float = 1.0
     tick_at_s: float = inf  # The next that is scheduled.
-    sent_packets: int = 0
     sent_bytes: int = 0
 
     def clock_s(self, true_s: float) -> float:
@@ -170,7 +169,6 @@ class GossipNet:
             self._push(at_s, node, None, None)
 
     def _send(self, node: SimNode, to: NodeId, packet: Packet, stream: bool) -> None:
-        node.sent_packets += 1
         data: Packet | bytes = packet
         if self._on_wire:
             data = encode(packet)

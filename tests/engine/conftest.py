@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +68,3 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         return directory
 
     return write
-
-
-@pytest.fixture(scope="session")
-def random_llama(random_model: Callable[..., Path]) -> Callable[..., Path]:
-    return partial(random_model, "llama")

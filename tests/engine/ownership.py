@@ -290,7 +290,6 @@ class Count:
     cells: int = 0
     cells_different: int = 0
     batches: int = 0
-    deals: int = 0
 
 
 class Bench:
@@ -329,11 +328,9 @@ class Bench:
             choose,
             in_order=in_order,
         )
-        count.deals += 1
         while open_ones := [at for at in range(SEQUENCES) if done[at] < LENGTH]:
             if choose.random() < 0.1:
                 formation.deal()
-                count.deals += 1
             members = choose.sample(open_ones, choose.randint(1, len(open_ones)))
             chunks, expected = [], []
             for at in members:

@@ -18,7 +18,6 @@ from kvrs.protocol.openai.responses import (
 )
 
 STORED = Stored("resp_" + "a" * 48, 7, b'{"input":"hi"}')
-DELTAS = {"content": "text", "reasoning_content": "thought", "call": '{"a":1}'}
 
 # What each event of a chat adds: text, reasoning, or a piece of the arguments of a call.
 chats = st.lists(

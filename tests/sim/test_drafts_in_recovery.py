@@ -21,7 +21,6 @@ from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
 
 DRAFT = SimDraftModel(Pace("llama-3.1-8b-a100-vllm-tp1"), load_s=1.0, acceptance=0.6)
-W0, W1 = InstanceId("w0"), InstanceId("w1")
 
 
 def config(source: str = "draft", roles: Sequence[str] = ("both",) * 3, **backup: Any) -> Config:
