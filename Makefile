@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Without bytecode every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo time-demo demo-vllm test test-fast package test-vllm check check-sentinels lint format reference manifests test-charts test-pythons hashes audit clean
+.PHONY: install demo time-demo demo-vllm test test-all test-fast package test-vllm check check-sentinels lint format reference manifests test-charts test-pythons hashes audit clean
 
 install: .venv/.installed
 
@@ -47,6 +47,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgro
 
 test: install
 	$(PYTEST) -m "not package"
+
+# And every row of the table of faults that real processes can express, each in a cluster of its own.
+test-all: install
+	KVRS_SCENARIOS=all $(PYTEST) -m "not package"
 
 # Pure packages and unit tests: no processes, no sockets, no engine, no simulated worlds by the hundred.
 SLOW_FOLDERS := backends cluster distserve_patches engine networks sim vllm

@@ -1,5 +1,5 @@
-"""Rows of the table in clusters of real processes: a tenth of them, and with KVRS_SCENARIOS=all
-every one that they can express.
+"""Rows of the table in clusters of real processes: one of them in `make test`, and with
+KVRS_SCENARIOS=all, as in `make test-all`, every one that they can express.
 """
 
 import os
@@ -22,7 +22,7 @@ from tests.scenarios.rows import ROWS
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("systems")]
 
 RUN_ALL = os.environ.get("KVRS_SCENARIOS") == "all"
-ALWAYS = ("paused-beside-another",)  # The demo's test kills an instance.
+ALWAYS = ("paused-beside-another",)  # Tests of the demo and of tests/cluster kill instances.
 RETURN_S = 180.0
 
 
@@ -67,6 +67,6 @@ def tokens(run: Run) -> list[list[int]]:
 def test_row_holds_in_processes(row: Scenario, tmp_path: Path, tiny_llama: str) -> None:
     """Each row states its own rule."""
     if row.name not in ALWAYS and not RUN_ALL:
-        pytest.skip("KVRS_SCENARIOS=all runs every row in processes of its own")
+        pytest.skip("make test-all runs every row in processes of its own")
 
     check(row, in_processes(row, tmp_path / "events.jsonl", tiny_llama))
