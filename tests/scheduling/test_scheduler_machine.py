@@ -351,6 +351,9 @@ class BatchMachine(RuleBasedStateMachine):
 
         prefilled = self.engine.scheduler.complete(batch, wanted)
 
+        # Also of those that end now: drafts that were right may fill a page.
+        for one in self.open:
+            self._learn_tags(one.token_ids)
         done = {one for one, _ in batch if one in self.open and not self._remaining(one)}
         assert {one for one in done if one.prefill_only} == set(prefilled)
         for sequence in done:
@@ -358,8 +361,6 @@ class BatchMachine(RuleBasedStateMachine):
                 sequence.token_ids[: sequence.history_tokens], self.open[sequence]
             )
             self._finish(sequence, retain)
-        for one in self.open:
-            self._learn_tags(one.token_ids)
 
     @rule(rounds=st.integers(1, 12))
     def time_passes(self, rounds: int) -> None:
