@@ -26,8 +26,8 @@ Invariants, which `check` and the tests hold it to:
 6. A sequence into whose pages a pull or a batch in flight may still be writing is not preempted: by
    invariant 3 that would give nothing back at once.
 7. A sequence is in one batch in flight at most.
-8. Drafts take nothing from anyone, and those of which `complete` does not hear leave no trace in a
-   book.
+8. Drafts take no page from anyone; while prompts want more than a batch has, a stream has one at
+   most. Those of which `complete` does not hear leave no trace in a book.
 """
 
 import collections.abc
@@ -282,9 +282,8 @@ class BatchScheduler:
             and one.phase is not SequencePhase.WAITING
         ]
         if proposals is not None:
-            # Prefill has half of what decode steps leave, or more.
-            most = (budget - reserved) // 2 if prefilling else budget
-            batch = with_drafts(batch, self._pages, len(self._admitted), most, proposals)
+            wanted = sum(one.computable_tokens for one in prefilling)
+            batch = with_drafts(batch, self._pages, len(self._admitted), budget, wanted, proposals)
             budget -= sum(chunk.drafts for _, chunk in batch)
         asked = [Waiting(it.base, it.computed_tokens, it.computable_tokens) for it in prefilling]
         shares = self._share(asked, budget) if asked and budget else []

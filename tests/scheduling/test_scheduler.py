@@ -67,10 +67,10 @@ def test_decode_steps_alone_cannot_keep_the_oldest_from_prefill() -> None:
     assert shape(batch) == [(other, 0, 1, 1), (oldest, 0, 1, 0)]
 
 
-def test_drafts_stand_behind_decode_steps_and_leave_prefill_half() -> None:
+def test_drafts_have_what_decode_steps_and_prompts_leave() -> None:
     """Without a prompt they fill the pages that they may have."""
     batches, _ = scheduler(max_batch_tokens=7)
-    streaming, late_prompt = sequence(3), sequence(20, first=100)
+    streaming, late_prompt = sequence(3), sequence(4, first=100)
     submit(batches, streaming)
     step(batches)
 
@@ -80,8 +80,35 @@ def test_drafts_stand_behind_decode_steps_and_leave_prefill_half() -> None:
     beside = batches.next_batch(lambda one, most: [0] * min(6, most))
 
     assert shape(alone) == [(streaming, 3, 5, 5)]
-    assert shape(beside) == [(streaming, 3, 4, 4), (late_prompt, 0, 3, 0)]
-    assert [chunk.drafts for _, chunk in beside] == [3, 0]
+    assert shape(beside) == [(streaming, 3, 3, 3), (late_prompt, 0, 4, 1)]
+    assert [chunk.drafts for _, chunk in beside] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("max_batch_tokens", "prompt", "drafts", "prefill"),
+    [
+        pytest.param(15, 7, [2, 2, 0, 0], 7, id="it leaves one for each, the first have more"),
+        pytest.param(14, 7, [1, 1, 1, 1], 6, id="it leaves less, each has one"),
+        pytest.param(9, 7, [1, 1, 0, 0], 3, id="prefill keeps half"),
+        pytest.param(9, 2, [1, 1, 1, 0], 2, id="it wants less than half"),
+        pytest.param(5, 7, [0, 0, 0, 0], 1, id="prefill keeps its last token"),
+    ],
+)
+def test_a_stream_has_one_draft_while_a_prompt_wants_more(
+    max_batch_tokens: int, prompt: int, drafts: list[int], prefill: int
+) -> None:
+    """Four streams have two proposals each, beside a prompt of so many tokens."""
+    batches, _ = scheduler(max_batch_tokens=max_batch_tokens)
+    streams = [sequence(1, first=100 * number) for number in range(1, 5)]
+    submit(batches, *streams)
+    step(batches)
+    late_prompt = sequence(prompt)
+    submit(batches, late_prompt)
+
+    batch = batches.next_batch(lambda one, most: [0] * min(2, most))
+
+    assert [chunk.drafts for _, chunk in batch] == [*drafts, 0]
+    assert shape(batch)[-1][:3] == (late_prompt, 0, prefill)
 
 
 def test_a_chunk_names_all_pages_up_to_its_end() -> None:

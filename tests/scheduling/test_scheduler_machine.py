@@ -304,6 +304,12 @@ class BatchMachine(RuleBasedStateMachine):
             one for one in admitted if one.phase is SequencePhase.RUNNING and one not in flying
         ]
 
+        prompts = {
+            one: one.computable_tokens
+            for one in admitted
+            if one not in flying and one.uncomputed_tokens > 1
+        }
+
         batch = self.engine.scheduler.next_batch(proposals if self.drafts else None)
 
         if batch:
@@ -330,6 +336,17 @@ class BatchMachine(RuleBasedStateMachine):
             known = list(chunk.token_ids)[: len(chunk.token_ids) - chunk.drafts]
             assert known == one.token_ids[chunk.first_position :][: len(known)]
             assert not chunk.drafts or len(known) == 1
+        self._check_drafts(batch, prompts)
+
+    def _check_drafts(
+        self, batch: list[tuple[Sequence, Chunk]], prompts: dict[Sequence, int]
+    ) -> None:
+        """Where a prompt has less of the batch than could be computed of it, a stream has one draft
+        at most.
+        """
+        got = {one: len(chunk.token_ids) for one, chunk in batch}
+        if any(got.get(one, 0) < wanted for one, wanted in prompts.items() if one.pages):
+            assert all(chunk.drafts <= 1 for _, chunk in batch)
 
     @precondition(lambda self: self.batches)
     @rule(retain=st.booleans(), data=st.data())
