@@ -57,7 +57,7 @@ def causes() -> list[Compared]:
 def _ratio(
     what: str, published: float, rows: Mapping[str, Mapping[str, float]], key: str, base: str
 ) -> Compared:
-    """Of two figures of each seed."""
+    """Mean over the seeds of one figure over another."""
     found = figures.mean_of([row[key] / row[base] for row in rows.values()])
     return Compared(what, published, found.mean, found.half_width)
 
