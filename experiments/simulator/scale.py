@@ -36,6 +36,7 @@ from kvrs.faults.language import parse_faults
 from kvrs.report.metrics import percentile
 from kvrs.sim.clients import records_of
 from kvrs.sim.fault_scenarios import named_deaths
+from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
 
 PER_S = 1.4  # Requests of a worker.
@@ -74,7 +75,8 @@ def config_of(case: lumen.Case, interval_s: float) -> Config:
     return config.model_copy(update={"proxy": proxy})
 
 
-def measure(workers: int, each: int, interval_s: float) -> Scaled:
+def rack_lost(workers: int, each: int, interval_s: float) -> tuple[World, list[Arrival]]:
+    """A world in which a rack is lost as the middle request comes, and its requests."""
     setup = replace(lumen.LLAMA, requests=each, per_s=PER_S)
     case = lumen.Case.of(setup, f"{workers}x1")
     asked = lumen.arrivals(case, 0)
@@ -83,9 +85,14 @@ def measure(workers: int, each: int, interval_s: float) -> Scaled:
         {"when": {"at_s": at_s}, "what": "kill", "whom": {"node": f"n{node:02}"}}
         for node in range(min(RACK_NODES, workers // 4))
     ]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     deaths = named_deaths(parse_faults(rack))
-    world = World(config_of(case, interval_s), asked, deaths, seed=0, reload_s=setup.reload_s)
+    config = config_of(case, interval_s)
+    return World(config, asked, deaths, seed=0, reload_s=setup.reload_s), asked
+
+
+def measure(workers: int, each: int, interval_s: float) -> Scaled:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    world, asked = rack_lost(workers, each, interval_s)
     with sampled() as samples, decisions() as took_s:
         begun_s, began_s, until_s = time.process_time(), time.monotonic(), SLICE_S
         while world.run_before(until_s):
