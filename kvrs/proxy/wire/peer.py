@@ -109,12 +109,17 @@ def _session(connector: aiohttp.TCPConnector, headers: dict[str, str]) -> aiohtt
 
 
 def make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket that detects a peer that vanished without closing its connections."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setblocking(False)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    set_options(made)
+    return made
+
+
+def set_options(sock: socket.socket) -> None:
+    """Have the socket detect a peer that vanished without closing its connections."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # Not every system names these.
     for name, value in (
         ("TCP_KEEPIDLE", 5),
@@ -123,8 +128,7 @@ def make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
         ("TCP_USER_TIMEOUT", 5000),
     ):
         if (option := getattr(socket, name, None)) is not None:
-            made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Peer:

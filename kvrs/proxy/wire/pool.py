@@ -9,10 +9,8 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 from msgspec.structs import replace
 
@@ -31,10 +29,10 @@ from kvrs.proxy.wire.peer import (
     NotConnectedError,
     UnusableError,
     connect_with_descriptor,
-    make_socket,
     new_session,
     new_unproven_session,
     reason_of,
+    set_options,
 )
 from kvrs.proxy.wire.upstream import Need, Upstream
 from kvrs.tls import Certificates
@@ -107,6 +105,7 @@ class Pool:
         self._access = access
         self._url = url
         self._host, self._port = parsed.hostname or "", parsed.port or 80
+        self._is_numeric = is_numeric(self._host)
         self._is_tls = parsed.scheme == "https"
         token = "" if access.token is None else f"Authorization: Bearer {access.token}\r\n"
         self._head = (
@@ -221,53 +220,37 @@ class Pool:
         self, loop: asyncio.AbstractEventLoop
     ) -> tuple[asyncio.Transport, HandshakeProtocol]:
         """Raises OSError."""
-        addresses = await self._addresses(loop)
+        hosts = await self._hosts(loop)
+        tls = self._access.tls
+        # A certificate that has been replaced counts for every new connection.
+        context = tls.client if self._is_tls and tls is not None else self._is_tls or None
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            sock = await _connected(loop, addresses)
-            tls = self._access.tls
-            # A certificate that has been replaced counts for every new connection.
-            context = tls.client if self._is_tls and tls is not None else self._is_tls or None
-            try:
-                return await loop.create_connection(
-                    HandshakeProtocol,
-                    sock=sock,
-                    ssl=context,
-                    server_hostname=self._host if self._is_tls else None,
-                )
-            except BaseException:
-                sock.close()
-                raise
+            while True:
+                try:
+                    # The loop makes the socket: to connect one of our own takes more CPU.
+                    transport, greeter = await loop.create_connection(
+                        HandshakeProtocol,
+                        hosts.pop(0),
+                        self._port,
+                        ssl=context,
+                        server_hostname=self._host if self._is_tls else None,
+                    )
+                except ssl.SSLError:
+                    raise
+                except OSError:
+                    if not hosts:
+                        raise
+                else:
+                    break
+        set_options(transport.get_extra_info("socket"))
+        return transport, greeter
 
-    async def _addresses(self, loop: asyncio.AbstractEventLoop) -> Sequence[aiohttp.AddrInfoType]:
-        # An address needs no resolver, which takes a thread.
-        flags = socket.AI_NUMERICHOST if is_numeric(self._host) else 0
-        if flags:
-            return socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=flags)
-        return await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-
-
-async def _connected(
-    loop: asyncio.AbstractEventLoop, addresses: Sequence[aiohttp.AddrInfoType]
-) -> socket.socket:
-    """A socket that is connected to the first of the addresses that takes it.
-
-    Raises:
-        OSError: none does.
-    """
-    refused = OSError("no address")
-    for address in addresses:
-        sock = make_socket(address)
-        try:
-            await loop.sock_connect(sock, address[4])
-        except OSError as error:
-            sock.close()
-            refused = error
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
-    raise refused
+    async def _hosts(self, loop: asyncio.AbstractEventLoop) -> list[str]:
+        """The addresses to try, in their order."""
+        if self._is_numeric:  # It needs no resolver, which takes a thread.
+            return [self._host]
+        found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        return [str(address[0]) for *_, address in found]
 
 
 async def _proved(transport: asyncio.Transport, greeter: HandshakeProtocol, key: ScopedKey) -> None:

@@ -1,10 +1,11 @@
 """Connections to an instance: when one is used again, and what its faults become."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +19,7 @@ from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.pd import PdBackend
 from kvrs.proxy.wire import pool as pools
 from kvrs.proxy.wire.peer import (
+    CONNECT_TIMEOUT_S,
     BusyError,
     ConnectionLostError,
     NotConnectedError,
@@ -223,6 +225,43 @@ async def test_an_instance_that_takes_no_connection_has_seen_no_request() -> Non
     async with EngineLinks(Access()) as links:
         with pytest.raises(NotConnectedError, match="Connection refused"):
             await PdBackend(links, f"http://127.0.0.1:{port}").decode(call(), Gathering())
+
+
+async def test_a_connection_notices_a_peer_that_vanished() -> None:
+    """Its host may be gone without a reset, while nothing is sent."""
+    async with serving(Instance([WHOLE], holds=True)) as backend:
+        await backend.decode(call(), Gathering())
+        upstream = await backend._pool.take()
+        sock = upstream.transport.get_extra_info("socket")
+
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        upstream.close()
+
+
+async def test_a_name_is_connected_to_at_the_first_address_that_takes_it() -> None:
+    """Its look-up is no part of connecting, which is bounded in time."""
+    loop, looked_up = asyncio.get_running_loop(), list[str]()
+
+    class Names:
+        create_connection = staticmethod(loop.create_connection)
+
+        async def getaddrinfo(self, host: str, port: int, **_: Any) -> list[Any]:
+            looked_up.append(host)
+            await asyncio.sleep(1.2 * CONNECT_TIMEOUT_S)
+            return [(socket.AF_INET, 0, 0, "", (f"127.0.0.{n}", port)) for n in (2, 1)]
+
+    instance = Instance([])
+    async with serving(instance) as backend:
+        port = address_of(backend.url)[1]
+        opened, _ = await backend._links.pool(f"http://engine:{port}")._open(cast(Any, Names()))
+        address = opened.get_extra_info("peername")
+        opened.abort()
+        await until_closed(instance, 1)
+
+    assert looked_up == ["engine"]
+    assert address == ("127.0.0.1", port)
 
 
 async def test_a_process_without_the_key_gets_no_request() -> None:
