@@ -289,8 +289,8 @@ class AttemptCalls:
                 live.expect_token = None
 
     async def _turn(self) -> None:
-        """Have the victims of one death call one after the other, each in a turn of the event loop
-        of its own: in between, tokens of other streams and other models are passed on.
+        """Have the victims of one death call a few in each turn of the event loop: in between,
+        tokens of other streams and other models are passed on.
         """
         async with self._driver.turns:
             await asyncio.sleep(0)
