@@ -150,6 +150,7 @@ ALL = (
     _of("simulator", "cluster", 2, "cluster"),
     _of("simulator", "scale", 6, "scale"),
     _of("simulator", "scale_at_most", 60, "scale --cases 4000x100 --at-most"),
+    _of("simulator", "limits", 6, "limits"),
     _of("kills", "distserve", 5, "run everything distserve", DISTSERVE),
     _of("kills", "distserve-both", 5, "run everything distserve --backup both", DISTSERVE),
     *(

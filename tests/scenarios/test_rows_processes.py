@@ -1,4 +1,4 @@
-"""Rows of the table in clusters of real processes: one of them in `make test`, and with
+"""Rows of the table in clusters of real processes: three of them in `make test`, and with
 KVRS_SCENARIOS=all, as in `make test-all`, every one that they can express.
 """
 
@@ -22,7 +22,7 @@ from tests.scenarios.rows import ROWS
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("systems")]
 
 RUN_ALL = os.environ.get("KVRS_SCENARIOS") == "all"
-ALWAYS = ("paused-beside-another",)  # Tests of the demo and of tests/cluster kill instances.
+ALWAYS = ("paused-beside-another", "node-with-its-agent", "slots-are-given-back")
 RETURN_S = 180.0
 
 
