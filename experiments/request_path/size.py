@@ -141,7 +141,7 @@ def main() -> int:
 def as_text(figures: dict[str, Any]) -> str:
     lines = [f"{'lines':<40}{'before':>9}{'folded':>9}{'now':>9}{'at most':>9}"]
     for name, part in figures["parts"].items():
-        late = "  missed" if part["now"] > part["at_most"] else ""
+        late = "   missed" if part["now"] > part["at_most"] else ""
         lines.append(f"{name:<40}" + "".join(f"{each:>9,}" for each in part.values()) + late)
     lines += ["", "product since the fold"]
     lines += [f"{name:<40}{count:>9,}" for name, count in figures["features"].items()]

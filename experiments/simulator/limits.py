@@ -1,5 +1,5 @@
-"""What grows with a cluster outside of its decisions: the age of another node's load by gossip and
-what each node sends for it, and how long the streams of a lost rack wait for slots.
+"""Limits of a cluster outside of its decisions: the age of another node's load by gossip and what
+each node sends for it, and how long the streams of a lost rack wait for slots.
 
     python -m experiments.simulator.limits [--nodes 16 64 256 512] [--workers 64 256 1000]
 
