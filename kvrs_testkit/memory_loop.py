@@ -16,11 +16,20 @@ _Factory = Callable[[], asyncio.Protocol]
 _TURN_S = 1e-6  # A turn of the loop takes time: what looks again until it is due comes to its end.
 
 
+class _Options:
+    """A socket as far as options are set on it; none changes a connection in memory."""
+
+    family = socket.AF_UNIX
+
+    def setsockopt(self, *_: Any) -> None:
+        """Accept any."""
+
+
 class MemoryTransport(asyncio.Transport):
     """One end of a connection; `peer` is the other one."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, own: Any, other: Any) -> None:
-        super().__init__({"sockname": own, "peername": other})
+        super().__init__({"sockname": own, "peername": other, "socket": _Options()})
         self.peer: MemoryTransport
         self._loop = loop
         self._protocol: asyncio.BaseProtocol
