@@ -152,19 +152,24 @@ def rows_at_paper(case: str) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def changed_at_paper(scheme: str, key: str, case: str = "10x1", base: str = STOP) -> Interval:
-    """A scheme against another one at the paper's load, seed by seed."""
+    """A scheme against another one at the paper's load, seed by seed; a seed without a window is
+    none for its length.
+    """
     rows = rows_at_paper(case)
-    return mean_of([row[key] / rows[base][seed][key] - 1 for seed, row in rows[scheme].items()])
+    pairs = [(row[key], rows[base][seed][key]) for seed, row in rows[scheme].items()]
+    return mean_of([own / other - 1 for own, other in pairs if other])
 
 
 def lumen_at_paper(case: str) -> str:
     """LUMEN against stop-and-restart."""
-    ttft_s = _mean(rows_at_paper(case)[STOP], "window_ttft_s")
-    ttft, tpot, window = (
-        percent(changed_at_paper(WHOLE, key, case))
-        for key in ("window_ttft_s", "window_tpot_s", "window_s")
+    rows = rows_at_paper(case)[STOP]
+    ttft, tpot = (
+        percent(changed_at_paper(WHOLE, key, case)) for key in ("window_ttft_s", "window_tpot_s")
     )
-    return f"TTFT {ttft_s:.2f} s, {ttft}, TPOT {tpot}, window {window}"
+    text = f"TTFT {_mean(rows, 'window_ttft_s'):.2f} s, {ttft}, TPOT {tpot}, window "
+    if _mean(rows, "window_s") < 1.0:
+        return text + f"{_mean(rows, 'window_s'):.0f} s"
+    return text + percent(changed_at_paper(WHOLE, "window_s", case))
 
 
 def impact_at_paper(case: str) -> str:
