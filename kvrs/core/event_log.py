@@ -92,6 +92,7 @@ class _Table(msgspec.Struct):
     covered_from_tokens: Natural
     grid: _Grid | None
     covered_to_tokens: Natural | None = None
+    is_guess: bool = False
 
 
 class _Up(msgspec.Struct):
@@ -310,4 +311,5 @@ def _table(found: _Table) -> PrefillTable:
         found.covered_from_tokens,
         found.covered_to_tokens,
         grid,
+        found.is_guess,
     )

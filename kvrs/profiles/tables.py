@@ -41,6 +41,7 @@ class PrefillTable:
     grid: PrefixGrid | None = (
         None  # The same in two dimensions, where it was measured; its first row is this table.
     )
+    is_guess: bool = False  # By the size of the model and the GPU: nothing was measured.
     _last_tokens: int = field(init=False, repr=False, compare=False)
     _covered_to_tokens: int = field(init=False, repr=False, compare=False)
     _levelled: tuple[float, ...] = field(init=False, repr=False, compare=False)
@@ -156,6 +157,7 @@ class PrefillTable:
             self.covered_from_tokens,
             self.covered_to_tokens,
             grid,
+            self.is_guess,
         )
 
     def chunked(self, chunk_tokens: int, max_tokens: int) -> "PrefillTable":
@@ -196,6 +198,7 @@ class PrefillTable:
             seconds,
             self.covered_from_tokens,
             self._covered_to_tokens,
+            is_guess=self.is_guess,
         )
 
     def covers(self, tokens: int) -> bool:

@@ -148,6 +148,19 @@ def test_a_table_in_chunks_has_a_bounded_number_of_points() -> None:
     assert len(table.chunked(16, 1 << 17).seconds) <= 1025
 
 
+def test_a_table_that_is_made_of_a_guess_is_a_guess() -> None:
+    """A measured table is none; what is scaled or divided into chunks was measured no more than its
+    source.
+    """
+    measured = PrefillTable("t", "s", 32, [0.01 + 0.001 * n for n in range(5)])
+    guess = PrefillTable("t", "s", 32, [0.01 + 0.001 * n for n in range(5)], is_guess=True)
+
+    assert not measured.is_guess
+    assert not measured.scaled(2.0).is_guess
+    assert all(made.is_guess for made in (guess.scaled(2.0), guess.plus(0.1)))
+    assert guess.chunked(64, 1000).is_guess
+
+
 def test_what_an_instance_measured_of_itself_becomes_a_table() -> None:
     """The instance protocol carries a uniform grid."""
     table = PrefillTable.from_measured(MeasuredPrefill("self", 64, [0.001, 0.002, 0.004]))
