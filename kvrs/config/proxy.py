@@ -211,7 +211,11 @@ class ProxySettings(Settings):
     token_gap_s: float = Field(default=10.0, gt=0)
     """Longest silence of a stream, and of an instance while its event loop stalls or no other could
     take its streams. Of a stream that has sent its first tokens, and that others could take: 20
-    usual intervals, at least 2 s.
+    usual intervals, at least 2 s. Before the first token twice the predicted prefill is added.
+    """
+    request_timeout_s: float | None = Field(default=None, gt=0)
+    """Longest time from a request to its first token, or to an answer that has no tokens; beyond it
+    the client gets 504. null: none.
     """
     load_interval_s: float = Field(default=0.25, gt=0, le=60)
     """How often instances report their load, and agents what they hold."""

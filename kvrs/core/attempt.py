@@ -20,7 +20,7 @@ from kvrs.core.control import Control
 from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.member import Health
+from kvrs.core.model.member import Health, Member
 from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import SlotRequest
@@ -38,8 +38,10 @@ class CallFault(Enum):
     BUSY = ev.FailureKind.BUSY, False
     NOT_A_NUMBER = ev.FailureKind.NOT_A_NUMBER, False
     NOT_CONNECTED = ev.FailureKind.BUSY, True
+    ERROR = ev.FailureKind.ERROR, False  # An error answers the request before any token.
     WRONG = ev.FailureKind.BROKEN, False  # An error, or no answer to the request.
-    LOST = ev.FailureKind.BROKEN, True  # Or silent for too long.
+    SILENT = ev.FailureKind.SILENT, True
+    LOST = ev.FailureKind.BROKEN, True
 
     def __init__(self, kind: ev.FailureKind, abrupt: bool) -> None:
         self.kind = kind
@@ -56,8 +58,8 @@ class CallFault(Enum):
 
 class Attempt(Generic[S]):
     __slots__ = (
-        *("_control", "_is_reported", "_produced_before", "_waits_for", "computes", "failed_at"),
-        *("first_token_timeout_s", "has_resumed", "live", "number", "plan"),
+        *("_computes_at", "_control", "_is_reported", "_predicted_s", "_produced_before"),
+        *("_waits_for", "computes", "failed_at", "has_resumed", "live", "number", "plan"),
     )
 
     def __init__(self, control: Control[S], live: S, plan: act.Plan) -> None:
@@ -72,8 +74,11 @@ class Attempt(Generic[S]):
         # the output belongs to that.
         self.computes: InstanceId | None = None
         self._produced_before = 0
-        self.first_token_timeout_s = 0.0
-        self._waits_for: tuple[InstanceId, ...] = ()  # What its silence is that of.
+        # Instances whose silence is that of the call, those of them that compute a prompt for it,
+        # and the seconds that this is predicted to take.
+        self._waits_for: tuple[Member, ...] = ()
+        self._computes_at: tuple[Member, ...] = ()
+        self._predicted_s = 0.0
 
     @property
     def is_current(self) -> bool:
@@ -100,8 +105,9 @@ class Attempt(Generic[S]):
         there = control.instances.known[self.failed_at]
         if there.retains:
             self.live.note_prefilled(self.failed_at)
-        self.first_token_timeout_s = there.first_token_timeout_s(control.progress.longest_gap_s)
-        self._waits_for = (self.failed_at,)
+        self._waits_for = self._computes_at = (there,)
+        if (decision := self.live.attempt.decision) is not None:
+            self._predicted_s = decision.chosen.work_s
         if not is_one_call:
             return self.failed_at
         self.computes, self._produced_before = self.failed_at, len(journal.output_ids)
@@ -136,12 +142,16 @@ class Attempt(Generic[S]):
         """
         control, decode = self._control, self.plan.decode
         self.failed_at, there = decode, control.instances.known[decode]
-        timeout_s = there.first_token_timeout_s(control.progress.longest_gap_s)
-        if self.computes is None:
-            self.first_token_timeout_s, self._waits_for = timeout_s, (decode,)
-        else:
-            self.first_token_timeout_s = max(self.first_token_timeout_s, timeout_s)
-            self._waits_for = (decode, self.computes)
+        decision = self.live.attempt.decision
+        work_s = 0.0 if decision is None else decision.chosen.work_s
+        if self.computes is not None:  # Begun, with its prediction.
+            self._waits_for = (there, *self._computes_at)
+        elif self.plan.prefill is None:
+            self._waits_for = self._computes_at = (there,)
+            self._predicted_s = work_s
+        else:  # What is left behind the prefill: the transfer, and what a replay decodes.
+            self._waits_for, self._computes_at = (there,), ()
+            self._predicted_s = 0.0 if decision is None else work_s - decision.chosen.compute_s
         if not self.plan.runs:  # A hand-off of a prefill is not counted.
             return None
         return SlotRequest(decode, self.live.id, self.number, self.live.journal.owner_epoch)
@@ -150,18 +160,31 @@ class Attempt(Generic[S]):
 
     def limit_s(self, heard_s: float, now_s: float) -> float:
         """Return how long the call may be silent."""
-        if not self.has_resumed:
-            return self.first_token_timeout_s
-        return self._control.progress.token_gap_s(self.live, self.plan.decode, heard_s, now_s)
+        progress, live = self._control.progress, self.live
+        if self.has_resumed:
+            return progress.token_gap_s(live, self.plan.decode, heard_s, now_s)
+        if not live.journal.is_predictable or live.recovery.is_slow:
+            return min(progress.answer_s(each.id, heard_s) for each in self._waits_for)
+        limit_s = max(progress.first_token_s(each, self._predicted_s) for each in self._waits_for)
+        # A prompt may take its turn beside others, or behind them: what moves is no hang.
+        moved_s = (progress.moved_for_s(each.id, heard_s) for each in self._computes_at)
+        return limit_s + max(moved_s, default=0.0)
 
     def is_excused(self, now_s: float) -> bool:
         """The instance re-forms and the stream waits for that, or it delivers to others."""
         progress, until_s = self._control.progress, self.live.stays_until_s
         return (until_s is not None and until_s > now_s) or any(
-            progress.is_making_progress(each, now_s) for each in self._waits_for
+            progress.is_making_progress(each.id, now_s) for each in self._waits_for
         )
 
     # Reports.
+
+    def fell_silent(self, now_s: float) -> None:
+        """The call was silent for too long; behind a token that shows of its instance more than of
+        its request.
+        """
+        if self.has_resumed:
+            self._control.progress.delivered[self.plan.decode].stood_still_s = now_s
 
     def resumed(self, now_s: float) -> None:
         """A token is with the client: the first one, or the first one after a stay."""
@@ -169,7 +192,8 @@ class Attempt(Generic[S]):
         if not self.is_current:
             return
         if not self.has_resumed:
-            self.has_resumed, self._waits_for = True, (self.plan.decode,)
+            there = self._control.instances.known[self.plan.decode]
+            self.has_resumed, self._waits_for = True, (there,)
             if computes is not None:
                 prompt_tokens = len(live.journal.prompt_ids or ())
                 self._computed(computes, prompt_tokens + self._produced_before, now_s)
@@ -195,14 +219,18 @@ class Attempt(Generic[S]):
         if not self.is_current:
             return None
         self._is_reported = True
+        kind, produced = fault.kind, len(self.live.journal.output_ids)
+        is_late = self.has_resumed if fault is CallFault.SILENT else produced > 0
+        if kind.is_doubtful and is_late:  # Its request has been served there, or elsewhere.
+            kind = ev.FailureKind.BROKEN
         return ev.AttemptFailed(
             self.live.id,
             self.number,
             self.failed_at,
             cause,
-            len(self.live.journal.output_ids),
+            produced,
             fault.abrupt,
-            fault.kind,
+            kind,
             retry_after_s,
             final,
         )

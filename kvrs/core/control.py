@@ -300,6 +300,10 @@ class Control(Generic[S]):
             assert live.attempt.plan is not None
             self._shell.give_end(live, live.attempt.plan)
             return False
+        if not journal.is_recoverable:
+            cause = "its engine has sent no token ids, without which no other can go on with it"
+            self.end(live, CannotContinue(cause), now_s)
+            return False
         # Found out too late for a status: the engine turned out to parse its output, which another
         # cannot take up.
         if self._inexact is Inexact.REFUSE and journal.inexact and journal.output_ids:
@@ -366,6 +370,8 @@ class Control(Generic[S]):
         self.drains.reported(known.id, now_s)
         known.load = report
         known.reported_s = now_s
+        progress = report.progress, report.free_pages
+        self.progress.delivered[known.id].reported(progress, now_s)
         member, waiting = self.policy.members.get(known.id), self.policy.has_waiting
         has_peers = self._has_peers
         if member is None or changes_decision(

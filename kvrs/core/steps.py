@@ -223,10 +223,14 @@ class Steps:
         stream.note_tokens(event.produced_tokens)
         if stream.attempt.stay_deadline is not None:
             stream.recovery.remove(stream.attempt.option)
-        is_over = self._ledger.outliers.is_refused_for_good(stream, event)
+        outliers = self._ledger.outliers
+        is_over, is_slow = (
+            outliers.is_refused_for_good(stream, event),
+            outliers.is_slow(stream, event),
+        )
         member = self._ledger.view.members.get(event.instance)
         was_ejected = member is not None and member.answers.is_ejected
-        self._ledger.outliers.failed(stream, event)
+        outliers.failed(stream, event)
         self._ledger.end_attempt(stream, event.cause, event.instance, now_s)
         if is_over and event.failure is ev.FailureKind.DENIED:
             self._starter.give_up(stream, act.Reason.DENIED, f"{event.instance}: {event.cause}")
@@ -242,14 +246,17 @@ class Steps:
             stream.recovery.note_trial_failed()
         else:
             stream.recovery.note_attempt_failed()
-        is_broken = event.abrupt and event.failure is ev.FailureKind.BROKEN
+        is_broken = event.abrupt and event.failure is not ev.FailureKind.BUSY
         attempt = stream.attempt
         if is_broken and member is not None and not (attempt.resumed or attempt.is_guest):
             epoch = member.epoch
             self._ledger.incidents.broke(stream.id, event.instance, epoch, now_s)
         # One that took no connection may be dead.
         was_connected = event.failure is not ev.FailureKind.BUSY
-        if was_connected or event.abrupt:
+        if is_slow:
+            outliers.keep_to_asked(stream, event)
+            stream.recovery.take_for_slow(self._settings.recovery.retry_pause_s, now_s)
+        elif was_connected or event.abrupt:
             stream.recovery.suspect(event.instance, was_connected=was_connected)
         if event.abrupt and event.instance in self._ledger.view.members:
             self._starter.gather([stream], now_s)

@@ -89,6 +89,7 @@ class EngineCore(RunCore):
         self._pulls: dict[Sequence, asyncio.Task[None]] = {}
         # Transfers to the pages of sequences that began again, which were under way then.
         self._coming: dict[Sequence, asyncio.Task[None]] = {}
+        self.computed_tokens = 0  # Of prompts and outputs, since the start.
         self.fetched_pages = 0  # From other instances and agents, since the start.
         self.recent_fetches = RecentReports[FetchReport](clock)
         # Lease on the pages of an aborted run: its stream may fetch them from elsewhere.
@@ -337,6 +338,7 @@ class EngineCore(RunCore):
             },
         )
         for sequence, chunk in batch:
+            self.computed_tokens += len(chunk.token_ids)
             if (run := self._runs.get(sequence)) is not None:
                 self._note_filled(run)
                 if chunk.drafts and self._drafts is not None:

@@ -320,6 +320,7 @@ class EngineInstance(ServedInstance):
             draining=self.draining,
             batches_in_flight=self.core.batches_in_flight,
             speculation=self._speculation(),
+            progress=self.core.computed_tokens,
             **self._of_replicas(),
             **({} if self._reports is None else self._reports.facts()),
         )

@@ -5,6 +5,7 @@ table needs its labels: model, GPU, degree of tensor parallelism, engine, versio
 measured or estimated, source.
 """
 
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -64,7 +65,8 @@ def profile(name: str) -> Profile:
 def prefill_table(name: str) -> PrefillTable:
     """The table, with the engine's own time at each step. Raises ConfigError: see `profile`."""
     found = profile(name)
-    return _prefill_table(found).plus(found.engine_step_s)
+    table = _prefill_table(found).plus(found.engine_step_s)
+    return replace(table, is_guess=found.kind == "estimated")
 
 
 def _prefill_table(found: Profile) -> PrefillTable:

@@ -296,6 +296,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     experts: ExpertReport | None = None  # None: it has none, or is one process.
     # As of `InstanceInfo`, where they change; None: as they were.
     capabilities: list[Capability] | None = None
+    progress: float = 0.0  # Counts what it computes, in tokens or steps; 0: not counted.
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

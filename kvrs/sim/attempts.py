@@ -21,6 +21,7 @@ from kvrs.sim.slots import SlotMessages
 from kvrs.sim.streams import SimStream
 
 _NOT_CONNECTED = "refused"
+_SILENT = "silent"
 # What a broken call says of its instance, as `kvrs/proxy/backends/pd.py` reads it; any other cause
 # is a lost connection.
 _FAULTS = {
@@ -31,6 +32,7 @@ _FAULTS = {
     "fenced": CallFault.WRONG,
     "too long": CallFault.WRONG,
     _NOT_CONNECTED: CallFault.NOT_CONNECTED,
+    _SILENT: CallFault.SILENT,
 }
 
 
@@ -240,8 +242,9 @@ class SimAttempt:
         if next_s is not None:
             self.host.after(next_s - now_s, self._watch, connection)
             return
+        attempt.fell_silent(now_s)
         self.host.suspect(attempt.failed_at)
-        self._fail("silent")
+        self._fail(_SILENT)
 
     # Replies.
 

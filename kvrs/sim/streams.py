@@ -51,12 +51,17 @@ class SimJournal:
     kept: tuple[ev.Kept, ...] = ()
     inexact: tuple[str, ...] = ()
     replayed: tuple[str, ...] = ()
+    is_predictable: bool = True
     first_token_s: float | None = None
     taken_last_s: float | None = None
     # When the client got each token, of whichever proxy: journals of one stream share it.
     taken_s: "array[float]" = field(default_factory=lambda: array("d"))
     part: FlowPart | None = None  # By which its tokens come, if not by themselves.
     is_mirrored: bool = False  # Another journal has the same times, and each is noted at once.
+
+    @property
+    def is_recoverable(self) -> bool:
+        return True
 
     @property
     def output_ids(self) -> MutableSequence[int]:

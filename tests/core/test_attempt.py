@@ -10,6 +10,7 @@ from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.streams import StayDeadline
+from kvrs.ids import InstanceId
 from kvrs.protocol.instance import SlotRequest
 from kvrs.sim.streams import SimStream
 from tests.core.test_core import D0, D1, P0, P1, Driver, S
@@ -204,3 +205,86 @@ def test_whatever_comes_in_any_order_an_attempt_ends_once_and_changes_nothing_th
         assert not over or len(events_of_attempts(driver)) == told
 
     assert ends <= 1
+
+
+def silent_after_s(attempt: Attempt[SimStream], driver: Driver, instance: InstanceId) -> float:
+    """How long from 0 the call may be silent whose instance has delivered to others at 5."""
+    driver.control.progress.delivered[instance].last_s = 5.0
+    return attempt.limit_s(0.0, 6.0)
+
+
+def test_progress_with_other_prompts_is_no_silence_of_a_prompt() -> None:
+    """Prompts share the steps of an engine, or wait for each other. What only waits for its KV to
+    come does not wait for them.
+    """
+    driver = Driver()
+    live = driver.stream()
+    attempt = attempt_of(driver, live)
+    attempt.begin()
+    alone_s = attempt.limit_s(0.0, 6.0)
+
+    prompt_s = silent_after_s(attempt, driver, attempt.failed_at)
+    assert attempt.prefilled(6.0)
+    attempt.decode()
+    pulling_s = silent_after_s(attempt, driver, attempt.plan.decode)
+
+    assert prompt_s == alone_s + 5.0
+    assert pulling_s <= alone_s
+
+
+def test_the_longer_prompt_may_be_silent_for_longer() -> None:
+    """By twice what its table predicts."""
+    driver = Driver()
+    live = driver.stream()
+    attempt = attempt_of(driver, live)
+    short_s = (attempt.begin(), attempt.limit_s(0.0, 0.0))[1]
+    assert live.attempt.booked_on is not None
+
+    live.attempt.booked_on.work_s += 60.0
+
+    assert attempt.limit_s(0.0, 0.0) == pytest.approx(short_s + 120.0, abs=0.1)
+
+
+@pytest.mark.parametrize("why", ["pictures", "slow"])
+def test_silence_alone_ends_no_call_that_has_no_prediction(why: str) -> None:
+    """A request has pictures, or two instances were silent at it."""
+    driver = Driver()
+    live = driver.stream()
+    if why == "slow":
+        live.recovery.take_for_slow(0.05, 0.0)
+    else:
+        live.journal.is_predictable = False
+    attempt = attempt_of(driver, live)
+
+    attempt.begin()
+
+    assert attempt.limit_s(0.0, 1e6) == inf
+
+
+@pytest.mark.parametrize(
+    ("fault", "produced", "kind"),
+    [
+        (CallFault.ERROR, 0, ev.FailureKind.ERROR),
+        (CallFault.ERROR, 1, ev.FailureKind.BROKEN),
+        (CallFault.SILENT, 0, ev.FailureKind.SILENT),
+        (CallFault.SILENT, 1, ev.FailureKind.BROKEN),
+    ],
+)
+def test_behind_a_token_a_fault_is_that_of_the_instance(
+    fault: CallFault, produced: int, kind: ev.FailureKind
+) -> None:
+    """Its request was served: it is not the cause."""
+    driver = Driver()
+    live = driver.stream()
+    attempt = attempt_of(driver, live)
+    attempt.begin()
+    assert attempt.prefilled(0.1)
+    attempt.decode()
+    if produced:
+        live.journal.append(7, 0.2)
+        attempt.resumed(0.2)
+
+    failed = attempt.failure(fault, "cause")
+
+    assert failed is not None
+    assert (failed.failure, failed.produced_tokens) == (kind, produced)

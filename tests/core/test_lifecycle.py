@@ -22,7 +22,8 @@ from kvrs.core.model.lifecycle import (
     Step,
     StreamEvent,
 )
-from kvrs.core.model.streams import AttemptState, RecoveryState, Stream
+from kvrs.core.model.recovery_state import RecoveryState
+from kvrs.core.model.streams import AttemptState, Stream
 from kvrs.core.steps import Steps
 from kvrs.ids import InstanceId, StreamId
 from tests.core.policy_harness import PolicyHarness, instance_up, of

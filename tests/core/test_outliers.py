@@ -8,7 +8,8 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.member import AnswerHealth, pause_s
-from kvrs.core.model.streams import RefusedBy, Stream
+from kvrs.core.model.recovery_state import RefusedBy
+from kvrs.core.model.streams import Stream
 from kvrs.ids import InstanceId, StreamId
 from tests.core.policy_harness import PolicyHarness, instance_up, member, of, only
 
@@ -560,3 +561,102 @@ def test_streams_that_wait_for_a_busy_instance_come_to_it_within_a_fifth_of_a_se
     late_s = [at_s - end_s for at_s, end_s in zip(first_try_s, busy_until_s, strict=True)]
     assert min(late_s) > 0.0
     assert 0.1 < max(late_s) <= 0.22
+
+
+def error(
+    harness: PolicyHarness,
+    start: act.Start,
+    at: InstanceId,
+    cause: str = "HTTP 500",
+    kind: ev.FailureKind = ev.FailureKind.ERROR,
+) -> list[act.Action]:
+    event = ev.AttemptFailed(start.stream, start.attempt, at, cause, 0, failure=kind)
+    return harness.handle(event)
+
+
+def test_an_error_that_two_instances_give_alike_goes_to_the_client() -> None:
+    """It is the request's: neither instance is charged for it."""
+    harness = PolicyHarness(*PAIRS)
+    first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    second = only(error(harness, first, P0), act.Start)
+    assert second.plan.prefill not in (None, P0)
+
+    given_up = only(error(harness, second, second.plan.prefill), act.GiveUp)
+
+    assert (given_up.reason, given_up.message) == (act.Reason.REFUSED, "HTTP 500")
+    answers = [each.answers for each in harness.policy.members.values()]
+    assert [(each.consecutive, each.until_s) for each in answers] == [(0, None)] * len(answers)
+
+
+def test_two_different_errors_are_no_fault_of_the_request() -> None:
+    harness = PolicyHarness(*PAIRS)
+    first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    second = only(error(harness, first, P0, "HTTP 500"), act.Start)
+    assert second.plan.prefill is not None
+
+    actions = error(harness, second, second.plan.prefill, "HTTP 501")
+
+    assert only(actions, act.Start).plan.prefill not in (P0, second.plan.prefill)
+
+
+def test_an_error_of_an_instance_that_has_died_since_shows_nothing() -> None:
+    """All that ran on it got the same."""
+    harness = PolicyHarness(*PAIRS)
+    first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    second = only(error(harness, first, P0), act.Start)
+    assert second.plan.prefill is not None
+    harness.handle(ev.InstanceLost(P0, 1, "killed", {}))
+
+    actions = error(harness, second, second.plan.prefill)
+
+    assert of(actions, act.GiveUp) == []
+
+
+def test_an_error_counts_once_another_instance_has_served_the_request() -> None:
+    harness = PolicyHarness(*PAIRS)
+    first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    second = only(error(harness, first, P0), act.Start)
+    health = harness.policy.members[P0].answers
+    before = health.consecutive
+
+    harness.handle(ev.PrefillDone(A, second.attempt, 20))
+
+    assert (before, health.consecutive, health.cause) == (0, 1, "HTTP 500")
+
+
+def test_the_only_instance_of_a_role_is_asked_twice() -> None:
+    """Nothing else can tell whose fault an error is."""
+    harness = PolicyHarness("p0", "d0")
+    start = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    error(harness, start, P0)
+    again = only(harness.handle(ev.TimerFired(), at_s=5.0), act.Start)
+
+    assert only(error(harness, again, P0), act.GiveUp).reason is act.Reason.REFUSED
+
+
+def test_a_request_at_which_two_instances_were_silent_is_not_given_to_the_others() -> None:
+    """Each would stand still for it, too; and it is cut for its silence no more."""
+    harness = PolicyHarness(*PAIRS)
+    first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    silent = ev.FailureKind.SILENT
+    second = only(error(harness, first, P0, "silent for 10 s", silent), act.Start)
+    assert second.plan.prefill is not None
+
+    third = only(error(harness, second, second.plan.prefill, "silent for 20 s", silent), act.Start)
+
+    assert third.plan.prefill in (P0, second.plan.prefill)
+    stream = harness.policy.streams[A]
+    assert (stream.recovery.is_slow, stream.refusals) == (True, ())
+    assert not any(each.answers.is_ejected for each in harness.policy.members.values())
+
+
+def test_a_silence_counts_once_another_instance_has_answered() -> None:
+    harness = PolicyHarness(*PAIRS)
+    first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    second = only(error(harness, first, P0, "silent", ev.FailureKind.SILENT), act.Start)
+    health = harness.policy.members[P0].answers
+    before = health.consecutive
+
+    harness.handle(ev.PrefillDone(A, second.attempt, 20))
+
+    assert (before, health.consecutive) == (0, 1)

@@ -1,5 +1,8 @@
 """Silence: when it counts, and what excuses it."""
 
+from dataclasses import replace
+from math import inf
+
 import pytest
 
 from kvrs.config.backup import BackupSettings
@@ -11,11 +14,12 @@ from kvrs.core.fleet.silence import (
     InstanceProgress,
     SilenceTimer,
 )
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import LiveStream, mean_interval_s
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LoadReport, ReformingReport
 from kvrs.sim.streams import Arrival, SimJournal
-from tests.core.policy_harness import make_config
+from tests.core.policy_harness import TABLE, make_config
 
 P0, D0 = InstanceId("p0"), InstanceId("d0")
 
@@ -125,13 +129,73 @@ def test_a_stream_waits_for_its_instance_where_no_other_could_take_it() -> None:
     assert gaps_s == [SHORTEST_SILENCE_S, 10.0, 7.0, 7.0, SHORTEST_SILENCE_S]
 
 
+@pytest.mark.parametrize(
+    ("predicted_s", "booked_s", "is_guess", "limit_s"),
+    [
+        (0.0, 0.0, False, 10.0),
+        (30.0, 0.0, False, 70.0),
+        (1.0, 8.0, False, 26.0),  # Behind other prompts that were sent there.
+        (1.0, 0.0, True, 48.0),
+    ],
+)
+def test_a_first_token_may_take_twice_its_predicted_prefill(
+    predicted_s: float, booked_s: float, limit_s: float, *, is_guess: bool
+) -> None:
+    """Four times as long as that while the table is a guess."""
+    progress, decode = progress_at_d0()
+    decode.prefill, decode.work_s = replace(TABLE, is_guess=is_guess), booked_s
+
+    assert progress.first_token_s(decode, predicted_s) == limit_s
+
+
 def test_a_first_token_may_take_the_queue_and_a_re_forming_longer() -> None:
     """Both are those of the last report of the instance."""
-    instances = Instances(make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings()))
-    decode = instances.known[D0]
-    unknown_s = decode.first_token_timeout_s(10.0)
+    progress, decode = progress_at_d0()
+    unknown_s = progress.first_token_s(decode, 0.0)
     reforming = ReformingReport(1, "restart", 3.0, 1, [1], 0)
 
     decode.load = LoadReport(1, 0, 0, 9, 2.0, [], reforming=reforming)
 
-    assert (unknown_s, decode.first_token_timeout_s(10.0)) == (10.0, 15.0)
+    assert (unknown_s, progress.first_token_s(decode, 0.0)) == (10.0, 15.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "moves"),
+    [
+        ((5.0, 9), (5.0, 9), False),
+        ((5.0, 9), (6.0, 9), True),  # Tokens were computed.
+        ((5.0, 9), (5.0, 8), True),  # A chunk of a long prompt has taken pages.
+    ],
+)
+def test_a_report_that_moves_is_a_sign_of_progress(
+    before: tuple[float, int], after: tuple[float, int], *, moves: bool
+) -> None:
+    """An API server whose engine hangs reports the same again and again."""
+    progress, _ = progress_at_d0()
+    delivered = progress.delivered[D0]
+
+    delivered.reported(before, 1.0)
+    delivered.reported(after, 2.0)
+
+    assert delivered.last_s == (2.0 if moves else -inf)
+    assert progress.moved_for_s(D0, 0.5) == (1.5 if moves else 0.0)
+
+
+def test_a_call_without_a_prediction_is_given_up_only_where_others_stand_still() -> None:
+    """Embeddings of a large batch say nothing for minutes."""
+    progress, _ = progress_at_d0()
+    delivered = progress.delivered[D0]
+    alone_s = progress.answer_s(D0, 1.0)
+
+    delivered.stood_still_s = 3.0
+    beside_a_hang_s = progress.answer_s(D0, 1.0)
+    delivered.last_s = 4.0
+
+    assert (alone_s, beside_a_hang_s, progress.answer_s(D0, 1.0)) == (inf, 12.0, inf)
+
+
+def progress_at_d0() -> tuple[InstanceProgress, Member]:
+    config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
+    instances = Instances(config)
+    instances.known[D0].prefill = TABLE
+    return InstanceProgress(instances, 10.0, lambda *_: True), instances.known[D0]

@@ -2,9 +2,11 @@
 
 An instance is ejected when it fails after the pause of a failure again, after several failures in a
 row, or for a share of failures that its peers do not have; never more than half of a role. A
-refusal (4xx) counts as a failure only once another instance has accepted the request. One that
-names a fault of the request is final: no other instance is asked. Logits that are no numbers count
-once another instance has the stream's next token. Busy answers eject nothing: the instance pauses.
+refusal (4xx), an error before any token, and the lack of a first token in time count as failures
+only once another instance has accepted the request. A refusal that names a fault of the request is
+final: no other instance is asked. Two instances that fail a request alike show that it is the
+cause, and neither is charged. Logits that are no numbers count once another instance has the
+stream's next token. Busy answers eject nothing: the instance pauses.
 """
 
 from typing import assert_never
@@ -14,7 +16,8 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.member import BUSY_PAUSE_S, EJECTION_PAUSE_S, FAILURE_PAUSE_S, Member, pause_s
-from kvrs.core.model.streams import RefusedBy, Stream
+from kvrs.core.model.recovery_state import RefusedBy
+from kvrs.core.model.streams import Stream
 
 CONSECUTIVE_FAILURES = 3
 # An ejection for the share of failures needs so many answers and failures together.
@@ -56,8 +59,11 @@ class Outliers:
             if refuser is None or refuser is accepting or refuser.epoch != refusal.epoch:
                 continue
             is_probe = refusal.is_probe and refuser.answers.until_s is not None
-            refuser.answers.refuses_wrongly = True
-            self._charge(refuser, "it refuses what others accept", is_probe=is_probe)
+            cause = refusal.cause
+            if refusal.failure.is_refusal:
+                refuser.answers.refuses_wrongly = True
+                cause = "it refuses what others accept"
+            self._charge(refuser, cause, is_probe=is_probe)
 
     def computed(self, stream: Stream, member: Member) -> None:
         """The next token has come from there: where the logits were no numbers before, that was the
@@ -79,14 +85,14 @@ class Outliers:
         is_probe = health.probe == stream.id
         health.left(stream.id)
         match event.failure:
-            case ev.FailureKind.REFUSED | ev.FailureKind.DENIED | ev.FailureKind.NOT_A_NUMBER:
-                by = RefusedBy(event.instance, member.epoch, is_probe)
-                if event.failure.is_refusal:
-                    stream.note_refusal(by)
-                else:
-                    stream.recovery.note_overflow(by)
-                if is_probe:  # The cause is known later: the next probe may come then.
-                    health.close(event.cause, self._view.now_s, FAILURE_PAUSE_S)
+            case (
+                ev.FailureKind.REFUSED
+                | ev.FailureKind.DENIED
+                | ev.FailureKind.ERROR
+                | ev.FailureKind.SILENT
+                | ev.FailureKind.NOT_A_NUMBER
+            ):
+                self._doubt(stream, member, event, is_probe=is_probe)
             case ev.FailureKind.BUSY:
                 wait_s = event.retry_after_s or 0.0
                 health.note_busy(event.instance, stream.id, wait_s, self._view.now_s)
@@ -102,29 +108,83 @@ class Outliers:
             case _:
                 assert_never(event.failure)
 
+    def _doubt(
+        self, stream: Stream, member: Member, event: ev.AttemptFailed, *, is_probe: bool
+    ) -> None:
+        """Note a failure of which the request may be the cause."""
+        by = RefusedBy(event.instance, member.epoch, is_probe, event.failure, event.cause)
+        if event.failure is ev.FailureKind.NOT_A_NUMBER:
+            stream.recovery.note_overflow(by)
+        else:
+            stream.note_refusal(by)
+        if is_probe:  # The cause is known later: the next probe may come then.
+            member.answers.close(event.cause, self._view.now_s, FAILURE_PAUSE_S)
+        elif event.failure is ev.FailureKind.SILENT:
+            self._pause(member, event.cause, FAILURE_PAUSE_S)
+
     def is_refused_for_good(self, stream: Stream, event: ev.AttemptFailed) -> bool:
-        """A refusal goes to the client: nothing was produced, and a second instance has refused
-        too, or this one is not known to refuse what others accept and there is no other to ask, or
-        the refusal is final.
+        """A refusal or an error goes to the client: nothing was produced, and a second instance has
+        answered so too, or there is no other to ask: of errors the same one has answered so twice
+        then. A refusal that is final goes there at once, if the instance is not known to refuse
+        what others accept.
         """
-        if not event.failure.is_refusal or stream.first_token_sent or event.produced_tokens:
+        if stream.first_token_sent or event.produced_tokens:
             return False
-        if any(each.instance != event.instance for each in stream.refusals):
-            return True
         member = self._view.members.get(event.instance)
+        if event.failure is ev.FailureKind.ERROR:
+            again = any(
+                each.instance == event.instance and each.is_alike(event) for each in stream.refusals
+            )
+            return self._is_shown_by_another(stream, event) or (
+                again and (member is None or not self._others(stream, member))
+            )
+        if not event.failure.is_refusal:
+            return False
+        refused_by = (each for each in stream.refusals if each.failure.is_refusal)
+        if any(each.instance != event.instance for each in refused_by):
+            return True
         if member is not None and member.answers.refuses_wrongly:
             return False
-        return (
-            event.final
-            or member is None
-            or not any(
-                other is not member
-                and stream.is_served_at(other)
-                and not other.is_drained
-                and not other.answers.is_ejected
-                for other in self._peers(member)
-            )
+        return event.final or member is None or not self._others(stream, member)
+
+    def is_slow(self, stream: Stream, event: ev.AttemptFailed) -> bool:
+        """No first token came in time from a second instance either, or there is no other."""
+        if event.failure is not ev.FailureKind.SILENT:
+            return False
+        member = self._view.members.get(event.instance)
+        return self._is_shown_by_another(stream, event) or (
+            member is not None and not self._others(stream, member)
         )
+
+    def keep_to_asked(self, stream: Stream, event: ev.AttemptFailed) -> None:
+        """Have a slow request go on at the instances that have it already: each other one would
+        stand still for it, too.
+        """
+        asked = [each.instance for each in stream.refusals if each.is_alike(event)]
+        member = self._view.members.get(event.instance)
+        stream.keep_to([*asked, event.instance], [] if member is None else self._peers(member))
+
+    def _is_shown_by_another(self, stream: Stream, event: ev.AttemptFailed) -> bool:
+        """Another instance, which still runs, has failed the stream in the same way."""
+        members = self._view.members
+        return any(
+            each.instance != event.instance
+            and each.is_alike(event)
+            and (other := members.get(each.instance)) is not None
+            and other.epoch == each.epoch
+            for each in stream.refusals
+        )
+
+    def _others(self, stream: Stream, member: Member) -> list[Member]:
+        """The instances of its role beside it that may be asked for the stream."""
+        return [
+            other
+            for other in self._peers(member)
+            if other is not member
+            and stream.is_served_at(other)
+            and not other.is_drained
+            and not other.answers.is_ejected
+        ]
 
     def left(self, stream: Stream, member: Member) -> None:
         """The attempt, which was to answer there, is over, for whatever reason."""

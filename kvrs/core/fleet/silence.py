@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from kvrs.core.fleet.known import Instances
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId
 
@@ -25,6 +26,10 @@ SHORTEST_SUSPICION_S = 0.5
 USUAL_INTERVALS = 20
 # A look that is so late was delayed by a stall of this process's own event loop.
 EVENT_LOOP_STALL_S = 0.25
+# A prompt may take so many times its predicted prefill, and the whole wait this many times as long
+# while the table of the prediction is a guess.
+_PREFILLS = 2.0
+_GUESS = 4.0
 # A killed process resets all its sockets at once, but they are read one after the other: wait this
 # long for the news that the whole instance is gone, so that all its victims are decided together.
 LOST_TOGETHER_S = 0.002
@@ -71,10 +76,23 @@ class SilenceTimer:
 
 @dataclass(slots=True)
 class Delivered:
-    """The deliveries of an instance."""
+    """The signs of progress of an instance: what it delivered here, and reports that moved."""
 
     last_s: float = -inf
     tokens: int = 0  # Of the streams of this process, as far as they are counted.
+    report: tuple[float, int] | None = None  # The progress of its last report.
+    stood_still_s: float = -inf  # When a stream was last given up for a silence between two tokens.
+
+    def reported(self, progress: tuple[float, int], now_s: float) -> None:
+        """Take a load report for a sign if its progress differs from that of the one before."""
+        if self.report is not None and progress != self.report:
+            self.last_s = max(self.last_s, now_s)
+        self.report = progress
+
+    @property
+    def stands_still(self) -> bool:
+        """A stream was given up there for its silence, and no sign of progress has come since."""
+        return self.stood_still_s > self.last_s
 
 
 class InstanceProgress:
@@ -126,6 +144,28 @@ class InstanceProgress:
         alone_for_s = max(0.0, self.others_since_s(instance, now_s) - heard_s)
         silence_s = silent_after_s(usual_s, self.longest_gap_s)
         return min(self.longest_gap_s, alone_for_s + silence_s)
+
+    def first_token_s(self, member: Member, predicted_s: float) -> float:
+        """Return how long a call to the instance may be silent before its first token: the time
+        between two tokens and twice the predicted prefill, behind what is queued there.
+        """
+        limit_s = self.longest_gap_s + _PREFILLS * max(predicted_s, member.work_s)
+        if member.prefill.is_guess:
+            limit_s *= _GUESS
+        return limit_s + member.reported_wait_s
+
+    def answer_s(self, instance: InstanceId, heard_s: float) -> float:
+        """Return how long after `heard_s` a call may be silent that has no predicted time: without
+        end, unless other streams of the instance stand still.
+        """
+        delivered = self.delivered[instance]
+        if not delivered.stands_still:
+            return inf
+        return self.longest_gap_s + max(0.0, delivered.stood_still_s - heard_s)
+
+    def moved_for_s(self, instance: InstanceId, heard_s: float) -> float:
+        """Return how long after `heard_s` the instance has last shown progress."""
+        return max(0.0, self.delivered[instance].last_s - heard_s)
 
     def is_making_progress(self, instance: InstanceId, now_s: float) -> bool:
         """The instance has more streams than it can run at a time, and delivers for some of them.

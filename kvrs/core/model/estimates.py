@@ -63,6 +63,11 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
         """The prediction alone: until the next token reaches the client."""
         return self.total_s - self.lookahead_s
 
+    @property
+    def work_s(self) -> float:
+        """The prediction without what is queued at the instance."""
+        return max(0.0, self.next_token_s - self.queue_s)
+
     def wait_of_others_s(self, others: float) -> float:
         """Total time that so many other victims wait for it, at the same target."""
         return others * self.at_target_s

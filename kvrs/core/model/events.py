@@ -282,6 +282,10 @@ class FailureKind(StrEnum):
     """The meaning of a failed attempt for the instance."""
 
     BROKEN = "broken"
+    # By an error answer before any token, or no first token in time: the request may be the cause,
+    # which another instance will tell.
+    ERROR = "error"
+    SILENT = "silent"
     BUSY = "busy"  # It had no room (429, 503), or took no connection.
     # By a 4xx that may be the client's fault: another instance will tell, unless it is final.
     REFUSED = "refused"
@@ -293,6 +297,11 @@ class FailureKind(StrEnum):
     def is_refusal(self) -> bool:
         """Another instance is asked, and if that refuses too the stream is given up."""
         return self in (FailureKind.REFUSED, FailureKind.DENIED)
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Two instances that fail the stream alike show that the request is the cause."""
+        return self in (FailureKind.ERROR, FailureKind.SILENT)
 
 
 class AttemptFailed(msgspec.Struct, frozen=True):

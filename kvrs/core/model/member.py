@@ -404,14 +404,13 @@ class Member:
         """It re-forms, and pages of the stream there are not whole until it has restored them."""
         return self.reforming is not None and self.reforming.pages_of(stream)[0] > 0
 
-    def first_token_timeout_s(self, token_gap_s: float) -> float:
-        """Return how long it may be silent before an attempt's first token: the time between two
-        tokens, behind its queue and the rest of its re-forming, by its last report.
-        """
+    @property
+    def reported_wait_s(self) -> float:
+        """Its queue and the rest of its re-forming, by its last report."""
         if (load := self.load) is None:
-            return token_gap_s
+            return 0.0
         ready_in_s = 0.0 if load.reforming is None else load.reforming.ready_in_s
-        return token_gap_s + load.queue_delay_s + ready_in_s
+        return load.queue_delay_s + ready_in_s
 
     def note_queue(self, reported_s: float) -> None:
         self.reported_queue_s, self.queue_s = reported_s, max(reported_s, self.work_s)

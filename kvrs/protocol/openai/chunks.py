@@ -246,6 +246,12 @@ def refusal_body(error: Mapping[str, Any]) -> bytes:
     return error_body(message, param=param if isinstance(param, str) else None, code=code)
 
 
+def failure_body(error: Mapping[str, Any]) -> bytes:
+    """An engine's own failure, in OpenAI's form: the message is for the client that asked."""
+    message, param = str(error.get("message")), error.get("param")
+    return error_body(message, kind="server_error", param=param if isinstance(param, str) else None)
+
+
 def error_kind(error: Any) -> str:
     """Type and code of a decoded error body or event, for logs.
 

@@ -36,7 +36,12 @@ from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.streams.clients import SseClient
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import AdmissionMetrics
-from kvrs.proxy.wire.exactness import inexact_features, replayable, tokens_at_risk
+from kvrs.proxy.wire.exactness import (
+    inexact_features,
+    is_predictable,
+    replayable,
+    tokens_at_risk,
+)
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import ByteBudget, ClientRequest, ParsedRequest, RequestUsage, salted
 
@@ -313,6 +318,7 @@ class Admissions:
                         inexact=call.inexact,
                         replayed=call.replayed,
                         replays=call.replays,
+                        is_predictable=is_predictable(one),
                     )
                     call.journals.append(journal)
             if parsed.request.stream_options is not None and len(call.journals) == 1:

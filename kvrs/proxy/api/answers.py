@@ -25,6 +25,8 @@ def refusal(failure: Failed) -> web.Response:
     headers = None
     if failure.retry_after_s is not None:
         headers = {"Retry-After": retry_after(failure.retry_after_s)}
+    elif failure.rejected and failure.status >= 500:
+        headers = {"X-Should-Retry": "false"}  # OpenAI's clients repeat a 5xx otherwise.
     return json_response(failure.body, failure.status, headers)
 
 

@@ -3,6 +3,7 @@ whose instance dies is repeated at another one. vLLM answers all of them; before
 proxy's own tokenizer answers those about tokens.
 """
 
+import asyncio
 from collections.abc import Mapping
 from functools import partial
 
@@ -26,8 +27,8 @@ from kvrs.proxy.api.tenants import TENANT
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call, context_headers
 from kvrs.proxy.streams.attempts import Failed, OpenStream
-from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.wire.peer import BusyError
+from kvrs.proxy.streams.driver import Driver, out_of_time
+from kvrs.proxy.wire.peer import BusyError, EngineError
 from kvrs.proxy.wire.requests import CURRENT
 from kvrs.proxy.wire.watchdog import Watchdog
 
@@ -185,17 +186,33 @@ class Passed:
         """From one instance after the other that serves the name of this key, the least loaded
         first, until one answers.
         """
+        limit_s = self._driver.request_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._ask_in_turn(path, fields, key)
+        except TimeoutError:
+            return refusal(out_of_time("answer", limit_s))
+
+    async def _ask_in_turn(self, path: str, fields: Fields, key: str) -> web.Response:
         instances, failure = self._control.instances, Failed(503, _NO_INSTANCE, 1.0)
         up = [
             name
             for name, known in instances.known.items()
             if instances.is_up(name) and is_served_at(known.info, key)
         ]
+        failed_with = set[str]()
         for name in sorted(up, key=instances.queued):
             try:
                 return json_response(await self._ask_one(name, path, fields))
             except RefusedError as error:
                 return json_response(error.body, error.status)
+            except EngineError as error:
+                # Two instances that fail alike show that the request is the cause.
+                is_alike = (cause := str(error)) in failed_with
+                failure = Failed(error.status, error.body, rejected=is_alike)
+                if is_alike:
+                    break
+                failed_with.add(cause)
             except UpstreamError as error:
                 is_busy = isinstance(error, BusyError)
                 wait_s = error.retry_after_s if isinstance(error, BusyError) else 1.0
@@ -208,11 +225,8 @@ class Passed:
         context, progress = CURRENT.get(), self._control.progress
         headers = "" if context is None else context_headers(context, context.id)
         call = Call(path, dict(fields), headers, sum(map(len, fields.values())))
-        known = self._control.instances.known[name]
-        limit_s = known.first_token_timeout_s(progress.longest_gap_s)
-        with Watchdog(
-            lambda *_: limit_s, lambda: progress.is_making_progress(name, self._driver.clock())
-        ):
+        # How long it takes is not known: embeddings of a batch, or beams, may take minutes.
+        with Watchdog(lambda heard_s, _: progress.answer_s(name, heard_s)):
             return await self._driver.backends[name].ask(call)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.errors import KvrsError, UpstreamError
+from kvrs.errors import KvrsError
 from kvrs.ids import StreamId
 from kvrs.large_work import LARGE_BYTES
 from kvrs.protocol.instance import (
@@ -28,6 +28,7 @@ from kvrs.protocol.openai.chunks import (
     Usage,
     error_body,
     error_kind,
+    failure_body,
     refusal_body,
 )
 from kvrs.protocol.token_ids import decode
@@ -37,6 +38,7 @@ from kvrs.proxy.wire.peer import (
     UNREADABLE,
     BusyError,
     DeniedError,
+    EngineError,
     NotANumberError,
     Peer,
     UnusableError,
@@ -49,6 +51,7 @@ _DENIED = (401, 403)
 
 # A complete response is read to its end, so that its connection can be used again.
 _END_TIMEOUT_S = 1.0
+_MAX_QUOTED_BYTES = 300  # Of an answer that is no JSON.
 _MAX_PREFILL_BYTES = 32 << 20  # Of some four million ids.
 
 
@@ -194,8 +197,11 @@ def _refusal(status: int, headers: Mapping[str, str], answer: bytes) -> KvrsErro
     match error:
         case {"error": {"code": str(code)}} if code == NOT_A_NUMBER:
             return NotANumberError(cause)
+        case {"error": {"message": str()} as said} | ({"message": str()} as said):
+            return EngineError(cause, status, failure_body(said))
         case _:
-            return UpstreamError(cause)
+            text = answer[:_MAX_QUOTED_BYTES].decode(errors="replace").strip()
+            return EngineError(cause, status, failure_body({"message": text or cause}))
 
 
 def _seconds(retry_after: str | None) -> float | None:
@@ -232,5 +238,6 @@ def _as_openai(body: bytes) -> bytes:
             return refusal_body(error)
         case _:
             return error_body(
-                f"the engine refused the request: {body[:300].decode(errors='replace')}"
+                "the engine refused the request: "
+                f"{body[:_MAX_QUOTED_BYTES].decode(errors='replace')}"
             )

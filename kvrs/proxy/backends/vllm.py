@@ -305,6 +305,7 @@ class VllmBackend(OpenAiPeer):
             queue_delay_s=waiting * metrics.prefill_s,
             links=[],
             speculation=metrics.drafts,
+            progress=metrics.progress,
         )
 
     async def _read(self, path: str) -> bytes:

@@ -12,6 +12,13 @@ _LINE = re.compile(
     rf"^(process_start_time_seconds|vllm:[a-z_]+)(?:\{{(.*)\}})? ({_NUMBER})(?: [0-9]+)?$",
     re.MULTILINE,
 )
+_OF_PROGRESS = (
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:iteration_tokens_total_count",
+    "vllm:request_success_total",
+    "vllm:kv_cache_usage_perc",
+)
 _LABEL = re.compile(r'([a-zA-Z_]+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -39,6 +46,13 @@ class VllmMetrics:
         engines = list(self._values("vllm:kv_cache_usage_perc"))
         used = sum(engines) / len(engines) if engines else 0.0  # A fraction, in spite of its name.
         return max(0, round(self._cache_number("num_gpu_blocks", 0) * len(engines) * (1.0 - used)))
+
+    @property
+    def progress(self) -> float:
+        """Tokens computed and requests ended since the start, with the share of KV blocks in use:
+        any of them moves while the engine works, chunk by chunk of a long prompt, too.
+        """
+        return sum(sum(self._values(name)) for name in _OF_PROGRESS)
 
     @property
     def prefill_s(self) -> float:

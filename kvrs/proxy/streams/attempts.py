@@ -33,6 +33,7 @@ from kvrs.proxy.wire.peer import (
     BusyError,
     ConnectionLostError,
     DeniedError,
+    EngineError,
     NotANumberError,
     NotConnectedError,
 )
@@ -148,6 +149,10 @@ class AttemptCalls:
                 driver.busy_status, retry_after_s = error.status, error.retry_after_s
             elif isinstance(error, NotANumberError):
                 live.journal.spoilt_attempt = attempt.number
+            elif isinstance(error, EngineError):
+                live.refusal = Failed(error.status, error.body, rejected=True)
+            elif is_silent:
+                attempt.fell_silent(driver.clock())
             self._over(attempt.failure(fault, str(error), retry_after_s=retry_after_s))
 
     def _over(self, event: ev.AttemptFailed | ev.SlotDenied | None) -> None:
@@ -217,9 +222,7 @@ class AttemptCalls:
         traced: AbstractContextManager[CallSpan | None] = _NO_SPAN
         if self._trace is not None:
             traced = self._trace.call("prefill", instance, journal)
-        watchdog = Watchdog(
-            self._attempt.limit_s, self._is_excused, first_s=self._attempt.first_token_timeout_s
-        )
+        watchdog = Watchdog(self._attempt.limit_s, self._is_excused)
         with traced as span, watchdog:
             call = prefill_call(
                 journal,
@@ -257,9 +260,7 @@ class AttemptCalls:
         traced: AbstractContextManager[CallSpan | None] = _NO_SPAN
         if self._trace is not None:
             traced = self._trace.call("decode", plan.decode, live.journal)
-        watchdog = Watchdog(
-            attempt.limit_s, self._is_excused, silence, first_s=attempt.first_token_timeout_s
-        )
+        watchdog = Watchdog(attempt.limit_s, self._is_excused, silence)
         try:
             with traced as self._span, watchdog:
                 call = decode_call(
@@ -372,8 +373,12 @@ def _fault_of(error: UpstreamError) -> CallFault:
             return CallFault.NOT_A_NUMBER
         case NotConnectedError():
             return CallFault.NOT_CONNECTED
-        case ConnectionLostError() | SilentError():
+        case SilentError():
+            return CallFault.SILENT
+        case ConnectionLostError():
             return CallFault.LOST
+        case EngineError():
+            return CallFault.ERROR
         case _:
             return CallFault.WRONG
 

@@ -79,6 +79,7 @@ class Driver:
         # A proxy that is started in the place of this one gets another one.
         self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"
         self.tokenizer = LazyTokenizer(config.cluster.model)
+        self.request_timeout_s = config.proxy.request_timeout_s
         self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE
         self.recoveries = RecoveryLog(clock, wall_clock, metrics.recoveries.settled)
         self._shell = TaskShell(self, self.recoveries, metrics, clock)
@@ -137,12 +138,23 @@ class Driver:
             entered_s=now_s,
         )
         self._metrics.streams.active.value += 1
+        limit: asyncio.TimerHandle | None = None
+        if self.request_timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            limit = loop.call_later(self.request_timeout_s, self._out_of_time, live)
         try:
             self.control.open(live, now_s)
             return await outcome
         except BaseException:  # The client is gone, or a bug: any other end has closed it.
             self.control.close(live, self.clock())
             raise
+        finally:
+            if limit is not None:
+                limit.cancel()
+
+    def _out_of_time(self, live: OpenStream) -> None:
+        if live.journal.first_write_s is None and not live.journal.output_ids:
+            self.fail(live, out_of_time("first token", self.request_timeout_s))
 
     def end_early(self, stream: StreamId, failure: Failed) -> None:
         """End it for a reason of the proxy's own; nothing happens if it has ended."""
@@ -185,7 +197,8 @@ class Driver:
                     "instance": instance,
                     "cause": cause,
                 }
-                if event.failure is ev.FailureKind.REFUSED and not live.journal.output_ids:
+                is_doubted = event.failure in (ev.FailureKind.REFUSED, ev.FailureKind.ERROR)
+                if is_doubted and not live.journal.output_ids:
                     log.info("attempt refused", extra=extra)
                     live.refused_by = (*live.refused_by, instance)
                 else:
@@ -208,6 +221,12 @@ class Driver:
             self.fail(live, Failed(503, body, retry_after_s=1.0))
         await self._shell.close()
         await self.slots.close()
+
+
+def out_of_time(what: str, limit_s: float | None) -> Failed:
+    """The end of a request by `proxy.request_timeout_s`."""
+    message = f"no {what} came within {limit_s:g} s (proxy.request_timeout_s)"
+    return Failed(504, error_body(message, kind="server_error", code="timeout"))
 
 
 class TaskShell:

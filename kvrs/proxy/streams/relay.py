@@ -18,6 +18,7 @@ from kvrs.protocol.openai.chunks import (
     ReceivedChoice,
     ReceivedChunk,
     error_kind,
+    failure_body,
     refusal_body,
 )
 from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
@@ -26,7 +27,7 @@ from kvrs.proxy.streams.continuation import Continuation, EngineText, Piece
 from kvrs.proxy.streams.replayed import ReplayedOutput, parsed_parts
 from kvrs.proxy.streams.token_path import TokenPath
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.peer import UNREADABLE, NotANumberError
+from kvrs.proxy.wire.peer import UNREADABLE, EngineError, NotANumberError
 from kvrs.proxy.wire.sse import (
     CHOICES,
     PROMPT_TOKEN_IDS,
@@ -41,19 +42,26 @@ from kvrs.proxy.wire.sse import (
 )
 from kvrs.proxy.wire.upstream import Flow, Need, Shortcut
 
-# Any other reason means that the stream is broken (vLLM: the request was aborted, or its engine
-# failed).
-_COMPLETE_REASONS = frozenset({"stop", "length", "tool_calls"})
+# The engine gave the stream up (vLLM: the request was aborted, or its engine failed). Any other
+# reason, of whatever version, is that of a complete answer.
+_BROKEN_REASONS = frozenset({"abort", "error"})
 
 # Events from which a template is tried to be learnt: a chat may begin with its reasoning.
 _MOST_LESSONS = 4
 
 
-class ErrorEventError(UpstreamError):
+class ErrorEventError(EngineError):
     """The engine reported within the stream that it cannot continue."""
 
     def __init__(self, details: Any) -> None:
-        super().__init__(f"sent an error event{error_kind({'error': details})}")
+        said = details if isinstance(details, dict) else {"message": details}
+        match said.get("code"):
+            case int(code) if 500 <= code <= 599:
+                status = code
+            case _:
+                status = 500
+        cause = f"sent an error event{error_kind({'error': details})}"
+        super().__init__(cause, status, failure_body(said))
         self.details = details
 
 
@@ -247,7 +255,8 @@ class Relay:
             # them.
             fault = error
         new_tokens = len(journal.output_ids) - had_tokens
-        if not self._noted and (new_tokens or journal.finish_reason is not None):
+        is_new = new_tokens or (journal.lacks_ids and events)
+        if not self._noted and (is_new or journal.finish_reason is not None):
             # Before the write: a client that does not read delays it, which is no cost of the
             # attempt. And the listener measures the gap since the last write.
             self._noted = True
@@ -256,7 +265,7 @@ class Relay:
             self._client.send(events)
             if self._client.blocked:
                 self.wait_for_room()
-        if new_tokens:
+        if is_new:
             now_s = self._clock()
             journal.wrote(now_s)
             self._delivered.last_s = now_s
@@ -298,8 +307,10 @@ class Relay:
 
     def _take_choice(self, data: bytes, choice: ReceivedChoice) -> bytes | None:
         if choice.token_ids is None and (choice.plain_text or choice.is_parsed):
-            raise UpstreamError("sent text without token ids, which cannot be continued elsewhere")
-        if choice.finish_reason is not None and choice.finish_reason not in _COMPLETE_REASONS:
+            if self._journal.output_ids:
+                raise UpstreamError("sent text without token ids behind tokens with ids")
+            self._journal.note_missing_ids()
+        if choice.finish_reason in _BROKEN_REASONS:
             raise UpstreamError(f"finished with {choice.finish_reason[:40]!r}")
         if self._replayed is not None:
             if (new := self._replayed.take(data, choice)) is None:
@@ -377,6 +388,8 @@ class Relay:
         journal = self._journal
         if event.usage is None or not journal.finished:
             return None
+        if journal.lacks_ids:  # Only the engine has counted.
+            journal.counted = event.usage
         if self._is_first and journal.cached_tokens is None:
             journal.cached_tokens = event.usage.cached_tokens
         return next(iter(journal.missing_end()), None)
@@ -397,7 +410,9 @@ class Relay:
         if self._first_event:
             self._first_event = False
             head = head_of(data)
-            if journal.prompt_ids is None:
+            if journal.prompt_ids is None and PROMPT_TOKEN_IDS not in data:
+                journal.note_missing_ids()
+            elif journal.prompt_ids is None:
                 journal.prompt_ids = journal.parsed.tokenised(prompt_ids_of(data))
                 journal.parsed.pack()
             # Prompt ids belong to the first event of the stream; those of a later attempt are the

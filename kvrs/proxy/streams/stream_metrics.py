@@ -27,8 +27,8 @@ _TOKEN_SECONDS = (
     *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5),
 )
 
-# `none`: the stream ended without one.
-FINISH_REASONS = ("stop", "length", "tool_calls", "none")
+# `other`: one that engines may have beside these; `none`: the stream ended without one.
+FINISH_REASONS = ("stop", "length", "tool_calls", "other", "none")
 
 
 class Durations:
@@ -183,7 +183,9 @@ class StreamMetrics:
     def ended(self, live: OpenStream, now_s: float) -> None:
         journal = live.journal
         self.active.value -= 1
-        reason = journal.finish_reason if journal.finish_reason in FINISH_REASONS else "none"
+        reason = journal.finish_reason or "none"
+        if reason not in FINISH_REASONS:
+            reason = "other"
         self._ended[reason or "none", "no" if journal.inexact else "yes"].value += 1
         found: list[tuple[Durations, float]] = []
         for stage, seconds in live.phase_seconds(now_s).items():

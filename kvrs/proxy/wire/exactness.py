@@ -82,6 +82,21 @@ def replayable(inexact: Sequence[str], parsed: ParsedRequest) -> tuple[str, ...]
     return ("temperature", *found) if "temperature" in inexact and is_seeded else found
 
 
+# Names in keys and types of parts of messages that an engine fetches or decodes first.
+_MARKS_OF_MEDIA = (b'_url"', b'"input_', b'_embeds"', b'_pil"')
+
+
+def is_predictable(parsed: ParsedRequest) -> bool:
+    """The time of the request's prefill follows from its tokens. False where a message may hold
+    more than text.
+    """
+    request = parsed.request
+    if not isinstance(request, ChatRequest):
+        return True
+    messages = bytes(request.messages)
+    return not any(mark in messages for mark in _MARKS_OF_MEDIA)
+
+
 def _has_media(request: ChatRequest) -> bool:
     """A message holds more than text."""
     try:

@@ -68,6 +68,11 @@ class Journal:
     # What can be only by an engine that generates the output again, and how sure that is.
     replayed: tuple[str, ...] = ()
     replays: Replays = Replays.NOWHERE
+    is_predictable: bool = True  # As of `StreamJournal`.
+    # Its engine has sent text without ids (vLLM with `include_reasoning: false`): the client gets
+    # that, and no other attempt can follow it.
+    lacks_ids: bool = False
+    counted: Usage | None = None  # By the engine, of such a stream.
     # Characters that the client has of a message that the engine has parsed, by part of it, beside
     # its text.
     parsed_sent: Counter[str] | None = None
@@ -89,6 +94,16 @@ class Journal:
         of a parsed message the client has.
         """
         return (*self.inexact, *(each for each in self.replayed if each not in self.inexact))
+
+    @property
+    def is_recoverable(self) -> bool:
+        return not self.lacks_ids
+
+    def note_missing_ids(self) -> None:
+        if not self.lacks_ids:
+            self.lacks_ids = True
+            if "token_ids" not in self.inexact:
+                self.inexact = (*self.inexact, "token_ids")
 
     def cannot_replay(self) -> None:
         """It goes on in another way, for good: what comes then is no output of its request."""
@@ -167,6 +182,8 @@ class Journal:
 
     @property
     def usage(self) -> Usage:
+        if self.counted is not None:
+            return self.counted
         return usage_of(self.prompt_tokens, len(self.output_ids), self.cached_tokens)
 
     @property

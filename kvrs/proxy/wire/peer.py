@@ -21,7 +21,7 @@ from kvrs.descriptors import is_exhausted
 from kvrs.errors import UpstreamError
 from kvrs.protocol.instance import Heartbeat, LeaseAnswer, LeaseUpdate
 from kvrs.proving import Keys, ProvingConnector, UnprovenError
-from kvrs.proxy.wire.watchdog import reset_timeout
+from kvrs.proxy.wire.watchdog import SilentError, Watchdog, loop_lag_s, reset_timeout
 from kvrs.tls import Certificates
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ T = TypeVar("T")
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 CONNECT_TIMEOUT_S = 1.0
+_LAG_SHARE = 0.1  # Of that time: a proxy that was late by more tries again.
 KEPT_S = 10.0  # A connection that no call uses.
 _CONTROL_TIMEOUT_S = 2.0  # Of the small calls; never of a completion.
 _MAX_LINE_BYTES = 8 << 20
@@ -59,6 +60,17 @@ class BusyError(UpstreamError):
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
+
+
+class EngineError(UpstreamError):
+    """The engine answers the request with an error: with a status, or in the stream. `body`: its
+    message in OpenAI's form, for the client if the request is the cause.
+    """
+
+    def __init__(self, cause: str, status: int, body: bytes) -> None:
+        super().__init__(cause)
+        self.status = status
+        self.body = body
 
 
 class NotANumberError(UpstreamError):
@@ -165,12 +177,10 @@ class Peer:
     ) -> Answer:
         body = None if message is None else msgspec.json.encode(message)
         try:
-            async with (
-                asyncio.timeout(_CONTROL_TIMEOUT_S),
-                self.call(method, path, body) as response,
-            ):
-                raw = await body_of(response)
-        except TimeoutError:
+            with Watchdog(lambda *_: _CONTROL_TIMEOUT_S):
+                async with self.call(method, path, body) as response:
+                    raw = await body_of(response)
+        except SilentError:
             raise UpstreamError(f"no answer to {path} within {_CONTROL_TIMEOUT_S} s") from None
         if response.status == 401:
             raise UnusableError(f"HTTP 401: {self.UNAUTHORISED}")
@@ -201,19 +211,22 @@ class Peer:
         be blamed.
         """
         headers = None if body is None else {"Content-Type": "application/json"}
-        # A large body is sent in pieces, so that other tasks run in between.
-        data = BytesIO(body) if body is not None and len(body) > LARGE_BODY_BYTES else body
-        try:
-            return await self._session.request(
-                method, self.url + path, data=data, headers=headers, allow_redirects=False
-            )
-        except (
-            aiohttp.ClientError,
-            OSError,
-        ) as error:  # Timeouts of sock_connect are OSErrors too.
-            if isinstance(error, OSError) and is_exhausted(error):
-                return None
-            raise lost(error) from None
+        while True:
+            # A large body is sent in pieces, so that other tasks run in between.
+            data = BytesIO(body) if body is not None and len(body) > LARGE_BODY_BYTES else body
+            lag_s = loop_lag_s()
+            try:
+                return await self._session.request(
+                    method, self.url + path, data=data, headers=headers, allow_redirects=False
+                )
+            except aiohttp.ConnectionTimeoutError as error:
+                # This process may have lacked a processor for just as long.
+                if loop_lag_s() - lag_s < _LAG_SHARE * CONNECT_TIMEOUT_S:
+                    raise lost(error) from None
+            except (aiohttp.ClientError, OSError) as error:
+                if isinstance(error, OSError) and is_exhausted(error):
+                    return None
+                raise lost(error) from None
 
 
 class DescriptorWaits:

@@ -35,6 +35,7 @@ from kvrs.proxy.wire.peer import (
     set_options,
 )
 from kvrs.proxy.wire.upstream import Need, Upstream
+from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 from kvrs.tls import Certificates
 
 MOST_KEPT = 256  # Of one instance; beyond it the one is closed that has been idle for longest.
@@ -224,24 +225,27 @@ class Pool:
         tls = self._access.tls
         # A certificate that has been replaced counts for every new connection.
         context = tls.client if self._is_tls and tls is not None else self._is_tls or None
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            while True:
-                try:
-                    # The loop makes the socket: to connect one of our own takes more CPU.
-                    transport, greeter = await loop.create_connection(
-                        HandshakeProtocol,
-                        hosts.pop(0),
-                        self._port,
-                        ssl=context,
-                        server_hostname=self._host if self._is_tls else None,
-                    )
-                except ssl.SSLError:
-                    raise
-                except OSError:
-                    if not hosts:
+        try:
+            with Watchdog(lambda *_: CONNECT_TIMEOUT_S):
+                while True:
+                    try:
+                        # The loop makes the socket: to connect one of our own takes more CPU.
+                        transport, greeter = await loop.create_connection(
+                            HandshakeProtocol,
+                            hosts.pop(0),
+                            self._port,
+                            ssl=context,
+                            server_hostname=self._host if self._is_tls else None,
+                        )
+                    except ssl.SSLError:
                         raise
-                else:
-                    break
+                    except OSError:
+                        if not hosts:
+                            raise
+                    else:
+                        break
+        except SilentError:
+            raise TimeoutError from None
         set_options(transport.get_extra_info("socket"))
         return transport, greeter
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
-from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, SHORTEST_SILENCE_S, SilenceTimer
+from kvrs.core.fleet.silence import SHORTEST_SILENCE_S, SilenceTimer
 from kvrs.errors import UpstreamError
 
 _TICK_S = 0.02  # A look is at most this late.
+_LAG_S = 0.05  # Stalls of the event loop count from about this length on.
 
 
 class SilentError(UpstreamError):
@@ -30,6 +31,9 @@ class _TimerWheel:
         self._ticks: list[int] = []  # Those of `_due`, as a heap.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
+        # By how much timers of the event loop were late, in all: a process that lacks a processor
+        # has heard nothing in that time.
+        self.lag_s = 0.0
 
     def add(self, watchdog: "Watchdog", at_s: float) -> int:
         """Have it look at this time, or a little later; returns the tick."""
@@ -45,24 +49,21 @@ class _TimerWheel:
         return tick
 
     def _arm(self) -> None:
-        """For the next tick, and often enough to see every stall of this event loop: one that was
-        over before a look was due would count as silence.
+        """For the next tick, and often enough to measure the lag of this event loop: a stall that
+        was over before a look was due would count as silence.
         """
         now_s = self._loop.time()
         if self._timer is not None:
             if self._timer_s <= now_s:
                 return  # It is due, perhaps after a stall, and arms the next one.
             self._timer.cancel()
-        self._timer_s = min(self._ticks[0] * _TICK_S, now_s + EVENT_LOOP_STALL_S)
+        self._timer_s = min(self._ticks[0] * _TICK_S, now_s + _LAG_S)
         self._timer = self._loop.call_at(self._timer_s, self._look)
 
     def _look(self) -> None:
         self._timer = None
         now_s = self._loop.time()
-        if (late_s := now_s - self._timer_s) > EVENT_LOOP_STALL_S:
-            for tick, due in self._due.items():
-                for watchdog in due:
-                    watchdog.stalled_in_turn(tick, late_s, now_s)
+        self.lag_s += max(0.0, now_s - self._timer_s)
         # A timer may fire a moment before its time.
         while self._ticks and self._ticks[0] * _TICK_S <= now_s + _TICK_S / 2:
             tick = heapq.heappop(self._ticks)
@@ -77,13 +78,13 @@ _wheels: WeakKeyDictionary[asyncio.AbstractEventLoop, _TimerWheel] = WeakKeyDict
 
 class Watchdog:
     """A block that may not go without `heard()` for `limit_s(heard_s, now_s)`, save while
-    `paused()`. Leaving it raises SilentError if it did. (As `asyncio.timeout`, without its timer
-    and its coroutines.)
+    `paused()`. Leaving it raises SilentError if it did. The lag of the own event loop counts as no
+    silence. (As `asyncio.timeout`, without its timer and its coroutines.)
     """
 
     __slots__ = (
-        *("_before", "_cancelling", "_first_s", "_is_over", "_limit_s", "_wheel", "_loop"),
-        *("_paused", "_task", "_tick", "exceeded_s", "has_expired", "silence"),
+        *("_before", "_cancelling", "_is_over", "_limit_s", "_wheel", "_loop"),
+        *("_lag_s", "_paused", "_task", "_tick", "exceeded_s", "has_expired", "silence"),
     )
 
     def __init__(
@@ -91,18 +92,15 @@ class Watchdog:
         limit_s: Callable[[float, float], float],
         paused: Callable[[], bool] = lambda: False,
         silence: SilenceTimer | None = None,
-        *,
-        first_s: float | None = None,
     ) -> None:
-        """`first_s`: the limit as the block is entered, where it is known."""
         self._loop = asyncio.get_running_loop()
         self._limit_s = limit_s
-        self._first_s = first_s
         self._paused = paused
         self.silence = silence or SilenceTimer(self._loop.time())
         if (wheel := _wheels.get(self._loop)) is None:
             wheel = _wheels[self._loop] = _TimerWheel(self._loop)
         self._wheel = wheel
+        self._lag_s = wheel.lag_s  # At the last look.
         self._tick: int | None = None  # Of the next look.
         self._is_over = False
         self.has_expired = False
@@ -117,9 +115,7 @@ class Watchdog:
         self._wheel.blocks[task] = self
         # Nothing is late yet, so that only the time of the first look is needed.
         silence, now_s = self.silence, self._loop.time()
-        limit_s = self._first_s
-        if limit_s is None:
-            limit_s = self._limit_s(silence.heard_s, now_s)
+        limit_s = self._limit_s(silence.heard_s, now_s)
         silence.next_s = min(silence.heard_s + limit_s, now_s + SHORTEST_SILENCE_S)
         self._tick = self._wheel.add(self, silence.next_s)
         return self
@@ -144,7 +140,9 @@ class Watchdog:
 
     def look(self) -> None:
         """End the block if the limit is passed; else look again in time for it."""
-        now_s = self._loop.time()
+        now_s, lag_s = self._loop.time(), self._wheel.lag_s
+        self.silence.stalled(lag_s - self._lag_s, now_s)
+        self._lag_s = lag_s
         limit_s = self._limit_s(self.silence.heard_s, now_s)
         next_s = self.silence.look(now_s, limit_s, self._paused)
         if next_s is None:
@@ -157,11 +155,6 @@ class Watchdog:
         if self._tick == tick:  # Else its block was left, or it looks at another time.
             self._tick = None
             self.look()
-
-    def stalled_in_turn(self, tick: int, late_s: float, now_s: float) -> None:
-        """Leave out a stall of this process, which was seen before the look of this tick."""
-        if self._tick == tick:
-            self.silence.stalled(late_s, now_s)
 
     def expire_if_silent(self) -> bool:
         """End the block now, as if the limit were passed, unless something was heard a moment ago;
@@ -182,6 +175,12 @@ class Watchdog:
         if not self._is_over and not self.has_expired:
             self.has_expired = True
             self._task.cancel()
+
+
+def loop_lag_s() -> float:
+    """By how much timers of the running event loop were late, in all blocks of watchdogs so far."""
+    wheel = _wheels.get(asyncio.get_running_loop())
+    return 0.0 if wheel is None else wheel.lag_s
 
 
 def reset_timeout() -> None:

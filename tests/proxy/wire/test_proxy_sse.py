@@ -391,7 +391,7 @@ def test_an_error_event_tells_of_logits_that_are_no_numbers() -> None:
     [
         (sse(b"[DONE]"), "without a finish reason"),
         (sse(event("x", [1], finish="abort")) + sse(b"[DONE]"), "finished with 'abort'"),
-        (sse(event("x", None)), "without token ids"),
+        (sse(event("x", [1])) + sse(event("x", None)), "without token ids behind"),
         (sse(event("x", list(range(11)))), "more than max_tokens"),
         (sse(event("x", [1], finish="stop")) + sse(event("y", [2])), "went on after its finish"),
         (

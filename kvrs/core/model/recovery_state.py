@@ -1,0 +1,129 @@
+"""The record of the recovery of one stream, from its first failure until a token reaches the client
+again.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+import msgspec
+
+from kvrs.core.model import events as ev
+from kvrs.core.model.estimates import Option
+from kvrs.ids import InstanceId
+
+# Between two tries of the same instance, which double from `recovery.retry_pause_s`.
+LONGEST_PAUSE_S = 2.0
+_JITTER = 0.25
+
+
+class RefusedBy(msgspec.Struct, frozen=True, gc=False):
+    """A 4xx, an error before any token, no token in time, or logits that are no numbers; it may be
+    the fault of the instance, in this epoch.
+    """
+
+    instance: InstanceId
+    epoch: int
+    is_probe: bool  # The stream was to find out whether the instance works again.
+    failure: ev.FailureKind = ev.FailureKind.REFUSED
+    cause: str = ""
+
+    def is_alike(self, failed: ev.AttemptFailed) -> bool:
+        """The other failure is of the same kind; errors are of one by what the engines name."""
+        is_same = self.cause == failed.cause or failed.failure is not ev.FailureKind.ERROR
+        return self.failure is failed.failure and is_same
+
+
+@dataclass(slots=True, eq=False)
+class RecoveryState:
+    """The recovery under way, from the first failure until a token reaches the client again."""
+
+    failed_at_s: float | None = None  # None: there is none.
+    cause: str = ""
+    failed: InstanceId | None = None
+    # The instance that an attempt failed at, until the next decision; it may turn out to be lost.
+    suspect_instance: InstanceId | None = None
+    was_connected: bool = False  # To it: else nothing has shown the option to be bad.
+    failures: int = 0
+    # Attempts that were lost or failed. To be moved, denied a slot or told to come back later is
+    # not to fail.
+    attempts: int = 0
+    # Where its logits were no numbers, once for each time.
+    overflowed: tuple[RefusedBy, ...] = ()
+    owes_token: bool = False  # To the retry budget, for the next attempt.
+    token_at_s: float = -inf  # When the token may be used.
+    busy_since_s: float | None = None  # Since the first busy answer.
+    # Two instances brought no first token in time: the request takes long anywhere, and its silence
+    # is no fault.
+    is_slow: bool = False
+    retry_at_s: float = 0.0  # Not before this is an instance tried again that failed the stream.
+    removed: frozenset[Option] = frozenset()
+    slot_expired: bool = False  # What the attempt before fetches may still be under way.
+
+    def note_failure(self, cause: str, failed: InstanceId | None, now_s: float) -> None:
+        self.cause, self.failed = cause, failed
+        if self.failed_at_s is None:
+            self.failed_at_s = now_s
+
+    def suspect(self, instance: InstanceId, *, was_connected: bool) -> None:
+        self.suspect_instance, self.was_connected = instance, was_connected
+
+    def clear_suspect(self, cause: str) -> None:
+        """The instance as a whole is lost by this cause: the stream is a victim like the others."""
+        self.suspect_instance, self.cause = None, cause
+
+    def back_off(self, failed: Option | None, pause_s: float, jitter: float, now_s: float) -> None:
+        """The suspected instance still runs: try another option, and that instance after a pause
+        that doubles with every failure, and is shorter by `jitter` (0 to 1) of a quarter.
+        """
+        self.suspect_instance = None
+        if failed is not None:
+            self.removed |= {failed}
+        pause_s = min(LONGEST_PAUSE_S, pause_s * 2**self.failures)
+        self.retry_at_s = now_s + pause_s * (1 - _JITTER * jitter)
+        self.failures += 1
+
+    def take_for_slow(self, pause_s: float, now_s: float) -> None:
+        """Its silence is no fault of instances. One of those that it was silent at may be about to
+        answer; others are asked only where these are gone.
+        """
+        self.is_slow, self.suspect_instance = True, None
+        self.retry_at_s = now_s + pause_s
+
+    def note_overflow(self, by: RefusedBy) -> None:
+        """Its logits are no numbers there."""
+        self.overflowed = (*self.overflowed, by)
+
+    def pay_token(self, at_s: float) -> None:
+        self.owes_token, self.token_at_s = False, at_s
+
+    def note_attempt_failed(self) -> None:
+        self.attempts += 1
+        self.owes_token = True
+
+    def note_trial_failed(self) -> None:
+        """At an ejected instance, for want of others: its answers say nothing of the stream, which
+        is to have attempts left when others are back.
+        """
+        self.owes_token = True
+
+    def lasts_s(self, now_s: float) -> float:
+        return 0.0 if self.failed_at_s is None else now_s - self.failed_at_s
+
+    def note_busy_answer(self, now_s: float) -> None:
+        self.owes_token = True
+        self.note_busy(now_s)
+
+    def note_busy(self, now_s: float) -> None:
+        if self.busy_since_s is None:
+            self.busy_since_s = now_s
+
+    def remove(self, option: Option) -> None:
+        """It has failed the stream, and is not tried again before a token has come."""
+        self.removed |= {option}
+
+    def expire_slot(self, option: Option) -> None:
+        self.removed |= {option}
+        self.slot_expired = True
+
+    def note_start(self) -> None:
+        self.slot_expired = False

@@ -1,0 +1,103 @@
+"""A scripted vLLM that answers as the request makes it: with an error, after a long time, with a
+finish reason of its own, or without token ids.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from kvrs.protocol.openai.chunks import DONE, sse
+from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
+from kvrs_testkit.scripted import Fault
+from kvrs_testkit.scripted_vllm import ScriptedVllm
+from kvrs_testkit.vllm_cluster import Servers
+
+
+@dataclass
+class Oddity:
+    """The behaviour that all servers of one cluster have in common."""
+
+    status: int | None = None  # Of the answer to prefill or decode calls, with `message`.
+    message: str = "403, message='Forbidden', url='https://pictures.example/cat.png'"
+    stage: str = "prefill"  # The calls that are answered so.
+    is_event: bool = False  # The error comes in the stream.
+    finish: str | None = None
+    hides_ids: bool = False
+    takes_s: float = 0.0  # Prefill calls, and requests that are answered whole.
+    calls: list[str] = field(default_factory=list)  # To completions and whole answers: the servers.
+
+
+@dataclass(eq=False)
+class OddVllm(ScriptedVllm):
+    odd: Oddity = field(default_factory=Oddity)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        fields = msgspec.json.decode(await request.read())
+        transfer = fields.get("kv_transfer_params") or {}
+        is_prefill = bool(transfer.get("do_remote_decode"))
+        if fields.get("prompt") != [1]:  # Else the probe as it comes up.
+            self.odd.calls.append(self.id)
+            if is_prefill:
+                await asyncio.sleep(self.odd.takes_s)
+            if self.odd.status is not None and is_prefill == (self.odd.stage == "prefill"):
+                return await self._fail(request)
+        return await super()._completions(request)
+
+    async def _fail(self, request: web.Request) -> web.StreamResponse:
+        kind = "InternalServerError"
+        error = {"message": self.odd.message, "type": kind, "param": None, "code": self.odd.status}
+        body = msgspec.json.encode({"error": error})
+        if not self.odd.is_event:
+            status = self.odd.status or 500
+            return web.Response(status=status, body=body, content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(sse(body) + DONE)
+        return response
+
+    async def _pass(self, request: web.Request) -> web.Response:
+        self.odd.calls.append(self.id)
+        await asyncio.sleep(self.odd.takes_s)
+        if self.odd.status is not None:
+            failed = await self._fail(request)
+            assert isinstance(failed, web.Response)
+            return failed
+        return await super()._pass(request)
+
+    async def _events(
+        self,
+        parsed: CompletionRequest | ChatRequest,
+        history: list[int],
+        position: int,
+        known: list[int],
+    ) -> AsyncIterator[bytes | Fault]:
+        async for event in super()._events(parsed, history, position, known):
+            yield event if isinstance(event, Fault) or event == DONE else self._changed(event)
+
+    def _changed(self, event: bytes) -> bytes:
+        said: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data: "))
+        for choice in said["choices"]:
+            if self.odd.finish is not None and choice["finish_reason"] is not None:
+                choice["finish_reason"] = self.odd.finish
+            if self.odd.hides_ids and history_is_real(choice):
+                choice.pop("token_ids", None)
+        return sse(msgspec.json.encode(said))
+
+
+def history_is_real(choice: dict[str, Any]) -> bool:
+    """Not the answer to the probe, whose prompt is one token."""
+    return choice.get("prompt_token_ids") != [1]
+
+
+def make_odd(servers: Servers, **changes: Any) -> Oddity:
+    """Have all servers of a cluster be of this kind."""
+    odd = Oddity(**changes)
+    for name, server in servers.items():
+        made = OddVllm(name, server.node, role=server.role, script=server.script, odd=odd)
+        made.passed = server.passed
+        servers[name] = made
+    return odd
