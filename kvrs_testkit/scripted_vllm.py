@@ -98,6 +98,8 @@ class ScriptedVllm(ScriptedServer):
     pulled: int = 0
     drafts: tuple[int, ...] = ()  # Of its speculative decoding: steps, proposed, accepted.
     drafts_each: tuple[int, ...] = (0, 0, 0)  # That a completion adds to these.
+    # With which log probabilities list its own token and all others; None: it lists none.
+    tie_gap: float | None = None
     arithmetic: Arithmetic | None = None  # None: every request is a greedy one.
     replays: bool = False  # It has the logits processor of `kvrs/vllm/replay.py`.
     moves_kv: bool = True  # Else what it should pull does not come, and it computes that.
@@ -411,6 +413,12 @@ class ScriptedVllm(ScriptedServer):
             choice = msgspec.to_builtins(choice_of(parsed, made, finished=True))
             token_ids = choice.pop("token_ids")
             choice |= {"prompt_token_ids": prompt or None, "token_ids": token_ids}
+            if self.tie_gap is not None and isinstance(parsed, CompletionRequest):
+                listed = [
+                    {f"token_id:{each}": -0.7, "token_id:0": -0.7 - self.tie_gap}
+                    for each in token_ids
+                ]
+                choice["logprobs"] = {"top_logprobs": listed} if parsed.logprobs else None
             prompt = []
             kept = {key: value for key, value in choice.items() if key not in self.lacks}
             yield _event([kept], model=parsed.model or self.model)

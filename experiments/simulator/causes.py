@@ -136,6 +136,7 @@ class Situation:
             self._others if others is None else others,
             self._now_s,
         )
+        assert found is not None, "simulated streams are promised nothing"
         return found.chosen.option.value
 
     def option_with(self, names: Sequence[str], other: Inputs) -> str:
@@ -275,7 +276,7 @@ def decided(
 
     def recover(
         self: Decisions, stream: Stream, assigned: Member, limit: int, others: float, now_s: float
-    ) -> Decision:
+    ) -> Decision | None:
         if (number := numbers.get(stream.id)) is not None and number not in found:
             at = Situation(self, stream, assigned, limit, others, now_s)
             instead = {}

@@ -11,7 +11,7 @@ from kvrs.cli.findings import Finding, bad, doubtful, good
 from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import Backend
 from kvrs.config.file import ADMIN_ENV_NAME, Config, config_digest
-from kvrs.core.fleet.self_tests import Continues
+from kvrs.core.fleet.generated import Continues
 from kvrs.errors import ConfigError
 
 PATIENCE_S = 5.0  # For instances that have not come up yet, and peers that are not reached.

@@ -197,8 +197,10 @@ class Attempt(Generic[S]):
             if computes is not None:
                 prompt_tokens = len(live.journal.prompt_ids or ())
                 self._computed(computes, prompt_tokens + self._produced_before, now_s)
-        needs_replay = bool(live.journal.replayed)
-        self._control.tell(ev.StreamResumed(live.id, self.number, needs_replay), now_s)
+        journal = live.journal
+        journal.commit_head()
+        resumed = ev.StreamResumed(live.id, self.number, bool(journal.replayed), journal.promise)
+        self._control.tell(resumed, now_s)
         if live.copies:
             self._control.checkpoints.resumed(live, now_s)
 

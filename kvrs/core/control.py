@@ -15,7 +15,6 @@ import msgspec
 
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
-from kvrs.config.proxy import Inexact
 from kvrs.core.books.agent_slots import AgentSlots, SlotOutcome, slot_share
 from kvrs.core.books.checkpoint_holds import CheckpointHolds
 from kvrs.core.books.leases import FenceTable, Leases
@@ -136,7 +135,6 @@ class Control(Generic[S]):
         self._links = LinkBounds(config.transfer.link)
         self._has_peers = bool(config.proxy.peers)
         self.gpus = Gpus(self.instances.known)
-        self._inexact = config.proxy.inexact
         self._can_give_end = can_give_end
         self._shell = shell
         self._trace = trace
@@ -304,10 +302,11 @@ class Control(Generic[S]):
             cause = "its engine has sent no token ids, without which no other can go on with it"
             self.end(live, CannotContinue(cause), now_s)
             return False
-        # Found out too late for a status: the engine turned out to parse its output, which another
-        # cannot take up.
-        if self._inexact is Inexact.REFUSE and journal.inexact and journal.output_ids:
-            cause = f"cannot be continued exactly: {', '.join(journal.inexact)}"
+        # Found out too late for the head: the engine turned out to parse its output, which another
+        # cannot take up, unless it makes all of it again.
+        unkept = [each for each in journal.inexact if each not in journal.replayed]
+        if journal.promise is not ev.Promise.NONE and unkept and journal.output_ids:
+            cause = f"cannot be continued exactly: {', '.join(unkept)}"
             self.end(live, CannotContinue(cause), now_s)
             return False
         return True
@@ -361,6 +360,7 @@ class Control(Generic[S]):
             lives_on,
             had_not_ended,
             seen.restores,
+            seen.weights,
         )
         self._shell.instance_changed(event)
         self.tell(event, now_s)

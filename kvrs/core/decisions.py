@@ -13,6 +13,7 @@ from kvrs.core.dispatch import targets_for
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.events import Promise
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Decision, Stream
@@ -134,17 +135,19 @@ class Decisions:
 
     def recover(
         self, stream: Stream, assigned: Member, limit: int, others: float, now_s: float
-    ) -> Decision:
+    ) -> Decision | None:
         """Bring a stream back with its history, at the assigned target or at another one that has
-        fewer than `limit` streams. `others`: victims that are placed with it, per target.
+        fewer than `limit` streams; None: no option there keeps what was promised of it. `others`:
+        victims that are placed with it, per target.
         """
         targets = [assigned]
         if self._rule.several_targets and self._settings.dispatch is Dispatch.REBALANCE:
             targets = targets_for(self._view, stream, assigned, limit)
         estimates = self._rule.weigh(self._books, stream, targets, now_s)
-        chosen = self._rule.decide(
-            self._eligible(stream, estimates, now_s), self.budget_s(stream, now_s), others
-        )
+        eligible = self._eligible(stream, estimates, now_s)
+        if not eligible:
+            return None
+        chosen = self._rule.decide(eligible, self.budget_s(stream, now_s), others)
         return self._decision(stream, chosen, estimates, others)
 
     def stay_or_leave(
@@ -180,9 +183,10 @@ class Decisions:
             estimates.append(stay)
         if not estimates:
             return None
-        chosen = self._rule.decide(
-            self._eligible(stream, estimates, now_s), self.budget_s(stream, now_s), others
-        )
+        eligible = self._eligible(stream, estimates, now_s)
+        if not eligible:
+            return None
+        chosen = self._rule.decide(eligible, self.budget_s(stream, now_s), others)
         if elsewhere is not None and chosen is elsewhere.chosen:
             return Decision(chosen, tuple(estimates), elsewhere.plan)
         return self._decision(stream, chosen, estimates, others)
@@ -240,10 +244,16 @@ class Decisions:
     def _eligible(
         self, stream: Stream, estimates: Sequence[Estimate], now_s: float
     ) -> Sequence[Estimate]:
-        """The estimates of options that have not just failed, of replays alone where there are any:
-        nothing else is exact. Never empty, and never only the option that failed last, unless there
-        is no other.
+        """The estimates of options that have not just failed. A stream that only a replay continues
+        exactly has replays alone, if that was promised: there may be none, and one that has failed
+        is tried again, which may do better elsewhere or later. Any other stream has at least one
+        option, and not only the one that failed last, unless there is no other.
         """
+        is_promised = stream.promise is not Promise.NONE
+        if stream.needs_replay and is_promised:
+            estimates = [each for each in estimates if each.option.is_same_output]
+            if not estimates:
+                return estimates
         waited_s = self._settings.recovery.wait_s
         queued_too_long = stream.stage is Stage.QUEUED and is_past(
             stream.waiting_since_s + waited_s, now_s
@@ -254,7 +264,7 @@ class Decisions:
             # slot may replace that at once. One that has queued for `recovery.wait_s` takes such an
             # option too, so that no policy queues for ever.
             return [estimate for estimate in estimates if not options.takes_slot(estimate)]
-        if stream.needs_replay and Option.REPLAY not in recovery.removed:
+        if stream.needs_replay and not is_promised and Option.REPLAY not in recovery.removed:
             estimates = [each for each in estimates if each.option is Option.REPLAY] or estimates
         if not recovery.removed:
             return estimates

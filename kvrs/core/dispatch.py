@@ -14,6 +14,7 @@ from kvrs.config.policy import Dispatch
 from kvrs.core.books.waiting import is_past
 from kvrs.core.defences.quarantine import keeps_out
 from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.events import Promise
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.core.routing import may_have
@@ -35,19 +36,14 @@ def victim_of(view: ClusterView, stream: Stream, now_s: float) -> Victim:
     failed it, if there is no other. To an instance that computes other tokens it goes only if there
     is no other.
     """
-    excluded_epochs: frozenset[InstanceId] = frozenset()
-    if stream.excluded_epochs:
-        targets = view.targets(stream.name)
-        excluded_epochs = frozenset(member.id for member in targets if stream.bars(member))
-        if len(excluded_epochs) == len(targets) and is_past(stream.recovery.retry_at_s, now_s):
-            excluded_epochs = frozenset()
+    excluded_epochs = _barred(view, stream, now_s) if stream.excluded_epochs else frozenset()
     if stream.name:
         lacking = (each for each in view.targets() if not stream.is_served_at(each))
         excluded_epochs |= frozenset(member.id for member in lacking)
     if not stream.first_token_sent:
         kept = (each.id for each in view.decoders if keeps_out(view, each, stream))
         excluded_epochs |= frozenset(kept)
-    if stream.tokens and view.tokens_differ:
+    if stream.tokens and (view.tokens_differ or stream.promise is not Promise.NONE):
         excluded_epochs |= _foreign(view, stream, excluded_epochs)
     # With equal pages an agent comes first: its checkpoint survives the instances beside it.
     holders: list[tuple[int, NodeId]] = []
@@ -73,13 +69,25 @@ def victim_of(view: ClusterView, stream: Stream, now_s: float) -> Victim:
     return Victim(stream.id, excluded_epochs=excluded_epochs)
 
 
+def _barred(view: ClusterView, stream: Stream, now_s: float) -> frozenset[InstanceId]:
+    """The targets that failed the stream; none if there is no other, and its pause is over."""
+    targets = view.targets(stream.name)
+    if stream.promise is not Promise.NONE:  # Others could not take it.
+        targets = [each for each in targets if each.continues(stream.tokens, stream.promise)]
+    barred = frozenset(member.id for member in targets if stream.bars(member))
+    are_all = len(barred) == len(targets)
+    return frozenset() if are_all and is_past(stream.recovery.retry_at_s, now_s) else barred
+
+
 def _foreign(
     view: ClusterView, stream: Stream, excluded: frozenset[InstanceId]
 ) -> frozenset[InstanceId]:
-    """The targets at which the stream would go on with other tokens, if there are better ones."""
+    """The targets at which the stream would go on with other tokens: if there are better ones, or
+    in any case where other tokens would break a promise.
+    """
     open_ = [member for member in view.targets(stream.name) if member.id not in excluded]
-    foreign = [member for member in open_ if not member.continues(stream.tokens)]
-    is_left = len(foreign) < len(open_)
+    foreign = [each for each in open_ if not each.continues(stream.tokens, stream.promise)]
+    is_left = len(foreign) < len(open_) or stream.promise is not Promise.NONE
     return frozenset(member.id for member in foreign if is_left)
 
 
@@ -90,7 +98,10 @@ def isolated_target(view: ClusterView, stream: Stream, *, barred_too: bool) -> M
     targets = view.targets(stream.name)
     for barred in (False, True) if barred_too else (False,):
         for member in targets:
-            if may_have(view, member, stream, barred_too=barred):
+            keeps = stream.promise is Promise.NONE or member.continues(
+                stream.tokens, stream.promise
+            )
+            if keeps and may_have(view, member, stream, barred_too=barred):
                 return member
     return None
 
@@ -177,7 +188,7 @@ def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int)
     have fewer than `limit` streams; where none has, the assigned one.
     """
     targets = [assigned] if assigned.streams < limit else []
-    is_free, tokens = stream.is_free, stream.tokens
+    is_free, tokens, promise = stream.is_free, stream.tokens, stream.promise
     for member in view.decoders:
         if len(targets) == TARGETS_MAX or member.streams >= limit:
             break
@@ -187,7 +198,11 @@ def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int)
                 (is_free and member.own_prefill is None and member.is_clear(view.now_s))
                 or (view.is_healthy(member) and may_have(view, member, stream, barred_too=False))
             )
-            and (not tokens or member.continues(tokens) or not assigned.continues(tokens))
+            and (
+                not tokens
+                or member.continues(tokens, promise)
+                or not assigned.continues(tokens, promise)
+            )
         ):
             targets.append(member)
     return targets or [assigned]

@@ -269,7 +269,7 @@ def hand_off_to(
     others = (
         member
         for member in _able(view, stream, prefill, planned)
-        if member.continues(stream.tokens) and view.is_healthy(member)
+        if member.continues(stream.tokens, stream.promise) and view.is_healthy(member)
     )
     is_kept = planned.quarantined_for not in (None, stream.id)
     if not stream.is_served_at(planned):

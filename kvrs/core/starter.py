@@ -16,6 +16,7 @@ from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.events import Promise
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import Member, fraction
 from kvrs.core.model.streams import NOWHERE, Decision, Stream, by_urgency
@@ -373,7 +374,13 @@ class Starter:
         is_hopeless = (
             not stream.first_token_sent and next_try_s is not None and next_try_s > wait_ends_s
         )
-        if is_past(wait_ends_s, now_s) or is_hopeless:
+        if is_past(wait_ends_s, now_s) and self._is_unkept(stream):
+            message = (
+                f"cannot be continued exactly, as was promised: no instance that could came up "
+                f"within {wait_s:g} s"
+            )
+            self.give_up(stream, act.Reason.INEXACT, message)
+        elif is_past(wait_ends_s, now_s) or is_hopeless:
             next_try_in_s = None if next_try_s is None else next_try_s - now_s
             is_held_back = stream.id in self.held_back
             found = self._waits.refusal(wait_s, next_try_in_s, held_back=is_held_back)
@@ -394,6 +401,10 @@ class Starter:
                 jitter = 0.1 + fraction(stream.id, next_try_s)
                 alarms_s.append(next_try_s + _TRY_JITTER_S * jitter)
             self._timers.set(stream.id, min(at_s for at_s in alarms_s if not is_past(at_s, now_s)))
+
+    def _is_unkept(self, stream: Stream) -> bool:
+        """Instances are up, none of which keeps the promise of a stream."""
+        return stream.promise is not Promise.NONE and bool(self._view.targets(stream.name))
 
     def give_up(
         self, stream: Stream, reason: act.Reason, message: str, retry_after_s: float = 1.0

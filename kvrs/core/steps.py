@@ -211,7 +211,7 @@ class Steps:
         if (incidents := self._ledger.incidents).losses or incidents.cases:
             incidents.progressed(stream.id)
         stream.note_resumed(now_s)
-        stream.needs_replay = event.needs_replay
+        stream.needs_replay, stream.promise = event.needs_replay, event.promise
 
     # Its attempt ends.
 

@@ -14,14 +14,8 @@ from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.books.leases import Leases
 from kvrs.core.control import Control
 from kvrs.core.event_log import event_line, header_line
-from kvrs.core.fleet.self_tests import (
-    Continues,
-    Generated,
-    SelfTest,
-    TokensTest,
-    TransferTest,
-    names_of,
-)
+from kvrs.core.fleet.generated import Continues, Generated
+from kvrs.core.fleet.self_tests import SelfTest, TokensTest, TransferTest, names_of
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Member

@@ -52,6 +52,7 @@ class SimJournal:
     inexact: tuple[str, ...] = ()
     replayed: tuple[str, ...] = ()
     is_predictable: bool = True
+    promise: ev.Promise = ev.Promise.NONE
     first_token_s: float | None = None
     taken_last_s: float | None = None
     # When the client got each token, of whichever proxy: journals of one stream share it.
@@ -62,6 +63,9 @@ class SimJournal:
     @property
     def is_recoverable(self) -> bool:
         return True
+
+    def commit_head(self) -> None:
+        """Simulated clients are promised nothing."""
 
     @property
     def output_ids(self) -> MutableSequence[int]:

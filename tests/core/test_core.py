@@ -9,7 +9,6 @@ import pytest
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicySettings, RecoverySettings, SloSettings
 from kvrs.config.profiles import ProfileSettings
-from kvrs.config.proxy import Inexact
 from kvrs.core.attempt import Attempt
 from kvrs.core.control import Control
 from kvrs.core.fleet.known import Instances
@@ -31,13 +30,9 @@ S = StreamId("s")
 class Driver:
     """Notes what it is to perform, and events, and performs nothing."""
 
-    def __init__(
-        self, *, can_give_end: bool = False, inexact: Inexact = Inexact.MARK, **info: Any
-    ) -> None:
+    def __init__(self, *, can_give_end: bool = False, **info: Any) -> None:
         policy = PolicySettings(recovery=RecoverySettings(gather_s=0.0))
         config = make_config([P0, D0, P1, D1], policy, SloSettings(), BackupSettings())
-        proxy = config.proxy.model_copy(update={"inexact": inexact})
-        config = config.model_copy(update={"proxy": proxy})
         self.performed: list[tuple[str, Any]] = []  # Names of the shell's methods, and arguments.
         self.events: list[ev.Event] = []
         self.control = Control[SimStream](
@@ -192,17 +187,29 @@ def test_a_driver_with_a_tokenizer_gives_the_end_itself(monkeypatch: pytest.Monk
     assert len(driver.calls_of("begin_attempt")) == begun
 
 
-def test_what_cannot_be_continued_exactly_ends_with_its_cause() -> None:
-    """`proxy.inexact: refuse`; no stream ends as if it were exact."""
-    driver = Driver(inexact=Inexact.REFUSE)
+@pytest.mark.parametrize(
+    ("promise", "replayed", "ends"),
+    [
+        (ev.Promise.GREEDY, (), True),
+        (ev.Promise.SAMPLED, (), True),
+        (ev.Promise.GREEDY, ("tools",), False),  # A replay has them exactly.
+        (ev.Promise.NONE, (), False),  # The head has said so.
+    ],
+)
+def test_what_cannot_be_continued_as_promised_ends_with_its_cause(
+    promise: ev.Promise, replayed: tuple[str, ...], *, ends: bool
+) -> None:
+    """No stream ends as if it were exact."""
+    driver = Driver()
     live = driver.decoding()
-    live.journal.inexact = ("tools",)
+    live.journal.inexact, live.journal.replayed = ("tools",), replayed
+    live.journal.promise = promise
     assert live.instance is not None
 
     driver.lose(live.instance)
 
-    ((_, outcome),) = driver.calls_of("end_stream")
-    assert outcome == CannotContinue("cannot be continued exactly: tools")
+    outcomes = [outcome for _, outcome in driver.calls_of("end_stream")]
+    assert outcomes == [CannotContinue("cannot be continued exactly: tools")] * ends
 
 
 def test_one_call_is_lost_with_either_of_its_instances() -> None:

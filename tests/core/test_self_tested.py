@@ -11,10 +11,11 @@ from kvrs.core.model.estimates import Option
 from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability
-from tests.core.policy_harness import PolicyHarness, instance_up, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 PLAIN = frozenset({Capability.PREFIX_CACHE})
 NAMES = ("p0", "d0", "p1", "d1")
+A = StreamId("A")
 
 
 def weighed(harness: PolicyHarness, lost: str) -> set[Option]:
@@ -132,3 +133,101 @@ def test_agents_are_a_source_where_restores_were_seen(
 
     assert (Option.RESTORE in options) is (moves_kv if restores is None else restores)
     assert (Option.MIGRATE in options) is moves_kv
+
+
+def compare(harness: PolicyHarness, **weights: str) -> None:
+    for name, value in weights.items():
+        tested = ev.SelfTested(InstanceId(name), 1, True, f"{value}:", weights=value)
+        harness.handle(tested)
+
+
+def targets_of_new(harness: PolicyHarness, names: str) -> set[str]:
+    """The decode instances that new streams of these names are sent to, which run on."""
+    return {
+        only(harness.handle(ev.StreamArrived(StreamId(name), 20)), act.Start).plan.decode
+        for name in names
+    }
+
+
+def test_the_majority_of_weights_gets_new_streams() -> None:
+    """A server that computes something else gets none, until it is as many as the others."""
+    harness = PolicyHarness("p2", "d0", "d1", "d2")
+    compare(harness, d0="a", d1="a", d2="b")
+    before = targets_of_new(harness, "abcdef")
+
+    harness.handle(ev.InstanceLost(InstanceId("d0"), 1, "killed", {}))
+    after = targets_of_new(harness, "ghijkl")
+
+    assert ("d2" in before, "d2" in after) == (False, True)
+
+
+def test_an_exact_stream_waits_rather_than_goes_on_with_other_tokens() -> None:
+    """Whatever the majority is, and until it has waited for as long as any: then with an error."""
+    harness = PolicyHarness("p0", "d0", "d1", "d2")
+    compare(harness, d0="a", d1="b", d2="b")
+    harness.handle(ev.InstanceLost(InstanceId("d1"), 1, "killed", {}))
+    start = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    assert start.plan.decode == "d0"
+    harness.handle(ev.PrefillDone(A, 1, 20))
+    harness.handle(ev.StreamResumed(A, 1, promise=ev.Promise.GREEDY))
+
+    lost = harness.handle(ev.InstanceLost(InstanceId("d0"), 1, "killed", {A: 3}))
+    gathered = harness.handle(ev.TimerFired(), at_s=1.0)
+    end = only(harness.handle(ev.TimerFired(), at_s=40.0), act.GiveUp)
+
+    assert (of(lost, act.Start), of(gathered, act.Start)) == ([], [])
+    assert end.reason is act.Reason.INEXACT
+
+
+def test_an_exact_stream_goes_on_where_its_tokens_are() -> None:
+    """An instance with these has to come up first: the one that is up has others."""
+    harness = PolicyHarness("p0", "d0", "d1")
+    compare(harness, d0="a", d1="b")
+    start = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    home, other = start.plan.decode, {"d0": "d1", "d1": "d0"}[start.plan.decode]
+    mine = {"d0": "a", "d1": "b"}[home]
+    harness.handle(ev.PrefillDone(A, 1, 20))
+    harness.handle(ev.StreamResumed(A, 1, promise=ev.Promise.GREEDY))
+    harness.handle(ev.InstanceLost(home, 1, "killed", {A: 3}))
+    harness.handle(ev.TimerFired(), at_s=1.0)
+
+    back = harness.handle(instance_up(home, epoch=2, tokens=f"{mine}:"), at_s=2.0)
+
+    assert only(back, act.Start).plan.decode == home != other
+
+
+def test_a_marked_stream_goes_on_anywhere() -> None:
+    """Its head has said so."""
+    harness = PolicyHarness("p0", "d0", "d1")
+    compare(harness, d0="a", d1="b")
+    start = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    harness.handle(ev.PrefillDone(A, 1, 20))
+    harness.handle(ev.StreamResumed(A, 1))
+
+    actions = harness.handle(ev.InstanceLost(start.plan.decode, 1, "killed", {A: 3}))
+    actions += harness.handle(ev.TimerFired(), at_s=1.0)
+
+    assert only(actions, act.Start).plan.decode != start.plan.decode
+
+
+@pytest.mark.parametrize("promise", [ev.Promise.GREEDY, ev.Promise.NONE])
+def test_a_promised_replay_is_the_only_option_however_often_it_failed(promise: ev.Promise) -> None:
+    """A target that was silent may replay a moment later. What is marked goes on in another way."""
+    harness = PolicyHarness("p0")
+    for name in ("d0", "d1", "d2"):
+        harness.handle(instance_up(name, capabilities=[*Capability]))
+    start = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    harness.handle(ev.PrefillDone(A, 1, 20))
+    harness.handle(ev.StreamResumed(A, 1, needs_replay=True, promise=promise))
+    actions = harness.handle(ev.InstanceLost(start.plan.decode, 1, "killed", {A: 3}))
+    actions += harness.handle(ev.TimerFired(), at_s=1.0)
+    first = only(actions, act.Start)
+
+    silent = ev.FailureKind.BROKEN
+    event = ev.AttemptFailed(A, first.attempt, first.plan.decode, "silent", 3, True, silent)
+    actions = harness.handle(event)
+    actions += harness.handle(ev.TimerFired(), at_s=4.0)
+
+    second = only(actions, act.Start)
+    assert first.plan.replays
+    assert second.plan.replays is (promise is ev.Promise.GREEDY)

@@ -5,15 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.core.fleet.self_tests import (
-    Continues,
-    Generated,
-    RestoreTest,
-    SelfTest,
-    SelfTests,
-    TokensTest,
-    TransferTest,
-)
+from kvrs.core.fleet.generated import Continues, Generated, Likeness
+from kvrs.core.fleet.self_tests import RestoreTest, SelfTest, SelfTests, TokensTest, TransferTest
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.geometry import KvGeometry
@@ -185,6 +178,7 @@ def test_a_test_that_fails_is_tried_again_and_then_left() -> None:
         "restores": None,
         "capabilities": [each.value for each in Capability],
         "differs_from": [],
+        "near_ties_with": [],
         "failures": 5,
         "cause": "HTTP 500",
     }
@@ -408,3 +402,49 @@ def test_what_cannot_be_tested_is_believed_and_tested_once_it_can(lacks: str) ->
         bench.tests.up(msgspec.structs.replace(info, capabilities=OF_CONNECTOR), bench.now_s)
 
     assert ("agent of", "d1", "d0") in bench.run()
+
+
+def generated(token: int, *likeliest: dict[int, float]) -> Generated:
+    """Tokens that begin alike and go on with this one."""
+    return Generated((1, token), (), Continues.GREEDY, likeliest=likeliest)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "likeness"),
+    [
+        ({2: -0.7, 3: -1.1}, {3: -0.7, 2: -1.1}, Likeness.NEAR),
+        ({2: -0.7, 3: -1.3}, {3: -0.7, 2: -1.3}, Likeness.OTHER),
+        ({2: -0.7, 3: -1.3}, {3: -0.7, 2: -1.1}, Likeness.NEAR),  # Far apart at one of them only.
+        ({2: -0.1, 9: -4.0}, {3: -0.1, 9: -4.0}, Likeness.OTHER),  # Not even listed.
+        ({}, {}, Likeness.OTHER),  # An engine that gives none.
+    ],
+)
+def test_a_difference_counts_where_both_find_its_tokens_far_apart(
+    mine: dict[int, float], theirs: dict[int, float], likeness: Likeness
+) -> None:
+    """Rounding makes two tokens change places that are about as likely."""
+    first: dict[int, float] = {1: 0.0}
+
+    assert generated(2, first, mine).likeness(generated(3, first, theirs)) is likeness
+
+
+def test_near_ties_connect_instances_to_one_set_of_weights() -> None:
+    """Also by way of a third; every instance whose set has another name is told of again."""
+    bench = Bench("d0", "d1", "d2")
+    first: dict[int, float] = {1: 0.0}
+    near = {2: -0.7, 3: -0.9}
+    kinds = [
+        generated(2, first, {2: -0.1, 3: -3.0}),
+        generated(4, first, {4: -0.1, 2: -3.0}),
+        generated(3, first, {**near, 4: -0.9}),
+    ]
+    news = []
+    for made in kinds:
+        test = bench.next()
+        assert isinstance(test, TokensTest)
+        bench.tests.generated(test, made)
+        news.append({each.instance: each.weights for each in bench.tests.news([test.instance])})
+
+    assert news[:2] == [{"d0": "d0"}, {"d1": "d1"}]
+    assert news[2] == {"d2": "d0", "d1": "d0"}
+    assert bench.tests.near_ties

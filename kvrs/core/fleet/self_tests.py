@@ -6,20 +6,18 @@ have gone on there; without one, no KV is fetched to or from it, and it is taken
 word that it continues streams exactly. The tests themselves are requests of the driver.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
-from hashlib import blake2b
 from typing import Any, assert_never
 
 import msgspec
 from msgspec.structs import replace
 
+from kvrs.core.fleet.generated import Continues, Generated, Likeness
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Capability, InstanceInfo, Role
-from kvrs.protocol.speculation import SpeculationReport
 
 _MAX_FAILURES = 5
 _OF_KV = frozenset(
@@ -28,37 +26,6 @@ _OF_KV = frozenset(
 _OF_AGENTS = frozenset((Capability.PULL_PAGES, Capability.SPLIT))
 _LATER_S = 5.0  # Until a process is tested after one of the same version.
 _MAX_LOSSES = 2  # An instance that dies in so many of its tests is not tested again.
-
-
-class Continues(StrEnum):
-    """How an instance goes on with a history that was computed elsewhere."""
-
-    SEEDED = "exact seeded"  # With the tokens of an uncut stream, also sampled ones of one seed.
-    GREEDY = "exact greedy"  # With those of temperature 0.
-    TEXT = "text-stitched"  # With other tokens: only the text is continued.
-    NONE = "none"  # It does not go on.
-
-    def is_below(self, other: "Continues") -> bool:
-        levels = list(Continues)
-        return levels.index(self) > levels.index(other)
-
-
-class Generated(msgspec.Struct, frozen=True):
-    """Tokens that an instance computes from the known prompt, and how it goes on after a cut."""
-
-    greedy: tuple[int, ...]
-    seeded: tuple[int, ...]
-    continues: Continues
-    # Counted meanwhile at the instance, so of other streams too; None: it has no source of drafts.
-    drafts: SpeculationReport | None = None
-
-    @property
-    def name(self) -> str:
-        """Equal for instances that continue each other's streams; empty: for none."""
-        if self.continues not in (Continues.SEEDED, Continues.GREEDY):
-            return ""
-        seeded = self.seeded if self.continues is Continues.SEEDED else ()
-        return blake2b(repr((self.greedy, seeded)).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +58,7 @@ class Seen(msgspec.Struct, frozen=True):
     moves_kv: bool = False
     generated: Generated | None = None
     restores: bool | None = None  # From agents; None: not tested apart, it is as `moves_kv`.
+    weights: str = ""  # As `Member.weights`.
 
     @property
     def tokens(self) -> str:
@@ -147,6 +115,11 @@ class SelfTests:
         self.processes: Mapping[InstanceId, TestedProcess] = self._lives
         self._losses: dict[InstanceId, int] = {}  # In its tests, one after the other.
         self._running: dict[SelfTest, list[TestedProcess]] = {}
+        # As `Member.weights`: each name is that of the first instance.
+        self._weights: dict[InstanceId, InstanceId] = {}
+        self._told: dict[InstanceId, tuple[str, str]] = {}  # Tokens and weights, by `news`.
+        # Instances of equal weights differ by near-ties, in all or in sampled streams.
+        self.near_ties, self.sampled_ties = False, False
         # The decode instance in use that continues streams least exactly, as far as is known, else
         # as it declares; None: all do so exactly.
         self.least: tuple[InstanceId | None, Continues] = None, Continues.SEEDED
@@ -177,7 +150,7 @@ class SelfTests:
             life.info = info
         else:
             self._begin(info, life, now_s)
-        self.least = self._find_least()
+        self._compare()
         self.changed()
 
     def _begin(self, info: InstanceInfo, before: TestedProcess | None, now_s: float) -> None:
@@ -198,7 +171,8 @@ class SelfTests:
     def forget(self, instance: InstanceId) -> None:
         """It is no part of the cluster any more."""
         self._lives.pop(instance, None)
-        self.least = self._find_least()
+        self._told.pop(instance, None)
+        self._compare()
         self._losses.pop(instance, None)
 
     # What is known.
@@ -208,12 +182,41 @@ class SelfTests:
         life = self._lives.get(instance)
         if not self._enabled or life is None:
             return Seen(moves_kv=not self._enabled)
-        return life.seen if self._tests_kv else replace(life.seen, moves_kv=True)
+        found = replace(life.seen, weights=self._weights.get(instance, ""))
+        return found if self._tests_kv else replace(found, moves_kv=True)
 
     def continues(self, instance: InstanceId) -> Continues | None:
         """None: not tested yet."""
         generated = self.seen(instance).generated
         return None if generated is None else generated.continues
+
+    def _compare(self) -> None:
+        """Compare what the instances compute, as far as it was seen."""
+        self.least = self._find_least()
+        self._weights.clear()
+        self.near_ties = self.sampled_ties = False
+        seen = [
+            (name, generated)
+            for name, life in self._lives.items()
+            if (generated := life.seen.generated) is not None
+        ]
+        for count, (name, mine) in enumerate(seen):
+            alike = {name}
+            for other, theirs in seen[:count]:
+                likeness = mine.likeness(theirs)
+                if likeness is Likeness.OTHER:
+                    continue
+                alike.add(self._weights[other])
+                self.near_ties |= likeness is Likeness.NEAR
+                self.sampled_ties |= self.near_ties or (
+                    mine.seeded != theirs.seeded
+                    and mine.continues is theirs.continues is Continues.SEEDED
+                )
+            first = min(alike)
+            self._weights[name] = first
+            for other, weights in self._weights.items():
+                if weights in alike:
+                    self._weights[other] = first
 
     def _find_least(self) -> tuple[InstanceId | None, Continues]:
         least: tuple[InstanceId | None, Continues] = None, Continues.SEEDED
@@ -228,14 +231,28 @@ class SelfTests:
                 least = name, found
         return least
 
-    def news(self, instances: Iterable[InstanceId]) -> list[ev.SelfTested]:
-        """Events for the policy about those of these instances that have been tested."""
-        return [
-            ev.SelfTested(name, life.info.epoch, seen.moves_kv, seen.tokens, seen.restores)
-            for name in instances
-            if (life := self._lives.get(name)) is not None and self._known[name].health is Health.UP
-            for seen in (self.seen(name),)
-        ]
+    def news(self, instances: Container[InstanceId]) -> list[ev.SelfTested]:
+        """Events for the policy about those of these instances that have been tested, and about
+        others whose weights have another name since.
+        """
+        found = list[ev.SelfTested]()
+        for name, life in self._lives.items():
+            seen = self.seen(name)
+            told = seen.tokens, seen.weights
+            is_new = name in instances or self._told.get(name, told) != told
+            if is_new and self._known[name].health is Health.UP:
+                self._told[name] = told
+                found.append(
+                    ev.SelfTested(
+                        name,
+                        life.info.epoch,
+                        seen.moves_kv,
+                        seen.tokens,
+                        seen.restores,
+                        seen.weights,
+                    )
+                )
+        return found
 
     def goes_on(self, began: TestedProcess | None, target: InstanceId, *, sampled: bool) -> bool:
         """`target` goes on exactly with the output of `began`, as far as is known."""
@@ -257,11 +274,7 @@ class SelfTests:
         if life is None or not self._enabled:
             return None
         continues = self.continues(instance)
-        others = (
-            other
-            for other in self._lives
-            if other != instance and not _generate_alike(self.seen(instance), self.seen(other))
-        )
+        others, near = self._different(instance)
         return {
             "done": not life.is_busy and self._is_done(life),
             "continues": None if continues is None else continues.value,
@@ -269,10 +282,24 @@ class SelfTests:
             "moves_kv": self.seen(instance).moves_kv if self._tests_kv else None,
             "restores": life.seen.restores,
             "capabilities": self._capabilities(life),
-            "differs_from": sorted(others),
+            "differs_from": others,
+            "near_ties_with": near,
             "failures": life.failures,
             "cause": life.cause or life.restore_fault,
         }
+
+    def _different(self, instance: InstanceId) -> tuple[list[InstanceId], list[InstanceId]]:
+        """Instances that compute other tokens than this one, and those that differ from it by
+        near-ties alone.
+        """
+        mine = self.seen(instance).generated
+        found = list[InstanceId](), list[InstanceId]()
+        for other in sorted(self._lives):
+            theirs = self.seen(other).generated
+            if mine is None or theirs is None or mine.name == theirs.name:
+                continue
+            found[mine.likeness(theirs) is not Likeness.OTHER].append(other)
+        return found
 
     def _capabilities(self, life: TestedProcess) -> list[str]:
         """Capabilities that the instance declares, less those that were not seen, and how it
@@ -320,7 +347,7 @@ class SelfTests:
         for life in self._end(test):
             life.generated, life.failures, life.retry_at_s, life.cause = found, 0, 0.0, ""
             self._losses.pop(test.instance, None)
-        self.least = self._find_least()
+        self._compare()
 
     def transferred(self, test: TransferTest, *, moved: bool | None) -> None:
         """`moved`: None where the engine does not count what comes, which is believed.
@@ -397,11 +424,6 @@ class SelfTests:
             return False
         may_restore = self._tests_restores() and _restore(life, others) is not None
         return life.restores is not None or not may_restore
-
-
-def _generate_alike(one: Seen, other: Seen) -> bool:
-    mine, theirs = one.generated, other.generated
-    return mine is None or theirs is None or (mine.name == theirs.name)
 
 
 def _drafts(generated: Generated | None) -> dict[str, Any] | None:

@@ -127,6 +127,8 @@ class Reason(StrEnum):
     REFUSED = "refused"
     # The same by instances that do not take the proxy's key: no fault of the request.
     DENIED = "denied"
+    # Nothing that is up could keep what the head of the response has promised.
+    INEXACT = "inexact"
 
 
 class StreamRefusal(msgspec.Struct, frozen=True, gc=False):

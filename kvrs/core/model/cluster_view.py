@@ -217,7 +217,7 @@ class ClusterView:
         return member
 
     def set_self_tested(self, member: Member, event: ev.InstanceUp | ev.SelfTested) -> None:
-        member.moves_kv, member.tokens = event.moves_kv, event.tokens
+        member.moves_kv, member.tokens, member.weights = event.moves_kv, event.tokens, event.weights
         member.restores = event.moves_kv if event.restores is None else event.restores
         self._compare_tokens()
         self.update(member)
@@ -230,7 +230,7 @@ class ClusterView:
         if member.is_placed:
             self.prefill_order.remove(member)
         self._leaving.pop(member.id, None)
-        if member.tokens:
+        if member.tokens or member.weights:
             self._compare_tokens()
         self._update(member.node)
 
@@ -247,8 +247,16 @@ class ClusterView:
 
     def _compare_tokens(self) -> None:
         members = self.members.values()
-        kinds = {member.tokens for member in members if member.decodes and member.tokens}
-        self.tokens_differ = len(kinds) > 1
+        tokens = {member.tokens for member in members if member.decodes and member.tokens}
+        self.tokens_differ = len(tokens) > 1
+        kinds = Counter(member.weights for member in members if member.decodes and member.weights)
+        (most, count), *others = [*kinds.most_common(2), ("", 0)][:2]
+        has_majority = not others or count > others[0][1]
+        for member in members:
+            is_minority = has_majority and bool(member.weights) and member.weights != most
+            if is_minority != member.is_minority:
+                member.is_minority = is_minority
+                self.prefill_order.restrict(member)
 
     def _update_drained(self) -> None:
         """An instance is drained only if another healthy one has its role; if all are degraded,
@@ -304,7 +312,7 @@ class ClusterView:
     def takes_start(self, member: Member) -> bool:
         """The answers of the instance allow a new request."""
         health = member.answers
-        if member.quarantined_for is not None:
+        if member.quarantined_for is not None or member.is_minority:
             return False
         # Open, or due for a probe and none runs.
         if health.until_s is not None and (health.probe is not None or self.now_s < health.until_s):

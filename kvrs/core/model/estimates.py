@@ -20,6 +20,13 @@ class Option(StrEnum):
     ABORT = "abort"
 
     @property
+    def is_same_output(self) -> bool:
+        """The engine has all that the next token depends on beside the tokens before it: nothing of
+        that was lost, or it makes that again.
+        """
+        return self.stays or self is Option.REPLAY
+
+    @property
     def stays(self) -> bool:
         """The attempt is not ended: its instance re-forms, and goes on with it."""
         return self in (Option.IN_PLACE, Option.SUBSTITUTE)

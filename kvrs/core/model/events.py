@@ -28,6 +28,7 @@ class InstanceUp(msgspec.Struct, frozen=True):
     # It was taken for lost, and its process had not ended.
     had_not_ended: bool = False
     restores: bool | None = None  # As `Member.restores`; None: as `moves_kv`.
+    weights: str = ""  # As `Member.weights`.
 
 
 class PagesKept(msgspec.Struct, frozen=True):
@@ -119,6 +120,7 @@ class SelfTested(msgspec.Struct, frozen=True):
     moves_kv: bool
     tokens: str = ""  # As `Member.tokens`.
     restores: bool | None = None  # As of `InstanceUp`.
+    weights: str = ""  # As `Member.weights`.
 
 
 class NamesListed(msgspec.Struct, frozen=True):
@@ -268,6 +270,14 @@ class RetentionLost(msgspec.Struct, frozen=True):
     streams: tuple[StreamId, ...]
 
 
+class Promise(StrEnum):
+    """A promise of the head of a response: how the tokens behind a cut follow."""
+
+    NONE = "none"  # Marked: as well as the instances that are left can do it.
+    GREEDY = "greedy"  # Exactly as those of temperature 0, or of an output generated again.
+    SAMPLED = "sampled"  # Exactly as those of its seed.
+
+
 class StreamResumed(msgspec.Struct, frozen=True, gc=False):
     """The first new token of this attempt reached the client; once more when `needs_replay` has
     become true.
@@ -276,6 +286,7 @@ class StreamResumed(msgspec.Struct, frozen=True, gc=False):
     stream: StreamId
     attempt: int
     needs_replay: bool = False  # Only `Option.REPLAY` continues it exactly.
+    promise: Promise = Promise.NONE
 
 
 class FailureKind(StrEnum):

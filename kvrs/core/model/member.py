@@ -12,6 +12,7 @@ from zlib import crc32
 
 import msgspec
 
+from kvrs.core.model.events import Promise
 from kvrs.core.model.reports import PredictedReforming
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
@@ -24,6 +25,7 @@ from kvrs.protocol.instance import (
     Role,
 )
 
+GOES_ON_NOWHERE = "-"  # The tokens of an instance that does not continue its own output exactly.
 _STARTS_KEPT = 8  # Of each instance, to which a report of an exit may belong.
 
 # Without any answer for this long, and several times what was predicted, nothing new is sent there.
@@ -225,8 +227,12 @@ class Member:
     # KV really comes to it, or from it. False until a self-test has seen that, where there are any.
     moves_kv: bool = True
     restores: bool = True  # KV really comes to it from agents.
-    # Instances with equal names go on exactly where another one was cut. Empty: not known.
+    # The tokens that it computes, as `GREEDY:SEEDED`: instances with equal parts go on exactly
+    # where another one was cut. Empty: not known; `-`: none goes on exactly there.
     tokens: str = ""
+    # Instances with equal names here compute the same but for near-ties. Empty: not known.
+    weights: str = ""
+    is_minority: bool = False  # More decode instances have other weights: it gets nothing new.
     up_s: float = 0.0  # When it came up, or gets work, if those before it died again and again.
     told: LoadReport | None = None  # Its last report that changed a decision.
     reported_queue_s: float = 0.0
@@ -424,6 +430,7 @@ class Member:
             health.until_s is None
             and health.busy_until_s is None
             and self.quarantined_for is None
+            and not self.is_minority
             and not health.is_ejected
             and (
                 not health.awaited
@@ -449,11 +456,15 @@ class Member:
         """
         return self.pulls or self.own_prefill is None or self.own_prefill == prefill.id
 
-    def continues(self, tokens: str) -> bool:
+    def continues(self, tokens: str, promise: Promise = Promise.NONE) -> bool:
         """The instance goes on exactly with the output of one that computes `tokens`, as far as is
-        known.
+        known: with drawn tokens too, if these were promised.
         """
-        return not tokens or self.tokens in ("", tokens)
+        if not tokens or not self.tokens:
+            return True
+        if promise is Promise.SAMPLED:
+            return self.tokens == tokens and not tokens.endswith(":")
+        return self.tokens.split(":")[0] == tokens.split(":")[0] != GOES_ON_NOWHERE
 
 
 def _can_fence(info: InstanceInfo) -> bool:

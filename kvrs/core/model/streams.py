@@ -130,6 +130,7 @@ class Stream:
     adopted: bool = False
     first_token_sent: bool = False
     needs_replay: bool = False  # Only `Option.REPLAY` continues it exactly.
+    promise: ev.Promise = ev.Promise.NONE
     excluded_epochs: frozenset[tuple[InstanceId, int]] = frozenset()  # That failed this stream.
     # Instances where it would not be apart, while it is to be.
     avoided: frozenset[str] = NOWHERE
@@ -363,6 +364,13 @@ class StreamJournal(Protocol):
     @property
     def replayed(self) -> tuple[str, ...]:
         """Features that only `Option.REPLAY` continues exactly."""
+
+    @property
+    def promise(self) -> ev.Promise:
+        """The promise that the head of its response has made; none before that."""
+
+    def commit_head(self) -> None:
+        """Its first token goes to the client, and the head of its response before that."""
 
     @property
     def is_recoverable(self) -> bool:

@@ -14,9 +14,9 @@ import msgspec
 from multidict import CIMultiDictProxy
 
 from kvrs.config.proxy import Inexact, ProxySettings, UnknownFields
+from kvrs.core.fleet.generated import Continues
 from kvrs.core.fleet.known import Instances, Replays
 from kvrs.core.fleet.names import ServedName
-from kvrs.core.fleet.self_tests import Continues
 from kvrs.core.model import events as ev
 from kvrs.direct import NO_HEADERS, DirectRequest
 from kvrs.errors import ConfigError, RequestError
@@ -62,7 +62,6 @@ class ClientCall:
     is_generate: bool  # Of DistServe's endpoint, which has one choice.
     tenant: Tenant
     held: RequestUsage
-    headers: Mapping[str, str]  # Of the response, beside the usual ones.
     body: bytes = b""  # Until it is parsed.
     parsed: ParsedRequest = field(init=False)
     # The field because of which one engine answers it whole; None: it is a stream.
@@ -78,6 +77,15 @@ class ClientCall:
     journals: list[Journal] = field(init=False)
     client: SseClient | None = None  # None: the client did not ask for a stream.
     merger: Merger | None = None  # For the choices of a stream; None: the engine's one is all.
+
+    def head(self) -> Mapping[str, str]:
+        """Headers of the response beside the usual ones, which is about to begin: what they promise
+        of its streams holds from now on.
+        """
+        for journal in self.journals:
+            journal.commit_head()
+        is_exact = all(journal.is_promised or not journal.inexact for journal in self.journals)
+        return _NO_HEADERS if is_exact else _INEXACT
 
 
 class Admissions:
@@ -116,7 +124,7 @@ class Admissions:
         what it holds is given back by `held.end`, or at the end of `with call.held`.
         """
         held = RequestUsage(self._budget, request.remote or "", tenant.meter)
-        return ClientCall(request, request.path == generate.PATH, tenant, held, _NO_HEADERS)
+        return ClientCall(request, request.path == generate.PATH, tenant, held)
 
     async def admit(self, call: ClientCall, read: Callable[..., ParsedRequest]) -> None:
         """Take a request of a stream through all steps, in this order. `read` parses its body.
@@ -142,8 +150,9 @@ class Admissions:
         call.name = name = find_model(self._instances, parsed.request.model)
         if tenant.secret is not None or name.parent is not None:
             call.parsed = parsed = salted(parsed, tenant.secret, name.adapter)
-        _, continues = self._self_tests.least
-        if self._instances.plain is not None or continues is not Continues.SEEDED:  # Else all is.
+        tests, (_, continues) = self._self_tests, self._self_tests.least
+        is_exact = self._instances.plain is None and continues is Continues.SEEDED
+        if not is_exact or tests.sampled_ties:
             await self._check_exactness(call)
         call.deadlines = deadlines_of(call.request.headers)
         if (parsed.echo and call.whole is None) or call.is_generate:
@@ -158,7 +167,7 @@ class Admissions:
             self._check_room(streams, call.found is not None)
         self._open_journals(call)
         if parsed.request.stream:
-            call.client = SseClient(call.request, self._settings.write_timeout_s, call.headers)
+            call.client = SseClient(call.request, self._settings.write_timeout_s, call.head)
         parsed.hold(call.held)
         if isinstance(call.request, DirectRequest):
             call.request.headers = NO_HEADERS
@@ -252,9 +261,12 @@ class Admissions:
                 call.inexact = tuple(each for each in call.inexact if each not in call.replayed)
         else:
             call.inexact = tokens_at_risk(parsed, continues)
+        is_drawn, tests = parsed.request.temperature > 0, self._self_tests
+        has_ties = tests.sampled_ties if is_drawn else tests.near_ties
+        if has_ties and "tokens" not in call.inexact:
+            call.inexact = ("tokens", *call.inexact)
         if not call.inexact:
             return
-        call.headers = _INEXACT
         if self._settings.inexact is Inexact.REFUSE:
             feature = call.inexact[0]
             raise RequestError(
@@ -319,6 +331,7 @@ class Admissions:
                         replayed=call.replayed,
                         replays=call.replays,
                         is_predictable=is_predictable(one),
+                        is_strict=self._settings.inexact is Inexact.REFUSE,
                     )
                     call.journals.append(journal)
             if parsed.request.stream_options is not None and len(call.journals) == 1:

@@ -263,7 +263,7 @@ class ResponsesApi:
         self, request: web.Request, running: RunningResponse, after: int
     ) -> web.StreamResponse:
         """Send the events behind a position, those to come too."""
-        sse = SseClient(request, self._settings.write_timeout_s, {})
+        sse = SseClient(request, self._settings.write_timeout_s, dict)
         reader = ResponseReader(sse, self._translator(running.stored, running.asked), after)
         client, keyed, task = running.client, running.keyed, running.task
         gone = asyncio.ensure_future(reader.gone.wait())
@@ -305,7 +305,7 @@ class ResponsesApi:
         if after is None:
             return self._answer(record)
         stored = Stored.decode(record.header.request)
-        sse = SseClient(request, self._settings.write_timeout_s, {})
+        sse = SseClient(request, self._settings.write_timeout_s, dict)
         reader = ResponseReader(sse, self._translator(stored, _asked(stored)), after)
         try:
             reader.send([event.data for event in record.events])

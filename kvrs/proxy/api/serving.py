@@ -148,17 +148,17 @@ class Serving:
             gathered = WholeGenerateClient(self._clock)
             outcome = await self._driver.run(journals[0], gathered)
             answer_of = partial(gathered.answer, call.echoes[0] or "")
-            return outcome, whole_response(outcome, answer_of, call.headers)
+            return outcome, whole_response(outcome, answer_of, call.head())
         clients = [WholeClient() for _ in journals]
         outcome = await run_together(self._driver.run, list(zip(journals, clients, strict=True)))
         make = partial(answer, call.parsed, journals, clients, call.echoes)
-        return outcome, whole_response(outcome, make, call.headers)
+        return outcome, whole_response(outcome, make, call.head())
 
     async def _respond_by_one(self, call: ClientCall) -> tuple[Outcome, Response]:
         """One engine answers; another one where it dies."""
         path, fields = call.parsed.endpoint.path, whole_fields(call.parsed)
         answer = await self._passed.ask(path, fields, call.name.key)
-        answer.headers.update(call.headers)
+        answer.headers.update(call.head())
         if answer.status == 200:
             return Complete(), answer
         is_rejected = is_the_clients_fault(answer.status)
@@ -185,7 +185,7 @@ class Serving:
             if call.client is not None:
                 return outcome, await end_stream(call.client, outcome)
             make = partial(answer, call.parsed, [journal], [gathered], [echo])
-            return outcome, whole_response(outcome, make, call.headers)
+            return outcome, whole_response(outcome, make, call.head())
         finally:
             self._mirror.close(keyed)
 

@@ -307,7 +307,7 @@ class AttemptCalls:
         that a replay alone could go on with.
 
         Raises:
-            ConfigError: `proxy.inexact: refuse` forbids to go on.
+            ConfigError: what the client was promised forbids to go on.
         """
         live = self._live
         replays = self._attempt.plan.replays
@@ -318,16 +318,17 @@ class AttemptCalls:
         tests = self._driver.control.self_tests
         if tests.goes_on(live.decoded_by, target, sampled=is_sampled):
             return
-        if self._driver.refuses_inexact:
+        if live.journal.promise is not ev.Promise.NONE:
             raise ConfigError(f"cannot be continued exactly: {target} computes other tokens")
         if "tokens" not in live.journal.inexact:
             live.journal.inexact = (*live.journal.inexact, "tokens")
 
     def _end_replays(self) -> None:
-        """Raises ConfigError: `proxy.inexact: refuse` forbids to go on in another way."""
+        """Raises ConfigError: what the client was promised forbids to go on in another way."""
         journal = self._live.journal
+        is_promised = journal.promise is not ev.Promise.NONE
         journal.cannot_replay()
-        if self._driver.refuses_inexact:
+        if is_promised:
             features = ", ".join(journal.inexact)
             raise ConfigError(f"cannot be continued exactly without a replay: {features}")
 

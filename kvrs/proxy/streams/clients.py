@@ -79,7 +79,7 @@ class SseClient:
 
     request: ClientRequest
     write_timeout_s: float
-    headers: Mapping[str, str]  # Beside the usual ones.
+    head: Callable[[], Mapping[str, str]]  # Headers beside the usual ones, asked for as it begins.
     blocked: bool = False
     was_silent: bool = False  # Since the last look at it.
     # Of the response, once it has begun.
@@ -171,7 +171,7 @@ class SseClient:
             connection.room_changed = self._room_changed
         state = request.state if isinstance(request, DirectRequest) else request
         lines = ""
-        for name, value in self.headers.items():
+        for name, value in self.head().items():
             lines += f"{name}: {value}\r\n"
         if (request_id := state.get(REQUEST_ID_KEY)) is not None:
             lines += f"{REQUEST_ID}: {request_id}\r\n"

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import assert_never
 
+from kvrs.config.cluster import Backend as Engine
 from kvrs.config.file import Config
 from kvrs.config.proxy import Inexact
 from kvrs.core.attempt import Attempt
@@ -52,6 +53,7 @@ _STATUS = {
     act.Reason.SLO: 503,
     act.Reason.RETRIES: 502,
     act.Reason.DENIED: 502,
+    act.Reason.INEXACT: 502,
     # A client repeats a request that got 5xx, and must not repeat one that ends instances.
     act.Reason.POISON: 422,
 }
@@ -79,6 +81,7 @@ class Driver:
         # A proxy that is started in the place of this one gets another one.
         self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"
         self.tokenizer = LazyTokenizer(config.cluster.model)
+        self.is_vllm = config.cluster.backend is Engine.VLLM
         self.request_timeout_s = config.proxy.request_timeout_s
         self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE
         self.recoveries = RecoveryLog(clock, wall_clock, metrics.recoveries.settled)

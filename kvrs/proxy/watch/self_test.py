@@ -9,33 +9,27 @@ import asyncio
 import logging
 import secrets
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, assert_never
 
 import msgspec
 
-from kvrs.core.fleet.self_tests import (
-    Continues,
-    Generated,
-    RestoreTest,
-    SelfTest,
-    TokensTest,
-    TransferTest,
-    names_of,
-)
+from kvrs.core.fleet.generated import Continues, Generated
+from kvrs.core.fleet.self_tests import RestoreTest, SelfTest, TokensTest, TransferTest, names_of
 from kvrs.core.model import actions as act
 from kvrs.core.model.member import Health
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability, InstanceInfo, LeaseUpdate, Role
-from kvrs.protocol.openai.chunks import CHUNK
+from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
+from kvrs.protocol.openai.fields import EMBEDDED, VLLM
 from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.backends.backend import Backend, RefusedError
-from kvrs.proxy.backends.bodies import decode_call, prefill_call
+from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.peer import UNREADABLE
+from kvrs.proxy.wire.peer import UNREADABLE, EngineError
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.proxy.wire.upstream import EventReader
 
@@ -58,12 +52,33 @@ _SAVED_WITHIN_S = 10.0
 _SAVING_TOKENS = 512
 
 
+# A request of what engines compile or load on first use: log probabilities, penalties, a seed, a
+# grammar. Without it a client's stream would wait for that, and all others of the instance too.
+_WARM_UP: dict[str, Any] = {
+    "prompt": [*_PROMPT_IDS],
+    "max_tokens": 4,
+    "stream": True,
+    "temperature": 1.0,
+    "top_p": 0.9,
+    "top_k": 20,
+    "seed": _SEED,
+    "logprobs": 1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "repetition_penalty": 1.1,
+    "structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "string"}}}},
+}
+_LISTED = 5  # Log probabilities at each position, of the likeliest tokens.
+_ID_PREFIX = "token_id:"  # Before the number of a token, in the place of its text.
+
+
 class SelfTester:
     def __init__(self, driver: Driver, clock: Callable[[], float]) -> None:
         self._driver = driver
         self._control = driver.control
         self._tests = driver.control.self_tests
         self._clock = clock
+        self._is_vllm = driver.is_vllm
         self._wake = asyncio.Event()
         self._tests.changed = self._wake.set
 
@@ -146,9 +161,11 @@ class SelfTester:
         draw answers all that it takes as the greedy one. One that has a source of drafts gets some
         for what it continues, of which one is wrong.
         """
+        if self._is_vllm:
+            await self._warm_up(instance)
         before = (await self._backend(instance).load()).speculation
         journals = [self._journal(instance, seed) for seed in (None, _SEED)]
-        await self._stream(instance, journals[0])
+        likeliest = await self._stream(instance, journals[0])
         try:
             await self._stream(instance, journals[1])
         except RefusedError:
@@ -162,13 +179,21 @@ class SelfTester:
                 )
             )
         except RefusedError:
-            return Generated(whole[0], whole[-1], Continues.NONE)
+            return Generated(whole[0], whole[-1], Continues.NONE, likeliest=likeliest)
         drafts = None if before is None else await self._drafts_since(instance, before)
         alike = [ids == rest for ids, rest in zip(whole, rests, strict=True)]
         continues = Continues.TEXT
         if alike[0]:
             continues = Continues.SEEDED if alike[-1] else Continues.GREEDY
-        return Generated(whole[0], whole[-1], continues, drafts)
+        return Generated(whole[0], whole[-1], continues, drafts, likeliest)
+
+    async def _warm_up(self, instance: InstanceId) -> None:
+        """Have what is compiled on its first use be compiled now. A server that refuses any of it
+        has none of it to compile.
+        """
+        fields = {"model": self._info(instance).model, **_WARM_UP}
+        with suppress(RefusedError, EngineError):
+            await self._backend(instance).decode(Call(COMPLETIONS.path, fields), EventReader())
 
     async def _continue(
         self, instance: InstanceId, journal: Journal, *, drafted: bool
@@ -352,6 +377,7 @@ class SelfTester:
                 length = max(1, min(length, info.max_model_len - tokens))
             prompt = [_PROMPT_IDS[(index * index) % len(_PROMPT_IDS)] for index in range(length)]
             stream, salt = StreamId(NAME + secrets.token_hex(16)), secrets.token_hex(8)
+        backend = VLLM if self._is_vllm else EMBEDDED
         fields: dict[str, Any] = {
             "model": info.model,
             "prompt": prompt,
@@ -362,9 +388,11 @@ class SelfTester:
         }
         if seed is not None:
             fields["seed"] = seed
+        elif self._is_vllm:
+            fields |= {"logprobs": _LISTED, "return_tokens_as_token_ids": True}
         journal = Journal(
             stream=stream,
-            parsed=read(COMPLETIONS, msgspec.json.encode(fields)),
+            parsed=read(COMPLETIONS, msgspec.json.encode(fields), backend),
             arrived_s=self._clock(),
             seed=seed,
             prompt_ids=prompt,
@@ -390,8 +418,10 @@ class SelfTester:
         transfer: msgspec.Raw | None = None,
         places: Sequence[act.Place] = (),
         drafts: Sequence[int] = (),
-    ) -> None:
-        """Have the rest of a stream computed, whose ids are added to the journal."""
+    ) -> tuple[Mapping[int, float], ...]:
+        """Have the rest of a stream computed, whose ids are added to the journal; return the log
+        probabilities of the likeliest tokens at each position, as far as they are given.
+        """
         journal.attempt += 1
         exact = self._control.instances.known[instance].resumes_exactly
         call = decode_call(journal, journal.attempt, runs, places, transfer, exact=exact)
@@ -399,11 +429,15 @@ class SelfTester:
             call.fields["kvrs"].drafts = [*drafts]
         events = EventReader()
         await self._backend(instance).decode(call, events)
+        likeliest = list[Mapping[int, float]]()
         for payload in events.payloads:
             if payload != b"[DONE]":
-                journal.output_ids.extend(_ids_of(payload))
+                for choice in _choices_of(payload):
+                    journal.output_ids.extend(choice.token_ids or ())
+                    likeliest += _likeliest(choice)
         if b"[DONE]" not in events.payloads:
             raise UpstreamError("ended without [DONE]")
+        return tuple(likeliest)
 
 
 def _with_a_wrong_one(ids: Sequence[int]) -> list[int]:
@@ -414,11 +448,28 @@ def _with_a_wrong_one(ids: Sequence[int]) -> list[int]:
     return drafts
 
 
-def _ids_of(payload: bytes) -> list[int]:
+def _choices_of(payload: bytes) -> list[ReceivedChoice]:
     try:
         chunk = CHUNK.decode(payload)
     except UNREADABLE:
         raise UpstreamError("sent an event that is not a completion chunk") from None
     if chunk.error is not None:
         raise UpstreamError("sent an error event")
-    return [token for choice in chunk.choices or () for token in choice.token_ids or ()]
+    return chunk.choices or []
+
+
+def _likeliest(choice: ReceivedChoice) -> list[Mapping[int, float]]:
+    """The likeliest tokens at each position of an event, by their ids."""
+    try:
+        listed = choice.logprob_lists().get("top_logprobs") or []
+        found = [msgspec.json.decode(each, type=dict[str, float]) for each in listed]
+    except UNREADABLE:
+        return []
+    return [
+        {
+            int(token.removeprefix(_ID_PREFIX)): logprob
+            for token, logprob in each.items()
+            if token.startswith(_ID_PREFIX) and token.removeprefix(_ID_PREFIX).isdigit()
+        }
+        for each in found
+    ]

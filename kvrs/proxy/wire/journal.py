@@ -69,6 +69,10 @@ class Journal:
     replayed: tuple[str, ...] = ()
     replays: Replays = Replays.NOWHERE
     is_predictable: bool = True  # As of `StreamJournal`.
+    is_strict: bool = False  # Nothing is continued inexactly: `proxy.inexact` is `refuse`.
+    # The head of the response went out without the mark that a continuation might be inexact; None:
+    # it is not out.
+    is_promised: bool | None = None
     # Its engine has sent text without ids (vLLM with `include_reasoning: false`): the client gets
     # that, and no other attempt can follow it.
     lacks_ids: bool = False
@@ -94,6 +98,20 @@ class Journal:
         of a parsed message the client has.
         """
         return (*self.inexact, *(each for each in self.replayed if each not in self.inexact))
+
+    def commit_head(self) -> None:
+        """The head of the response is about to be written, if it is not: what it says of the stream
+        holds from now on. A whole answer has its head at its end.
+        """
+        if self.is_promised is None and self.parsed.request.stream:
+            self.is_promised = not self.inexact
+
+    @property
+    def promise(self) -> ev.Promise:
+        if not (self.is_promised or self.is_strict):
+            return ev.Promise.NONE
+        is_drawn = self.parsed.request.temperature > 0 and not self.replayed
+        return ev.Promise.SAMPLED if is_drawn else ev.Promise.GREEDY
 
     @property
     def is_recoverable(self) -> bool:

@@ -175,37 +175,67 @@ async def test_kv_that_silently_does_not_move_is_not_counted_on(vllms: Builder) 
 
 
 async def test_an_instance_that_computes_other_tokens_is_named(vllms: Builder) -> None:
-    """Another TP, runner or kernel: each is exact by itself, and not for streams of the other."""
+    """Other weights, or a fault: a stream goes on where it began."""
     system = await tested(vllms, prepare=arithmetics(d0=KEYED, d1=Arithmetic(1)))
     found = await until_tested(system)
     system.shared.faults[3] = Fault.RESET
 
-    gate = system.shared.gate = asyncio.Event()
-    system.shared.gate_at = 5
     request = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "stream": True}
-    asking = asyncio.create_task(system.ask(request))
-    await system.until_streams_hold(5)
-    (stream,) = (await system.state())["streams"]
-    gate.set()
-    status, body = await asking
+    status, body = await system.ask(request)
 
     assert [found[name]["continues"] for name in ("d0", "d1")] == ["exact seeded"] * 2
     assert [found[name]["differs_from"] for name in ("d0", "d1")] == [["d1"], ["d0"]]
-    assert stream["inexact"] == ["tokens"]
+    (row,) = (await system.state())["recoveries"]
+    assert row["to"] == row["from"]
     assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+
+
+@pytest.mark.parametrize(("gap", "is_tie"), [(0.4, True), (0.6, False)])
+async def test_a_near_tie_is_no_difference_of_weights(
+    vllms: Builder, gap: float, *, is_tie: bool
+) -> None:
+    """Two tokens that are about as likely at either server change places by rounding. Streams may
+    go on at both, and say so in their heads.
+    """
+
+    def prepare(servers: Servers) -> None:
+        arithmetics(d0=KEYED, d1=Arithmetic(1))(servers)
+        for name in ("d0", "d1"):
+            servers[name].tie_gap = gap
+
+    system = await tested(vllms, prepare=prepare)
+    found = await until_tested(system)
+
+    request = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0, "stream": True}
+    async with system.http.post(system.url + "/v1/completions", json=request) as response:
+        mark = response.headers.get("X-Kvrs-Exact")
+
+    others = {"d0": ["d1"], "d1": ["d0"]}
+    assert {name: found[name]["near_ties_with"] for name in others} == (
+        others if is_tie else {"d0": [], "d1": []}
+    )
+    assert {name: found[name]["differs_from"] for name in others} == (
+        {"d0": [], "d1": []} if is_tie else others
+    )
+    assert mark == ("no" if is_tie else None)
 
 
 async def test_a_stream_that_must_be_exact_ends_where_only_others_are_left(
     vllms: Builder,
 ) -> None:
-    """`proxy.inexact: refuse`: rather an error than another continuation."""
+    """Rather an error than another continuation: its head has promised that."""
     system = await tested(
-        vllms, prepare=arithmetics(d0=KEYED, d1=Arithmetic(1)), proxy={"inexact": "refuse"}
+        vllms,
+        prepare=arithmetics(d0=KEYED, d1=Arithmetic(1)),
+        policy={"recovery": {"wait_s": 0.5}},
     )
-    system.shared.faults[3] = Fault.RESET
-
-    request = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "stream": True}
-    _, body = await system.ask(request)
+    system.shared.pause_s = 0.02
+    request = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "stream": True}
+    asking = asyncio.create_task(system.ask(request))
+    await system.until_streams_hold(2)
+    decoding = next(each for each in system.servers.values() if each.running)
+    await decoding.kill()
+    _, body = await asking
 
     (error,) = (event[6:] for event in events_of(body) if b'"error"' in event)
     assert msgspec.json.decode(error)["error"]["code"] == "inexact"
