@@ -65,6 +65,7 @@ class InstanceEvents:
         # What ran in the former epoch is gone, also when its loss was not reported.
         lost = [] if member is None else self._lose(member, "replaced by a new epoch", {}, now_s)
         member = self._view.add(self._member_of(event))
+        self._ledger.prefill_scale.up(member)
         self._view.set_self_tested(member, event)
         member.gpu_degraded = info.id in self._gpu_degraded
         member.drain_ordered = info.id in self._drain_ordered

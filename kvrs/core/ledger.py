@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 from kvrs.core.books.checkpoints import Checkpoints
 from kvrs.core.books.incident_book import IncidentBook
+from kvrs.core.books.prefill_scale import PrefillScale
 from kvrs.core.books.waiting import SlotBook, Timers
 from kvrs.core.defences import quarantine
 from kvrs.core.defences.outliers import Outliers
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Agent, ClusterView, Link
+from kvrs.core.model.estimates import Option
 from kvrs.core.model.lifecycle import MOVES, Stage
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import AttemptState, Decision, Holder, StayDeadline, Stream
@@ -37,6 +39,7 @@ class Ledger:
         self.checkpoints = checkpoints
         self.outliers = outliers
         self.incidents = incidents
+        self.prefill_scale = PrefillScale()
         self.streams: dict[StreamId, Stream] = {}
         self.idle: dict[StreamId, Stream] = {}  # Those that no attempt runs for.
         self.kv_locations = KvLocations(view, checkpoints, self.streams, agent_of)
@@ -77,6 +80,8 @@ class Ledger:
             attempt.fetches_at = decode, pages
         stage = Stage.DECODE if runs_on is decode else Stage.PREFILL
         self._run(stream, stage, runs_on, decode)
+        is_start = chosen.option is Option.START
+        self.prefill_scale.began(runs_on, stream.id, now_s, is_whole=is_start)
         if runs_on is not decode and decode.own_prefill == runs_on.id:
             # The one call of both stages goes there, and is lost with it.
             decode.running.add(stream.id)
@@ -90,6 +95,12 @@ class Ledger:
             size_bytes = stream.history_tokens * decode.bytes_per_token
             link = self.view.link(prefill.node, decode.node)
             _put_on_link(stream.attempt, link, size_bytes)
+
+    def prefilled(self, stream: Stream, member: Member, tokens: int, now_s: float) -> None:
+        """The instance has computed the history of the attempt: learn the times of prefills."""
+        if self.prefill_scale.done(member, stream.id, tokens, now_s):
+            for each in self.view.members.values():
+                self.prefill_scale.tune(each)
 
     def settle_bookings(self, stream: Stream) -> None:
         """The attempt's work has been done and its bytes have arrived, or it is over."""
@@ -225,6 +236,7 @@ class Ledger:
         for member in (attempt.runs_on, attempt.decodes_on):
             if member is not None:
                 member.running.discard(stream.id)
+                self.prefill_scale.left(member, stream.id, self.view.now_s)
                 if stream.id in member.answers.awaited or member.answers.probe == stream.id:
                     self.outliers.left(stream, member)
         attempt.runs_on = attempt.decision = attempt.stay_deadline = None

@@ -188,6 +188,7 @@ class RecoveryPolicy:
             "unprotected": {stream.id: stream.unprotected for stream in kept if stream.unprotected},
             "retries": self._starter.retries.snapshot(len(streams)),
             "corrections": self._decisions.corrections.snapshot(),
+            "prefill_guess": self._ledger.prefill_scale.snapshot(),
         }
 
     def slots(self) -> dict[str, dict[str, int]]:

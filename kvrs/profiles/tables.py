@@ -127,13 +127,17 @@ class PrefillTable:
 
     @classmethod
     def from_measured(cls, measured: MeasuredPrefill) -> Self:
-        """The table that an instance measured of itself at its start."""
+        """The table that an instance measured of itself at its start, or one in its form."""
+        source = "measured by the instance at its start"
+        if measured.is_guess:
+            source = "guessed from the size of the model"
         return cls(
             measured.label,
-            "measured by the instance at its start",
+            source,
             measured.step_tokens,
             measured.seconds,
             covered_to_tokens=measured.covered_tokens,
+            is_guess=measured.is_guess,
         )
 
     def scaled(self, factor: float) -> "PrefillTable":

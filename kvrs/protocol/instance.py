@@ -71,6 +71,7 @@ class MeasuredPrefill(msgspec.Struct, frozen=True):
     step_tokens: Annotated[int, msgspec.Meta(ge=1)]
     seconds: list[Seconds]
     covered_tokens: Natural | None = None  # Values above it are extrapolated; None: none is.
+    is_guess: bool = False  # Of an engine that measures nothing, by the size of its model.
 
 
 class RankInfo(msgspec.Struct, frozen=True):

@@ -283,6 +283,7 @@ class Member:
     bytes_per_token: int = 0
     full_prefill: PrefillTable = field(init=False)  # With all its ranks.
     prefill: PrefillTable = field(init=False)  # With the ranks that it has.
+    guess: PrefillTable | None = None  # The table as it came up with it, where that is a guess.
     # The order of decode instances: by streams, then by id.
     rank: tuple[int, InstanceId] = field(init=False)
     # Decode instances of its node that are not drained and can have its hand-offs.
@@ -317,6 +318,7 @@ class Member:
             epochs=self.epochs,
         )
         made.prefill = made.full_prefill = prefill or PrefillTable.from_measured(info.prefill)
+        made.guess = made.full_prefill if made.full_prefill.is_guess else None
         made.set_info(info)
         return made
 
@@ -446,9 +448,13 @@ class Member:
         self.slower_token_s = max(0.0, decode_factor - 1) * token_s
         if prefill_factor != self.prefill_factor:
             self.prefill_factor = prefill_factor
-            self.prefill = self.full_prefill
-            if prefill_factor != 1.0:
-                self.prefill = self.full_prefill.scaled(prefill_factor)
+            self.set_table(self.full_prefill)
+
+    def set_table(self, table: PrefillTable) -> None:
+        """Predict its prefills by this table from now on, which is that with all its ranks."""
+        self.prefill = self.full_prefill = table
+        if self.prefill_factor != 1.0:
+            self.prefill = table.scaled(self.prefill_factor)
 
     def takes_from(self, prefill: "Member") -> bool:
         """A prefill there can be handed off to this instance. A server that pulls no pages takes

@@ -1,0 +1,96 @@
+"""A guess at the prefill times of a model that nothing has measured: by its size, on middling GPUs.
+
+A prefill of `n` tokens takes `STEP_S + (2 * a * n + 2 * d * n * n) / (g * FLOPS)`: two operations
+for each token and each of the `a` parameters that compute it (Kaplan et al. 2020, section 2.1), and
+causal attention with `d = layers * heads * head_dim`, on the `g` GPUs that hold the weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.instance import MeasuredPrefill
+
+# Half of what an A100 can do in 16 bits; an L40S reaches as much, an H100 three times as much.
+FLOPS = 1.5e14
+STEP_S = 0.01
+_WEIGHT_BYTES_OF_GPU = 5e10  # Of 80 GB, beside the KV.
+_STEP_TOKENS, _STEPS = 1024, 16
+_LABEL = "guess"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The size of a model, as far as the time of a prefill depends on it."""
+
+    parameters: float  # All of them.
+    active: float  # Those that compute a token: without embeddings, and of the chosen experts.
+    attention: int  # Layers times the width of attention.
+
+
+# Llama-3.1-8B, for a model whose size is not known.
+USUAL = ModelSize(8.0e9, 7.0e9, 32 * 4096)
+
+
+def size_of(config: Mapping[str, Any]) -> ModelSize | None:
+    """The size of a model by its `config.json`; None: the file does not tell it."""
+    fields = {**config, **_section(config.get("text_config"))}
+    width, layers = _number(fields, "hidden_size"), _number(fields, "num_hidden_layers")
+    heads = _number(fields, "num_attention_heads")
+    if not (width and layers and heads):
+        return None
+    head_dim = _number(fields, "head_dim") or width // heads
+    kv_heads = _number(fields, "num_key_value_heads") or heads
+    attention = 2 * width * head_dim * (heads + kv_heads)  # Of queries, keys, values, output.
+    inner = _number(fields, "intermediate_size", "ffn_dim") or 4 * width
+    # Gated layers have three matrices; older models name `ffn_dim` or nothing, and have two.
+    matrices = 3 if fields.get("intermediate_size") else 2
+    experts = _number(fields, "num_local_experts", "num_experts", "n_routed_experts")
+    stored = active = matrices * width * inner
+    if experts:
+        expert = matrices * width * (_number(fields, "moe_intermediate_size") or inner)
+        shared = _number(fields, "n_shared_experts")
+        chosen = min(experts, _number(fields, "num_experts_per_tok") or experts)
+        stored, active = (experts + shared) * expert, (chosen + shared) * expert
+    embeddings = _number(fields, "vocab_size") * width
+    embeddings *= 1 if fields.get("tie_word_embeddings") else 2
+    return ModelSize(
+        float(layers * (attention + stored) + embeddings),
+        float(layers * (attention + active)),
+        layers * heads * head_dim,
+    )
+
+
+def guessed_prefill(size: ModelSize | None) -> MeasuredPrefill:
+    """The guess, in the form in which an instance reports what it measured. `size`: None if it is
+    not known.
+    """
+    size = size or USUAL
+    gpus = 1
+    while 2 * size.parameters > gpus * _WEIGHT_BYTES_OF_GPU:
+        gpus *= 2
+    lengths = range(0, (_STEPS + 1) * _STEP_TOKENS, _STEP_TOKENS)
+    seconds = [
+        STEP_S + (2 * size.active * n + 2 * size.attention * n * n) / (gpus * FLOPS)
+        for n in lengths
+    ]
+    return MeasuredPrefill(_LABEL, _STEP_TOKENS, seconds, covered_tokens=0, is_guess=True)
+
+
+def guessed_table(size: ModelSize | None) -> PrefillTable:
+    return PrefillTable.from_measured(guessed_prefill(size))
+
+
+def _section(found: object) -> Mapping[str, Any]:
+    """The language model within a multimodal one."""
+    return found if isinstance(found, Mapping) else {}
+
+
+def _number(fields: Mapping[str, Any], *names: str) -> int:
+    """The first of these fields that is a positive whole number; 0: none is."""
+    for name in names:
+        value = fields.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 0
