@@ -10,7 +10,6 @@ from kvrs.config.addresses import addresses_of, faults_of_addresses, faults_of_g
 from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
 from kvrs.config.policy import PolicySettings
-from kvrs.config.profiles import ProfileSettings
 from kvrs.config.proxy import LEAST_MIRROR_BYTES, MAX_ID, MAX_PEERS, MAX_PORT, ProxySettings
 from kvrs.config.settings import is_loopback
 from kvrs.config.speculation import faults_of_speculation
@@ -32,7 +31,7 @@ def faults_across_sections(config: "Config") -> Iterator[str]:
         )
     match config.cluster.backend:
         case Backend.VLLM:
-            yield from _faults_of_vllm(config.cluster, config.backup.mode, config.profiles)
+            yield from _faults_of_vllm(config.cluster, config.backup.mode)
         case Backend.DISTSERVE:
             yield from _faults_of_distserve(config.cluster)
         case Backend.EMBEDDED:
@@ -129,14 +128,9 @@ def _faults_of_stage_hosts(config: "Config", instance: InstanceSettings) -> Iter
 
 
 def _faults_of_roles(config: "Config") -> Iterator[str]:
-    instances = [instance for _, instance in config.cluster.instances()]
     roles = config.cluster.roles
-    # These compute prompts themselves, and restore KV from agents.
-    is_decode_only = (
-        roles == {Role.DECODE}
-        and not config.cluster.services
-        and all(each.connector_port for each in instances)
-    )
+    # A vLLM computes prompts itself.
+    is_decode_only = config.cluster.backend is Backend.VLLM and roles == {Role.DECODE}
     for role in (Role.DECODE,) if is_decode_only else (Role.PREFILL, Role.DECODE):
         if not roles & {role, Role.BOTH}:
             yield f"cluster.nodes: no instance of role {role.value!r}; allowed: at least one"
@@ -231,21 +225,15 @@ def _faults_of_distserve(cluster: ClusterSettings) -> Iterator[str]:
         )
 
 
-def _faults_of_vllm(
-    cluster: ClusterSettings, mode: BackupMode, profiles: ProfileSettings
-) -> Iterator[str]:
-    """Settings that other engines publish themselves must be in the file."""
-    if cluster.model is None:
-        yield (
-            "cluster.model: missing with backend 'vllm'; allowed: the model's directory, for "
-            "its tokenizer and config.json"
-        )
-    if profiles.prefill is None:
-        yield (
-            "profiles.prefill: missing with backend 'vllm', which publishes no table; "
-            "allowed: a name, or the path of one"
-        )
+def _faults_of_vllm(cluster: ClusterSettings, mode: BackupMode) -> Iterator[str]:
+    """Yield settings that do not fit servers of vLLM."""
     instances = [instance for _, instance in cluster.instances()]
+    connected = [each.id for each in instances if each.connector_port]
+    if cluster.model is None and connected:
+        yield (
+            f"cluster.model: missing, with a connector_port at {', '.join(connected)}; allowed: "
+            f"the model's directory, whose config.json has the size of its pages"
+        )
     if mode is not BackupMode.OFF and not any(each.connector_port for each in instances):
         yield (
             f"backup.mode: got {mode.value!r} with backend 'vllm', of which no instance has a kvrs "

@@ -87,12 +87,12 @@ class Control(Generic[S]):
         *,
         run_id: str,
         shell: Shell[S],
-        can_give_end: bool,
+        can_give_end: Callable[[], bool],
         runs_self_tests: bool = False,
         trace: Trace | None = None,
     ) -> None:
-        """`run_id` names this run of this proxy. With `can_give_end` the shell can send the end of
-        a stream that has all its ids by itself; with `runs_self_tests` it carries those out.
+        """`run_id` names this run of this proxy. If `can_give_end` the shell can send the end of a
+        stream that has all its ids by itself; with `runs_self_tests` it carries those out.
         `trace` gets every event with the policy's answer, before any of it is performed.
         """
         self.instances = Instances(config)
@@ -294,7 +294,7 @@ class Control(Generic[S]):
         if journal.finished:
             self.end(live, Complete(), now_s)
             return False
-        if self._can_give_end and not journal.replayed and live.remaining_tokens == 0:
+        if self._can_give_end() and not journal.replayed and live.remaining_tokens == 0:
             assert live.attempt.plan is not None
             self._shell.give_end(live, live.attempt.plan)
             return False

@@ -135,16 +135,16 @@ def test_services_are_of_vllm_alone() -> None:
     with_gossip = "\n".join(
         faults_of({"cluster": {"services": services}, "gossip": {"enabled": True}})
     )
-    vllm = {"backend": "vllm", "model": "m", "nodes": [], "services": services[1:2]}
-    without = faults_of({"cluster": vllm, "profiles": {"prefill": "opt-13b-a100-distserve-tp1"}})
+    vllm = {"backend": "vllm", "nodes": [], "services": services[2:]}
+    without = faults_of({"cluster": vllm})
 
     assert "cluster.services: got 3 with backend 'embedded'; allowed: none" in with_gossip
     assert "cluster.services: got 3 with gossip.enabled: true" in with_gossip
     assert "cluster.services: id 's' is used 3 times; allowed: once" in with_gossip
     assert "cluster.services: service 's' has role 'both'; allowed: prefill" in with_gossip
-    assert without == ["cluster.nodes: no instance of role 'prefill'; allowed: at least one"]
-    both = vllm | {"services": [services[1], {**services[2], "id": "t"}]}
-    parse_config({"cluster": both, "profiles": {"prefill": "opt-13b-a100-distserve-tp1"}})
+    assert without == ["cluster.nodes: no instance of role 'decode'; allowed: at least one"]
+    for found in (services[1:2], [services[1], {**services[2], "id": "t"}]):
+        parse_config({"cluster": vllm | {"services": found}})
 
 
 def test_a_pace_that_says_not_how_long_a_load_takes_is_refused(tmp_path: Path) -> None:

@@ -40,13 +40,29 @@ def test_only_vllm_has_connectors() -> None:
     ]
 
 
-def test_decode_instances_with_connectors_need_no_prefill_instance() -> None:
+@pytest.mark.parametrize("connectors", [CONNECTORS, {}])
+def test_decode_instances_of_vllm_need_no_prefill_instance(connectors: dict[str, int]) -> None:
+    """They compute prompts themselves, with a connector or without."""
     alone = {name: port for name, port in PORTS.items() if name != "p0"}
-    assert parse_config(document("/m", alone, CONNECTORS))
 
-    assert faults(document("/m", alone, {"d0": 1012})) == [
-        "cluster.nodes: no instance of role 'prefill'; allowed: at least one"
+    assert parse_config(document("/m", alone, connectors))
+    assert faults(document("/m", {"p0": 1001}, connectors)) == [
+        "cluster.nodes: node 'n1' has no instances; allowed: at least one, or a stage of another "
+        "node's (stage_hosts)",
+        "cluster.nodes: no instance of role 'decode'; allowed: at least one",
     ]
+
+
+def test_a_connector_needs_the_model_in_the_file() -> None:
+    """Its pages have the size that the proxy expects; without one a vLLM may name the model."""
+    without = document("/m", PORTS)
+    del without["cluster"]["model"]
+    assert parse_config(without).cluster.model is None
+
+    with_one = document("/m", PORTS, {"d0": 1012})
+    del with_one["cluster"]["model"]
+    (fault,) = faults(with_one)
+    assert fault.startswith("cluster.model: missing, with a connector_port at d0; allowed:")
 
 
 def test_the_port_of_a_connector_is_its_own() -> None:

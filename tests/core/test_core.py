@@ -40,7 +40,7 @@ class Driver:
             run_id="test",
             shell=self,
             trace=self.trace,
-            can_give_end=can_give_end,
+            can_give_end=lambda: can_give_end,
         )
         for name in (P0, D0, P1, D1):
             self.up(name, **info)

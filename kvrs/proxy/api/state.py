@@ -33,7 +33,7 @@ def describe(
             | _restart(known, reloads.get(known.id))
             for known in control.instances.present()
         ],
-        "proxies": [{**proxy, "lacks_tokenizer": lacks_tokenizer(driver)}],
+        "proxies": [{**proxy, "lacks_tokenizer": lacks_tokenizer(driver), **_model(driver)}],
         "members": [] if gossip is None else gossip.pop("members"),
         "gossip": gossip,
         "agents": [
@@ -54,6 +54,13 @@ def lacks_tokenizer(driver: Driver) -> bool:
     is then pieced together.
     """
     return not driver.tokenizer.available and driver.control.instances.plain is not None
+
+
+def _model(driver: Driver) -> dict[str, Any]:
+    """The model and where its files are; a vLLM may have named it, whose files need not be here."""
+    files = driver.tokenizer.files
+    directory = None if files.directory is None else str(files.directory)
+    return {"model": files.model, "model_directory": directory}
 
 
 def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:

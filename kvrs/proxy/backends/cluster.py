@@ -1,7 +1,6 @@
 """The backends of a configuration's instances, and the connections that they share."""
 
 import os
-from pathlib import Path
 
 from kvrs.config.cluster import Backend as Engine
 from kvrs.config.cluster import InstanceSettings, NodeSettings
@@ -12,6 +11,7 @@ from kvrs.protocol.connector import connector_key
 from kvrs.protocol.instance import Role
 from kvrs.proving import instance_keys
 from kvrs.proxy.backends.backend import Backend
+from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_model
 from kvrs.proxy.backends.pd import PdBackend
 from kvrs.proxy.backends.vllm import ConfiguredIdentity, VllmBackend
 from kvrs.proxy.backends.vllm_connector import VllmConnector
@@ -33,20 +33,21 @@ def new_engine_links(config: Config, secret: bytes, tls: Certificates | None = N
     return EngineLinks(Access(instance_keys(secret, instances), tls))
 
 
-def open_backends(config: Config, links: EngineLinks, secret: bytes) -> dict[InstanceId, Backend]:
-    """One per configured instance.
+def open_backends(
+    config: Config, links: EngineLinks, secret: bytes, files: ModelFiles | None = None
+) -> dict[InstanceId, Backend]:
+    """One per configured instance. `files`: those of the model; None: nobody else uses them.
 
     Raises:
-        ConfigError: the directory of the model of an engine that does not report its geometry is
-            missing.
+        ConfigError: the model that the configuration names, of an engine that does not report its
+            geometry, is not on this machine.
     """
     model = config.cluster.model
-    if config.cluster.backend is Engine.VLLM and not (Path(model or "") / "config.json").is_file():
-        raise ConfigError(
-            f"cluster.model: {model}/config.json is not there; allowed: a Hugging Face directory"
-        )
+    if config.cluster.backend is Engine.VLLM and model is not None and find_model(model) is None:
+        raise ConfigError(fault_of_model(model))
+    files = files or ModelFiles(model)
     return {
-        instance.id: open_backend(config, links, secret, node, instance)
+        instance.id: open_backend(config, links, secret, node, instance, files)
         for node, instance in config.cluster.instances()
     }
 
@@ -57,11 +58,10 @@ def open_backend(
     secret: bytes,
     node: NodeSettings,
     instance: InstanceSettings,
+    files: ModelFiles,
 ) -> Backend:
     if config.cluster.backend is not Engine.VLLM:
         return PdBackend(links, config.url_of(instance))
-    model = config.cluster.model
-    assert model is not None
     connector = None
     if instance.connector_port is not None:
         assert links.connectors is not None
@@ -71,7 +71,7 @@ def open_backend(
         instance.id,
         node.id,
         instance.role,
-        model,
+        files,
         hands_off=Role.PREFILL in config.cluster.roles,
         served_name=config.cluster.served_name,
     )

@@ -19,6 +19,15 @@ def read_geometry(model: str, page_size_tokens: int) -> KvGeometry:
         ConfigError: the file is missing, or lacks a field.
     """
     path = Path(model) / "config.json"
+    return geometry_of(path, read_config(path), page_size_tokens)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The fields of a `config.json`; those of the language model in place of a multimodal one's.
+
+    Raises:
+        ConfigError: the file is missing, or is no object.
+    """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -29,13 +38,16 @@ def read_geometry(model: str, page_size_tokens: int) -> KvGeometry:
         raise ConfigError(f"cluster.model: {path}: not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"cluster.model: {path}: not an object")
-    # The language model within a multimodal one.
     inner = fields.get("text_config") or {}
     if not isinstance(inner, dict):
         raise ConfigError(
             f"cluster.model: {path}: text_config is {inner!r:.80}; allowed: an object"
         )
-    fields = fields | inner
+    return fields | inner
+
+
+def geometry_of(path: Path, fields: dict[str, Any], page_size_tokens: int) -> KvGeometry:
+    """The same from the fields of the file. Raises ConfigError: one is missing."""
     heads = _count(path, fields, "num_attention_heads")
     head_dim = (
         _count(path, fields, "head_dim")

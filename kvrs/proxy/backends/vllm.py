@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from kvrs.errors import ConfigError, KvrsError, UpstreamError
 from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.profiles.guess import guessed_prefill
 from kvrs.protocol.instance import (
     Adapter,
     Capability,
@@ -28,7 +29,6 @@ from kvrs.protocol.instance import (
     LeaseAnswer,
     LeaseUpdate,
     LoadReport,
-    MeasuredPrefill,
     ModelNames,
     RankAnswer,
     RankRequest,
@@ -38,7 +38,7 @@ from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.idle_connection import IdleConnection
-from kvrs.proxy.backends.model_geometry import read_geometry
+from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.vllm_connector import VllmConnector
 from kvrs.proxy.backends.vllm_front import decode_behind
@@ -73,7 +73,6 @@ _LOAD_FAILED = "Internal server error"
 # blocks at prefill may belong to another stream, and decode would not notice.
 _HAND_OFF_S = 6.0
 _TICK_S = 0.5
-_NO_MEASURED_TABLE = MeasuredPrefill("profiles.prefill", 1, [])
 
 
 class _Model(msgspec.Struct):
@@ -100,12 +99,14 @@ class _Version(msgspec.Struct):
 
 
 class ConfiguredIdentity(msgspec.Struct, frozen=True):
-    """Fields of the configuration for an instance that does not report them."""
+    """Facts of an instance that it does not report: fields of the configuration, and the model's
+    files.
+    """
 
     id: InstanceId
     node: NodeId
     role: Role
-    model: str  # `cluster.model`: a directory.
+    files: ModelFiles
     hands_off: bool = True  # There are prefill instances.
     served_name: str | None = None  # `cluster.served_name`.
 
@@ -172,8 +173,10 @@ class VllmBackend(OpenAiPeer):
                 f"{identity.role.value!r} needs (--kv-transfer-config): "
                 "its /metrics have no vllm:nixl_ counters"
             )
+        files = identity.files
+        files.report(model.root or model.id)
         try:
-            geometry = read_geometry(identity.model, metrics.page_size_tokens)
+            geometry = files.geometry(metrics.page_size_tokens)
         except ConfigError as error:
             raise UnusableError(str(error)) from None
         return InstanceInfo(
@@ -190,7 +193,7 @@ class VllmBackend(OpenAiPeer):
             capabilities=[Capability.PREFIX_CACHE]
             if metrics.cache.get("enable_prefix_caching") == "True"
             else [],
-            prefill=_NO_MEASURED_TABLE,
+            prefill=guessed_prefill(files.size()),
             computes_prompts=identity.role is Role.DECODE,
             names=_names_beside(model, listed),
         )

@@ -22,6 +22,7 @@ from kvrs.proxy.api.observing import RequestObserver, open_tracer
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
+from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.fleet.orders import StandingOrders
 from kvrs.proxy.fleet.peer_names import PeerNames
 from kvrs.proxy.fleet.services import ServiceNames
@@ -113,9 +114,11 @@ def build(
     clock = time.monotonic
     metrics = metrics_of(config)
     metrics.orders_aside.set_function(lambda: len(reloads.orders.aside))
-    backends, agents = open_backends(config, links.engines, ring[0]), links.new_agents()
+    files = ModelFiles(config.cluster.model)
+    backends = open_backends(config, links.engines, ring[0], files)
+    agents = links.new_agents()
     event_log = new_event_log(config, reloads)
-    driver = Driver(config, backends, agents, metrics, clock, time.time, event_log)
+    driver = Driver(config, backends, agents, metrics, clock, time.time, event_log, files)
     control, follower = driver.control, FleetFollower(reloads)
     mirror = Mirror(
         config.proxy,

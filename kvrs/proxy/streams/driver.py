@@ -23,6 +23,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
+from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.fleet.leases import LeaseSender
 from kvrs.proxy.fleet.slots import SlotSender
 from kvrs.proxy.streams.attempts import (
@@ -77,10 +78,11 @@ class Driver:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         event_log: EventLog | None = None,
+        files: ModelFiles | None = None,
     ) -> None:
         # A proxy that is started in the place of this one gets another one.
         self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"
-        self.tokenizer = LazyTokenizer(config.cluster.model)
+        self.tokenizer = LazyTokenizer(files or ModelFiles(config.cluster.model))
         self.is_vllm = config.cluster.backend is Engine.VLLM
         self.request_timeout_s = config.proxy.request_timeout_s
         self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE
@@ -90,7 +92,7 @@ class Driver:
             config,
             run_id=self.run_id,
             shell=self._shell,
-            can_give_end=self.tokenizer.available,
+            can_give_end=lambda: self.tokenizer.available,
             runs_self_tests=config.proxy.self_test,
             trace=None if event_log is None else event_log.note,
         )

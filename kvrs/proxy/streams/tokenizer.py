@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from kvrs.errors import ConfigError
+from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.text.output import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -15,18 +16,19 @@ _CONVERT = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transform
 
 
 class LazyTokenizer:
-    """Loads the tokenizer of `cluster.model` once, off the event loop: a large one takes a second.
-    A proxy does so when it starts.
+    """Loads the model's tokenizer once, off the event loop: a large one takes a second. A proxy
+    does so when it starts, or when the first vLLM has named the model.
     """
 
-    def __init__(self, model_directory: str | None) -> None:
-        self._directory = None if model_directory is None else Path(model_directory)
-        # Fixed here: what is promised to a client at admission must hold at its recovery.
-        self.available = (
-            self._directory is not None and (self._directory / "tokenizer.json").exists()
-        )
+    def __init__(self, files: ModelFiles) -> None:
+        self.files = files
         self.longest_token: int | None = None  # In characters; None: not known yet.
         self._loading: asyncio.Task[Tokenizer] | None = None
+
+    @property
+    def available(self) -> bool:
+        """The tokenizer is here. Where a vLLM names the model, it may be found later."""
+        return self.files.has_tokenizer
 
     async def check(self) -> None:
         """Load the tokenizer; where there is none, log what is missing and what follows.
@@ -36,11 +38,23 @@ class LazyTokenizer:
         """
         if self.available:
             await self.load()
-        elif self._directory is not None:
+        elif self.files.directory is not None:
             log.warning(
                 "no tokenizer.json: streams of plain engines are continued inexactly",
-                extra={"model": self._directory, "remedy": self._remedy()},
+                extra={"model": self.files.directory, "remedy": self._remedy()},
             )
+
+    async def found(self) -> None:
+        """Load a tokenizer that was found since the proxy started; without one, do nothing. A file
+        that cannot be read is none.
+        """
+        if not self.available or self._loading is not None:
+            return
+        try:
+            await self.load()
+        except ConfigError as error:
+            self.files.has_tokenizer = False
+            log.warning("the tokenizer that was found is not used", extra={"cause": str(error)})
 
     async def load(self) -> Tokenizer:
         """The tokenizer.
@@ -48,16 +62,15 @@ class LazyTokenizer:
         Raises:
             ConfigError: there is none, or it cannot be read.
         """
-        if self._directory is None:
+        directory = self.files.directory
+        if directory is None:
             raise ConfigError(
                 "cluster.model: missing; the proxy needs its tokenizer to turn ids into text"
             )
         if not self.available:
-            raise ConfigError(
-                f"cluster.model: {self._directory} has no tokenizer.json; {self._remedy()}"
-            )
+            raise ConfigError(f"cluster.model: {directory} has no tokenizer.json; {self._remedy()}")
         if self._loading is None:
-            self._loading = asyncio.create_task(asyncio.to_thread(self._load, self._directory))
+            self._loading = asyncio.create_task(asyncio.to_thread(self._load, directory))
         # A waiter may be cancelled while others still wait.
         return await asyncio.shield(self._loading)
 
@@ -67,6 +80,6 @@ class LazyTokenizer:
         return tokenizer
 
     def _remedy(self) -> str:
-        assert self._directory is not None
-        slow = self._directory / "tokenizer.model"
+        assert self.files.directory is not None
+        slow = self.files.directory / "tokenizer.model"
         return f"{_CONVERT}, from {slow.name}" if slow.exists() else _CONVERT

@@ -129,7 +129,10 @@ class Watcher:
 
     async def _ask(self, step: WatchStep) -> InstanceInfo | AgentInfo:
         if step is not WatchStep.FENCE:
-            return await self._peer.info()
+            info = await self._peer.info()
+            # It may have named the model: what is promised to clients needs its tokenizer.
+            await self._driver.tokenizer.found()
+            return info
         assert not isinstance(self._peer, AgentBackend)
         return await self._peer.fence(self._driver.control.fences.numbers(self.id))
 

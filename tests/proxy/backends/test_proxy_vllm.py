@@ -19,6 +19,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Role
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.bodies import decode_call
+from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.backends.vllm import ConfiguredIdentity, VllmBackend
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.pool import Access, EngineLinks
@@ -28,7 +29,7 @@ from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.scripted_server import ScriptedServer
 from kvrs_testkit.scripted_vllm import REFUSED
-from kvrs_testkit.vllm_cluster import ADDRESSES, LONG, PROMPT, TOKENS, Builder, Servers, document
+from kvrs_testkit.vllm_cluster import LONG, PROMPT, TOKENS, Builder, Servers, document
 
 pytestmark = pytest.mark.network
 
@@ -477,25 +478,10 @@ async def test_prefill_and_decode_of_different_models_are_named(
     assert value in reasons[0]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"profiles": {}}, "profiles.prefill: missing with backend 'vllm'"),
-        ({"backup": {"mode": "local"}}, "backup.mode: got 'local' with backend 'vllm'"),
-        (
-            {
-                "cluster": {
-                    "backend": "vllm",
-                    "nodes": document("", dict.fromkeys(ADDRESSES, 1))["cluster"]["nodes"],
-                }
-            },
-            "cluster.model",
-        ),
-    ],
-)
-def test_what_vllm_does_not_report_must_be_configured(change: dict[str, Any], said: str) -> None:
+def test_vllm_without_a_connector_sends_no_checkpoints() -> None:
+    said = "backup.mode: got 'local' with backend 'vllm'"
     with pytest.raises(ConfigError, match=said):
-        parse_config(document("/model", {"p0": 1, "d0": 2, "d1": 3}) | change)
+        parse_config(document("/model", {"p0": 1, "d0": 2, "d1": 3}, backup={"mode": "local"}))
 
 
 async def test_a_chat_without_a_limit_has_none_after_a_cut_either(
@@ -511,7 +497,9 @@ async def test_a_chat_without_a_limit_has_none_after_a_cut_either(
     journal = Journal(StreamId("A"), parsed, 0.0, prompt_ids=PROMPT, output_ids=packed([8]))
     server = system.servers["d1"]
     async with EngineLinks(Access()) as links:
-        named = ConfiguredIdentity(InstanceId("d1"), NodeId("n1"), Role.DECODE, vllm_model)
+        named = ConfiguredIdentity(
+            InstanceId("d1"), NodeId("n1"), Role.DECODE, ModelFiles(vllm_model)
+        )
         backend = VllmBackend(links, f"http://127.0.0.1:{server.port}", named)
         await backend.info()
         events = EventReader()

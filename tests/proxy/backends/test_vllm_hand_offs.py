@@ -13,12 +13,13 @@ from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends import vllm
 from kvrs.proxy.backends.backend import Prefilled
 from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.vllm import _HAND_OFF_S, ConfiguredIdentity, VllmBackend
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 
-IDENTITY = ConfiguredIdentity(InstanceId("p0"), NodeId("n0"), Role.PREFILL, "x")
+IDENTITY = ConfiguredIdentity(InstanceId("p0"), NodeId("n0"), Role.PREFILL, ModelFiles("x"))
 TRANSFER: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,

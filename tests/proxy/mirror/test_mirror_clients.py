@@ -17,6 +17,7 @@ from kvrs.protocol.mirror import (
     UpdateAck,
     pack_ids,
 )
+from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.fleet.orders import StandingOrders
 from kvrs.proxy.mirror.book import RecordBook
 from kvrs.proxy.mirror.keyed import KeyedStream
@@ -98,7 +99,7 @@ def keyed_stream(
         after,
         sync=sync,
         clock=clock,
-        texts=LazyTokenizer(None),
+        texts=LazyTokenizer(ModelFiles(None)),
         changed=lambda _: None,
         kept=lambda: (),
         stop=stopped.append,
@@ -254,7 +255,7 @@ async def test_an_ended_stream_is_not_kept_for_a_full_mirror() -> None:
         "a-1",
         {},
         lambda: 0.0,
-        texts=LazyTokenizer(None),
+        texts=LazyTokenizer(ModelFiles(None)),
         kept=lambda _: (),
         stop=lambda *_: None,
         count=lambda _: None,

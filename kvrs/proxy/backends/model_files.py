@@ -1,0 +1,115 @@
+"""The files of the served model on this machine: the shape of its KV, its size, its tokenizer."""
+
+import logging
+from pathlib import Path
+
+from kvrs.errors import ConfigError
+from kvrs.profiles.guess import ModelSize, size_of
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.proxy.backends.model_geometry import geometry_of, read_config
+
+log = logging.getLogger(__name__)
+
+_CONFIG = "config.json"
+# The KV of Llama-3.1-8B in 16 bits, for a model that has no files here.
+_USUAL_KV = KvGeometry(layers=32, kv_heads=8, head_dim=128, dtype_bytes=2, page_size_tokens=16)
+
+
+def find_model(model: str) -> Path | None:
+    """The directory with the files of a model: the path itself, or the snapshot of that name in the
+    cache of the Hugging Face hub; None: this machine has neither. Nothing is downloaded.
+    """
+    if (Path(model) / _CONFIG).is_file():
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, _CONFIG)
+    except HFValidationError:  # A path, which no name can be.
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def how_to_get(model: str) -> str:
+    """The command that puts the files that kvrs reads into the cache of the hub."""
+    name = "NAME" if Path(model).is_absolute() else model
+    return f"`hf download {name} --include '*.json'` (no weights)"
+
+
+def fault_of_model(model: str) -> str:
+    """The line for a model of the configuration that has no files here."""
+    return (
+        f"cluster.model: {model!r} is no directory with a config.json, and not in the cache of the "
+        f"Hugging Face hub; allowed: such a directory, or a name, after {how_to_get(model)}"
+    )
+
+
+class ModelFiles:
+    """The directory of the model: by the configuration or, without one there, by the `root` that a
+    vLLM reports of the model that it serves.
+    """
+
+    def __init__(self, given: str | None) -> None:
+        self._is_given = given is not None
+        self.model = given  # A path or a name; None: not known yet.
+        self.directory: Path | None = None  # None: not known, or not on this machine.
+        self.has_tokenizer = False
+        if given is not None:
+            self._found(find_model(given) or Path(given))
+
+    @property
+    def are_missing(self) -> bool:
+        """The model is known, and has no files here."""
+        return self.model is not None and self.directory is None
+
+    def report(self, root: str) -> None:
+        """Look for the files of the model that a vLLM serves, where the configuration names
+        none.
+        """
+        if self._is_given or self.model == root:
+            return
+        self.model = root
+        directory = find_model(root)
+        if directory is not None:
+            self._found(directory)
+            log.info("model found", extra={"model": root, "directory": directory})
+        else:
+            extra = {"model": root, "remedy": f"cluster.model, or {how_to_get(root)}"}
+            log.warning("no files of the model here: the size of its KV is assumed", extra=extra)
+
+    def geometry(self, page_size_tokens: int) -> KvGeometry:
+        """The shape of the model's KV; without files that of a usual model.
+
+        Raises:
+            ConfigError: the directory of the configuration has no such file, or not all fields.
+        """
+        if self.directory is not None:
+            try:
+                path = self.directory / _CONFIG
+                return geometry_of(path, read_config(path), page_size_tokens)
+            except ConfigError as error:
+                if self._is_given:
+                    raise
+                log.warning("the size of the model's KV is assumed", extra={"cause": str(error)})
+        return KvGeometry(
+            _USUAL_KV.layers,
+            _USUAL_KV.kv_heads,
+            _USUAL_KV.head_dim,
+            _USUAL_KV.dtype_bytes,
+            page_size_tokens,
+        )
+
+    def size(self) -> ModelSize | None:
+        """None: it is not known."""
+        if self.directory is None:
+            return None
+        try:
+            return size_of(read_config(self.directory / _CONFIG))
+        except ConfigError:
+            return None
+
+    def _found(self, directory: Path) -> None:
+        self.directory = directory
+        # Fixed here: what is promised to a client at admission must hold at its recovery.
+        self.has_tokenizer = (directory / "tokenizer.json").exists()
