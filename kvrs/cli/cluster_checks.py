@@ -16,7 +16,7 @@ from kvrs.errors import ConfigError
 
 PATIENCE_S = 5.0  # For instances that have not come up yet, and peers that are not reached.
 _ASK_AGAIN_S = 0.5
-_KEYS = ("instances", "agents", "proxies", "members")
+_KEYS = ("instances", "agents", "proxies", "members", "policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,19 @@ class ProxyAnswer:
     is_locked: bool = False
 
 
-def ask(config: Config, environ: Mapping[str, str], patience_s: float = PATIENCE_S) -> ProxyAnswer:
-    """The state of the proxy at the configured admin port, asked again for so long while an
-    instance has not come up yet, or a peer of the proxy is not reached.
+def ask(
+    config: Config,
+    environ: Mapping[str, str],
+    patience_s: float = PATIENCE_S,
+    url: str | None = None,
+) -> ProxyAnswer:
+    """The state of the proxy at the configured admin port, or at `url`, asked again for so long
+    while an instance has not come up yet, or a peer of the proxy is not reached.
     """
     from kvrs.load.admin import AdminClient, AdminError
 
     try:
-        client = AdminClient.of(config, environ)
+        client = AdminClient.of(config, environ, url)
     except ConfigError as error:
         return ProxyAnswer("proxy.admin_port", cause="; ".join(error.faults))
     until_s = time.monotonic() + patience_s
@@ -97,10 +102,6 @@ def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterato
     else:
         value = f"the proxy is kvrs {', '.join(versions)}, here is {kvrs.__version__}"
         yield doubtful("version", value, "the same version everywhere", "restart what is older")
-    if any(row.get("lacks_tokenizer") for row in rows):
-        value = "cluster.model has no tokenizer.json: streams that are cut continue inexactly"
-        remedy = "save the model's tokenizer there (save_pretrained), and restart the proxy"
-        yield bad("tokenizer of the proxy", value, "the file beside config.json", remedy)
     if config.proxy.workers == 1:  # Workers have configurations of their own, made from the file.
         yield _digest(config, rows[0])
     peers = {name for row in rows for name in row["peers"]}

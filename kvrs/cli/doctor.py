@@ -6,50 +6,78 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.text import Text
 
 import kvrs.cli.options as opt
 from kvrs.cli.findings import Finding, Level, has_failed
+from kvrs.config.command_line import CommandLine
 from kvrs.config.file import load_config
+
+if TYPE_CHECKING:
+    from kvrs.cli.cluster_checks import ProxyAnswer
 
 FAILED = 1  # The exit status.
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
 
 CheckedFile = Annotated[
-    Path | None, typer.Option("--config", help="YAML file; without it, the defaults")
+    Path | None,
+    typer.Option(
+        "--config", help="YAML file; without it, the command line of the proxy, or the defaults"
+    ),
+]
+AdminUrl = Annotated[
+    str | None, typer.Option(help="The proxy's admin port; default: that of the settings")
 ]
 
 
 def doctor(
-    config: CheckedFile = None, model: opt.OneModel = None, as_json: opt.Json = False
+    config: CheckedFile = None,
+    model: opt.OneModel = None,
+    admin_url: AdminUrl = None,
+    as_json: opt.Json = False,
 ) -> None:
-    """Check this machine, and the cluster if its proxy answers, and print what to mend."""
+    """Check this machine, and the cluster if its proxy answers, and print how to fix it."""
     from kvrs.cli.cluster_checks import ask, cluster_findings
     from kvrs.cli.machine_checks import machine_findings
+    from kvrs.cli.model_checks import exactness_findings, model_findings
 
     # What the checks of other modules would log is among the findings.
     logging.getLogger("kvrs").addHandler(logging.NullHandler())
     settings = load_config(config, os.environ, model=model)
-    answer = ask(settings, os.environ)
+    answer = ask(settings, os.environ, url=admin_url)
+    if config is None and (line := _command_line(answer)) is not None:
+        settings = line.read(os.environ)
+    first = list(exactness_findings(settings, answer))
     machine = list(machine_findings(settings, os.environ, answer))
     cluster = list(cluster_findings(settings, answer))
+    if answer.state is not None:
+        cluster += model_findings(settings, answer.state)
+    everything = [*first, *machine, *cluster]
     if as_json:
-        parts = {"machine": machine, "cluster": cluster}
+        parts = {"exactness": first, "machine": machine, "cluster": cluster}
         shown = {part: [asdict(each) for each in found] for part, found in parts.items()}
         print(json.dumps(shown, indent=2))
     else:
         console = Console(highlight=False, soft_wrap=True)
-        for title, found in (("This machine", machine), ("The cluster", cluster)):
-            console.print(title, style="bold")
+        for title, found in (("", first), ("This machine", machine), ("The cluster", cluster)):
+            if title:
+                console.print(title, style="bold")
             for each in found:
                 console.print(_line(each))
-        console.print(_verdict([*machine, *cluster]))
-    raise typer.Exit(FAILED if has_failed([*machine, *cluster]) else 0)
+        console.print(_verdict(everything))
+    raise typer.Exit(FAILED if has_failed(everything) else 0)
+
+
+def _command_line(answer: "ProxyAnswer") -> CommandLine | None:
+    """The one of the proxy that answers, if it has no file."""
+    row = None if answer.state is None else answer.state["proxies"][0].get("command_line")
+    return None if row is None else msgspec.convert(row, CommandLine)
 
 
 def _line(finding: Finding) -> Text:

@@ -7,7 +7,10 @@ _EXAMPLES = {
         "kvrs up --config kvrs.yaml --proxies 2",
         "kvrs up --pipelines 2 --pp 2",
     ],
-    "proxy": ["KVRS_SECRET=... kvrs proxy --config vllm.yaml"],
+    "proxy": [
+        "kvrs proxy --prefill http://a:8100 --decode http://b:8200 --decode http://c:8200",
+        "kvrs proxy --config vllm.yaml",
+    ],
     "agent": ["KVRS_SECRET=... kvrs agent --config kvrs.yaml --node n0"],
     "replay": [
         "kvrs replay --url http://127.0.0.1:8000 --trace-preset mooncake-conversation",

@@ -201,10 +201,13 @@ def _without_tokenizer(config: Config) -> Iterator[str]:
     cluster = config.cluster
     if cluster.model is None or cluster.backend is Backend.EMBEDDED:
         return
-    if not (Path(cluster.model) / "tokenizer.json").is_file():
+    from kvrs.proxy.backends.model_files import find_model
+
+    found = find_model(cluster.model) or Path(cluster.model)
+    if not (found / "tokenizer.json").is_file():
         yield (
-            f"warning: cluster.model: {cluster.model} has no tokenizer.json: streams that are cut "
-            f"are not continued exactly, and answers say X-Kvrs-Exact: no"
+            f"warning: cluster.model: {found} has no tokenizer.json: streams that are cut are not "
+            f"continued exactly, and responses say X-Kvrs-Exact: no"
         )
 
 
@@ -235,6 +238,12 @@ def _faults_of_model(config: Config) -> Iterator[str]:
     if cluster.model is None:
         return
     model = Path(cluster.model)
+    if cluster.backend is Backend.VLLM:
+        from kvrs.proxy.backends.model_files import fault_of_model, find_model
+
+        if find_model(cluster.model) is None:
+            yield fault_of_model(cluster.model)
+        return
     if not (model / "config.json").is_file():
         yield f"cluster.model: {model} has no config.json; allowed: a Hugging Face directory"
         return

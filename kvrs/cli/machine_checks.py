@@ -22,6 +22,7 @@ from kvrs.cli.feasibility import faults_of, faults_of_draft, private_files, rema
 from kvrs.cli.findings import Finding, bad, doubtful, good, of_fault
 from kvrs.cli.ports_here import is_here, is_to_start, port_findings
 from kvrs.config.cluster import Backend
+from kvrs.config.exposure import needs_secret
 from kvrs.config.file import ENV_NAME, Config
 from kvrs.config.tls import TlsSettings
 from kvrs.errors import EXTRAS, MissingExtraError, check_extras
@@ -217,7 +218,11 @@ def _configuration(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
 
 
 def _secret(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
-    if config.security.secret_file is None and ENV_NAME not in environ:
+    if config.security.secret_file is not None or ENV_NAME in environ:
+        return
+    if not needs_secret(config):
+        yield good("secret", "none is needed: no peer, agent or connector shares it")
+    else:
         allowed = f"security.secret_file, or {ENV_NAME}, of {MIN_SECRET_BYTES} bytes or more"
         remedy = f"export {ENV_NAME}=$(openssl rand -hex 32); `kvrs up` makes its own"
         yield doubtful("secret", "none", allowed, remedy)

@@ -24,6 +24,9 @@ TRACE = "The trace, and what is done to it"
 REQUESTS = "The requests"
 FAULTS = "Faults, and the comparison with a run without them"
 REPORT = "The report"
+# Groups of `kvrs proxy`.
+FILE = "With a file"
+URLS = "Without a file"
 # A group of `kvrs explain`.
 ELASTIC = "The loss of ranks"
 DRAFT = "Drafts while a model loads again"
@@ -41,6 +44,43 @@ class Device(StrEnum):
 ConfigFile = Annotated[
     Path, typer.Option("--config", help="YAML file; `kvrs config init` writes a first one")
 ]
+ProxyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="YAML file; `kvrs config init --for vllm` writes a first one. Or --decode in its "
+        "place",
+        rich_help_panel=FILE,
+    ),
+]
+Prefill = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL",
+        help="A vLLM server that computes prompts, as http://HOST:PORT; repeatable. Without one "
+        "decode servers compute them",
+        rich_help_panel=URLS,
+    ),
+]
+Decode = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL",
+        help="A vLLM server that decodes, as http://HOST:PORT; repeatable",
+        rich_help_panel=URLS,
+    ),
+]
+ProxyModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="Directory of the model, or its name in the Hugging Face cache; without it, the name "
+        "that vLLM reports",
+        rich_help_panel=URLS,
+    ),
+]
+Host = Annotated[str | None, typer.Option(help="Address of the OpenAI API [127.0.0.1]")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 NoEnv = Annotated[
     bool, typer.Option("--no-env", help="Without settings and ${NAME} from the environment")

@@ -14,6 +14,7 @@ import typer
 
 import kvrs.cli.options as opt
 from kvrs.cli.common import faults_in, say
+from kvrs.cli.proxy_options import command_line, secrets_of_proxy
 from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import Backend, NodeSettings, demo_nodes, pipeline_nodes
 from kvrs.config.exposure import check_exposure
@@ -25,7 +26,6 @@ from kvrs.config.file import (
     load_config,
     load_source,
     parse_config,
-    read_secrets,
 )
 from kvrs.config.origin import ConfigFile, UpCommand
 from kvrs.config.policy import PolicyName
@@ -311,7 +311,11 @@ def _set_degrees(document: dict[str, Any], of_instances: Mapping[str, int | None
 
 
 def proxy(
-    config: opt.ConfigFile,
+    config: opt.ProxyFile = None,
+    prefill: opt.Prefill = None,
+    decode: opt.Decode = None,
+    model: opt.ProxyModel = None,
+    host: opt.Host = None,
     port: opt.Port = None,
     admin_port: opt.AdminPort = None,
     workers: opt.Workers = None,
@@ -330,11 +334,13 @@ def proxy(
 
     plan = None if worker is None else msgspec.json.decode(worker, type=WorkerPlan)
     launched = None if launch is None else msgspec.json.decode(launch, type=UpCommand)
+    asked = {"host": host, "port": port, "admin_port": admin_port, "workers": workers}
+    line = command_line(config, prefill, decode, model, asked)
+    environ = None if no_env else os.environ
 
     def read_whole() -> Config:
-        given = checked(source := load_source(config, None if no_env else os.environ))
-        asked = {"workers": workers, "port": port, "admin_port": admin_port}
-        given = with_proxy(given, asked)
+        source = load_source(config, environ) if line is None else line.source(environ)
+        given = with_proxy(checked(source), asked)
         if launched is None:  # Files that `kvrs up` has written have every key.
             check_all(given, source, lambda each: faults_of_start(each, os.environ))
         return given
@@ -343,14 +349,14 @@ def proxy(
         whole = read_whole()
         return whole if plan is None else worker_config(whole, plan)
 
-    file = ConfigFile(config, read_config, launched)
+    file = ConfigFile(config, read_config, launched, line)
     settings = read_config()
     models = configs_of(settings) if settings.models else {"": settings}
     if faults := [fault for each in models.values() for fault in _without_ports(each)]:
         raise ConfigError(faults)
     facts = {} if plan is None else {"worker": settings.proxy.id}
     log_to_stderr(**settings.logs.options, **facts)
-    secret, *older = read_secrets(settings.security, os.environ)
+    secret, *older = secrets_of_proxy(settings, os.environ)
     if settings.proxy.workers > 1:
         # A worker has the same command line, with a plan.
         command = (sys.executable, "-m", "kvrs", *sys.argv[1:], "--worker")

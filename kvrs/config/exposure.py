@@ -36,6 +36,17 @@ def check_exposure(config: Config, environ: Mapping[str, str]) -> None:
         raise ConfigError(faults)
 
 
+def needs_secret(config: Config) -> bool:
+    """True if another process has to know the secret of a proxy: an agent, another proxy, an engine
+    of ours or a connector in vLLM. Else the proxy can make one that nobody else knows.
+    """
+    proxy, cluster = config.proxy, config.cluster
+    has_peers = bool(proxy.peers or proxy.numbered_peers or proxy.peer_port)
+    has_connectors = any(each.connector_port for _, each in cluster.instances())
+    is_ours = cluster.backend is not Backend.VLLM
+    return is_ours or has_peers or has_connectors or config.agents_run
+
+
 def notes(config: Config) -> Iterator[str]:
     """Yield a note for each setting that is allowed and leaves something open."""
     if config.cluster.backend is Backend.VLLM:

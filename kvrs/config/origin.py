@@ -1,10 +1,13 @@
-"""The file that a proxy reads its configuration from, and the `kvrs up` that has written it."""
+"""Where a proxy reads its configuration from: a file, which `kvrs up` may have written, or its
+command line.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from kvrs.config.command_line import CommandLine
 from kvrs.config.file import Config
 
 
@@ -18,11 +21,12 @@ class UpCommand(msgspec.Struct, frozen=True):
 
 
 class ConfigFile(msgspec.Struct, frozen=True):
-    """Reads the file again whenever it is called."""
+    """Reads the file, or the environment of a command line, again whenever it is called."""
 
-    path: Path
+    path: Path | None  # None: the proxy has no file.
     read: Callable[[], Config]  # Raises ConfigError.
     launch: UpCommand | None = None
+    command_line: CommandLine | None = None  # In place of a file.
 
     def __call__(self) -> Config:
         return self.read()
@@ -30,6 +34,8 @@ class ConfigFile(msgspec.Struct, frozen=True):
     @property
     def note(self) -> str | None:
         """Why the file is not the one that an operator edits."""
+        if self.command_line is not None:
+            return "this proxy was started without a file: its command line counts"
         if self.launch is None:
             return None
         if self.launch.file is None:

@@ -59,7 +59,7 @@ def _event_log(path: str, worker: int) -> str:
     return str(given.with_name(f"{given.stem}.{worker}{given.suffix}"))
 
 
-def with_proxy(config: Config, asked: Mapping[str, int | None]) -> Config:
+def with_proxy(config: Config, asked: Mapping[str, int | str | None]) -> Config:
     """The same configuration with settings of the proxy that the command line asks for; None: as in
     the file.
 

@@ -68,11 +68,13 @@ class Reloads:
     def describe(self) -> dict[str, Any]:
         """The proxy's row in the state, as far as it says which configuration is in use."""
         launch = None if self._origin is None else self._origin.launch
+        line = None if self._origin is None else self._origin.command_line
         return {
             "policy": self.config.policy.name.value,
             "config_digest": config_digest(self.config),
             # Of the file that an operator edits, without what was found or ordered since.
             "source_digest": config_digest(self._file_config) if launch is None else launch.digest,
+            "command_line": None if line is None else msgspec.to_builtins(line),
             "orders_aside": self.orders.aside,  # Why they are not carried out here.
         }
 
@@ -101,7 +103,8 @@ class Reloads:
             return result
         if origin.note is not None:
             log.warning("reloaded a copy", extra={"file": origin.path, "note": origin.note})
-        return msgspec.structs.replace(result, file=str(origin.path), note=origin.note)
+        file = None if origin.path is None else str(origin.path)
+        return msgspec.structs.replace(result, file=file, note=origin.note)
 
     async def follow_services(self, found: Found) -> None:
         """Take over the addresses of the services.

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvrs.cli.cluster_checks import ProxyAnswer, cluster_findings
+from kvrs.cli.cluster_checks import ProxyAnswer
 from kvrs.cli.findings import Level
+from kvrs.cli.model_checks import exactness_findings
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -335,15 +336,15 @@ async def test_a_missing_tokenizer_is_seen_wherever_an_operator_looks(
     admin = f"http://127.0.0.1:{system.proxy.admin_port}"
     async with system.http.get(f"{admin}/kvrs/v1/overview") as response:
         overview = await response.json()
-    findings = cluster_findings(system.proxy.reloads.config, ProxyAnswer(admin, state))
+    config = system.proxy.reloads.config
+    findings = [*exactness_findings(config, ProxyAnswer(admin, state))]
 
     assert (seen, counted) == (False, 0)
     assert state["proxies"][0]["lacks_tokenizer"]
     assert overview["proxies"][0]["lacks_tokenizer"]
     assert await system.count("kvrs_tokenizer_missing") == 1
-    assert any(
-        each.level is Level.FAILURE and "has no tokenizer.json" in each.value for each in findings
-    )
+    assert [each.level for each in findings] == [Level.FAILURE]
+    assert f"no tokenizer.json in {vllm_model}" in findings[0].value
 
 
 # Bad input, named when it comes up.

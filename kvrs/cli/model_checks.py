@@ -1,0 +1,77 @@
+"""Checks of `kvrs doctor` on the model: its files on this machine, and its prefill times."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvrs.cli.cluster_checks import ProxyAnswer
+from kvrs.cli.findings import Finding, bad, doubtful, good
+from kvrs.config.cluster import Backend
+from kvrs.config.file import Config
+from kvrs.proxy.backends.model_files import find_model, how_to_get
+
+_TOKENIZER = "tokenizer.json"
+
+
+def exactness_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
+    """Yield the first line of all: streams are continued inexactly for want of a tokenizer."""
+    if answer.state is not None:
+        lacking = [row for row in answer.state["proxies"] if row.get("lacks_tokenizer")]
+        if lacking:
+            model, directory = lacking[0].get("model"), lacking[0].get("model_directory")
+            yield bad("exactness", *_inexact(model, directory))
+        return
+    model = config.cluster.model
+    if model is None or config.cluster.backend is Backend.EMBEDDED:
+        return
+    found = find_model(model)
+    if found is not None and not (found / _TOKENIZER).is_file():
+        yield doubtful("exactness", *_inexact(model, str(found)))
+
+
+def _inexact(model: str | None, directory: str | None) -> tuple[str, str, str]:
+    """The value, what is allowed and the remedy."""
+    cause = f"no {_TOKENIZER} in {directory}"
+    remedy = "save the model's tokenizer there (save_pretrained), and restart the proxy"
+    if directory is None:
+        cause = "the proxy does not know the model"
+        remedy = "cluster.model, or --model, and a restart of the proxy"
+        if model is not None:
+            cause = f"no files of the model {model} on the proxy's machine"
+            remedy = f"{how_to_get(model)} there, or cluster.model; then restart the proxy"
+    value = (
+        f"responses say X-Kvrs-Exact: no, and text behind a cut is the engine's own, since there "
+        f"is {cause}"
+    )
+    return value, f"the model's {_TOKENIZER}", remedy
+
+
+def model_findings(config: Config, state: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield what the proxy knows of a model before vLLM, which publishes little of it."""
+    row = state["proxies"][0]
+    model, directory = row.get("model"), row.get("model_directory")
+    if config.cluster.backend is not Backend.VLLM or model is None:
+        return
+    if directory is None:
+        value = f"none of {model} here: the size of its KV is assumed (that of an 8B model)"
+        allowed = "its config.json: without it costs of moving KV are a guess"
+        remedy = f"{how_to_get(model)}, or cluster.model; then restart the proxy"
+        yield doubtful("files of the model", value, allowed, remedy)
+    else:
+        yield good("files of the model", directory if Path(model).is_absolute() else model)
+    yield from _prefill_times(state["policy"].get("prefill_guess"))
+
+
+def _prefill_times(guess: Mapping[str, Any] | None) -> Iterator[Finding]:
+    """Yield how the times of prefills are known; nothing where a profile has them."""
+    if guess is None:
+        return
+    check, seen = "prefill times", f"{guess['prefills']} prefills"
+    if not guess["is_guess"]:
+        yield good(
+            check, f"a guess by the model's size x {guess['factor']:.2g}, learned from {seen}"
+        )
+        return
+    value = f"a guess by the model's size, corrected by {seen} until now"
+    remedy = "send a few requests, from which it learns, or `kvrs profile --url` of a vLLM"
+    yield doubtful(check, value, "a table that was measured or learned", remedy)

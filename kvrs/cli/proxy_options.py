@@ -1,0 +1,54 @@
+"""Options of `kvrs proxy` that exclude each other, and the secret of a proxy."""
+
+import secrets
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from kvrs.config.command_line import CommandLine
+from kvrs.config.exposure import needs_secret
+from kvrs.config.file import ENV_NAME, Config, configs_of, read_secrets
+from kvrs.errors import ConfigError
+
+
+def command_line(
+    config: Path | None,
+    prefill: list[str] | None,
+    decode: list[str] | None,
+    model: str | None,
+    of_proxy: Mapping[str, int | str | None],
+) -> CommandLine | None:
+    """The configuration that the command line itself is; None: there is a file.
+
+    Raises:
+        ConfigError: there is neither a file nor a server, or there are both.
+    """
+    given = {"--prefill": prefill, "--decode": decode, "--model": model}
+    if config is not None:
+        if faults := [
+            f"{option}: got {value if isinstance(value, str) else ', '.join(value)} beside "
+            f"--config {config}; allowed: one of them (the file names the servers and the model)"
+            for option, value in given.items()
+            if value
+        ]:
+            raise ConfigError(faults)
+        return None
+    if not (prefill or decode):
+        raise ConfigError(
+            "--decode: missing; allowed: URLs of vLLM servers, as --prefill http://a:8100 --decode "
+            "http://b:8200 --decode http://c:8200, or --config FILE"
+        )
+    return CommandLine(prefill or [], decode or [], model, dict(of_proxy))
+
+
+def secrets_of_proxy(config: Config, environ: MutableMapping[str, str]) -> list[bytes]:
+    """The cluster's secrets. A proxy that shares none with any process makes its own, which is put
+    into the environment for its workers.
+
+    Raises:
+        ConfigError: it needs one that others know, and there is none; or one is not usable.
+    """
+    is_set = config.security.secret_file is not None or ENV_NAME in environ
+    models = configs_of(config).values() if config.models else (config,)
+    if not is_set and not any(map(needs_secret, models)):
+        environ[ENV_NAME] = secrets.token_hex(32)
+    return read_secrets(config.security, environ)

@@ -1,0 +1,87 @@
+"""The configuration of a proxy without a file: the URLs of the vLLM servers that it stands before.
+Everything else has its default, or comes from environment variables.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from kvrs.config.file import Config, checked
+from kvrs.config.overrides import override
+from kvrs.config.source import Source
+from kvrs.config.workers import with_proxy
+from kvrs.errors import ConfigError
+
+_URL = re.compile(r"http://(\[[0-9A-Fa-f:.]+\]|[^\s/?#@:\[\]]+)(?::([0-9]{1,5}))?/?")
+_HTTP_PORT, _LAST_PORT = 80, 65535
+_ALLOWED = "http://HOST:PORT of a vLLM server, without TLS and without a path"
+
+
+class CommandLine(msgspec.Struct, frozen=True):
+    """The options of such a proxy."""
+
+    prefill: list[str]
+    decode: list[str]
+    model: str | None = None  # `cluster.model`.
+    proxy: dict[str, int | str | None] = {}  # Settings of that section; None: the default.
+
+    def source(self, environ: Mapping[str, str] | None) -> Source:
+        """The settings before they are checked.
+
+        Raises:
+            ConfigError: a URL is none of HTTP, or is given twice; or there is none of role decode.
+        """
+        if faults := [*self._faults()]:
+            raise ConfigError(faults)
+        source = Source("the command line", self._document())
+        if environ is not None:
+            override(source, environ, Config, Config().model_dump(mode="json"))
+        return source
+
+    def read(self, environ: Mapping[str, str] | None) -> Config:
+        """The checked settings. Raises ConfigError."""
+        return with_proxy(checked(self.source(environ)), self.proxy)
+
+    def _roles(self) -> dict[str, list[str]]:
+        return {"prefill": self.prefill, "decode": self.decode}
+
+    def _faults(self) -> Iterator[str]:
+        seen: set[tuple[str, int]] = set()
+        for role, urls in self._roles().items():
+            for url in urls:
+                place = _place(url)
+                if place is None:
+                    yield f"--{role}: got {url!r}; allowed: {_ALLOWED}"
+                elif place in seen:
+                    yield f"--{role}: {url!r} is given twice; allowed: each server once"
+                else:
+                    seen.add(place)
+        if not self.decode:
+            yield "--decode: missing; allowed: at least one URL, such as http://127.0.0.1:8200"
+
+    def _document(self) -> dict[str, Any]:
+        """Servers of one host are on one node, in the order in which hosts are named."""
+        nodes: dict[str, list[dict[str, Any]]] = {}
+        for role, urls in self._roles().items():
+            for number, url in enumerate(urls):
+                place = _place(url)
+                assert place is not None, url
+                host, port = place
+                instance = {"id": f"{role[0]}{number}", "role": role, "host": host, "port": port}
+                nodes.setdefault(host, []).append(instance)
+        named = [
+            {"id": f"n{number}", "instances": instances}
+            for number, instances in enumerate(nodes.values())
+        ]
+        cluster = {"backend": "vllm", "model": self.model, "nodes": named}
+        return {"cluster": cluster}
+
+
+def _place(url: str) -> tuple[str, int] | None:
+    """The host and the port of a URL; None: it is none of HTTP."""
+    if (found := _URL.fullmatch(url)) is None:
+        return None
+    port = _HTTP_PORT if found[2] is None else int(found[2])
+    return (found[1].strip("[]"), port) if 0 < port <= _LAST_PORT else None
