@@ -15,6 +15,7 @@ from kvrs.cli import configuring, inspecting, measuring, monitoring, running
 from kvrs.cli.common import console
 from kvrs.cli.doctor import doctor
 from kvrs.cli.examples import examples
+from kvrs.cli.pages import docs
 from kvrs.cli.top import top
 from kvrs.config.logs import LogLevel
 from kvrs.errors import ConfigError, KvrsError
@@ -46,6 +47,7 @@ for command in (
     measuring.profile,
     top,
     doctor,
+    docs,
     monitoring.alerts,
     monitoring.dashboard,
 ):

@@ -185,7 +185,7 @@ def _connectors(config: Config, rows: list[Mapping[str, Any]]) -> Iterator[Findi
         yield doubtful("backup.mode", value, "remote, local or both", remedy)
     elif having and lacking:
         value = f"{mode}, and no connector_port at {', '.join(lacking)}"
-        remedy = "start vLLM with the connector there (docs/guide/vllm.md)"
+        remedy = "start vLLM with the connector there (kvrs docs vllm)"
         yield doubtful("backup.mode", value, "a connector in each, or no checkpoint", remedy)
 
 
@@ -229,7 +229,7 @@ def _self_test(check: str, test: Mapping[str, Any]) -> Finding:
     if not test["done"]:
         return doubtful(check, f"not done{cause}", "done", "wait, then run this again")
     if test["continues"] == Continues.NONE:
-        remedy = "streams that it loses end; see its version in docs/guide/backends.md"
+        remedy = "streams that it loses end; see its version in `kvrs docs backends`"
         return bad(check, value, "it continues streams", remedy)
     if test["moves_kv"] is False:
         remedy = "check its connector and its page port: what is not fetched is computed again"

@@ -39,6 +39,7 @@ _EXAMPLES = {
     ],
     "top": ["kvrs top --config kvrs.yaml", "kvrs top --url http://127.0.0.1:8001 --once --json"],
     "doctor": ["kvrs doctor --config kvrs.yaml", "kvrs doctor --json"],
+    "docs": ["kvrs docs vllm", "kvrs docs | less"],
     "key": ["kvrs key team-a"],
     "profile": ["kvrs profile --out table.json --model /models/Llama-3.2-1B"],
     "alerts": ["kvrs alerts > /etc/prometheus/kvrs.yaml"],

@@ -118,7 +118,7 @@ OneModel = Annotated[
 ]
 Preset = Annotated[
     presets.SystemPreset | None,
-    typer.Option(help="Settings in place of defaults (docs/research/presets.md)"),
+    typer.Option(help="Settings in place of defaults (kvrs docs presets)"),
 ]
 Model = Annotated[
     Path | None, typer.Option(help="Hugging Face directory; without it, a tiny random model")

@@ -74,7 +74,7 @@ def _processes(config: Config) -> Iterator[Process]:
         case Backend.VLLM:
             raise ConfigError(
                 "cluster.backend: got 'vllm'; allowed for `kvrs up`: 'embedded', "
-                "'distserve' (see docs/guide/vllm.md)"
+                "'distserve' (see `kvrs docs vllm`)"
             )
         case _:
             assert_never(cluster.backend)

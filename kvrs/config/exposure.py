@@ -52,7 +52,7 @@ def notes(config: Config) -> Iterator[str]:
     if config.cluster.backend is Backend.VLLM:
         yield (
             "note: cluster.backend: vllm instances cannot prove their identity: a process at the "
-            "address of a dead one gets prompts and the API key (docs/guide/security.md)"
+            "address of a dead one gets prompts and the API key (kvrs docs security)"
         )
 
 

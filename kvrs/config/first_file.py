@@ -9,12 +9,12 @@ _HEADERS = {
     Backend.EMBEDDED: "kvrs with its embedded engine, on this machine: `kvrs up --config FILE` "
     "starts two nodes, each with a prefill and a decode instance, and a proxy.",
     Backend.VLLM: "kvrs in front of vLLM, one prefill and two decode instances that are already up "
-    "(docs/guide/vllm.md has their command lines). To be changed: model, hosts, ports and profile. "
+    "(`kvrs docs vllm` has their command lines). To be changed: model, hosts, ports and profile. "
     "Then `export KVRS_SECRET=$(openssl rand -hex 32)` and `kvrs proxy --config FILE`. With the "
     "kvrs connector in vLLM (same page) cut streams are restored: give each instance its "
     "connector_port and each node an agent, and set backup.mode to remote.",
     Backend.DISTSERVE: "kvrs in front of DistServe, two servers on this machine, without a GPU: "
-    "`kvrs up --config FILE` (docs/guide/distserve.md). To be changed: home, the checkout.",
+    "`kvrs up --config FILE` (`kvrs docs distserve`). To be changed: home, the checkout.",
 }
 _REST = (
     "`kvrs config check FILE` reports what is wrong with it. Keys that are not here have their "

@@ -24,7 +24,7 @@ _HEADER = (
     "Every key of the configuration with its default. A file needs only what differs. "
     "`kvrs config check FILE` reports all mistakes at once, `kvrs config init` writes a first file."
 )
-_DOCS_PAGE = re.compile(r"docs/(guide|research)/([a-z]+\.md(?:#[a-z]+)?)")
+_DOCS_PAGE = re.compile(r"docs/(guide|research)/(([a-z-]+)\.md(?:#[a-z]+)?)")
 _ROOT = Path(__file__).parents[2]
 _GUIDE = _ROOT / "docs" / "guide"
 _CHART_SCHEMA = _ROOT / "deploy" / "helm" / "values.schema.json"
@@ -55,7 +55,7 @@ def description(path: KeyPath) -> str | None:
         given = node.get("properties", {}).get(part)
         if given is None:
             return None
-        node, text = resolved(schema, given), given["description"]
+        node, text = resolved(schema, given), with_commands(given["description"])
     return text
 
 
@@ -179,6 +179,11 @@ def _with_links(text: str) -> str:
     return _DOCS_PAGE.sub(
         lambda page: f"[{page[2]}]({'' if page[1] == 'guide' else '../research/'}{page[2]})", text
     )
+
+
+def with_commands(text: str) -> str:
+    """Names of pages as the commands that print them, which an installation has."""
+    return _DOCS_PAGE.sub(lambda page: f"kvrs docs {page[3]}", text)
 
 
 def _default(value: Any) -> str:

@@ -101,6 +101,21 @@ def test_commands_of_the_base_work(install: Install, tmp_path: Path) -> None:
     assert "pip install 'kvrs[engine,report]'" in install.run("kvrs", "demo").stderr
 
 
+def test_pages_that_messages_name_are_in_the_wheel(install: Install) -> None:
+    """They lie below the prefix of the environment."""
+    page = ROOT / "docs/guide/vllm.md"
+    printed = install.run("kvrs", "docs", "vllm")
+    (path,) = install.run("kvrs", "docs", "vllm", "--path").stdout.splitlines()
+
+    assert printed.stdout == page.read_text(encoding="utf-8"), printed.stderr
+    assert Path(path).is_relative_to(install.bin.parent)
+    for folder in ("guide", "research"):
+        names = {file.stem for file in (ROOT / "docs" / folder).glob("*.md")}
+        assert names <= {
+            line.split()[0] for line in install.run("kvrs", "docs").stdout.splitlines()
+        }
+
+
 def test_the_public_api_can_be_imported(install: Install) -> None:
     """Types included: the wheel has py.typed."""
     script = "import kvrs.api as api; print(api.__version__, api.RecoveryPolicy.__name__)"

@@ -1,0 +1,58 @@
+"""`kvrs docs`: pages of the documentation, which are installed with the package."""
+
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import kvrs
+from kvrs.errors import ConfigError
+
+# Where the pages lie in a checkout, and below the prefix of an environment.
+_CHECKOUT, _INSTALLED = "docs", "share/doc/kvrs"
+_FOLDERS = ("guide", "research")
+_SUFFIX = ".md"
+
+Page = Annotated[str | None, typer.Argument(help="Name of a page; without it, a list of all")]
+AsPath = Annotated[bool, typer.Option("--path", help="Print the path of the page in its place")]
+
+
+def docs(page: Page = None, as_path: AsPath = False) -> None:
+    """Print a page of the documentation, or a list of its pages."""
+    known = pages()
+    if page is None:
+        for name, file in sorted(known.items()):
+            print(f"{name:<16}{file if as_path else title(file)}")
+        return
+    name = page.rpartition("/")[2].partition("#")[0].removesuffix(_SUFFIX)
+    if name not in known:
+        raise ConfigError(f"got {page!r}; allowed: {', '.join(sorted(known))}")
+    print(known[name] if as_path else known[name].read_text(encoding="utf-8"), end="")
+    if as_path:
+        print()
+
+
+def pages() -> dict[str, Path]:
+    """The page of each name: of the checkout that kvrs runs from, or of its installation."""
+    root = Path(kvrs.__file__).parents[1] / _CHECKOUT
+    found = [page for folder in _FOLDERS for page in (root / folder).glob(f"*{_SUFFIX}")]
+    return {page.stem: page for page in sorted(found or _installed())}
+
+
+def title(page: Path) -> str:
+    """The heading of a page."""
+    with page.open(encoding="utf-8") as lines:
+        return next(lines).lstrip("# ").rstrip()
+
+
+def _installed() -> list[Path]:
+    try:
+        recorded = files("kvrs") or []
+    except PackageNotFoundError:
+        return []
+    return [
+        Path(str(each.locate())).resolve()
+        for each in recorded
+        if _INSTALLED in str(each) and each.suffix == _SUFFIX
+    ]

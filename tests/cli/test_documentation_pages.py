@@ -1,0 +1,81 @@
+"""Pages of the documentation, where kvrs is installed without a checkout."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvrs.cli import app
+from kvrs.cli.pages import pages
+from kvrs.config.cluster import Backend
+from kvrs.config.first_file import first_file
+
+ROOT = Path(__file__).parents[2]
+_NAMED = re.compile(r"kvrs docs ([a-z-]+)")
+
+
+def test_a_page_is_printed_by_its_name_or_the_path_that_it_has_in_the_checkout() -> None:
+    for name in ("vllm", "vllm.md", "docs/guide/vllm.md", "docs/guide/vllm.md#start"):
+        printed = CliRunner().invoke(app, ["docs", name])
+        assert printed.stdout == (ROOT / "docs/guide/vllm.md").read_text(encoding="utf-8"), name
+
+
+def test_without_a_name_all_pages_are_listed_with_their_titles() -> None:
+    lines = CliRunner().invoke(app, ["docs"]).stdout.splitlines()
+
+    assert "vllm            kvrs in front of vLLM" in lines
+    assert {line.split()[0] for line in lines} == pages().keys()
+
+
+def test_an_unknown_page_names_those_that_there_are() -> None:
+    error = CliRunner().invoke(app, ["docs", "vlm"]).exception
+
+    assert str(error).startswith("got 'vlm'; allowed: backends, ")
+
+
+def test_pages_of_an_installation_are_found_by_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel puts them below the prefix of the environment; pip notes where."""
+    page = tmp_path / "share/doc/kvrs/guide/vllm.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("# From the wheel\n")
+
+    class Recorded(type(Path("x"))):  # type: ignore[misc]  # The type of paths depends on the system.
+        def locate(self) -> Path:
+            return tmp_path / "lib" / str(self)
+
+    module = import_module("kvrs.cli.pages")
+    recorded = [Recorded("../share/doc/kvrs/guide/vllm.md"), Recorded("kvrs/api.py")]
+    monkeypatch.setattr(module, "files", lambda _: recorded)
+    monkeypatch.setattr(module, "_CHECKOUT", "no such folder")
+
+    assert pages() == {"vllm": page}
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_first_files_and_the_schema_name_pages_that_are_installed(backend: Backend) -> None:
+    """Not paths of a checkout, which an operator has not."""
+    schema = CliRunner().invoke(app, ["config", "schema"]).stdout
+
+    for text in (first_file(backend), schema):
+        assert "docs/" not in text
+        assert {*_NAMED.findall(text)} <= pages().keys()
+
+
+def test_messages_and_help_texts_name_pages_that_are_installed() -> None:
+    """The same of all strings of the commands; comments and docstrings are read in a checkout."""
+    named: set[str] = set()
+    for file in (ROOT / "kvrs").rglob("*.py"):
+        code = re.sub(r'"""(?s:.*?)"""|#.*', "", file.read_text(encoding="utf-8"))
+        if file.name not in ("reference.py", "pages.py"):
+            assert "docs/guide" not in code, file
+            assert "docs/research" not in code, file
+        named |= {*_NAMED.findall(code)}
+    alerts = (ROOT / "kvrs/cli/data/alerts.yaml").read_text(encoding="utf-8")
+    assert "docs/guide" not in alerts
+
+    assert named | {*_NAMED.findall(alerts)} <= pages().keys()
+    assert {"vllm", "backends", "security", "presets", "distserve"} <= named
