@@ -111,6 +111,7 @@ class ScriptedVllm(ScriptedServer):
     cached: dict[tuple[str | None, tuple[int, ...]], None] = field(default_factory=dict)
     cold: bool = False  # Its first seeded request has to wait for kernels to be compiled.
     waited: list[dict[str, Any]] = field(default_factory=list)  # Requests that had to.
+    in_one_piece: bool = False  # It answers with one token where no stream is asked for.
     passed: tuple[str, ...] = ()  # Paths that it answers with what it got.
     dies_passing: bool = False  # Once: the process ends with the request.
 
@@ -298,6 +299,13 @@ class ScriptedVllm(ScriptedServer):
                 return True
         return False
 
+    def _one_token(self, parsed: CompletionRequest | ChatRequest, salt: str | None) -> web.Response:
+        history = _history(parsed)
+        self.cached[salt, tuple(history)] = None
+        choice = {"index": 0, "text": "x", "finish_reason": "length", "token_ids": [1]}
+        usage = {"prompt_tokens": len(history), "completion_tokens": 1}
+        return _json({"choices": [choice | {"prompt_token_ids": history}], "usage": usage})
+
     def _prefill(self, parsed: CompletionRequest | ChatRequest) -> web.Response:
         history = _history(parsed)
         name = f"cmpl-{len(self.bodies)}-{self.engine}"
@@ -338,6 +346,8 @@ class ScriptedVllm(ScriptedServer):
         known: list[int],
         salt: str | None,
     ) -> web.StreamResponse:
+        if self.in_one_piece and not parsed.stream:
+            return self._one_token(parsed, salt)
         history = _history(parsed)
         script, position = self.script, len(history) - self.script.prompt_tokens
         if script.faults.get(position) is Fault.EMPTY:

@@ -41,7 +41,10 @@ _EXAMPLES = {
     "doctor": ["kvrs doctor --config kvrs.yaml", "kvrs doctor --json"],
     "docs": ["kvrs docs vllm", "kvrs docs | less"],
     "key": ["kvrs key team-a"],
-    "profile": ["kvrs profile --out table.json --model /models/Llama-3.2-1B"],
+    "profile": [
+        "kvrs profile --url http://127.0.0.1:8100 --out table.json",
+        "kvrs profile --out table.json --model /models/Llama-3.2-1B",
+    ],
     "alerts": ["kvrs alerts > /etc/prometheus/kvrs.yaml"],
     "dashboard": ["kvrs dashboard > kvrs.json"],
     "config check": ["kvrs config check kvrs.yaml"],

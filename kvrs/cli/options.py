@@ -123,6 +123,10 @@ Preset = Annotated[
 Model = Annotated[
     Path | None, typer.Option(help="Hugging Face directory; without it, a tiny random model")
 ]
+ProfiledUrl = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="A vLLM that runs and is idle, as http://HOST:PORT"),
+]
 Draft = Annotated[
     Path | None,
     typer.Option(

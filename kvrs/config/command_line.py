@@ -16,7 +16,7 @@ from kvrs.errors import ConfigError
 
 _URL = re.compile(r"http://(\[[0-9A-Fa-f:.]+\]|[^\s/?#@:\[\]]+)(?::([0-9]{1,5}))?/?")
 _HTTP_PORT, _LAST_PORT = 80, 65535
-_ALLOWED = "http://HOST:PORT of a vLLM server, without TLS and without a path"
+ALLOWED_URL = "http://HOST:PORT of a vLLM server, without TLS and without a path"
 
 
 class CommandLine(msgspec.Struct, frozen=True):
@@ -51,9 +51,9 @@ class CommandLine(msgspec.Struct, frozen=True):
         seen: set[tuple[str, int]] = set()
         for role, urls in self._roles().items():
             for url in urls:
-                place = _place(url)
+                place = place_of(url)
                 if place is None:
-                    yield f"--{role}: got {url!r}; allowed: {_ALLOWED}"
+                    yield f"--{role}: got {url!r}; allowed: {ALLOWED_URL}"
                 elif place in seen:
                     yield f"--{role}: {url!r} is given twice; allowed: each server once"
                 else:
@@ -66,7 +66,7 @@ class CommandLine(msgspec.Struct, frozen=True):
         nodes: dict[str, list[dict[str, Any]]] = {}
         for role, urls in self._roles().items():
             for number, url in enumerate(urls):
-                place = _place(url)
+                place = place_of(url)
                 assert place is not None, url
                 host, port = place
                 instance = {"id": f"{role[0]}{number}", "role": role, "host": host, "port": port}
@@ -79,7 +79,7 @@ class CommandLine(msgspec.Struct, frozen=True):
         return {"cluster": cluster}
 
 
-def _place(url: str) -> tuple[str, int] | None:
+def place_of(url: str) -> tuple[str, int] | None:
     """The host and the port of a URL; None: it is none of HTTP."""
     if (found := _URL.fullmatch(url)) is None:
         return None

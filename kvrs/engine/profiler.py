@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from rich.console import Console
@@ -29,7 +28,6 @@ from kvrs.engine.profiler_links import measure_link
 from kvrs.engine.random_model import write_tiny_model
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
-from kvrs.profiles.catalog import parse_profile
 from kvrs.profiles.schema import (
     DecodeRows,
     ModelLoad,
@@ -39,6 +37,7 @@ from kvrs.profiles.schema import (
     ProfileLink,
     TransferTime,
 )
+from kvrs.profiles.writing import faults_of_out, write_profile
 from kvrs.scheduling.sequences import Chunk
 
 NEW_INTERVALS = 8
@@ -76,12 +75,7 @@ def run_profile(options: ProfileOptions, console: Console | None = None) -> Path
     _check(options)
     with _model_directory(options) as model:
         profile = _measure(options, model, console or Console(stderr=True))
-    text = msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n"
-    parse_profile(text, str(options.out))
-    temporary = options.out.with_name(f"{options.out.name}.new")
-    temporary.write_bytes(text)
-    temporary.replace(options.out)
-    return options.out
+    return write_profile(profile, options.out)
 
 
 def _check(options: ProfileOptions) -> None:
@@ -100,18 +94,7 @@ def _check(options: ProfileOptions) -> None:
         wrong.append(
             f"--model: {options.model} has no config.json; allowed: a Hugging Face model directory"
         )
-    if options.out.suffix != ".json" or options.out.is_dir():
-        wrong.append(
-            f"--out: got {options.out}; allowed: a name that ends in .json, by "
-            f"which `profiles.prefill` knows it"
-        )
-    if not wrong:
-        try:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=options.out.parent):
-                pass  # A file can be made there; the measurement would be lost.
-        except OSError as error:
-            wrong.append(f"--out: {options.out.parent}: {error.strerror}")
+    wrong += faults_of_out(options.out)
     if wrong:
         raise ConfigError(wrong)
 
