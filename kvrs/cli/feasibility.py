@@ -174,6 +174,7 @@ def _doubts(config: Config) -> Iterator[str]:
 def _here(config: Config) -> Iterator[str]:
     """The same of what is looked up on this machine."""
     yield from _without_tokenizer(config)
+    yield from _foreign_profile(config)
     yield from _forbidden_ports(config)
     yield from _unresolved(config)
 
@@ -209,6 +210,16 @@ def _without_tokenizer(config: Config) -> Iterator[str]:
             f"warning: cluster.model: {found} has no tokenizer.json: streams that are cut are not "
             f"continued exactly, and responses say X-Kvrs-Exact: no"
         )
+
+
+def _foreign_profile(config: Config) -> Iterator[str]:
+    from kvrs.cli.model_checks import foreign_profile
+    from kvrs.proxy.backends.model_files import find_model
+
+    model = config.cluster.model
+    if model is not None and config.cluster.backend is Backend.VLLM:
+        remark = foreign_profile(config.profiles.prefill, find_model(model))
+        yield from () if remark is None else (remark,)
 
 
 def _unresolved(config: Config) -> Iterator[str]:

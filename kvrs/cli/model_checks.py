@@ -8,9 +8,15 @@ from kvrs.cli.cluster_checks import ProxyAnswer
 from kvrs.cli.findings import Finding, bad, doubtful, good
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
+from kvrs.errors import ConfigError
+from kvrs.profiles import catalog
+from kvrs.profiles.guess import size_of
+from kvrs.profiles.schema import Profile
 from kvrs.proxy.backends.model_files import find_model, how_to_get
+from kvrs.proxy.backends.model_geometry import geometry_of, read_config
 
 _TOKENIZER = "tokenizer.json"
+_SAME = 1.25  # Names of models round their parameters: within this factor they are the same.
 
 
 def exactness_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
@@ -59,6 +65,9 @@ def model_findings(config: Config, state: Mapping[str, Any]) -> Iterator[Finding
         yield doubtful("files of the model", value, allowed, remedy)
     else:
         yield good("files of the model", directory if Path(model).is_absolute() else model)
+        remark = foreign_profile(config.profiles.prefill, Path(directory))
+        if config.cluster.model is None and remark is not None:  # Else found in the file.
+            yield doubtful("configuration", remark.removeprefix("warning: "), "", "")
     yield from _prefill_times(state["policy"].get("prefill_guess"))
 
 
@@ -75,3 +84,43 @@ def _prefill_times(guess: Mapping[str, Any] | None) -> Iterator[Finding]:
     value = f"a guess by the model's size, corrected by {seen} until now"
     remedy = "send a few requests, from which it learns, or `kvrs profile --url` of a vLLM"
     yield doubtful(check, value, "a table that was measured or learned", remedy)
+
+
+def foreign_profile(name: str | None, directory: Path | None) -> str | None:
+    """The remark that a profile was measured with another model, as far as the profile and the
+    model's config.json tell; None: nothing speaks against it.
+    """
+    if name is None or directory is None:
+        return None
+    try:
+        fields = read_config(directory / "config.json")
+        own = geometry_of(directory / "config.json", fields, 16)
+        profile = catalog.profile(name)
+    except ConfigError:  # Found by other checks.
+        return None
+    size = size_of(fields)
+    compared = {
+        "layers": (profile.geometry.layers, own.layers),
+        "KV heads": (profile.geometry.kv_heads, own.kv_heads),
+        "numbers a head": (profile.geometry.head_dim, own.head_dim),
+        "billion parameters": (_parameters(profile), size and size.parameters / 1e9),
+    }
+    differing = [
+        f"{theirs:.3g} {what}, and not {ours:.3g}"
+        for what, (theirs, ours) in compared.items()
+        if theirs and ours and not 1 / _SAME <= theirs / ours <= _SAME
+    ]
+    if not differing:
+        return None
+    return (
+        f"warning: profiles.prefill: {name} is of {profile.model}, which has "
+        f"{'; '.join(differing)}: its times are those of another model; allowed: a profile of this "
+        f"one (`kvrs profile --url` measures one), or null, by which kvrs learns its own"
+    )
+
+
+def _parameters(profile: Profile) -> float | None:
+    """Billions of them; None: the profile does not tell."""
+    if profile.load is None or profile.dtype not in ("bf16", "fp16"):
+        return None
+    return profile.load.weight_bytes / 2e9
