@@ -48,7 +48,7 @@ from kvrs.proxy.wire.requests import ByteBudget, ClientRequest, ParsedRequest, R
 # The highest value of each header, in seconds. The configuration has the same bounds.
 _LONGEST_S = {"x-kvrs-ttft-s": 86400, "x-kvrs-recovery-gap-s": 3600, "x-kvrs-deadline-s": 86400}
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?", re.ASCII)
-_INEXACT = {"X-Kvrs-Exact": "no"}
+_EXACT, _INEXACT = "X-Kvrs-Exact", "X-Kvrs-Inexact"  # Headers; the latter has the reasons.
 _NO_HEADERS: Mapping[str, str] = {}
 
 Parsed = TypeVar("Parsed")
@@ -70,6 +70,7 @@ class ClientCall:
     found: Record | None = None  # That of the stream to be resumed; None: the stream is new.
     name: ServedName = field(init=False)
     inexact: tuple[str, ...] = ()  # What could not be continued exactly.
+    lacks_tokenizer: bool = False  # That is the cause, where it is the prompt's text.
     replayed: tuple[str, ...] = ()  # As of `Journal`; so is `replays`.
     replays: Replays = Replays.NOWHERE
     deadlines: ev.Deadlines = ev.NO_DEADLINES
@@ -84,8 +85,14 @@ class ClientCall:
         """
         for journal in self.journals:
             journal.commit_head()
-        is_exact = all(journal.is_promised or not journal.inexact for journal in self.journals)
-        return _NO_HEADERS if is_exact else _INEXACT
+        marked = [each for each in self.journals if not each.is_promised and each.inexact]
+        if not marked:
+            return _NO_HEADERS
+        # In place of the prompt its tokenizer, where that is missing.
+        texts = ("prompt", "messages") if self.lacks_tokenizer else ()
+        names = dict.fromkeys(name for journal in marked for name in journal.inexact)
+        reasons = ("tokenizer" if name in texts else name for name in names)
+        return {_EXACT: "no", _INEXACT: ", ".join(reasons)}
 
 
 class Admissions:
@@ -246,6 +253,7 @@ class Admissions:
         """Find what of the request the instances in use could not continue exactly."""
         plain, (least, continues) = self._instances.plain, self._self_tests.least
         parsed = call.parsed
+        call.lacks_tokenizer = plain is not None and not self._driver.tokenizer.available
         if plain is not None:
             find = partial(
                 inexact_features,

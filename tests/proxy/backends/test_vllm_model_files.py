@@ -59,7 +59,8 @@ async def cut_text(system: Vllms) -> tuple[str, str]:
     async def read() -> tuple[str, str]:
         async with system.http.post(f"{system.url}/v1/completions", json=body) as response:
             assert response.status == 200
-            exact = response.headers.get("X-Kvrs-Exact", "")
+            marks = [response.headers.get(f"X-Kvrs-{name}", "") for name in ("Exact", "Inexact")]
+            exact = " ".join(marks).strip()
             lines = (await response.read()).split(b"\n\n")
         chunks = [msgspec.json.decode(line[6:]) for line in lines if line.startswith(b"data: {")]
         text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
@@ -115,7 +116,7 @@ async def test_the_model_that_vllm_serves_is_found_by_its_root(
 
     (row,) = (await system.state())["proxies"]
     assert (row["model_directory"], row["lacks_tokenizer"]) == (str(directory), False)
-    assert exact != "no"
+    assert exact == ""
     tokenizer = await system.proxy.parts.driver.tokenizer.load()
     assert text == tokenizer.decode(whole)
     geometry = system.proxy.parts.driver.control.instances.known
@@ -132,7 +133,7 @@ async def test_without_files_streams_survive_and_their_heads_say_inexact(
     (row,) = (await system.state())["proxies"]
     assert (row["model"], row["model_directory"]) == (NAME, None)
     assert row["lacks_tokenizer"]
-    assert exact == "no"
+    assert exact == "no tokenizer"
     assert text
     (recovery,) = (await system.state())["recoveries"]
     assert recovery["outcome"] == "resumed"
@@ -177,4 +178,4 @@ async def test_a_tokenizer_that_cannot_be_read_is_none_where_only_vllm_named_it(
     text, exact = await cut_text(system)
 
     assert (await system.state())["proxies"][0]["lacks_tokenizer"]
-    assert (bool(text), exact) == (True, "no")
+    assert (bool(text), exact) == (True, "no tokenizer")

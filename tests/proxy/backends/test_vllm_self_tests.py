@@ -93,11 +93,12 @@ async def test_a_sampler_whose_state_is_lost_gets_no_seed(vllms: Builder) -> Non
     request = {"prompt": PROMPT, **SAMPLED}
     async with system.http.post(system.url + "/v1/completions", json=request) as response:
         mark = response.headers.get("X-Kvrs-Exact")
+        reasons = response.headers.get("X-Kvrs-Inexact")
         await response.read()
     greedy = await system.ask({"prompt": PROMPT, "temperature": 0, "max_tokens": 3})
 
     assert {found[name]["continues"] for name in ("d0", "d1")} == {"exact greedy"}
-    assert mark == "no"
+    assert (mark, reasons) == ("no", "temperature")
     assert greedy[0] == 200
     assert all("seed" not in body for body in decode_bodies(system))
 
