@@ -268,7 +268,9 @@ class ClusterSettings(Settings):
     distserve: DistServeSettings = DistServeSettings()
     """Settings of the distserve backend."""
     model: str | None = None
-    """A Hugging Face directory. null: a tiny random Llama, generated from `engine.seed`."""
+    """A Hugging Face directory; before vLLM also a name in the cache of the Hugging Face hub. null:
+    a tiny random Llama, generated from `engine.seed`; before vLLM the model that it names.
+    """
     served_name: str | None = Field(default=None, min_length=1, max_length=128, pattern=SERVED_NAME)
     """Name of the model for clients. With vLLM, one of its --served-model-name. null: the name of
     the directory, or vLLM's first name.

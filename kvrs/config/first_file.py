@@ -9,10 +9,9 @@ _HEADERS = {
     Backend.EMBEDDED: "kvrs with its embedded engine, on this machine: `kvrs up --config FILE` "
     "starts two nodes, each with a prefill and a decode instance, and a proxy.",
     Backend.VLLM: "kvrs in front of vLLM, one prefill and two decode instances that are already up "
-    "(`kvrs docs vllm` has their command lines). To be changed: model, hosts, ports and profile. "
-    "Then `export KVRS_SECRET=$(openssl rand -hex 32)` and `kvrs proxy --config FILE`. With the "
-    "kvrs connector in vLLM (same page) cut streams are restored: give each instance its "
-    "connector_port and each node an agent, and set backup.mode to remote.",
+    "(`kvrs docs vllm` has their command lines). To be changed: hosts and ports. Then "
+    "`kvrs proxy --config FILE`. The model is the one that vLLM names; where its files are not on "
+    "this machine, `kvrs doctor` says what that costs.",
     Backend.DISTSERVE: "kvrs in front of DistServe, two servers on this machine, without a GPU: "
     "`kvrs up --config FILE` (`kvrs docs distserve`). To be changed: home, the checkout.",
 }
@@ -38,20 +37,15 @@ backup: {mode: local}
 proxy: {port: 8000, admin_port: 8001, inexact: mark}
 cluster:
   backend: vllm
-  model: /models/Llama-3.1-8B-Instruct
   nodes:
   - id: n0
-    agent: {host: 127.0.0.1, port: 8400, page_port: 8410}
     instances:
-    - {id: p0, role: prefill, host: 127.0.0.1, port: 8100, connector_port: null}
-    - {id: d0, role: decode, host: 127.0.0.1, port: 8200, connector_port: null}
+    - {id: p0, role: prefill, host: 127.0.0.1, port: 8100}
+    - {id: d0, role: decode, host: 127.0.0.1, port: 8200}
   - id: n1
-    agent: {host: 127.0.0.1, port: 8401, page_port: 8411}
     instances:
-    - {id: d1, role: decode, host: 127.0.0.1, port: 8201, connector_port: null}
+    - {id: d1, role: decode, host: 127.0.0.1, port: 8201}
 policy: {name: auto}
-backup: {mode: "off"}
-profiles: {prefill: llama-3.1-8b-h100-vllm-tp1}
 """,
     Backend.DISTSERVE: """
 proxy: {port: 8000, admin_port: 8001}

@@ -1,17 +1,23 @@
 """Ports of the kvrs connectors in vLLM: what they allow, and where they are refused."""
 
+import re
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvrs.config.cluster import Backend
+from kvrs.config.exposure import needs_secret
 from kvrs.config.file import parse_config
 from kvrs.config.first_file import first_file
 from kvrs.config.settings import parse_yaml
+from kvrs.config.source import merged
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs_testkit.vllm_cluster import document
 
+ROOT = Path(__file__).parents[2]
 PORTS = {"p0": 1001, "d0": 1002, "d1": 1003}
 CONNECTORS = {"d0": 1012, "d1": 1013}
 BACKUP: dict[str, Any] = {"backup": {"mode": "remote"}}
@@ -90,17 +96,32 @@ def test_the_protocol_is_spoken_at_the_connector() -> None:
     assert (config.url_of(d0), d0.url) == ("http://127.0.0.1:1012", "http://127.0.0.1:1002")
 
 
-def test_the_first_file_for_vllm_has_what_the_connector_needs() -> None:
-    """Three values are to be changed, no line is to be found elsewhere."""
+def test_the_first_file_for_vllm_has_nothing_that_is_off() -> None:
+    """No agent, no key without a value, no secret; it starts as it is once the addresses fit."""
     text = first_file(Backend.VLLM)
-    for name, port in (("p0", 8300), ("d0", 8301), ("d1", 8302)):
-        place = f"id: {name}"
-        before, found, after = text.partition(place)
-        assert found
-        text = before + found + after.replace("connector_port: null", f"connector_port: {port}", 1)
 
-    config = parse_config(parse_yaml(text.replace("mode: 'off'", "mode: remote")))
+    config = parse_config(parse_yaml(text))
 
-    ports = [each.connector_port for _, each in config.cluster.instances()]
-    assert (ports, config.agents_run) == ([8300, 8301, 8302], True)
-    assert all(node.agent.port and node.agent.page_port for node in config.cluster.nodes)
+    words = {*re.findall(r"\w+", re.sub("#.*", "", text))}
+    assert not {"agent", "null", "connector_port", "profiles", "backup"} & words
+    assert "SECRET" not in text
+    assert not needs_secret(config)
+
+
+def test_lines_of_the_guide_give_the_first_file_its_connectors() -> None:
+    """Laid over it, as the page says; then a secret is needed."""
+    page = (ROOT / "docs/guide/vllm.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"    backup: \{mode: remote\}.*(?:\n    .*)+", page)
+    above = parse_yaml(textwrap.dedent(lines))
+    document = parse_yaml(first_file(Backend.VLLM))
+    for node, more in zip(document["cluster"]["nodes"], above["cluster"].pop("nodes"), strict=True):
+        given = {each["id"]: each for each in node["instances"]}
+        given |= {each["id"]: each for each in more.pop("instances")}
+        node |= more | {"instances": [*given.values()]}
+
+    config = parse_config(merged(document, above))
+
+    ports = {each.id: each.connector_port for _, each in config.cluster.instances()}
+    assert ports == {"p0": None, "d0": 8300, "d1": 8301}
+    assert config.agents_run
+    assert needs_secret(config)
