@@ -22,6 +22,7 @@ from kvrs_testkit.vllm_cluster import CONFIG
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 
+ROOT = Path(__file__).parents[2]
 BODY = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0}
 
 
@@ -212,3 +213,25 @@ async def test_what_does_not_go_together_is_refused(options: tuple[str, ...], sa
     _, stderr = await ended.communicate()
 
     assert (ended.returncode, said in stderr) == (2, True)
+
+
+async def test_the_command_of_the_readme_works_as_printed() -> None:
+    """Its URLs are those of servers that run here; nothing else is needed."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (printed,) = re.findall(r"^    kvrs (proxy .*)$", readme, re.MULTILINE)
+    async with servers("p0", "d0", "d1") as found:
+        for name, host in (("p0", "a:8100"), ("d0", "b:8200"), ("d1", "c:8200")):
+            assert host in printed
+            printed = printed.replace(host, f"127.0.0.1:{found[name].port}")
+        ports = ("--port", "0", "--admin-port", "0")  # Others may have 8000 here.
+        async with (
+            proxy(*printed.split()[1:], *ports) as (_, url),
+            aiohttp.ClientSession() as http,
+        ):
+            await until_ready(http, url, found)
+            async with http.post(f"{url}/v1/completions", json=BODY) as response:
+                answer: Any = await response.json()
+
+    assert answer["usage"]["completion_tokens"] == 6
+    assert "pip install ./kvrs" in readme
+    assert "pip install kvrs" not in readme
