@@ -34,7 +34,7 @@ NOT_CODE = (
 # times are theirs too.
 MAX_OTHERS = 0.1
 COMMIT_ENV = "KVRS_COMMIT"  # Names the commit where a copy of the tree has no repository.
-_MARK_ENV = "KVRS_EXPERIMENT"  # Inherited by all processes of a run, also by those of daemons.
+MARK_ENV = "KVRS_EXPERIMENT"  # Inherited by all processes of a run, also by those of daemons.
 _SAMPLE_S = 1.0
 
 
@@ -53,8 +53,8 @@ class Record:
         self._load_before = os.getloadavg()[0]
         self._reasons: list[str] = []
         mark = secrets.token_hex(8)
-        os.environ[_MARK_ENV] = mark
-        self._use = CpuUse(f"{_MARK_ENV}={mark}".encode())
+        os.environ[MARK_ENV] = mark
+        self._use = CpuUse(f"{MARK_ENV}={mark}".encode())
         time.sleep(_SAMPLE_S)
         self.others_before = self._use.others()
         self._use.begin()

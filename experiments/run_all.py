@@ -187,6 +187,7 @@ ALL = (
     _of("demo_vllm", "demo_vllm", 4, "run", VLLM),
     _of("first_minutes", "demo", 3, "demo"),
     _of("first_minutes", "vllm", 4, "vllm", VLLM),
+    _of("first_minutes", "scripted", 1, "vllm --scripted"),
     _of("proxy_rolls", "proxy_rolls", 8),
     Experiment("measured_once", tuple(_MEASURED_ONCE), 0, ""),
 )

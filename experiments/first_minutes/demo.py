@@ -40,9 +40,16 @@ class Phases:
         self.seconds[name] = lasted_s = time.monotonic() - begun_s
         print(_line(name, lasted_s), flush=True)
 
-    def as_text(self, bar_s: float) -> str:
+    def as_text(self, bar_s: float, after_s: float | None = None) -> str:
+        """A line for each, and the bar: for all of them, or for those that took `after_s` behind
+        the installation.
+        """
         lines = [_line(name, lasted_s) for name, lasted_s in self.seconds.items()]
-        return "\n".join([*lines, f"{_line('together', self.whole_s)} (bar: {bar_s:.0f} s)"])
+        bar = f" (bar: {bar_s:.0f} s)"
+        if after_s is None:
+            return "\n".join([*lines, _line("together", self.whole_s) + bar])
+        together = _line("together", self.whole_s)
+        return "\n".join([*lines, _line("behind the installation", after_s) + bar, together])
 
 
 def _line(name: str, lasted_s: float) -> str:
