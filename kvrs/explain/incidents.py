@@ -18,6 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvrs.config.policy import PolicyName
+from kvrs.core.books.prefill_scale import ENOUGH_PREFILLS
 from kvrs.core.event_log import Header, LogEntry, read, rerun
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -275,6 +276,7 @@ def explain_log(path: Path, *, as_json: bool = False) -> bool:
         notes.append("not run again: the log begins in the middle")
     difference = None if again is None else again.difference
     entries = [record for record in records if isinstance(record, LogEntry)]
+    notes += _guesses(entries)
     happened, moment = incidents(entries), _moments(entries, zero_s=0.0)
     document = {
         "version": 1,
@@ -322,6 +324,7 @@ def show_incidents(
                 allowed = f"1 to {len(found)}" if found else "none, since nothing was lost"
                 raise LogError(f"incident {number}: there is none; allowed: {allowed}")
             found = [found[number - 1]]
+        notes += _guesses(entries)
         asked = {each.line for incident in found for each in incident.decisions}
         instead = {} if policy is None else what_if(records, policy, asked)
     moment = _moments(entries, zero_s=entries[0].now_s if entries else 0.0)
@@ -335,6 +338,21 @@ def show_incidents(
         "incidents": plain if is_list else plain[0],
     }
     show(document, as_json=as_json, hidden=("losses", "decisions") if is_list else ("option",))
+
+
+def _guesses(entries: Iterable[LogEntry]) -> Iterator[str]:
+    """A note on instances of which the prefill times were guessed."""
+    ups = [each.event for each in entries if isinstance(each.event, ev.InstanceUp)]
+    guessed = {each.info.id for each in ups if _is_guess(each)}
+    if guessed:
+        yield (
+            f"prefill times of {', '.join(sorted(guessed))} are a guess by the size of the model, "
+            f"times a factor that is learned from {ENOUGH_PREFILLS} prefills on"
+        )
+
+
+def _is_guess(up: ev.InstanceUp) -> bool:
+    return up.info.prefill.is_guess if up.prefill is None else up.prefill.is_guess
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from kvrs.errors import ConfigError, LogError
 from kvrs.explain.incidents import RecordedDecision, explain_log, incidents
 from kvrs.explain.questions import parse_bandwidth
 from kvrs.profiles import catalog
+from kvrs.profiles.guess import guessed_table
 from kvrs.protocol.instance import ReformingReport
-from tests.core.policy_harness import instance_up, load
+from tests.core.policy_harness import TABLE, instance_up, load
 from tests.core.recorded_incident import A, Recorder, incident
 
 SEED = (
@@ -279,6 +280,20 @@ def test_a_log_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert {"raw_s", "total_s", "first_page"} <= set(
         found["decisions"][0]["action"]["estimates"][0]
     )
+
+
+def test_a_log_says_whose_prefill_times_were_guessed(tmp_path: Path) -> None:
+    """Predictions of such a log rest on the size of the model; those of others on measurements."""
+    guess = guessed_table(None)
+    recorder = Recorder()
+    for name in ("p0", "d0"):
+        recorder.handle(instance_up(name, prefill=guess if name == "p0" else TABLE), 0.0)
+
+    same, text = shown_log(written(tmp_path / "events.jsonl", recorder.lines))
+
+    assert same
+    assert "prefill times of p0 are a guess by the size of the model" in text
+    assert "guess" not in shown_log(written(tmp_path / "others.jsonl", incident()))[1]
 
 
 def test_a_log_that_goes_on_is_read_with_the_file_before_it(tmp_path: Path) -> None:
