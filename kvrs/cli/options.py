@@ -114,7 +114,7 @@ DemoConfig = Annotated[
     Path | None, typer.Option(help="YAML file; without it, the cluster of the demo")
 ]
 OneModel = Annotated[
-    str | None, typer.Option("--model", help="The model that is meant, of a file with models")
+    str | None, typer.Option("--model", help="Model to use, if the file has several")
 ]
 Preset = Annotated[
     presets.SystemPreset | None,
@@ -143,7 +143,8 @@ Pipelines = Annotated[
     typer.Option(
         min=2,
         max=MAX_NODES // 2,
-        help="Or instances of --pp stages that lend each other these, with a node for each stage",
+        help="Start so many pipeline-parallel instances, of --pp stages, that can borrow each "
+        "other's stages; a node for each stage",
     ),
 ]
 Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Port of the OpenAI API [8000]")]
@@ -397,7 +398,7 @@ ServiceS = Annotated[
 ]
 TargetQueueS = Annotated[float, typer.Option(help="Work ahead at the target decode instance")]
 HeldTokens = Annotated[
-    int | None, typer.Option(help="Of which prefill still holds the KV; default: the prompt's")
+    int | None, typer.Option(help="Tokens whose KV prefill still holds; default: the prompt's")
 ]
 CheckpointTokens = Annotated[
     int, typer.Option(min=0, help="Of prompt and output, held by an agent")

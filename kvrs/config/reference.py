@@ -218,13 +218,18 @@ def _one_allowed(schema: dict[str, Any], given: dict[str, Any]) -> str:
 
 
 def _range(node: dict[str, Any]) -> str:
+    if "minimum" in node and "maximum" in node:
+        return f" from {node['minimum']:,} to {node['maximum']:,}"
     words = {
-        "minimum": "from",
-        "exclusiveMinimum": "above",
-        "maximum": "to",
-        "exclusiveMaximum": "below",
+        "minimum": "at least",
+        "exclusiveMinimum": "greater than",
+        "maximum": "at most",
+        "exclusiveMaximum": "less than",
     }
-    return "".join(f" {word} {node[key]:,}" for key, word in words.items() if key in node)
+    bounds = [f"{word} {node[key]:,}" for key, word in words.items() if key in node]
+    if not bounds:
+        return ""
+    return (", " if bounds[0].startswith("at") else " ") + ", ".join(bounds)
 
 
 _INTRODUCTION = """\
