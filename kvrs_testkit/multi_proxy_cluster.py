@@ -20,6 +20,7 @@ from kvrs.proxy.server import Proxy
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster, open_proxy_cluster
 from kvrs_testkit.scripted import SECRET
+from kvrs_testkit.sse import without_comments
 
 _EVENT = re.compile(rb"(?:id: ([0-9a-f]+:[0-9]+)\n)?data: (.*)\n\n", re.DOTALL)
 
@@ -63,8 +64,7 @@ class Reader:
                     raw = await response.content.readuntil(b"\n\n")
                     if not raw:
                         break
-                    if not raw.startswith(b":"):  # A comment keeps the connection open.
-                        self._take(raw)
+                    self._take(without_comments(raw))
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError):
             pass
         return status

@@ -18,6 +18,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from kvrs_testkit.sse import without_comments
+
 PATIENCE_S = 120.0
 _AGAIN_S = 0.05
 # Error codes of a stream that cannot be resumed by any number of requests.
@@ -137,8 +139,7 @@ class Clients:
                 had.began = began = True
                 while not had.done and had.failure is None:
                     raw = await response.content.readuntil(b"\n\n")
-                    if not raw.startswith(b":"):  # A comment keeps the connection open.
-                        self._take(had, raw)
+                    self._take(had, without_comments(raw))
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
             had.refusals[type(error).__name__] += 1
         had.breaks += began and not had.done

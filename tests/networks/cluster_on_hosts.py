@@ -21,6 +21,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.instance import AgentReport, LoadReport
 from kvrs.proving import ProvingConnector, agent_keys, instance_keys
 from kvrs_testkit.processes import ForkedProcesses
+from kvrs_testkit.sse import without_comments
 from tests.networks.network_cluster import Network
 
 HTTP, PAGES, GOSSIP, ADMIN, PEERS = 8000, 9000, 7946, 8001, 8002
@@ -243,9 +244,7 @@ class Keyed:
             if answer.status != 200:
                 return str((await answer.json())["error"]["code"])
             while not self.done and (events is None or len(self.ids) < events):
-                raw = await answer.content.readuntil(b"\n\n")
-                if raw.startswith(b":"):  # A comment keeps the connection open.
-                    continue
+                raw = without_comments(await answer.content.readuntil(b"\n\n"))
                 *named, data = raw.strip().split(b"\n")
                 if data == b"data: [DONE]":
                     self.done = True

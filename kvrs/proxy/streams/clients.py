@@ -27,7 +27,9 @@ from kvrs.proxy.wire.requests import (
 # More than this unsent: the client does not read as fast as the engine writes.
 UNSENT_BYTES = 64 << 10
 
-_COMMENT = b": keep-alive\n\n"
+# Its one line has no empty line behind it: many decoders dispatch an event at each empty line, some
+# only once they have seen an `id:`. The next event follows it as a further line.
+_COMMENT = b": keep-alive\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 # The head of a stream of events, but for what each has of its own.
 _EVENT_STREAM = (

@@ -12,13 +12,15 @@ from kvrs.proxy.streams.clients import KeepAlives
 from kvrs_testkit.plays import SCENARIOS
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Cut, Fault
+from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
 
 pytestmark = pytest.mark.network
 
-COMMENT = b": keep-alive\n\n"
+COMMENT = b": keep-alive\n"
 REQUEST = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
 STREAMED = REQUEST | {"stream": True}
+RESPONSE = {"input": "play emoji.", "temperature": 0, "stream": True}
 
 
 def keep_alives(system: ProxyCluster) -> KeepAlives:
@@ -39,7 +41,7 @@ async def test_a_stream_that_waits_has_its_status_line_and_comments_before_its_f
     system.script.gate = asyncio.Event()
 
     response = await post(system)
-    comments = [await response.content.readuntil(b"\n\n") for _ in range(3)]
+    comments = [await response.content.readuntil(b"\n") for _ in range(3)]
     system.script.gate.set()
     rest = await response.read()
 
@@ -61,12 +63,12 @@ async def test_a_stream_that_recovers_gets_comments_between_its_events(
 
     await system.instances["d0"].kill()
     while begun.count(COMMENT) < 3:
-        begun.append(await response.content.readuntil(b"\n\n"))
+        begun.append(await response.content.readuntil(b"\n"))
     system.script.gate.set()
     await system.instances["d0"].restart()
     rest = await response.read()
 
-    events = [event for event in [*begun, *rest.split(b"\n\n")] if not event.startswith(b":")]
+    events = events_of(b"".join([*begun, rest]))
     assert begun[0].startswith(b"data: {")
     assert len([event for event in events if b'"text"' in event]) == 5
     assert rest.endswith(b"data: [DONE]\n\n")
@@ -90,10 +92,10 @@ async def test_an_error_keeps_its_status_until_a_comment_was_sent(
 
     assert [status for status, _ in statuses] == [503, 200]
     assert msgspec.json.decode(statuses[0][1])["error"]["code"] == "no_instance"
-    *comments, last, end = statuses[1][1].split(b"\n\n")
+    *comments, last, end, after = statuses[1][1].split(b"\n")
     assert set(comments) == {COMMENT.strip()}
     assert msgspec.json.decode(last.removeprefix(b"data: "))["error"]["code"] == "no_instance"
-    assert end == b""
+    assert (end, after) == (b"", b"")
 
 
 async def test_only_a_stream_that_was_silent_since_the_last_look_gets_a_comment(
@@ -185,6 +187,72 @@ async def test_the_openai_client_ignores_comments(build: ProxyClusterBuilder) ->
 
     assert not system.script.cuts
     assert text == SCENARIOS["emoji"]
+
+
+async def test_no_empty_line_follows_a_comment(build: ProxyClusterBuilder) -> None:
+    """A decoder that dispatches an event at each empty line gets no event without data, from any of
+    the streams that comments are written to.
+    """
+    system = await build(pairs=1, proxy={"keep_alive_s": 0.1})
+    bodies = {"/v1/completions": STREAMED, "/v1/responses": RESPONSE}
+    for path, headers in (
+        ("/v1/completions", {}),
+        ("/v1/completions", {"Idempotency-Key": "comments"}),
+        ("/v1/responses", {}),
+    ):
+        system.script.gate, system.script.gate_at = asyncio.Event(), 2
+        response = await system.http.post(system.url + path, json=bodies[path], headers=headers)
+        begun = b""
+        while begun.count(COMMENT) < 3:
+            begun += await response.content.readuntil(b"\n")
+        system.script.gate.set()
+        events = (begun + await response.read()).split(b"\n\n")
+
+        assert events.pop() == b""
+        assert all(any(line[:5] == b"data:" for line in event.split(b"\n")) for event in events)
+
+
+async def test_a_response_without_an_event_ends_with_a_comment_alone(
+    build: ProxyClusterBuilder,
+) -> None:
+    """A client that has all events of a stored response, and asks for those behind, gets none."""
+    system = await build(pairs=1)
+    async with system.http.post(f"{system.url}/v1/responses", json=RESPONSE) as response:
+        events = events_of(await response.read())
+    last = msgspec.json.decode(events[-2].split(b"data: ")[1])
+
+    url = f"{system.url}/v1/responses/{last['response']['id']}"
+    after = {"stream": "true", "starting_after": str(last["sequence_number"])}
+    async with system.http.get(url, params=after) as response:
+        rest = await response.read()
+
+    assert rest == COMMENT
+
+
+@pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "key-1"}])
+async def test_the_openai_client_lives_through_a_pause(
+    build: ProxyClusterBuilder, headers: dict[str, str]
+) -> None:
+    """With a key its events have ids: its decoder then takes each empty line for an event's end."""
+    system = await build(proxy={"keep_alive_s": 3600.0})
+    system.script.gate, system.script.gate_at = asyncio.Event(), 3
+
+    async with openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="x", max_retries=0) as api:
+        stream = await api.chat.completions.create(
+            model="scripted",
+            messages=[{"role": "user", "content": "play emoji."}],
+            temperature=0,
+            stream=True,
+            extra_headers=headers,
+        )
+        begun = await anext(stream)
+        (client,) = keep_alives(system).open
+        for _ in range(3):
+            client.break_silence()
+        system.script.gate.set()
+        chunks = [begun] + [chunk async for chunk in stream]
+
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == SCENARIOS["emoji"]
 
 
 def _numbered(stream: bytes) -> bytes:
