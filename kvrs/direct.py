@@ -18,7 +18,7 @@ from aiohttp.tcp_helpers import tcp_keepalive
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvrs.connections import Connections
-from kvrs.http_connection import SERVER, HttpConnection, address_of, refuse
+from kvrs.http_connection import SERVER, HttpConnection, WaitingTimes, address_of, refuse
 from kvrs.large_work import LARGE_BYTES
 from kvrs.unfinished import SMALL_BYTES, UnfinishedBodies
 
@@ -117,6 +117,39 @@ class DirectRequest:
         self.state[key] = value
 
 
+class ClosingLine:
+    """Connections without a request, each with the time when it is closed, the next one first. None
+    is added with an earlier time than another one has.
+    """
+
+    def __init__(self) -> None:
+        self._until_s: dict[DirectConnection, float] = {}
+        self._look: asyncio.TimerHandle | None = None
+
+    def add(self, connection: "DirectConnection", until_s: float) -> None:
+        """Close the connection then, unless it is taken out before."""
+        self._until_s[connection] = until_s
+        if self._look is None:
+            self._look = asyncio.get_running_loop().call_at(until_s, self._close_due)
+
+    def take_out(self, connection: "DirectConnection") -> None:
+        self._until_s.pop(connection, None)
+
+    def end(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
+
+    def _close_due(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._look, now_s = None, loop.time()
+        for connection, until_s in list(self._until_s.items()):
+            if until_s > now_s:
+                self._look = loop.call_at(until_s, self._close_due)
+                return
+            del self._until_s[connection]
+            connection.close_if_idle()
+
+
 class DirectServer:
     """The requests of one port that are served so: `paths` with what serves them. `unfinished`
     counts what has come of those that are not whole.
@@ -128,15 +161,13 @@ class DirectServer:
         self.gathered_bytes = 0
         self.is_closing = False
         self.connections: set[DirectConnection] = set()
-        # Those without a request, and when they are closed, the next one first.
-        self.idle: dict[DirectConnection, float] = {}
-        self._look: asyncio.TimerHandle | None = None
+        self.new, self.kept = ClosingLine(), ClosingLine()  # Before and after a first request.
         self._quiet: asyncio.Future[None] | None = None
 
     def connect(
-        self, full: Callable[[], HttpConnection], among: Connections, idle_s: float
+        self, full: Callable[[], HttpConnection], among: Connections, times: WaitingTimes
     ) -> "DirectConnection":
-        return DirectConnection(self, full, among, idle_s)
+        return DirectConnection(self, full, among, times)
 
     async def close(self, timeout_s: float) -> None:
         """Wait so long for the requests that are being served, then end all connections."""
@@ -148,30 +179,17 @@ class DirectServer:
             await asyncio.wait({self._quiet}, timeout=timeout_s)
         for connection in list(self.connections):
             connection.abort()
-        if self._look is not None:
-            self._look.cancel()
+        self.new.end()
+        self.kept.end()
 
-    def wait(self, connection: "DirectConnection", until_s: float) -> None:
-        """Close the connection then, unless a request comes before. No other one of this port has
-        an earlier time.
-        """
-        self.idle[connection] = until_s
-        if self._look is None:
-            self._look = asyncio.get_running_loop().call_at(until_s, self._close_idle)
-
-    def _close_idle(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._look, now_s = None, loop.time()
-        for connection, until_s in list(self.idle.items()):
-            if until_s > now_s:
-                self._look = loop.call_at(until_s, self._close_idle)
-                return
-            del self.idle[connection]
-            connection.close_if_idle()
+    def has_begun(self, connection: "DirectConnection") -> None:
+        """A request has begun to come, which has limits of its own."""
+        self.new.take_out(connection)
+        self.kept.take_out(connection)
 
     def forget(self, connection: "DirectConnection") -> None:
         self.connections.discard(connection)
-        self.idle.pop(connection, None)
+        self.has_begun(connection)
         if not self.connections and self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(None)
 
@@ -182,8 +200,8 @@ class DirectConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        *("_abort", "_among", "_behind", "_full", "_gathered", "_gathering", "_idle_s"),
-        *("_is_full", "_is_paused", "_needs_bytes", "_request", "_server"),
+        *("_abort", "_among", "_behind", "_full", "_gathered", "_gathering", "_head_until_s"),
+        *("_is_full", "_is_paused", "_needs_bytes", "_request", "_server", "_times"),
         *("_work", "address", "idle_since_s", "room_changed", "transport"),
     )
 
@@ -194,7 +212,7 @@ class DirectConnection(asyncio.Protocol):
         server: DirectServer,
         full: Callable[[], HttpConnection],
         among: Connections,
-        idle_s: float,
+        times: WaitingTimes,
     ) -> None:
         self.address = ""
         self.room_changed: Callable[[bool], None] | None = None
@@ -202,7 +220,8 @@ class DirectConnection(asyncio.Protocol):
         self._server = server
         self._full = full
         self._among = among
-        self._idle_s = idle_s
+        self._times = times
+        self._head_until_s = 0.0  # For its first request; 0: it has had one.
         self.idle_since_s: float | None = None  # None: it has a request.
         self._abort: Callable[[], object] | None = None
         self._request: DirectRequest | None = None  # The one that is served.
@@ -243,7 +262,8 @@ class DirectConnection(asyncio.Protocol):
         self._server.connections.add(self)
         tcp_keepalive(transport)
         self.idle_since_s = now_s = asyncio.get_running_loop().time()
-        self._server.wait(self, now_s + self._idle_s)
+        self._head_until_s = now_s + self._times.head_s
+        self._server.new.add(self, self._head_until_s)
 
     def data_received(self, data: bytes) -> None:
         if self.transport is None:  # Refused.
@@ -266,7 +286,8 @@ class DirectConnection(asyncio.Protocol):
             self._gather(data, end)
             return
         self._behind, self.idle_since_s = data[end:], None
-        self._server.idle.pop(self, None)
+        self._head_until_s = 0.0
+        self._server.has_begun(self)
         self._request = request = DirectRequest(
             head.path,
             head.headers,
@@ -314,6 +335,7 @@ class DirectConnection(asyncio.Protocol):
         server.unfinished.note(self, len(data), received_bytes, 0.0)
         self._gathered, self._needs_bytes = data, needs_bytes
         if self._gathering is None:
+            server.has_begun(self)
             loop = asyncio.get_running_loop()
             self._gathering = loop.call_later(_GATHERING_S, self._give_up_gathering)
 
@@ -339,8 +361,8 @@ class DirectConnection(asyncio.Protocol):
         self.transport = None
         full = self._full()
         transport.set_protocol(full)
-        assert self.idle_since_s is not None
-        full.take_over(transport, self.idle_since_s + self._idle_s)
+        now_s = asyncio.get_running_loop().time()
+        full.take_over(transport, self._head_until_s or now_s + self._times.head_s)
         full.data_received(data)
 
     # With a request.
@@ -373,7 +395,7 @@ class DirectConnection(asyncio.Protocol):
         if not keeps_open:
             transport.close()
             return
-        self._server.wait(self, now_s + self._idle_s)
+        self._server.kept.add(self, now_s + self._times.idle_s)
         if not self._is_full and (self._is_paused or self._behind):
             self._read_on()
 

@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from kvrs.connections import ConnectionLimits, Connections
 from kvrs.errors import ConfigError, RequestError
-from kvrs.http_connection import SERVER, HttpConnection, ReadingTurns, log
+from kvrs.http_connection import SERVER, HttpConnection, ReadingTurns, WaitingTimes, log
 from kvrs.origins import refusal
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.secrets import Scope, ScopedKey
@@ -29,8 +29,9 @@ MAX_BODY_BYTES = 64 << 20
 SHORTEST_WATCH_S = 0.02
 HEALTHZ = "/healthz"  # Answers to everyone, and says nothing but that.
 
-# A connection without a request, or with less than the whole header of one, is closed after it.
-IDLE_S = 20.0
+# A new connection has so long for its TLS hand-shake and again for the whole head of its first
+# request, and one that goes on for each further head, from its first byte.
+HEAD_S = 20.0
 _BACKLOG = 1024
 _LINGERING_S = 2.0  # For the rest of a body that was refused.
 _MAX_HEADERS = 64
@@ -53,7 +54,7 @@ class DirectPaths(Protocol):
     """Serves some of a port's requests without aiohttp's server: `kvrs/direct.py`."""
 
     def connect(
-        self, full: Callable[[], Any], among: Connections, idle_s: float
+        self, full: Callable[[], Any], among: Connections, times: WaitingTimes
     ) -> CountedProtocol: ...
     async def close(self, timeout_s: float) -> None: ...
 
@@ -95,7 +96,7 @@ class _Site(web.BaseSite):
             )
         else:
             sockets = await bind(host, port, _BACKLOG, shared=self._shared)
-            made = TlsServer(sockets, self._tls, self._make, IDLE_S, _IN_PLAIN)
+            made = TlsServer(sockets, self._tls, self._make, HEAD_S, _IN_PLAIN)
             server = cast(asyncio.Server, made)
         self._server = server
         self._port = server.sockets[0].getsockname()[1]
@@ -120,13 +121,16 @@ class HttpPort:
         keys: Sequence[ScopedKey] = (),
         tls: Certificates | None = None,
         direct: DirectPaths | None = None,
+        idle_s: float | None = None,
     ) -> None:
         """`names`: of this machine, for a port where requests of web pages are refused; None: a
         port for clients. `keys`: of the scopes that clients may prove at the start of a connection.
-        `tls`: nothing but TLS is spoken.
+        `tls`: nothing but TLS is spoken. `idle_s`: how long a connection may be without a request
+        after one; None: as long as a head may take.
         """
         self._tls = tls
         self._direct = direct
+        self._idle_s = idle_s
         self._shutdown_timeout_s = shutdown_timeout_s
         if names is not None:
             app.middlewares.insert(0, _refuse_pages({name.lower() for name in names}))
@@ -150,6 +154,7 @@ class HttpPort:
         """
         await self._runner.setup()
         assert self._runner.server is not None
+        times = WaitingTimes(HEAD_S, HEAD_S if self._idle_s is None else self._idle_s)
         # Bodies are not inflated: that would happen before the request is authenticated.
         full = partial(
             HttpConnection,
@@ -157,18 +162,18 @@ class HttpPort:
             self._connections,
             ReadingTurns(),
             self._keys,
+            times,
             loop=asyncio.get_running_loop(),
             access_log=None,
             logger=log,
             auto_decompress=False,
-            keepalive_timeout=IDLE_S,
             lingering_time=_LINGERING_S,
             read_bufsize=_UNREAD_BYTES,
             max_headers=_MAX_HEADERS,
         )
         make: Callable[[], CountedProtocol] = full
         if self._direct is not None:
-            make = partial(self._direct.connect, full, self._connections, IDLE_S)
+            make = partial(self._direct.connect, full, self._connections, times)
         self._site = site = _Site(self._runner, host, port, make, self._tls, shared=shared)
         await site.start()
         self.port = site.port

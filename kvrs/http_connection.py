@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -48,6 +48,13 @@ _MUCH_BYTES = 16 << 10
 _READS_AT_ONCE = 4
 
 
+class WaitingTimes(NamedTuple):
+    """How long a connection is waited for without a request that is whole."""
+
+    head_s: float  # For a head: the first one from its connection on, others from their first byte.
+    idle_s: float  # For a further request, until its first byte.
+
+
 class ReadingTurns:
     """The turns of a port's connections that bring much: what they bring together would otherwise
     keep all others from the event loop.
@@ -76,7 +83,8 @@ class HttpConnection(web.RequestHandler):
     """
 
     __slots__ = (
-        *("_abort", "_among", "_proof", "_taken", "_turns", "_waits"),
+        *("_abort", "_among", "_has_begun_head", "_head_s", "_proof", "_taken", "_turns"),
+        "_waits",
         *("address", "data_came", "idle_since_s", "scope", "room_changed"),
     )
 
@@ -86,9 +94,12 @@ class HttpConnection(web.RequestHandler):
         among: Connections,
         turns: ReadingTurns,
         keys: Sequence[ScopedKey],
+        times: WaitingTimes,
         **settings: Any,
     ) -> None:
-        super().__init__(server, **settings)
+        super().__init__(server, keepalive_timeout=times.idle_s, **settings)
+        self._head_s = times.head_s
+        self._has_begun_head = False  # Of the request that is waited for, something has come.
         self._among = among
         self._turns = turns
         self._waits = False  # For its turn to read.
@@ -117,16 +128,22 @@ class HttpConnection(web.RequestHandler):
             return
         self._taken = transport
         super().connection_made(transport)
+        self._await_head(self._loop.time() + self._head_s)
 
-    def take_over(self, transport: asyncio.Transport, idle_until_s: float) -> None:
+    def take_over(self, transport: asyncio.Transport, head_until_s: float) -> None:
         """Begin as `connection_made` does, for a connection that has been open: it must have a
-        header until then.
+        whole head until then.
         """
         self.connection_made(transport)
+        self._await_head(head_until_s)
+
+    def _await_head(self, until_s: float) -> None:
+        """Close the connection then, unless a whole head comes before."""
+        self._has_begun_head = True
         if self._keepalive_handle is not None:
             self._keepalive_handle.cancel()
-            self._next_keepalive_close_time = idle_until_s
-            self._keepalive_handle = self._loop.call_at(idle_until_s, self._process_keepalive)
+        self._next_keepalive_close_time = until_s
+        self._keepalive_handle = self._loop.call_at(until_s, self._process_keepalive)
 
     def data_received(self, data: bytes) -> None:
         if self._proof is not None:
@@ -136,6 +153,8 @@ class HttpConnection(web.RequestHandler):
         super().data_received(data)
         if self.data_came is not None:
             self.data_came()
+        if not self._has_begun_head and self._waiter is not None and not self._waiter.done():
+            self._await_head(self._loop.time() + self._head_s)
         if len(data) >= _MUCH_BYTES and self.scope is None and not self._waits:
             self._waits = True
             self._pause_transport_reading()
@@ -198,6 +217,7 @@ class HttpConnection(web.RequestHandler):
             return await super().finish_response(request, resp, start_time)
         finally:
             self.idle_since_s = self._loop.time()
+            self._has_begun_head = False
 
 
 def address_of(transport: asyncio.Transport) -> str:

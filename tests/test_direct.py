@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvrs import direct, http
 from kvrs.connections import ConnectionLimits
-from kvrs.direct import DirectConnection, DirectRequest, DirectServer, parse_head
+from kvrs.direct import ClosingLine, DirectConnection, DirectRequest, DirectServer, parse_head
 from kvrs.http import HttpPort
 from kvrs.large_work import LARGE_BYTES
 from kvrs.unfinished import UnfinishedBodies
@@ -157,7 +157,9 @@ class Port:
 
 
 @asynccontextmanager
-async def opened(limits: ConnectionLimits | None = None) -> AsyncIterator[Port]:
+async def opened(
+    limits: ConnectionLimits | None = None, idle_s: float | None = None
+) -> AsyncIterator[Port]:
     async def full(request: web.Request) -> web.Response:
         return web.Response(body=b"full:" + await request.read())
 
@@ -167,7 +169,9 @@ async def opened(limits: ConnectionLimits | None = None) -> AsyncIterator[Port]:
     made = Port(0)
     limits = limits or ConnectionLimits(16, 16)
     server = DirectServer({PATH: made.serve}, made.unfinished)
-    made.http = HttpPort(app, limits, shutdown_timeout_s=0.3, names=None, direct=server)
+    made.http = HttpPort(
+        app, limits, shutdown_timeout_s=0.3, names=None, direct=server, idle_s=idle_s
+    )
     made.port = await made.http.open("127.0.0.1", 0)
     try:
         yield made
@@ -382,8 +386,8 @@ async def test_a_bug_ends_the_connection_alone() -> None:
 @pytest.mark.parametrize("sent", [b"", WHOLE])
 async def test_an_idle_connection_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its first request, and after one."""
-    monkeypatch.setattr(http, "IDLE_S", 0.1)
-    async with opened() as port:
+    monkeypatch.setattr(http, "HEAD_S", 0.1)
+    async with opened(idle_s=0.1) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
         writer.write(sent)
         async with asyncio.timeout(10):
@@ -393,9 +397,57 @@ async def test_an_idle_connection_is_closed(sent: bytes, monkeypatch: pytest.Mon
     assert received.endswith(b'direct:{"a": 1}') == bool(sent)
 
 
+BY_BOTH = pytest.mark.parametrize(
+    ("request_", "answer"), [(WHOLE, b'direct:{"a": 1}'), (post(b"{}", "/other"), b"full:{}")]
+)
+
+
+@BY_BOTH
+async def test_a_connection_between_two_requests_outlives_the_time_for_a_head(
+    request_: bytes, answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load balancer in front keeps its connections for a minute; a stranger gets no minute."""
+    monkeypatch.setattr(http, "HEAD_S", 0.2)
+    async with opened(idle_s=60.0) as port:
+        found = await answers(port.port, request_, request_, count=2, pause_s=0.6)
+
+    assert found == [answer, answer]
+
+
+@BY_BOTH
+async def test_a_further_head_that_drips_ends_its_connection(
+    request_: bytes, answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for a head counts from its first byte, and no further byte extends it."""
+    monkeypatch.setattr(http, "HEAD_S", 0.2)
+    async with opened(idle_s=60.0) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(request_)
+        assert await bodies(reader, 1) == [answer]
+        with suppress(ConnectionError):
+            async with asyncio.timeout(10):
+                for each in request_[:-10].ljust(4096, b"x"):
+                    writer.write(bytes([each]))
+                    await asyncio.sleep(0.02)
+                    if reader.at_eof():
+                        break
+        assert await reader.read() == b""
+        writer.close()
+
+
+@BY_BOTH
+async def test_a_head_that_begins_in_time_is_awaited(request_: bytes, answer: bytes) -> None:
+    """Its first byte reaches a connection that would be closed in the next moment."""
+    async with opened(idle_s=2.0) as port:
+        pieces = request_, request_[:20], request_[20:]
+        found = await answers(port.port, *pieces, count=2, pause_s=1.2)
+
+    assert found == [answer, answer.replace(b"direct", b"full")]
+
+
 async def test_one_timer_closes_idle_connections_in_the_order_of_their_last_requests() -> None:
     """One that was used meanwhile is closed behind those that were not."""
-    server, closed, all_closed = DirectServer({}, UnfinishedBodies(0)), list[str](), asyncio.Event()
+    line, closed, all_closed = ClosingLine(), list[str](), asyncio.Event()
 
     class Noting:
         def __init__(self, name: str) -> None:
@@ -409,10 +461,10 @@ async def test_one_timer_closes_idle_connections_in_the_order_of_their_last_requ
     a, b, c = (cast(DirectConnection, Noting(name)) for name in "abc")
     now_s = asyncio.get_running_loop().time()
     for connection, until_s in ((a, 0.02), (b, 0.03), (c, 0.04)):
-        server.wait(connection, now_s + until_s)
-    server.idle.pop(a)
-    server.wait(a, now_s + 0.05)
-    server.forget(c)
+        line.add(connection, now_s + until_s)
+    line.take_out(a)
+    line.add(a, now_s + 0.05)
+    line.take_out(c)
     async with asyncio.timeout(60):
         await all_closed.wait()
 

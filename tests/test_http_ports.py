@@ -88,7 +88,7 @@ async def test_a_connection_without_a_whole_header_is_closed(
     opened: Opened, sent: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silent connections and slow headers cannot use up descriptors."""
-    monkeypatch.setattr(http, "IDLE_S", 0.2, raising=False)
+    monkeypatch.setattr(http, "HEAD_S", 0.2)
     async with opened(tmp_path) as port:
         answer = await exchange(port, sent)
 

@@ -16,7 +16,7 @@ from kvrs.config.file import Config
 from kvrs.connections import ConnectionLimits, Connections
 from kvrs.direct import DirectConnection, DirectServer
 from kvrs.garbage import keep_what_is_there
-from kvrs.http_connection import HttpConnection
+from kvrs.http_connection import HttpConnection, WaitingTimes
 from kvrs.protocol.instance import InstanceInfo
 from kvrs.protocol.openai.chunks import sse, usage_of
 from kvrs.proxy.api.app import ClientApi
@@ -149,7 +149,7 @@ class Proxy:
 
     def connect(self, client: _Written) -> DirectConnection:
         among = Connections(ConnectionLimits(10, 10))
-        made = self.server.connect(partial(_never), among, 20.0)
+        made = self.server.connect(partial(_never), among, WaitingTimes(20.0, 100.0))
         made.connection_made(client)
         return made
 

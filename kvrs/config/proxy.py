@@ -200,6 +200,12 @@ class ProxySettings(Settings):
     """
     body_timeout_s: float = Field(default=10.0, gt=0)
     """A client that sends its request more slowly is cut off."""
+    idle_timeout_s: float = Field(default=100.0, ge=1, le=3600)
+    """A client's connection is closed after so long without a request. More than the time after
+    which a load balancer in front gives its idle connections up (60 s for nginx and ALB, 600 s for
+    GCLB), as it would otherwise send a request to one that is being closed. A first request has
+    20 s.
+    """
     write_timeout_s: float = Field(default=30.0, gt=0)
     """A client that does not read for this long is cut off."""
     keep_alive_s: float | None = Field(default=10.0, ge=0.1, le=3600)

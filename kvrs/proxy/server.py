@@ -306,6 +306,7 @@ class Proxy:
             keys=keys,
             tls=getattr(self._tls, key),
             direct=direct,
+            idle_s=self._config.proxy.idle_timeout_s if is_for_clients else None,
         )
         self._ports.append(listening)
         try:

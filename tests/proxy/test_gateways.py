@@ -199,7 +199,9 @@ def without_ids(event: bytes) -> object:
 
 
 def test_the_page_knows_the_limits_of_the_proxy() -> None:
-    """nginx lets the largest body through, and waits longer than a stream is silent."""
+    """nginx lets the largest body through, and waits longer than a stream is silent. Both close
+    idle connections before the proxy does.
+    """
     proxy, text = Config().proxy, snippet("nginx")
 
     (size_mb,) = re.findall(r"client_max_body_size (\d+)m;", text)
@@ -208,3 +210,6 @@ def test_the_page_knows_the_limits_of_the_proxy() -> None:
     assert int(size_mb) << 20 >= proxy.max_body_bytes
     assert proxy.keep_alive_s is not None
     assert min(int(silence_s), int(idle_s)) > 2 * proxy.keep_alive_s
+    (of_nginx_s,) = re.findall(r"keepalive_timeout (\d+)s;", text)
+    (of_envoy_s,) = re.findall(r"[{]idle_timeout: (\d+)s}", snippet("Envoy"))
+    assert max(int(of_nginx_s), int(of_envoy_s)) < proxy.idle_timeout_s

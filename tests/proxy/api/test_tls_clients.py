@@ -126,7 +126,7 @@ async def test_a_hand_shake_that_drips_is_cut_off(
     build: ProxyClusterBuilder, served: Pair, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow hand-shake has the limit of a silent connection."""
-    monkeypatch.setattr(http, "IDLE_S", 0.2)
+    monkeypatch.setattr(http, "HEAD_S", 0.2)
     system = await build(proxy={"tls": served.section()}, pairs=1)
     reader, writer = await asyncio.open_connection("127.0.0.1", system.proxy.port)
     writer.write(sent)
