@@ -17,6 +17,7 @@ from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.tcp_helpers import tcp_keepalive
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from kvrs.broken_http import MOST_HEAD_BYTES, MOST_HEADERS
 from kvrs.connections import Connections
 from kvrs.http_connection import SERVER, HttpConnection, WaitingTimes, address_of, refuse
 from kvrs.large_work import LARGE_BYTES
@@ -24,8 +25,6 @@ from kvrs.unfinished import SMALL_BYTES, UnfinishedBodies
 
 log = logging.getLogger(__name__)
 
-_MOST_HEAD_BYTES = 8 << 10
-_MOST_HEADERS = 64
 _GATHERING_S = 0.2  # For the rest of a body, of which parts have come.
 _MOST_GATHERED_BYTES = 16 << 20  # Of all connections.
 _MAX_PIPELINED_BYTES = 64 << 10  # Of requests behind the one that is served.
@@ -63,7 +62,7 @@ class _Head(NamedTuple):
 
 def parse_head(data: bytes) -> _Head | None:
     """The head of a usual request at the beginning of `data`; None: it is another, or not whole."""
-    end = data.find(b"\r\n\r\n", 0, _MOST_HEAD_BYTES)
+    end = data.find(b"\r\n\r\n", 0, MOST_HEAD_BYTES)
     if end < 0 or not data.startswith(b"POST "):
         return None
     try:
@@ -77,7 +76,7 @@ def parse_head(data: bytes) -> _Head | None:
     if len(fields) != text.count("\n") or len(fields) != text.count("\r"):
         return None
     headers = CIMultiDict[str](fields)
-    if len(headers) > _MOST_HEADERS:
+    if len(headers) > MOST_HEADERS:
         return None
     for name in _UNUSUAL:
         if name in headers:

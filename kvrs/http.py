@@ -15,9 +15,26 @@ import msgspec
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
 
+from kvrs.broken_http import (
+    MOST_HEAD_BYTES,
+    MOST_HEADERS,
+    MOST_URL_BYTES,
+    TOO_LARGE,
+    HttpRefusal,
+    NoteRefusal,
+    are_too_large,
+    no_note,
+)
 from kvrs.connections import ConnectionLimits, Connections
 from kvrs.errors import ConfigError, RequestError
-from kvrs.http_connection import SERVER, HttpConnection, ReadingTurns, WaitingTimes, log
+from kvrs.http_connection import (
+    LINGERING_S,
+    SERVER,
+    HttpConnection,
+    ReadingTurns,
+    WaitingTimes,
+    log,
+)
 from kvrs.origins import refusal
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.secrets import Scope, ScopedKey
@@ -33,8 +50,6 @@ HEALTHZ = "/healthz"  # Answers to everyone, and says nothing but that.
 # request, and one that goes on for each further head, from its first byte.
 HEAD_S = 20.0
 _BACKLOG = 1024
-_LINGERING_S = 2.0  # For the rest of a body that was refused.
-_MAX_HEADERS = 64
 # Reading of a body that is not asked for yet stops at twice as much.
 _UNREAD_BYTES = 64 << 10
 
@@ -122,19 +137,22 @@ class HttpPort:
         tls: Certificates | None = None,
         direct: DirectPaths | None = None,
         idle_s: float | None = None,
+        note_refusal: NoteRefusal = no_note,
     ) -> None:
         """`names`: of this machine, for a port where requests of web pages are refused; None: a
         port for clients. `keys`: of the scopes that clients may prove at the start of a connection.
         `tls`: nothing but TLS is spoken. `idle_s`: how long a connection may be without a request
-        after one; None: as long as a head may take.
+        after one; None: as long as a head may take. `note_refusal` is told of each
+        request that no handler of `app` sees.
         """
         self._tls = tls
         self._direct = direct
         self._idle_s = idle_s
+        self._note_refusal = note_refusal
         self._shutdown_timeout_s = shutdown_timeout_s
         if names is not None:
             app.middlewares.insert(0, _refuse_pages({name.lower() for name in names}))
-        app.middlewares.insert(0, _begin)
+        app.middlewares.insert(0, _begin(note_refusal))
         app.on_response_prepare.append(_name_server)
         self._keys = keys
         # A client that leaves cancels its handler.
@@ -167,9 +185,12 @@ class HttpPort:
             access_log=None,
             logger=log,
             auto_decompress=False,
-            lingering_time=_LINGERING_S,
+            lingering_time=LINGERING_S,
             read_bufsize=_UNREAD_BYTES,
-            max_headers=_MAX_HEADERS,
+            max_line_size=MOST_URL_BYTES,
+            max_field_size=MOST_HEAD_BYTES,
+            max_headers=MOST_HEADERS,
+            note_refusal=self._note_refusal,
         )
         make: Callable[[], CountedProtocol] = full
         if self._direct is not None:
@@ -204,25 +225,40 @@ async def _name_server(_: web.Request, response: web.StreamResponse) -> None:
     response.headers.setdefault("Server", SERVER)
 
 
-@web.middleware
-async def _begin(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Keep the connection from being closed for another, and refuse what aiohttp accepts and other
-    servers read in another way: behind a proxy in front, a request could be smuggled in it.
-    """
-    if isinstance(request.protocol, HttpConnection):
-        request.protocol.idle_since_s = None
+def _begin(note_refusal: NoteRefusal) -> Middleware:
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Keep the connection from being closed for another, and refuse what aiohttp accepts and
+        is beyond the limits, or is read in another way by other servers: behind a proxy in front, a
+        request could be smuggled in it.
+        """
+        if isinstance(request.protocol, HttpConnection):
+            request.protocol.idle_since_s = None
+        if (refused := _refusal(request)) is not None:
+            response = error(*refused)
+            response.headers.update(note_refusal(refused.status, request.headers))
+            response.force_close()
+            if isinstance(request.protocol, HttpConnection):
+                request.protocol.drop_rest()
+            return response
+        try:
+            return await handler(request)
+        except web.HTTPClientError as fault:  # No such path or method, or a body that is too large.
+            response = error(fault.status, f"{request.method} {request.path:.200}: {fault.reason}")
+            for name in ("Allow", "X-Request-Id", "Access-Control-Allow-Origin", "Vary"):
+                if name in fault.headers:
+                    response.headers[name] = fault.headers[name]
+            return response
+
+    return middleware
+
+
+def _refusal(request: web.Request) -> HttpRefusal | None:
+    if are_too_large(request.raw_headers):
+        return TOO_LARGE
     if request.version < HttpVersion11 and "Transfer-Encoding" in request.headers:
-        response = error(400, "HTTP/1.0 has no Transfer-Encoding")
-        response.force_close()
-        return response
-    try:
-        return await handler(request)
-    except web.HTTPClientError as fault:  # No such path or method, or a body that is too large.
-        response = error(fault.status, f"{request.method} {request.path:.200}: {fault.reason}")
-        for name in ("Allow", "X-Request-Id", "Access-Control-Allow-Origin", "Vary"):
-            if name in fault.headers:
-                response.headers[name] = fault.headers[name]
-        return response
+        return HttpRefusal(400, "HTTP/1.0 has no Transfer-Encoding")
+    return None
 
 
 def _refuse_pages(names: Collection[str]) -> Middleware:
@@ -303,9 +339,9 @@ def _authenticate(scope: Scope) -> Middleware:
 @web.middleware
 async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
-        if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+        if request.headers.get("Content-Encoding", "identity") != "identity":
             raise RequestError(
-                f"Content-Encoding {encoding!r:.80} is not supported; allowed: 'identity'",
+                "this Content-Encoding is not supported; allowed: 'identity'",
                 status=415,
             )
         return await handler(request)

@@ -4,13 +4,24 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
+from aiohttp.web_protocol import RequestPayloadError, _ErrInfo
 
+from kvrs.broken_http import (
+    BAD_EXPECT,
+    BROKEN_BODY,
+    MOST_HEAD_BYTES,
+    MOST_URL_BYTES,
+    HttpRefusal,
+    NoteRefusal,
+    refusal_of,
+)
 from kvrs.connections import Connections
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.proof import NONCE_BYTES, ProofError, ServerProof
@@ -31,7 +42,7 @@ class _BrokenHttp(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):
+        if isinstance(error, HttpProcessingError | RequestPayloadError):
             record.msg, record.args = "broken HTTP: %s", (type(error).__name__,)
             record.exc_info = record.exc_text = None
             record.levelno, record.levelname = logging.WARNING, "WARNING"
@@ -41,6 +52,8 @@ class _BrokenHttp(logging.Filter):
 log = logging.getLogger(__name__)
 log.addFilter(_BrokenHttp())
 
+
+LINGERING_S = 2.0  # For the rest of a request that was refused.
 
 # A connection that has brought so much in one read waits for its turn before the next one, of
 # which there are so many in each turn of the event loop: about a millisecond's work.
@@ -83,8 +96,8 @@ class HttpConnection(web.RequestHandler):
     """
 
     __slots__ = (
-        *("_abort", "_among", "_has_begun_head", "_head_s", "_proof", "_taken", "_turns"),
-        "_waits",
+        *("_abort", "_among", "_body", "_has_begun_head", "_head_bytes", "_head_s", "_is_broken"),
+        *("_note_refusal", "_proof", "_taken", "_turns", "_waits"),
         *("address", "data_came", "idle_since_s", "scope", "room_changed"),
     )
 
@@ -95,11 +108,16 @@ class HttpConnection(web.RequestHandler):
         turns: ReadingTurns,
         keys: Sequence[ScopedKey],
         times: WaitingTimes,
+        note_refusal: NoteRefusal,
         **settings: Any,
     ) -> None:
         super().__init__(server, keepalive_timeout=times.idle_s, **settings)
         self._head_s = times.head_s
+        self._note_refusal = note_refusal
         self._has_begun_head = False  # Of the request that is waited for, something has come.
+        self._head_bytes = 0  # Of a head, of which the end has not come.
+        self._body: StreamReader = EMPTY_PAYLOAD  # Of the last request whose head is whole.
+        self._is_broken = False  # What comes is no request any more.
         self._among = among
         self._turns = turns
         self._waits = False  # For its turn to read.
@@ -150,7 +168,14 @@ class HttpConnection(web.RequestHandler):
             data = self._prove(self._proof, data)
             if not data:
                 return
+        if self._is_broken:
+            return
+        before, is_head = self._request_count, self._body.is_eof()
         super().data_received(data)
+        if self._request_count != before:
+            self._note_request()
+        elif is_head:
+            self._note_head(len(data))
         if self.data_came is not None:
             self.data_came()
         if not self._has_begun_head and self._waiter is not None and not self._waiter.done():
@@ -159,6 +184,55 @@ class HttpConnection(web.RequestHandler):
             self._waits = True
             self._pause_transport_reading()
             self._turns.wait(self)
+
+    def _note_head(self, size_bytes: int) -> None:
+        """A part of a head, of which the end has not come; bound it."""
+        self._head_bytes += size_bytes
+        if self._head_bytes > MOST_URL_BYTES + MOST_HEAD_BYTES:
+            self._break(LineTooLong(b"", MOST_HEAD_BYTES))
+
+    def _note_request(self) -> None:
+        """The end of a head has come, or broken HTTP, which ends a body that was coming."""
+        self._head_bytes = 0
+        if not self._messages:
+            return
+        message, body = self._messages[-1]
+        if isinstance(message, _ErrInfo):
+            self._is_broken = True
+            if not self._body.is_eof():  # Its handler waits for the rest, and answers.
+                self._messages.pop()
+                self._body.set_exception(RequestPayloadError(BROKEN_BODY.message))
+        else:
+            self._body = body
+
+    def drop_rest(self) -> None:
+        """Take nothing that comes from now on for a request, or a part of one."""
+        self._is_broken = True
+
+    def _break(self, error: HttpProcessingError) -> None:
+        """Refuse what has come behind the last whole request, as the parser does."""
+        self._is_broken = True
+        self._messages.append((_ErrInfo(error.code, error, error.message), EMPTY_PAYLOAD))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer in the form of the OpenAI API, without bytes of the request."""
+        super().handle_error(request, status, exc, message)
+        if isinstance(exc, HttpProcessingError):
+            return self._refused(refusal_of(exc), {})
+        if isinstance(exc, RequestPayloadError):
+            return _closing(BROKEN_BODY)
+        return _closing(HttpRefusal(status, "the server failed; its log says more"))
+
+    def _refused(self, refusal: HttpRefusal, headers: Mapping[str, str]) -> web.Response:
+        return _closing(refusal, self._note_refusal(refusal.status, headers))
 
     def read_on(self) -> None:
         """Its turn has come."""
@@ -211,13 +285,37 @@ class HttpConnection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
+        if isinstance(resp, web.HTTPExpectationFailed):  # aiohttp's, before any handler.
+            resp = self._refused(BAD_EXPECT, request.headers)
         if not resp.prepared:
             resp.headers.setdefault("Server", SERVER)
         try:
-            return await super().finish_response(request, resp, start_time)
+            finished = await super().finish_response(request, resp, start_time)
         finally:
             self.idle_since_s = self._loop.time()
             self._has_begun_head = False
+        if self._is_broken and not self._messages and not self._force_close:
+            await self._linger()
+        return finished
+
+    async def _linger(self) -> None:
+        """Read on until the client closes, for a moment at most: a socket that is closed with
+        unread bytes in it is reset, and the client loses the answer.
+        """
+        if self.transport is not None and self.transport.can_write_eof():
+            self.transport.write_eof()
+        await asyncio.sleep(LINGERING_S)
+
+
+def _closing(refusal: HttpRefusal, headers: Mapping[str, str] | None = None) -> web.Response:
+    """The last response of a connection."""
+    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
+    body = error_body(refusal.message, kind=kind)
+    response = web.Response(
+        status=refusal.status, body=body, content_type="application/json", headers=headers
+    )
+    response.force_close()
+    return response
 
 
 def address_of(transport: asyncio.Transport) -> str:

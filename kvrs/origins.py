@@ -33,15 +33,15 @@ def refusal(
     host = headers.get("Host", "")
     if not _is_ours(host, local, names):
         return 421, (
-            f"Host: got {host!r:.80}; allowed: localhost, the address of this port, or a name in "
-            f"security.hosts"
+            "Host: another name; allowed: localhost, the address of this port, or a name in "
+            "security.hosts"
         )
     if (origin := headers.get("Origin")) is not None and origin.partition("://")[2] != host:
-        return 403, f"Origin: got {origin!r:.80}; allowed: none, or that of this port"
+        return 403, "Origin: another site; allowed: none, or that of this port"
     if method not in ("GET", "HEAD"):
         kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind in _SIMPLE_TYPES:
-            return 415, f"Content-Type: got {kind!r}; allowed: 'application/json'"
+            return 415, "Content-Type: one of a form; allowed: 'application/json'"
     return None
 
 

@@ -26,6 +26,7 @@ RANK = {
     "sums": 0,
     "tables": 0,
     "origins": 0,
+    "broken_http": 0,
     "private_files": 0,
     "connections": 1,
     "unfinished": 1,

@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from kvrs import __version__
+from kvrs.broken_http import no_note
 from kvrs.config.addresses import gossip_seeds
 from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config
@@ -307,6 +308,7 @@ class Proxy:
             tls=getattr(self._tls, key),
             direct=direct,
             idle_s=self._config.proxy.idle_timeout_s if is_for_clients else None,
+            note_refusal=self.parts.observer.note_refusal if is_for_clients else no_note,
         )
         self._ports.append(listening)
         try:

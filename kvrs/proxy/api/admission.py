@@ -432,7 +432,7 @@ def _seconds(headers: CIMultiDictProxy[str], name: str) -> float:
     seconds = float(text) if _NUMBER.fullmatch(text) else 0.0
     if not 0 < seconds <= longest_s:
         raise RequestError(
-            f"got {text!r:.80}; allowed: seconds above 0, up to {longest_s}", param=name
+            f"this {name} is not supported; allowed: seconds above 0, up to {longest_s}", param=name
         )
     return seconds
 

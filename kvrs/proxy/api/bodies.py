@@ -11,7 +11,9 @@ from typing import TypeVar
 
 import msgspec
 from aiohttp import StreamReader, web
+from aiohttp.web_protocol import RequestPayloadError
 
+from kvrs.broken_http import BROKEN_BODY
 from kvrs.config.proxy import ProxySettings
 from kvrs.direct import DirectConnection
 from kvrs.errors import RequestError, UnknownFieldsError
@@ -103,9 +105,9 @@ class ClientBodies:
             RequestError: it is compressed, too long or too slow, there is no room for it, or it
                 was cut in favour of others.
         """
-        if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+        if request.headers.get("Content-Encoding", "identity") != "identity":
             raise RequestError(
-                f"Content-Encoding {encoding!r:.80} is not supported; allowed: 'identity'",
+                "this Content-Encoding is not supported; allowed: 'identity'",
                 status=415,
             )
         held.allow(request.content_length or 0)
@@ -141,6 +143,8 @@ class ClientBodies:
                     self._note(body)
                     if not body.is_cut:
                         held.allow(body.read_bytes)
+        except RequestPayloadError:
+            raise RequestError(BROKEN_BODY.message, status=BROKEN_BODY.status) from None
         except TimeoutError:
             if body is None or not body.is_cut:
                 raise RequestError(

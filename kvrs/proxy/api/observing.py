@@ -35,6 +35,7 @@ log = logging.getLogger("kvrs.access")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CLIENT_GONE = 499
+_UNKNOWN = "other"  # The path of what is served at none.
 _TOGETHER_S = 0.2  # Lines of this time are one write.
 _MOST_TOGETHER = 256
 _CODES = {*map(int, HTTPStatus), CLIENT_GONE}
@@ -142,6 +143,16 @@ class RequestObserver:
         finally:
             self._end(request, context, request.path, status, began_s)
 
+    def note_refusal(self, status: int, headers: Mapping[str, str]) -> Mapping[str, str]:
+        """Note a request that the HTTP server has refused by itself; the headers of its answer."""
+        request_id = _id_of(headers)
+        self._count(_UNKNOWN, status)
+        if self._access is not None:
+            self._access.add(
+                {"request_id": request_id, "method": "", "path": _UNKNOWN, "status": status}
+            )
+        return {REQUEST_ID: request_id}
+
     async def close(self) -> None:
         """Write the lines that wait, and send the spans."""
         if self._access is not None:
@@ -154,9 +165,9 @@ class RequestObserver:
         replaced, and a trace that is none is dropped.
         """
         headers = request.headers
-        given, trace = headers.get(REQUEST_ID, ""), headers.get(TRACEPARENT, "")
+        trace = headers.get(TRACEPARENT, "")
         context = RequestContext(
-            given if _ID.fullmatch(given) else secrets.token_hex(16),
+            _id_of(headers),
             trace if _TRACEPARENT.fullmatch(trace) else None,
         )
         if self._tracer is not None:
@@ -167,6 +178,12 @@ class RequestObserver:
         state[REQUEST_ID_KEY] = context.id
         return context
 
+    def _count(self, path: str, status: int) -> None:
+        series = self._series.get((path, status))
+        if series is None:
+            series = self._series[path, status] = self._responses.of(path, _code(status))
+        series.value += 1
+
     def _end(
         self,
         request: ClientRequest,
@@ -175,10 +192,7 @@ class RequestObserver:
         status: int,
         began_s: float,
     ) -> None:
-        series = self._series.get((path, status))
-        if series is None:
-            series = self._series[path, status] = self._responses.of(path, _code(status))
-        series.value += 1
+        self._count(path, status)
         if context.trace is not None:
             context.trace.end(path, status)
         if self._access is None:
@@ -196,10 +210,15 @@ class RequestObserver:
         self._access.add(facts)
 
 
+def _id_of(headers: Mapping[str, str]) -> str:
+    given = headers.get(REQUEST_ID, "")
+    return given if _ID.fullmatch(given) else secrets.token_hex(16)
+
+
 def _path_of(request: web.Request) -> str:
     """The path as it is served, which a client cannot make up."""
     resource = request.match_info.route.resource
-    return "other" if resource is None else resource.canonical
+    return _UNKNOWN if resource is None else resource.canonical
 
 
 def _code(status: int) -> str:

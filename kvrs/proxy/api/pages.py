@@ -80,8 +80,7 @@ class AllowedPages:
         """
         if not headers:
             refused = RequestError(
-                f"Origin: got {given.get('Origin', '')!r:.80}; allowed: those of "
-                "proxy.allowed_origins",
+                "Origin: this page is not allowed; allowed: those of proxy.allowed_origins",
                 status=403,
             )
             return error_response(refused)

@@ -54,7 +54,7 @@ def parse_resume_headers(
     key = ", ".join(headers.getall(KEY))
     if _KEY.fullmatch(key) is None:
         raise RequestError(
-            f"got {key!r:.80}; allowed: 1 to 255 visible ASCII characters", param=KEY
+            f"got {len(key)} characters; allowed: 1 to 255 visible ASCII characters", param=KEY
         )
     if path == "/generate":
         raise RequestError(f"{KEY} is not supported at {path}", param=KEY)
@@ -70,7 +70,7 @@ def parse_resume_headers(
     value = headers[LAST_EVENT]
     if (found := _EVENT.fullmatch(value)) is None or not parsed.request.stream:
         raise RequestError(
-            f"got {value!r:.80}; allowed: the id of an event, of a request that streams",
+            "it is no position in a stream; allowed: the id of an event, of a request that streams",
             param=LAST_EVENT,
         )
     return ResumeRequest(keys, digest, StreamId(found[1]), int(found[2]), secret.mark)

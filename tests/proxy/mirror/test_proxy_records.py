@@ -57,7 +57,7 @@ def arrivals(path: Path) -> list[ev.StreamArrived]:
 async def test_an_invalid_deadline_is_rejected(
     build: ProxyClusterBuilder, name: str, value: str
 ) -> None:
-    """With its value and the range; nothing is sent to any engine."""
+    """With the range, and without its value, as every header; nothing is sent to any engine."""
     system = await build(pairs=1)
 
     status, body = await system.ask(REQUEST, {name: value})
@@ -65,8 +65,7 @@ async def test_an_invalid_deadline_is_rejected(
     error = msgspec.json.decode(body)["error"]
     assert status == 400
     assert error["param"] == name.lower()
-    assert repr(value)[1:-1] in error["message"]
-    assert "allowed: seconds above 0, up to" in error["message"]
+    assert error["message"].startswith(f"this {name.lower()} is not supported; allowed: seconds")
     assert system.instances["p0"].completions == []
 
 
