@@ -1,5 +1,9 @@
-"""Bodies of requests that have come in part: the memory that they may take, and which of them are
-cut when they take more. Pure.
+"""Bodies of requests that have come in part: how slowly they may come, the memory that they may
+take, and which of them are cut when they take more. Pure.
+
+A body is cut off when nothing of it comes for a time, however long it takes as a whole. A client
+that sends byte by byte could hold its connection for days by that, so after a grace of several such
+times a body needs a mean rate, which is below that of any modem.
 
 A body of up to 64 kB is never cut and takes nothing of the budget. The larger ones share it. Each
 moves behind all others when it has grown by another 64 kB, so that the first in line is the one
@@ -11,8 +15,16 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 SMALL_BYTES = 64 << 10
+LEAST_BYTES_PER_S = 240
+GRACE_PAUSES = 6  # Of the longest pause, before the rate counts.
 
 B = TypeVar("B", bound=Hashable)
+
+
+def due_s(began_s: float, now_s: float, received_bytes: int, pause_s: float) -> float:
+    """When a body is cut off unless more of it comes; `pause_s`: the longest pause."""
+    by_rate_s = began_s + GRACE_PAUSES * pause_s + received_bytes / LEAST_BYTES_PER_S
+    return min(now_s + pause_s, by_rate_s)
 
 
 @dataclass(slots=True)

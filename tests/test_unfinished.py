@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.unfinished import SMALL_BYTES, UnfinishedBodies
+from kvrs.unfinished import GRACE_PAUSES, LEAST_BYTES_PER_S, SMALL_BYTES, UnfinishedBodies, due_s
 
 KIB = 1 << 10
 
@@ -109,3 +109,17 @@ def test_a_body_of_64_kib_is_small_and_one_of_a_byte_more_is_not() -> None:
     book.note("large", 64 * KIB + 1, 64 * KIB + 1, 0.0)
 
     assert (book.small_bytes, book.large_bytes) == (64 * KIB, 64 * KIB + 1)
+
+
+def test_a_body_that_comes_on_is_awaited_however_long_it_takes() -> None:
+    """The time without a byte counts, and not that since the beginning."""
+    assert due_s(0.0, 0.0, 0, pause_s=10.0) == 10.0
+    assert due_s(0.0, 300.0, 300 * LEAST_BYTES_PER_S, pause_s=10.0) == 310.0
+
+
+def test_a_body_that_comes_byte_by_byte_ends() -> None:
+    """At the latest when its bytes so far would have come at the least rate, after the grace."""
+    grace_s = 10.0 * GRACE_PAUSES
+
+    assert due_s(5.0, 5.0 + grace_s - 1, 1, pause_s=10.0) == 5.0 + grace_s + 1 / LEAST_BYTES_PER_S
+    assert due_s(5.0, 900.0, 100, pause_s=10.0) < 900.0

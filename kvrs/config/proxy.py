@@ -199,7 +199,9 @@ class ProxySettings(Settings):
     progress get 408; the only one is never cut.
     """
     body_timeout_s: float = Field(default=10.0, gt=0)
-    """A client that sends its request more slowly is cut off."""
+    """A client that sends nothing of a body for this long is cut off, however long the whole body
+    takes; so is one that after six times as long has sent less than 240 bytes/s in the mean.
+    """
     idle_timeout_s: float = Field(default=100.0, ge=1, le=3600)
     """A client's connection is closed after so long without a request. More than the time after
     which a load balancer in front gives its idle connections up (60 s for nginx and ALB, 600 s for

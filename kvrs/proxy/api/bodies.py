@@ -20,7 +20,14 @@ from kvrs.errors import RequestError, UnknownFieldsError
 from kvrs.http_connection import HttpConnection
 from kvrs.proxy.streams.metrics import AdmissionMetrics
 from kvrs.proxy.wire.requests import RequestUsage
-from kvrs.unfinished import Cut, UnfinishedBodies
+from kvrs.unfinished import (
+    GRACE_PAUSES,
+    LEAST_BYTES_PER_S,
+    SMALL_BYTES,
+    Cut,
+    UnfinishedBodies,
+    due_s,
+)
 
 log = logging.getLogger(__name__)
 
@@ -130,12 +137,15 @@ class ClientBodies:
         self, content: StreamReader, connection: object, held: RequestUsage
     ) -> bytes:
         counted = connection if isinstance(connection, HttpConnection) else None
-        body = None
+        loop, pause_s, body = asyncio.get_running_loop(), self._settings.body_timeout_s, None
+        began_s, step_bytes = loop.time(), 0
         try:
-            async with asyncio.timeout(self._settings.body_timeout_s) as timeout:
+            async with asyncio.timeout(pause_s) as timeout:
                 body = _ComingBody(content, timeout)
                 if counted is not None:
                     counted.data_came = partial(self._note, body)
+                    # Idle since its last step, for the limits of connections.
+                    counted.idle_since_s = began_s
                 self._note(body)
                 while not body.is_cut and not content.at_eof():
                     # No name holds a piece while the next one is awaited.
@@ -143,16 +153,22 @@ class ClientBodies:
                     self._note(body)
                     if not body.is_cut:
                         held.allow(body.read_bytes)
+                        now_s = loop.time()
+                        timeout.reschedule(due_s(began_s, now_s, body.read_bytes, pause_s))
+                        if counted is not None and body.read_bytes - step_bytes >= SMALL_BYTES:
+                            counted.idle_since_s, step_bytes = now_s, body.read_bytes
         except RequestPayloadError:
             raise RequestError(BROKEN_BODY.message, status=BROKEN_BODY.status) from None
         except TimeoutError:
             if body is None or not body.is_cut:
                 raise RequestError(
-                    f"the body did not arrive within {self._settings.body_timeout_s} s", status=408
+                    f"the body came too slowly; allowed: pauses of {pause_s:g} s, and after "
+                    f"{GRACE_PAUSES * pause_s:g} s {LEAST_BYTES_PER_S} bytes/s",
+                    status=408,
                 ) from None
         finally:
             if counted is not None:
-                counted.data_came = None
+                counted.data_came = counted.idle_since_s = None
             if body is not None:
                 self.unfinished.end(body)
         if body.is_cut:

@@ -1,0 +1,81 @@
+"""Bodies that come slowly: those that come on are awaited, and none holds a connection for ever."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from kvrs.connections import ConnectionLimits
+from kvrs.http_connection import HttpConnection
+from tests.proxy.conftest import ProxyClusterBuilder
+
+pytestmark = pytest.mark.network
+
+REQUEST = {"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_a_client_that_sends_a_body_slowly_is_served(
+    build: ProxyClusterBuilder, is_chunked: bool
+) -> None:
+    """`proxy.body_timeout_s` is the longest pause, however long the whole body takes."""
+    system = await build(pairs=1, proxy={"body_timeout_s": 1.0})
+    body = msgspec.json.encode(REQUEST | {"user": "x" * 1000})
+    pieces = [body[at : at + 300] for at in range(0, len(body), 300)]
+    length = f"Content-Length: {len(body)}"
+    if is_chunked:
+        pieces = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in [*pieces, b""]]
+        length = "Transfer-Encoding: chunked"
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.proxy.port)
+    writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode())
+    for piece in pieces:
+        await asyncio.sleep(0.4)
+        writer.write(piece)
+
+    async with asyncio.timeout(30):
+        answer = await reader.readline()
+    writer.close()
+
+    assert len(pieces) * 0.4 > 1.0
+    assert answer == b"HTTP/1.1 200 OK\r\n"
+
+
+async def test_a_client_that_sends_byte_by_byte_is_cut_off(build: ProxyClusterBuilder) -> None:
+    """It never pauses, and would hold its connection for hours."""
+    system = await build(pairs=1, proxy={"body_timeout_s": 0.1})
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.proxy.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50000\r\n\r\n")
+
+    answering = asyncio.create_task(reader.readline())
+    async with asyncio.timeout(30):
+        while not answering.done():
+            writer.write(b" ")
+            await asyncio.sleep(0.01)
+    writer.close()
+
+    assert await answering == b"HTTP/1.1 408 Request Timeout\r\n"
+
+
+async def test_unfinished_bodies_give_way_to_other_clients(
+    build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients that send nothing on cannot take all connections of the port."""
+    system = await build(pairs=1, proxy={"body_timeout_s": 60.0})
+    (port,) = [each for each in system.proxy._ports if each.port == system.proxy.port]
+    monkeypatch.setattr(port._connections, "_limits", ConnectionLimits(4, 4))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50000\r\n\r\n{"
+    slow = [await asyncio.open_connection("127.0.0.1", system.proxy.port) for _ in range(4)]
+    for _, writer in slow:
+        writer.write(head)
+
+    async def are_read() -> bool:
+        reading = [*port._connections._open]
+        return all(isinstance(each, HttpConnection) and each.data_came for each in reading)
+
+    await system.until(are_read)
+
+    status, _ = await system.complete(**REQUEST)
+
+    assert status == 200
+    for _, writer in slow:
+        writer.close()
