@@ -34,7 +34,6 @@ from kvrs.protocol.instance import (
     RankRequest,
     Role,
 )
-from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.idle_connection import IdleConnection
@@ -45,6 +44,7 @@ from kvrs.proxy.backends.vllm_front import decode_behind
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_replay import with_replay
 from kvrs.proxy.backends.vllm_transfer import checked
+from kvrs.proxy.wire.event_form import LacksIdsError, check_events
 from kvrs.proxy.wire.peer import (
     UNREADABLE,
     DeniedError,
@@ -52,7 +52,6 @@ from kvrs.proxy.wire.peer import (
     body_of,
 )
 from kvrs.proxy.wire.pool import EngineLinks
-from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS
 from kvrs.proxy.wire.upstream import EventReader, Reader
 
 # With `--enable-fault-tolerance`: `/health` says 200 while an engine waits for an orchestrator's
@@ -428,24 +427,20 @@ def _limited(call: Call, max_model_len: int) -> Call:
 
 
 def _check_probe(payloads: Sequence[bytes]) -> None:
-    """Check that the events of a stream have the ids without which no stream can be continued.
+    """Check that a relay can read the events of a stream, and that they have the ids without which
+    no stream can be continued.
 
     Raises:
         UnusableError: they have not, or are no completion.
     """
     try:
-        chunks = [CHUNK.decode(payload) for payload in payloads if payload != b"[DONE]"]
-    except UNREADABLE as error:
-        raise UnusableError(f"its stream is no completion: {error}") from None
-    found = {
-        "prompt_token_ids": any(PROMPT_TOKEN_IDS in payload for payload in payloads),
-        "token_ids": any(choice.token_ids for chunk in chunks for choice in chunk.choices or ()),
-    }
-    for name, is_there in found.items():
-        if not is_there:
-            raise UnusableError(
-                f"its version does not support return_token_ids: a stream came without {name}"
-            )
+        check_events(payloads)
+    except LacksIdsError as error:
+        raise UnusableError(
+            f"its version does not support return_token_ids: a stream came without {error.name}"
+        ) from None
+    except UpstreamError as error:
+        raise UnusableError(f"its stream cannot be passed on: it {error}") from None
 
 
 class _StallMonitor:

@@ -26,6 +26,7 @@ from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.continuation import Continuation, EngineText, Piece
 from kvrs.proxy.streams.replayed import ReplayedOutput, parsed_parts
 from kvrs.proxy.streams.token_path import TokenPath
+from kvrs.proxy.wire.event_form import EventForm
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.peer import UNREADABLE, EngineError, NotANumberError
 from kvrs.proxy.wire.sse import (
@@ -76,7 +77,7 @@ class Relay:
 
     __slots__ = (
         *("_attempt", "_client", "_clock", "_completed", "_continuation", "_counts_each"),
-        *("_counts_text", "_delivered", "_first_event", "_foreign_head"),
+        *("_counts_text", "_delivered", "_first_event", "_foreign_head", "_form"),
         *("_head_bytes", "_is_first"),
         *("_journal", "_lessons", "_most_tokens", "_noted", "_path", "_reads_all", "_replayed"),
         "_resumed",
@@ -115,7 +116,7 @@ class Relay:
         request = journal.parsed.request
         self._wants_ids = request.return_token_ids
         self._most_tokens = inf if request.max_tokens is None else request.max_tokens
-        self._splitter = EventSplitter()
+        self._splitter, self._form = EventSplitter(), EventForm()
         self._template: EventTemplate | None = None
         self._path: TokenPath | None = None  # Of events that fit it.
         self.shortcut: Shortcut | None = None  # To the path, between two events.
@@ -282,11 +283,13 @@ class Relay:
             if not self._wants_ids:
                 data = data[:ids_at] + self._template.rest
             return self._trim(data) if self._foreign_head else data
-        found_ids = None if self._reads_all else next_token_ids(data)
+        usual = self._form.usual(data)
+        found_ids = None if self._reads_all else next_token_ids(usual)
         if found_ids is None:
-            return self._take_rare(data)
+            return self._take_rare(usual)
         ids, without_ids = found_ids
-        if self._lessons and self._template is None and not self._first_event:
+        is_as_sent, data = usual is data, usual
+        if self._lessons and is_as_sent and self._template is None and not self._first_event:
             self._lessons -= 1
             self._template = EventTemplate.of(data)
         event = self._trim(data if self._wants_ids else without_ids)
@@ -303,6 +306,8 @@ class Relay:
             _raise_error_event(event.error)
         if not event.choices:
             return self._take_usage(event)
+        if event.choices[0].token_ids and TOKEN_IDS not in data:  # In a key with escapes.
+            data = self._form.rewritten(data)
         return self._take_choice(data, event.choices[0])
 
     def _take_choice(self, data: bytes, choice: ReceivedChoice) -> bytes | None:

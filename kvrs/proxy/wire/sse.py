@@ -2,7 +2,7 @@
 
 A plain byte search is enough: inside a JSON string every quote is escaped, so the bytes `,"name":[`
 with unescaped quotes can only be a key of an object. This holds for compact JSON, as engines write
-it.
+it; events of another form are given that one first (`event_form.py`).
 """
 
 import re
@@ -23,15 +23,20 @@ MAX_EVENT_BYTES = 16 << 20
 
 TOKEN_IDS = b',"token_ids":['
 PROMPT_TOKEN_IDS = b',"prompt_token_ids":['
-# The first match is the choice's own index: engines write it before a tool call's, and in a text
-# its quotes are escaped.
+# The first match is the choice's own index, where that stands before a tool call's. In a text its
+# quotes are escaped.
 _INDEX = re.compile(rb'(?<=[{,]"index":)0')
+_INDEX_FIRST = b'{"index":'
+_TOOL_CALLS = b'"tool_calls"'
 _UNFINISHED = b',"finish_reason":null'
 CHOICES = b',"choices":['
 _TEXT = re.compile(rb'[{,]"(?:text|content)":"')
 _ZERO = ord("0")
 _IDS = msgspec.json.Decoder(list[TokenId])
-_BOUNDARY = re.compile(rb"\r?\n\r?\n")
+# Lines may end with CR alone; CRLF is one end.
+_BOUNDARY = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +45,7 @@ class EventSplitter:
 
     max_event_bytes: int = MAX_EVENT_BYTES
     rest: bytes = b""  # Of an event whose end has not come.
+    has_begun: bool = False  # A byte order mark may come before.
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The payloads that `chunk` completes.
@@ -55,6 +61,11 @@ class EventSplitter:
             and chunk.endswith(b"}\n\n")
         ):
             return [chunk[6:-2]]  # The usual read: one event, and all of it.
+        if not self.has_begun:
+            if len(chunk) < len(_BOM) and _BOM.startswith(chunk):
+                self.rest = chunk
+                return []
+            self.has_begun, chunk = True, chunk.removeprefix(_BOM)
         parts = chunk.split(b"\n\n") if b"\r" not in chunk else _BOUNDARY.split(chunk)
         self.rest = parts.pop()
         if len(self.rest) > self.max_event_bytes:
@@ -68,10 +79,10 @@ class EventSplitter:
 
 def _payload(part: bytes) -> bytes | None:
     """The data of an event; None: it is a comment, or empty."""
-    if b"\n" not in part:
+    if b"\n" not in part and b"\r" not in part:
         return part[5:].strip() if part.startswith(b"data:") else None
     # Beside its data it has a name, an id or a comment, or blank lines before it.
-    lines = [line[5:].strip() for line in part.split(b"\n") if line.startswith(b"data:")]
+    lines = [line[5:].strip() for line in _LINE_END.split(part) if line.startswith(b"data:")]
     # A line's end within JSON is white space.
     return b" ".join(lines) if lines else None
 
@@ -174,15 +185,28 @@ def head_of(data: bytes) -> bytes:
 
 
 def with_usage(data: bytes, usage: Usage) -> bytes:
-    """An event with token counts at its end."""
+    """An event with token counts at its end, in place of any that the engine gives."""
+    if b',"usage":' in data:
+        event = msgspec.json.decode(data)
+        event.pop("usage", None)
+        data = msgspec.json.encode(event)
     return b"".join((data[:-1], b',"usage":', msgspec.json.encode(usage), b"}"))
 
 
 def number_choice(data: bytes, index: int) -> bytes:
-    """`data`, whose one choice has the index 0, with another index."""
+    """The event `data` without its head, whose one choice has the index 0, with another index."""
     if index == 0:
         return data
-    numbered, count = _INDEX.subn(b"%d" % index, data, count=1)
-    if count == 0:
-        raise UpstreamError("sent a choice without an index")
-    return numbered
+    if data.startswith(_INDEX_FIRST, data.find(b"{")) or _TOOL_CALLS not in data:
+        numbered, count = _INDEX.subn(b"%d" % index, data, count=1)
+        if count:
+            return numbered
+    # A tool call may have its own index before that, or there are blanks.
+    if (at := data.find(CHOICES)) < 0:
+        raise UpstreamError("sent an event without choices")
+    match event := msgspec.json.decode(b"{" + data[at + 1 :]):
+        case {"choices": [{"index": _}, *_]}:
+            event["choices"][0]["index"] = index
+            return data[:at] + b"," + msgspec.json.encode(event)[1:]
+        case _:
+            raise UpstreamError("sent a choice without an index")
