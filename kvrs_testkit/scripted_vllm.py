@@ -48,6 +48,12 @@ REFUSED = {
     "param": "prompt",
     "code": 400,
 }
+# Fields of an event that has a usage.
+BESIDE_USAGE: dict[str, Any] = {
+    "system_fingerprint": "vllm-0.32",
+    "metrics": {"queue_s": 0.1},
+    "kv_transfer_params": {"remote_host": "a host"},
+}
 ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
 
@@ -89,6 +95,7 @@ class ScriptedVllm(ScriptedServer):
     transfer: dict[str, Any] = field(
         default_factory=dict
     )  # Changes to what prefill hands over; ... removes a field.
+    says_more: bool = False  # Its usage has details.
     api_key: str | None = None
     # Status with which a gateway answers completions: all, or those of longer prompts.
     denies: int | None = None
@@ -433,8 +440,12 @@ class ScriptedVllm(ScriptedServer):
             kept = {key: value for key, value in choice.items() if key not in self.lacks}
             yield _event([kept], model=parsed.model or self.model)
         if parsed.stream_options is not None and parsed.stream_options.include_usage:
-            usage = {"prompt_tokens": 1, "total_tokens": 2, "completion_tokens": 1}
-            yield _event([], usage, model=parsed.model or self.model)
+            usage: dict[str, Any] = {"prompt_tokens": 1, "total_tokens": 2, "completion_tokens": 1}
+            if self.says_more:
+                made_here = len(history) - begun_with
+                usage |= said_of(made_here)
+            beside = BESIDE_USAGE if self.says_more else {}
+            yield _event([], usage, model=parsed.model or self.model, **beside)
         yield DONE
 
 
@@ -443,7 +454,11 @@ def _history(parsed: CompletionRequest | ChatRequest) -> list[int]:
 
 
 def _event(
-    choices: list[dict[str, Any]], usage: dict[str, int] | None = None, *, model: str
+    choices: list[dict[str, Any]],
+    usage: dict[str, Any] | None = None,
+    *,
+    model: str,
+    **beside: Any,
 ) -> bytes:
     event: dict[str, Any] = {
         "id": "cmpl-x",
@@ -452,7 +467,17 @@ def _event(
         "model": model,
         "choices": choices,
     }
+    event |= beside
     return sse(msgspec.json.encode(event if usage is None else event | {"usage": usage}))
+
+
+def said_of(produced: int) -> dict[str, Any]:
+    """Details of the usage of a request that has produced so many tokens."""
+    return {
+        "prompt_tokens_details": {"cached_tokens": 999, "multimodal_tokens": {"image": 2}},
+        "completion_tokens_details": {"reasoning_tokens": produced, "drafted": {"tokens": 1}},
+        "units": 3,
+    }
 
 
 def _error(message: str) -> bytes:

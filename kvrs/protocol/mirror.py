@@ -15,6 +15,7 @@ import msgspec
 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Natural, Seconds
+from kvrs.protocol.openai.usage import EngineFacts
 from kvrs.protocol.token_ids import packed
 
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
@@ -75,6 +76,7 @@ class StreamState(msgspec.Struct, frozen=True):
     text_sent: Natural | None = None
     usage_sent: bool = False
     cached_tokens: Natural | None = None
+    facts: EngineFacts | None = None
     inexact: tuple[str, ...] = ()
     complete: bool = False  # Nothing is missing but the formal end.
     released: bool = False  # The owner has stopped: the client is gone, or it was handed over.

@@ -261,6 +261,8 @@ class Tokens(msgspec.Struct, frozen=True):
     prompt: int
     output: int
     cached: int
+    input_details: Mapping[str, Any] = {}
+    output_details: Mapping[str, Any] = {}
 
 
 class _Function(msgspec.Struct):
@@ -360,9 +362,9 @@ class Translator:
         if tokens is not None:
             usage = {
                 "input_tokens": tokens.prompt,
-                "input_tokens_details": {"cached_tokens": tokens.cached},
+                "input_tokens_details": {**tokens.input_details, "cached_tokens": tokens.cached},
                 "output_tokens": tokens.output,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": 0, **tokens.output_details},
                 "total_tokens": tokens.prompt + tokens.output,
             }
         error = None

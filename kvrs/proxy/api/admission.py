@@ -340,6 +340,7 @@ class Admissions:
                         replays=call.replays,
                         is_predictable=is_predictable(one),
                         is_strict=self._settings.inexact is Inexact.REFUSE,
+                        asks_usage=not one.request.stream or one.request.wants_usage,
                     )
                     call.journals.append(journal)
             if parsed.request.stream_options is not None and len(call.journals) == 1:

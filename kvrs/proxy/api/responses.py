@@ -32,6 +32,7 @@ from kvrs.protocol.openai.responses import (
     Translator,
     parse_response_request,
 )
+from kvrs.protocol.openai.usage import NO_FACTS
 from kvrs.proxy.api.admission import ClientCall
 from kvrs.proxy.api.answers import json_response, refusal
 from kvrs.proxy.api.response_client import ResponseClient, ResponseReader, RunningResponse
@@ -218,7 +219,7 @@ class ResponsesApi:
         with call.held:
             entry = await enter(call)
             (journal,) = call.journals
-            journal.marks = []
+            journal.marks, journal.asks_usage = [], True
             assert call.resume is not None
             client = ResponseClient()
             keyed = self._mirror.open(call.resume, journal, call.found, client, sync=True)
@@ -382,7 +383,14 @@ def _tokens(record: Record) -> Tokens:
     prompt_bytes = len(record.prompt_ids or b"")
     output_bytes = sum(len(event.ids) for event in record.events)
     cached = record.state.cached_tokens or 0
-    return Tokens(prompt_bytes // BYTES_PER_ID, output_bytes // BYTES_PER_ID, cached)
+    details = (record.state.facts or NO_FACTS).details
+    return Tokens(
+        prompt_bytes // BYTES_PER_ID,
+        output_bytes // BYTES_PER_ID,
+        cached,
+        details.get("prompt_tokens_details", {}),
+        details.get("completion_tokens_details", {}),
+    )
 
 
 def _position(request: web.Request) -> tuple[bool, int]:

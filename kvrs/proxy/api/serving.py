@@ -214,7 +214,8 @@ def missing_end(call: ClientCall) -> bytes:
     assert merger.head is not None
     if not parsed.request.wants_usage:
         return DONE
-    return sse(parsed.endpoint.event(merger.head, [], total_usage(call.journals))) + DONE
+    usage, facts = total_usage(call.journals)
+    return sse(parsed.endpoint.event(merger.head, [], usage, facts.beside)) + DONE
 
 
 async def end_stream(client: SseClient, outcome: Outcome) -> Response:

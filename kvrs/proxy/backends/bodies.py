@@ -105,7 +105,8 @@ def decode_call(
     )
     fields = call.fields
     fields["stream"] = True
-    if journal.wants_usage:
+    # Engines of kvrs say no more of a stream than is counted here.
+    if journal.wants_usage or (journal.asks_usage and not exact):
         fields["stream_options"] = StreamOptions(include_usage=True)
     if journal.seed is not None and (exact or journal.seed_is_needed):
         fields["seed"] = journal.seed

@@ -85,6 +85,8 @@ def reopened(record: Record, parsed: ParsedRequest, now_s: float) -> Journal:
         arrived_s=now_s - header.age_s,
         seed=header.seed,
         wants_usage=parsed.request.wants_usage,
+        asks_usage=not parsed.request.stream or parsed.request.wants_usage,
+        facts=state.facts,
         prompt_ids=unpack_ids(record.prompt_ids) if record.prompt_ids else parsed.prompt_ids,
         cached_tokens=state.cached_tokens,
         output_ids=record.output_ids,

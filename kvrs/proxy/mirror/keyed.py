@@ -162,6 +162,7 @@ class KeyedStream:
             text_sent=journal.text_sent,
             usage_sent=journal.usage_sent,
             cached_tokens=journal.cached_tokens,
+            facts=journal.facts,
             inexact=journal.inexact_elsewhere,
             kv_locations=locations or before.kv_locations,
         )

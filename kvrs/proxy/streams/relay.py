@@ -8,6 +8,8 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
+import msgspec
+
 from kvrs.core.fleet.known import Replays
 from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.errors import UpstreamError
@@ -21,6 +23,7 @@ from kvrs.protocol.openai.chunks import (
     failure_body,
     refusal_body,
 )
+from kvrs.protocol.openai.usage import facts_of
 from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.continuation import Continuation, EngineText, Piece
@@ -80,7 +83,7 @@ class Relay:
         *("_counts_text", "_delivered", "_first_event", "_foreign_head", "_form"),
         *("_head_bytes", "_is_first"),
         *("_journal", "_lessons", "_most_tokens", "_noted", "_path", "_reads_all", "_replayed"),
-        "_resumed",
+        *("_resumed", "_sees_all"),
         *("_splitter", "_template", "_wants_ids", "flow", "is_complete", "shortcut", "silence"),
     )
 
@@ -123,6 +126,7 @@ class Relay:
         self._counts_each = request.stream_options is not None and request.wants_each_usage
         self._lessons = 0 if self._reads_all or self._counts_each else _MOST_LESSONS
         self._is_first = not journal.output_ids
+        self._sees_all = continuation is None and (self._is_first or replays)
         self._first_event = True
         # A later attempt's events carry another time of creation: exchange it.
         self._foreign_head = False
@@ -305,7 +309,7 @@ class Relay:
         if event.error is not None:
             _raise_error_event(event.error)
         if not event.choices:
-            return self._take_usage(event)
+            return self._take_usage(data, event)
         if event.choices[0].token_ids and TOKEN_IDS not in data:  # In a key with escapes.
             data = self._form.rewritten(data)
         return self._take_choice(data, event.choices[0])
@@ -388,8 +392,10 @@ class Relay:
         journal.text_sent += len(piece.delta.text)
         return event
 
-    def _take_usage(self, event: ReceivedChunk) -> bytes | None:
-        """The proxy's own count: a decode instance does not know what prefill had cached."""
+    def _take_usage(self, data: bytes, event: ReceivedChunk) -> bytes | None:
+        """The proxy's own count: a decode instance does not know what prefill had cached. What else
+        an engine says of a stream is kept, if it has seen all of it.
+        """
         journal = self._journal
         if event.usage is None or not journal.finished:
             return None
@@ -397,6 +403,8 @@ class Relay:
             journal.counted = event.usage
         if self._is_first and journal.cached_tokens is None:
             journal.cached_tokens = event.usage.cached_tokens
+        if self._sees_all:
+            journal.facts = facts_of(msgspec.json.decode(data))
         return next(iter(journal.missing_end()), None)
 
     def _append(self, ids: list[int]) -> None:

@@ -1,12 +1,13 @@
 """Whole responses made of the events of streams, for clients that do not stream."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice, ReceivedDelta, Usage, usage_of
+from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice, ReceivedDelta, usage_of
 from kvrs.protocol.openai.requests import ChatRequest
+from kvrs.protocol.openai.usage import EngineFacts, facts_together, with_facts
 from kvrs.protocol.token_ids import encode
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import ParsedRequest
@@ -130,6 +131,7 @@ def answer(
     first = journals[0]
     assert first.head is not None
     head = _HEAD.decode(first.head + b"}")
+    usage, facts = total_usage(journals)
     is_chat = isinstance(parsed.request, ChatRequest)
     made: dict[str, Any] = {
         "id": head.id,
@@ -142,19 +144,22 @@ def answer(
             )
         ],
         "object": "chat.completion" if is_chat else "text_completion",
-        "usage": total_usage(journals),
+        "usage": usage,
     }
+    made |= facts.beside
     if is_chat and first.wants_ids:
         made["prompt_token_ids"] = first.prompt_ids
     return encode(made)
 
 
-def total_usage(journals: Sequence[Journal]) -> Usage:
-    """Usage of all choices together; a prompt that several have in common counts once, as its first
-    choice has it.
+def total_usage(journals: Sequence[Journal]) -> tuple[Mapping[str, Any], EngineFacts]:
+    """Usage of all choices together, with what engines say of them; a prompt that several have in
+    common counts once, as its first choice has it.
     """
     firsts = list({id(journal.parsed): journal for journal in reversed(journals)}.values())
     prompt = sum(journal.prompt_tokens for journal in firsts)
     produced = sum(len(journal.output_ids) for journal in journals)
     cached = [journal.cached_tokens for journal in firsts if journal.cached_tokens is not None]
-    return usage_of(prompt, produced, sum(cached) if len(cached) == len(firsts) else None)
+    usage = usage_of(prompt, produced, sum(cached) if len(cached) == len(firsts) else None)
+    facts = facts_together([(each.facts, each in firsts) for each in journals])
+    return with_facts(usage, facts), facts

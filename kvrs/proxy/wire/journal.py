@@ -15,6 +15,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.streams import mean_interval_s
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import Usage, usage_of
+from kvrs.protocol.openai.usage import NO_FACTS, EngineFacts, with_facts
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.wire.requests import ParsedRequest, RequestContext
 
@@ -33,6 +34,8 @@ class Journal:
     arrived_s: float
     seed: int | None = None  # What every attempt samples with; None: as greedy needs none.
     wants_usage: bool = False  # Of several choices none does: theirs is counted together.
+    asks_usage: bool = False  # The client gets a usage, in its own events or with others.
+    facts: EngineFacts | None = None  # Of the one engine that has seen the whole stream.
     prompt_ids: Sequence[int] | None = None  # None until an engine has tokenised the prompt.
     # Tokens of the prompt found in a prefix cache by the first attempt that says so; None: none
     # has.
@@ -224,4 +227,6 @@ class Journal:
         if not self.wants_usage or self.usage_sent:
             return []
         self.usage_sent = True
-        return [self.parsed.endpoint.event(self.head, [], self.usage)]
+        facts = self.facts or NO_FACTS
+        usage = with_facts(self.usage, facts)
+        return [self.parsed.endpoint.event(self.head, [], usage, facts.beside)]

@@ -94,15 +94,23 @@ class Endpoint(msgspec.Struct, frozen=True):
     choice: Callable[[TextDelta], Choice | ChatChunkChoice]
 
     def event(
-        self, head: bytes, choices: Sequence[Choice | ChatChunkChoice], usage: Usage | None = None
+        self,
+        head: bytes,
+        choices: Sequence[Choice | ChatChunkChoice],
+        usage: Usage | Mapping[str, Any] | None = None,
+        beside: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """An event with a stream's head, with its keys in the order of the embedded engine."""
+        """An event with a stream's head, with its keys in the order of the embedded engine;
+        `beside`: further fields.
+        """
         parts = [head, b',"choices":', msgspec.json.encode(choices)]
         # The head of other engines contains the object.
         if b',"object":"' not in head:
             parts.append(b',"object":"' + self.object + b'"')
         if usage is not None:
             parts.append(b',"usage":' + msgspec.json.encode(usage))
+        if beside:
+            parts.append(b"," + msgspec.json.encode(beside)[1:-1])
         return b"".join((*parts, b"}"))
 
 

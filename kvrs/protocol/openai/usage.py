@@ -1,0 +1,107 @@
+"""Facts of an engine about a whole stream, beside the counts of tokens: the details of its usage
+(reasoning, modalities of the prompt), and fields of the event that the usage is in.
+
+Only an engine that has seen the whole stream knows them: after a cut there are none. The counts
+themselves are the proxy's own.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvrs.protocol.openai.chunks import Usage
+
+_COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
+_OF_PROMPT, _OF_OUTPUT = "prompt_tokens_details", "completion_tokens_details"
+# No others: an event may hold parameters of transfers between instances.
+_BESIDE = ("system_fingerprint", "service_tier", "metrics")
+
+
+class EngineFacts(msgspec.Struct, frozen=True):
+    """`details`: fields of the usage; `beside`: fields of the answer."""
+
+    details: dict[str, Any] = {}
+    beside: dict[str, Any] = {}
+
+
+NO_FACTS = EngineFacts()
+
+
+def facts_of(event: Mapping[str, Any]) -> EngineFacts:
+    """The facts in a decoded event that has a usage, without the cached tokens, which are another
+    instance's.
+    """
+    details = _said({name: each for name, each in event["usage"].items() if name not in _COUNTS})
+    for name in (_OF_PROMPT, _OF_OUTPUT):
+        if not isinstance(each := details.get(name, {}), dict):
+            del details[name]
+        else:
+            each.pop("cached_tokens", None)
+    beside = {name: event[name] for name in _BESIDE if name in event}
+    return EngineFacts(details, _said(beside))
+
+
+def with_facts(usage: Usage, facts: EngineFacts) -> Mapping[str, Any]:
+    """The usage as a client gets it: the counts and the cached tokens as they are given here."""
+    told: dict[str, Any] = msgspec.to_builtins(usage)
+    details = dict(facts.details)
+    of_prompt = {**details.pop(_OF_PROMPT, {}), **told.pop(_OF_PROMPT, {})}
+    return told | ({_OF_PROMPT: of_prompt} if of_prompt else {}) | details
+
+
+def facts_together(choices: Sequence[tuple[EngineFacts | None, bool]]) -> EngineFacts:
+    """The facts of several choices, each with whether it is the first one of its prompt. None: some
+    stream was cut.
+
+    Numbers are added. Those of a prompt, which several choices have in common, count once. What
+    cannot be added, and differs, is left out.
+    """
+    found = [facts for facts, _ in choices if facts is not None]
+    if len(found) < len(choices):
+        return NO_FACTS
+    if len(found) == 1:
+        return found[0]
+    of_prompt = [_part(facts, _OF_PROMPT) for facts, is_first in choices if is_first]
+    others = [_without(facts.details, _OF_PROMPT) for facts in found]
+    details = _together(others) | _together(of_prompt)
+    beside = {
+        name: value
+        for name, value in found[0].beside.items()
+        if all(facts.beside.get(name) == value for facts in found)
+    }
+    return EngineFacts(details, beside)
+
+
+def _part(facts: EngineFacts | None, name: str) -> dict[str, Any]:
+    details = {} if facts is None else facts.details
+    return {name: details[name]} if name in details else {}
+
+
+def _without(details: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {each: value for each, value in details.items() if each != name}
+
+
+def _together(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    names = dict.fromkeys(name for each in given for name in each)
+    made = {name: _sum(each[name] for each in given if name in each) for name in names}
+    return _said(made)
+
+
+def _sum(values: Iterable[Any]) -> Any:
+    """None: they cannot be added, and differ."""
+    first, *rest = values
+    if isinstance(first, dict) and all(isinstance(each, dict) for each in rest):
+        return _together([first, *rest])
+    if all(type(each) in (int, float) for each in (first, *rest)):
+        return sum(rest, start=first)
+    return first if all(each == first for each in rest) else None
+
+
+def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Without nulls, at any depth."""
+    return {
+        name: _said(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if value is not None
+    }
