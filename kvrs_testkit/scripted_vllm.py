@@ -95,6 +95,7 @@ class ScriptedVllm(ScriptedServer):
     transfer: dict[str, Any] = field(
         default_factory=dict
     )  # Changes to what prefill hands over; ... removes a field.
+    default_tokens: int | None = None  # Of a chat that names no limit.
     says_more: bool = False  # Its usage has details.
     api_key: str | None = None
     # Status with which a gateway answers completions: all, or those of longer prompts.
@@ -405,6 +406,8 @@ class ScriptedVllm(ScriptedServer):
         position: int,
         known: list[int],
     ) -> AsyncIterator[bytes | Fault]:
+        if isinstance(parsed, ChatRequest) and parsed.max_tokens is None:
+            parsed = msgspec.structs.replace(parsed, max_tokens=self.default_tokens)
         script, writer, prompt = self.script, Writer(parsed, history, False), list(history)
         begun_with = len(history)
         made: list[Step] = []

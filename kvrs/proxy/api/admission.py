@@ -43,7 +43,14 @@ from kvrs.proxy.wire.exactness import (
     tokens_at_risk,
 )
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.requests import ByteBudget, ClientRequest, ParsedRequest, RequestUsage, salted
+from kvrs.proxy.wire.requests import (
+    CHAT,
+    ByteBudget,
+    ClientRequest,
+    ParsedRequest,
+    RequestUsage,
+    salted,
+)
 
 # The highest value of each header, in seconds. The configuration has the same bounds.
 _LONGEST_S = {"x-kvrs-ttft-s": 86400, "x-kvrs-recovery-gap-s": 3600, "x-kvrs-deadline-s": 86400}
@@ -347,6 +354,8 @@ class Admissions:
                 call.journals[0].wants_usage = parsed.request.wants_usage
         for journal in call.journals:
             journal.tenant, journal.name = tenant.mark, name
+            if parsed.endpoint is CHAT:
+                journal.default_tokens = self._driver.default_tokens
         if not call.echoes:
             call.echoes = [None] * len(call.journals)
         if not call.is_generate and (len(call.journals) > 1 or call.echoes[0] is not None):

@@ -41,6 +41,7 @@ class Call:
     fields: dict[str, Any]
     headers: str = ""  # Lines, each with its end.
     size_bytes: int = 0  # About how long the body is, where it may be long.
+    most_tokens: int | None = None  # Where `max_tokens` is null: the engine's own limit.
 
     def spend(self) -> bytes:
         """The body, after which the call holds nothing: its answer may take minutes."""
@@ -116,6 +117,7 @@ def decode_call(
         fields["vllm_xargs"] = {REPLAY_KEY: journal.output_ids[:]}
     elif journal.output_ids and not exact:
         _count_from_here(journal, fields)
+        call.most_tokens = journal.default_left
     return call
 
 

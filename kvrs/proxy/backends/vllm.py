@@ -422,7 +422,8 @@ def _limited(call: Call, max_model_len: int) -> Call:
     fields, history = call.fields, call.fields.get("prompt")
     if not isinstance(history, array) or fields.get("max_tokens", 0) is not None:
         return call
-    fields["max_tokens"] = max(1, max_model_len - len(history))
+    most = max_model_len - len(history)
+    fields["max_tokens"] = max(1, most if call.most_tokens is None else min(most, call.most_tokens))
     return call
 
 

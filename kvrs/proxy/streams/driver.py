@@ -82,7 +82,8 @@ class Driver:
     ) -> None:
         # A proxy that is started in the place of this one gets another one.
         self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"
-        self.tokenizer = LazyTokenizer(files or ModelFiles(config.cluster.model))
+        self._files = files or ModelFiles(config.cluster.model)
+        self.tokenizer = LazyTokenizer(self._files)
         self.is_vllm = config.cluster.backend is Engine.VLLM
         self.request_timeout_s = config.proxy.request_timeout_s
         self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE
@@ -119,6 +120,13 @@ class Driver:
     @property
     def streams(self) -> Mapping[StreamId, OpenStream]:
         return self.control.streams
+
+    @property
+    def default_tokens(self) -> int | None:
+        """The most output tokens of a chat that names no `max_tokens`; None: as many as the context
+        has room for.
+        """
+        return self._files.default_max_tokens if self.is_vllm else None
 
     # Streams.
 

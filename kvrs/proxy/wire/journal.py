@@ -36,6 +36,8 @@ class Journal:
     wants_usage: bool = False  # Of several choices none does: theirs is counted together.
     asks_usage: bool = False  # The client gets a usage, in its own events or with others.
     facts: EngineFacts | None = None  # Of the one engine that has seen the whole stream.
+    # The server's own limit for a request that names none; None: the context, or it is not known.
+    default_tokens: int | None = None
     prompt_ids: Sequence[int] | None = None  # None until an engine has tokenised the prompt.
     # Tokens of the prompt found in a prefix cache by the first attempt that says so; None: none
     # has.
@@ -180,6 +182,15 @@ class Journal:
     def remaining_tokens(self) -> int | None:
         """How many more the client wants; None: as many as the engine has room for."""
         return None if self.max_tokens is None else self.max_tokens - len(self.output_ids)
+
+    @property
+    def default_left(self) -> int | None:
+        """How many more tokens the server's own limit allows, which counts from the beginning of
+        the output; None: there is none. A stream that has reached it and goes on is of a server
+        that does not have it.
+        """
+        left = 0 if self.default_tokens is None else self.default_tokens - len(self.output_ids)
+        return left if left > 0 and self.max_tokens is None else None
 
     @property
     def token_interval_s(self) -> float | None:
