@@ -83,6 +83,9 @@ class ScriptedVllm(ScriptedServer):
     bodies: list[dict[str, Any]] = field(default_factory=list)
     engine: str = ""
     started_s: int = 0
+    # Each read of `/metrics` is answered by another one of so many processes; 0: by a new one.
+    processes: int = 1
+    reads: int = 0  # Of `/metrics`.
     model: str = "tiny"
     root: str = "/models/tiny"
     aliases: list[str] = field(default_factory=list)
@@ -196,11 +199,13 @@ class ScriptedVllm(ScriptedServer):
         return _json({"data": [*adapters, *models]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
+        self.reads += 1
+        process = self.reads % self.processes if self.processes else self.reads
         labels = f'engine="0",model_name="{self.model}"'
         lines = [
             "# HELP process_start_time_seconds Start time of the process since unix "
             "epoch in seconds.",
-            f"process_start_time_seconds {float(self.started_s)!r}",
+            f"process_start_time_seconds {self.started_s + process / 100!r}",
             f"vllm:num_requests_running{{{labels}}} {float(self.running)}",
             f"vllm:num_requests_waiting{{{labels}}} {float(self.waiting)}",
             f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",

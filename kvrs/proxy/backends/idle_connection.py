@@ -27,20 +27,21 @@ class IdleConnection:
             # Its result must not replace the reason for which this block ends.
             await asyncio.gather(self._gone, return_exceptions=True)
 
-    async def wait(self, seconds: float) -> None:
-        """Wait so long, or until the connection ends: the process may be dead, or may only have
-        closed an idle connection.
+    async def wait(self, seconds: float) -> bool:
+        """Wait so long, or until the connection ends; whether it has: the process may be dead, or
+        may only have closed an idle connection.
         """
         if self._must_pause:
             self._must_pause = False
             await asyncio.sleep(seconds)
-            return
+            return False
         if self._gone is None:
             self._gone = asyncio.create_task(self._hold())
         done, _ = await asyncio.wait({self._gone}, timeout=seconds)
         if done:
             self._gone, self._must_pause = None, True
             done.pop().result()
+        return bool(done)
 
     async def _hold(self) -> None:
         while True:

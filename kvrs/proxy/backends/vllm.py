@@ -1,16 +1,16 @@
 """Unmodified vLLM: its P/D convention (NixlConnector), its identity and its load.
 
 vLLM has no instance protocol. Its identity comes from the configuration, `/v1/models`, `/version`
-and `/metrics`; its load from polling `/health` and `/metrics`; its death from the end of an idle
-connection.
+and `/metrics` (`vllm_identity.py` tells its processes apart); its load from polling `/health` and
+`/metrics`; its death from the end of an idle connection.
 """
 
 import asyncio
-import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
+from math import inf
 from typing import Any
 
 import msgspec
@@ -38,26 +38,22 @@ from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.idle_connection import IdleConnection
 from kvrs.proxy.backends.model_files import ModelFiles
-from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.vllm_connector import VllmConnector
 from kvrs.proxy.backends.vllm_front import decode_behind
+from kvrs.proxy.backends.vllm_identity import connector_mark, engine_mark
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_replay import with_replay
-from kvrs.proxy.backends.vllm_transfer import checked
+from kvrs.proxy.backends.vllm_server import VllmServer
+from kvrs.proxy.backends.vllm_transfer import checked, engine_of
 from kvrs.proxy.wire.event_form import LacksIdsError, check_events
 from kvrs.proxy.wire.peer import (
-    UNREADABLE,
     DeniedError,
     UnusableError,
-    body_of,
 )
 from kvrs.proxy.wire.pool import EngineLinks
+from kvrs.proxy.wire.stalls import StallMonitor
 from kvrs.proxy.wire.upstream import EventReader, Reader
 
-# With `--enable-fault-tolerance`: `/health` says 200 while an engine waits for an orchestrator's
-# instruction, its streams stand still and new requests get 503.
-_FT_PATHS = ("/fault_tolerance/status", "/v1/fault_tolerance/status")
-_FT_STOPPED = ("unhealthy", "paused", "dead")
 # `/metrics` is 60 kB of text and takes the server milliseconds, so that it is read less often than
 # `/health`; a load report is at most this old.
 _METRICS_INTERVAL_S = 1.0
@@ -71,7 +67,6 @@ _LOAD_FAILED = "Internal server error"
 # A hand-off is used within this part of `kv_lease_duration` (30 s, 10 s at least). Later, the
 # blocks at prefill may belong to another stream, and decode would not notice.
 _HAND_OFF_S = 6.0
-_TICK_S = 0.5
 
 
 class _Model(msgspec.Struct):
@@ -83,14 +78,6 @@ class _Model(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Model]
-
-
-class _FtEngine(msgspec.Struct):
-    status: str
-
-
-class _FtStatus(msgspec.Struct):
-    engines: list[_FtEngine]
 
 
 class _Version(msgspec.Struct):
@@ -110,7 +97,7 @@ class ConfiguredIdentity(msgspec.Struct, frozen=True):
     served_name: str | None = None  # `cluster.served_name`.
 
 
-class VllmBackend(OpenAiPeer):
+class VllmBackend(VllmServer):
     """The server at one URL."""
 
     UNAUTHORISED = "its --api-key is not what the proxy's environment has in KVRS_VLLM_API_KEY"
@@ -126,18 +113,17 @@ class VllmBackend(OpenAiPeer):
         self._identity = identity
         self._connector = connector  # None: a plain vLLM.
         self._info: InstanceInfo | None = None  # Of the process that was probed last.
-        self._ft_path: str | None = None  # None: it runs without fault tolerance.
         self._denied: str | None = None  # Why it must not be used, since it denied one token.
 
     # Identity and load.
 
     async def info(self) -> InstanceInfo:
         await self._read("/health")
-        metrics = VllmMetrics((await self._read("/metrics")).decode(errors="replace"))
-        epoch = round(metrics.started_s * 100)
+        metrics = await self._metrics()
+        epoch = self._epoch(metrics, await self._other_mark(metrics))
         if self._info is None or self._info.epoch != epoch or self._denied is not None:
             info = await self._meet(epoch, metrics)
-            self._ft_path = await self._find_ft_path()
+            await self._find_ft_path()
             await self._check_engines()
             try:
                 async with asyncio.timeout(_PROBE_TIMEOUT_S):
@@ -154,6 +140,23 @@ class VllmBackend(OpenAiPeer):
             self._info, self._denied = info, None
         await self._check_engines()
         return self._info if self._connector is None else await self._connector.join(self._info)
+
+    async def _other_mark(self, metrics: VllmMetrics) -> str | None:
+        """A mark of a process without a start time that may be another one: of its connector, else
+        of its engine where it does prefill. None: it shows none.
+        """
+        if metrics.started_s is not None or not self._process.is_in_doubt:
+            return None
+        if self._connector is not None and (start := await self._connector.start()) is not None:
+            return connector_mark(start)
+        if self._info is None or self._info.role is not Role.PREFILL:
+            return None
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                engine = await self._probe(self._info)
+        except (UpstreamError, RefusedError, TimeoutError):
+            return None  # What is wrong with it is found when it is met.
+        return None if engine is None else engine_mark(engine)
 
     async def _meet(self, epoch: int, metrics: VllmMetrics) -> InstanceInfo:
         identity = self._identity
@@ -197,8 +200,13 @@ class VllmBackend(OpenAiPeer):
             names=_names_beside(model, listed),
         )
 
-    async def _probe(self, info: InstanceInfo) -> None:
-        """Produce one token as streams do, which finds a version that lacks a field."""
+    async def _probe(self, info: InstanceInfo) -> str | None:
+        """Produce one token as streams do, which finds a version that lacks a field; return the
+        engine id of one that does prefill.
+
+        Raises:
+            UnusableError: it lacks something.
+        """
         fields = {
             "model": info.model,
             "prompt": _PROBE_IDS,
@@ -211,14 +219,18 @@ class VllmBackend(OpenAiPeer):
                 "stream": False,
                 "kv_transfer_params": KvTransferParams(do_remote_decode=True),
             }
-            await self._prefilled(Call(_COMPLETIONS, asked), info.geometry.page_size_tokens)
-            return
+            answer = await self._prefilled(
+                Call(_COMPLETIONS, asked), info.geometry.page_size_tokens
+            )
+            assert answer.transfer is not None
+            return engine_of(answer.transfer)
         # vLLM warms its sampler up without a seed; the first seeded request compiles kernels, and
         # must not be a stream that is recovered (vLLM issue 54425).
         asked = fields | {"temperature": 1.0, "top_p": 0.9, "seed": 1, "stream": True}
         events = EventReader()
         await super().decode(Call(_COMPLETIONS, asked), events)
         _check_probe(events.payloads)
+        return None
 
     def watch_load(
         self, interval_s: float
@@ -236,6 +248,13 @@ class VllmBackend(OpenAiPeer):
 
     async def _reports(self, interval_s: float) -> AsyncGenerator[LoadReport]:
         """Load reports without time limits: the watcher has one."""
+        try:
+            async for report in self._polled(interval_s):
+                yield report
+        finally:
+            self._process.lost()
+
+    async def _polled(self, interval_s: float) -> AsyncGenerator[LoadReport]:
         clock = asyncio.get_running_loop().time
         read_s, report = 0.0, None
         async with IdleConnection(self.url) as idle:
@@ -249,7 +268,9 @@ class VllmBackend(OpenAiPeer):
                     read_s, report = clock(), await self.load()
                     report = msgspec.structs.replace(report, names=await self._listed())
                 yield report
-                await idle.wait(interval_s)
+                if await idle.wait(interval_s):
+                    self._process.connection_ended()
+                    read_s = -inf  # It is to be known at once whether this is another process.
 
     async def _listed(self) -> ModelNames | None:
         """Names that it serves now: adapters are loaded and unloaded while it runs. None: it gave
@@ -268,39 +289,15 @@ class VllmBackend(OpenAiPeer):
             self._info = msgspec.structs.replace(info, names=names)
         return names
 
-    async def _find_ft_path(self) -> str | None:
-        for path in _FT_PATHS:
-            async with self.call("GET", path, None) as response:
-                if response.status == 200:
-                    return path
-        return None
-
-    async def _check_engines(self) -> None:
-        """Raises UpstreamError: by its fault tolerance an engine of the server has stopped."""
-        if self._ft_path is None:
-            return
-        try:
-            status = msgspec.json.decode(await self._read(self._ft_path), type=_FtStatus)
-        except UNREADABLE as error:
-            raise UnusableError(f"unexpected answer to {self._ft_path}: {error}") from None
-        stopped = [each.status for each in status.engines if each.status in _FT_STOPPED]
-        if stopped:
-            raise UpstreamError(
-                f"{len(stopped)} of its {len(status.engines)} engines: {stopped[0]}, by "
-                f"{self._ft_path}"
-            )
-
-    async def kv_received(self) -> float | None:
-        return VllmMetrics((await self._read("/metrics")).decode(errors="replace")).received_bytes
-
     async def fetches(self) -> list[FetchReport]:
         return [] if self._connector is None else await self._connector.peer.fetches()
 
     async def load(self) -> LoadReport:
-        metrics = VllmMetrics((await self._read("/metrics")).decode(errors="replace"))
+        metrics = await self._metrics()
         waiting = metrics.waiting
+        start = None if self._connector is None else self._connector.known_start
         return LoadReport(
-            epoch=round(metrics.started_s * 100),
+            epoch=self._epoch(metrics, None if start is None else connector_mark(start)),
             queued=waiting,
             running=metrics.running,
             free_pages=metrics.free_pages,
@@ -309,18 +306,6 @@ class VllmBackend(OpenAiPeer):
             speculation=metrics.drafts,
             progress=metrics.progress,
         )
-
-    async def _read(self, path: str) -> bytes:
-        async with self.call("GET", path, None) as response:
-            if response.status == 200:
-                return await body_of(response)
-            if response.status >= 500:
-                # The body stays unread, so that the connection is closed: a server without an
-                # engine runs as long as a connection is open.
-                raise UpstreamError(f"HTTP {response.status} for {path}: its engine is dead")
-            raise UnusableError(
-                f"another server than vLLM answers there: HTTP {response.status} for {path}"
-            )
 
     # The calls of a stream.
 
@@ -340,7 +325,7 @@ class VllmBackend(OpenAiPeer):
         return call
 
     async def _prefilled(self, call: Call, page_size_tokens: int) -> Prefilled:
-        with _StallMonitor() as stalls:
+        with StallMonitor() as stalls:
             answer = await super().prefill(call)
             heard_s = stalls.awake_since_s()
         if answer.transfer is None:
@@ -349,6 +334,7 @@ class VllmBackend(OpenAiPeer):
                 "one of another kind"
             )
         transfer = checked(bytes(answer.transfer), len(answer.prompt_ids), page_size_tokens)
+        self._process.noted(engine_mark(engine_of(transfer)))
         return replace(answer, transfer=transfer, good_until_s=heard_s + _HAND_OFF_S)
 
     async def decode(self, call: Call, reader: Reader) -> None:
@@ -442,36 +428,3 @@ def _check_probe(payloads: Sequence[bytes]) -> None:
         ) from None
     except UpstreamError as error:
         raise UnusableError(f"its stream cannot be passed on: it {error}") from None
-
-
-class _StallMonitor:
-    """The time since which this process has run without a stop: data that is read right after a
-    stop may have arrived at its beginning.
-    """
-
-    def __init__(self) -> None:
-        self._beat_s = time.monotonic()
-        self._stop: tuple[float, float] | None = None  # The last one: from, to.
-
-    def __enter__(self) -> "_StallMonitor":
-        self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._beat)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-
-    def _beat(self) -> None:
-        self._note()
-        self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._beat)
-
-    def _note(self) -> None:
-        before_s, self._beat_s = self._beat_s, time.monotonic()
-        if self._beat_s - before_s > 2 * _TICK_S:
-            self._stop = before_s, self._beat_s
-
-    def awake_since_s(self) -> float:
-        """Now, or the beginning of a stop that has just ended."""
-        self._note()
-        if self._stop is not None and self._beat_s - self._stop[1] < 2 * _TICK_S:
-            return self._stop[0]
-        return self._beat_s

@@ -16,6 +16,7 @@ from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.connector import FIELD, seal
 from kvrs.protocol.instance import (
+    EPOCHS_PER_START,
     Capability,
     ConnectorReport,
     InstanceInfo,
@@ -57,6 +58,20 @@ class VllmConnector:
         return self._fault
 
     # Identity and load.
+
+    @property
+    def known_start(self) -> int | None:
+        """The number of the start of its process; None: it has given no answer since that of the
+        server was met.
+        """
+        return self._epoch // EPOCHS_PER_START if self._fault is None else None
+
+    async def start(self) -> int | None:
+        """That number, asked now; None: it gives no answer."""
+        try:
+            return (await self.peer.info()).epoch // EPOCHS_PER_START
+        except UpstreamError:
+            return None
 
     async def join(self, server: InstanceInfo) -> InstanceInfo:
         """The identity of a server that answers, the connector's share included."""

@@ -29,9 +29,18 @@ class VllmMetrics:
         self._text = text
 
     @property
-    def started_s(self) -> float:
-        """The start time of the process, on its own clock; only this distinguishes its restarts."""
-        return self._needed("process_start_time_seconds")
+    def started_s(self) -> float | None:
+        """The start time of the process, on its own clock; None: several API servers answer, whose
+        common `/metrics` have none.
+        """
+        return next(self._values("process_start_time_seconds"), None)
+
+    @property
+    def tokens(self) -> float | None:
+        """Tokens of prompts and outputs since the start; None: this version does not say."""
+        found = [*self._values("vllm:prompt_tokens_total")]
+        found += self._values("vllm:generation_tokens_total")
+        return sum(found) if found else None
 
     @property
     def running(self) -> int:

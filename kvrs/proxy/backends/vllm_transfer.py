@@ -87,6 +87,11 @@ def checked(raw: bytes, history_tokens: int, page_size_tokens: int) -> msgspec.R
     return msgspec.Raw(msgspec.json.encode(fields))
 
 
+def engine_of(transfer: msgspec.Raw) -> str:
+    """The id of the engine that has the KV, by parameters that were checked."""
+    return _TRANSFER.decode(transfer).remote_engine_id
+
+
 def _wrong(name: str, got: Any, allowed: str) -> UnusableError:
     return UnusableError(
         f"prefill answered with kv_transfer_params whose {name} is {got}; allowed: {allowed}"

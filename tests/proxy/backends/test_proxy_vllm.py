@@ -374,11 +374,6 @@ CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "old decode": ("d0", {"lacks": {"prompt_token_ids"}}, "a stream came without prompt_token_ids"),
     "no ids": ("d0", {"lacks": {"token_ids"}}, "a stream came without"),
-    "no start": (
-        "d0",
-        {"lacks": {"process_start_time"}},
-        "its /metrics lack process_start_time_seconds",
-    ),
     "no load": (
         "d0",
         {"lacks": {"num_requests_running"}},

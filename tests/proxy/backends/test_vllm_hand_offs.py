@@ -10,12 +10,12 @@ import pytest
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
 from kvrs.protocol.token_ids import packed
-from kvrs.proxy.backends import vllm
 from kvrs.proxy.backends.backend import Prefilled
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.vllm import _HAND_OFF_S, ConfiguredIdentity, VllmBackend
+from kvrs.proxy.wire import stalls
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 
@@ -46,7 +46,7 @@ def test_a_hand_off_ages_while_the_proxy_is_stopped(monkeypatch: pytest.MonkeyPa
 
     async def remaining_s(how: str) -> float:
         loop = virtual_loop()
-        monkeypatch.setattr(vllm, "time", SimpleNamespace(monotonic=loop.time))
+        monkeypatch.setattr(stalls, "time", SimpleNamespace(monotonic=loop.time))
         async with EngineLinks(Access()) as links:
             backend = VllmBackend(links, "http://x", IDENTITY)
             good_until_s = (await backend._prefilled(Call(how, {}), 32)).good_until_s

@@ -125,16 +125,23 @@ def test_metrics_of_several_engines_are_added() -> None:
     assert metrics.cache["enable_prefix_caching"] == "True"
 
 
-@pytest.mark.parametrize(
-    "name", ["process_start_time_seconds", "vllm:num_requests_waiting", "vllm:cache_config_info"]
-)
+def test_metrics_of_several_api_servers_have_no_start_time() -> None:
+    """Their common registry has none of the process; nor have those that are no numbers."""
+    start = "process_start_time_seconds 1.79516782213e+09"
+
+    for said in ("", "process_start_time_seconds 1e999", "process_start_time_seconds 1-1"):
+        assert start in METRICS
+        assert VllmMetrics(METRICS.replace(start, said)).started_s is None
+
+
+@pytest.mark.parametrize("name", ["vllm:num_requests_waiting", "vllm:cache_config_info"])
 def test_metrics_that_are_missing_are_named(name: str) -> None:
     metrics = VllmMetrics(
         "\n".join(line for line in METRICS.split("\n") if not line.startswith(name))
     )
 
     with pytest.raises(UnusableError, match=f"lack {name}"):
-        _ = (metrics.started_s, metrics.waiting, metrics.page_size_tokens)
+        _ = (metrics.waiting, metrics.page_size_tokens)
 
 
 @pytest.mark.parametrize(
@@ -143,14 +150,9 @@ def test_metrics_that_are_missing_are_named(name: str) -> None:
         ('num_gpu_blocks="1024"', 'num_gpu_blocks="None"', "num_gpu_blocks of 'None'"),
         ('num_gpu_blocks="1024",', "", "num_gpu_blocks of ''"),
         (
-            "process_start_time_seconds 1.79516782213e+09",
-            "process_start_time_seconds 1e999",
-            "lack process_start_time_seconds",
-        ),
-        (
-            "process_start_time_seconds 1.79516782213e+09",
-            "process_start_time_seconds 1-1",
-            "lack process_start_time_seconds",
+            'waiting{engine="0",model_name="tiny"} 4.0',
+            'waiting{engine="0"} 1e999',
+            "lack vllm:num_requests_waiting",
         ),
     ],
 )
@@ -160,7 +162,7 @@ def test_metrics_that_make_no_sense_are_named(line: str, changed: str, said: str
     metrics = VllmMetrics(METRICS.replace(line, changed))
 
     with pytest.raises(UnusableError, match=said):
-        _ = (metrics.started_s, metrics.free_pages)
+        _ = (metrics.waiting, metrics.free_pages)
 
 
 def test_drafts_of_its_own_are_counted() -> None:

@@ -1,0 +1,83 @@
+"""The paths of a vLLM server that belong to no stream: its health, its metrics and its engines."""
+
+import time
+
+import msgspec
+
+from kvrs.errors import UpstreamError
+from kvrs.proxy.backends.pd import OpenAiPeer
+from kvrs.proxy.backends.vllm_identity import ProcessIdentity
+from kvrs.proxy.backends.vllm_metrics import VllmMetrics
+from kvrs.proxy.wire.peer import UNREADABLE, UnusableError, body_of
+from kvrs.proxy.wire.pool import EngineLinks
+
+# With `--enable-fault-tolerance`: `/health` says 200 while an engine waits for an orchestrator's
+# instruction, its streams stand still and new requests get 503.
+_FT_PATHS = ("/fault_tolerance/status", "/v1/fault_tolerance/status")
+_FT_STOPPED = ("unhealthy", "paused", "dead")
+
+
+class _FtEngine(msgspec.Struct):
+    status: str
+
+
+class _FtStatus(msgspec.Struct):
+    engines: list[_FtEngine]
+
+
+class VllmServer(OpenAiPeer):
+    def __init__(self, links: EngineLinks, url: str) -> None:
+        super().__init__(links, url)
+        self._ft_path: str | None = None  # None: it runs without fault tolerance.
+        self._process = ProcessIdentity()
+
+    async def _read(self, path: str) -> bytes:
+        async with self.call("GET", path, None) as response:
+            if response.status == 200:
+                return await body_of(response)
+            if response.status >= 500:
+                # The body stays unread, so that the connection is closed: a server without an
+                # engine runs as long as a connection is open.
+                raise UpstreamError(f"HTTP {response.status} for {path}: its engine is dead")
+            raise UnusableError(
+                f"another server than vLLM answers there: HTTP {response.status} for {path}"
+            )
+
+    async def _metrics(self) -> VllmMetrics:
+        return VllmMetrics((await self._read("/metrics")).decode(errors="replace"))
+
+    def _epoch(self, metrics: VllmMetrics, other_mark: str | None) -> int:
+        """The epoch of the process that has just answered."""
+        return self._process.read(
+            metrics.started_s,
+            other_mark,
+            metrics.tokens,
+            now_s=time.monotonic(),
+            wall_s=time.time(),
+        )
+
+    async def kv_received(self) -> float | None:
+        return (await self._metrics()).received_bytes
+
+    async def _find_ft_path(self) -> None:
+        self._ft_path = None
+        for path in _FT_PATHS:
+            async with self.call("GET", path, None) as response:
+                if response.status == 200:
+                    self._ft_path = path
+                    return
+
+    async def _check_engines(self) -> None:
+        """Raises UpstreamError: by its fault tolerance an engine of the server has stopped."""
+        if self._ft_path is None:
+            return
+        try:
+            status = msgspec.json.decode(await self._read(self._ft_path), type=_FtStatus)
+        except UNREADABLE as error:
+            raise UnusableError(f"unexpected answer to {self._ft_path}: {error}") from None
+        stopped = [each.status for each in status.engines if each.status in _FT_STOPPED]
+        if stopped:
+            raise UpstreamError(
+                f"{len(stopped)} of its {len(status.engines)} engines: {stopped[0]}, by "
+                f"{self._ft_path}"
+            )
