@@ -100,6 +100,8 @@ class ScriptedVllm(ScriptedServer):
     )  # Changes to what prefill hands over; ... removes a field.
     default_tokens: int | None = None  # Of a chat that names no limit.
     says_more: bool = False  # Its usage has details.
+    # Prompts whose first token ends the output: nothing is handed over of them.
+    ends_at_once: tuple[list[int], ...] = ()
     api_key: str | None = None
     # Status with which a gateway answers completions: all, or those of longer prompts.
     denies: int | None = None
@@ -343,12 +345,15 @@ class ScriptedVllm(ScriptedServer):
             "token_ids": [1],
             "prompt_token_ids": history,
         }
-        whole = {
+        whole: dict[str, Any] = {
             "choices": [{key: value for key, value in choice.items() if key not in self.lacks}],
             "kv_transfer_params": {
                 key: value for key, value in transfer.items() if value is not ...
             },
         }
+        if history in self.ends_at_once:
+            del self.script.hand_offs[name]
+            whole |= {"choices": [choice | {"finish_reason": "stop"}], "kv_transfer_params": None}
         return _json({key: value for key, value in whole.items() if key not in self.lacks})
 
     async def _decode(

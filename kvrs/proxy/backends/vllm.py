@@ -217,12 +217,17 @@ class VllmBackend(VllmServer):
             asked = fields | {
                 "temperature": 0,
                 "stream": False,
+                "ignore_eos": True,
                 "kv_transfer_params": KvTransferParams(do_remote_decode=True),
             }
             answer = await self._prefilled(
                 Call(_COMPLETIONS, asked), info.geometry.page_size_tokens
             )
-            assert answer.transfer is not None
+            if answer.transfer is None:
+                raise UnusableError(
+                    "prefill answered without kv_transfer_params: it has no connector, or "
+                    "one of another kind"
+                )
             return engine_of(answer.transfer)
         # vLLM warms its sampler up without a seed; the first seeded request compiles kernels, and
         # must not be a stream that is recovered (vLLM issue 54425).
@@ -310,8 +315,13 @@ class VllmBackend(VllmServer):
     # The calls of a stream.
 
     async def prefill(self, call: Call) -> Prefilled:
+        """Compute the KV of the history. Without a hand-off in its answer, as some connectors have
+        none of a request that an end token ended, decode computes the history itself.
+        """
         info = self._info
         assert info is not None
+        # Of the output only the KV before it counts: an end token must not end the request.
+        call.fields["ignore_eos"] = True
         try:
             return await self._prefilled(self._plain(call), info.geometry.page_size_tokens)
         except DeniedError as error:
@@ -328,11 +338,8 @@ class VllmBackend(VllmServer):
         with StallMonitor() as stalls:
             answer = await super().prefill(call)
             heard_s = stalls.awake_since_s()
-        if answer.transfer is None:
-            raise UnusableError(
-                "prefill answered without kv_transfer_params: it has no connector, or "
-                "one of another kind"
-            )
+        if answer.transfer is None:  # Its one token has ended the request.
+            return answer
         transfer = checked(bytes(answer.transfer), len(answer.prompt_ids), page_size_tokens)
         self._process.noted(engine_mark(engine_of(transfer)))
         return replace(answer, transfer=transfer, good_until_s=heard_s + _HAND_OFF_S)

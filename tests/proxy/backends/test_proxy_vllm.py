@@ -122,6 +122,25 @@ async def test_a_hand_off_that_fails_counts_against_prefill(vllms: Builder) -> N
     assert await system.count("kvrs_attempts_failed_total") == 1
 
 
+async def test_a_prefill_that_hands_nothing_over_is_no_fault(vllms: Builder) -> None:
+    """Some connectors have nothing of a request that its one token has ended. Decode computes the
+    prompt, and nobody is blamed.
+    """
+    system = await vllms()
+    system.servers["p0"].ends_at_once = (PROMPT,)
+
+    for _ in range(4):
+        assert await system.ids() == expected_ids(PROMPT, TOKENS)
+
+    asked = system.servers["p0"].bodies
+    assert len(asked) == 4
+    assert all(body["ignore_eos"] for body in asked), "a hand-off is had where that is possible"
+    assert not any("kv_transfer_params" in body for body in system.servers["d0"].bodies)
+    assert await system.count("kvrs_attempts_failed_total") == 0
+    rows = (await system.state())["instances"]
+    assert not any(row["answers"]["failures_in_a_row"] for row in rows)
+
+
 async def test_a_hand_off_that_has_grown_old_is_not_used(
     vllms: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
