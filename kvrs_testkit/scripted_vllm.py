@@ -106,6 +106,7 @@ class ScriptedVllm(ScriptedServer):
     # Status with which a gateway answers completions: all, or those of longer prompts.
     denies: int | None = None
     denies_beyond_tokens: int = 0
+    queue: asyncio.Event | None = None  # What it decodes waits for it, and may be aborted before.
     running: int = 0
     waiting: int = 0
     pulled: int = 0
@@ -367,6 +368,8 @@ class ScriptedVllm(ScriptedServer):
         if self.in_one_piece and not parsed.stream:
             return self._one_token(parsed, salt)
         history = _history(parsed)
+        if self.queue is not None:
+            await self._wait_in_queue(self.queue, transfer)
         script, position = self.script, len(history) - self.script.prompt_tokens
         if script.faults.get(position) is Fault.EMPTY:
             del script.faults[position]
@@ -387,6 +390,14 @@ class ScriptedVllm(ScriptedServer):
             await self.awake.wait()
             await response.write(event)
         return response
+
+    async def _wait_in_queue(self, queue: asyncio.Event, transfer: Any) -> None:
+        try:
+            await queue.wait()
+        except asyncio.CancelledError:  # Its caller has left: prefill is told.
+            if transfer is not None:
+                self.script.hand_offs.pop(transfer["remote_request_id"], None)
+            raise
 
     def _next_token(
         self, parsed: CompletionRequest | ChatRequest, history: list[int], begun_with: int

@@ -9,7 +9,7 @@ docs/guide/backends.md describes how to add a backend, tests/backends/ what each
 """
 
 from array import array
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -144,6 +144,11 @@ class Backend(Protocol):
 
     async def ask(self, call: Call) -> bytes:
         """The answer to a request that is no stream, and that any instance answers alike."""
+
+    async def free_hand_off(self, transfer: msgspec.Raw, history: Sequence[int]) -> None:
+        """Have prefill free what it has handed over and no stream will fetch. An engine whose
+        hand-offs have leases refuses.
+        """
 
     def blames_prefill(self, error: Any) -> bool:
         """The error event that opened a decode call is about a hand-off that failed."""

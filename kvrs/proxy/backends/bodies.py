@@ -8,6 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from kvrs.core.model import actions as act
+from kvrs.ids import InstanceId
 from kvrs.protocol.instance import (
     REPLAY_KEY,
     CheckpointTarget,
@@ -36,12 +37,23 @@ _HANDED_OFF = msgspec.Raw(msgspec.json.encode(KvTransferParams(do_remote_decode=
 
 
 @dataclass(slots=True, eq=False)
+class HandOff:
+    """The KV of one history at a prefill instance, which one decode call fetches."""
+
+    source: InstanceId
+    transfer: msgspec.Raw
+    prefilled_s: float
+    is_sent: bool = False  # A server has the decode call.
+
+
+@dataclass(slots=True, eq=False)
 class Call:
     path: str
     fields: dict[str, Any]
     headers: str = ""  # Lines, each with its end.
     size_bytes: int = 0  # About how long the body is, where it may be long.
     most_tokens: int | None = None  # Where `max_tokens` is null: the engine's own limit.
+    hand_off: HandOff | None = None  # It is told as the call is sent.
 
     def spend(self) -> bytes:
         """The body, after which the call holds nothing: its answer may take minutes."""

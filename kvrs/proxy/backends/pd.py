@@ -3,7 +3,7 @@ DistServe implement.
 """
 
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from email.utils import parsedate_to_datetime
 from math import inf
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.errors import KvrsError
+from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import StreamId
 from kvrs.large_work import LARGE_BYTES
 from kvrs.protocol.instance import (
@@ -109,6 +109,8 @@ class OpenAiPeer(Peer):
         head = pool.head(call.path, len(body), call.headers)
         upstream = await pool.take()
         try:
+            if call.hand_off is not None:
+                call.hand_off.is_sent = True
             sent = upstream.send(head, body, reader)
             del call, head, body  # The answer may take minutes.
             # No name holds the future: its error would lead back to it through this frame.
@@ -158,6 +160,9 @@ class PdBackend(OpenAiPeer):
 
     async def info(self) -> InstanceInfo:
         return await self.control("GET", "/kvrs/v1/instance", None, InstanceInfo)
+
+    async def free_hand_off(self, transfer: msgspec.Raw, history: Sequence[int]) -> None:
+        raise UpstreamError("its hand-offs have leases")
 
     async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
         request = FenceRequest(

@@ -6,9 +6,10 @@ and `/metrics` (`vllm_identity.py` tells its processes apart); its load from pol
 """
 
 import asyncio
+import secrets
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from functools import partial
 from math import inf
 from typing import Any
@@ -35,7 +36,7 @@ from kvrs.protocol.instance import (
     Role,
 )
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
-from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.backends.bodies import BYTES_PER_ID, Call
 from kvrs.proxy.backends.idle_connection import IdleConnection
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.backends.vllm_connector import VllmConnector
@@ -67,6 +68,8 @@ _LOAD_FAILED = "Internal server error"
 # A hand-off is used within this part of `kv_lease_duration` (30 s, 10 s at least). Later, the
 # blocks at prefill may belong to another stream, and decode would not notice.
 _HAND_OFF_S = 6.0
+# A request that is to free a hand-off is aborted after so long: it is at the engine by then.
+_ABORTED_AFTER_S = 1.5
 
 
 class _Model(msgspec.Struct):
@@ -355,6 +358,27 @@ class VllmBackend(VllmServer):
             await decoded
         except DeniedError as error:
             raise await self._judged(error) from None
+
+    async def free_hand_off(self, transfer: msgspec.Raw, history: Sequence[int]) -> None:
+        """Ask for one token after the history. The request fetches the KV, or it is aborted while
+        it waits in the queue, upon which vLLM has prefill free it. Its salt is its own: the blocks
+        may hold other KV by now, and must not serve another request.
+        """
+        info = self._info
+        assert info is not None
+        fields = {
+            "model": info.model,
+            "prompt": history,
+            "max_tokens": 1,
+            "temperature": 0,
+            "stream": True,
+            "cache_salt": secrets.token_hex(16),
+            "kv_transfer_params": transfer,
+        }
+        call = Call(_COMPLETIONS, fields, size_bytes=BYTES_PER_ID * len(history))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ABORTED_AFTER_S):
+                await super().decode(call, EventReader())
 
     async def ask(self, call: Call) -> bytes:
         try:

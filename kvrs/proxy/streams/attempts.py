@@ -23,7 +23,7 @@ from kvrs.errors import ConfigError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
-from kvrs.proxy.backends.bodies import decode_call, prefill_call
+from kvrs.proxy.backends.bodies import HandOff, decode_call, prefill_call
 from kvrs.proxy.fleet.slots import SlotDeniedError
 from kvrs.proxy.streams.clients import Client, ClientGoneError
 from kvrs.proxy.streams.continuation import Continuation, EngineText
@@ -106,7 +106,10 @@ class OpenStream(LiveStream):
 class AttemptCalls:
     """Runs in a task of its own, which is cancelled when a later attempt takes over."""
 
-    __slots__ = ("_attempt", "_driver", "_instances", "_live", "_relay", "_span", "_trace")
+    __slots__ = (
+        *("_attempt", "_driver", "_hand_off", "_instances", "_live", "_relay", "_span"),
+        "_trace",
+    )
 
     def __init__(self, live: OpenStream, plan: act.Plan, driver: "Driver") -> None:
         self._attempt = Attempt(driver.control, live, plan)
@@ -118,6 +121,7 @@ class AttemptCalls:
         self._span: CallSpan | None = None  # That of the decode call, if it is traced.
         # The relay of the decode call, while it runs.
         self._relay: Relay | None = None
+        self._hand_off: HandOff | None = None  # Of an engine without leases, until it is fetched.
 
     async def run(self, *, gives_end: bool = False) -> None:
         """With `gives_end`, give the client what is missing of a stream that has all its ids: no
@@ -139,6 +143,8 @@ class AttemptCalls:
         except ConfigError as error:
             driver.control.end(live, CannotContinue(str(error)), driver.clock())
         except UpstreamError as error:
+            if self._hand_off is not None and isinstance(error, BusyError | DeniedError):
+                self._hand_off.is_sent = False  # Perhaps by a gateway in front of the engine.
             fault, is_silent = _fault_of(error), isinstance(error, SilentError)
             is_given_up = is_silent and driver.suspect_instance(attempt.failed_at)
             has_waited = isinstance(error, ConnectionLostError) and error.has_waited
@@ -154,6 +160,19 @@ class AttemptCalls:
             elif is_silent:
                 attempt.fell_silent(driver.clock())
             self._over(attempt.failure(fault, str(error), retry_after_s=retry_after_s))
+        finally:
+            self._give_up_hand_off()
+
+    def _give_up_hand_off(self) -> None:
+        """Have the KV freed that the attempt leaves at prefill."""
+        hand_off, self._hand_off = self._hand_off, None
+        if hand_off is None or hand_off.is_sent:
+            return
+        journal = self._live.journal
+        history = journal.prompt if self._attempt.plan.replays else journal.history
+        assert history is not None
+        driver = self._driver
+        driver.hand_offs.add(hand_off.source, hand_off.transfer, history, hand_off.prefilled_s)
 
     def _over(self, event: ev.AttemptFailed | ev.SlotDenied | None) -> None:
         if event is not None:
@@ -174,6 +193,8 @@ class AttemptCalls:
         if prefill is not None:
             answer = await self._prefill(prefill)
             transfer = answer.transfer if plan.prefill is not None else None
+            if transfer is not None and answer.good_until_s is not None:
+                self._hand_off = HandOff(prefill, transfer, self._driver.clock())
             if not attempt.prefilled(self._driver.clock()):
                 return None
             live.enter(StreamPhase.DECODE, attempt.plan.decode)
@@ -274,6 +295,7 @@ class AttemptCalls:
                     slot_token=slot,
                     traceparent=None if self._span is None else self._span.traceparent,
                 )
+                call.hand_off = self._hand_off
                 live.journal.parsed.pack()
                 decoded = backend.decode(call, relay)
                 del call, transfer, continuation  # The answer may take minutes.
@@ -334,6 +356,7 @@ class AttemptCalls:
 
     def _resumed(self) -> None:
         attempt, live = self._attempt, self._live
+        self._hand_off = None
         if not attempt.has_resumed:
             if self._span is not None:
                 self._span.first_token()

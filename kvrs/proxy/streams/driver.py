@@ -35,6 +35,7 @@ from kvrs.proxy.streams.attempts import (
 )
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.event_log import EventLog
+from kvrs.proxy.streams.hand_offs import GivenUpHandOffs
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.recoveries import RecoveryLog
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
@@ -110,6 +111,9 @@ class Driver:
             clock,
         )
         self.slots = SlotSender(control.slots, agent_backends)
+        self.hand_offs = GivenUpHandOffs(
+            control.instances, backends, clock, lambda how: metrics.hand_offs.labels(how).inc()
+        )
         self.turns = asyncio.Semaphore(CALLS_IN_TURN)
         # Takes silence for the end; False: it has not lasted for long.
         self.end_watch: dict[InstanceId, Callable[[], bool]] = {}
@@ -234,6 +238,7 @@ class Driver:
             self.fail(live, Failed(503, body, retry_after_s=1.0))
         await self._shell.close()
         await self.slots.close()
+        await self.hand_offs.close()
 
 
 def out_of_time(what: str, limit_s: float | None) -> Failed:

@@ -30,6 +30,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 from kvrs.protocol.mirror import Refusal
 from kvrs.proxy.fleet.supervision import TaskKind
+from kvrs.proxy.streams.hand_offs import given_up_counter
 from kvrs.proxy.streams.recoveries import OUTCOMES, Recovery
 from kvrs.proxy.streams.report_series import ReportSeries, Total
 from kvrs.proxy.streams.stream_metrics import (
@@ -122,6 +123,7 @@ class Metrics:
             "Recovery slots by outcome; local: granted by this proxy, since no agent answered.",
             ["outcome"],
         )
+        self.hand_offs = given_up_counter(self.registry)
         self.recoveries = RecoveryMetrics(self.registry)
         self.admission = AdmissionMetrics(self.registry)
         self.gossip = GossipMetrics(self.registry)

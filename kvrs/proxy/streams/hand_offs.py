@@ -1,0 +1,148 @@
+"""Hand-offs that no stream fetches, and the blocks at prefill that these hold.
+
+vLLM keeps the blocks of a hand-off until a decode instance has fetched them or their lease ends.
+Where an attempt gives a hand-off up before any engine has its decode call (its client has left, its
+decode instance is busy or gone), a request in the background has them freed. It delays no stream,
+and there are few of these requests at a time.
+
+| the decode call             | the blocks                                            |
+| --------------------------- | ----------------------------------------------------- |
+| was not sent                | freed here                                            |
+| was answered busy or denied | freed here: what answers so may stand before the engine |
+| was refused (4xx)           | freed by vLLM as it refuses                           |
+| was cut, or was silent      | freed by vLLM as it aborts                            |
+| ended with its instance     | left to their lease: nobody knows what was fetched    |
+"""
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter
+
+from kvrs.core.fleet.known import Instances
+from kvrs.core.model.member import Health, Member
+from kvrs.errors import UpstreamError
+from kvrs.ids import InstanceId
+from kvrs.proxy.backends.backend import Backend, RefusedError
+
+# Bounds of the work in the background: requests at a time, and hand-offs that wait.
+AT_A_TIME = 16
+MOST_WAITING = 256
+# The default of `kv_lease_duration`: then nothing is left to be freed.
+LEASE_S = 30.0
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 1.0
+
+
+class Freed(StrEnum):
+    """The end of a hand-off that was given up."""
+
+    FREED = "freed"
+    EXPIRED = "expired"  # No decode instance took the request before the lease ended.
+    GONE = "gone"  # The prefill instance was lost, and its blocks with it.
+    DROPPED = "dropped"  # Too many waited.
+
+
+def given_up_counter(registry: CollectorRegistry) -> Counter:
+    """The series of hand-offs that were given up; each begins at 0."""
+    counter = Counter(
+        "kvrs_hand_offs_given_up",
+        "Hand-offs of vLLM that no stream fetched, by what became of their blocks at prefill.",
+        ["outcome"],
+        registry=registry,
+    )
+    for how in Freed:
+        counter.labels(how)
+    return counter
+
+
+class GivenUp(NamedTuple):
+    source: InstanceId
+    epoch: int  # Of the prefill instance.
+    transfer: msgspec.Raw
+    history: "array[int]"
+    until_s: float
+
+
+class GivenUpHandOffs:
+    """Has the blocks of hand-offs freed that were given up."""
+
+    def __init__(
+        self,
+        instances: Instances,
+        backends: Mapping[InstanceId, Backend],
+        clock: Callable[[], float],
+        count: Callable[[Freed], None],
+    ) -> None:
+        self._instances = instances
+        self._backends = backends
+        self._clock = clock
+        self._count = count
+        self._waiting: deque[GivenUp] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(
+        self, source: InstanceId, transfer: msgspec.Raw, history: "array[int]", prefilled_s: float
+    ) -> None:
+        """An attempt has given up what prefill handed over at `prefilled_s`."""
+        if len(self._waiting) >= MOST_WAITING:
+            self._count(Freed.DROPPED)
+            return
+        epoch = self._instances.known[source].epoch
+        self._waiting.append(GivenUp(source, epoch, transfer, history, prefilled_s + LEASE_S))
+        if len(self._tasks) < AT_A_TIME:
+            task = asyncio.create_task(self._work())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        self._waiting.clear()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _work(self) -> None:
+        while self._waiting:
+            self._count(await self._free(self._waiting.popleft()))
+
+    async def _free(self, given_up: GivenUp) -> Freed:
+        pause_s, tried = _FIRST_PAUSE_S, None
+        while self._clock() < given_up.until_s:
+            source = self._instances.known[given_up.source]
+            if source.health is not Health.UP or source.epoch != given_up.epoch:
+                return Freed.GONE
+            target = self._target(source, tried)
+            if target is not None:
+                tried = target.id
+                try:
+                    await self._backends[target.id].free_hand_off(
+                        given_up.transfer, given_up.history
+                    )
+                    return Freed.FREED
+                except RefusedError:  # vLLM frees the blocks of what it refuses.
+                    return Freed.FREED
+                except UpstreamError:
+                    pass
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+        return Freed.EXPIRED
+
+    def _target(self, source: Member, tried: InstanceId | None) -> Member | None:
+        """The least loaded decode instance that can fetch from there, rather not the one that was
+        tried last.
+        """
+        now_s = self._clock()
+        able = [
+            each
+            for each in self._instances.present()
+            if each.decodes
+            and each.health is Health.UP
+            and each.takes_from(source)
+            and not each.answers.is_busy(now_s)
+        ]
+        return min(able, key=lambda each: (each.id == tried, each.rank), default=None)
