@@ -118,6 +118,13 @@ class ScriptedVllm(ScriptedServer):
     replays: bool = False  # It has the logits processor of `kvrs/vllm/replay.py`.
     moves_kv: bool = True  # Else what it should pull does not come, and it computes that.
     received_bytes: float = 0.0
+    bytes_per_token: float = 1.0
+    pull_s: float = 0.0  # What each token of a hand-off takes.
+    pulled_s: float = 0.0
+    # NIXL's other counters, by name, and its hash as newer versions show it.
+    nixl: dict[str, float] = field(default_factory=dict)
+    hash: str | None = None
+    cache_dtype: str = "auto"
     # Status of its engines, where it runs with fault tolerance.
     engines: list[str] | None = None
     ft_path: str = "/fault_tolerance/status"
@@ -213,7 +220,8 @@ class ScriptedVllm(ScriptedServer):
             f"vllm:num_requests_waiting{{{labels}}} {float(self.waiting)}",
             f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
             f'vllm:cache_config_info{{block_size="{PAGE}",num_gpu_blocks="100",'
-            f'enable_prefix_caching="{self.prefix_caching}",x="a\\"b"}} 1.0',
+            f'enable_prefix_caching="{self.prefix_caching}",cache_dtype="{self.cache_dtype}",'
+            'x="a\\"b"} 1.0',
             f"vllm:request_prefill_time_seconds_sum{{{labels}}} 1.0",
             f"vllm:request_prefill_time_seconds_count{{{labels}}} 4.0",
         ]
@@ -222,8 +230,15 @@ class ScriptedVllm(ScriptedServer):
         ):
             lines.append(f"vllm:spec_decode_num_{name}_total{{{labels}}} {float(count)}")
         if self.connector:
-            lines.append(f"vllm:nixl_num_failed_transfers_total{{{labels}}} 0.0")
-            lines.append(f"vllm:nixl_bytes_transferred_sum{{{labels}}} {self.received_bytes}")
+            counts = {
+                "num_failed_transfers_total": 0.0,
+                "bytes_transferred_sum": self.received_bytes,
+                "xfer_time_seconds_sum": self.pulled_s,
+                "xfer_time_seconds_count": float(self.pulled),
+            } | self.nixl
+            lines += [f"vllm:nixl_{name}{{{labels}}} {count}" for name, count in counts.items()]
+        if self.hash is not None:
+            lines.append(f'vllm:nixl_config_info{{{labels},compatibility_hash="{self.hash}"}} 1.0')
         kept = [line for line in lines if not any(name in line for name in self.lacks)]
         return web.Response(text="\n".join(kept) + "\n", content_type="text/plain")
 
@@ -417,7 +432,8 @@ class ScriptedVllm(ScriptedServer):
         if self.script.hand_offs.pop(transfer["remote_request_id"], None) != history:
             self.script.violations.append("a hand-off of another history, or pulled twice")
         self.pulled += 1
-        self.received_bytes += len(history) * self.moves_kv
+        self.received_bytes += len(history) * self.bytes_per_token * self.moves_kv
+        self.pulled_s += len(history) * self.pull_s
         return True
 
     async def _events(

@@ -76,6 +76,9 @@ CASES: dict[str, dict[str, str]] = {
     },
     "KvrsDamagedPages": {f"kvrs_damaged_pages_total{{{WORKER}}}": "0x10 1x60"},
     "KvrsConnectorDamage": {f"kvrs_connector_pages_damaged_total{{{WORKER}}}": "0x10 1+1x70 71x40"},
+    "KvrsHandOffFaults": {
+        f"kvrs_hand_off_faults_total{{{WORKER}, kind='late'}}": "0x10 1+1x70 71x40"
+    },
     "KvrsTaskFailed": {'kvrs_task_failures_total{task="slots"}': "0x10 1x60"},
     "KvrsEventLoopSlow": {
         'kvrs_event_loop_lag_seconds_bucket{instance="a", le="0.1"}': "0+30x10 300x44 300+30x40",

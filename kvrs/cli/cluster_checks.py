@@ -76,6 +76,7 @@ def cluster_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
     yield from _instances(state["instances"])
     yield from _models(state["instances"])
     yield from _connectors(config, state["instances"])
+    yield from _hand_offs(state["instances"])
     yield from _self_tests(state["instances"])
     if config.agents_run or state["agents"]:
         yield from _agents(config, state["agents"])
@@ -206,6 +207,17 @@ def _connector(check: str, report: Mapping[str, Any]) -> Finding:
         remedy = "install the same kvrs beside vLLM, and restart it"
         return doubtful(check, value, f"kvrs {kvrs.__version__}, as here", remedy)
     return good(check, value)
+
+
+def _hand_offs(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Pairs of vLLM servers between which NIXL refuses hand-offs."""
+    for row in rows:
+        report = row.get("hand_offs")
+        if report is None or row["role"] == "prefill" or not report["differs_from"]:
+            continue
+        value = f"{report['format']}, none from {', '.join(report['differs_from'])}"
+        remedy = "one version, model, --kv-cache-dtype and attention backend at both"
+        yield bad(f"hand-offs of {row['id']}", value, "the format of its prefill", remedy)
 
 
 def _self_tests(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -28,25 +28,53 @@ def pair_for(
     view: ClusterView, stream: Stream, *, barred_too: bool
 ) -> tuple[Member, Member] | None:
     """Prefill and decode instance for a stream from its beginning; the same one twice where an
-    instance does both, or computes the prompt since there is no prefill instance.
+    instance does both, or computes the prompt since it has no prefill instance.
     """
+    prefill = least_work(view, stream, stream.is_free, barred_too=barred_too)
+    pair = None
+    if prefill is not None:
+        pair = _pair_with(view, prefill, stream, barred_too=barred_too)
+        if pair is None and view.formats_differ:
+            pair = _pair_of_one_format(view, prefill, stream, barred_too=barred_too)
+    if pair is None and (alone := _least_prompts(view, stream, barred_too=barred_too)) is not None:
+        return alone, alone
+    return pair
+
+
+def _pair_with(
+    view: ClusterView, prefill: Member, stream: Stream, *, barred_too: bool
+) -> tuple[Member, Member] | None:
     is_free = stream.is_free
-    prefill = least_work(view, stream, is_free, barred_too=barred_too)
-    if prefill is None:
-        alone = _least_prompts(view, stream, barred_too=barred_too)
-        return None if alone is None else (alone, alone)
     return _pair_of(
         view, prefill, stream, is_free, barred_too=barred_too, closed_too=False
     ) or _pair_of(view, prefill, stream, is_free, barred_too=barred_too, closed_too=True)
 
 
-def computing_prompts(view: ClusterView) -> list[Member]:
-    """The decode instances that compute the prompts of new streams now: no prefill instance is
-    up.
+def _pair_of_one_format(
+    view: ClusterView, but: Member, stream: Stream, *, barred_too: bool
+) -> tuple[Member, Member] | None:
+    """A pair with another prefill instance than this one, between which NIXL can carry a hand-off,
+    that with the least work first.
     """
-    if view.prefillers:
+    for prefill in view.prefill_order.least_first():
+        if prefill is but or not may_have(view, prefill, stream, barred_too=barred_too):
+            continue
+        if (pair := _pair_with(view, prefill, stream, barred_too=barred_too)) is not None:
+            return pair
+    return None
+
+
+def computing_prompts(view: ClusterView) -> list[Member]:
+    """The decode instances that compute the prompts of new streams now: no prefill instance is up
+    from which they take hand-offs.
+    """
+    if view.prefillers and not view.formats_differ:
         return []
-    return [each for each in view.decoders if each.computes_prompts]
+    return [
+        each
+        for each in view.decoders
+        if each.computes_prompts and not any(map(each.takes_from, view.prefillers))
+    ]
 
 
 def missing_roles(view: ClusterView) -> list[Role]:
@@ -291,6 +319,7 @@ def _able(view: ClusterView, stream: Stream, prefill: Member, planned: Member) -
             member is not planned
             and member.geometry == geometry
             and (member.pulls or member.own_prefill is None)
+            and member.reads_format_of(prefill)
             and may_have(view, member, stream, barred_too=False)
         ):
             yield member

@@ -25,7 +25,11 @@ import msgspec
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.core.control import Control
-from kvrs.core.fleet.known import others_with_other_kv, overdue_after_s
+from kvrs.core.fleet.known import (
+    others_of_other_format,
+    others_with_other_kv,
+    overdue_after_s,
+)
 from kvrs.core.fleet.names import listed_names
 from kvrs.core.fleet.silence import SilenceTimer, silent_after_s
 from kvrs.core.model import events as ev
@@ -83,6 +87,7 @@ class WatchNote(Enum):
     NAMES = auto()
     CAPABILITIES = auto()
     OTHER_KV = auto()
+    OTHER_FORMAT = auto()
 
 
 class WatchShell(Protocol):
@@ -316,6 +321,8 @@ class InstanceWatch(Watch[Member, InstanceInfo, LoadReport]):
         if info.names != NO_OTHER_NAMES:
             self._shell.note(WatchNote.NAMES, listed_names(info))
         self._compare_kv()
+        if others := others_of_other_format(self._control.instances, self.known):
+            self._shell.note(WatchNote.OTHER_FORMAT, [*others])
 
     def _count(self, info: InstanceInfo, report: LoadReport, now_s: float) -> WatchStep | None:
         if report.names is not None and report.names != info.names:

@@ -13,6 +13,7 @@ import msgspec
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.experts import ExpertReport
 from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.hand_offs import HandOffReport
 from kvrs.protocol.speculation import MOST_DRAFTS, DraftId, SpeculationReport
 from kvrs.protocol.stages import RestartReport, StageInfo, StageLent
 
@@ -151,9 +152,9 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     names: ModelNames = NO_OTHER_NAMES
     # Of its pages at agents, where it is not the fingerprint: of the connector in vLLM.
     kv_fingerprint: str = ""
-    # Its memory of fetched pages holds so many at a time; the rest of a history is computed. None:
-    # they are fetched to where they stay.
+    # Room for fetched pages, beyond which a history is computed; None: as many as there are.
     fetch_pages_max: Natural | None = None
+    hand_off_format: str = ""  # Of vLLM (`kvrs/protocol/hand_offs.py`); empty: not told.
 
     @property
     def name_keys(self) -> tuple[str, ...]:
@@ -293,10 +294,10 @@ class LoadReport(msgspec.Struct, frozen=True):
     replica_dropped_pages: Natural = 0
     names: ModelNames | None = None  # As of `InstanceInfo`, where they change; None: as they were.
     connector: ConnectorReport | None = None  # Of vLLM; None: it has none.
+    hand_offs: HandOffReport | None = None  # Of vLLM's NIXL; None: it has none.
     speculation: SpeculationReport | None = None  # None: it has no source of drafts.
     experts: ExpertReport | None = None  # None: it has none, or is one process.
-    # As of `InstanceInfo`, where they change; None: as they were.
-    capabilities: list[Capability] | None = None
+    capabilities: list[Capability] | None = None  # As of `InstanceInfo`; None: as they were.
     progress: float = 0.0  # Counts what it computes, in tokens or steps; 0: not counted.
 
 

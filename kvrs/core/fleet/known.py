@@ -214,6 +214,17 @@ def others_with_other_kv(instances: Instances, known: Member) -> list[InstanceId
     ]
 
 
+def others_of_other_format(instances: Instances, known: Member) -> list[InstanceId]:
+    """Instances with which NIXL can exchange no hand-offs there."""
+    return [
+        each.id
+        for each in instances.present()
+        if each.health is Health.UP
+        and ((known.decodes and each.prefills) or (known.prefills and each.decodes))
+        and not known.reads_format_of(each)
+    ]
+
+
 def missing_roles(instances: Instances) -> list[Role]:
     """The roles of which no instance is up."""
     roles = {known.role for known in instances.present() if known.health is Health.UP}

@@ -197,6 +197,8 @@ class ClusterView:
         self.now_s = 0.0  # Of the event that is being handled.
         # Some decode instances compute other tokens than others.
         self.tokens_differ = False
+        # NIXL can carry no hand-off between some instances.
+        self.formats_differ = False
         # Sorted by rank, so that the least loaded are found without a search.
         self.decoders: list[Member] = []  # That are not drained, the least loaded first.
         self.by_node: dict[NodeId, list[Member]] = {}
@@ -241,6 +243,8 @@ class ClusterView:
         self._update(changed.node)
 
     def _update(self, changed: NodeId) -> None:
+        formats = {member.hand_off_format for member in self.members.values()}
+        self.formats_differ = len(formats - {""}) > 1
         if self._leaving:
             self._update_drained()
         self._update_pairs(changed)
@@ -284,7 +288,9 @@ class ClusterView:
     def _update_pairs(self, node: NodeId) -> None:
         there = self.by_node[node]
         decoders = [each for each in there if each.decodes and not each.is_drained]
-        are_free = all(each.pulls or each.own_prefill is None for each in decoders)
+        are_free = not self.formats_differ and all(
+            each.pulls or each.own_prefill is None for each in decoders
+        )
         for prefill in there:
             if prefill.prefills:
                 prefill.own_decoders = (

@@ -275,6 +275,7 @@ class Member:
     names: tuple[str, ...] = ()  # Of models, aliases and adapters that it serves.
     fingerprint: str = ""
     kv_fingerprint: str = ""
+    hand_off_format: str = ""  # As `InstanceInfo.hand_off_format`.
     fetch_pages_max: int | None = None  # As `InstanceInfo.fetch_pages_max`.
     max_model_len: int = 0  # 0: not known.
     geometry: KvGeometry = field(init=False)
@@ -338,7 +339,7 @@ class Member:
         self.computes_prompts = info.computes_prompts and info.role is Role.DECODE
         self.own_prefill, self.names = info.own_prefill, info.name_keys
         self.fingerprint, self.kv_fingerprint = info.fingerprint, info.kv_fingerprint
-        self.fetch_pages_max = info.fetch_pages_max
+        self.fetch_pages_max, self.hand_off_format = info.fetch_pages_max, info.hand_off_format
         self.max_model_len, self.geometry = info.max_model_len, geometry
         self.page_bytes = geometry.page_bytes
         self.page_size_tokens = geometry.page_size_tokens
@@ -458,9 +459,20 @@ class Member:
 
     def takes_from(self, prefill: "Member") -> bool:
         """A prefill there can be handed off to this instance. A server that pulls no pages takes
-        hand-offs from its own prefill instance only.
+        hand-offs from its own prefill instance only, and NIXL in one of another format.
         """
-        return self.pulls or self.own_prefill is None or self.own_prefill == prefill.id
+        if self.own_prefill == prefill.id:
+            return True
+        return (self.pulls or self.own_prefill is None) and self.reads_format_of(prefill)
+
+    def reads_format_of(self, prefill: "Member") -> bool:
+        """NIXL can carry a hand-off from there, as far as is known: two values of one kind are
+        equal.
+        """
+        own, theirs = self.hand_off_format, prefill.hand_off_format
+        if not own or not theirs or own == theirs:
+            return True
+        return own.split()[0] != theirs.split()[0]
 
     def continues(self, tokens: str, promise: Promise = Promise.NONE) -> bool:
         """The instance goes on exactly with the output of one that computes `tokens`, as far as is

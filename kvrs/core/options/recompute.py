@@ -38,6 +38,8 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     prefill, there = prefill_for(view, target, case.stream), None
     # Without a hand-off that moves KV the target would compute the history once more.
     is_handed_off = target.own_prefill is not None or (prefill.moves_kv and target.moves_kv)
+    if view.formats_differ:
+        is_handed_off = is_handed_off and target.takes_from(prefill)
     fetches = target.pulls and prefill.retains  # From there.
     is_migration = not fetches and has_cached(case.stream, prefill)
     if prefill is not target and is_handed_off and not is_migration:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.core.fleet.known import others_with_other_kv
+from kvrs.core.fleet.known import others_of_other_format, others_with_other_kv
 from kvrs.core.fleet.names import listed_names
 from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.member import Health, Member
@@ -115,6 +115,7 @@ def _instance(
         "models": [] if known.info is None else listed_names(known.info),
         "load": load or None,
         "connector": _connector(known, driver),
+        "hand_offs": _hand_offs(known, driver),
         "speculation": load.get("speculation"),
         "experts": load.get("experts"),  # None: it has none, or is one process.
         "batches_in_flight": load.get("batches_in_flight"),
@@ -156,6 +157,19 @@ def _connector(known: Member, driver: Driver) -> dict[str, Any] | None:
         return None
     others = others_with_other_kv(driver.control.instances, known)
     return {**msgspec.to_builtins(report), "differs_from": others}
+
+
+def _hand_offs(known: Member, driver: Driver) -> dict[str, Any] | None:
+    """Counts and format of NIXL in vLLM; None: it has none, or is not up."""
+    report = None if known.load is None else known.load.hand_offs
+    if report is None:
+        return None
+    others = others_of_other_format(driver.control.instances, known)
+    return {
+        **msgspec.to_builtins(report),
+        "format": known.hand_off_format,
+        "differs_from": others,
+    }
 
 
 def _ranks(known: Member, now_s: float) -> dict[str, Any]:

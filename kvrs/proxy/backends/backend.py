@@ -81,6 +81,7 @@ class Prefilled(msgspec.Struct, frozen=True):
         None  # On the monotonic clock: not to be forwarded later. None: that does no harm.
     )
     cached_tokens: int | None = None  # Of the prompt; None: the engine does not say.
+    ranks: int = 1  # That hand it over, each a part.
 
 
 class Backend(Protocol):

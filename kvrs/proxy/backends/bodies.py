@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from kvrs.core.model import actions as act
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import (
     REPLAY_KEY,
     CheckpointTarget,
@@ -26,6 +26,7 @@ from kvrs.protocol.openai.requests import StreamOptions
 from kvrs.protocol.token_ids import encode
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, REQUEST_ID, TRACEPARENT, RequestContext
+from kvrs.transfer.hand_offs import FetchedHandOff
 
 # Done by the proxy itself, or set anew in every call.
 _NEVER_FORWARDED = frozenset(("n", "echo", "stream_options"))
@@ -41,9 +42,18 @@ class HandOff:
     """The KV of one history at a prefill instance, which one decode call fetches."""
 
     source: InstanceId
+    node: NodeId
+    tokens: int
+    ranks: int  # Of the prefill instance.
     transfer: msgspec.Raw
     prefilled_s: float
     is_sent: bool = False  # A server has the decode call.
+    pull: FetchedHandOff | None = None  # As the link's meter sees it.
+
+    def was_fetched(self) -> None:
+        """The first token has come."""
+        if self.pull is not None:
+            self.pull.is_over = True
 
 
 @dataclass(slots=True, eq=False)

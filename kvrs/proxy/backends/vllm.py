@@ -201,6 +201,7 @@ class VllmBackend(VllmServer):
             prefill=guessed_prefill(files.size()),
             computes_prompts=identity.role is Role.DECODE,
             names=_names_beside(model, listed),
+            hand_off_format=metrics.hand_off_format,
         )
 
     async def _probe(self, info: InstanceInfo) -> str | None:
@@ -231,7 +232,7 @@ class VllmBackend(VllmServer):
                     "prefill answered without kv_transfer_params: it has no connector, or "
                     "one of another kind"
                 )
-            return engine_of(answer.transfer)
+            return engine_of(answer.transfer)[0]
         # vLLM warms its sampler up without a seed; the first seeded request compiles kernels, and
         # must not be a stream that is recovered (vLLM issue 54425).
         asked = fields | {"temperature": 1.0, "top_p": 0.9, "seed": 1, "stream": True}
@@ -304,14 +305,17 @@ class VllmBackend(VllmServer):
         metrics = await self._metrics()
         waiting = metrics.waiting
         start = None if self._connector is None else self._connector.known_start
+        epoch = self._epoch(metrics, None if start is None else connector_mark(start))
+        hand_offs, drafts = self._counts(metrics)
         return LoadReport(
-            epoch=self._epoch(metrics, None if start is None else connector_mark(start)),
+            epoch=epoch,
             queued=waiting,
             running=metrics.running,
             free_pages=metrics.free_pages,
             queue_delay_s=waiting * metrics.prefill_s,
-            links=[],
-            speculation=metrics.drafts,
+            links=self._measured_links(metrics),
+            speculation=None if metrics.drafts is None else drafts,
+            hand_offs=None if metrics.hand_offs is None else hand_offs,
             progress=metrics.progress,
         )
 
@@ -344,13 +348,16 @@ class VllmBackend(VllmServer):
         if answer.transfer is None:  # Its one token has ended the request.
             return answer
         transfer = checked(bytes(answer.transfer), len(answer.prompt_ids), page_size_tokens)
-        self._process.noted(engine_mark(engine_of(transfer)))
-        return replace(answer, transfer=transfer, good_until_s=heard_s + _HAND_OFF_S)
+        engine, ranks = engine_of(transfer)
+        self._process.noted(engine_mark(engine))
+        good_until_s = heard_s + _HAND_OFF_S
+        return replace(answer, transfer=transfer, good_until_s=good_until_s, ranks=ranks)
 
     async def decode(self, call: Call, reader: Reader) -> None:
         info = self._info
         assert info is not None
         front = None if self._connector is None else self._connector.front(call)
+        pull = self._begin_pull(call, info.geometry.bytes_per_token)
         decoded = super().decode(_limited(self._plain(call), info.max_model_len), reader)
         if front is not None:
             decoded = decode_behind(partial(super().ask, front), decoded, info.id)
@@ -358,6 +365,9 @@ class VllmBackend(VllmServer):
             await decoded
         except DeniedError as error:
             raise await self._judged(error) from None
+        finally:
+            if pull is not None:
+                pull.is_over = True
 
     async def free_hand_off(self, transfer: msgspec.Raw, history: Sequence[int]) -> None:
         """Ask for one token after the history. The request fetches the KV, or it is aborted while

@@ -21,6 +21,7 @@ from kvrs.protocol.instance import (
     ConnectorReport,
     InstanceInfo,
     KvrsParams,
+    LinkReport,
     LoadReport,
 )
 from kvrs.proxy.backends.bodies import Call
@@ -105,7 +106,7 @@ class VllmConnector:
             changes |= {"epoch": joined.epoch, "capabilities": joined.capabilities}
         if own is not None:
             changes |= {
-                "links": own.links if off_reason is None else [],
+                "links": _merged_links(report.links, own.links if off_reason is None else []),
                 "checkpoint_lag_pages": own.checkpoint_lag_pages,
                 "damaged_pages": own.damaged_pages,
                 "fetched_pages": own.fetched_pages,
@@ -220,3 +221,9 @@ class VllmConnector:
         call.fields["kv_transfer_params"] = msgspec.Raw(
             before + f'"{FIELD}":'.encode() + sealed + b"}"
         )
+
+
+def _merged_links(handed_off: list[LinkReport], fetched: list[LinkReport]) -> list[LinkReport]:
+    """Links by what the connector has fetched, and by hand-offs where it has fetched nothing."""
+    sources = {link.source for link in fetched}
+    return [*fetched, *(link for link in handed_off if link.source not in sources)]

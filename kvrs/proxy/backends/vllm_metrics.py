@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from kvrs.protocol.hand_offs import HandOffReport
 from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.wire.peer import UnusableError
 
@@ -72,9 +73,8 @@ class VllmMetrics:
     @property
     def cache(self) -> dict[str, str]:
         """The configuration of the KV cache."""
-        for name, labels, _ in self._lines():
-            if name == "vllm:cache_config_info":
-                return dict(_LABEL.findall(labels))
+        for labels in self._labels("vllm:cache_config_info"):
+            return labels
         raise UnusableError(
             "it is no vLLM that this adapter supports: its /metrics lack vllm:cache_config_info"
         )
@@ -87,6 +87,41 @@ class VllmMetrics:
     def has_connector(self) -> bool:
         """The engine was started with a NixlConnector, whose counters exist from the start then."""
         return "\nvllm:nixl_" in self._text
+
+    @property
+    def hand_off_format(self) -> str:
+        """NIXL's compatibility hash, which both ends of a hand-off must have in common. The type of
+        the KV cache, which is a part of it, stands for it where vLLM shows no hash. Empty: it has
+        no connector.
+        """
+        if not self.has_connector:
+            return ""
+        hashes = {
+            labels.get("compatibility_hash", "") for labels in self._labels("vllm:nixl_config_info")
+        }
+        if found := sorted(hashes - {""}):
+            return f"hash {','.join(found)}"
+        cache_dtype = self.cache.get("cache_dtype")
+        return f"cache_dtype {cache_dtype}" if cache_dtype else ""
+
+    @property
+    def hand_offs(self) -> HandOffReport | None:
+        """Counts of its connector; None: it has none."""
+        if not self.has_connector:
+            return None
+        return HandOffReport(
+            self._count("xfer_time_seconds_count"),
+            self._count("bytes_transferred_sum"),
+            self._count("num_failed_transfers_total"),
+            self._count("num_failed_notifications_total"),
+            self._count("num_kv_expired_reqs_total"),
+            self._count("num_notifications_after_expiry_total"),
+        )
+
+    @property
+    def transfer_s(self) -> float:
+        """Seconds of all transfers of its connector, of each for itself."""
+        return sum(self._values("vllm:nixl_xfer_time_seconds_sum"))
 
     @property
     def received_bytes(self) -> float | None:
@@ -110,6 +145,12 @@ class VllmMetrics:
             proposed=max(0, int(sum(proposed))),
             accepted=max(0, int(sum(accepted))),
         )
+
+    def _labels(self, name: str) -> Iterator[dict[str, str]]:
+        return (dict(_LABEL.findall(labels)) for found, labels, _ in self._lines() if found == name)
+
+    def _count(self, name: str) -> int:
+        return max(0, int(sum(self._values(f"vllm:nixl_{name}"))))
 
     def _cache_number(self, name: str, least: int) -> int:
         value = self.cache.get(name, "")

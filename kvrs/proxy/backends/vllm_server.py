@@ -5,11 +5,17 @@ import time
 import msgspec
 
 from kvrs.errors import UpstreamError
+from kvrs.protocol.hand_offs import HandOffReport
+from kvrs.protocol.instance import LinkReport
+from kvrs.protocol.speculation import SpeculationReport
+from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.vllm_identity import ProcessIdentity
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
+from kvrs.proxy.backends.vllm_totals import ProcessTotals
 from kvrs.proxy.wire.peer import UNREADABLE, UnusableError, body_of
 from kvrs.proxy.wire.pool import EngineLinks
+from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
 
 # With `--enable-fault-tolerance`: `/health` says 200 while an engine waits for an orchestrator's
 # instruction, its streams stand still and new requests get 503.
@@ -30,6 +36,8 @@ class VllmServer(OpenAiPeer):
         super().__init__(links, url)
         self._ft_path: str | None = None  # None: it runs without fault tolerance.
         self._process = ProcessIdentity()
+        self._totals = ProcessTotals()
+        self._meter = HandOffMeter()
 
     async def _read(self, path: str) -> bytes:
         async with self.call("GET", path, None) as response:
@@ -57,7 +65,26 @@ class VllmServer(OpenAiPeer):
         )
 
     async def kv_received(self) -> float | None:
-        return (await self._metrics()).received_bytes
+        metrics = await self._metrics()
+        if metrics.received_bytes is None or metrics.hand_offs is None:
+            return None
+        return self._counts(metrics)[0].transferred_bytes
+
+    def _counts(self, metrics: VllmMetrics) -> tuple[HandOffReport, SpeculationReport]:
+        """Counts of hand-offs and drafts by all processes behind the port; 0 of what it lacks."""
+        hand_offs = metrics.hand_offs or HandOffReport()
+        drafts = metrics.drafts or SpeculationReport("engine", active=True)
+        sums = self._totals.add(
+            self._process.epoch,
+            metrics.started_s,
+            (
+                *msgspec.structs.astuple(hand_offs),
+                *(drafts.steps, drafts.proposed, drafts.accepted),
+            ),
+        )
+        steps, proposed, accepted = sums[-3:]
+        changes = {"steps": steps, "proposed": proposed, "accepted": accepted}
+        return HandOffReport(*sums[:-3]), msgspec.structs.replace(drafts, **changes)
 
     async def _find_ft_path(self) -> None:
         self._ft_path = None
@@ -81,3 +108,22 @@ class VllmServer(OpenAiPeer):
                 f"{len(stopped)} of its {len(status.engines)} engines: {stopped[0]}, by "
                 f"{self._ft_path}"
             )
+
+    def _measured_links(self, metrics: VllmMetrics) -> list[LinkReport]:
+        """The links over which this instance has fetched hand-offs of this proxy."""
+        counts, now_s = metrics.hand_offs, time.monotonic()
+        if counts is not None:
+            pulled = Pulled(counts.transfers, counts.transferred_bytes, metrics.transfer_s)
+            self._meter.counted(pulled, now_s, metrics.started_s)
+        measured = self._meter.measurements(now_s)
+        return [LinkReport(source, *found) for source, found in measured.items()]
+
+    def _begin_pull(self, call: Call, bytes_per_token: int) -> FetchedHandOff | None:
+        """Tell the meter of a hand-off that the call fetches; None: it fetches none."""
+        hand_off = call.hand_off
+        if hand_off is None:
+            return None
+        size_bytes = hand_off.tokens * bytes_per_token
+        pull = hand_off.pull = FetchedHandOff(hand_off.node, size_bytes, hand_off.ranks)
+        self._meter.begins(pull)
+        return pull

@@ -194,7 +194,14 @@ class AttemptCalls:
             answer = await self._prefill(prefill)
             transfer = answer.transfer if plan.prefill is not None else None
             if transfer is not None and answer.good_until_s is not None:
-                self._hand_off = HandOff(prefill, transfer, self._driver.clock())
+                self._hand_off = HandOff(
+                    prefill,
+                    self._instances.known[prefill].node,
+                    len(answer.prompt_ids),
+                    answer.ranks,
+                    transfer,
+                    self._driver.clock(),
+                )
             if not attempt.prefilled(self._driver.clock()):
                 return None
             live.enter(StreamPhase.DECODE, attempt.plan.decode)
@@ -356,7 +363,9 @@ class AttemptCalls:
 
     def _resumed(self) -> None:
         attempt, live = self._attempt, self._live
-        self._hand_off = None
+        if self._hand_off is not None:
+            self._hand_off.was_fetched()
+            self._hand_off = None
         if not attempt.has_resumed:
             if self._span is not None:
                 self._span.first_token()

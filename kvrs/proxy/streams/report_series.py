@@ -58,6 +58,16 @@ def _of_connector(read: Callable[[ConnectorReport], int]) -> Callable[[LoadRepor
     return lambda load: None if load.connector is None else read(load.connector)
 
 
+def _hand_off_faults(load: LoadReport) -> Found:
+    if (report := load.hand_offs) is None:
+        return None
+    return {
+        ("failed",): report.failed_transfers,
+        ("expired",): report.expired,
+        ("late",): report.late_notices,
+    }
+
+
 def _drafts(load: LoadReport) -> Found:
     if (drafts := load.speculation) is None:
         return None
@@ -187,6 +197,12 @@ TOTALS = (
         "turn.",
         _drafts,
         labels=("source", "outcome"),
+    ),
+    Reported(
+        "kvrs_hand_off_faults",
+        "Hand-offs of vLLM by NIXL's counters: failed, never read, or read behind their lease.",
+        _hand_off_faults,
+        labels=("kind",),
     ),
     Reported(
         "kvrs_expert_rebalances",

@@ -182,6 +182,9 @@ class Watcher:
             case WatchNote.OTHER_KV:
                 extra = {"instance": self.id, "others": detail}
                 log.warning("restores no checkpoints of others: other fingerprint", extra=extra)
+            case WatchNote.OTHER_FORMAT:
+                extra = {"instance": self.id, "others": detail}
+                log.warning("no hand-offs with these: NIXL's formats differ", extra=extra)
             case WatchNote.CAPABILITIES:
                 log.info("capabilities", extra={"instance": self.id, "capabilities": detail})
 

@@ -1,0 +1,30 @@
+"""Sums of counters of the processes behind one port, of which each read shows those of one."""
+
+from collections.abc import Sequence
+
+_MOST_PROCESSES = 256
+
+
+class ProcessTotals:
+    """Counts that never fall while an instance is in one epoch.
+
+    The first process counts from its start, others from where they were seen first: a process that
+    is seen once only adds nothing.
+    """
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._last: dict[float | None, Sequence[int]] = {}
+        self._sums: list[int] = []
+
+    def add(self, epoch: int, process: float | None, counts: Sequence[int]) -> list[int]:
+        """Return the sums, with the counts that this process (by its start time) shows now."""
+        if epoch != self._epoch:
+            self._epoch, self._last, self._sums = epoch, {process: counts}, [*counts]
+        before = self._last.pop(process, counts)
+        self._last[process] = counts
+        if len(self._last) > _MOST_PROCESSES:
+            del self._last[next(iter(self._last))]
+        for at, (new, old) in enumerate(zip(counts, before, strict=True)):
+            self._sums[at] += max(0, new - old)
+        return [*self._sums]

@@ -1,0 +1,137 @@
+"""Measure links by hand-offs that an engine carries out and counts itself, as vLLM does with NIXL.
+
+Pure: `now_s` is an argument. The engine counts transfers, their bytes and their seconds, not from
+where they came; the proxy knows from which nodes its own hand-offs come. What was counted between
+two reads is a sample of
+
+    bytes / (seconds / ranks)
+
+since the ranks of one hand-off read at the same time: as many as there were transfers per hand-off,
+and no more than ranks at prefill. It is a lower bound: hand-offs that share a link have the time of
+each, and an engine sees the end of a transfer at its next step.
+
+- From one node: the sample is that node's.
+- From several nodes: their rates are scaled by one factor, with which they explain the seconds of
+  all. A node without a rate gets that of all together.
+- Where less than `_OWN_SHARE` of the bytes is this proxy's, and hand-offs have come from several
+  nodes, the sample tells nothing of any of them.
+
+The rate of a link is the sum of its bytes over that of its seconds, both with the weight
+exp(-age / `MEMORY_S`): a short transfer weighs as little as it has bytes.
+"""
+
+from dataclasses import dataclass
+from math import exp
+from typing import NamedTuple
+
+from kvrs.ids import NodeId
+from kvrs.sums import sum_in_order
+from kvrs.transfer.meter import Measurement
+
+MEMORY_S = 30.0
+_FIRST_SPREAD = 0.25  # Of the rate, after one sample.
+_OWN_SHARE = 0.8
+
+
+class Pulled(NamedTuple):
+    """Counts of an engine since its start."""
+
+    transfers: float
+    size_bytes: float
+    seconds: float  # Of each transfer for itself.
+
+
+@dataclass(slots=True, eq=False)
+class FetchedHandOff:
+    """A hand-off on its way to the engine."""
+
+    source: NodeId
+    size_bytes: float  # As predicted: what is in the engine's prefix cache does not come.
+    ranks: int
+    is_over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Rate:
+    """Sums of the samples, as of `measured_s`."""
+
+    size_bytes: float = 0.0
+    seconds: float = 0.0
+    deviation: float = 0.0  # Of a sample from the rate, times the bytes of the sample.
+    measured_s: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.size_bytes / self.seconds
+
+    def add(self, size_bytes: float, bytes_per_s: float, now_s: float) -> None:
+        kept = exp(-max(0.0, now_s - self.measured_s) / MEMORY_S)
+        is_first = self.seconds == 0.0
+        self.size_bytes = self.size_bytes * kept + size_bytes
+        self.seconds = self.seconds * kept + size_bytes / bytes_per_s
+        off = abs(bytes_per_s - self.bytes_per_s)
+        if is_first:
+            off = _FIRST_SPREAD * bytes_per_s
+        self.deviation = self.deviation * kept + off * size_bytes
+        self.measured_s = now_s
+
+
+class HandOffMeter:
+    """The links to one engine, by the node that hands over."""
+
+    def __init__(self) -> None:
+        self._pulls: list[FetchedHandOff] = []
+        self._rates: dict[NodeId, _Rate] = {}
+        self._sources: set[NodeId] = set()
+        self._counted: tuple[Pulled, float | None] | None = None
+
+    def begins(self, pull: FetchedHandOff) -> None:
+        """The engine is about to get the request that fetches it; `is_over` is set at its end."""
+        self._pulls.append(pull)
+        self._sources.add(pull.source)
+
+    def counted(self, now: Pulled, now_s: float, process: float | None = None) -> None:
+        """The counts of one process of the engine were read; those of another one begin anew."""
+        before, self._counted = self._counted, (now, process)
+        pulls = self._pulls
+        self._pulls = [pull for pull in pulls if not pull.is_over]
+        if before is None or before[1] != process:
+            return
+        came = Pulled(*(new - old for new, old in zip(now, before[0], strict=True)))
+        if min(came) > 0:
+            self._take(came, pulls, now_s)
+
+    def measurements(self, now_s: float) -> dict[NodeId, Measurement]:
+        return {
+            source: Measurement(
+                rate.bytes_per_s,
+                rate.deviation / rate.size_bytes,
+                max(0.0, now_s - rate.measured_s),
+            )
+            for source, rate in self._rates.items()
+        }
+
+    def _take(self, came: Pulled, pulls: list[FetchedHandOff], now_s: float) -> None:
+        over = [pull for pull in pulls if pull.is_over]
+        if not over:
+            return
+        own_bytes = sum_in_order(pull.size_bytes for pull in over)
+        if len(self._sources) > 1 and own_bytes < _OWN_SHARE * came.size_bytes:
+            return
+        ranks = min(max(pull.ranks for pull in over), max(1.0, came.transfers / len(over)))
+        seconds = came.seconds / ranks
+        shares = dict.fromkeys((pull.source for pull in pulls), 0.0)
+        for pull in over:
+            shares[pull.source] += pull.size_bytes / own_bytes
+        usual = came.size_bytes / seconds
+        rates = {
+            source: self._rates[source].bytes_per_s if source in self._rates else usual
+            for source in shares
+        }
+        predicted_s = sum_in_order(
+            share * came.size_bytes / rates[source] for source, share in shares.items()
+        )
+        for source, share in shares.items():
+            if share:
+                rate = self._rates.setdefault(source, _Rate(measured_s=now_s))
+                rate.add(share * came.size_bytes, rates[source] * predicted_s / seconds, now_s)
