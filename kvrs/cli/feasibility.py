@@ -15,6 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from kvrs.cli.capacity import capacity_remark
 from kvrs.cli.common import faults_in
 from kvrs.config.cluster import Backend
 from kvrs.config.exposure import check_exposure, notes
@@ -175,6 +176,7 @@ def _here(config: Config) -> Iterator[str]:
     """The same of what is looked up on this machine."""
     yield from _without_tokenizer(config)
     yield from _foreign_profile(config)
+    yield from capacity_remark(config)
     yield from _forbidden_ports(config)
     yield from _unresolved(config)
 

@@ -20,8 +20,11 @@ _SAME = 1.25  # Names of models round their parameters: within this factor they 
 
 
 def exactness_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
-    """Yield the first line of all: streams are continued inexactly for want of a tokenizer."""
+    """Yield the first lines of all: instances compute different things, or streams are continued
+    inexactly for want of a tokenizer.
+    """
     if answer.state is not None:
+        yield from _differences(answer.state["instances"])
         lacking = [row for row in answer.state["proxies"] if row.get("lacks_tokenizer")]
         if lacking:
             model, directory = lacking[0].get("model"), lacking[0].get("model_directory")
@@ -33,6 +36,35 @@ def exactness_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]
     found = find_model(model)
     if found is not None and not (found / _TOKENIZER).is_file():
         yield doubtful("exactness", *_inexact(model, str(found)))
+
+
+def _differences(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Yield what self-tests have seen of instances that are up: other weights, and near-ties."""
+    tests = {
+        row["id"]: row["self_test"] for row in rows if row["health"] == "up" and row["self_test"]
+    }
+    for check, key, is_fault in (
+        ("weights", "differs_from", True),
+        ("near-ties", "near_ties_with", False),
+    ):
+        pairs = sorted(
+            (name, other)
+            for name, test in tests.items()
+            for other in test[key]
+            if other in tests and name < other
+        )
+        if not pairs:
+            continue
+        shown = ", ".join(f"{one} and {other}" for one, other in pairs)
+        if is_fault:
+            value = f"different tokens at {shown}: other weights, or a fault"
+            remedy = "the same engine, model and revision at all of them; restart what is wrong"
+            yield bad(check, value, "the same tokens everywhere", remedy)
+        else:
+            value = f"two tokens that are about as likely change places at {shown}"
+            allowed = "the same tokens everywhere: else responses say X-Kvrs-Exact: no"
+            remedy = "the same GPU, TP, attention backend and version at all of them"
+            yield doubtful(check, value, allowed, remedy)
 
 
 def _inexact(model: str | None, directory: str | None) -> tuple[str, str, str]:

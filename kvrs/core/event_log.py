@@ -93,6 +93,7 @@ class _Table(msgspec.Struct):
     grid: _Grid | None
     covered_to_tokens: Natural | None = None
     is_guess: bool = False
+    is_estimated: bool = False
 
 
 class _Up(msgspec.Struct):
@@ -312,4 +313,5 @@ def _table(found: _Table) -> PrefillTable:
         found.covered_to_tokens,
         grid,
         found.is_guess,
+        found.is_estimated,
     )

@@ -66,7 +66,7 @@ def prefill_table(name: str) -> PrefillTable:
     """The table, with the engine's own time at each step. Raises ConfigError: see `profile`."""
     found = profile(name)
     table = _prefill_table(found).plus(found.engine_step_s)
-    return replace(table, is_guess=found.kind == "estimated")
+    return replace(table, is_estimated=found.kind == "estimated")
 
 
 def _prefill_table(found: Profile) -> PrefillTable:

@@ -42,6 +42,7 @@ class PrefillTable:
         None  # The same in two dimensions, where it was measured; its first row is this table.
     )
     is_guess: bool = False  # By the size of the model and the GPU: nothing was measured.
+    is_estimated: bool = False  # Computed for this model and GPU, from measurements of others.
     _last_tokens: int = field(init=False, repr=False, compare=False)
     _covered_to_tokens: int = field(init=False, repr=False, compare=False)
     _levelled: tuple[float, ...] = field(init=False, repr=False, compare=False)
@@ -162,6 +163,7 @@ class PrefillTable:
             self.covered_to_tokens,
             grid,
             self.is_guess,
+            self.is_estimated,
         )
 
     def chunked(self, chunk_tokens: int, max_tokens: int) -> "PrefillTable":
@@ -203,6 +205,7 @@ class PrefillTable:
             self.covered_from_tokens,
             self._covered_to_tokens,
             is_guess=self.is_guess,
+            is_estimated=self.is_estimated,
         )
 
     def covers(self, tokens: int) -> bool:

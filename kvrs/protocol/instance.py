@@ -270,12 +270,10 @@ class LoadReport(msgspec.Struct, frozen=True):
     fetches: list[FetchReport] = []  # That have ended within the last seconds.
     restarts: list[RestartReport] = []  # The same.
     adopted_pages: Natural = 0  # Of all restarts since the start.
-    # KV that has crossed the network since the start, by kind: `handoff` and `recovery` were
-    # fetched, `checkpoint` was sent; empty: not counted.
+    # KV over the network since the start: `handoff`, `recovery` (fetched), `checkpoint` (sent).
     kv_bytes: dict[str, Natural] = {}
     draining: bool = False  # It ends as soon as none of its streams and pages is needed any more.
-    # While it re-forms. A report is pushed at once when that begins, when its prediction changes,
-    # and when it ends.
+    # While it re-forms: pushed at once when that begins, is predicted otherwise, and ends.
     reforming: ReformingReport | None = None
     layout_number: Natural = 0  # Of its ranks; rises with every change.
     degree: Natural = 0  # Ranks that compute, or will next; 0: one process computes everything.

@@ -47,6 +47,7 @@ def tables(draw: st.DrawFn) -> PrefillTable:
             draw(st.integers(0, 100)),
             draw(st.none() | sizes),
             is_guess=draw(st.booleans()),
+            is_estimated=draw(st.booleans()),
         )
     width = draw(st.integers(2, 5))
     rows = draw(st.lists(st.lists(seconds, min_size=width, max_size=width), min_size=2, max_size=4))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -130,20 +131,21 @@ def test_a_stream_waits_for_its_instance_where_no_other_could_take_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("predicted_s", "booked_s", "is_guess", "limit_s"),
+    ("predicted_s", "booked_s", "marks", "limit_s"),
     [
-        (0.0, 0.0, False, 10.0),
-        (30.0, 0.0, False, 70.0),
-        (1.0, 8.0, False, 26.0),  # Behind other prompts that were sent there.
-        (1.0, 0.0, True, 48.0),
+        (0.0, 0.0, {}, 10.0),
+        (30.0, 0.0, {}, 70.0),
+        (1.0, 8.0, {}, 26.0),  # Behind other prompts that were sent there.
+        (1.0, 0.0, {"is_guess": True}, 48.0),
+        (1.0, 0.0, {"is_estimated": True}, 48.0),
     ],
 )
 def test_a_first_token_may_take_twice_its_predicted_prefill(
-    predicted_s: float, booked_s: float, limit_s: float, *, is_guess: bool
+    predicted_s: float, booked_s: float, marks: dict[str, Any], limit_s: float
 ) -> None:
-    """Four times as long as that while the table is a guess."""
+    """Four times as long as that while the table is a guess or an estimate."""
     progress, decode = progress_at_d0()
-    decode.prefill, decode.work_s = replace(TABLE, is_guess=is_guess), booked_s
+    decode.prefill, decode.work_s = replace(TABLE, **marks), booked_s
 
     assert progress.first_token_s(decode, predicted_s) == limit_s
 

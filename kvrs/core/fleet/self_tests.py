@@ -274,7 +274,7 @@ class SelfTests:
         if life is None or not self._enabled:
             return None
         continues = self.continues(instance)
-        others, near = self._different(instance)
+        others, near = self.different(instance)
         return {
             "done": not life.is_busy and self._is_done(life),
             "continues": None if continues is None else continues.value,
@@ -288,7 +288,7 @@ class SelfTests:
             "cause": life.cause or life.restore_fault,
         }
 
-    def _different(self, instance: InstanceId) -> tuple[list[InstanceId], list[InstanceId]]:
+    def different(self, instance: InstanceId) -> tuple[list[InstanceId], list[InstanceId]]:
         """Instances that compute other tokens than this one, and those that differ from it by
         near-ties alone.
         """

@@ -27,7 +27,7 @@ USUAL_INTERVALS = 20
 # A look that is so late was delayed by a stall of this process's own event loop.
 EVENT_LOOP_STALL_S = 0.25
 # A prompt may take so many times its predicted prefill, and the whole wait this many times as long
-# while the table of the prediction is a guess.
+# while the table of the prediction is a guess or an estimate.
 _PREFILLS = 2.0
 _GUESS = 4.0
 # A killed process resets all its sockets at once, but they are read one after the other: wait this
@@ -150,7 +150,7 @@ class InstanceProgress:
         between two tokens and twice the predicted prefill, behind what is queued there.
         """
         limit_s = self.longest_gap_s + _PREFILLS * max(predicted_s, member.work_s)
-        if member.prefill.is_guess:
+        if member.prefill.is_guess or member.prefill.is_estimated:
             limit_s *= _GUESS
         return limit_s + member.reported_wait_s
 

@@ -78,6 +78,10 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
         metrics.open_streams.labels(known.id, known.role).set(at[known.id])
         metrics.reports.measure(known)
         metrics.draining.labels(known.id).set(control.drains.is_draining(known.id))
+        others = [*control.self_tests.different(known.id)[0], known.id]
+        metrics.differs.labels(known.id).set(
+            len(others) > 1 and sum(map(control.instances.is_up, others)) > 1
+        )
     for agent in control.agents.present():
         metrics.agents.up.labels(agent.id).set(agent.health is Health.UP)
         metrics.agents.reserved.labels(agent.id).set(

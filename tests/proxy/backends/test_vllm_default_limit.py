@@ -144,7 +144,7 @@ async def test_a_server_that_goes_beyond_the_default_does_not_have_it(vllms: Bui
 
 
 async def test_the_limit_of_the_context_is_the_lower_one(vllms: Builder, vllm_model: str) -> None:
-    """As vLLM takes the least of all."""
+    """The least of all limits holds, as at vLLM."""
     file = Path(vllm_model) / "generation_config.json"
     file.write_text(json.dumps({"max_new_tokens": 1 << 20}))
     system = await vllms(prepare=with_default)

@@ -1,0 +1,45 @@
+"""The size of the agents' checkpoint stores in tokens and streams of the configured model."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kvrs.config.cluster import Backend
+from kvrs.config.file import Config
+from kvrs.errors import ConfigError
+from kvrs.proxy.backends.model_files import find_model
+from kvrs.proxy.backends.model_geometry import geometry_of, read_config
+
+# Prompt and `max_tokens` of a usual stream, which it reserves, and how many of these an agent
+# should have room for at least.
+_STREAM_TOKENS = 4096
+_FEW_STREAMS = 8
+
+
+def capacity_remark(config: Config) -> Iterator[str]:
+    """Yield how much of the model's KV an agent has room for; nothing where no agent keeps any, or
+    the model has no files here.
+    """
+    if not config.agents_run or config.cluster.model is None:
+        return
+    if (directory := find_model(config.cluster.model)) is None:
+        return
+    path = directory / "config.json"
+    try:
+        geometry = geometry_of(path, read_config(path), config.cluster.engine.page_size_tokens)
+    except ConfigError:  # Found by other checks.
+        return
+    if config.cluster.backend is Backend.EMBEDDED:
+        geometry = replace(geometry, dtype_bytes=4)  # It computes in 32 bits.
+    size_bytes, token_bytes = config.backup.capacity_bytes, geometry.bytes_per_token
+    tokens = size_bytes // token_bytes
+    streams = tokens // _STREAM_TOKENS
+    line = (
+        f"backup.capacity_bytes: {size_bytes:,} hold {tokens:,} tokens of this model at an agent, "
+        f"{streams:,} streams of {_STREAM_TOKENS:,}; a stream reserves its prompt and max_tokens, "
+        "and one without room is unprotected"
+    )
+    if streams >= _FEW_STREAMS:
+        yield f"note: {line}"
+        return
+    enough_bytes = _FEW_STREAMS * _STREAM_TOKENS * token_bytes
+    yield f"warning: {line}; allowed: {enough_bytes:,} and more for {_FEW_STREAMS} such streams"
