@@ -21,6 +21,7 @@ from kvrs.broken_http import MOST_HEAD_BYTES, MOST_HEADERS
 from kvrs.connections import Connections
 from kvrs.http_connection import SERVER, HttpConnection, WaitingTimes, address_of, refuse
 from kvrs.large_work import LARGE_BYTES
+from kvrs.protocol.openai.structure import without_mark
 from kvrs.unfinished import SMALL_BYTES, UnfinishedBodies
 
 log = logging.getLogger(__name__)
@@ -294,7 +295,7 @@ class DirectConnection(asyncio.Protocol):
             head.body_bytes,
             self.address,
             self,
-            data[head.size_bytes : end],
+            without_mark(data[head.size_bytes : end]),
         )
         work = self._answer(self._server.paths[head.path](request))
         self._work = asyncio.get_running_loop().create_task(work)

@@ -18,6 +18,7 @@ from kvrs.protocol.openai.fields import (
     kept_as_they_are,
     takes,
 )
+from kvrs.protocol.openai.numbers import with_whole_numbers
 from kvrs.protocol.openai.structure import MAX_DEPTH, MAX_ELEMENTS, check_structure
 from kvrs.protocol.token_ids import packed
 
@@ -332,21 +333,22 @@ def _read(
             given = msgspec.json.encode(fields)
         request = decode_as(decoder, given)
         if not more:
-            fields = decode_as(_FIELDS, body)
+            fields = with_whole_numbers(decode_as(_FIELDS, body))
     if not kept_as_they_are(api, backend).issuperset(fields) or _NULL in fields.values():
         fields = check_fields(fields, api, backend)
     return request, fields, more
 
 
 def _plainly(body: bytes) -> tuple[Fields, list[msgspec.Raw]] | None:
-    """The fields without null ones, and with the first of a list of prompts as the prompt, and the
-    prompts behind that; None: the body is no object.
+    """The fields without null ones, with whole numbers as such, and with the first of a list of
+    prompts as the prompt, and the prompts behind that; None: the body is no object.
     """
     try:
         fields = _FIELDS.decode(body)
     except (msgspec.DecodeError, RecursionError):
         return None
-    fields = {name: value for name, value in fields.items() if bytes(value) != b"null"}
+    given = {name: value for name, value in fields.items() if bytes(value) != b"null"}
+    fields = with_whole_numbers(given)
     more: list[msgspec.Raw] = []
     prompt = fields.get("prompt", _NULL)
     if _LIST_OF_PROMPTS.match(prompt):

@@ -18,6 +18,7 @@ from kvrs.config.proxy import ProxySettings
 from kvrs.direct import DirectConnection
 from kvrs.errors import RequestError, UnknownFieldsError
 from kvrs.http_connection import HttpConnection
+from kvrs.protocol.openai.structure import without_mark
 from kvrs.proxy.streams.metrics import AdmissionMetrics
 from kvrs.proxy.wire.requests import RequestUsage
 from kvrs.unfinished import (
@@ -129,6 +130,7 @@ class ClientBodies:
             whole = content.read_nowait()
         else:
             whole = await self._read_rest(content, connection, held)
+        whole = without_mark(whole)
         held.allow(len(whole))
         held.resize(len(whole))
         return whole
