@@ -166,3 +166,21 @@ def test_measured_tables_stay_as_they_are() -> None:
 
     assert policy.policy.members[InstanceId("p0")].prefill is TABLE
     assert policy.policy.snapshot()["prefill_guess"] is None
+
+
+def test_nothing_is_left_of_streams_that_ended_before_their_prefill() -> None:
+    """The client has left, the instance is lost, or the attempt has failed."""
+    policy = PolicyHarness()
+    for name in ("p0", "d0"):
+        policy.handle(instance_up(name, prefill=GUESS))
+    for name in "ABC":
+        policy.handle(ev.StreamArrived(StreamId(name), 990))
+
+    policy.handle(ev.StreamEnded(StreamId("A"), 1))
+    policy.handle(ev.AttemptFailed(StreamId("B"), 1, InstanceId("p0"), "reset", 0, abrupt=False))
+    policy.lose("p0")
+    policy.handle(ev.StreamEnded(StreamId("B"), 2))
+    policy.handle(ev.StreamEnded(StreamId("C"), 1))
+
+    assert not policy.policy._ledger.prefill_scale._periods
+    assert policy.policy.snapshot()["prefill_guess"]["prefills"] == 0
