@@ -1,4 +1,4 @@
-"""`kvrs doctor` says first that instances compute different things; stores are measured in tokens."""
+"""`kvrs doctor` says first that instances compute different things; room is said in tokens."""
 
 import json
 from pathlib import Path
