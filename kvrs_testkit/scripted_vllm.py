@@ -133,6 +133,11 @@ class ScriptedVllm(ScriptedServer):
     cold: bool = False  # Its first seeded request has to wait for kernels to be compiled.
     waited: list[dict[str, Any]] = field(default_factory=list)  # Requests that had to.
     in_one_piece: bool = False  # It answers with one token where no stream is asked for.
+    # The message of whole answers to chats, by its parser of these, and how such answers end.
+    message: dict[str, Any] | None = None
+    finish_reason: str | None = None  # None: as a stream.
+    reasons: bool = False  # Streams of chats have reasoning in them.
+    tokens: int | None = None  # That it has made, as it counts them.
     passed: tuple[str, ...] = ()  # Paths that it answers with what it got.
     dies_passing: bool = False  # Once: the process ends with the request.
 
@@ -225,6 +230,8 @@ class ScriptedVllm(ScriptedServer):
             f"vllm:request_prefill_time_seconds_sum{{{labels}}} 1.0",
             f"vllm:request_prefill_time_seconds_count{{{labels}}} 4.0",
         ]
+        if self.tokens is not None:
+            lines.append(f"vllm:generation_tokens_total{{{labels}}} {float(self.tokens)}")
         for name, count in zip(
             ("drafts", "draft_tokens", "accepted_tokens"), self.drafts, strict=False
         ):
@@ -389,6 +396,8 @@ class ScriptedVllm(ScriptedServer):
         if script.faults.get(position) is Fault.EMPTY:
             del script.faults[position]
             return web.Response(body=b"")
+        if not self.bodies[-1].get("stream", True) and isinstance(parsed, ChatRequest):
+            return await self._whole(request, parsed, history, position, transfer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         if transfer is not None and not self._pull(history, transfer):
@@ -405,6 +414,46 @@ class ScriptedVllm(ScriptedServer):
             await self.awake.wait()
             await response.write(event)
         return response
+
+    async def _whole(
+        self,
+        request: web.Request,
+        parsed: ChatRequest,
+        history: list[int],
+        position: int,
+        transfer: Any,
+    ) -> web.Response:
+        """A chat's answer in one piece: its parser of these has another message than a stream."""
+        assert transfer is None or self._pull(history, transfer)
+        texts, ids, finish_reason = [], [], None
+        async for event in self._events(parsed, history, position, []):
+            if isinstance(event, Fault):
+                assert request.transport is not None
+                abort(request.transport)
+                return web.Response()
+            if event == DONE:
+                break
+            await asyncio.sleep(self.script.pause_s)
+            for choice in msgspec.json.decode(event[6:])["choices"]:
+                texts.append(choice["delta"].get("content") or "")
+                ids += choice["token_ids"]
+                finish_reason = choice["finish_reason"]
+        message = self.message or {"role": "assistant", "content": "".join(texts)}
+        made = {
+            "index": 0,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": self.finish_reason or finish_reason,
+            "stop_reason": None,
+            "token_ids": ids,
+        }
+        usage = {
+            "prompt_tokens": len(history),
+            "total_tokens": len(history) + len(ids),
+            "completion_tokens": len(ids),
+        }
+        head = {"id": "chatcmpl-x", "created": 7, "model": parsed.model or self.model}
+        return _json(head | {"choices": [made], "usage": usage, "prompt_token_ids": history})
 
     async def _wait_in_queue(self, queue: asyncio.Event, transfer: Any) -> None:
         try:
@@ -449,6 +498,8 @@ class ScriptedVllm(ScriptedServer):
         begun_with = len(history)
         made: list[Step] = []
         while not made or made[-1].finish_reason is None:
+            if self.tokens is not None:
+                self.tokens += 1
             if script.gate is not None and position >= script.gate_at:
                 await script.gate.wait()
             if (fault := script.faults.pop(position, None)) is not None:
@@ -470,15 +521,8 @@ class ScriptedVllm(ScriptedServer):
             choice = msgspec.to_builtins(choice_of(parsed, made, finished=True))
             token_ids = choice.pop("token_ids")
             choice |= {"prompt_token_ids": prompt or None, "token_ids": token_ids}
-            if self.tie_gap is not None and isinstance(parsed, CompletionRequest):
-                listed = [
-                    {f"token_id:{each}": -0.7, "token_id:0": -0.7 - self.tie_gap}
-                    for each in token_ids
-                ]
-                choice["logprobs"] = {"top_logprobs": listed} if parsed.logprobs else None
             prompt = []
-            kept = {key: value for key, value in choice.items() if key not in self.lacks}
-            yield _event([kept], model=parsed.model or self.model)
+            yield _event([self._as_made(parsed, choice)], model=parsed.model or self.model)
         if parsed.stream_options is not None and parsed.stream_options.include_usage:
             usage: dict[str, Any] = {"prompt_tokens": 1, "total_tokens": 2, "completion_tokens": 1}
             if self.says_more:
@@ -487,6 +531,20 @@ class ScriptedVllm(ScriptedServer):
             beside = BESIDE_USAGE if self.says_more else {}
             yield _event([], usage, model=parsed.model or self.model, **beside)
         yield DONE
+
+    def _as_made(
+        self, parsed: CompletionRequest | ChatRequest, choice: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The choice with what this server adds to it, without what it lacks."""
+        if self.tie_gap is not None and isinstance(parsed, CompletionRequest):
+            listed = [
+                {f"token_id:{each}": -0.7, "token_id:0": -0.7 - self.tie_gap}
+                for each in choice["token_ids"]
+            ]
+            choice["logprobs"] = {"top_logprobs": listed} if parsed.logprobs else None
+        if self.reasons and "delta" in choice:
+            choice["delta"]["reasoning"] = "hm"
+        return {key: value for key, value in choice.items() if key not in self.lacks}
 
 
 def _history(parsed: CompletionRequest | ChatRequest) -> list[int]:

@@ -59,7 +59,8 @@ class CallFault(Enum):
 class Attempt(Generic[S]):
     __slots__ = (
         *("_computes_at", "_control", "_is_reported", "_predicted_s", "_produced_before"),
-        *("_waits_for", "computes", "failed_at", "has_resumed", "live", "number", "plan"),
+        *("_waits_for", "computes", "failed_at", "has_resumed", "is_whole", "live", "number"),
+        "plan",
     )
 
     def __init__(self, control: Control[S], live: S, plan: act.Plan) -> None:
@@ -67,6 +68,7 @@ class Attempt(Generic[S]):
         self.plan = plan
         self.failed_at = plan.prefill or plan.decode  # What a failure is attributed to.
         self.has_resumed = False
+        self.is_whole = False  # Its answer comes in one piece, and nothing before its end.
         self._control = control
         self.number = live.journal.attempt
         self._is_reported = False
@@ -156,6 +158,12 @@ class Attempt(Generic[S]):
             return None
         return SlotRequest(decode, self.live.id, self.number, self.live.journal.owner_epoch)
 
+    def asks_whole(self, now_s: float) -> None:
+        """The decode call is answered in one piece: nothing of it is awaited for a time."""
+        self.is_whole = True
+        if self.is_current:
+            self._control.tell(ev.WholeAsked(self.live.id, self.number), now_s)
+
     # Silence.
 
     def limit_s(self, heard_s: float, now_s: float) -> float:
@@ -163,6 +171,9 @@ class Attempt(Generic[S]):
         progress, live = self._control.progress, self.live
         if self.has_resumed:
             return progress.token_gap_s(live, self.plan.decode, heard_s, now_s)
+        if self.is_whole:
+            there = self._control.instances.known[self.plan.decode]
+            return progress.whole_answer_s(there, self._predicted_s, heard_s)
         if not live.journal.is_predictable or live.recovery.is_slow:
             return min(progress.answer_s(each.id, heard_s) for each in self._waits_for)
         limit_s = max(progress.first_token_s(each, self._predicted_s) for each in self._waits_for)

@@ -221,6 +221,15 @@ class Ledger:
         answers.awaited[stream.id] = now_s, predicted_s
         self._enter(stream, stage)
 
+    def await_whole(self, stream: Stream) -> None:
+        """Its answer comes in one piece: its instance is not late for it, and the time until then
+        tells nothing of the prediction.
+        """
+        attempt = stream.attempt
+        if attempt.runs_on is not None:
+            attempt.runs_on.answers.await_whole(stream.id)
+        attempt.decision = None
+
     def _leave(self, stream: Stream) -> None:
         """Out of every book: the attempt is over, or the wait."""
         if stream.id in self.slots.held:

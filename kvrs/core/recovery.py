@@ -96,6 +96,7 @@ class RecoveryPolicy:
             case (
                 ev.StreamArrived()
                 | ev.PrefillDone()
+                | ev.WholeAsked()
                 | ev.StreamResumed()
                 | ev.StreamEnded()
                 | ev.StreamAdopted()

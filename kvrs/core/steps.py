@@ -29,7 +29,10 @@ from kvrs.core.starter import Starter
 from kvrs.core.staying import Staying
 from kvrs.ids import StreamId
 
-_OF_ATTEMPT = (ev.PrefillDone, ev.StreamResumed, ev.StreamEnded, ev.AttemptFailed, ev.SlotDenied)
+_OF_ATTEMPT = (
+    *(ev.PrefillDone, ev.WholeAsked, ev.StreamResumed, ev.StreamEnded),
+    *(ev.AttemptFailed, ev.SlotDenied),
+)
 
 # Takes the stream (of ADMIT and ADOPT: none), the event and the time.
 _Method = Callable[[Any, Any, float], None]
@@ -60,6 +63,7 @@ class Steps:
             Step.PLACE: self._place,
             Step.NOTE_PREFILL: self._note_prefill,
             Step.HAND_OFF: self._hand_off,
+            Step.AWAIT_WHOLE: self._await_whole,
             Step.RESUME: self._resume,
             Step.NOTE: self._note,
             Step.FAIL: self._fail,
@@ -194,6 +198,9 @@ class Steps:
         changed = msgspec.structs.replace(plan, decode=decode.id, places=places)
         self._actions.append(act.Redirect(stream.id, stream.attempt.number, changed))
         return changed
+
+    def _await_whole(self, stream: Stream, event: ev.WholeAsked, now_s: float) -> None:
+        self._ledger.await_whole(stream)
 
     def _resume(self, stream: Stream, event: ev.StreamResumed, now_s: float) -> None:
         home = stream.attempt.runs_on

@@ -147,7 +147,7 @@ class Rough:
         elif drawn < 0.5:
             self.handle(ev.PrefillDone(stream, attempt, self.random.randint(50, 900)))
         elif drawn < 0.7:
-            self.handle(ev.StreamResumed(stream, attempt))
+            self.handle((ev.WholeAsked if drawn < 0.52 else ev.StreamResumed)(stream, attempt))
         elif drawn < 0.715:
             self.handle(ev.StreamEnded(stream, attempt))
         elif drawn < 0.72:

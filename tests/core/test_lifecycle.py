@@ -121,12 +121,20 @@ def stage_of(harness: PolicyHarness) -> Stage | None:
     return None if stream is None else stream.stage
 
 
-Report = ev.PrefillDone | ev.StreamResumed | ev.AttemptFailed | ev.SlotDenied | ev.StreamEnded
+Report = (
+    ev.PrefillDone
+    | ev.WholeAsked
+    | ev.StreamResumed
+    | ev.AttemptFailed
+    | ev.SlotDenied
+    | ev.StreamEnded
+)
 
 
 def reports(attempt: int) -> Iterator[Report]:
     """Everything that can be reported of an attempt."""
     yield ev.PrefillDone(A, attempt, 100)
+    yield ev.WholeAsked(A, attempt)
     yield ev.StreamResumed(A, attempt)
     yield ev.AttemptFailed(A, attempt, D1, "late", 500)
     yield ev.SlotDenied(A, attempt, D1, 1.0)

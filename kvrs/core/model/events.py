@@ -278,6 +278,13 @@ class Promise(StrEnum):
     SAMPLED = "sampled"  # Exactly as those of its seed.
 
 
+class WholeAsked(msgspec.Struct, frozen=True):
+    """The answer of this attempt comes in one piece: when its first token is made stays unknown."""
+
+    stream: StreamId
+    attempt: int
+
+
 class StreamResumed(msgspec.Struct, frozen=True, gc=False):
     """The first new token of this attempt reached the client; once more when `needs_replay` has
     become true.
@@ -386,6 +393,7 @@ Event = (
     | StreamAdopted
     | PrefillDone
     | RetentionLost
+    | WholeAsked
     | StreamResumed
     | AttemptFailed
     | SlotDenied

@@ -58,6 +58,7 @@ StreamEvent = (
     ev.StreamArrived
     | ev.StreamAdopted
     | ev.PrefillDone
+    | ev.WholeAsked
     | ev.StreamResumed
     | ev.AttemptFailed
     | ev.SlotDenied
@@ -76,6 +77,7 @@ class Step(Enum):
     PLACE = "place"  # Decide: start, queue, wait on, or give up.
     NOTE_PREFILL = "note_prefill"
     HAND_OFF = "hand_off"
+    AWAIT_WHOLE = "await_whole"
     RESUME = "resume"
     NOTE = "note"  # The attempt has ended before: only what it produced counts.
     FAIL = "fail"
@@ -109,6 +111,7 @@ _ROWS: dict[type[StreamEvent], tuple[Cell, ...]] = {
     ev.StreamArrived: (Step.ADMIT, _REPEATED,  _REPEATED,        _REPEATED,     _REPEATED),
     ev.StreamAdopted: (Step.ADOPT, _REPEATED,  _REPEATED,        _REPEATED,     _REPEATED),
     ev.PrefillDone:   (_LATE,      _LATE,      _LATE,            Step.HAND_OFF, Step.NOTE_PREFILL),
+    ev.WholeAsked:    (_LATE,      _LATE,      _LATE,            _EARLY,        Step.AWAIT_WHOLE),
     ev.StreamResumed: (_LATE,      _LATE,      _LATE,            _EARLY,        Step.RESUME),
     ev.AttemptFailed: (_LATE,      Step.NOTE,  Step.NOTE,        Step.FAIL,     Step.FAIL),
     ev.SlotDenied:    (_LATE,      _LATE,      _LATE,            _EARLY,        Step.DENY),

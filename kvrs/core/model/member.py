@@ -110,11 +110,22 @@ class AnswerHealth:
 
     def is_overdue(self, now_s: float, queue_s: float) -> bool:
         """The instance has answered nothing for too long."""
-        if not self.awaited or now_s - max(self.awaited_from_s, self.answered_s) <= UNANSWERED_S:
+        first = next((each for each in self.awaited.values() if each[1] < inf), None)
+        if first is None or now_s - max(self.awaited_from_s, self.answered_s) <= UNANSWERED_S:
             return False
-        since_s, predicted_s = next(iter(self.awaited.values()))
+        since_s, predicted_s = first
         limit_s = UNANSWERED_S + 4 * predicted_s + 2 * queue_s
         return now_s - max(since_s, self.answered_s) > limit_s
+
+    def await_whole(self, stream: StreamId) -> None:
+        """Its answer comes in one piece, so that its time is not known."""
+        if (awaited := self.awaited.get(stream)) is not None:
+            self.awaited[stream] = awaited[0], inf
+
+    @property
+    def prompts(self) -> int:
+        """How many streams wait for their first token there, as far as that is seen."""
+        return sum(predicted_s < inf for _, predicted_s in self.awaited.values())
 
     def is_busy(self, now_s: float) -> bool:
         return self.busy_until_s is not None and now_s < self.busy_until_s

@@ -149,7 +149,7 @@ class Serving:
             outcome = await self._driver.run(journals[0], gathered)
             answer_of = partial(gathered.answer, call.echoes[0] or "")
             return outcome, whole_response(outcome, answer_of, call.head())
-        clients = [WholeClient() for _ in journals]
+        clients = [WholeClient(self._driver.parsers) for _ in journals]
         outcome = await run_together(self._driver.run, list(zip(journals, clients, strict=True)))
         make = partial(answer, call.parsed, journals, clients, call.echoes)
         return outcome, whole_response(outcome, make, call.head())

@@ -23,11 +23,13 @@ from kvrs.errors import ConfigError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
-from kvrs.proxy.backends.bodies import HandOff, decode_call, prefill_call
+from kvrs.proxy.backends.bodies import Call, HandOff, decode_call, prefill_call
 from kvrs.proxy.fleet.slots import SlotDeniedError
 from kvrs.proxy.streams.clients import Client, ClientGoneError
 from kvrs.proxy.streams.continuation import Continuation, EngineText
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
+from kvrs.proxy.streams.responses import WholeClient
+from kvrs.proxy.streams.whole_answers import WholeAnswer, ask_whole, is_asked_whole
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.peer import (
     BusyError,
@@ -120,7 +122,7 @@ class AttemptCalls:
         self._trace: RequestTrace | None = None if request is None else request.trace
         self._span: CallSpan | None = None  # That of the decode call, if it is traced.
         # The relay of the decode call, while it runs.
-        self._relay: Relay | None = None
+        self._relay: Relay | WholeAnswer | None = None
         self._hand_off: HandOff | None = None  # Of an engine without leases, until it is fetched.
 
     async def run(self, *, gives_end: bool = False) -> None:
@@ -281,7 +283,7 @@ class AttemptCalls:
             await self._turn()
         exact = self._instances.known[plan.decode].resumes_exactly
         silence = SilenceTimer(self._driver.clock())
-        self._relay = relay = self._new_relay(continuation, exact, silence)
+        relay = self._relay = self._new_reader(continuation, exact, silence)
         live.expect_token = relay.expect_token
         backend = self._driver.backends[plan.decode]
         is_handed_off = transfer is not None
@@ -302,7 +304,7 @@ class AttemptCalls:
                     slot_token=slot,
                     traceparent=None if self._span is None else self._span.traceparent,
                 )
-                call.hand_off = self._hand_off
+                self._mark(call, relay)
                 live.journal.parsed.pack()
                 decoded = backend.decode(call, relay)
                 del call, transfer, continuation  # The answer may take minutes.
@@ -373,6 +375,35 @@ class AttemptCalls:
         self._driver.resumed(attempt)
         if live.phase is StreamPhase.PREFILL and attempt.is_current:  # It is one call.
             live.enter(StreamPhase.DECODE, attempt.plan.decode)
+
+    def _mark(self, call: Call, reader: Relay | WholeAnswer) -> None:
+        """Note in the decode call, which is about to be sent, what it is besides."""
+        call.hand_off = self._hand_off
+        if isinstance(reader, WholeAnswer):
+            ask_whole(call)
+            self._attempt.asks_whole(self._driver.clock())
+
+    def _new_reader(
+        self, continuation: Continuation | EngineText | None, exact: bool, silence: SilenceTimer
+    ) -> Relay | WholeAnswer:
+        """A relay, or what takes the answer in one piece where the engine is to parse that."""
+        live, driver = self._live, self._driver
+        if (
+            not driver.is_vllm
+            or not isinstance(live.client, WholeClient)
+            or not is_asked_whole(live.journal, parses_reasoning=driver.parsers.reasoning)
+        ):
+            return self._new_relay(continuation, exact, silence)
+        return WholeAnswer(
+            live.journal,
+            live.client,
+            self._attempt.number,
+            clock=driver.clock,
+            resumed=self._resumed,
+            delivered=driver.control.progress.delivered[self._attempt.plan.decode],
+            completed=partial(driver.completed, live),
+            silence=silence,
+        )
 
     def _new_relay(
         self,

@@ -38,6 +38,7 @@ from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.hand_offs import GivenUpHandOffs
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.recoveries import RecoveryLog
+from kvrs.proxy.streams.responses import Parsers
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CURRENT
@@ -85,6 +86,8 @@ class Driver:
         self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"
         self._files = files or ModelFiles(config.cluster.model)
         self.tokenizer = LazyTokenizer(self._files)
+        self.parsers = Parsers()
+        # Its parsers of streams and of whole answers differ.
         self.is_vllm = config.cluster.backend is Engine.VLLM
         self.request_timeout_s = config.proxy.request_timeout_s
         self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE

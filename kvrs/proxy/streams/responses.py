@@ -35,8 +35,16 @@ _CALL = msgspec.json.Decoder(_Call)
 _HEAD = msgspec.json.Decoder(_Head)
 
 
+class Parsers:
+    """Parsers that engines have shown so far, beside those that requests name."""
+
+    reasoning = False
+
+
 class WholeClient:
-    """Gathers one choice; its request is streamed by the engine, so that it can recover too."""
+    """Gathers one choice. Its request is streamed by the engine, so that it can recover too, or
+    answered in one piece (`whole_answers.py`).
+    """
 
     blocked = False
     direct = None
@@ -45,11 +53,17 @@ class WholeClient:
     def when_free(self, resume: Callable[[], None]) -> None:
         resume()
 
-    def __init__(self) -> None:
+    def __init__(self, parsers: Parsers | None = None) -> None:
+        self._parsers = parsers or Parsers()
+        self._whole: dict[str, Any] | None = None  # As the engine gave it in one piece.
         self._texts: list[str] = []
         self._reasoning: dict[str, list[str]] = {"reasoning_content": [], "reasoning": []}
         self._calls: dict[int, _Call] = {}
         self._logprobs: dict[str, list[msgspec.Raw]] | None = None
+
+    def take_whole(self, choice: dict[str, Any]) -> None:
+        """Take the choice in one piece, as an engine that was asked without a stream gives it."""
+        self._whole = choice
 
     def send(self, events: Sequence[bytes]) -> None:
         for event in events:
@@ -59,6 +73,8 @@ class WholeClient:
     def choice(self, journal: Journal, index: int, echo: str | None) -> dict[str, Any]:
         """The finished choice, with its keys in the order of the embedded engine."""
         made: dict[str, Any]
+        if self._whole is not None:
+            return {"index": index, **self._whole}
         if isinstance(journal.parsed.request, ChatRequest):
             made = {"index": index, "message": self._message()}
         else:
@@ -86,6 +102,7 @@ class WholeClient:
         for name, texts in self._reasoning.items():
             if text := getattr(delta, name):
                 texts.append(text)
+                self._parsers.reasoning = True
         for call in delta.tool_calls or ():
             self._take_call(_CALL.decode(call))
 

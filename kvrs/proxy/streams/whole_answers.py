@@ -1,0 +1,170 @@
+"""Answers that an engine gives in one piece, to requests of clients that do not stream.
+
+vLLM has two parsers for tool calls and reasoning, one for streams and one for whole answers, and
+they do not always agree (docs/guide/vllm.md). A client that asks for a whole answer gets that of
+the whole parser: the engine is asked without a stream. Nothing of such an answer is known before
+its end, so that after a death all of it is computed again.
+
+Chats with tools are asked for so, and those that may have reasoning in them once the engine has
+shown that it parses it. Requests with an `Idempotency-Key` are streamed all the same: a proxy that
+takes one over goes on with what it has.
+"""
+
+from array import array
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from kvrs.core.fleet.silence import Delivered, SilenceTimer
+from kvrs.errors import UpstreamError
+from kvrs.protocol.openai.chunks import Usage, error_kind
+from kvrs.protocol.openai.requests import ChatRequest
+from kvrs.protocol.token_ids import decode
+from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.peer import UNREADABLE
+from kvrs.proxy.wire.upstream import Flow, Need
+
+_MOST_BYTES = 64 << 20
+# With these vLLM ends a request that is not complete.
+_BROKEN_REASONS = frozenset({"abort", "error"})
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: msgspec.Raw = msgspec.Raw()
+
+
+class _Answer(msgspec.Struct):
+    id: str = ""
+    created: int = 0
+    model: str = ""
+    choices: list[msgspec.Raw] = []
+    usage: Usage | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    error: Any = None
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+_CHOICE = msgspec.json.Decoder(_Choice)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ABSENT = (b"", b"null")
+
+
+class TakesWhole(Protocol):
+    """A client that gets its answer in one piece."""
+
+    def take_whole(self, choice: dict[str, Any]) -> None: ...
+
+
+def is_asked_whole(journal: Journal, *, parses_reasoning: bool) -> bool:
+    """The engine's two parsers may answer this request in two ways, and nothing of it is with the
+    client yet.
+    """
+    request = journal.parsed.request
+    if not isinstance(request, ChatRequest) or journal.output_ids:
+        return False
+    return request.may_call_tools or parses_reasoning
+
+
+def ask_whole(call: Call) -> None:
+    """Have a decode call answered in one piece."""
+    call.fields["stream"] = False
+    call.fields.pop("stream_options", None)
+
+
+class WholeAnswer:
+    """Reads the answer of one attempt, in the place of a `Relay`."""
+
+    is_complete = False
+    shortcut = None
+    flow: Flow | None = None
+
+    def __init__(
+        self,
+        journal: Journal,
+        client: TakesWhole,
+        attempt: int,
+        *,
+        clock: Callable[[], float],
+        resumed: Callable[[], None],
+        delivered: Delivered,
+        completed: Callable[[], None],
+        silence: SilenceTimer,
+    ) -> None:
+        self._journal = journal
+        self._client = client
+        self._attempt = attempt
+        self._clock = clock
+        self._resumed = resumed
+        self._delivered = delivered
+        self._completed = completed
+        self._silence = silence
+        self._pieces: list[bytes] = []
+        self._size_bytes = 0
+
+    def feed(self, data: bytes) -> Need:
+        self._silence.heard_s = self._clock()
+        self._pieces.append(data)
+        self._size_bytes += len(data)
+        if self._size_bytes > _MOST_BYTES:
+            raise UpstreamError(f"sent an answer of more than {_MOST_BYTES} bytes")
+        return Need.MORE
+
+    def expect_token(self) -> None:
+        """Its only news is its end."""
+
+    def leave(self) -> None:
+        self.flow = None
+        self._pieces.clear()
+
+    def check_end(self) -> None:
+        """The response has ended: give it to the client.
+
+        Raises:
+            UpstreamError: it is no whole answer.
+        """
+        journal = self._journal
+        if self._attempt != journal.attempt:
+            return
+        try:
+            answer = _ANSWER.decode(b"".join(self._pieces))
+            if answer.error is not None:
+                raise UpstreamError(f"answered an error{error_kind({'error': answer.error})}")
+            if len(answer.choices) != 1:
+                raise UpstreamError(f"answered with {len(answer.choices)} choices")
+            choice, fields = _CHOICE.decode(answer.choices[0]), _FIELDS.decode(answer.choices[0])
+            self._note(answer, choice)
+        except UNREADABLE as error:
+            raise UpstreamError(f"answered what is no completion: {error}") from None
+        fields.pop("index", None)
+        if not journal.wants_ids:
+            fields.pop("token_ids", None)
+        self._resumed()
+        self._client.take_whole(fields)
+        self._delivered.last_s = self._clock()
+        self._delivered.tokens += len(journal.output_ids)
+        self.is_complete = True
+        self._completed()
+
+    def _note(self, answer: _Answer, choice: _Choice) -> None:
+        """Write it to the journal; raises UpstreamError, or what an unreadable list raises."""
+        journal, usage = self._journal, answer.usage
+        if choice.finish_reason is None or choice.finish_reason in _BROKEN_REASONS:
+            raise UpstreamError(f"finished with {str(choice.finish_reason)[:40]!r}")
+        if bytes(choice.token_ids) not in _ABSENT:
+            ids = decode(bytes(choice.token_ids))
+        elif usage is not None:  # Left out with reasoning; nobody needs more than their number.
+            ids = array("I", bytes(4 * usage.completion_tokens))
+        else:
+            raise UpstreamError("answered without token ids and without usage")
+        if journal.prompt_ids is None:
+            journal.prompt_ids = journal.parsed.tokenised(decode(bytes(answer.prompt_token_ids)))
+        if journal.cached_tokens is None and usage is not None:
+            journal.cached_tokens = usage.cached_tokens
+        head = {"id": answer.id, "created": answer.created, "model": answer.model}
+        journal.head = journal.head or msgspec.json.encode(head)[:-1]
+        journal.output_ids.extend(ids)
+        journal.finish_reason, journal.stop_reason = choice.finish_reason, choice.stop_reason
