@@ -16,8 +16,9 @@ each, and an engine sees the end of a transfer at its next step.
 - Where less than `_OWN_SHARE` of the bytes is this proxy's, and hand-offs have come from several
   nodes, the sample tells nothing of any of them.
 
-The rate of a link is the sum of its bytes over that of its seconds, both with the weight
-exp(-age / `MEMORY_S`): a short transfer weighs as little as it has bytes.
+The rate of a link is the mean of its samples, each with the weight bytes * exp(-age / `MEMORY_S`).
+So a small transfer weighs little, and so does one that stalled: its rate is near 0, however long it
+took, where the sum of all bytes over all seconds would be that of the stall alone.
 """
 
 from dataclasses import dataclass
@@ -53,26 +54,26 @@ class FetchedHandOff:
 
 @dataclass(slots=True, eq=False)
 class _Rate:
-    """Sums of the samples, as of `measured_s`."""
+    """Means of the samples, as of `measured_s`."""
 
-    size_bytes: float = 0.0
-    seconds: float = 0.0
-    deviation: float = 0.0  # Of a sample from the rate, times the bytes of the sample.
-    measured_s: float = 0.0
+    bytes_per_s: float
+    spread: float  # Mean deviation of the samples.
+    measured_s: float
+    size_bytes: float = 0.0  # The weight of both.
 
-    @property
-    def bytes_per_s(self) -> float:
-        return self.size_bytes / self.seconds
+    @classmethod
+    def of(cls, bytes_per_s: float, now_s: float) -> "_Rate":
+        """The rate before its first sample, which will be so."""
+        return cls(bytes_per_s, _FIRST_SPREAD * bytes_per_s, now_s)
 
     def add(self, size_bytes: float, bytes_per_s: float, now_s: float) -> None:
-        kept = exp(-max(0.0, now_s - self.measured_s) / MEMORY_S)
-        is_first = self.seconds == 0.0
-        self.size_bytes = self.size_bytes * kept + size_bytes
-        self.seconds = self.seconds * kept + size_bytes / bytes_per_s
-        off = abs(bytes_per_s - self.bytes_per_s)
-        if is_first:
-            off = _FIRST_SPREAD * bytes_per_s
-        self.deviation = self.deviation * kept + off * size_bytes
+        self.size_bytes *= exp(-max(0.0, now_s - self.measured_s) / MEMORY_S)
+        is_first = self.size_bytes == 0.0
+        self.size_bytes += size_bytes
+        share, off = size_bytes / self.size_bytes, bytes_per_s - self.bytes_per_s
+        self.bytes_per_s += share * off
+        if not is_first:
+            self.spread += share * (abs(off) - self.spread)
         self.measured_s = now_s
 
 
@@ -103,11 +104,7 @@ class HandOffMeter:
 
     def measurements(self, now_s: float) -> dict[NodeId, Measurement]:
         return {
-            source: Measurement(
-                rate.bytes_per_s,
-                rate.deviation / rate.size_bytes,
-                max(0.0, now_s - rate.measured_s),
-            )
+            source: Measurement(rate.bytes_per_s, rate.spread, max(0.0, now_s - rate.measured_s))
             for source, rate in self._rates.items()
         }
 
@@ -133,5 +130,6 @@ class HandOffMeter:
         )
         for source, share in shares.items():
             if share:
-                rate = self._rates.setdefault(source, _Rate(measured_s=now_s))
-                rate.add(share * came.size_bytes, rates[source] * predicted_s / seconds, now_s)
+                sample = rates[source] * predicted_s / seconds
+                rate = self._rates.setdefault(source, _Rate.of(sample, now_s))
+                rate.add(share * came.size_bytes, sample, now_s)
