@@ -6,6 +6,7 @@ from prometheus_client.metrics_core import Metric
 from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.experts import ExpertReport
+from kvrs.protocol.hand_offs import HandOffReport
 from kvrs.protocol.instance import ConnectorReport, LoadReport, Role
 from kvrs.protocol.speculation import SpeculationReport
 from kvrs.protocol.stages import StageInfo
@@ -29,6 +30,7 @@ def full_report(*stages: StageInfo) -> LoadReport:
         stages=[*stages],
         speculation=SpeculationReport("lookup", True, 4, 10, 6, 1),
         connector=ConnectorReport("1", pages_saved=8),
+        hand_offs=HandOffReport(),
     )
 
 
