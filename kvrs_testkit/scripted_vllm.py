@@ -453,6 +453,8 @@ class ScriptedVllm(ScriptedServer):
             "completion_tokens": len(ids),
         }
         head = {"id": "chatcmpl-x", "created": 7, "model": parsed.model or self.model}
+        if self.says_more:
+            usage, head = usage | said_of(len(ids)), head | BESIDE_USAGE
         return _json(head | {"choices": [made], "usage": usage, "prompt_token_ids": history})
 
     async def _wait_in_queue(self, queue: asyncio.Event, transfer: Any) -> None:

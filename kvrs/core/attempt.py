@@ -28,6 +28,12 @@ from kvrs.protocol.instance import SlotRequest
 S = TypeVar("S", bound=LiveStream)
 
 
+# A request whose first token two instances did not bring in time has so many times longer at the
+# next one, up to the fourth power.
+_SLOWER = 4.0
+_MOST_SLOW = 4
+
+
 class CallFault(Enum):
     """How a call ended before its stream: its meaning for the instance, and whether the connection
     ended without an error, so that the whole instance may be lost.
@@ -171,14 +177,15 @@ class Attempt(Generic[S]):
         progress, live = self._control.progress, self.live
         if self.has_resumed:
             return progress.token_gap_s(live, self.plan.decode, heard_s, now_s)
-        if self.is_whole:
-            there = self._control.instances.known[self.plan.decode]
-            return progress.whole_answer_s(there, self._predicted_s, heard_s)
-        if not live.journal.is_predictable or live.recovery.is_slow:
+        there = (self._control.instances.known[self.plan.decode],)
+        counts = not self.is_whole or progress.counts(self.plan.decode)
+        if not live.journal.is_predictable or not counts:
             return min(progress.answer_s(each.id, heard_s) for each in self._waits_for)
         limit_s = max(progress.first_token_s(each, self._predicted_s) for each in self._waits_for)
+        limit_s *= _SLOWER ** min(live.recovery.slow_attempts, _MOST_SLOW)
         # A prompt may take its turn beside others, or behind them: what moves is no hang.
-        moved_s = (progress.moved_for_s(each.id, heard_s) for each in self._computes_at)
+        computes_at = there if self.is_whole else self._computes_at
+        moved_s = (progress.moved_for_s(each.id, heard_s) for each in computes_at)
         return limit_s + max(moved_s, default=0.0)
 
     def is_excused(self, now_s: float) -> bool:
@@ -191,11 +198,11 @@ class Attempt(Generic[S]):
     # Reports.
 
     def fell_silent(self, now_s: float) -> None:
-        """The call was silent for too long; behind a token that shows of its instance more than of
-        its request.
+        """The call was silent for too long, without a sign of progress of its instance. Before its
+        first token the request itself may be at fault, if it was so elsewhere.
         """
-        if self.has_resumed:
-            self._control.progress.delivered[self.plan.decode].stood_still_s = now_s
+        if self.has_resumed or not self.live.recovery.is_slow:
+            self._control.progress.delivered[self.failed_at].stood_still_s = now_s
 
     def resumed(self, now_s: float) -> None:
         """A token is with the client: the first one, or the first one after a stay."""

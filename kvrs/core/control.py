@@ -78,6 +78,9 @@ class Shell(Protocol[_S]):
     def count_slot(self, outcome: SlotOutcome) -> None: ...
 
 
+NO_IDS = "its engine has sent no token ids, without which no other can go on with it"
+
+
 class Control(Generic[S]):
     """One per proxy: its policy, its open streams, and every book about them."""
 
@@ -299,8 +302,7 @@ class Control(Generic[S]):
             self._shell.give_end(live, live.attempt.plan)
             return False
         if not journal.is_recoverable:
-            cause = "its engine has sent no token ids, without which no other can go on with it"
-            self.end(live, CannotContinue(cause), now_s)
+            self.end(live, CannotContinue(NO_IDS), now_s)
             return False
         # Found out too late for the head: the engine turned out to parse its output, which another
         # cannot take up, unless it makes all of it again.
@@ -341,6 +343,7 @@ class Control(Generic[S]):
         lives_on = known.is_same_process(info)
         if not lives_on:
             self.fences.fenced(known.id)
+            self.progress.restarted(known.id)
         had_not_ended = known.had_not_ended(info)
         up = self.instances.accept(known, info)
         self.self_tests.up(info, now_s)

@@ -228,6 +228,7 @@ class Ledger:
         attempt = stream.attempt
         if attempt.runs_on is not None:
             attempt.runs_on.answers.await_whole(stream.id)
+            self.prefill_scale.left(attempt.runs_on, stream.id, self.view.now_s)
         attempt.decision = None
 
     def _leave(self, stream: Stream) -> None:

@@ -78,6 +78,7 @@ class StreamState(msgspec.Struct, frozen=True):
     cached_tokens: Natural | None = None
     facts: EngineFacts | None = None
     inexact: tuple[str, ...] = ()
+    lacks_ids: bool = False  # Its text came without token ids: nothing can follow it.
     complete: bool = False  # Nothing is missing but the formal end.
     released: bool = False  # The owner has stopped: the client is gone, or it was handed over.
     kv_locations: tuple[KvLocation, ...] = ()

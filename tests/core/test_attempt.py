@@ -245,20 +245,54 @@ def test_the_longer_prompt_may_be_silent_for_longer() -> None:
     assert attempt.limit_s(0.0, 0.0) == pytest.approx(short_s + 120.0, abs=0.1)
 
 
-@pytest.mark.parametrize("why", ["pictures", "slow"])
-def test_silence_alone_ends_no_call_that_has_no_prediction(why: str) -> None:
-    """A request has pictures, or two instances were silent at it."""
+def test_silence_alone_ends_no_call_that_has_no_prediction() -> None:
+    """Pictures, say: unless other streams of the instance stand still."""
     driver = Driver()
     live = driver.stream()
-    if why == "slow":
-        live.recovery.take_for_slow(0.05, 0.0)
-    else:
-        live.journal.is_predictable = False
+    live.journal.is_predictable = False
     attempt = attempt_of(driver, live)
+    instance = attempt.begin()
+    assert instance is not None
+    assert attempt.limit_s(0.0, 1e6) == inf
 
-    attempt.begin()
+    attempt.fell_silent(50.0)  # As another one of that instance.
+
+    assert attempt.limit_s(0.0, 1e6) < 70.0
+
+    driver.control.progress.restarted(instance)
 
     assert attempt.limit_s(0.0, 1e6) == inf
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_request_that_two_instances_were_silent_at_gets_longer_at_the_next(
+    is_whole: bool,
+) -> None:
+    """It has an end all the same: the only instance may be wedged."""
+    driver = Driver()
+    live = driver.stream()
+    attempt = attempt_of(driver, live)
+    attempt.begin()
+    attempt.is_whole = is_whole
+    driver.control.progress.delivered[attempt.plan.decode].report = 1.0, 1
+    short_s = attempt.limit_s(0.0, 0.0)
+
+    for _ in range(2):
+        live.recovery.take_for_slow(0.05, 0.0)
+
+    assert attempt.limit_s(0.0, 0.0) == pytest.approx(16 * short_s)
+
+
+def test_a_slow_request_says_nothing_of_its_instance() -> None:
+    driver = Driver()
+    live = driver.stream()
+    live.recovery.take_for_slow(0.05, 0.0)
+    attempt = attempt_of(driver, live)
+    attempt.begin()
+
+    attempt.fell_silent(50.0)
+
+    assert not driver.control.progress.delivered[attempt.failed_at].stands_still
 
 
 @pytest.mark.parametrize(

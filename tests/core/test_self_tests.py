@@ -238,6 +238,21 @@ def test_a_pair_is_exact_where_both_compute_the_same(
         assert found == expected
 
 
+@pytest.mark.parametrize(("there", "expected"), [((4, 5, 6), True), ((4, 7, 7), False)])
+def test_a_sampled_output_is_generated_again_where_the_same_numbers_are_drawn(
+    there: tuple[int, ...], *, expected: bool
+) -> None:
+    """Also at instances that do not go on with one; where the draws differ, heads are marked."""
+    bench = Bench("d0", "d1")
+    bench.generates["d0"] = Generated((1, 2, 3), (4, 5, 6), Continues.GREEDY)
+    bench.generates["d1"] = Generated((1, 2, 3), there, Continues.GREEDY)
+    bench.run()
+    began = bench.tests.processes.get(InstanceId("d0"))
+
+    assert bench.tests.goes_on(began, InstanceId("d1"), sampled=True, replays=True) == expected
+    assert bench.tests.sampled_ties != expected
+
+
 def test_a_former_process_of_the_same_name_is_another_instance() -> None:
     """It may have come back with another TP."""
     bench = Bench("d0")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from kvrs.core.books.prefill_scale import _Period
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.routing import PROMPTS_MAX
@@ -67,3 +68,12 @@ def test_its_time_is_no_measure_of_a_prediction() -> None:
 
     assert not of(actions, act.Settled)
     assert harness.policy._decisions.corrections.snapshot() == {}
+
+
+def test_its_time_is_no_prefill_that_was_seen() -> None:
+    """Its prompt is done long before its end."""
+    ledger = begun("p0", "d0", "d1").policy._ledger
+    ledger.prefill_scale._periods[D0] = period = _Period(0.0, {A})
+    ledger.await_whole(ledger.streams[A])
+
+    assert not period.computing

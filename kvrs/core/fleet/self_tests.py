@@ -208,10 +208,8 @@ class SelfTests:
                     continue
                 alike.add(self._weights[other])
                 self.near_ties |= likeness is Likeness.NEAR
-                self.sampled_ties |= self.near_ties or (
-                    mine.seeded != theirs.seeded
-                    and mine.continues is theirs.continues is Continues.SEEDED
-                )
+                is_level = mine.seeded == theirs.seeded or mine.continues is not theirs.continues
+                self.sampled_ties |= self.near_ties or not is_level
             first = min(alike)
             self._weights[name] = first
             for other, weights in self._weights.items():
@@ -254,15 +252,24 @@ class SelfTests:
                 )
         return found
 
-    def goes_on(self, began: TestedProcess | None, target: InstanceId, *, sampled: bool) -> bool:
-        """`target` goes on exactly with the output of `began`, as far as is known."""
+    def goes_on(
+        self,
+        began: TestedProcess | None,
+        target: InstanceId,
+        *,
+        sampled: bool,
+        replays: bool = False,
+    ) -> bool:
+        """`target` goes on exactly with the output of `began`, as far as is known. Where it
+        generates a sampled output again, its generator of random numbers is where it was.
+        """
         before = None if began is None else began.seen.generated
         after = self.seen(target).generated
         if after is None:
             return True
         if after.continues in (Continues.TEXT, Continues.NONE):
             return False
-        if sampled and after.continues is not Continues.SEEDED:
+        if sampled and not replays and after.continues is not Continues.SEEDED:
             return False
         if before is None:
             return True

@@ -163,14 +163,14 @@ class InstanceProgress:
             return inf
         return self.longest_gap_s + max(0.0, delivered.stood_still_s - heard_s)
 
-    def whole_answer_s(self, member: Member, predicted_s: float, heard_s: float) -> float:
-        """Return how long after `heard_s` a call may be silent whose answer comes in one piece:
-        as long as the instance counts new tokens. One that counts none is believed.
-        """
-        delivered = self.delivered[member.id]
-        if delivered.report is None or not delivered.report[0]:
-            return self.answer_s(member.id, heard_s)
-        return self.first_token_s(member, predicted_s) + self.moved_for_s(member.id, heard_s)
+    def counts(self, instance: InstanceId) -> bool:
+        """The reports of the instance say what it computes."""
+        report = self.delivered[instance].report
+        return report is not None and report[0] > 0
+
+    def restarted(self, instance: InstanceId) -> None:
+        """Another process of the instance is up, and nothing is known of its streams."""
+        self.delivered[instance].stood_still_s = -inf
 
     def moved_for_s(self, instance: InstanceId, heard_s: float) -> float:
         """Return how long after `heard_s` the instance has last shown progress."""

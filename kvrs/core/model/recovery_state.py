@@ -52,12 +52,16 @@ class RecoveryState:
     owes_token: bool = False  # To the retry budget, for the next attempt.
     token_at_s: float = -inf  # When the token may be used.
     busy_since_s: float | None = None  # Since the first busy answer.
-    # Two instances brought no first token in time: the request takes long anywhere, and its silence
-    # is no fault.
-    is_slow: bool = False
+    # How often no second instance brought its first token in time either: the request takes long
+    # anywhere, and its silence is no fault.
+    slow_attempts: int = 0
     retry_at_s: float = 0.0  # Not before this is an instance tried again that failed the stream.
     removed: frozenset[Option] = frozenset()
     slot_expired: bool = False  # What the attempt before fetches may still be under way.
+
+    @property
+    def is_slow(self) -> bool:
+        return self.slow_attempts > 0
 
     def note_failure(self, cause: str, failed: InstanceId | None, now_s: float) -> None:
         self.cause, self.failed = cause, failed
@@ -86,7 +90,8 @@ class RecoveryState:
         """Its silence is no fault of instances. One of those that it was silent at may be about to
         answer; others are asked only where these are gone.
         """
-        self.is_slow, self.suspect_instance = True, None
+        self.slow_attempts += 1
+        self.suspect_instance = None
         self.retry_at_s = now_s + pause_s
 
     def note_overflow(self, by: RefusedBy) -> None:

@@ -321,7 +321,10 @@ class Admissions:
         """Open a journal for each choice of each prompt, or that of the stream that goes on."""
         parsed, tenant, name = call.parsed, call.tenant, call.name.key
         if call.found is not None:
-            call.journals = [reopened(call.found, parsed, self._clock())]
+            found = reopened(call.found, parsed, self._clock())
+            found.is_predictable = is_predictable(parsed)
+            found.is_strict = self._settings.inexact is Inexact.REFUSE
+            call.journals = [found]
         else:
             # The tenant or, without keys, the address, in a form that logs may hold.
             remote = call.request.remote or ""

@@ -98,6 +98,10 @@ def reopened(record: Record, parsed: ParsedRequest, now_s: float) -> Journal:
         text_sent=state.text_sent,
         deadlines=ev.Deadlines(*header.deadlines),
         inexact=state.inexact,
+        lacks_ids=state.lacks_ids,
+        textual=max(0, record.seq - (state.finish_reason is not None) - state.usage_sent)
+        if state.lacks_ids
+        else 0,
         kept=tuple(ev.Kept(each.holder, each.epoch, each.pages) for each in state.kv_locations),
         marks=[],
     )

@@ -164,6 +164,7 @@ class KeyedStream:
             cached_tokens=journal.cached_tokens,
             facts=journal.facts,
             inexact=journal.inexact_elsewhere,
+            lacks_ids=journal.lacks_ids,
             kv_locations=locations or before.kv_locations,
         )
 

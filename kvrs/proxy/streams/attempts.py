@@ -344,10 +344,9 @@ class AttemptCalls:
         replays = self._attempt.plan.replays
         if live.journal.replayed and not replays:
             self._end_replays()
-        # With a replay the generator of random numbers is where it was.
-        is_sampled = live.journal.parsed.request.temperature > 0 and not replays
+        is_sampled = live.journal.parsed.request.temperature > 0
         tests = self._driver.control.self_tests
-        if tests.goes_on(live.decoded_by, target, sampled=is_sampled):
+        if tests.goes_on(live.decoded_by, target, sampled=is_sampled, replays=replays):
             return
         if live.journal.promise is not ev.Promise.NONE:
             raise ConfigError(f"cannot be continued exactly: {target} computes other tokens")

@@ -13,7 +13,7 @@ from kvrs.config.file import Config
 from kvrs.config.proxy import Inexact
 from kvrs.core.attempt import Attempt
 from kvrs.core.books.agent_slots import SlotOutcome
-from kvrs.core.control import Control
+from kvrs.core.control import NO_IDS, Control
 from kvrs.core.fleet.known import all_refused
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -139,6 +139,8 @@ class Driver:
 
     async def run(self, journal: Journal, client: Client) -> Outcome:
         """See one stream through; a caller that is cancelled takes the stream with it."""
+        if journal.lacks_ids and not journal.finished:  # Of another proxy, or a cut connection.
+            return Failed(502, error_body(NO_IDS, kind="server_error", code="inexact"))
         can_run = journal.output_ids or self.control.policy.members
         if not can_run and (cause := all_refused(self.control.instances)) is not None:
             message = f"no instance can be used: {cause}"

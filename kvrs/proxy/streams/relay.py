@@ -249,6 +249,7 @@ class Relay:
                     break
                 if (event := self._take(payload)) is not None:
                     events.append(self._counted(event) if self._counts_each else event)
+                    journal.textual += journal.lacks_ids
                     if journal.marks is not None:
                         journal.marks.append(journal.seq)
                 # The proxy found the end itself; the rest of the engine's events is not needed.

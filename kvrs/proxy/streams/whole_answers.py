@@ -20,6 +20,7 @@ from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.errors import UpstreamError
 from kvrs.protocol.openai.chunks import Usage, error_kind
 from kvrs.protocol.openai.requests import ChatRequest
+from kvrs.protocol.openai.usage import facts_of
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.wire.journal import Journal
@@ -168,3 +169,5 @@ class WholeAnswer:
         journal.head = journal.head or msgspec.json.encode(head)[:-1]
         journal.output_ids.extend(ids)
         journal.finish_reason, journal.stop_reason = choice.finish_reason, choice.stop_reason
+        if usage is not None:
+            journal.facts = facts_of(msgspec.json.decode(b"".join(self._pieces)))

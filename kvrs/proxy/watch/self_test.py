@@ -165,7 +165,11 @@ class SelfTester:
             await self._warm_up(instance)
         before = (await self._backend(instance).load()).speculation
         journals = [self._journal(instance, seed) for seed in (None, _SEED)]
-        likeliest = await self._stream(instance, journals[0])
+        try:
+            likeliest = await self._stream(instance, journals[0])
+        except RefusedError:  # It gives fewer log probabilities, as of `--max-logprobs`.
+            journals[0] = self._journal(instance, None, lists=False)
+            likeliest = await self._stream(instance, journals[0])
         try:
             await self._stream(instance, journals[1])
         except RefusedError:
@@ -361,6 +365,8 @@ class SelfTester:
         seed: int | None,
         tokens: int = TOKENS,
         of: Journal | None = None,
+        *,
+        lists: bool = True,
     ) -> Journal:
         """A stream of the known prompt, or that one with another length. Its salt keeps it out of
         the caches of others.
@@ -388,7 +394,7 @@ class SelfTester:
         }
         if seed is not None:
             fields["seed"] = seed
-        elif self._is_vllm:
+        elif self._is_vllm and lists:
             fields |= {"logprobs": _LISTED, "return_tokens_as_token_ids": True}
         journal = Journal(
             stream=stream,
@@ -462,9 +468,9 @@ def _likeliest(choice: ReceivedChoice) -> list[Mapping[int, float]]:
     """The likeliest tokens at each position of an event, by their ids."""
     try:
         listed = choice.logprob_lists().get("top_logprobs") or []
-        found = [msgspec.json.decode(each, type=dict[str, float]) for each in listed]
-    except UNREADABLE:
-        return []
+        found = [msgspec.json.decode(each, type=dict[str, float] | None) or {} for each in listed]
+    except UNREADABLE:  # Later positions keep their places.
+        return [{} for _ in choice.token_ids or ()]
     return [
         {
             int(token.removeprefix(_ID_PREFIX)): logprob

@@ -82,6 +82,7 @@ class Journal:
     # that, and no other attempt can follow it.
     lacks_ids: bool = False
     counted: Usage | None = None  # By the engine, of such a stream.
+    textual: int = 0  # Events of such a stream, which have no ids to count.
     # Characters that the client has of a message that the engine has parsed, by part of it, beside
     # its text.
     parsed_sent: Counter[str] | None = None
@@ -200,9 +201,9 @@ class Journal:
     @property
     def seq(self) -> int:
         """The position of the stream: its output tokens, then its finish and its usage as one step
-        each.
+        each. Where tokens have no ids, events count.
         """
-        return len(self.output_ids) + self.finished + self.usage_sent
+        return len(self.output_ids) + self.textual + self.finished + self.usage_sent
 
     @property
     def finished(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvrs_testkit.scripted import Fault
+from kvrs_testkit.scripted_vllm import BESIDE_USAGE
 from kvrs_testkit.vllm_cluster import TOKENS, Builder, Servers, Vllms
 
 pytestmark = pytest.mark.network
@@ -54,6 +55,20 @@ async def test_a_whole_answer_with_tools_is_that_of_the_engines_own_parser(vllms
     assert found["usage"]["completion_tokens"] == TOKENS
     assert found["usage"]["prompt_tokens"] == PROMPT_TOKENS
     assert (asked_at(system, "d0"), system.servers["d0"].pulled) == ([False], 1)
+
+
+async def test_details_of_the_usage_are_passed_on(vllms: Builder) -> None:
+    def prepare(servers: Servers) -> None:
+        parsing(servers)
+        for server in servers.values():
+            server.says_more = True
+
+    system = await vllms(prepare)
+
+    found = await answer(system)
+
+    assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] == TOKENS
+    assert found["system_fingerprint"] == BESIDE_USAGE["system_fingerprint"]
 
 
 async def test_ids_are_given_to_those_who_ask_for_them(vllms: Builder) -> None:
@@ -146,7 +161,7 @@ async def test_a_long_answer_is_not_taken_for_silence(
         for server in servers.values():
             server.tokens = 0
 
-    system = await vllms(prepare, proxy={"token_gap_s": 0.5})
+    system = await vllms(prepare, proxy={"token_gap_s": 1.5})
     system.shared.pause_s = 0.5
 
     found = await answer(system)
