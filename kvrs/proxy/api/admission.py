@@ -317,14 +317,21 @@ class Admissions:
         runs = resume is not None and any(key in self._mirror.streams for key in resume.keys)
         call.held.open(0 if runs else streams)
 
+    def _reopen(self, record: Record, parsed: ParsedRequest) -> Journal:
+        journal = reopened(record, parsed, self._clock())
+        journal.is_predictable = is_predictable(parsed)
+        journal.is_strict = self._settings.inexact is Inexact.REFUSE
+        # By which instance its output began is not known here.
+        differ = any(any(self._self_tests.different(each)) for each in self._instances.known)
+        if differ and "tokens" not in journal.inexact:
+            journal.inexact = (*journal.inexact, "tokens")
+        return journal
+
     def _open_journals(self, call: ClientCall) -> None:
         """Open a journal for each choice of each prompt, or that of the stream that goes on."""
         parsed, tenant, name = call.parsed, call.tenant, call.name.key
         if call.found is not None:
-            found = reopened(call.found, parsed, self._clock())
-            found.is_predictable = is_predictable(parsed)
-            found.is_strict = self._settings.inexact is Inexact.REFUSE
-            call.journals = [found]
+            call.journals = [self._reopen(call.found, parsed)]
         else:
             # The tenant or, without keys, the address, in a form that logs may hold.
             remote = call.request.remote or ""

@@ -242,6 +242,28 @@ async def test_a_stream_that_must_be_exact_ends_where_only_others_are_left(
     assert msgspec.json.decode(error)["error"]["code"] == "inexact"
 
 
+@pytest.mark.parametrize("other", [KEYED, Arithmetic(1)])
+async def test_a_stream_that_is_resumed_is_marked_where_instances_differ(
+    vllms: Builder, other: Arithmetic
+) -> None:
+    """By which of them its output began is not known at its next owner."""
+    system = await tested(vllms, prepare=arithmetics(d0=KEYED, d1=other))
+    await until_tested(system)
+    system.shared.pause_s = 0.05
+    request = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "stream": True}
+    url, headers = f"{system.url}/v1/completions", {"Idempotency-Key": "k"}
+    async with system.http.post(url, json=request, headers=headers) as first:
+        await first.content.readuntil(b"\n\n")
+        first.close()
+    await asyncio.sleep(0.2)  # Until the proxy has noticed it.
+
+    async with system.http.post(url, json=request, headers=headers) as second:
+        body = await second.read()
+
+    assert body.endswith(b"data: [DONE]\n\n")
+    assert second.headers.get("X-Kvrs-Exact") == (None if other == KEYED else "no")
+
+
 async def test_an_instance_without_any_order_is_not_called_exact(vllms: Builder) -> None:
     """Then nothing is promised for any stream."""
     noise = Arithmetic(sampler=Sampler.NOISE)
