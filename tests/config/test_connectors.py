@@ -111,7 +111,7 @@ def test_the_first_file_for_vllm_has_nothing_that_is_off() -> None:
 def test_lines_of_the_guide_give_the_first_file_its_connectors() -> None:
     """Laid over it, as the page says; then a secret is needed."""
     page = (ROOT / "docs/guide/vllm.md").read_text(encoding="utf-8")
-    (lines,) = re.findall(r"    backup: \{mode: remote\}.*(?:\n    .*)+", page)
+    (lines,) = re.findall(r"    backup: \{mode: remote.*(?:\n    .*)+", page)
     above = parse_yaml(textwrap.dedent(lines))
     document = parse_yaml(first_file(Backend.VLLM))
     for node, more in zip(document["cluster"]["nodes"], above["cluster"].pop("nodes"), strict=True):
