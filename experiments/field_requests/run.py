@@ -1,0 +1,63 @@
+"""Requests as they come in the field, through a proxy with its default limits before scripted vLLM
+servers: long computations, queues, engines that stop, unusual answers, and clients in a pause.
+
+    python -m experiments.field_requests.run [--out DIR] [--part NAME ...]     # Two minutes.
+"""
+
+import asyncio
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+
+from experiments.command_line import parser_of
+from experiments.field_requests import clients, odd, waiting
+from experiments.field_requests.rows import Row, as_text
+from experiments.record import Record
+
+PARTS: dict[str, Callable[[int], Awaitable[Row]]] = {
+    "long": waiting.long,
+    "queued": waiting.queued,
+    "embeddings": waiting.embeddings,
+    "recomputed": waiting.recomputed,
+    "in_chunks": waiting.in_chunks,
+    "wedged": waiting.wedged,
+    "odd": odd.odd,
+    "pauses": clients.pauses,
+}
+
+
+async def _measured(part: str, seed: int) -> Row:
+    """One that breaks has missed its bars."""
+    begun_s = time.monotonic()
+    try:
+        return await PARTS[part](seed)
+    except Exception as error:  # The other parts go on.
+        traceback.print_exc()
+        row = Row(part, seconds=time.monotonic() - begun_s)
+        row.bar(f"measured: {type(error).__name__}: {error}", is_met=False)
+        return row
+
+
+async def measure(parts: Sequence[str], seed: int) -> list[Row]:
+    """All at the same time, each with a cluster of its own: most of them sleep."""
+    return await asyncio.gather(*(_measured(part, seed) for part in parts))
+
+
+def main() -> int:
+    parser = parser_of(__doc__, __file__, seed=0)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=[*PARTS], metavar="NAME")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends what was started.
+    record = Record(options.seed)
+    rows = asyncio.run(measure(options.part, options.seed))
+    text = as_text(rows)
+    print(text)
+    figures = {"parts": {row.part: row.as_figures() for row in rows}}
+    is_void = record.keep(options.out, "field_requests", figures, text)
+    return 1 if is_void or any(row.missed for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
