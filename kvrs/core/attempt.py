@@ -29,7 +29,7 @@ S = TypeVar("S", bound=LiveStream)
 
 
 # A request whose first token two instances did not bring in time has so many times longer at the
-# next one, up to the fourth power.
+# next one, up to the fourth power; so has one that no other instance could take.
 _SLOWER = 4.0
 _MOST_SLOW = 4
 
@@ -182,7 +182,9 @@ class Attempt(Generic[S]):
         if not live.journal.is_predictable or not counts:
             return min(progress.answer_s(each.id, heard_s) for each in self._waits_for)
         limit_s = max(progress.first_token_s(each, self._predicted_s) for each in self._waits_for)
-        limit_s *= _SLOWER ** min(live.recovery.slow_attempts, _MOST_SLOW)
+        # Where nothing else could begin with it, it would only come to the same instance again.
+        is_alone = any(progress.is_alone(each.id, now_s) for each in self._waits_for)
+        limit_s *= _SLOWER ** min(live.recovery.slow_attempts + is_alone, _MOST_SLOW)
         # A prompt may take its turn beside others, or behind them: what moves is no hang.
         computes_at = there if self.is_whole else self._computes_at
         moved_s = (progress.moved_for_s(each.id, heard_s) for each in computes_at)

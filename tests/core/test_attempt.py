@@ -10,6 +10,7 @@ from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.streams import StayDeadline
+from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import SlotRequest
 from kvrs.sim.streams import SimStream
@@ -281,6 +282,21 @@ def test_a_request_that_two_instances_were_silent_at_gets_longer_at_the_next(
         live.recovery.take_for_slow(0.05, 0.0)
 
     assert attempt.limit_s(0.0, 0.0) == pytest.approx(16 * short_s)
+
+
+def test_a_request_that_no_other_instance_could_take_gets_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its next attempt would only compute the same at the same instance."""
+    limits_s = []
+    for has_others in (True, False):
+        monkeypatch.setattr(RecoveryPolicy, "has_others", lambda *_, found=has_others: found)
+        driver = Driver()
+        attempt = attempt_of(driver, driver.stream())
+        attempt.begin()
+        limits_s.append(attempt.limit_s(0.0, 0.0))
+
+    assert limits_s[1] == pytest.approx(4 * limits_s[0])
 
 
 def test_a_slow_request_says_nothing_of_its_instance() -> None:

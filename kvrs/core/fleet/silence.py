@@ -132,6 +132,10 @@ class InstanceProgress:
             since_s = self._others_since_s[instance] = now_s
         return since_s
 
+    def is_alone(self, instance: InstanceId, now_s: float) -> bool:
+        """No other instance could take now what runs there."""
+        return self.others_since_s(instance, now_s) == inf
+
     def token_gap_s(
         self, live: LiveStream, instance: InstanceId, heard_s: float, now_s: float
     ) -> float:
