@@ -163,6 +163,7 @@ ALL = (
     ),
     _of("kills", "vllm", 15, "run decode vllm", VLLM),
     _of("kills", "vllm-replay", 10, "run decode vllm --replays --kills 50", VLLM),
+    _of("kills", "vllm-replay-targets", 20, "run decode vllm --targets --kills 15", VLLM),
     *(
         _of("kills", "-".join(["vllm", *name]), minutes, f"run decode vllm --option {words}", VLLM)
         for name, minutes, words in (

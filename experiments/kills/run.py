@@ -15,6 +15,7 @@ from experiments.command_line import parser_of
 from experiments.kills import (
     drill,
     proxies,
+    replay_targets,
     replayed,
     simulated,
     vllm,
@@ -43,6 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpu": {"action": "store_true", "help": "servers share one, without NIXL"},
     "worlds": {"type": int, "help": "pools of servers that share the kills, at the same time"},
     "replays": {"action": "store_true", "help": "of grammars, tools, penalties, seeds"},
+    "targets": {"action": "store_true", "help": "of replays hang or die, too"},
     "seeds": {"type": int, "help": "so many series or worlds"},
     "limit_s": {"type": float, "help": "no kill comes later"},
 }
@@ -62,6 +64,8 @@ def _decode(options: argparse.Namespace) -> int:
 
 
 def _vllm(options: argparse.Namespace) -> int:
+    if options.targets:
+        return replay_targets.run(options)
     return replayed.run(options) if options.replays else vllm.run(options)
 
 
@@ -69,7 +73,7 @@ PARTS: dict[tuple[str, str], Part] = {
     ("decode", "embedded"): Part(_decode, ("policy", "load", "streams")),
     ("decode", "vllm"): Part(
         _vllm,
-        ("option", "damage", "streams", "kills", "gpu", "worlds", "replays", "limit_s"),
+        ("option", "damage", "streams", "kills", "gpu", "worlds", "replays", "limit_s", "targets"),
         PYTHON_ENV,
     ),
     ("decode", "simulated"): Part(simulated.run, ("streams", "seeds")),
