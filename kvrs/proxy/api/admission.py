@@ -4,6 +4,7 @@ or refuses the request by a RequestError of one kind.
 
 import re
 import secrets
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -61,7 +62,7 @@ _NO_HEADERS: Mapping[str, str] = {}
 Parsed = TypeVar("Parsed")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ClientCall:
     """One request of a client: what the steps have found of it, which its response needs."""
 
@@ -100,6 +101,18 @@ class ClientCall:
         names = dict.fromkeys(name for journal in marked for name in journal.inexact)
         reasons = ("tokenizer" if name in texts else name for name in names)
         return {_EXACT: "no", _INEXACT: ", ".join(reasons)}
+
+
+def _head_of(call: ClientCall) -> Callable[[], Mapping[str, str]]:
+    """The head of a call that keeps its client: a reference back would keep both, until the
+    collector of garbage comes by.
+    """
+    found = weakref.ref(call)
+
+    def head() -> Mapping[str, str]:
+        return {} if (call := found()) is None else call.head()
+
+    return head
 
 
 class Admissions:
@@ -181,7 +194,7 @@ class Admissions:
             self._check_room(streams, call.found is not None)
         self._open_journals(call)
         if parsed.request.stream:
-            call.client = SseClient(call.request, self._settings.write_timeout_s, call.head)
+            call.client = SseClient(call.request, self._settings.write_timeout_s, _head_of(call))
         parsed.hold(call.held)
         if isinstance(call.request, DirectRequest):
             call.request.headers = NO_HEADERS

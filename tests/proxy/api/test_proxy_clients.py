@@ -420,9 +420,9 @@ async def test_causes_do_not_quote_engines(
 ) -> None:
     """An engine may repeat the prompt in its error; logs and state must not."""
     system = await build(policy={"recovery": {"max_attempts": 2, "retry_pause_s": 0.01}})
-    for instance in system.instances.values():
-        instance.refusal = (
-            500,
+    for status, instance in zip((500, 501, 502, 504), system.instances.values(), strict=True):
+        instance.refusal = (  # Not alike: it would be the request's.
+            status,
             error_body("bad prompt: 'my very private prompt'", kind="InternalServerError"),
         )
 
@@ -430,7 +430,7 @@ async def test_causes_do_not_quote_engines(
 
     assert status == 502
     logged = str([vars(record) for record in caplog.records])
-    assert "HTTP 500 (InternalServerError)" in logged
+    assert "(InternalServerError)" in logged
     assert "private" not in logged + str(await system.state())
 
 
