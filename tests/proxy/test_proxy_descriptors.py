@@ -152,42 +152,6 @@ async def test_a_name_that_cannot_be_looked_up_for_want_of_one_is_a_wait(
     assert said == b"200\n", errors.decode()
 
 
-@pytest.mark.skip(reason="bodies that are not whole give way: it needs requests that are")
-async def test_one_address_does_not_take_all_connections(build: ProxyClusterBuilder) -> None:
-    """A quarter is left to the other addresses, even if all of its requests are open."""
-    system = await build(pairs=1, proxy={"max_streams": 8})  # 80 connections, 60 of one address.
-    system.script.gate = asyncio.Event()
-    body = msgspec.json.encode(REQUEST)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body) + 1}\r\n\r\n"
-    taken = []
-    for _ in range(60):
-        reader, writer = await asyncio.open_connection("127.0.0.1", system.proxy.port)
-        writer.write(head.encode() + body)  # All but one byte.
-        taken.append((reader, writer))
-    await system.until(lambda: _all_read(system, 60))
-
-    reader, crowded = await asyncio.open_connection("127.0.0.1", system.proxy.port)
-    answer = await reader.read()
-    elsewhere = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
-    async with (
-        aiohttp.ClientSession(connector=elsewhere) as http,
-        http.get(f"{system.url}/healthz") as healthy,
-    ):
-        status = healthy.status
-    for _, writer in (*taken, (reader, crowded)):
-        writer.close()
-
-    assert answer.startswith(b"HTTP/1.1 503 ")
-    assert b"too many connections" in answer
-    assert status == 200
-
-
-async def _all_read(system: ProxyCluster, count: int) -> bool:
-    """True if so many requests are open at the clients' port."""
-    (port,) = (port for port in system.proxy._ports if port.port == system.proxy.port)
-    return port.busy >= count
-
-
 async def test_a_storm_of_connections_is_told_to_come_back_at_different_times(
     build: ProxyClusterBuilder,
 ) -> None:
