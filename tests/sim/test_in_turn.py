@@ -10,7 +10,6 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.core.fleet.silence import InstanceProgress
-from kvrs.core.model.member import Member
 from kvrs.sim import half_deaths
 from kvrs.sim.fault_scenarios import CUT_OFF, HUNG, ONE_WAY, PAGES_STALL, PROXY_FROZEN, named_death
 from kvrs.sim.streams import Arrival
@@ -97,6 +96,6 @@ def test_simulator_notices_a_proxy_that_waits_for_what_hangs(
     """The bound above can be broken."""
     monkeypatch.setattr(half_deaths.HalfDeaths, "_for_s", lambda self: LONG_S)
     monkeypatch.setattr(InstanceProgress, "token_gap_s", lambda *of: 1e6)
-    monkeypatch.setattr(Member, "first_token_timeout_s", lambda self, gap_s: 1e6)
+    monkeypatch.setattr(InstanceProgress, "first_token_s", lambda *of: 1e6)
 
     assert max(half_dead(HUNG, seed).run().span_s for seed in range(3)) > 60.0
