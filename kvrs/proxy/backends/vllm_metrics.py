@@ -9,8 +9,9 @@ from kvrs.proxy.wire.peer import UnusableError
 
 # Values that are not finite numbers count as absent.
 _NUMBER = r"[-+]?[0-9]{1,30}(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?"
+_NAME = r"process_start_time_seconds|vllm:(?![a-z_]+_bucket\{)[a-z_]+"
 _LINE = re.compile(
-    rf"^(process_start_time_seconds|vllm:[a-z_]+)(?:\{{(.*)\}})? ({_NUMBER})(?: [0-9]+)?$",
+    rf"^({_NAME})(?:\{{(.*)\}})? ({_NUMBER})(?: [0-9]+)?$",
     re.MULTILINE,
 )
 _OF_PROGRESS = (
@@ -28,6 +29,10 @@ class VllmMetrics:
 
     def __init__(self, text: str) -> None:
         self._text = text
+        # Read once: a server shows tens of kilobytes, nearly all of which are of histograms.
+        self._found: dict[str, list[tuple[str, float]]] = {}
+        for name, labels, value in _LINE.findall(text):
+            self._found.setdefault(name, []).append((labels, float(value)))
 
     @property
     def started_s(self) -> float | None:
@@ -147,7 +152,7 @@ class VllmMetrics:
         )
 
     def _labels(self, name: str) -> Iterator[dict[str, str]]:
-        return (dict(_LABEL.findall(labels)) for found, labels, _ in self._lines() if found == name)
+        return (dict(_LABEL.findall(labels)) for labels, _ in self._found.get(name, ()))
 
     def _count(self, name: str) -> int:
         return max(0, int(sum(self._values(f"vllm:nixl_{name}"))))
@@ -169,7 +174,4 @@ class VllmMetrics:
         return sum(values)
 
     def _values(self, name: str) -> Iterator[float]:
-        return (float(value) for found, _, value in self._lines() if found == name)
-
-    def _lines(self) -> Iterator[tuple[str, str, str]]:
-        return ((one[1], one[2] or "", one[3]) for one in _LINE.finditer(self._text))
+        return (value for _, value in self._found.get(name, ()))

@@ -125,6 +125,16 @@ def test_metrics_of_several_engines_are_added() -> None:
     assert metrics.cache["enable_prefix_caching"] == "True"
 
 
+def test_metrics_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load report reads twenty values of a text of tens of kilobytes, each second."""
+    metrics = VllmMetrics(METRICS)
+    monkeypatch.setattr("kvrs.proxy.backends.vllm_metrics._LINE", None)
+
+    assert metrics.started_s is not None
+    assert metrics.progress > 0
+    assert metrics.page_size_tokens > 0
+
+
 def test_metrics_of_several_api_servers_have_no_start_time() -> None:
     """Their common registry has none of the process; nor have those that are no numbers."""
     start = "process_start_time_seconds 1.79516782213e+09"
