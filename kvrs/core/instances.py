@@ -286,7 +286,7 @@ class InstanceEvents:
             freed = self._incidents.exited(member.id, epoch, now_s, is_external=True)
             return [stream for stream in streams if stream.id in freed]
         suspects: list[Stream] = []
-        if member.answers.awaited or self._incidents.cases:
+        if member.answers.awaited or member.answers.whole or self._incidents.cases:
             suspects = quarantine.suspects_at(self._incidents, streams, member, now_s)
         names = {stream.id: stream.first_token_sent for stream in suspects}
         self._incidents.lost(

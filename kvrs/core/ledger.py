@@ -247,7 +247,7 @@ class Ledger:
             if member is not None:
                 member.running.discard(stream.id)
                 self.prefill_scale.left(member, stream.id, self.view.now_s)
-                if stream.id in member.answers.awaited or member.answers.probe == stream.id:
+                if member.answers.owes(stream.id) or member.answers.probe == stream.id:
                     self.outliers.left(stream, member)
         attempt.runs_on = attempt.decision = attempt.stay_deadline = None
         if attempt.decodes_on is not None:

@@ -88,7 +88,7 @@ def missing_roles(view: ClusterView) -> list[Role]:
 
 def has_room_for_prompt(member: Member) -> bool:
     """Interrupted streams that are computed there count: they come first."""
-    return member.answers.prompts < PROMPTS_MAX
+    return len(member.answers.awaited) < PROMPTS_MAX
 
 
 def _least_prompts(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:

@@ -112,7 +112,7 @@ class Starter:
         which they came.
         """
         computing = computing_prompts(self._view)
-        room = sum(max(0, PROMPTS_MAX - member.answers.prompts) for member in computing)
+        room = sum(max(0, PROMPTS_MAX - len(member.answers.awaited)) for member in computing)
         for stream in list(islice(self.held_back.values(), room)):
             del self.held_back[stream.id]
             if stream.id in self._ledger.idle:

@@ -30,12 +30,12 @@ def suspects_at(
     guest where a suspected stream ran apart is none, nor one whose prompt another instance has
     prefilled before.
     """
-    waiting = member.answers.awaited
+    answers = member.answers
     return [
         stream
         for stream in streams
         if (
-            (stream.id in waiting and not stream.attempt.is_guest)
+            (answers.owes(stream.id) and not stream.attempt.is_guest)
             or book.broke_at(stream.id, member.id, member.epoch, now_s)
         )
         and not (member.role is Role.PREFILL and _was_prefilled(stream))
@@ -54,7 +54,7 @@ def occupied(view: ClusterView, book: IncidentBook, stream: Stream) -> frozenset
         member.id
         for member in view.members.values()
         if member.quarantined_for not in (None, stream.id)
-        or any(other != stream.id for other in member.answers.awaited)
+        or any(other != stream.id for other in (*member.answers.awaited, *member.answers.whole))
     }
     for role in _roles(view):
         if not _can_spare(role):

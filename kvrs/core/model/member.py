@@ -106,26 +106,25 @@ class AnswerHealth:
     # Streams that wait for its answer, oldest first: since when, and the wait that was predicted.
     awaited: dict[StreamId, tuple[float, float]] = field(default_factory=dict)
     awaited_from_s: float = -inf  # Not after the first of them.
+    whole: set[StreamId] = field(default_factory=set)  # Those whose answers come in one piece.
     answered_s: float = -inf
 
     def is_overdue(self, now_s: float, queue_s: float) -> bool:
         """The instance has answered nothing for too long."""
-        first = next((each for each in self.awaited.values() if each[1] < inf), None)
-        if first is None or now_s - max(self.awaited_from_s, self.answered_s) <= UNANSWERED_S:
+        if not self.awaited or now_s - max(self.awaited_from_s, self.answered_s) <= UNANSWERED_S:
             return False
-        since_s, predicted_s = first
+        since_s, predicted_s = next(iter(self.awaited.values()))
         limit_s = UNANSWERED_S + 4 * predicted_s + 2 * queue_s
         return now_s - max(since_s, self.answered_s) > limit_s
 
     def await_whole(self, stream: StreamId) -> None:
         """Its answer comes in one piece, so that its time is not known."""
-        if (awaited := self.awaited.get(stream)) is not None:
-            self.awaited[stream] = awaited[0], inf
+        if self.awaited.pop(stream, None) is not None:
+            self.whole.add(stream)
 
-    @property
-    def prompts(self) -> int:
-        """How many streams wait for their first token there, as far as that is seen."""
-        return sum(predicted_s < inf for _, predicted_s in self.awaited.values())
+    def owes(self, stream: StreamId) -> bool:
+        """The stream has got nothing of its answer yet."""
+        return stream in self.awaited or stream in self.whole
 
     def is_busy(self, now_s: float) -> bool:
         return self.busy_until_s is not None and now_s < self.busy_until_s
@@ -183,9 +182,7 @@ class AnswerHealth:
         """An attempt that began at `started_s` has its prefill or its first token; whether the
         instance was ejected until now.
         """
-        self.awaited.pop(stream, None)
-        if self.probe == stream:
-            self.probe = None
+        self.left(stream)
         self.answered_s = now_s
         self.count(now_s, answered=True)
         if self.until_s is not None and started_s < self.closed_s:
@@ -201,6 +198,7 @@ class AnswerHealth:
     def left(self, stream: StreamId) -> None:
         """The stream waits for no answer any more."""
         self.awaited.pop(stream, None)
+        self.whole.discard(stream)
         if self.probe == stream:
             self.probe = None
 
