@@ -136,6 +136,7 @@ class ScriptedVllm(ScriptedServer):
     # The message of whole answers to chats, by its parser of these, and how such answers end.
     message: dict[str, Any] | None = None
     finish_reason: str | None = None  # None: as a stream.
+    hides_ids: bool = False  # Those of such answers.
     reasons: bool = False  # Streams of chats have reasoning in them.
     tokens: int | None = None  # That it has made, as it counts them.
     passed: tuple[str, ...] = ()  # Paths that it answers with what it got.
@@ -425,7 +426,7 @@ class ScriptedVllm(ScriptedServer):
     ) -> web.Response:
         """A chat's answer in one piece: its parser of these has another message than a stream."""
         assert transfer is None or self._pull(history, transfer)
-        texts, ids, finish_reason = [], [], None
+        prompt, texts, ids, finish_reason = [*history], [], [], None
         async for event in self._events(parsed, history, position, []):
             if isinstance(event, Fault):
                 assert request.transport is not None
@@ -445,17 +446,17 @@ class ScriptedVllm(ScriptedServer):
             "logprobs": None,
             "finish_reason": self.finish_reason or finish_reason,
             "stop_reason": None,
-            "token_ids": ids,
+            "token_ids": None if self.hides_ids else ids,
         }
         usage = {
-            "prompt_tokens": len(history),
-            "total_tokens": len(history) + len(ids),
+            "prompt_tokens": len(prompt),
+            "total_tokens": len(prompt) + len(ids),
             "completion_tokens": len(ids),
         }
         head = {"id": "chatcmpl-x", "created": 7, "model": parsed.model or self.model}
         if self.says_more:
             usage, head = usage | said_of(len(ids)), head | BESIDE_USAGE
-        return _json(head | {"choices": [made], "usage": usage, "prompt_token_ids": history})
+        return _json(head | {"choices": [made], "usage": usage, "prompt_token_ids": prompt})
 
     async def _wait_in_queue(self, queue: asyncio.Event, transfer: Any) -> None:
         try:

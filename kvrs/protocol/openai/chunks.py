@@ -211,6 +211,11 @@ class ReceivedChoice(msgspec.Struct, gc=False):
         return _LOGPROBS.decode(self.logprobs) if len(self.logprobs) > len(b"null") else {}
 
 
+# The engine gave the request up (vLLM: it was aborted, or its engine failed). Any other reason, of
+# whatever version, is that of a complete answer.
+BROKEN_REASONS = frozenset({"abort", "error"})
+
+
 class ReceivedChunk(msgspec.Struct, gc=False):
     """One event of a stream: choices, usage or an error."""
 

@@ -25,6 +25,7 @@ from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call, HandOff, decode_call, prefill_call
 from kvrs.proxy.fleet.slots import SlotDeniedError
+from kvrs.proxy.streams.answer_reader import Told
 from kvrs.proxy.streams.clients import Client, ClientGoneError
 from kvrs.proxy.streams.continuation import Continuation, EngineText
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
@@ -226,7 +227,8 @@ class AttemptCalls:
         if self._live.journal.replayed:
             self._end_replays()
         exact = self._instances.known[self._attempt.plan.decode].resumes_exactly
-        self._new_relay(continuation, exact).end_alone()
+        silence = SilenceTimer(self._driver.clock())
+        self._new_relay(continuation, exact, silence).end_alone()
         self._driver.completed(self._live)
 
     async def _continuation(self) -> Continuation | EngineText | None:
@@ -393,37 +395,32 @@ class AttemptCalls:
             or not is_asked_whole(live.journal, parses_reasoning=driver.parsers.reasoning)
         ):
             return self._new_relay(continuation, exact, silence)
-        return WholeAnswer(
-            live.journal,
-            live.client,
-            self._attempt.number,
-            clock=driver.clock,
-            resumed=self._resumed,
-            delivered=driver.control.progress.delivered[self._attempt.plan.decode],
-            completed=partial(driver.completed, live),
-            silence=silence,
-        )
+        number = self._attempt.number
+        return WholeAnswer(live.journal, live.client, number, **self._told(silence))
 
     def _new_relay(
-        self,
-        continuation: Continuation | EngineText | None,
-        exact: bool,
-        silence: SilenceTimer | None = None,
+        self, continuation: Continuation | EngineText | None, exact: bool, silence: SilenceTimer
     ) -> Relay:
         live = self._live
         return Relay(
             live.journal,
             live.client,
             self._attempt.number,
-            clock=self._driver.clock,
-            resumed=self._resumed,
-            delivered=self._driver.control.progress.delivered[self._attempt.plan.decode],
-            completed=partial(self._driver.completed, live),
             exact=exact,
             continuation=continuation,
             replays=self._attempt.plan.replays,
-            silence=silence,
+            **self._told(silence),
         )
+
+    def _told(self, silence: SilenceTimer) -> Told:
+        driver = self._driver
+        return {
+            "clock": driver.clock,
+            "resumed": self._resumed,
+            "delivered": driver.control.progress.delivered[self._attempt.plan.decode],
+            "completed": partial(driver.completed, self._live),
+            "silence": silence,
+        }
 
 
 def _fault_of(error: UpstreamError) -> CallFault:

@@ -14,6 +14,7 @@ from kvrs.core.fleet.known import Replays
 from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.errors import UpstreamError
 from kvrs.protocol.openai.chunks import (
+    BROKEN_REASONS,
     CHUNK,
     NOT_A_NUMBER,
     Choice,
@@ -25,6 +26,7 @@ from kvrs.protocol.openai.chunks import (
 )
 from kvrs.protocol.openai.usage import facts_of
 from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
+from kvrs.proxy.streams.answer_reader import AnswerReader
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.continuation import Continuation, EngineText, Piece
 from kvrs.proxy.streams.replayed import ReplayedOutput, parsed_parts
@@ -44,11 +46,7 @@ from kvrs.proxy.wire.sse import (
     prompt_ids_of,
     with_usage,
 )
-from kvrs.proxy.wire.upstream import Flow, Need, Shortcut
-
-# The engine gave the stream up (vLLM: the request was aborted, or its engine failed). Any other
-# reason, of whatever version, is that of a complete answer.
-_BROKEN_REASONS = frozenset({"abort", "error"})
+from kvrs.proxy.wire.upstream import Need, Shortcut
 
 # Events from which a template is tried to be learnt: a chat may begin with its reasoning.
 _MOST_LESSONS = 4
@@ -69,22 +67,20 @@ class ErrorEventError(EngineError):
         self.details = details
 
 
-class Relay:
+class Relay(AnswerReader):
     """Writes the events of one attempt to the journal and to the client.
 
     `resumed` is called at the first new token or at the end that the attempt adds, and once more
-    after each `expect_token`. With a
-    `continuation` the client's events are made here, from the engine's ids or its text; otherwise
-    they are the engine's own, with `replays` behind those that the client has.
+    after each `expect_token`. With a `continuation` the client's events are made here, from the
+    engine's ids or its text; otherwise they are the engine's own, with `replays` behind those that
+    the client has.
     """
 
     __slots__ = (
-        *("_attempt", "_client", "_clock", "_completed", "_continuation", "_counts_each"),
-        *("_counts_text", "_delivered", "_first_event", "_foreign_head", "_form"),
-        *("_head_bytes", "_is_first"),
-        *("_journal", "_lessons", "_most_tokens", "_noted", "_path", "_reads_all", "_replayed"),
-        *("_resumed", "_sees_all"),
-        *("_splitter", "_template", "_wants_ids", "flow", "is_complete", "shortcut", "silence"),
+        *("_client", "_continuation", "_counts_each", "_counts_text", "_first_event"),
+        *("_foreign_head", "_form", "_head_bytes", "_is_first", "_lessons", "_most_tokens"),
+        *("_noted", "_path", "_reads_all", "_replayed", "_sees_all", "_splitter", "_template"),
+        "_wants_ids",
     )
 
     def __init__(
@@ -102,16 +98,16 @@ class Relay:
         replays: bool = False,
         silence: SilenceTimer | None = None,
     ) -> None:
-        self._journal = journal
+        super().__init__(
+            journal,
+            attempt,
+            clock=clock,
+            resumed=resumed,
+            delivered=delivered,
+            completed=completed,
+            silence=silence or SilenceTimer(clock()),
+        )
         self._client = client
-        self._attempt = attempt
-        self._clock = clock
-        self._resumed = resumed
-        self._delivered = delivered
-        self._completed = completed
-        self.flow: Flow | None = None
-        self.silence = silence or SilenceTimer(clock())  # Told of every read.
-        self.is_complete = False
         self._continuation = continuation
         self._replayed = ReplayedOutput(journal) if replays else None
         self._counts_text = not exact and continuation is None
@@ -121,8 +117,7 @@ class Relay:
         self._most_tokens = inf if request.max_tokens is None else request.max_tokens
         self._splitter, self._form = EventSplitter(), EventForm()
         self._template: EventTemplate | None = None
-        self._path: TokenPath | None = None  # Of events that fit it.
-        self.shortcut: Shortcut | None = None  # To the path, between two events.
+        self._path: TokenPath | None = None  # Of events that fit it, to which `shortcut` leads.
         self._counts_each = request.stream_options is not None and request.wants_each_usage
         self._lessons = 0 if self._reads_all or self._counts_each else _MOST_LESSONS
         self._is_first = not journal.output_ids
@@ -150,7 +145,7 @@ class Relay:
         """
         self.silence.heard_s = self._clock()
         # Superseded attempt: drop its late tokens.
-        if self._attempt != self._journal.attempt:
+        if self.is_over:
             return Need.NOTHING
         if not self._pass_on(self._splitter.feed(data)):
             if self._template is not None:
@@ -191,7 +186,7 @@ class Relay:
         Raises:
             UpstreamError: it ended before the stream.
         """
-        if not self.is_complete and self._attempt == self._journal.attempt:
+        if not self.is_complete and not self.is_over:
             raise UpstreamError("ended without a finish reason and [DONE]")
 
     def wait_for_room(self) -> None:
@@ -320,7 +315,7 @@ class Relay:
             if self._journal.output_ids:
                 raise UpstreamError("sent text without token ids behind tokens with ids")
             self._journal.note_missing_ids()
-        if choice.finish_reason in _BROKEN_REASONS:
+        if choice.finish_reason in BROKEN_REASONS:
             raise UpstreamError(f"finished with {choice.finish_reason[:40]!r}")
         if self._replayed is not None:
             if (new := self._replayed.take(data, choice)) is None:

@@ -174,8 +174,8 @@ def total_usage(journals: Sequence[Journal]) -> tuple[Mapping[str, Any], EngineF
     common counts once, as its first choice has it.
     """
     firsts = list({id(journal.parsed): journal for journal in reversed(journals)}.values())
-    prompt = sum(journal.prompt_tokens for journal in firsts)
-    produced = sum(len(journal.output_ids) for journal in journals)
+    prompt = sum(journal.usage.prompt_tokens for journal in firsts)
+    produced = sum(journal.usage.completion_tokens for journal in journals)
     cached = [journal.cached_tokens for journal in firsts if journal.cached_tokens is not None]
     usage = usage_of(prompt, produced, sum(cached) if len(cached) == len(firsts) else None)
     facts = facts_together([(each.facts, each in firsts) for each in journals])

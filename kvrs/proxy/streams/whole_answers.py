@@ -11,25 +11,22 @@ takes one over goes on with what it has.
 """
 
 from array import array
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import msgspec
 
-from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.errors import UpstreamError
-from kvrs.protocol.openai.chunks import Usage, error_kind
+from kvrs.protocol.openai.chunks import BROKEN_REASONS, Usage, error_kind
 from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.protocol.openai.usage import facts_of
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.streams.answer_reader import AnswerReader, Told
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.peer import UNREADABLE
-from kvrs.proxy.wire.upstream import Flow, Need
+from kvrs.proxy.wire.upstream import Need
 
 _MOST_BYTES = 64 << 20
-# With these vLLM ends a request that is not complete.
-_BROKEN_REASONS = frozenset({"abort", "error"})
 
 
 class _Choice(msgspec.Struct):
@@ -76,38 +73,21 @@ def ask_whole(call: Call) -> None:
     call.fields.pop("stream_options", None)
 
 
-class WholeAnswer:
+class WholeAnswer(AnswerReader):
     """Reads the answer of one attempt, in the place of a `Relay`."""
 
-    is_complete = False
-    shortcut = None
-    flow: Flow | None = None
+    __slots__ = ("_client", "_pieces", "_size_bytes")
 
     def __init__(
-        self,
-        journal: Journal,
-        client: TakesWhole,
-        attempt: int,
-        *,
-        clock: Callable[[], float],
-        resumed: Callable[[], None],
-        delivered: Delivered,
-        completed: Callable[[], None],
-        silence: SilenceTimer,
+        self, journal: Journal, client: TakesWhole, attempt: int, **told: Unpack[Told]
     ) -> None:
-        self._journal = journal
+        super().__init__(journal, attempt, **told)
         self._client = client
-        self._attempt = attempt
-        self._clock = clock
-        self._resumed = resumed
-        self._delivered = delivered
-        self._completed = completed
-        self._silence = silence
         self._pieces: list[bytes] = []
         self._size_bytes = 0
 
     def feed(self, data: bytes) -> Need:
-        self._silence.heard_s = self._clock()
+        self.silence.heard_s = self._clock()
         self._pieces.append(data)
         self._size_bytes += len(data)
         if self._size_bytes > _MOST_BYTES:
@@ -128,7 +108,7 @@ class WholeAnswer:
             UpstreamError: it is no whole answer.
         """
         journal = self._journal
-        if self._attempt != journal.attempt:
+        if self.is_over:
             return
         try:
             answer = _ANSWER.decode(b"".join(self._pieces))
@@ -146,21 +126,22 @@ class WholeAnswer:
         self._resumed()
         self._client.take_whole(fields)
         self._delivered.last_s = self._clock()
-        self._delivered.tokens += len(journal.output_ids)
+        self._delivered.tokens += journal.usage.completion_tokens
         self.is_complete = True
         self._completed()
 
     def _note(self, answer: _Answer, choice: _Choice) -> None:
         """Write it to the journal; raises UpstreamError, or what an unreadable list raises."""
         journal, usage = self._journal, answer.usage
-        if choice.finish_reason is None or choice.finish_reason in _BROKEN_REASONS:
+        if choice.finish_reason is None or choice.finish_reason in BROKEN_REASONS:
             raise UpstreamError(f"finished with {str(choice.finish_reason)[:40]!r}")
+        ids = array("I")
         if bytes(choice.token_ids) not in _ABSENT:
             ids = decode(bytes(choice.token_ids))
-        elif usage is not None:  # Left out with reasoning; nobody needs more than their number.
-            ids = array("I", bytes(4 * usage.completion_tokens))
-        else:
+        elif usage is None:
             raise UpstreamError("answered without token ids and without usage")
+        else:  # vLLM leaves the ids out with `include_reasoning: false`.
+            journal.counted = usage
         if journal.prompt_ids is None:
             journal.prompt_ids = journal.parsed.tokenised(decode(bytes(answer.prompt_token_ids)))
         if journal.cached_tokens is None and usage is not None:

@@ -71,6 +71,23 @@ async def test_details_of_the_usage_are_passed_on(vllms: Builder) -> None:
     assert found["system_fingerprint"] == BESIDE_USAGE["system_fingerprint"]
 
 
+async def test_tokens_are_counted_by_an_engine_that_gives_no_ids(vllms: Builder) -> None:
+    """As with `include_reasoning: false`."""
+
+    def prepare(servers: Servers) -> None:
+        parsing(servers)
+        for server in servers.values():
+            server.hides_ids = True
+
+    system = await vllms(prepare)
+
+    found = await answer(system)
+
+    assert found["choices"][0]["message"] == MESSAGE
+    assert found["usage"]["completion_tokens"] == TOKENS
+    assert found["usage"]["prompt_tokens"] == PROMPT_TOKENS
+
+
 async def test_ids_are_given_to_those_who_ask_for_them(vllms: Builder) -> None:
     system = await vllms(parsing)
 

@@ -1,0 +1,56 @@
+"""State that every reader of an engine's answer has, whether that is a stream or one piece."""
+
+from collections.abc import Callable
+from typing import TypedDict
+
+from kvrs.core.fleet.silence import Delivered, SilenceTimer
+from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.upstream import Flow, Shortcut
+
+
+class Told(TypedDict):
+    """Functions and records of an attempt that its reader tells of what comes."""
+
+    clock: Callable[[], float]
+    resumed: Callable[[], None]
+    delivered: Delivered
+    completed: Callable[[], None]
+    silence: SilenceTimer
+
+
+class AnswerReader:
+    """Reads the answer of one attempt. `resumed` is called before the client gets the first part of
+    it, `completed` when the client has all of it, and `silence` is told of every read.
+    """
+
+    __slots__ = (
+        *("_attempt", "_clock", "_completed", "_delivered", "_journal", "_resumed"),
+        *("flow", "is_complete", "shortcut", "silence"),
+    )
+
+    def __init__(
+        self,
+        journal: Journal,
+        attempt: int,
+        *,
+        clock: Callable[[], float],
+        resumed: Callable[[], None],
+        delivered: Delivered,
+        completed: Callable[[], None],
+        silence: SilenceTimer,
+    ) -> None:
+        self._journal = journal
+        self._attempt = attempt
+        self._clock = clock
+        self._resumed = resumed
+        self._delivered = delivered
+        self._completed = completed
+        self.silence = silence
+        self.flow: Flow | None = None
+        self.shortcut: Shortcut | None = None
+        self.is_complete = False
+
+    @property
+    def is_over(self) -> bool:
+        """A later attempt has taken the stream over."""
+        return self._attempt != self._journal.attempt
