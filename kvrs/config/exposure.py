@@ -38,7 +38,7 @@ def check_exposure(config: Config, environ: Mapping[str, str]) -> None:
 
 def needs_secret(config: Config) -> bool:
     """True if another process has to know the secret of a proxy: an agent, another proxy, an engine
-    of ours or a connector in vLLM. Else the proxy can make one that nobody else knows.
+    of ours or a connector in vLLM. Else the proxy can draw one for itself.
     """
     proxy, cluster = config.proxy, config.cluster
     has_peers = bool(proxy.peers or proxy.numbered_peers or proxy.peer_port)

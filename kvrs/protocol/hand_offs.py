@@ -18,6 +18,6 @@ class HandOffReport(msgspec.Struct, frozen=True):
     transferred_bytes: _Natural = 0
     failed_transfers: _Natural = 0  # Hand-shakes and notices included.
     failed_notices: _Natural = 0  # To prefill, that its blocks were read.
-    expired: _Natural = 0  # At prefill: nobody read the blocks before their lease ended.
+    expired: _Natural = 0  # At prefill: leases that ended before decode had read the blocks.
     # At prefill: notices behind the end of the lease. What was read may have been other KV.
     late_notices: _Natural = 0

@@ -105,7 +105,7 @@ class Backend(Protocol):
         """
 
     async def load(self) -> LoadReport:
-        """Its report, asked now."""
+        """Ask the instance for its report."""
 
     def watch_load(
         self, interval_s: float

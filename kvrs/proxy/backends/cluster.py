@@ -36,7 +36,8 @@ def new_engine_links(config: Config, secret: bytes, tls: Certificates | None = N
 def open_backends(
     config: Config, links: EngineLinks, secret: bytes, files: ModelFiles | None = None
 ) -> dict[InstanceId, Backend]:
-    """One per configured instance. `files`: those of the model; None: nobody else uses them.
+    """One per configured instance. `files`: those of the model; None: the backends share
+    new ones.
 
     Raises:
         ConfigError: the model that the configuration names, of an engine that does not report its

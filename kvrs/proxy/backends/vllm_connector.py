@@ -68,7 +68,7 @@ class VllmConnector:
         return self._epoch // EPOCHS_PER_START if self._fault is None else None
 
     async def start(self) -> int | None:
-        """That number, asked now; None: it gives no answer."""
+        """Ask the connector for the number of its start; None: it gives no answer."""
         try:
             return (await self.peer.info()).epoch // EPOCHS_PER_START
         except UpstreamError:

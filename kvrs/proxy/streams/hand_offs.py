@@ -11,7 +11,7 @@ and there are few of these requests at a time.
 | was answered busy or denied | freed here: what answers so may stand before the engine |
 | was refused (4xx)           | freed by vLLM as it refuses                           |
 | was cut, or was silent      | freed by vLLM as it aborts                            |
-| ended with its instance     | left to their lease: nobody knows what was fetched    |
+| ended with its instance     | left to their lease: what was fetched is not known    |
 """
 
 import asyncio
