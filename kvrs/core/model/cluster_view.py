@@ -7,7 +7,7 @@ agent, are the larger of the two, because each misses part of what the other cou
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
@@ -215,6 +215,7 @@ class ClusterView:
             self._set_ranked(member, True)
         if member.prefills:
             self.prefill_order.add(member)
+        self.formats_differ = _differ(each.hand_off_format for each in self.members.values())
         self.update(member)
         return member
 
@@ -234,6 +235,7 @@ class ClusterView:
         self._leaving.pop(member.id, None)
         if member.tokens or member.weights:
             self._compare_tokens()
+        self.formats_differ = _differ(each.hand_off_format for each in self.members.values())
         self._update(member.node)
 
     def update(self, changed: Member) -> None:
@@ -243,8 +245,6 @@ class ClusterView:
         self._update(changed.node)
 
     def _update(self, changed: NodeId) -> None:
-        formats = {member.hand_off_format for member in self.members.values()}
-        self.formats_differ = len(formats - {""}) > 1
         if self._leaving:
             self._update_drained()
         self._update_pairs(changed)
@@ -462,6 +462,11 @@ class ClusterView:
 
 
 _rank = attrgetter("rank")
+
+
+def _differ(formats: Iterable[str]) -> bool:
+    """Two of these formats of hand-offs are known and differ."""
+    return len({*formats} - {""}) > 1
 
 
 def have_roles_of(member: Member, others: Sequence[Member]) -> bool:
