@@ -21,7 +21,6 @@ from kvrs.errors import ConfigError, KvrsError, UpstreamError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.guess import guessed_prefill
 from kvrs.protocol.instance import (
-    Adapter,
     Capability,
     FetchReport,
     Heartbeat,
@@ -43,6 +42,7 @@ from kvrs.proxy.backends.vllm_connector import VllmConnector
 from kvrs.proxy.backends.vllm_front import decode_behind
 from kvrs.proxy.backends.vllm_identity import connector_mark, engine_mark
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
+from kvrs.proxy.backends.vllm_models import ListedModels
 from kvrs.proxy.backends.vllm_replay import with_replay
 from kvrs.proxy.backends.vllm_server import VllmServer
 from kvrs.proxy.backends.vllm_transfer import checked, engine_of
@@ -70,17 +70,6 @@ _LOAD_FAILED = "Internal server error"
 _HAND_OFF_S = 6.0
 # A request that is to free a hand-off is aborted after so long: it is at the engine by then.
 _ABORTED_AFTER_S = 1.5
-
-
-class _Model(msgspec.Struct):
-    id: str
-    root: str | None = None
-    parent: str | None = None  # Of an adapter: the model that it changes.
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 class _Version(msgspec.Struct):
@@ -165,7 +154,7 @@ class VllmBackend(VllmServer):
         identity = self._identity
         version = await self.control("GET", "/version", None, _Version)
         self.engine_version = version.version
-        listed = await self.control("GET", "/v1/models", None, _Models)
+        listed = await self.control("GET", "/v1/models", None, ListedModels)
         name = identity.served_name
         names = [model for model in listed.data if model.parent is None]
         model = next((model for model in names if name in (None, model.id)), None)
@@ -200,7 +189,7 @@ class VllmBackend(VllmServer):
             else [],
             prefill=guessed_prefill(files.size()),
             computes_prompts=identity.role is Role.DECODE,
-            names=_names_beside(model, listed),
+            names=listed.beside(model),
             hand_off_format=metrics.hand_off_format,
         )
 
@@ -287,13 +276,13 @@ class VllmBackend(VllmServer):
         """
         info = self._info
         try:
-            listed = await self.control("GET", "/v1/models", None, _Models)
+            listed = await self.control("GET", "/v1/models", None, ListedModels)
         except UpstreamError:
             return None
         model = next((each for each in listed.data if info and each.id == info.model), None)
         if info is None or model is None:
             return None
-        names = _names_beside(model, listed)
+        names = listed.beside(model)
         if names != info.names:
             self._info = msgspec.structs.replace(info, names=names)
         return names
@@ -431,15 +420,6 @@ class VllmBackend(VllmServer):
         if self._connector is None:
             raise UpstreamError("vLLM cannot be fenced")
         return await self._connector.fence(attempts)
-
-
-def _names_beside(model: _Model, listed: _Models) -> ModelNames:
-    """The aliases and adapters in a list of models."""
-    others = [each for each in listed.data if each.id != model.id]
-    return ModelNames(
-        tuple(each.id for each in others if each.parent is None and each.root == model.root),
-        tuple(Adapter(each.id, each.root or "") for each in others if each.parent is not None),
-    )
 
 
 def _limited(call: Call, max_model_len: int) -> Call:

@@ -24,6 +24,7 @@ from kvrs.profiles.writing import faults_of_out, write_profile
 from kvrs.proxy.backends.cluster import VLLM_API_KEY
 from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_model
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
+from kvrs.proxy.backends.vllm_models import ListedModel, ListedModels
 
 SHORTEST_TOKENS, LONGEST_TOKENS = 128, 16_384
 _SHORTEST_OF_ALL = 16  # For a model that takes few tokens.
@@ -51,17 +52,6 @@ class _Usage(msgspec.Struct):
 
 class _Completion(msgspec.Struct):
     usage: _Usage
-
-
-class _Model(msgspec.Struct):
-    id: str
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 def run_vllm_profile(
@@ -92,7 +82,7 @@ def run_vllm_profile(
 
 def _measured(
     server: "_Server",
-    model: _Model,
+    model: ListedModel,
     options: VllmProfileOptions,
     tell: Callable[[int, int], None],
     clock: Callable[[], float],
@@ -140,7 +130,7 @@ def _doubled(first: int, last: int) -> Iterator[int]:
 
 
 def _profile(
-    options: VllmProfileOptions, server: "_Server", model: _Model, seconds: dict[int, float]
+    options: VllmProfileOptions, server: "_Server", model: ListedModel, seconds: dict[int, float]
 ) -> Profile:
     files = ModelFiles(options.model)
     files.report(model.root or model.id)
@@ -181,8 +171,8 @@ class _Server:
     def close(self) -> None:
         self._connection.close()
 
-    def model(self) -> _Model:
-        found: _Models = self._read("/v1/models", _Models)
+    def model(self) -> ListedModel:
+        found: ListedModels = self._read("/v1/models", ListedModels)
         model = next((each for each in found.data if each.parent is None), None)
         if model is None:
             raise ConfigError(f"{self._url}: its /v1/models names no model")
