@@ -30,6 +30,29 @@ class Oddity:
     takes_s: float = 0.0  # Prefill calls, and requests that are answered whole.
     calls: list[str] = field(default_factory=list)  # To completions and whole answers: the servers.
 
+    async def fail(self, request: web.Request) -> web.StreamResponse:
+        kind = "BadRequestError" if self.status == 400 else "InternalServerError"
+        error = {"message": self.message, "type": kind, "param": None, "code": self.status}
+        body = msgspec.json.encode({"error": error})
+        if not self.is_event:
+            status = self.status or 500
+            return web.Response(status=status, body=body, content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(sse(body) + DONE)
+        return response
+
+    def changed(self, event: bytes) -> bytes:
+        if event == DONE:
+            return event
+        said: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data: "))
+        for choice in said["choices"]:
+            if self.finish is not None and choice["finish_reason"] is not None:
+                choice["finish_reason"] = self.finish
+            if self.hides_ids and history_is_real(choice):
+                choice.pop("token_ids", None)
+        return sse(msgspec.json.encode(said))
+
 
 @dataclass(eq=False)
 class OddVllm(ScriptedVllm):
@@ -44,26 +67,14 @@ class OddVllm(ScriptedVllm):
             if is_prefill:
                 await asyncio.sleep(self.odd.takes_s)
             if self.odd.status is not None and is_prefill == (self.odd.stage == "prefill"):
-                return await self._fail(request)
+                return await self.odd.fail(request)
         return await super()._completions(request)
-
-    async def _fail(self, request: web.Request) -> web.StreamResponse:
-        kind = "InternalServerError"
-        error = {"message": self.odd.message, "type": kind, "param": None, "code": self.odd.status}
-        body = msgspec.json.encode({"error": error})
-        if not self.odd.is_event:
-            status = self.odd.status or 500
-            return web.Response(status=status, body=body, content_type="application/json")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(sse(body) + DONE)
-        return response
 
     async def _pass(self, request: web.Request) -> web.Response:
         self.odd.calls.append(self.id)
         await asyncio.sleep(self.odd.takes_s)
         if self.odd.status is not None:
-            failed = await self._fail(request)
+            failed = await self.odd.fail(request)
             assert isinstance(failed, web.Response)
             return failed
         return await super()._pass(request)
@@ -76,16 +87,7 @@ class OddVllm(ScriptedVllm):
         known: list[int],
     ) -> AsyncIterator[bytes | Fault]:
         async for event in super()._events(parsed, history, position, known):
-            yield event if isinstance(event, Fault) or event == DONE else self._changed(event)
-
-    def _changed(self, event: bytes) -> bytes:
-        said: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data: "))
-        for choice in said["choices"]:
-            if self.odd.finish is not None and choice["finish_reason"] is not None:
-                choice["finish_reason"] = self.odd.finish
-            if self.odd.hides_ids and history_is_real(choice):
-                choice.pop("token_ids", None)
-        return sse(msgspec.json.encode(said))
+            yield event if isinstance(event, Fault) else self.odd.changed(event)
 
 
 def history_is_real(choice: dict[str, Any]) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvrs.protocol.openai.chunks import DONE, sse
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs_testkit.odd_vllm import Oddity
 from kvrs_testkit.scripted import Fault
@@ -139,16 +138,7 @@ class FieldVllm(ScriptedVllm):
         self, request: web.Request, number: int, answer: Oddity
     ) -> web.StreamResponse:
         self.seen.refused[number] += 1
-        kind = "BadRequestError" if answer.status == 400 else "InternalServerError"
-        error = {"message": answer.message, "type": kind, "param": None, "code": answer.status}
-        body = msgspec.json.encode({"error": error})
-        if not answer.is_event:
-            status = answer.status or 500
-            return web.Response(status=status, body=body, content_type="application/json")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(sse(body) + DONE)
-        return response
+        return await answer.fail(request)
 
     async def _events(
         self,
@@ -161,8 +151,8 @@ class FieldVllm(ScriptedVllm):
         odd = PLAIN if number is None else self.odd.get(number, PLAIN)
         async for event in super()._events(parsed, history, position, known):
             await self.computes.wait()
-            is_plain = isinstance(event, Fault) or event == DONE or odd is PLAIN
-            yield event if isinstance(event, Fault) or is_plain else _changed(event, odd.answer)
+            is_plain = isinstance(event, Fault) or odd is PLAIN
+            yield event if isinstance(event, Fault) or is_plain else odd.answer.changed(event)
 
 
 def number_of(fields: Mapping[str, Any]) -> int | None:
@@ -177,16 +167,6 @@ def number_of(fields: Mapping[str, Any]) -> int | None:
 def _number_in(history: list[int]) -> int | None:
     found = _NUMBER.search(bytes(each for each in history if each < _BYTES))
     return int(found[1]) if found else None
-
-
-def _changed(event: bytes, odd: Oddity) -> bytes:
-    said: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data: "))
-    for choice in said["choices"]:
-        if odd.finish is not None and choice["finish_reason"] is not None:
-            choice["finish_reason"] = odd.finish
-        if odd.hides_ids:
-            choice.pop("token_ids", None)
-    return sse(msgspec.json.encode(said))
 
 
 def _changed_prefill(response: web.Response, odd: Odd) -> web.Response:

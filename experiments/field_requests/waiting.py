@@ -42,15 +42,20 @@ async def _asked(
     return dict(zip(numbers, answers, strict=True))
 
 
+async def _take_all(row: Row, system: Cluster) -> None:
+    """Ask all that the row wants, at once, and note what comes of it."""
+    begun_s, ended = time.monotonic(), dict[int, float]()
+    answers = await _asked(system, range(row.wanted), _TOKENS, begun_s, ended)
+    row.answered, row.seconds = _are_whole(answers, _TOKENS), max(ended.values())
+    _note_errors(row, answers, _TOKENS)
+    await row.take(system)
+
+
 async def long(_: int) -> Row:
     """A prompt whose prefill shows no sign of progress before its end."""
-    row, begun_s = Row("long", wanted=1), time.monotonic()
+    row = Row("long", wanted=1)
     async with cluster((LONG_S,)) as system:
-        begun_s, ended = time.monotonic(), dict[int, float]()
-        answers = await _asked(system, range(1), _TOKENS, begun_s, ended)
-        row.answered, row.seconds = _are_whole(answers, _TOKENS), ended[0]
-        _note_errors(row, answers, _TOKENS)
-        await row.take(system)
+        await _take_all(row, system)
         called = sorted(name[0] for name in system.seen.calls[0])
     row.all_answered()
     row.bar("engine calls: 1 prefill, 1 decode", is_met=called == ["d", "p"])
@@ -62,11 +67,7 @@ async def queued(_: int) -> Row:
     """Prompts that prefill takes one after the other."""
     row = Row("queued", wanted=QUEUED)
     async with cluster((EACH_S,), lanes=1) as system:
-        begun_s, ended = time.monotonic(), dict[int, float]()
-        answers = await _asked(system, range(QUEUED), _TOKENS, begun_s, ended)
-        row.answered, row.seconds = _are_whole(answers, _TOKENS), max(ended.values())
-        _note_errors(row, answers, _TOKENS)
-        await row.take(system)
+        await _take_all(row, system)
     row.all_answered()
     row.bar("each computed once", is_met=row.computed == 1)
     row.bar("no server ejected", is_met=not row.ejections)
