@@ -82,7 +82,8 @@ def replayable(inexact: Sequence[str], parsed: ParsedRequest) -> tuple[str, ...]
     return ("temperature", *found) if "temperature" in inexact and is_seeded else found
 
 
-# Names in keys and types of parts of messages that an engine fetches or decodes first.
+# Names in keys and types of parts of messages that an engine fetches or decodes first; texts may
+# have them, too.
 _MARKS_OF_MEDIA = (b'_url"', b'"input_', b'_embeds"', b'_pil"')
 
 
@@ -94,7 +95,7 @@ def is_predictable(parsed: ParsedRequest) -> bool:
     if not isinstance(request, ChatRequest):
         return True
     messages = bytes(request.messages)
-    return not any(mark in messages for mark in _MARKS_OF_MEDIA)
+    return not (any(mark in messages for mark in _MARKS_OF_MEDIA) and _has_media(request))
 
 
 def _has_media(request: ChatRequest) -> bool:

@@ -72,7 +72,7 @@ async def test_details_of_the_usage_are_passed_on(vllms: Builder) -> None:
 
 
 async def test_tokens_are_counted_by_an_engine_that_gives_no_ids(vllms: Builder) -> None:
-    """As with `include_reasoning: false`."""
+    """Requests with `include_reasoning: false` get none."""
 
     def prepare(servers: Servers) -> None:
         parsing(servers)
