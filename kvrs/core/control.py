@@ -363,7 +363,7 @@ class Control(Generic[S]):
             lives_on,
             had_not_ended,
             seen.restores,
-            seen.weights,
+            self.self_tests.comparison.weights.get(known.id, ""),
         )
         self._shell.instance_changed(event)
         self.tell(event, now_s)

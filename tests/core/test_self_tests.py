@@ -250,7 +250,7 @@ def test_a_sampled_output_is_generated_again_where_the_same_numbers_are_drawn(
     began = bench.tests.processes.get(InstanceId("d0"))
 
     assert bench.tests.goes_on(began, InstanceId("d1"), sampled=True, replays=True) == expected
-    assert bench.tests.sampled_ties != expected
+    assert bench.tests.comparison.sampled_ties != expected
 
 
 def test_a_former_process_of_the_same_name_is_another_instance() -> None:
@@ -462,4 +462,4 @@ def test_near_ties_connect_instances_to_one_set_of_weights() -> None:
 
     assert news[:2] == [{"d0": "d0"}, {"d1": "d1"}]
     assert news[2] == {"d2": "d0", "d1": "d0"}
-    assert bench.tests.near_ties
+    assert bench.tests.comparison.near_ties

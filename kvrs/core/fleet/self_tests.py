@@ -13,6 +13,7 @@ from typing import Any, assert_never
 import msgspec
 from msgspec.structs import replace
 
+from kvrs.core.fleet.comparison import Comparison, compare
 from kvrs.core.fleet.generated import Continues, Generated, Likeness
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Health, Member
@@ -58,7 +59,6 @@ class Seen(msgspec.Struct, frozen=True):
     moves_kv: bool = False
     generated: Generated | None = None
     restores: bool | None = None  # From agents; None: not tested apart, it is as `moves_kv`.
-    weights: str = ""  # As `Member.weights`.
 
     @property
     def tokens(self) -> str:
@@ -115,11 +115,8 @@ class SelfTests:
         self.processes: Mapping[InstanceId, TestedProcess] = self._lives
         self._losses: dict[InstanceId, int] = {}  # In its tests, one after the other.
         self._running: dict[SelfTest, list[TestedProcess]] = {}
-        # As `Member.weights`: each name is that of the first instance.
-        self._weights: dict[InstanceId, InstanceId] = {}
         self._told: dict[InstanceId, tuple[str, str]] = {}  # Tokens and weights, by `news`.
-        # Instances of equal weights differ by near-ties, in all or in sampled streams.
-        self.near_ties, self.sampled_ties = False, False
+        self.comparison = Comparison()
         # The decode instance in use that continues streams least exactly, as far as is known, else
         # as it declares; None: all do so exactly.
         self.least: tuple[InstanceId | None, Continues] = None, Continues.SEEDED
@@ -182,8 +179,7 @@ class SelfTests:
         life = self._lives.get(instance)
         if not self._enabled or life is None:
             return Seen(moves_kv=not self._enabled)
-        found = replace(life.seen, weights=self._weights.get(instance, ""))
-        return found if self._tests_kv else replace(found, moves_kv=True)
+        return life.seen if self._tests_kv else replace(life.seen, moves_kv=True)
 
     def continues(self, instance: InstanceId) -> Continues | None:
         """None: not tested yet."""
@@ -193,28 +189,8 @@ class SelfTests:
     def _compare(self) -> None:
         """Compare what the instances compute, as far as it was seen."""
         self.least = self._find_least()
-        self._weights.clear()
-        self.near_ties = self.sampled_ties = False
-        seen = [
-            (name, generated)
-            for name, life in self._lives.items()
-            if (generated := life.seen.generated) is not None
-        ]
-        for count, (name, mine) in enumerate(seen):
-            alike = {name}
-            for other, theirs in seen[:count]:
-                likeness = mine.likeness(theirs)
-                if likeness is Likeness.OTHER:
-                    continue
-                alike.add(self._weights[other])
-                self.near_ties |= likeness is Likeness.NEAR
-                is_level = mine.seeded == theirs.seeded or mine.continues is not theirs.continues
-                self.sampled_ties |= self.near_ties or not is_level
-            first = min(alike)
-            self._weights[name] = first
-            for other, weights in self._weights.items():
-                if weights in alike:
-                    self._weights[other] = first
+        seen = {name: life.seen.generated for name, life in self._lives.items()}
+        self.comparison = compare({name: each for name, each in seen.items() if each is not None})
 
     def _find_least(self) -> tuple[InstanceId | None, Continues]:
         least: tuple[InstanceId | None, Continues] = None, Continues.SEEDED
@@ -236,19 +212,13 @@ class SelfTests:
         found = list[ev.SelfTested]()
         for name, life in self._lives.items():
             seen = self.seen(name)
-            told = seen.tokens, seen.weights
+            told = seen.tokens, self.comparison.weights.get(name, "")
             is_new = name in instances or self._told.get(name, told) != told
             if is_new and self._known[name].health is Health.UP:
                 self._told[name] = told
+                epoch, (tokens, weights) = life.info.epoch, told
                 found.append(
-                    ev.SelfTested(
-                        name,
-                        life.info.epoch,
-                        seen.moves_kv,
-                        seen.tokens,
-                        seen.restores,
-                        seen.weights,
-                    )
+                    ev.SelfTested(name, epoch, seen.moves_kv, tokens, seen.restores, weights)
                 )
         return found
 

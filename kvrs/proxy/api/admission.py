@@ -177,9 +177,9 @@ class Admissions:
         call.name = name = find_model(self._instances, parsed.request.model)
         if tenant.secret is not None or name.parent is not None:
             call.parsed = parsed = salted(parsed, tenant.secret, name.adapter)
-        tests, (_, continues) = self._self_tests, self._self_tests.least
+        _, continues = self._self_tests.least
         is_exact = self._instances.plain is None and continues is Continues.SEEDED
-        if not is_exact or tests.sampled_ties:
+        if not is_exact or self._self_tests.comparison.sampled_ties:
             await self._check_exactness(call)
         call.deadlines = deadlines_of(call.request.headers)
         if (parsed.echo and call.whole is None) or call.is_generate:
@@ -289,8 +289,7 @@ class Admissions:
                 call.inexact = tuple(each for each in call.inexact if each not in call.replayed)
         else:
             call.inexact = tokens_at_risk(parsed, continues)
-        is_drawn, tests = parsed.request.temperature > 0, self._self_tests
-        has_ties = tests.sampled_ties if is_drawn else tests.near_ties
+        has_ties = self._self_tests.comparison.has_ties(sampled=parsed.request.temperature > 0)
         if has_ties and "tokens" not in call.inexact:
             call.inexact = ("tokens", *call.inexact)
         if not call.inexact:
@@ -335,8 +334,9 @@ class Admissions:
         journal.is_predictable = is_predictable(parsed)
         journal.is_strict = self._settings.inexact is Inexact.REFUSE
         # By which instance its output began is not known here.
-        differ = any(any(self._self_tests.different(each)) for each in self._instances.known)
-        if differ and "tokens" not in journal.inexact:
+        comparison, is_drawn = self._self_tests.comparison, parsed.request.temperature > 0
+        may_differ = comparison.has_other_weights or comparison.has_ties(sampled=is_drawn)
+        if may_differ and "tokens" not in journal.inexact:
             journal.inexact = (*journal.inexact, "tokens")
         return journal
 

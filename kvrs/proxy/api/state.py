@@ -74,14 +74,13 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
         metrics.model.labels(control.instances.model).set(1)
     at = Counter(live.instance for live in driver.streams.values())
     metrics.streams.waiting.set(at[None])
+    weights = control.self_tests.comparison.weights
+    kinds = {its for name, its in weights.items() if control.instances.is_up(name)}
     for known in control.instances.present():
         metrics.open_streams.labels(known.id, known.role).set(at[known.id])
         metrics.reports.measure(known)
         metrics.draining.labels(known.id).set(control.drains.is_draining(known.id))
-        others = [*control.self_tests.different(known.id)[0], known.id]
-        metrics.differs.labels(known.id).set(
-            len(others) > 1 and sum(map(control.instances.is_up, others)) > 1
-        )
+        metrics.differs.labels(known.id).set(len(kinds) > 1 and weights.get(known.id) in kinds)
     for agent in control.agents.present():
         metrics.agents.up.labels(agent.id).set(agent.health is Health.UP)
         metrics.agents.reserved.labels(agent.id).set(

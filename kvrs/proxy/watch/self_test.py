@@ -52,22 +52,26 @@ _SAVED_WITHIN_S = 10.0
 _SAVING_TOKENS = 512
 
 
-# A request of what engines compile or load on first use: log probabilities, penalties, a seed, a
-# grammar. Without it a client's stream would wait for that, and all others of the instance too.
-_WARM_UP: dict[str, Any] = {
-    "prompt": [*_PROMPT_IDS],
-    "max_tokens": 4,
-    "stream": True,
-    "temperature": 1.0,
-    "top_p": 0.9,
-    "top_k": 20,
-    "seed": _SEED,
-    "logprobs": 1,
-    "presence_penalty": 0.1,
-    "frequency_penalty": 0.1,
-    "repetition_penalty": 1.1,
-    "structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "string"}}}},
-}
+# Requests of what engines compile or load on first use, each by itself, since a server may refuse
+# one of them. Without them a client's stream would wait for that, and all others of the instance
+# too.
+_WARM_UPS: Sequence[dict[str, Any]] = (
+    {"logprobs": 1},
+    {
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "top_k": 20,
+        "seed": _SEED,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+        "repetition_penalty": 1.1,
+    },
+    {
+        "structured_outputs": {
+            "json": {"type": "object", "properties": {"a": {"type": "string"}}},
+        },
+    },
+)
 _LISTED = 5  # Log probabilities at each position, of the likeliest tokens.
 _ID_PREFIX = "token_id:"  # Before the number of a token, in the place of its text.
 
@@ -164,11 +168,11 @@ class SelfTester:
         if self._is_vllm:
             await self._warm_up(instance)
         before = (await self._backend(instance).load()).speculation
-        journals = [self._journal(instance, seed) for seed in (None, _SEED)]
+        journals = [self._journal(instance, None, lists=True), self._journal(instance, _SEED)]
         try:
             likeliest = await self._stream(instance, journals[0])
         except RefusedError:  # It gives fewer log probabilities, as of `--max-logprobs`.
-            journals[0] = self._journal(instance, None, lists=False)
+            journals[0] = self._journal(instance, None)
             likeliest = await self._stream(instance, journals[0])
         try:
             await self._stream(instance, journals[1])
@@ -195,9 +199,17 @@ class SelfTester:
         """Have what is compiled on its first use be compiled now. A server that refuses any of it
         has none of it to compile.
         """
-        fields = {"model": self._info(instance).model, **_WARM_UP}
-        with suppress(RefusedError, EngineError):
-            await self._backend(instance).decode(Call(COMPLETIONS.path, fields), EventReader())
+        fields = {
+            "model": self._info(instance).model,
+            "prompt": [*_PROMPT_IDS],
+            "max_tokens": 4,
+            "stream": True,
+            "temperature": 0.0,
+        }
+        for feature in _WARM_UPS:
+            call = Call(COMPLETIONS.path, fields | feature)
+            with suppress(RefusedError, EngineError):
+                await self._backend(instance).decode(call, EventReader())
 
     async def _continue(
         self, instance: InstanceId, journal: Journal, *, drafted: bool
@@ -366,10 +378,10 @@ class SelfTester:
         tokens: int = TOKENS,
         of: Journal | None = None,
         *,
-        lists: bool = True,
+        lists: bool = False,
     ) -> Journal:
         """A stream of the known prompt, or that one with another length. Its salt keeps it out of
-        the caches of others.
+        the caches of others. `lists`: with log probabilities.
         """
         info = self._info(instance)
         if of is not None and of.prompt_ids is not None:
@@ -394,7 +406,7 @@ class SelfTester:
         }
         if seed is not None:
             fields["seed"] = seed
-        elif self._is_vllm and lists:
+        elif lists and self._is_vllm:
             fields |= {"logprobs": _LISTED, "return_tokens_as_token_ids": True}
         journal = Journal(
             stream=stream,

@@ -1,14 +1,17 @@
 """Findings of a self-test about a vLLM, and what follows from them."""
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from kvrs.proxy.watch import self_test
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import Arithmetic, Sampler
+from kvrs_testkit.scripted_vllm import ScriptedVllm
 from kvrs_testkit.sse import events_of
 from kvrs_testkit.vllm_cluster import LONG, PROMPT, Builder, Servers, Vllms
 
@@ -354,3 +357,35 @@ async def test_no_stream_is_the_first_seeded_request(vllms: Builder) -> None:
 
     waited = [body for name in ("d0", "d1") for body in system.servers[name].waited]
     assert [body["prompt"] for body in waited] == [[1], [1]]
+
+
+@dataclass(eq=False)
+class Particular(ScriptedVllm):
+    """A server that gives no log probabilities."""
+
+    taken: set[str] = field(default_factory=set)  # Fields of requests that it does not refuse.
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        fields = msgspec.json.decode(await request.read())
+        if "logprobs" in fields:
+            return web.json_response({"error": {"message": "no", "code": 400}}, status=400)
+        self.taken.update(fields)
+        return await super()._completions(request)
+
+
+async def test_a_refused_feature_keeps_no_other_one_cold(vllms: Builder) -> None:
+    """Each is asked for by a request of its own."""
+    taken = set[str]()
+
+    def prepare(servers: Servers) -> None:
+        for name in ("d0", "d1"):
+            one = servers[name]
+            servers[name] = Particular(
+                name, one.node, role=one.role, script=one.script, taken=taken
+            )
+
+    system = await tested(vllms, prepare=prepare)
+
+    rows = (await system.state())["instances"]
+    assert [row["self_test"]["failures"] for row in rows] == [0] * len(rows)
+    assert taken > {"presence_penalty", "structured_outputs"}

@@ -1,0 +1,56 @@
+"""The comparison of tokens that instances computed in their self-tests."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvrs.core.fleet.generated import Generated, Likeness
+from kvrs.ids import InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Instances of equal weights, as far as their tokens tell."""
+
+    # As `Member.weights`: each name is that of the first instance.
+    weights: Mapping[InstanceId, InstanceId] = field(default_factory=dict)
+    near_ties: bool = False  # Instances of equal weights differ by near-ties,
+    sampled_ties: bool = False  # or in sampled streams alone.
+
+    def has_ties(self, *, sampled: bool) -> bool:
+        """Streams (sampled ones, or those of temperature 0) may differ at equal weights."""
+        return self.sampled_ties if sampled else self.near_ties
+
+    @property
+    def has_other_weights(self) -> bool:
+        return len(set(self.weights.values())) > 1
+
+
+def compare(generated: Mapping[InstanceId, Generated]) -> Comparison:
+    """Compare each different result with each other one, however many instances gave it."""
+    firsts: dict[tuple[object, ...], InstanceId] = {}
+    for name in sorted(generated):
+        firsts.setdefault(_tokens(generated[name]), name)
+    weights: dict[InstanceId, InstanceId] = {}
+    near_ties = sampled_ties = False
+    for name in firsts.values():
+        mine, alike = generated[name], {name}
+        for other in weights:
+            theirs = generated[other]
+            likeness = mine.likeness(theirs)
+            if likeness is Likeness.OTHER:
+                continue
+            alike.add(weights[other])
+            near_ties |= likeness is Likeness.NEAR
+            is_level = mine.seeded == theirs.seeded or mine.continues is not theirs.continues
+            sampled_ties |= near_ties or not is_level
+        weights[name] = first = min(alike)
+        weights |= {other: first for other, its in weights.items() if its in alike}
+    return Comparison(
+        {name: weights[firsts[_tokens(each)]] for name, each in generated.items()},
+        near_ties,
+        sampled_ties,
+    )
+
+
+def _tokens(generated: Generated) -> tuple[object, ...]:
+    return generated.greedy, generated.seeded, generated.continues
