@@ -121,9 +121,9 @@ class Attempt(Generic[S]):
         self.computes, self._produced_before = self.failed_at, len(journal.output_ids)
         return None
 
-    def prefilled(self, now_s: float) -> bool:
-        """Prefill has answered; True if the decode call follows, by `plan`, which the policy may
-        just have changed.
+    def prefilled(self, now_s: float, reused_tokens: int = 0) -> bool:
+        """Prefill has answered, which had `reused_tokens` in its prefix cache; True if the decode
+        call follows, by `plan`, which the policy may just have changed.
         """
         live = self.live
         if not self.is_current:
@@ -132,7 +132,7 @@ class Attempt(Generic[S]):
         computed = len(journal.prompt_ids or ())
         if not self.plan.replays:
             computed += len(journal.output_ids)
-        self._computed(self.failed_at, computed, now_s)
+        self._computed(self.failed_at, computed, now_s, reused_tokens)
         if live.journal.attempt != self.number:
             return False
         plan = live.attempt.plan
@@ -264,7 +264,9 @@ class Attempt(Generic[S]):
         self._is_reported = True
         return ev.SlotDenied(self.live.id, self.number, self.plan.decode, wait_s)
 
-    def _computed(self, instance: InstanceId, history_tokens: int, now_s: float) -> None:
+    def _computed(
+        self, instance: InstanceId, history_tokens: int, now_s: float, reused_tokens: int = 0
+    ) -> None:
         """The instance has computed the KV of the history."""
         control, live = self._control, self.live
         if instance != self.plan.decode:
@@ -272,4 +274,4 @@ class Attempt(Generic[S]):
         control.progress.delivered[instance].last_s = now_s
         if control.instances.known[instance].retains:
             control.leases.hold(instance, live.id)
-        control.tell(ev.PrefillDone(live.id, self.number, history_tokens), now_s)
+        control.tell(ev.PrefillDone(live.id, self.number, history_tokens, reused_tokens), now_s)

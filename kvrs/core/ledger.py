@@ -96,9 +96,12 @@ class Ledger:
             link = self.view.link(prefill.node, decode.node)
             _put_on_link(stream.attempt, link, size_bytes)
 
-    def prefilled(self, stream: Stream, member: Member, tokens: int, now_s: float) -> None:
+    def prefilled(
+        self, stream: Stream, member: Member, event: ev.PrefillDone, now_s: float
+    ) -> None:
         """The instance has computed the history of the attempt: learn the times of prefills."""
-        if self.prefill_scale.done(member, stream.id, tokens, now_s):
+        tokens, reused = event.history_tokens, event.reused_tokens
+        if self.prefill_scale.done(member, stream.id, tokens, now_s, reused):
             for each in self.view.members.values():
                 self.prefill_scale.tune(each)
 

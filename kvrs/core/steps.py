@@ -137,7 +137,7 @@ class Steps:
         attempt = stream.attempt
         assert attempt.runs_on is not None, stream
         if not attempt.resumed:
-            self._ledger.prefilled(stream, attempt.runs_on, event.history_tokens, now_s)
+            self._ledger.prefilled(stream, attempt.runs_on, event, now_s)
             self._note_kv(stream, attempt.runs_on, event.history_tokens)
 
     def _note_answer(self, stream: Stream, member: Member, now_s: float) -> None:
@@ -165,7 +165,7 @@ class Steps:
         plan, prefill = attempt.plan, attempt.runs_on
         assert plan is not None, stream
         assert prefill is not None, stream
-        self._ledger.prefilled(stream, prefill, event.history_tokens, now_s)
+        self._ledger.prefilled(stream, prefill, event, now_s)
         self._note_kv(stream, prefill, event.history_tokens)
         self._note_answer(stream, prefill, now_s)
         planned, decode = view.members.get(plan.decode), None

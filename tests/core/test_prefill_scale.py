@@ -47,6 +47,17 @@ def test_prompts_that_come_alone_give_their_own_ratio() -> None:
     assert scale.is_learned
 
 
+def test_tokens_that_were_cached_take_no_time() -> None:
+    """Nine tenths of each prompt, at a GPU that is as fast as was guessed."""
+    scale, at = PrefillScale(), guessed()
+
+    for _ in range(ENOUGH_PREFILLS):
+        scale.began(at, StreamId("A"), 0.0, is_whole=True)
+        scale.done(at, StreamId("A"), 1000, GUESS.seconds_for(100), 900)
+
+    assert scale.factor == pytest.approx(1.0, rel=0.01)
+
+
 @pytest.mark.parametrize("ends_s", [[0.5, 1.0, 1.5], [1.5, 1.5, 1.5]])
 def test_prompts_that_queue_or_share_steps_are_one_sample(ends_s: list[float]) -> None:
     """Three prompts of one second each by the guess, in turn or in one batch: half of that."""

@@ -6,7 +6,8 @@ together share its time, so that one of them alone tells nothing. A busy period 
 it begins with a prompt for an instance that computes none, and ends when it computes none again, or
 has answered a few. Its length, over the time that the guess gives for its prompts, is one sample of
 the factor; queues are part of both. The median of the last samples is used, so that single periods
-(a cold start, a prompt from the prefix cache, another proxy's work) do not count.
+(a cold start, a cached prompt of which the engine does not tell, another proxy's work) do not
+count.
 """
 
 from dataclasses import dataclass, field, replace
@@ -68,14 +69,21 @@ class PrefillScale:
         period.computing.add(stream)
         period.is_whole &= is_whole
 
-    def done(self, member: Member, stream: StreamId, tokens: int, now_s: float) -> bool:
-        """The instance has computed it; return whether the factor has changed."""
+    def done(
+        self, member: Member, stream: StreamId, tokens: int, now_s: float, reused: int = 0
+    ) -> bool:
+        """The instance has computed all of these tokens but `reused`, which it had in its cache;
+        return whether the factor has changed.
+        """
         period = self._periods.get(member.id)
         if member.guess is None or period is None or stream not in period.computing:
             return False
         period.computing.discard(stream)
         period.prefills += 1
-        period.guessed_s += member.guess.seconds_for(tokens)
+        guess = member.guess
+        period.guessed_s += guess.seconds_for(tokens)
+        if 0 < reused < tokens:
+            period.guessed_s += guess.step_overhead_s - guess.seconds_for(reused)
         if period.computing and period.prefills < _PREFILLS_OF_PERIOD:
             return False
         self._end(member.id, period, now_s)

@@ -80,7 +80,8 @@ class Prefilled(msgspec.Struct, frozen=True):
     good_until_s: float | None = (
         None  # On the monotonic clock: not to be forwarded later. None: that does no harm.
     )
-    cached_tokens: int | None = None  # Of the prompt; None: the engine does not say.
+    cached_tokens: int | None = None  # Of the prompt, for clients; None: its usage does not say.
+    reused_tokens: int = 0  # Of the prompt, that its cache had, as far as it says.
     ranks: int = 1  # That hand it over, each a part.
 
 

@@ -147,11 +147,13 @@ def _prefilled(body: bytes) -> Prefilled:
         )
     transfer = answer.kv_transfer_params
     details = None if answer.usage is None else answer.usage.prompt_tokens_details
+    cached = details.cached_tokens if isinstance(details, PromptDetails) else None
     return Prefilled(
         prompt_ids,
         # Copied: where it lies in the answer it would keep all of it.
         None if bytes(transfer) in _ABSENT else transfer.copy(),
-        cached_tokens=details.cached_tokens if isinstance(details, PromptDetails) else None,
+        cached_tokens=cached,
+        reused_tokens=cached or 0,
     )
 
 

@@ -45,7 +45,7 @@ from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_models import ListedModels
 from kvrs.proxy.backends.vllm_replay import with_replay
 from kvrs.proxy.backends.vllm_server import VllmServer
-from kvrs.proxy.backends.vllm_transfer import checked, engine_of
+from kvrs.proxy.backends.vllm_transfer import checked, read
 from kvrs.proxy.wire.event_form import LacksIdsError, check_events
 from kvrs.proxy.wire.peer import (
     DeniedError,
@@ -221,7 +221,7 @@ class VllmBackend(VllmServer):
                     "prefill answered without kv_transfer_params: it has no connector, or "
                     "one of another kind"
                 )
-            return engine_of(answer.transfer)[0]
+            return read(answer.transfer).remote_engine_id
         # vLLM warms its sampler up without a seed; the first seeded request compiles kernels, and
         # must not be a stream that is recovered (vLLM issue 54425).
         asked = fields | {"temperature": 1.0, "top_p": 0.9, "seed": 1, "stream": True}
@@ -337,10 +337,15 @@ class VllmBackend(VllmServer):
         if answer.transfer is None:  # Its one token has ended the request.
             return answer
         transfer = checked(bytes(answer.transfer), len(answer.prompt_ids), page_size_tokens)
-        engine, ranks = engine_of(transfer)
-        self._process.noted(engine_mark(engine))
-        good_until_s = heard_s + _HAND_OFF_S
-        return replace(answer, transfer=transfer, good_until_s=good_until_s, ranks=ranks)
+        told = read(transfer)
+        self._process.noted(engine_mark(told.remote_engine_id))
+        return replace(
+            answer,
+            transfer=transfer,
+            good_until_s=heard_s + _HAND_OFF_S,
+            reused_tokens=told.remote_prefill_cached_tokens or answer.reused_tokens,
+            ranks=told.tp_size,
+        )
 
     async def decode(self, call: Call, reader: Reader) -> None:
         info = self._info

@@ -87,12 +87,9 @@ def checked(raw: bytes, history_tokens: int, page_size_tokens: int) -> msgspec.R
     return msgspec.Raw(msgspec.json.encode(fields))
 
 
-def engine_of(transfer: msgspec.Raw) -> tuple[str, int]:
-    """The id of the engine that has the KV, and of how many ranks, by parameters that were
-    checked.
-    """
-    found = _TRANSFER.decode(transfer)
-    return found.remote_engine_id, found.tp_size
+def read(transfer: msgspec.Raw) -> Transfer:
+    """Read parameters that were checked."""
+    return _TRANSFER.decode(transfer)
 
 
 def _wrong(name: str, got: Any, allowed: str) -> UnusableError:

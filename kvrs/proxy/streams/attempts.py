@@ -205,7 +205,7 @@ class AttemptCalls:
                     transfer,
                     self._driver.clock(),
                 )
-            if not attempt.prefilled(self._driver.clock()):
+            if not attempt.prefilled(self._driver.clock(), answer.reused_tokens):
                 return None
             live.enter(StreamPhase.DECODE, attempt.plan.decode)
             if attempt.plan is not plan:  # Redirected, to an engine that may need other text.

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvrs.core.books.prefill_scale import PrefillScale
 from kvrs.errors import ConfigError
 from kvrs.proxy.backends.model_files import ModelFiles, find_model
 from kvrs_testkit.vllm_cluster import LONG, PROMPT, TOKENS, Builder, Servers, Vllms
@@ -151,6 +152,27 @@ async def test_without_a_profile_the_table_is_a_guess_that_says_so(vllms: Builde
     found = (await guessed.state())["policy"]["prefill_guess"]
     assert (found["label"], found["is_guess"], found["factor"]) == ("guess", True, 1.0)
     assert (await named.state())["policy"]["prefill_guess"] is None
+
+
+async def test_a_prefix_that_was_cached_teaches_no_times(
+    vllms: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL's parameters tell how much of the prompt it was."""
+    seen = list[tuple[int, int]]()
+
+    def done(_: PrefillScale, *told: Any) -> bool:
+        seen.append((told[2], told[4]))
+        return False
+
+    def prepare(servers: Servers) -> None:
+        for server in servers.values():
+            server.transfer = {"remote_prefill_cached_tokens": 3}
+
+    monkeypatch.setattr(PrefillScale, "done", done)
+    system = await vllms(prepare=prepare, profiles={"prefill": None})
+    await system.ids(PROMPT)
+
+    assert seen == [(len(PROMPT), 3)]
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"num_hidden_layers": 2}'])
