@@ -48,6 +48,11 @@ async def leave_after_prefill(system: Vllms, count: int) -> None:
         each.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
 
+    async def have_left() -> bool:
+        return not (await system.state())["streams"]
+
+    await system.until(have_left)  # Until then attempts go on.
+
 
 async def test_blocks_are_freed_when_clients_leave_while_decode_is_busy(vllms: Builder) -> None:
     """A decode instance gets the requests as soon as it takes any again."""
