@@ -43,7 +43,8 @@ demo-vllm: install .venv-vllm/.installed
 # in one worker, every other file in a worker that is free. One worker more than cores, for the same
 # reason.
 WORKERS ?= 3
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder \
+	--max-worker-restart 0
 
 test: install
 	$(PYTEST) -m "not package"
