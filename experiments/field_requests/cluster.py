@@ -24,6 +24,7 @@ from kvrs_testkit.scripted_vllm import VllmScript
 from kvrs_testkit.sse import events_of
 
 MODEL = "tiny"
+DATA = ROOT / "kvrs" / "profiles" / "data"
 _UP_WITHIN_S = 90.0  # On a busy machine.
 _LOOK_S = 0.1
 _ROLES = {"p0": "prefill", "d0": "decode", "d1": "decode"}
@@ -156,8 +157,11 @@ async def cluster(
     lanes: int | None = None,
     pause_s: float = 0.01,
     odd: Mapping[int, Odd] | None = None,
+    token_s: float | None = None,
 ) -> AsyncIterator[Cluster]:
-    """All servers are up, and tested by the proxy; `pause_s` lies between two tokens."""
+    """All servers are up, and tested by the proxy; `pause_s` lies between two tokens. `token_s`: of
+    a prefill, by the profile that the proxy has; None: it has none.
+    """
     seen, script = Seen(), VllmScript(pause_s=pause_s)
     async with AsyncExitStack() as stack:
         servers = {}
@@ -176,7 +180,8 @@ async def cluster(
         await stack.enter_async_context(http)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrs-field-")))
         port, admin_port = free_ports(2)
-        process = _started(servers, port, admin_port, folder)
+        profile = None if token_s is None else _profile(token_s, folder)
+        process = _started(servers, port, admin_port, folder, profile)
         stack.push_async_callback(_ended, process)
         url, admin = (f"http://127.0.0.1:{each}" for each in (port, admin_port))
         system = Cluster(servers, seen, http, url, admin, process, folder / "log")
@@ -187,7 +192,11 @@ async def cluster(
 
 
 def _started(
-    servers: Mapping[str, FieldVllm], port: int, admin_port: int, folder: Path
+    servers: Mapping[str, FieldVllm],
+    port: int,
+    admin_port: int,
+    folder: Path,
+    profile: Path | None,
 ) -> subprocess.Popen[bytes]:
     """The command of the README."""
     words = [sys.executable, "-m", "kvrs", "proxy"]
@@ -200,8 +209,20 @@ def _started(
         if not name.startswith("KVRS_") or name == MARK_ENV
     }
     environ["PYTHONPATH"] = str(ROOT)
+    if profile is not None:
+        environ["KVRS_PROFILES__PREFILL"] = str(profile)
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(words, cwd=folder, env=environ, stdout=log, stderr=log)
+
+
+def _profile(token_s: float, folder: Path) -> Path:
+    """A profile of a prefill whose time grows by this with each token."""
+    known = msgspec.json.decode((DATA / "llama-3.1-8b-a100-vllm-tp1.json").read_bytes())
+    seconds = {str(tokens): token_s * tokens for tokens in (1, 10, 100, 1000)}
+    known |= {"label": "field", "prefill": {"type": "points", "seconds": seconds}}
+    path = folder / "field.json"
+    path.write_bytes(msgspec.json.encode(known))
+    return path
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> None:

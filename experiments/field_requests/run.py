@@ -1,7 +1,7 @@
 """Requests as they come in the field, through a proxy with its default limits before scripted vLLM
 servers: long computations, queues, engines that stop, unusual answers, and clients in a pause.
 
-    python -m experiments.field_requests.run [--out DIR] [--part NAME ...]     # Two minutes.
+    python -m experiments.field_requests.run [--out DIR] [--part NAME ...]     # Four minutes.
 """
 
 import asyncio
@@ -23,8 +23,10 @@ PARTS: dict[str, Callable[[int], Awaitable[Row]]] = {
     "recomputed": waiting.recomputed,
     "in_chunks": waiting.in_chunks,
     "wedged": waiting.wedged,
+    "wedged_long": waiting.wedged_long,
     "odd": odd.odd,
     "pauses": clients.pauses,
+    "busy": waiting.busy,
 }
 
 
@@ -41,8 +43,11 @@ async def _measured(part: str, seed: int) -> Row:
 
 
 async def measure(parts: Sequence[str], seed: int) -> list[Row]:
-    """All at the same time, each with a cluster of its own: most of them sleep."""
-    return await asyncio.gather(*(_measured(part, seed) for part in parts))
+    """All but `busy` at the same time, each with a cluster of its own: most of them sleep."""
+    rows = await asyncio.gather(*(_measured(part, seed) for part in parts if part != "busy"))
+    if "busy" in parts:
+        rows.append(await _measured("busy", seed))
+    return rows
 
 
 def main() -> int:

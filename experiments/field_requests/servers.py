@@ -124,6 +124,7 @@ class FieldVllm(ScriptedVllm):
             for _ in range(int(takes_s / _CHUNK_S)):
                 await asyncio.sleep(_CHUNK_S)
                 self.chunks += self.in_chunks
+            await self.computes.wait()
         finally:
             self.running -= 1
             self._lanes.release()

@@ -1,6 +1,8 @@
 """Requests that wait for long computations, and streams of an engine that stops."""
 
 import asyncio
+import os
+import sys
 import time
 
 from experiments.field_requests.cluster import Answer, Cluster, body, cluster, prompt, text_after
@@ -14,6 +16,8 @@ RECOMPUTED_S, CUT_AT = 60.0, 20
 STREAMS, LATE = 50, 10
 _WEDGED_TOKENS, _WEDGED_PACE_S, _BEFORE_S = 100, 0.2, 4.0
 LEFT_S, PREDICTED_S = 10.0, 1.0  # The bar: the first, and twice what is predicted at most.
+AFTER_S = 5.0  # For 50 histories of 0.1 s, and their tokens.
+CALM, AT_A_TIME = 1000, 50
 _TOKENS = 20
 
 
@@ -42,13 +46,13 @@ async def _asked(
     return dict(zip(numbers, answers, strict=True))
 
 
-async def _take_all(row: Row, system: Cluster) -> None:
+async def _take_all(row: Row, system: Cluster, *killed: str) -> None:
     """Ask all that the row wants, at once, and note what comes of it."""
     begun_s, ended = time.monotonic(), dict[int, float]()
     answers = await _asked(system, range(row.wanted), _TOKENS, begun_s, ended)
     row.answered, row.seconds = _are_whole(answers, _TOKENS), max(ended.values())
     _note_errors(row, answers, _TOKENS)
-    await row.take(system)
+    await row.take(system, *killed)
 
 
 async def long(_: int) -> Row:
@@ -157,6 +161,49 @@ async def wedged(_: int) -> Row:
     row.bar(f"streams have left d0 within {bar_s:.0f} s", is_met=max(left_s, late_s) <= bar_s)
     row.all_answered()
     row.bar("no other server ejected", is_met=not row.ejections)
+    return row
+
+
+async def wedged_long(_: int) -> Row:
+    """Prompts of a prefill server that computes nothing any more, each predicted at 30 s by a
+    profile.
+    """
+    row = Row("wedged_long", wanted=STREAMS)
+    async with cluster((LONG_S, 0.1), token_s=LONG_S / len(prompt(0))) as system:
+        system.servers["p0"].computes.clear()
+        await _take_all(row, system, "p0")
+        row.note_causes()
+    bar_s = LEFT_S + 2 * LONG_S
+    row.bar(f"all answered within {bar_s:.0f} s", is_met=row.seconds <= bar_s + AFTER_S)
+    row.all_answered()
+    row.bar("no other server ejected", is_met=not row.ejections)
+    return row
+
+
+async def busy(_: int) -> Row:
+    """Streams of healthy servers while other processes take every core."""
+    row = Row("busy", wanted=CALM)
+    cores = os.cpu_count() or 1
+    spin = (sys.executable, "-c", "while True: pass")
+    async with cluster(pause_s=_WEDGED_PACE_S) as system:
+        others = [await asyncio.create_subprocess_exec(*spin) for _ in range(cores)]
+        try:
+            begun_s, ended = time.monotonic(), dict[int, float]()
+            turns = (range(at, at + AT_A_TIME) for at in range(0, CALM, AT_A_TIME))
+            for numbers in turns:
+                answers = await _asked(system, numbers, _TOKENS, begun_s, ended)
+                row.answered += _are_whole(answers, _TOKENS)
+                _note_errors(row, answers, _TOKENS)
+            row.seconds = max(ended.values())
+        finally:
+            for each in others:
+                each.kill()
+                await each.wait()
+        await row.take(system)
+        row.note_causes()
+    row.all_answered()
+    row.bar("no failed attempt, no server lost", is_met=not row.failed_attempts + row.deaths)
+    row.bar("no server ejected", is_met=not row.ejections)
     return row
 
 

@@ -68,8 +68,8 @@ class TargetSeries(Series):
         requests = [make_requests(kind, self._choose)[0] for kind in kinds]
         start_s = time.time()
         asked = [asyncio.create_task(self._ask(request)) for request in requests]
-        await self._under_way(asked)
-        victim, target = self._choose.sample(["d0", "d1"], 2)
+        there = await self._under_way(asked)
+        target, victim = sorted(("d0", "d1"), key=lambda name: there[name])
         await self._strike(fate, victim, target)
         said = await asyncio.gather(*asked)
         recoveries = [
@@ -83,20 +83,24 @@ class TargetSeries(Series):
         ]
         return {
             "fate": fate.value,
+            "cut": there[victim],
             "recoveries": dict(Counter(row["option"] for row in recoveries)),
             "verdicts": dict(Counter(verdicts)),
             "wrong": [kind for kind, each in zip(kinds, verdicts, strict=True) if each == "wrong"],
             "errors": [str(each.errors[0])[:200] for each in said if each.errors],
         }
 
-    async def _under_way(self, asked: Sequence[asyncio.Task[Said]]) -> None:
-        """Wait until each stream that has not ended has tokens."""
+    async def _under_way(self, asked: Sequence[asyncio.Task[Said]]) -> Counter[str]:
+        """Wait until each stream that has not ended has tokens; return how many each decode server
+        has.
+        """
         while not all(task.done() for task in asked):
             streams = (await self._port.state())["streams"]
             under_way = [each for each in streams if each["output_tokens"] >= 3]
             if len(under_way) == sum(not task.done() for task in asked):
-                return
+                return Counter(each["decode"] for each in under_way)
             await asyncio.sleep(_LOOK_AGAIN_S)
+        return Counter()
 
     async def _strike(self, fate: Fate, victim: str, target: str) -> None:
         servers = self._servers
@@ -152,7 +156,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def run(options: argparse.Namespace) -> int:
-    console, record = Console(record=True, width=130), Record(options.seed)
+    console, record = Console(record=True, width=130), Record(options.seed, timed=False)
     until_s = time.monotonic() + (options.limit_s or math.inf)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
