@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, NoReturn
 from distserve_patches import upstream
 from kvrs.config.cluster import Backend, NodeSettings
 from kvrs.config.file import Config, load_config, read_secrets
-from kvrs.engine.model_config import ModelConfig
 from kvrs.errors import ConfigError, KvrsError
-from kvrs.http import naming_port
 from kvrs.ids import NodeId
-from kvrs.logs import log_to_stderr
+from kvrs.net.http import naming_port
+from kvrs.process.logs import log_to_stderr
 from kvrs.protocol.instance import Role
+from kvrs_engine.engine.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from distserve_patches.server import Launch

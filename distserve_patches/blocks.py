@@ -16,7 +16,7 @@ from typing import Any
 from distserve.block_manager import BlockLocation, BlockManager
 
 from kvrs.errors import KvrsError
-from kvrs.scheduling.pages import PageManager
+from kvrs_engine.scheduling.pages import PageManager
 
 log = logging.getLogger(__name__)
 

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from distserve_patches.jobs import Job, JobEnded, Stage, StageState
-from kvrs.engine.fetching import PageFetcher
-from kvrs.engine.requests import GenerationRun, Sampled, StepOutput
-from kvrs.engine.runs import RunCore
 from kvrs.errors import RequestError, TransferError
 from kvrs.profiles.tables import PrefillTable
-from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.sequences import Pull, Sequence
-from kvrs.scheduling.sources import next_source
 from kvrs.text.output import TextDelta
+from kvrs_engine.engine.fetching import PageFetcher
+from kvrs_engine.engine.requests import GenerationRun, Sampled, StepOutput
+from kvrs_engine.engine.runs import RunCore
+from kvrs_engine.scheduling.pages import PageManager
+from kvrs_engine.scheduling.sequences import Pull, Sequence
+from kvrs_engine.scheduling.sources import next_source
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from distserve_patches.requests import JobRequest
 from distserve_patches.stages import ContextStage, DecodingStage
 from distserve_patches.watch import cause_of
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.scheduling.pages import PageManager
+from kvrs_engine.scheduling.pages import PageManager
 
 log = logging.getLogger(__name__)
 

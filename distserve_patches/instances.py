@@ -11,16 +11,16 @@ import msgspec
 
 from distserve_patches.core import DecodeCore, StageCore
 from distserve_patches.jobs import Stage, StageState
-from kvrs.engine.page_port import InstancePlace
-from kvrs.engine.served import ServedInstance, ServedModel
-from kvrs.engine.staging import PagePool
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
-from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
-from kvrs.scheduling.pages import PageManager
+from kvrs_engine.engine.page_port import InstancePlace
+from kvrs_engine.engine.served import ServedInstance, ServedModel
+from kvrs_engine.engine.staging import PagePool
+from kvrs_engine.scheduling.admission_wait import AdmissionWaitEstimator
+from kvrs_engine.scheduling.pages import PageManager
 
 
 class ClosablePool(PagePool, Protocol):

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvrs.errors import KvrsError
-from kvrs.scheduling.pages import PageManager
+from kvrs_engine.scheduling.pages import PageManager
 
 
 class Stage(StrEnum):

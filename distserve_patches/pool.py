@@ -1,5 +1,5 @@
 """The pages of a stage as one pool, over all ranks that hold parts of them: the counterpart of
-`kvrs.engine.kv_pool.KvPool`.
+`kvrs_engine.engine.kv_pool.KvPool`.
 """
 
 import asyncio
@@ -118,7 +118,7 @@ class StagePool:
 
 
 class StagedShards:
-    """A `kvrs.engine.staging.StagedPages`."""
+    """A `kvrs_engine.engine.staging.StagedPages`."""
 
     def __init__(self, pool: StagePool, pages: Sequence[int]) -> None:
         self._pool = pool

@@ -28,17 +28,8 @@ from distserve_patches.jobs import Job, Stage, StageState
 from distserve_patches.watch import cause_of
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
-from kvrs.elastic import grain
-from kvrs.engine.chat import load_chat_template
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.models.probe import probe_digest
-from kvrs.engine.page_port import InstancePlace
-from kvrs.engine.requests import Vocabulary
-from kvrs.engine.served import ServedModel
-from kvrs.engine.server import serve_http
-from kvrs.engine.warm_up import WARM_UP_REPEATS, warm_up_lengths
 from kvrs.errors import ConfigError, KvrsError
-from kvrs.http import cut_watches
+from kvrs.net.http import cut_watches
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol import frames
 from kvrs.protocol.geometry import PAGE_LAYOUT, KvGeometry
@@ -47,6 +38,15 @@ from kvrs.text.output import load_tokenizer
 from kvrs.text.pieces import TokenPieces
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.send_faults import SendingFaults
+from kvrs_engine.elastic import grain
+from kvrs_engine.engine.chat import load_chat_template
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.models.probe import probe_digest
+from kvrs_engine.engine.page_port import InstancePlace
+from kvrs_engine.engine.requests import Vocabulary
+from kvrs_engine.engine.served import ServedModel
+from kvrs_engine.engine.server import serve_http
+from kvrs_engine.engine.warm_up import WARM_UP_REPEATS, warm_up_lengths
 
 log = logging.getLogger(__name__)
 

@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from experiments.kept import kept
-from kvrs.elastic import cmm, on_demand, speed
-from kvrs.elastic.layouts import even, hybrid, staged, uneven
-from kvrs.elastic.plans import HOST
-from kvrs.elastic.units import Units
 from kvrs.profiles import catalog
-from kvrs.report.student import Interval, interval
-from kvrs.traces.generator import generate
-from kvrs.traces.presets import PRESETS
+from kvrs_engine.elastic import cmm, on_demand, speed
+from kvrs_engine.elastic.layouts import even, hybrid, staged, uneven
+from kvrs_engine.elastic.plans import HOST
+from kvrs_engine.elastic.units import Units
+from kvrs_lab.report.student import Interval, interval
+from kvrs_lab.traces.generator import generate
+from kvrs_lab.traces.presets import PRESETS
 
 DECISION = "request_path/results/decision.json"
 HEALTHY = "healthy_path/results/healthy_path.json"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import aiohttp
 
+from kvrs.net.proving import ProvingConnector, agent_keys, instance_keys
 from kvrs.protocol.secrets import Scope
-from kvrs.proving import ProvingConnector, agent_keys, instance_keys
 from kvrs_testkit.processes import Processes
 
 VOCAB_SIZE = 512

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
 
-from kvrs.report.student import Interval
+from kvrs_lab.report.student import Interval
 
 NEAR = 0.2
 

@@ -13,15 +13,15 @@ from unittest.mock import patch
 
 from kvrs.config.file import Config, parse_config
 from kvrs.core import staying
-from kvrs.elastic.units import Units
 from kvrs.ids import InstanceId, StreamId
-from kvrs.sim.calls import TOKEN_STRIDE, VOCABULARY, SimRun
-from kvrs.sim.cluster import SimCluster
-from kvrs.sim.process import Clock, require
-from kvrs.sim.rank_model import RankModel
-from kvrs.sim.ranks import SimRanks
-from kvrs.sim.steady import SteadyDecodes
-from kvrs.sim.streams import Arrival, SimJournal
+from kvrs_engine.elastic.units import Units
+from kvrs_lab.sim.calls import TOKEN_STRIDE, VOCABULARY, SimRun
+from kvrs_lab.sim.cluster import SimCluster
+from kvrs_lab.sim.process import Clock, require
+from kvrs_lab.sim.rank_model import RankModel
+from kvrs_lab.sim.ranks import SimRanks
+from kvrs_lab.sim.steady import SteadyDecodes
+from kvrs_lab.sim.streams import Arrival, SimJournal
 
 _IDS = array("H", range(VOCABULARY)) * 2
 

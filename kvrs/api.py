@@ -11,6 +11,7 @@ from kvrs.config.file import Config, load_config, parse_config
 from kvrs.core.event_log import Header, LogEntry, Rerun
 from kvrs.core.event_log import read as read_event_log
 from kvrs.core.event_log import rerun as rerun_event_log
+from kvrs.core.explanation import Explanation, Question, explain
 from kvrs.core.model import actions, events
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.errors import (
@@ -20,14 +21,13 @@ from kvrs.errors import (
     MissingExtraError,
     TraceError,
 )
-from kvrs.explain.decision import Explanation, Question, explain
-from kvrs.faults.language import Fault, load_faults
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.catalog import decode_table, prefill_table
-from kvrs.report.measures import Report, ReportError, load_report
-from kvrs.report.report import SCHEMA_VERSION
-from kvrs.traces.formats import load_trace
-from kvrs.traces.mooncake import Trace, TraceRequest
+from kvrs_lab.faults.language import Fault, load_faults
+from kvrs_lab.report.measures import Report, ReportError, load_report
+from kvrs_lab.report.report import SCHEMA_VERSION
+from kvrs_lab.traces.formats import load_trace
+from kvrs_lab.traces.mooncake import Trace, TraceRequest
 
 __all__ = [
     "Config",

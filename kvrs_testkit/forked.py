@@ -1,8 +1,8 @@
-"""Python modules as processes that one nursery of this process forks (`kvrs.engine.nursery`), as
-`kvrs up` has its engines forked: what a module imports takes a processor up to three seconds, in
-every process that `python -m` runs.
+"""Python modules as processes that one nursery of this process forks
+(`kvrs_engine.engine.nursery`), as `kvrs up` has its engines forked: what a module imports takes a
+processor up to three seconds, in every process that `python -m` runs.
 
-    process = ForkedProcess("kvrs.engine", "--config", path, environment=os.environ, ...)
+    process = ForkedProcess("kvrs_engine.engine", "--config", path, environment=os.environ, ...)
 
     with starts_forked(), Cluster(config, print) as cluster:  # Its processes are forked, too.
 """
@@ -25,13 +25,14 @@ from typing import IO, Any, NoReturn
 
 import msgspec
 
-from kvrs.engine.nursery import Nursery, tend
-from kvrs.garbage import collect_nothing_yet
+from kvrs.process.garbage import collect_nothing_yet
+from kvrs_engine.engine.nursery import Nursery, tend
 
 _MAX_MESSAGE_BYTES = 1 << 18  # The environment is in it.
 _MAX_FILES = 16
 _CLONE_NEWNET = 0x40000000
-_HAS_RANKS = "kvrs.engine.ranks.host"
+_PACKAGES = ("kvrs", "kvrs_engine", "kvrs_lab")
+_HAS_RANKS = "kvrs_engine.engine.ranks.host"
 _SET_DEATH_SIGNAL = 1  # Of prctl(2).
 # A process that is forked has the mask of its starter before one of them can end it.
 _ENDING_AT_FIRST = (signal.SIGHUP, signal.SIGUSR1)
@@ -64,7 +65,7 @@ class ForkingPopen(subprocess.Popen[Any]):
 
     def _module_in(self, command: Any) -> str | None:
         match command:
-            case [sys.executable, "-m", str(module), *_] if module.partition(".")[0] == "kvrs":
+            case [sys.executable, "-m", str(module), *_] if module.partition(".")[0] in _PACKAGES:
                 return module
         return None
 
@@ -182,8 +183,8 @@ def _run(line: socket.socket, name: str) -> NoReturn:
         os.environ.update(order.environment)
         sys.argv = [order.module, *order.arguments]
         if order.module == _HAS_RANKS:
-            from kvrs.engine.ranks.processes import RANKS
-            from kvrs.engine.ranks.rank import obey
+            from kvrs_engine.engine.ranks.processes import RANKS
+            from kvrs_engine.engine.ranks.rank import obey
 
             RANKS.begin_here(obey)  # As a host does that is supervised.
         if order.forks:
@@ -249,16 +250,16 @@ def _main() -> None:
     # What forked processes need.
     import kvrs.agent.__main__
     import kvrs.cli
-    import kvrs.cluster.hosted
-    import kvrs.cluster.models
-    import kvrs.cluster.upkeep
-    import kvrs.engine.__main__
-    import kvrs.engine.ranks.host
-    import kvrs.engine.ranks.rank
-    import kvrs.engine.server
-    import kvrs.engine.tiny
     import kvrs.proxy.models.process
     import kvrs.proxy.server  # noqa: F401
+    import kvrs_engine.engine.__main__
+    import kvrs_engine.engine.ranks.host
+    import kvrs_engine.engine.ranks.rank
+    import kvrs_engine.engine.server
+    import kvrs_engine.engine.tiny  # noqa: F401
+    import kvrs_lab.cluster.hosted
+    import kvrs_lab.cluster.models
+    import kvrs_lab.cluster.upkeep  # noqa: F401
 
     tend(given.parent, socket.socket(fileno=given.line), _run)
 

@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 
-from kvrs.cluster.ports import _bind_all
+from kvrs_lab.cluster.ports import _bind_all
 
 _given: set[int] = set()
 

@@ -15,11 +15,11 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability, InstanceInfo, Role
-from kvrs.sim.cluster import SimCluster, open_streams
-from kvrs.sim.engine import SimEngine
-from kvrs.sim.process import require
-from kvrs.sim.proxy import SimProxy, SimShell
-from kvrs.sim.world import World
+from kvrs_lab.sim.cluster import SimCluster, open_streams
+from kvrs_lab.sim.engine import SimEngine
+from kvrs_lab.sim.process import require
+from kvrs_lab.sim.proxy import SimProxy, SimShell
+from kvrs_lab.sim.world import World
 from kvrs_testkit.random_worlds import contended, drawn_world, peers, random_config
 
 ENDED = StreamId("ended")  # No proxy has it any more.

@@ -5,8 +5,8 @@ of an instance would measure its own, since none of them is undisturbed.
 from pathlib import Path
 
 from kvrs.config.engine import EngineSettings
-from kvrs.engine import warm_up
-from kvrs.engine.worker import Worker
+from kvrs_engine.engine import warm_up
+from kvrs_engine.engine.worker import Worker
 
 
 def note_prefill(model: Path) -> None:

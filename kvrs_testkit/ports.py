@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp import web
 
-from kvrs.connections import ConnectionLimits
-from kvrs.http import HttpPort
+from kvrs.net.connections import ConnectionLimits
+from kvrs.net.http import HttpPort
+from kvrs.net.proving import ProvingConnector, address_of
 from kvrs.protocol.proof import END, MAX_MESSAGE_BYTES, NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key, scoped_keys
-from kvrs.proving import ProvingConnector, address_of
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ killed on purpose, ended at the end.
         processes.wait_ready("p0", "d0", "agent-n0")
 
 Everything of one run lives in one private directory, and agents' segments in another; the guard of
-`kvrs.cluster` ends and removes what is left when this process is gone.
+`kvrs_lab.cluster` ends and removes what is left when this process is gone.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
-from kvrs.cluster.guard import start_guard
-from kvrs.cluster.ports import resolve_ports
-from kvrs.cluster.run_directory import segments_of, with_segments
 from kvrs.config.file import ENV_NAME, Config, dump_config
 from kvrs.errors import KvrsError
+from kvrs_lab.cluster.guard import start_guard
+from kvrs_lab.cluster.ports import resolve_ports
+from kvrs_lab.cluster.run_directory import segments_of, with_segments
 from kvrs_testkit.forked import ForkedProcess
 
 START_TIMEOUT_S = 120.0  # As all of these: without the time in which others had the CPUs.
@@ -77,7 +77,7 @@ class Processes:
         if cluster.model is None:
             model = str(self.directory / "tiny-llama")
             subprocess.run(
-                [sys.executable, "-m", "kvrs.engine.tiny", model, str(cluster.engine.seed)],
+                [sys.executable, "-m", "kvrs_engine.engine.tiny", model, str(cluster.engine.seed)],
                 check=True,
             )
             self.config = self.config.model_copy(
@@ -119,7 +119,7 @@ class Processes:
                 instance, stage = hosts[name]
                 self._spawn(
                     name,
-                    "kvrs.engine.ranks.host",
+                    "kvrs_engine.engine.ranks.host",
                     "--config",
                     str(self._config_path),
                     "--instance",
@@ -137,7 +137,7 @@ class Processes:
             epoch = str(self._starts[name] + 1)
             self._spawn(
                 name,
-                "kvrs.engine",
+                "kvrs_engine.engine",
                 "--config",
                 str(self._config_path),
                 "--instance",

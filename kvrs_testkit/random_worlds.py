@@ -11,9 +11,9 @@ from kvrs.config.backup import BackupMode, Placement
 from kvrs.config.cluster import pipeline_nodes
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import Degraded, Dispatch, Failing, Handoff, PolicyName
-from kvrs.faults.language import parse_faults
 from kvrs.protocol.instance import Role
-from kvrs.sim.fault_scenarios import (
+from kvrs_lab.faults.language import parse_faults
+from kvrs_lab.sim.fault_scenarios import (
     FAULT_SCENARIOS,
     LATE,
     LEAVES,
@@ -29,9 +29,9 @@ from kvrs.sim.fault_scenarios import (
     named_death,
     random_deaths,
 )
-from kvrs.sim.rank_model import PipelineModel
-from kvrs.sim.streams import Arrival
-from kvrs.sim.world import World
+from kvrs_lab.sim.rank_model import PipelineModel
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
 
 PAGE_TOKENS = 16
 PAGE_BYTES = 819_200 * PAGE_TOKENS  # Of OPT-13B, whose clock they keep.

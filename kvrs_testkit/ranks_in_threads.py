@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
-from kvrs.elastic.grain import Grain
-from kvrs.elastic.layouts import SPREAD, Layout, Stage
-from kvrs.elastic.shares import Share
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.models.loading import load_decoder
-from kvrs.engine.models.weights import Weights
-from kvrs.engine.ranks.cells import CellPool, WholePages, memory_bytes
-from kvrs.engine.ranks.exchange import Areas, FormationMemory
-from kvrs.engine.ranks.rank import ShareWorker
-from kvrs.engine.ranks.spread import RankPart
-from kvrs.engine.worker import geometry_of
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.elastic.grain import Grain
+from kvrs_engine.elastic.layouts import SPREAD, Layout, Stage
+from kvrs_engine.elastic.shares import Share
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.models.loading import load_decoder
+from kvrs_engine.engine.models.weights import Weights
+from kvrs_engine.engine.ranks.cells import CellPool, WholePages, memory_bytes
+from kvrs_engine.engine.ranks.exchange import Areas, FormationMemory
+from kvrs_engine.engine.ranks.rank import ShareWorker
+from kvrs_engine.engine.ranks.spread import RankPart
+from kvrs_engine.engine.worker import geometry_of
+from kvrs_engine.scheduling.sequences import Chunk
 
 
 class ThreadRanks:

@@ -1,6 +1,6 @@
 """Ranks that do at once what a re-forming asks of them."""
 
-from kvrs.elastic.reforming import (
+from kvrs_engine.elastic.reforming import (
     Action,
     CarryOut,
     FormRanks,

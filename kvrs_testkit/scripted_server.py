@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from kvrs.connections import ConnectionLimits
-from kvrs.http import HttpPort
+from kvrs.net.connections import ConnectionLimits
+from kvrs.net.http import HttpPort
 from kvrs.protocol.secrets import Scope, scoped_keys
 
 SECRET = b"a secret of the tests"

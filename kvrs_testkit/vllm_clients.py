@@ -11,6 +11,7 @@ import msgspec
 
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.ids import InstanceId, StreamId
+from kvrs.net.proving import Address, ProvingConnector, agent_keys
 from kvrs.protocol.connector import connector_key, seal
 from kvrs.protocol.instance import (
     AgentInfo,
@@ -24,7 +25,6 @@ from kvrs.protocol.instance import (
 from kvrs.protocol.page_messages import CheckpointClaim, Identity, PullRequest
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 from kvrs.protocol.tags import Tag, page_tags, root_tag
-from kvrs.proving import Address, ProvingConnector, agent_keys
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Peer, StoredPages
 from kvrs.transfer.puller import PagePuller

@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvrs.cluster.ports import resolve_ports
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config, parse_config
-from kvrs.engine.random_model import write_tiny_model
 from kvrs.errors import KvrsError
 from kvrs.protocol.instance import Role
+from kvrs_engine.engine.random_model import write_tiny_model
+from kvrs_lab.cluster.ports import resolve_ports
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.processes import Processes, below, nodes_with_pairs
 

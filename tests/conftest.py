@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from kvrs.cluster.loopback_ray import ENVIRONMENT, ray_token
+from kvrs_lab.cluster.loopback_ray import ENVIRONMENT, ray_token
 
 if TYPE_CHECKING:
     from kvrs_testkit.vllm_servers import VllmServers
@@ -142,7 +142,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The directory of the model that `kvrs up` generates where none is given, which takes a
     process with torch each time. Its prefill is noted, which each instance would measure.
     """
-    from kvrs.engine.random_model import write_tiny_model
+    from kvrs_engine.engine.random_model import write_tiny_model
     from kvrs_testkit.noted_prefill import note_prefill
 
     directory: Path = tmp_path_factory.mktemp("models") / "tiny-llama"

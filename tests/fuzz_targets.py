@@ -16,7 +16,6 @@ from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.settings import parse_yaml
 from kvrs.core.event_log import event_line, header_line, rerun
 from kvrs.core.model import events as ev
-from kvrs.engine.chat import ChatTemplate
 from kvrs.errors import ConfigError, KvrsError, LogError, RequestError, TransferError, UpstreamError
 from kvrs.gossip import wire
 from kvrs.ids import NodeId
@@ -31,7 +30,8 @@ from kvrs.proxy.wire.sse import (
     next_token_ids,
     prompt_ids_of,
 )
-from kvrs.traces import mooncake
+from kvrs_engine.engine.chat import ChatTemplate
+from kvrs_lab.traces import mooncake
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvrs import http_connection
-from kvrs.broken_http import MOST_HEAD_BYTES, MOST_HEADERS
-from kvrs.connections import ConnectionLimits
-from kvrs.direct import DirectRequest, DirectServer, parse_head
-from kvrs.http import HttpPort
-from kvrs.unfinished import UnfinishedBodies
+from kvrs.net import http_connection
+from kvrs.net.broken_http import MOST_HEAD_BYTES, MOST_HEADERS
+from kvrs.net.connections import ConnectionLimits
+from kvrs.net.direct import DirectRequest, DirectServer, parse_head
+from kvrs.net.http import HttpPort
+from kvrs.net.unfinished import UnfinishedBodies
 
 pytestmark = pytest.mark.network
 

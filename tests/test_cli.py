@@ -14,8 +14,8 @@ import kvrs
 import kvrs.cli.options as opt
 from kvrs.cli import app, config_app
 from kvrs.errors import ConfigError
-from kvrs.load.command import ReplayOptions
-from kvrs.logs import LEVEL_ENV_NAME, log_to
+from kvrs.process.logs import LEVEL_ENV_NAME, log_to
+from kvrs_lab.load.command import ReplayOptions
 from kvrs_testkit import certificates
 
 
@@ -157,7 +157,7 @@ def test_replay_takes_secret_and_certificates_from_the_configuration(
         given.append(options)
         return True
 
-    monkeypatch.setattr("kvrs.load.command.run_replay", run)
+    monkeypatch.setattr("kvrs_lab.load.command.run_replay", run)
     base = ["replay", "--url", "http://127.0.0.1:9", "--preset", "conversation"]
     for more in ([], ["--secret-file", str(secrets["of the option"])]):
         ran = CliRunner().invoke(app, [*base, "--config", str(config), *more])

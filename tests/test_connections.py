@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvrs.connections import ConnectionLimits, Connections
+from kvrs.net.connections import ConnectionLimits, Connections
 
 
 @dataclass(eq=False)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.cluster.launcher import Cluster
 from kvrs.config.policy import PolicyName
-from kvrs.demo import DemoOptions, run_demo
 from kvrs.errors import ConfigError, KvrsError
+from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.demo import DemoOptions, run_demo
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from aiohttp.http_parser import HttpRequestParser
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvrs import direct, http
-from kvrs.connections import ConnectionLimits
-from kvrs.direct import ClosingLine, DirectConnection, DirectRequest, DirectServer, parse_head
-from kvrs.http import HttpPort
-from kvrs.large_work import LARGE_BYTES
-from kvrs.unfinished import UnfinishedBodies
+from kvrs.net import direct, http
+from kvrs.net.connections import ConnectionLimits
+from kvrs.net.direct import ClosingLine, DirectConnection, DirectRequest, DirectServer, parse_head
+from kvrs.net.http import HttpPort
+from kvrs.net.unfinished import UnfinishedBodies
+from kvrs.process.large_work import LARGE_BYTES
 
 pytestmark = pytest.mark.network
 

@@ -20,7 +20,7 @@ import openai
 import psutil
 import pytest
 
-from kvrs.cluster.guard import members
+from kvrs_lab.cluster.guard import members
 from kvrs_testkit.forked import starts_forked
 from kvrs_testkit.free_ports import free_ports
 from tests.cluster.launches import is_running

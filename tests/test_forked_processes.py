@@ -29,7 +29,12 @@ def forked(directory: Path, module: str, *arguments: str, **environment: str) ->
     ("arguments", "status", "out", "error"),
     [
         (("kvrs", "--version"), 0, f"kvrs {kvrs.__version__}\n", ""),
-        (("kvrs.engine", "--epoch", "x"), 2, "", "error: argument --epoch: invalid int value: 'x'"),
+        (
+            ("kvrs_engine.engine", "--epoch", "x"),
+            2,
+            "",
+            "error: argument --epoch: invalid int value: 'x'",
+        ),
         (("kvrs.no_module",), 1, "", "No module named kvrs.no_module"),
     ],
     ids=["served", "refused", "failed"],
@@ -135,7 +140,7 @@ def test_signals_are_blocked_that_its_starter_blocks(
 def test_it_has_descriptors_under_their_numbers(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     missing, line = tmp_path / "none.yaml", theirs.fileno()
-    command = [sys.executable, "-m", "kvrs.cluster.hosted", "--config", str(missing)]
+    command = [sys.executable, "-m", "kvrs_lab.cluster.hosted", "--config", str(missing)]
     command += ["--name", "d0", "--line", str(line)]
 
     with ours, starts_forked():
@@ -178,7 +183,7 @@ def test_only_modules_of_kvrs_are_forked_and_only_meanwhile() -> None:
     with starts_forked():
         for module, name in (
             ("json.tool", "json.tool"),
-            ("kvrs.cluster.guard", "kvrs_testkit.forked"),
+            ("kvrs_lab.cluster.guard", "kvrs_testkit.forked"),
         ):
             run = [sys.executable, "-m", module]
             with subprocess.Popen(run, stdin=subprocess.PIPE) as waiting:

@@ -15,14 +15,14 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from kvrs import heartbeats, http
 from kvrs.config.tls import PeerTlsSettings
-from kvrs.connections import ConnectionLimits
-from kvrs.http import HttpPort
+from kvrs.net import heartbeats, http
+from kvrs.net.connections import ConnectionLimits
+from kvrs.net.http import HttpPort
+from kvrs.net.proving import ProvingConnector
+from kvrs.net.tls import Certificates
 from kvrs.protocol.instance import Heartbeat
 from kvrs.protocol.secrets import Scope, scoped_key
-from kvrs.proving import ProvingConnector
-from kvrs.tls import Certificates
 from kvrs_testkit import certificates
 from kvrs_testkit.certificates import Authority
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvrs import http
-from kvrs.connections import ConnectionLimits
-from kvrs.http_connection import retry_after
+from kvrs.net import http
+from kvrs.net.connections import ConnectionLimits
+from kvrs.net.http_connection import retry_after
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs_testkit.ports import client_of
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from kvrs import http
 from kvrs.config.file import parse_config
-from kvrs.engine.instance import EngineInstance
-from kvrs.engine.server import serve_http
 from kvrs.ids import InstanceId
+from kvrs.net import http
 from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 from kvrs.proxy.server import Proxy
+from kvrs_engine.engine.instance import EngineInstance
+from kvrs_engine.engine.server import serve_http
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import proven
 from tests.agent.agents import SECRET, document, running

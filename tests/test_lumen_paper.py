@@ -23,10 +23,10 @@ from experiments.lumen.run import (
 )
 from experiments.virtual_time import NumberedPrompt
 from kvrs.config.backup import BackupSettings
-from kvrs.scheduling.assisted import DraftCounts
-from kvrs.scheduling.pace import Pace
-from kvrs.scheduling.sequences import Chunk
-from kvrs.traces.records import StreamRecord
+from kvrs_engine.scheduling.assisted import DraftCounts
+from kvrs_engine.scheduling.pace import Pace
+from kvrs_engine.scheduling.sequences import Chunk
+from kvrs_lab.traces.records import StreamRecord
 
 
 @pytest.mark.parametrize("tokens", [1, 700])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.memory import free_in_groups
+from kvrs.process.memory import free_in_groups
 
 V1 = "4:memory:/pod/engine\n3:cpuset:/\n0::/\n"
 V2 = "0::/pod/engine\n"

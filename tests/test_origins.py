@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.origins import has_origin, refusal
+from kvrs.net.origins import has_origin, refusal
 
 NAMES = {"10.0.0.7", "node-7.example"}
 

@@ -17,7 +17,7 @@ from experiments.pipelines.two import (
     requests_of,
     serves,
 )
-from kvrs.traces.records import ErrorKind, StreamRecord
+from kvrs_lab.traces.records import ErrorKind, StreamRecord
 
 Row = dict[str, Any]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.cluster.ports import resolve_ports
 from kvrs.config.file import parse_config
+from kvrs_lab.cluster.ports import resolve_ports
 
 PAGE = Path(__file__).parents[1] / "docs" / "guide" / "quickstart.md"
 BOUND_S = 420

@@ -6,9 +6,9 @@ from typing import cast
 import pytest
 from aiohttp import web
 
-from kvrs.connections import ConnectionLimits
-from kvrs.http import HttpPort
-from kvrs.http_connection import HttpConnection, ReadingTurns
+from kvrs.net.connections import ConnectionLimits
+from kvrs.net.http import HttpPort
+from kvrs.net.http_connection import HttpConnection, ReadingTurns
 
 pytestmark = pytest.mark.network
 
@@ -48,7 +48,7 @@ async def test_a_stranger_that_has_brought_much_waits_for_its_turn() -> None:
     app = web.Application(client_max_size=1 << 24)
     app.router.add_post("/", serve)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("kvrs.http.ReadingTurns", Holding)
+        patched.setattr("kvrs.net.http.ReadingTurns", Holding)
         port = HttpPort(app, ConnectionLimits(4, 4), shutdown_timeout_s=0.1, names=None)
         number = await port.open("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", number)

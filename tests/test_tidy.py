@@ -88,8 +88,8 @@ PURE = {
     *(f"kvrs.gossip.{name}" for name in ("members", "node", "probes", "sender", "wire")),
     *(f"kvrs.agent.{name}" for name in ("gpu_health", "record_publisher", "slots")),
     *(f"kvrs.proxy.mirror.{name}" for name in ("book", "ending", "outbox", "records", "roles")),
-    "kvrs.traces.records",
-    *(f"kvrs.report.{name}" for name in ("metrics", "oracle", "impact", "student")),
+    "kvrs_lab.traces.records",
+    *(f"kvrs_lab.report.{name}" for name in ("metrics", "oracle", "impact", "student")),
 }
 IMPURE_IMPORTS = {
     *("asyncio", "concurrent", "multiprocessing", "select", "signal", "socket", "subprocess"),
@@ -99,10 +99,10 @@ IMPURE_IMPORTS = {
 # Only the engine computes with tensors, only the connector in vLLM copies its tensors, only the
 # cluster starts Ray, only the report draws.
 HOMES_OF_LIBRARIES = {
-    "torch": ["kvrs.engine", "kvrs.vllm"],
+    "torch": ["kvrs_engine.engine", "kvrs.vllm"],
     "vllm": ["kvrs.vllm"],
-    "ray": ["kvrs.cluster", "kvrs.sim.on_ray"],
-    "matplotlib": ["kvrs.report"],
+    "ray": ["kvrs_lab.cluster", "kvrs_lab.sim.on_ray"],
+    "matplotlib": ["kvrs_lab.report"],
 }
 
 # Remote code execution by design; none of them may touch what comes from a socket, a file or shared

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.unfinished import GRACE_PAUSES, LEAST_BYTES_PER_S, SMALL_BYTES, UnfinishedBodies, due_s
+from kvrs.net.unfinished import (
+    GRACE_PAUSES,
+    LEAST_BYTES_PER_S,
+    SMALL_BYTES,
+    UnfinishedBodies,
+    due_s,
+)
 
 KIB = 1 << 10
 

@@ -14,7 +14,7 @@ from experiments import evidence, exhibits
 from experiments.exhibits import SEEDS, Exhibit, How
 from experiments.kept import EXPERIMENTS, misses, misses_in
 from experiments.verdicts import MEANING, Compared, Verdict, change, each_of, of_all
-from kvrs.report.student import Interval
+from kvrs_lab.report.student import Interval
 
 ROWS = [each for rows in SEEDS.values() for each in rows]
 FILLED = [each for each in ROWS if each.is_filled]

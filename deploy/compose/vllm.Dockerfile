@@ -7,6 +7,8 @@ RUN PYTHON=python3 bash /tmp/vllm/install.sh /opt/vllm
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY kvrs ./kvrs
+COPY kvrs_engine ./kvrs_engine
+COPY kvrs_lab ./kvrs_lab
 COPY distserve_patches ./distserve_patches
 RUN /opt/vllm/bin/python -m pip install --no-cache-dir '.[vllm]'
 ENV PATH=/opt/vllm/bin:$PATH VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1

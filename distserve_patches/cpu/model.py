@@ -12,18 +12,18 @@ from torch import Tensor
 from distserve_patches.cpu.group import Group
 from distserve_patches.cpu.memory import handle_of, open_handle, with_zero_row
 from distserve_patches.cpu.shards import ShardedPool
-from kvrs.engine.allocator import keep_freed_memory
-from kvrs.engine.layers.step import build_step
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.models.decoder import Decoder
-from kvrs.engine.models.loading import load_decoder
-from kvrs.engine.models.weights import Weights
-from kvrs.engine.sampler import SamplingParams, sample
-from kvrs.engine.worker import check_attention
 from kvrs.errors import ConfigError
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.scheduling.pace import Pace
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.engine.allocator import keep_freed_memory
+from kvrs_engine.engine.layers.step import build_step
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.models.decoder import Decoder
+from kvrs_engine.engine.models.loading import load_decoder
+from kvrs_engine.engine.models.weights import Weights
+from kvrs_engine.engine.sampler import SamplingParams, sample
+from kvrs_engine.engine.worker import check_attention
+from kvrs_engine.scheduling.pace import Pace
+from kvrs_engine.scheduling.sequences import Chunk
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -134,7 +134,7 @@ class Model:
 
     def init_dummy_weights(self) -> None:
         raise ConfigError(
-            "--use-dummy-weights: not off the GPU; `python -m kvrs.engine.tiny "
+            "--use-dummy-weights: not off the GPU; `python -m kvrs_engine.engine.tiny "
             "DIRECTORY SEED` writes a small model"
         )
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from distserve_patches.cpu import model
 from distserve_patches.cpu.cuda import Torch
-from kvrs.scheduling.pace import Pace
+from kvrs_engine.scheduling.pace import Pace
 
 
 def apply(logical_gpu_bytes: int, pace: str | None) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvrs.engine.layers.step import pages_per_block
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.parts import Part
+from kvrs_engine.engine.layers.step import pages_per_block
 
 
 def part_of(parallel: list[int], layers: int, heads: int) -> Part:

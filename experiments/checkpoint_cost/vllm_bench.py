@@ -18,9 +18,9 @@ import msgspec
 
 from experiments.rig import draw, process_cpu_s
 from kvrs.config.cluster import InstanceSettings
-from kvrs.faults.orders import FaultRequest, LinkFault, NoFault
 from kvrs.ids import StreamId
-from kvrs.load.admin import AdminClient, AdminPort
+from kvrs.net.admin import AdminClient, AdminPort
+from kvrs.protocol.fault_orders import FaultRequest, LinkFault, NoFault
 from kvrs.protocol.instance import CheckpointTarget, KvrsParams, LeaseUpdate, SourceRange
 from kvrs.transfer.checkpoint_backlog import RETRY_MOST_S
 from kvrs_testkit.processes import below

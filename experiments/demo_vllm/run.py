@@ -20,7 +20,7 @@ from rich.text import Text
 
 from experiments.command_line import parser_of
 from experiments.record import Record
-from kvrs.load.admin import AdminClient, AdminError
+from kvrs.net.admin import AdminClient, AdminError
 from kvrs_testkit.vllm_servers import PYTHON_ENV, START_TIMEOUT_S, VllmServers, connector_config
 
 TOKENS = 240

@@ -35,16 +35,16 @@ from rich.console import Console
 
 from experiments.command_line import parser_of
 from experiments.record import Record
-from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import Config, parse_config
-from kvrs.demo import run_load, scaled_requests
-from kvrs.engine.random_experts import ExpertsModel, write_experts_model
-from kvrs.faults.language import Fault, parse_faults
-from kvrs.load.passes import Run
-from kvrs.report.impact import time_to_peak_s
-from kvrs.report.report import Report, build_report
-from kvrs.traces.generator import GeneratorSettings, generate
-from kvrs.traces.records import ReplayRequest, StreamRecord
+from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
+from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.demo import run_load, scaled_requests
+from kvrs_lab.faults.language import Fault, parse_faults
+from kvrs_lab.load.passes import Run
+from kvrs_lab.report.impact import time_to_peak_s
+from kvrs_lab.report.report import Report, build_report
+from kvrs_lab.traces.generator import GeneratorSettings, generate
+from kvrs_lab.traces.records import ReplayRequest, StreamRecord
 
 NAME = "lost_ranks"
 RANKS, LOSSES = (8, 4), 2
@@ -56,7 +56,7 @@ WAIT_S = 600.0
 _LOOK_S = 0.05  # For lost ranks: sooner than one is started again,
 _NOTICED_S = 0.2  # and once the instance has noticed the loss.
 _BEGINS_S = 1.0  # Within so long from a loss tokens that were on their way have come.
-_IMPORT = "import kvrs.engine.instance"
+_IMPORT = "import kvrs_engine.engine.instance"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,13 @@ from random import Random
 from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.virtual_time import EqualStreams, grouped, run_until, token_times
-from kvrs.elastic.moving import LinkRates
-from kvrs.elastic.shapes import SHAPES
-from kvrs.elastic.units import Units
 from kvrs.ids import StreamId
-from kvrs.sim.cluster import SimCluster
-from kvrs.sim.rank_model import RankModel
-from kvrs.sim.ranks import SimRanks
+from kvrs_engine.elastic.moving import LinkRates
+from kvrs_engine.elastic.shapes import SHAPES
+from kvrs_engine.elastic.units import Units
+from kvrs_lab.sim.cluster import SimCluster
+from kvrs_lab.sim.rank_model import RankModel
+from kvrs_lab.sim.ranks import SimRanks
 
 NAME = "simulated"
 PROFILE, MODEL = "mixtral-8x22b-h100-vllm-tp8", "mistralai/Mixtral-8x22B-v0.1"

@@ -19,7 +19,7 @@ from experiments.command_line import parser_of
 from experiments.demo_vllm.run import KILL_AT, stream, until_tested
 from experiments.first_minutes.demo import Phases
 from experiments.record import MARK_ENV, ROOT, Record
-from kvrs.load.admin import AdminClient
+from kvrs.net.admin import AdminClient
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.vllm_servers import PYTHON_ENV, VllmServers, vllm_config
 

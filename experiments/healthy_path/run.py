@@ -27,8 +27,8 @@ from experiments.command_line import parser_of
 from experiments.healthy_path.tap import Piece, Tap, token_events
 from experiments.record import Record
 from kvrs.config.file import Config, parse_config
-from kvrs.proving import ProvingConnector, instance_keys
-from kvrs.report.metrics import percentile
+from kvrs.net.proving import ProvingConnector, instance_keys
+from kvrs_lab.report.metrics import percentile
 from kvrs_testkit.processes import Processes, cpu_ticks, share_used
 
 LIMIT_MS = 0.3

@@ -16,12 +16,13 @@ from rich.console import Console
 
 from experiments.kills.schedule import schedule
 from experiments.record import Record
-from kvrs.cluster.fault_injection import rows_of
-from kvrs.cluster.launcher import Cluster
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName
-from kvrs.demo import (
+from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
+from kvrs_lab.cluster.fault_injection import rows_of
+from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.demo import (
     FIRST_ORDINARY_TOKEN,
     LINK_BYTES_PER_S,
     PACE,
@@ -31,15 +32,14 @@ from kvrs.demo import (
     run_load,
     scaled_requests,
 )
-from kvrs.engine.random_experts import ExpertsModel, write_experts_model
-from kvrs.faults.language import Fault, parse_faults
-from kvrs.load.passes import Run
-from kvrs.report.report import Report, build_report
-from kvrs.report.table import terminal_table
-from kvrs.traces.formats import load_trace
-from kvrs.traces.generator import GeneratorSettings, generate
-from kvrs.traces.mooncake import at_rate, jitter, replay_requests, sample, scale, window
-from kvrs.traces.records import ReplayRequest
+from kvrs_lab.faults.language import Fault, parse_faults
+from kvrs_lab.load.passes import Run
+from kvrs_lab.report.report import Report, build_report
+from kvrs_lab.report.table import terminal_table
+from kvrs_lab.traces.formats import load_trace
+from kvrs_lab.traces.generator import GeneratorSettings, generate
+from kvrs_lab.traces.mooncake import at_rate, jitter, replay_requests, sample, scale, window
+from kvrs_lab.traces.records import ReplayRequest
 
 HIT_AT_LEAST = 8
 # A killed instance is back after about five seconds; then the load needs a moment to fill it again.

@@ -28,8 +28,8 @@ from rich.table import Table
 from experiments.kills.vllm import STREAM_TIMEOUT_S, UP_TIMEOUT_S, strike
 from experiments.kills.vllm_figures import Death
 from experiments.record import Record
-from kvrs.engine.random_model import SYLLABLES
-from kvrs.load.admin import AdminClient, AdminPort
+from kvrs.net.admin import AdminClient, AdminPort
+from kvrs_engine.engine.random_model import SYLLABLES
 from kvrs_testkit.vllm_servers import (
     BATCH_INVARIANT,
     GPU_FLAGS,

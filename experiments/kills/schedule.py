@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrs.faults.language import Fault, parse_faults
+from kvrs_lab.faults.language import Fault, parse_faults
 
 HIT_AT_LEAST = 8
 FROZEN_S = 4.0

@@ -17,14 +17,14 @@ from kvrs.config.file import Config
 from kvrs.config.policy import PolicyName
 from kvrs.core import options, rules
 from kvrs.core.rules.base import Rule
-from kvrs.demo import LINK_BYTES_PER_S, PACE, REQUESTS_PER_S, demo_config, scaled_requests
-from kvrs.engine.random_model import HEAD_DIM, KV_HEADS, LAYERS
 from kvrs.profiles.catalog import kv_geometry
-from kvrs.report.student import interval
-from kvrs.sim.fault_scenarios import named_deaths
-from kvrs.sim.streams import Arrival
-from kvrs.sim.world import World
-from kvrs.traces.generator import GeneratorSettings, generate
+from kvrs_engine.engine.random_model import HEAD_DIM, KV_HEADS, LAYERS
+from kvrs_lab.demo import LINK_BYTES_PER_S, PACE, REQUESTS_PER_S, demo_config, scaled_requests
+from kvrs_lab.report.student import interval
+from kvrs_lab.sim.fault_scenarios import named_deaths
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
+from kvrs_lab.traces.generator import GeneratorSettings, generate
 
 # Simulated pages are those of the model that sets the pace; the link grows with them.
 TINY_BYTES_PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4

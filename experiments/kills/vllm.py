@@ -39,10 +39,10 @@ from experiments.kills.vllm_figures import (
 )
 from experiments.record import Record
 from kvrs.config.policy import PolicyName
-from kvrs.load.admin import AdminClient, AdminPort
-from kvrs.load.open_loop import Dialect, Progress, replay
+from kvrs.net.admin import AdminClient, AdminPort
 from kvrs.protocol.instance import Role
-from kvrs.traces.records import ReplayRequest, StreamRecord
+from kvrs_lab.load.open_loop import Dialect, Progress, replay
+from kvrs_lab.traces.records import ReplayRequest, StreamRecord
 from kvrs_testkit import stored_pages
 from kvrs_testkit.vllm_servers import (
     BATCH_INVARIANT,

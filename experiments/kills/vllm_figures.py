@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.table import Table
 
-from kvrs.report import oracle
-from kvrs.report.oracle import StreamVerdict
-from kvrs.traces.records import ReplayRequest, StreamRecord
+from kvrs_lab.report import oracle
+from kvrs_lab.report.oracle import StreamVerdict
+from kvrs_lab.traces.records import ReplayRequest, StreamRecord
 from kvrs_testkit.vllm_servers import PAGE_TOKENS
 
 HIT_AT_LEAST = 8

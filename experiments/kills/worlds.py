@@ -10,9 +10,9 @@ from typing import Any
 
 from experiments.record import Record
 from kvrs.core.model import actions as act
-from kvrs.sim.cluster import POISONED, Outcome
-from kvrs.sim.command import deaths_of, rows
-from kvrs.sim.world import World
+from kvrs_lab.sim.cluster import POISONED, Outcome
+from kvrs_lab.sim.command import deaths_of, rows
+from kvrs_lab.sim.world import World
 from kvrs_testkit.random_worlds import (
     KINDS,
     contended,

@@ -46,8 +46,8 @@ from experiments.lumen.run import (
 )
 from experiments.record import Record
 from kvrs.profiles import catalog
-from kvrs.scheduling.pace import Pace
-from kvrs.sim.recovering import SimDraftModel
+from kvrs_engine.scheduling.pace import Pace
+from kvrs_lab.sim.recovering import SimDraftModel
 
 SLOWER = 1.82
 PUBLISHED_TPOT_S, PUBLISHED_TTFT_S = 0.1389, 1.16  # Four workers without a failure (section 3.1).

@@ -41,19 +41,19 @@ from experiments.lumen.run import (
 )
 from experiments.record import Record
 from experiments.rig import draw
-from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import Config, parse_config
-from kvrs.demo import run_load
-from kvrs.engine.speculation.pairs import write_pair
-from kvrs.faults.language import Fault, parse_faults
-from kvrs.load import passes
-from kvrs.load.admin import AdminPort
+from kvrs.net.admin import AdminPort
 from kvrs.profiles import catalog
-from kvrs.scheduling.assisted import DraftCounts
 from kvrs.tables import output
-from kvrs.traces.generator import generate
-from kvrs.traces.presets import PRESETS
-from kvrs.traces.records import ReplayRequest
+from kvrs_engine.engine.speculation.pairs import write_pair
+from kvrs_engine.scheduling.assisted import DraftCounts
+from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.demo import run_load
+from kvrs_lab.faults.language import Fault, parse_faults
+from kvrs_lab.load import passes
+from kvrs_lab.traces.generator import generate
+from kvrs_lab.traces.presets import PRESETS
+from kvrs_lab.traces.records import ReplayRequest
 from kvrs_testkit.processes import cpu_ticks, share_used
 
 ACCEPTANCE, DEPTH = 0.6, 4

@@ -21,21 +21,21 @@ from experiments.forking import in_children
 from experiments.record import Record
 from experiments.virtual_time import NumberedPrompt
 from kvrs.config.file import Config, parse_config
-from kvrs.faults.language import parse_faults
 from kvrs.profiles import catalog
-from kvrs.report import metrics
-from kvrs.report.impact import Impact, bucket_size, impact_window
-from kvrs.report.student import Interval, interval
-from kvrs.scheduling.assisted import DraftCounts
-from kvrs.scheduling.pace import Pace
-from kvrs.sim.clients import records_of
-from kvrs.sim.fault_scenarios import FaultEvent, named_deaths
-from kvrs.sim.recovering import SimDraftModel
-from kvrs.sim.streams import Arrival
-from kvrs.sim.world import World
-from kvrs.traces.generator import generate
-from kvrs.traces.presets import PRESETS
-from kvrs.traces.records import StreamRecord
+from kvrs_engine.scheduling.assisted import DraftCounts
+from kvrs_engine.scheduling.pace import Pace
+from kvrs_lab.faults.language import parse_faults
+from kvrs_lab.report import metrics
+from kvrs_lab.report.impact import Impact, bucket_size, impact_window
+from kvrs_lab.report.student import Interval, interval
+from kvrs_lab.sim.clients import records_of
+from kvrs_lab.sim.fault_scenarios import FaultEvent, named_deaths
+from kvrs_lab.sim.recovering import SimDraftModel
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
+from kvrs_lab.traces.generator import generate
+from kvrs_lab.traces.presets import PRESETS
+from kvrs_lab.traces.records import StreamRecord
 
 LINK_BYTES_PER_S = 100e9 / 8
 DISK_BYTES_PER_S = 2e9

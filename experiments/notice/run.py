@@ -39,11 +39,11 @@ from kvrs.config.file import Config, parse_config
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.recovery import RecoveryPolicy
-from kvrs.load.open_loop import replay
 from kvrs.profiles import catalog
 from kvrs.proxy.server import Proxy
-from kvrs.report.metrics import percentile
-from kvrs.traces.records import ReplayRequest
+from kvrs_lab.load.open_loop import replay
+from kvrs_lab.report.metrics import percentile
+from kvrs_lab.traces.records import ReplayRequest
 from kvrs_testkit.processes import Processes, cpu_ticks, share_used, spinning
 
 LIMIT_MS = 50.0

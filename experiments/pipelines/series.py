@@ -34,11 +34,11 @@ from experiments.pipelines.two import (
     serves,
 )
 from experiments.record import Record
-from kvrs.cluster.launcher import Cluster
-from kvrs.load.admin import AdminPort
-from kvrs.load.open_loop import replay
-from kvrs.report.report import build_report
-from kvrs.traces.records import ReplayRequest, StreamRecord
+from kvrs.net.admin import AdminPort
+from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.load.open_loop import replay
+from kvrs_lab.report.report import build_report
+from kvrs_lab.traces.records import ReplayRequest, StreamRecord
 
 STAGES, TOKENS, PER_S = 3, (100, 400), 2.5
 WHOLE_S, SOON_S, STREAM_S = 90.0, 5.0, 120.0

@@ -32,11 +32,11 @@ from kvrs.config.backup import BackupSettings
 from kvrs.config.cluster import pipeline_nodes
 from kvrs.config.file import Config, parse_config
 from kvrs.config.presets import SystemPreset
-from kvrs.faults.language import parse_faults
-from kvrs.sim.fault_scenarios import named_deaths
-from kvrs.sim.rank_model import PipelineModel
-from kvrs.sim.streams import Arrival
-from kvrs.sim.world import World
+from kvrs_lab.faults.language import parse_faults
+from kvrs_lab.sim.fault_scenarios import named_deaths
+from kvrs_lab.sim.rank_model import PipelineModel
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
 
 HERE = Path(__file__).parent
 STAGES = 4

@@ -13,8 +13,8 @@ from typing import Any
 
 from experiments.rig import draw
 from kvrs.config.file import Config, parse_config
-from kvrs.load.admin import AdminPort
-from kvrs.traces.records import ReplayRequest
+from kvrs.net.admin import AdminPort
+from kvrs_lab.traces.records import ReplayRequest
 
 PIPELINES = 2
 LOOK_S = 0.03

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from kvrs.config.file import Config
-from kvrs.connections import ConnectionLimits, Connections
-from kvrs.direct import DirectConnection, DirectServer
-from kvrs.garbage import keep_what_is_there
-from kvrs.http_connection import HttpConnection, WaitingTimes
+from kvrs.net.connections import ConnectionLimits, Connections
+from kvrs.net.direct import DirectConnection, DirectServer
+from kvrs.net.http_connection import HttpConnection, WaitingTimes
+from kvrs.process.garbage import keep_what_is_there
 from kvrs.protocol.instance import InstanceInfo
 from kvrs.protocol.openai.chunks import sse, usage_of
 from kvrs.proxy.api.app import ClientApi

@@ -12,15 +12,15 @@ from statistics import median
 
 from experiments.virtual_time import HOME, EqualStreams, grouped, patient, run_until, token_times
 from kvrs.core.model.estimates import Option
-from kvrs.elastic import on_demand
-from kvrs.elastic.layouts import hybrid, staged
-from kvrs.elastic.moving import LinkRates, schedule
-from kvrs.elastic.plans import plan
-from kvrs.elastic.shapes import SHAPES
-from kvrs.elastic.units import Units
-from kvrs.explain.elastic import ElasticQuestion, explain_elastic
-from kvrs.sim.process import require
-from kvrs.sim.rank_model import RankModel
+from kvrs_engine.elastic import on_demand
+from kvrs_engine.elastic.layouts import hybrid, staged
+from kvrs_engine.elastic.moving import LinkRates, schedule
+from kvrs_engine.elastic.plans import plan
+from kvrs_engine.elastic.shapes import SHAPES
+from kvrs_engine.elastic.units import Units
+from kvrs_lab.explain.elastic import ElasticQuestion, explain_elastic
+from kvrs_lab.sim.process import require
+from kvrs_lab.sim.rank_model import RankModel
 
 PROFILE, MODEL = "llama-3.1-70b-h100-vllm-tp8", "meta-llama/Llama-3.1-70B"
 RANKS, REQUESTS, CONTEXT_TOKENS = 8, 56, 16384

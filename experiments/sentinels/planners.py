@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 
-from kvrs.elastic import cmm, on_demand
-from kvrs.elastic.layouts import even, uneven
-from kvrs.elastic.plans import HOST, plan
-from kvrs.elastic.shapes import SHAPES, ModelShape
-from kvrs.elastic.units import UnitKind, Units
+from kvrs_engine.elastic import cmm, on_demand
+from kvrs_engine.elastic.layouts import even, uneven
+from kvrs_engine.elastic.plans import HOST, plan
+from kvrs_engine.elastic.shapes import SHAPES, ModelShape
+from kvrs_engine.elastic.units import UnitKind, Units
 
 # Qwen3-30B-A3B, from its config.json on the Hugging Face hub.
 _QWEN3_30B = ModelShape(48, 2048, 32, 4, 128, 768, 151936, experts=128)

@@ -17,12 +17,12 @@ from experiments.sentinels import gossip, lost_rank, planners, rates, situations
 from experiments.sentinels.history import Figures
 from kvrs.config.backup import Placement
 from kvrs.config.policy import PolicyName, RecoverySettings
-from kvrs.elastic.layouts import hybrid, staged, uneven
 from kvrs.profiles import catalog
 from kvrs.protocol.tags import page_tags, root_tag
-from kvrs.sim.cluster import Outcome
-from kvrs.sim.process import require
-from kvrs.sim.world import World
+from kvrs_engine.elastic.layouts import hybrid, staged, uneven
+from kvrs_lab.sim.cluster import Outcome
+from kvrs_lab.sim.process import require
+from kvrs_lab.sim.world import World
 from kvrs_testkit import link_scenarios
 from kvrs_testkit.random_worlds import in_turn, outage, poisons_at_once, scenario, sick
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvrs.config.file import parse_config
-from kvrs.report import metrics
-from kvrs.sim.clients import records_of
-from kvrs.sim.first_token import FirstToken
-from kvrs.sim.streams import Arrival
-from kvrs.sim.world import World
-from kvrs.traces.generator import generate
-from kvrs.traces.presets import PRESETS
-from kvrs.traces.records import StreamRecord
+from kvrs_lab.report import metrics
+from kvrs_lab.sim.clients import records_of
+from kvrs_lab.sim.first_token import FirstToken
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
+from kvrs_lab.traces.generator import generate
+from kvrs_lab.traces.presets import PRESETS
+from kvrs_lab.traces.records import StreamRecord
 
 BEGIN_S = 2.0  # Before it, proxies get to know their instances.
 BAR = 0.05

@@ -26,7 +26,7 @@ from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import MEMORY
-from kvrs.report.metrics import percentile
+from kvrs_lab.report.metrics import percentile
 
 Row = dict[str, Any]
 Ends = tuple[str, str]

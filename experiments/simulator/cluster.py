@@ -22,22 +22,22 @@ from experiments.command_line import parser_of
 from experiments.kills.simulated import TINY_BYTES_PER_TOKEN, config_of
 from experiments.record import Record
 from experiments.simulator import causes
-from kvrs.cluster.launcher import Cluster
+from kvrs.cli.incidents import lines_of
 from kvrs.config.file import Config
 from kvrs.config.policy import PolicyName
-from kvrs.demo import PACE, demo_config, run_load, scaled_requests
-from kvrs.explain.incidents import lines_of
-from kvrs.faults.language import Fault, parse_faults
 from kvrs.ids import StreamId
-from kvrs.load.passes import Run
 from kvrs.profiles.catalog import kv_geometry
-from kvrs.report import metrics
-from kvrs.sim.clients import records_of, stream_of
-from kvrs.sim.fault_scenarios import named_deaths
-from kvrs.sim.streams import Arrival
-from kvrs.sim.world import World
-from kvrs.traces.generator import GeneratorSettings, generate
-from kvrs.traces.records import ReplayRequest, StreamRecord
+from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.demo import PACE, demo_config, run_load, scaled_requests
+from kvrs_lab.faults.language import Fault, parse_faults
+from kvrs_lab.load.passes import Run
+from kvrs_lab.report import metrics
+from kvrs_lab.sim.clients import records_of, stream_of
+from kvrs_lab.sim.fault_scenarios import named_deaths
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
+from kvrs_lab.traces.generator import GeneratorSettings, generate
+from kvrs_lab.traces.records import ReplayRequest, StreamRecord
 
 BACK_S = 5.0  # A killed instance of the tiny model serves again after about that.
 BAR, DECISIONS_BAR = 0.25, 0.95

@@ -21,7 +21,7 @@ from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.facts import InstanceFact
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import Role
-from kvrs.report.metrics import percentile
+from kvrs_lab.report.metrics import percentile
 from kvrs_testkit.gossip_net import GossipNet
 
 SEEDS = {NodeId(f"n{i}"): f"n{i}:7" for i in range(3)}

@@ -19,14 +19,14 @@ from experiments.record import Record
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
 from kvrs.profiles import catalog
-from kvrs.report import metrics
-from kvrs.report.student import interval
-from kvrs.sim.clients import records_of
-from kvrs.sim.first_token import FirstToken
-from kvrs.sim.site import LATENCY_S
-from kvrs.sim.streams import Arrival
-from kvrs.sim.world import World
-from kvrs.traces.records import StreamRecord
+from kvrs_lab.report import metrics
+from kvrs_lab.report.student import interval
+from kvrs_lab.sim.clients import records_of
+from kvrs_lab.sim.first_token import FirstToken
+from kvrs_lab.sim.site import LATENCY_S
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
+from kvrs_lab.traces.records import StreamRecord
 
 PACE = "opt-13b-a100-distserve-tp1"
 PROMPT = 512

@@ -12,6 +12,7 @@ With `--at-most` the result is kept as `scale_at_most`, also where other process
 its times are what the run takes at most.
 """
 
+import re
 import resource
 import signal
 import sys
@@ -32,17 +33,18 @@ from kvrs.config.file import Config
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.recovery import RecoveryPolicy
-from kvrs.faults.language import parse_faults
-from kvrs.report.metrics import percentile
-from kvrs.sim.clients import records_of
-from kvrs.sim.fault_scenarios import named_deaths
-from kvrs.sim.streams import Arrival
-from kvrs.sim.world import World
+from kvrs_lab.faults.language import parse_faults
+from kvrs_lab.report.metrics import percentile
+from kvrs_lab.sim.clients import records_of
+from kvrs_lab.sim.fault_scenarios import named_deaths
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
 
 PER_S = 1.4  # Requests of a worker.
 RACK_NODES = 16
 SLICE_S = 1.0
 SAMPLE_S = 0.004
+_OF_PACKAGES = re.compile(r"/kvrs(?:_engine|_lab)?/")
 # The first part of a call stack's file names that one of these is in, innermost last.
 COMPONENTS = (
     ("reports", ("core/watch.py", "sim/watches.py")),
@@ -133,7 +135,7 @@ def sampled() -> Iterator[Counter[str]]:
     def take(_: int, frame: FrameType | None) -> None:
         files = []
         while frame is not None:
-            files.append(frame.f_code.co_filename.rpartition("/kvrs/")[2])
+            files.append(_OF_PACKAGES.split(frame.f_code.co_filename)[-1])
             frame = frame.f_back
         found[_component(files)] += 1
 

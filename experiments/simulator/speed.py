@@ -16,9 +16,9 @@ from multiprocessing import get_context
 from experiments.command_line import parser_of
 from experiments.lumen import run as lumen
 from experiments.record import Record
-from kvrs.faults.language import parse_faults
-from kvrs.sim.fault_scenarios import named_deaths
-from kvrs.sim.world import World
+from kvrs_lab.faults.language import parse_faults
+from kvrs_lab.sim.fault_scenarios import named_deaths
+from kvrs_lab.sim.world import World
 
 PER_S = 1.4  # Requests of a worker.
 BARS = {10: 600, 64: 400}

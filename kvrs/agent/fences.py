@@ -11,9 +11,9 @@ import aiohttp
 import msgspec
 
 from kvrs.ids import InstanceId
+from kvrs.net.proving import Keys, ProvingConnector
+from kvrs.net.tls import Certificates
 from kvrs.protocol.instance import FenceRequest, SlotRequest
-from kvrs.proving import Keys, ProvingConnector
-from kvrs.tls import Certificates
 
 log = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from kvrs.config.file import Config
 from kvrs.errors import GossipError
 from kvrs.gossip.facts import HolderFact
 from kvrs.gossip.membership import Membership
-from kvrs.http import naming_port
 from kvrs.ids import InstanceId
+from kvrs.net.http import naming_port
+from kvrs.net.proving import Address, ProvingConnector, instance_keys
 from kvrs.protocol.instance import InstanceInfo, LoadReport
 from kvrs.protocol.secrets import ScopedKey
-from kvrs.proving import Address, ProvingConnector, instance_keys
 
 log = logging.getLogger(__name__)
 

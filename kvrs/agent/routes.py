@@ -2,11 +2,11 @@
 
 from aiohttp import web
 
-from kvrs import http
 from kvrs.agent.node import NodeAgent
 from kvrs.errors import RequestError
 from kvrs.gossip.membership import Membership
-from kvrs.heartbeats import add_heartbeats
+from kvrs.net import http
+from kvrs.net.heartbeats import add_heartbeats
 from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate, SlotUpdate
 from kvrs.protocol.secrets import Scope
 

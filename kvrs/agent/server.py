@@ -10,12 +10,12 @@ from kvrs.agent.gossip import NodeGossip
 from kvrs.agent.node import NodeAgent, open_directory
 from kvrs.agent.routes import make_app
 from kvrs.config.file import Config
-from kvrs.connections import ConnectionLimits
-from kvrs.descriptors import raise_descriptor_limit
 from kvrs.errors import ConfigError
-from kvrs.garbage import keep_what_is_there
-from kvrs.http import HttpPort, naming_port
 from kvrs.ids import NodeId
+from kvrs.net.connections import ConnectionLimits
+from kvrs.net.http import HttpPort, naming_port
+from kvrs.process.descriptors import raise_descriptor_limit
+from kvrs.process.garbage import keep_what_is_there
 from kvrs.protocol.secrets import Scope, scoped_keys
 from kvrs.transfer.fault_route import add_fault_route
 

@@ -19,7 +19,7 @@ from kvrs.cli.pages import docs
 from kvrs.cli.top import top
 from kvrs.config.logs import LogLevel
 from kvrs.errors import ConfigError, KvrsError
-from kvrs.logs import LEVEL_ENV_NAME, LEVELS
+from kvrs.process.logs import LEVEL_ENV_NAME, LEVELS
 
 INTERRUPTED = 130  # The exit status after Ctrl-C.
 

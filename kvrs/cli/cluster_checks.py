@@ -40,7 +40,7 @@ def ask(
     """The state of the proxy at the configured admin port, or at `url`, asked again for so long
     while an instance has not come up yet, or a peer of the proxy is not reached.
     """
-    from kvrs.load.admin import AdminClient, AdminError
+    from kvrs.net.admin import AdminClient, AdminError
 
     try:
         client = AdminClient.of(config, environ, url)

@@ -89,7 +89,7 @@ def private_files(
 
 def tls_sections(config: Config) -> Iterator[tuple[str, TlsSettings, Callable[[], object]]]:
     """Those of the configuration, and what loads their files."""
-    from kvrs.tls import load_certificates
+    from kvrs.net.tls import load_certificates
 
     for section, files in (
         ("proxy.tls", config.proxy.tls),
@@ -109,7 +109,7 @@ def _faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     if config.agents_run:
         yield from _faults_of_backup(config)
     if config.cluster.backend is Backend.DISTSERVE:
-        from kvrs.cluster.processes import check_home
+        from kvrs_lab.cluster.processes import check_home
 
         yield from faults_in(partial(check_home, config, environ))
 

@@ -12,11 +12,11 @@ from kvrs.cli.common import console
 from kvrs.config.commented import flow
 from kvrs.config.policy import PolicyName
 from kvrs.config.tenants import check_name, key_hash
+from kvrs.core.explanation import CheckpointAt
 from kvrs.errors import ConfigError
-from kvrs.explain.decision import CheckpointAt
-from kvrs.explain.elastic import KvBackup
 from kvrs.protocol.connector import STAGING_BYTES
 from kvrs.tables import show
+from kvrs_lab.explain.elastic import KvBackup
 
 # Parameters of `kvrs explain` that only `--elastic` has, and those that it has as well.
 _OF_ELASTIC = frozenset(
@@ -70,8 +70,8 @@ def explain(
 ) -> None:
     """Show one recovery decision: all options, the terms of each sum, where the answer flips."""
     given = locals()
-    from kvrs.explain.incidents import explain_log
-    from kvrs.explain.questions import decision_document, drafts_document, elastic_document
+    from kvrs.cli.incidents import explain_log
+    from kvrs_lab.explain.questions import decision_document, drafts_document, elastic_document
 
     if elastic is not None:
         _refuse_unused(ctx, "--elastic", _OF_ELASTIC | _OF_BOTH)
@@ -125,7 +125,7 @@ def incidents(
     as_json: opt.Json = False,
 ) -> None:
     """List the incidents of an event log: cause, victims, decisions, outcome, regret."""
-    from kvrs.explain.incidents import show_incidents
+    from kvrs.cli.incidents import show_incidents
 
     show_incidents(log, number, what_if, as_json=as_json)
 

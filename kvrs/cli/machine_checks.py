@@ -26,7 +26,7 @@ from kvrs.config.exposure import needs_secret
 from kvrs.config.file import ENV_NAME, Config
 from kvrs.config.tls import TlsSettings
 from kvrs.errors import EXTRAS, MissingExtraError, check_extras
-from kvrs.memory import free_bytes
+from kvrs.process.memory import free_bytes
 from kvrs.protocol.secrets import MIN_SECRET_BYTES
 
 EXPIRES_SOON_S = 14 * 86400.0
@@ -100,7 +100,7 @@ def _torch(config: Config) -> Iterator[Finding]:
 
 def _descriptors(config: Config) -> Finding:
     """Descriptors of a proxy: as it starts, it raises its soft limit to the hard one."""
-    from kvrs.descriptors import raise_descriptor_limit
+    from kvrs.process.descriptors import raise_descriptor_limit
     from kvrs.proxy.wire.capacity import capacity_of
 
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -236,7 +236,7 @@ def _draft(config: Config) -> Iterator[Finding]:
     faults = [*faults_of_draft(config)]
     with suppress(MissingExtraError):
         check_extras("engine")
-        from kvrs.engine.models.loading import check_stored
+        from kvrs_engine.engine.models.loading import check_stored
 
         faults = faults or faults_in(partial(check_stored, Path(draft)))
         if not faults:
@@ -246,7 +246,7 @@ def _draft(config: Config) -> Iterator[Finding]:
 
 def _size_of_draft(check: str, draft: Path, model: Path, config: Config) -> Finding:
     """By the pace of each instance: one of which the model is there as soon makes no drafts."""
-    from kvrs.engine.models.reading import reading_of
+    from kvrs_engine.engine.models.reading import reading_of
 
     cluster, rate = config.cluster, config.cluster.engine.disk_bytes_per_s
     instances = [instance for _, instance in cluster.instances()]
@@ -272,7 +272,7 @@ def _remedy_of_file(fault: str, path: str) -> str:
 
 def _expiries(section: str, tls: TlsSettings) -> Iterator[Finding]:
     """Yield the expiry of each certificate file that can be used now."""
-    from kvrs.tls import hand_shake, pinned_context
+    from kvrs.net.tls import hand_shake, pinned_context
 
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(tls.cert, tls.key)

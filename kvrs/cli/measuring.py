@@ -10,7 +10,7 @@ import kvrs.cli.options as opt
 from kvrs.cli.common import console, filled, say
 from kvrs.config.file import ENV_NAME, Config, checked, load_source, read_secret
 from kvrs.errors import ConfigError, check_extras
-from kvrs.traces.records import Api
+from kvrs_lab.traces.records import Api
 
 
 def replay(
@@ -50,12 +50,12 @@ def replay(
 ) -> None:
     """Replay a trace against an OpenAI endpoint, inject faults if asked to, and write a report."""
     given = locals()
-    from kvrs.cluster.fault_injection import check_faults, inject_faults
-    from kvrs.load.admin import AdminClient
-    from kvrs.load.command import ReplayOptions, parse_window, run_replay
-    from kvrs.load.open_loop import Dialect
-    from kvrs.report.metrics import Slo
-    from kvrs.tls import load_certificates
+    from kvrs.net.admin import AdminClient
+    from kvrs.net.tls import load_certificates
+    from kvrs_lab.cluster.fault_injection import check_faults, inject_faults
+    from kvrs_lab.load.command import ReplayOptions, parse_window, run_replay
+    from kvrs_lab.load.open_loop import Dialect
+    from kvrs_lab.report.metrics import Slo
 
     settings = Config() if config is None else checked(load_source(config, os.environ))
     security = settings.security
@@ -105,9 +105,9 @@ def simulate(
     given = locals()
     if ray is not None:
         check_extras("sweep")
-    from kvrs.report.metrics import Slo
-    from kvrs.sim.case import SimulateOptions
-    from kvrs.sim.command import run_simulation
+    from kvrs_lab.report.metrics import Slo
+    from kvrs_lab.sim.case import SimulateOptions
+    from kvrs_lab.sim.command import run_simulation
 
     slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, tbt_s=slo_tbt)
     options = filled(SimulateOptions, given, policy=tuple(policy or ()), slo=slo)
@@ -140,9 +140,9 @@ def compare(
     given = locals()
     if ray is not None:
         check_extras("sweep")
-    from kvrs.report.metrics import Slo
-    from kvrs.sim.case import SimulateOptions
-    from kvrs.sim.comparison import parse_policies, run_comparison
+    from kvrs_lab.report.metrics import Slo
+    from kvrs_lab.sim.case import SimulateOptions
+    from kvrs_lab.sim.comparison import parse_policies, run_comparison
 
     slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, tbt_s=slo_tbt)
     options = filled(SimulateOptions, given, policy=parse_policies(policies), slo=slo)
@@ -176,9 +176,9 @@ def tune(
     """Search for better values of settings in the simulator, and test them on a held-out load."""
     given = locals()
     check_extras("tune")
-    from kvrs.report.metrics import Slo
-    from kvrs.sim.case import SimulateOptions
-    from kvrs.sim.tuning import TuneOptions, run_tuning
+    from kvrs_lab.report.metrics import Slo
+    from kvrs_lab.sim.case import SimulateOptions
+    from kvrs_lab.sim.tuning import TuneOptions, run_tuning
 
     slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, tbt_s=slo_tbt)
     case = filled(SimulateOptions, given, slo=slo)
@@ -191,7 +191,7 @@ def report(
     json: opt.Json = False,
 ) -> None:
     """Compare reports, every measure with its ratio to the first one; of one, draw the page."""
-    from kvrs.report.command import run_report
+    from kvrs_lab.report.command import run_report
 
     run_report(files, out, json)
 
@@ -221,7 +221,7 @@ def profile(
         _profile_vllm(url, out, model, label, longest_tokens, repeats)
         return
     check_extras("engine")
-    from kvrs.engine.profiler import ProfileOptions, run_profile
+    from kvrs_engine.engine.profiler import ProfileOptions, run_profile
 
     say(f"profile: {run_profile(filled(ProfileOptions, given))}")
 

@@ -9,12 +9,12 @@ import typer
 from kvrs.config import presets
 from kvrs.config.policy import PolicyName
 from kvrs.config.proxy import MAX_WORKERS
-from kvrs.explain.decision import CheckpointAt
-from kvrs.explain.elastic import KvBackup
-from kvrs.sim.first_token import FirstToken
-from kvrs.sim.goals import Goal
-from kvrs.traces.presets import PRESETS
-from kvrs.traces.records import Api
+from kvrs.core.explanation import CheckpointAt
+from kvrs_lab.explain.elastic import KvBackup
+from kvrs_lab.sim.first_token import FirstToken
+from kvrs_lab.sim.goals import Goal
+from kvrs_lab.traces.presets import PRESETS
+from kvrs_lab.traces.records import Api
 
 # Names are too long for the column of types.
 POLICY, POLICIES = "POLICY", ", ".join(policy.value for policy in PolicyName)

@@ -37,8 +37,8 @@ from kvrs.errors import ConfigError, check_extras
 from kvrs.ids import NodeId
 
 if TYPE_CHECKING:
-    from kvrs.cluster.launcher import Cluster
-    from kvrs.cluster.models import ModelClusters
+    from kvrs_lab.cluster.launcher import Cluster
+    from kvrs_lab.cluster.models import ModelClusters
 
 
 def demo(
@@ -55,7 +55,7 @@ def demo(
 ) -> None:
     """Start a cluster, kill a decode instance under load, compare every stream token by token."""
     check_extras("engine", "report")
-    from kvrs.demo import DemoOptions, run_demo
+    from kvrs_lab.demo import DemoOptions, run_demo
 
     options = DemoOptions(
         policy=policy,
@@ -90,10 +90,10 @@ def up(
     no_env: opt.NoEnv = False,
 ) -> None:
     """Run a cluster behind its proxies until Ctrl-C; without --config, with the preset best."""
-    from kvrs.cluster.launcher import Cluster
-    from kvrs.cluster.models import ModelClusters
-    from kvrs.cluster.upkeep import Upkeep
     from kvrs.tracing.settings import trace_settings
+    from kvrs_lab.cluster.launcher import Cluster
+    from kvrs_lab.cluster.models import ModelClusters
+    from kvrs_lab.cluster.upkeep import Upkeep
 
     of_proxy = {"port": port, "admin_port": admin_port, "workers": workers}
     environ = None if no_env else os.environ
@@ -143,7 +143,7 @@ def up(
 
 def _addresses(cluster: "Cluster | ModelClusters") -> Iterator[str]:
     """A line for each proxy, or for each model of the one proxy."""
-    from kvrs.cluster.launcher import Cluster
+    from kvrs_lab.cluster.launcher import Cluster
 
     if isinstance(cluster, Cluster):
         rows = [("", *urls) for urls in zip(cluster.urls, cluster.admin_urls, strict=True)]
@@ -327,7 +327,7 @@ def proxy(
     import uvloop
 
     from kvrs.cli.feasibility import check_all, faults_of_start
-    from kvrs.logs import log_to_stderr
+    from kvrs.process.logs import log_to_stderr
     from kvrs.proxy.models.process import serve_models
     from kvrs.proxy.process.workers import Supervisor, supervise
     from kvrs.proxy.server import serve

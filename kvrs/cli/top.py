@@ -21,7 +21,7 @@ import kvrs.cli.options as opt
 from kvrs.config.file import load_config
 
 if TYPE_CHECKING:
-    from kvrs.load.admin import AdminClient
+    from kvrs.net.admin import AdminClient
 
 _INTERVAL_S = 1.0
 _COLOURS = {"up": "green"} | dict.fromkeys(
@@ -59,7 +59,7 @@ def top(
     as_json: opt.Json = False,
 ) -> None:
     """Show instances, streams and recoveries of a proxy every second; q or Ctrl-C ends it."""
-    from kvrs.load.admin import AdminClient
+    from kvrs.net.admin import AdminClient
 
     client = AdminClient.of(load_config(config, os.environ, model=model), os.environ, url)
     if as_json or once or not sys.stdout.isatty():
@@ -71,7 +71,7 @@ def top(
 
 
 def _run(client: "AdminClient") -> None:
-    from kvrs.load.admin import AdminError
+    from kvrs.net.admin import AdminError
 
     console = Console()
     shown: RenderableType = screen(client.overview(), client.url, console.height)

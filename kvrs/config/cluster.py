@@ -18,7 +18,7 @@ from kvrs.protocol.instance import Role
 class Backend(StrEnum):
     """The engine that the instances of a cluster run."""
 
-    EMBEDDED = "embedded"  # kvrs/engine; `kvrs up` starts it.
+    EMBEDDED = "embedded"  # kvrs_engine/engine; `kvrs up` starts it.
     # With what `distserve_patches` adds. A node's prefill and decode instance are one server.
     DISTSERVE = "distserve"
     VLLM = "vllm"  # As its project ships it; started by others.

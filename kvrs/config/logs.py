@@ -35,5 +35,5 @@ class LogSettings(Settings):
 
     @property
     def options(self) -> LogOptions:
-        """Arguments for the functions of `kvrs.logs`."""
+        """Arguments for the functions of `kvrs.process.logs`."""
         return {"level": self.level.value, "as_json": self.format is LogFormat.JSON}

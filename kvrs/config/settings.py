@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, mod
 from pydantic_core import PydanticCustomError
 
 from kvrs.errors import ConfigError
-from kvrs.private_files import fault_of_mode
+from kvrs.process.private_files import fault_of_mode
 
 Found = TypeVar("Found")
 

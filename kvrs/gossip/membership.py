@@ -45,7 +45,7 @@ from kvrs.gossip.sender import Send
 from kvrs.gossip.transport import Limits, Transport
 from kvrs.gossip.wire import MemberUpdate, Push, Status, decode, encode
 from kvrs.ids import NodeId
-from kvrs.names import first_address
+from kvrs.net.names import first_address
 
 log = logging.getLogger(__name__)
 

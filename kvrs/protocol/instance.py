@@ -203,7 +203,7 @@ class ReformingReport(msgspec.Struct, frozen=True):
     """
 
     number: Natural  # Of this re-forming; rises.
-    way: str  # One of `kvrs.elastic.ways.base.Way`.
+    way: str  # One of `kvrs_engine.elastic.ways.base.Way`.
     ready_in_s: Seconds  # Predicted, from this report on.
     degree: Natural  # Ranks that will compute then.
     lost: list[Natural]  # Ranks.

@@ -14,17 +14,17 @@ from typing import Any
 from aiohttp import web
 
 from kvrs import __version__
-from kvrs.broken_http import no_note
 from kvrs.config.addresses import gossip_seeds
 from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config
 from kvrs.config.settings import HOST_OF_PORT
-from kvrs.direct import DirectServer
 from kvrs.errors import ConfigError
-from kvrs.garbage import keep_what_is_there
 from kvrs.gossip.membership import Membership
-from kvrs.http import HttpPort, naming_port
 from kvrs.ids import NodeId
+from kvrs.net.broken_http import no_note
+from kvrs.net.direct import DirectServer
+from kvrs.net.http import HttpPort, naming_port
+from kvrs.process.garbage import keep_what_is_there
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_keys
 from kvrs.proxy.api.admin import Admin, AdminSource
 from kvrs.proxy.fleet.pods import check_pods

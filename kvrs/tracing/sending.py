@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 
 from kvrs import __version__
-from kvrs.large_work import short_turns
+from kvrs.process.large_work import short_turns
 from kvrs.tracing.settings import TraceSettings
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrs.errors import ConfigError, MissingExtraError, check_extras
-from kvrs.origins import has_origin
+from kvrs.net.origins import has_origin
 
 _EXPORTER = "OTEL_EXPORTER_OTLP_"
 _ENDPOINTS = (f"{_EXPORTER}TRACES_ENDPOINT", f"{_EXPORTER}ENDPOINT")

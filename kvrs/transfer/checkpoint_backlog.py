@@ -47,7 +47,7 @@ RETRY_MOST_S = 5.0
 
 
 class Followed(Protocol):
-    """A sequence whose pages are sent: `kvrs.scheduling.sequences.Sequence` is one."""
+    """A sequence whose pages are sent: `kvrs_engine.scheduling.sequences.Sequence` is one."""
 
     stream: StreamId
     attempt: tuple[int, int]  # (owner epoch, attempt)

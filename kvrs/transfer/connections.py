@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
-from kvrs.names import first_address
+from kvrs.net.names import first_address
 from kvrs.protocol.frames import AnswerHeader, FrameType
 from kvrs.transfer.handshake import introduce
 from kvrs.transfer.peers import Identity, Peer

@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import web
 
 from kvrs.errors import RequestError
-from kvrs.faults.orders import DeviceFault, FaultRequest, LinkFault, NoFault, PageFault
 from kvrs.ids import NodeId
+from kvrs.protocol.fault_orders import DeviceFault, FaultRequest, LinkFault, NoFault, PageFault
 from kvrs.transfer.send_faults import SendingFaults
 
 log = logging.getLogger(__name__)

@@ -8,10 +8,11 @@ from typing import Protocol
 
 from aiohttp import web
 
-from kvrs import __version__, http
+from kvrs import __version__
 from kvrs.config.cluster import InstanceSettings, NodeSettings
-from kvrs.heartbeats import add_heartbeats
 from kvrs.ids import StreamId
+from kvrs.net import http
+from kvrs.net.heartbeats import add_heartbeats
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import (
     Capability,

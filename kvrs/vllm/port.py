@@ -15,15 +15,15 @@ from typing import Any
 
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
-from kvrs.connections import ConnectionLimits
 from kvrs.errors import KvrsError
-from kvrs.http import HttpPort
 from kvrs.ids import StreamId
+from kvrs.net.connections import ConnectionLimits
+from kvrs.net.http import HttpPort
+from kvrs.net.tls import load_certificates
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import CheckpointTarget, FetchReport
 from kvrs.protocol.page_messages import Identity
 from kvrs.protocol.secrets import Scope, scoped_keys
-from kvrs.tls import load_certificates
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog, CheckpointDelivery
 from kvrs.transfer.checkpoint_sender import CheckpointSender, DueRange, PushedPages
 from kvrs.transfer.links import SendingLinks

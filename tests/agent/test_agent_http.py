@@ -13,10 +13,10 @@ from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError, TransferError
 from kvrs.gossip.membership import Membership
 from kvrs.ids import NodeId, StreamId
+from kvrs.net.proving import UnprovenError
 from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate
 from kvrs.protocol.page_messages import HeldPages, StoreCode
 from kvrs.protocol.secrets import Scope
-from kvrs.proving import UnprovenError
 from kvrs.transfer.store.directory import StoreDirectory, StoreState, store_directory
 from kvrs_testkit.free_ports import free_ports
 from tests.agent.agents import (

@@ -11,8 +11,13 @@ import pytest
 from kvrs.cli.findings import Finding, Level
 from kvrs.cli.machine_checks import machine_findings
 from kvrs.config.file import parse_config
-from kvrs.engine.random_model import random_tokenizer, random_weights, write_model, write_tiny_model
 from kvrs.profiles import catalog
+from kvrs_engine.engine.random_model import (
+    random_tokenizer,
+    random_weights,
+    write_model,
+    write_tiny_model,
+)
 from tests.cli.test_doctor import NOT_ASKED
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvrs.cluster.guard import members
+from kvrs_lab.cluster.guard import members
 from kvrs_testkit.forked import starts_forked
 
 END_S = 180.0  # Only ends what hangs: on a starved machine a cluster takes minutes.

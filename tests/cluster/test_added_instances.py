@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvrs.cluster.processes import with_added
 from kvrs.config.file import ENV_NAME, parse_config
+from kvrs_lab.cluster.processes import with_added
 from kvrs_testkit.forked import starts_forked
 from kvrs_testkit.free_ports import free_ports
 from tests.cluster import launches
@@ -97,7 +97,7 @@ def test_a_stream_leaves_an_added_instance_for_one_that_was_there(
     request = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
     with starts_forked():
         engine = subprocess.Popen(
-            [sys.executable, "-m", "kvrs.engine", *arguments], env=environment
+            [sys.executable, "-m", "kvrs_engine.engine", *arguments], env=environment
         )
     with engine:
         try:

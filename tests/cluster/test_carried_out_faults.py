@@ -15,7 +15,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvrs.cluster.fault_injection import (
+from kvrs.config.file import parse_config
+from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
+from kvrs.net.admin import AdminClient, AdminError, AdminPort
+from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs_lab.cluster.fault_injection import (
     WATCH_INTERVAL_S,
     check_faults,
     inject_faults,
@@ -23,15 +28,10 @@ from kvrs.cluster.fault_injection import (
     unknown_victims,
     views,
 )
-from kvrs.cluster.victims import FaultError, open_process
-from kvrs.config.file import parse_config
-from kvrs.errors import ConfigError
-from kvrs.faults.language import Phase, VictimRole, parse_faults
-from kvrs.faults.schedule import FaultSchedule
-from kvrs.ids import InstanceId
-from kvrs.load.admin import AdminClient, AdminError, AdminPort
-from kvrs.load.passes import Injection
-from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs_lab.cluster.victims import FaultError, open_process
+from kvrs_lab.faults.language import Phase, VictimRole, parse_faults
+from kvrs_lab.faults.schedule import FaultSchedule
+from kvrs_lab.load.passes import Injection
 from kvrs_testkit.ports import serving
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]

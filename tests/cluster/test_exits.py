@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.cluster import exits
-from kvrs.cluster.exits import KernelKills, classify
+from kvrs_lab.cluster import exits
+from kvrs_lab.cluster.exits import KernelKills, classify
 
 EXTERNAL = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 OWN = [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS]

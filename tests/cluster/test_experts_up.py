@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster.fault_injection import rows_of
-from kvrs.cluster.launcher import Cluster
 from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
-from kvrs.engine.sampler import logprobs_of
-from kvrs.engine.worker import Worker
 from kvrs.ids import InstanceId
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.engine.sampler import logprobs_of
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
+from kvrs_lab.cluster.fault_injection import rows_of
+from kvrs_lab.cluster.launcher import Cluster
 from kvrs_testkit.forked import starts_forked
 from kvrs_testkit.noted_prefill import note_prefill
 from kvrs_testkit.turning_experts import BAD_ID, FIRST_IDS, LAST_IDS, write_turning_model

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvrs.cluster.guard import members, start_guard
+from kvrs_lab.cluster.guard import members, start_guard
 from tests.cluster.launches import until
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("clusters")]
@@ -111,7 +111,7 @@ def test_a_guard_apart_waits_for_the_end_as_well(
 
 
 def _guard_of(run_directory: Path) -> psutil.Process | None:
-    wanted = ["-m", "kvrs.cluster.guard", str(run_directory)]
+    wanted = ["-m", "kvrs_lab.cluster.guard", str(run_directory)]
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.cmdline()[1:] == wanted:

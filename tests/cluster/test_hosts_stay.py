@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster.fault_injection import rows_of
-from kvrs.cluster.launcher import Cluster
-from kvrs.cluster.upkeep import RollingRestart
-from kvrs.faults.language import parse_faults
 from kvrs.ids import InstanceId
+from kvrs_lab.cluster.fault_injection import rows_of
+from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.cluster.upkeep import RollingRestart
+from kvrs_lab.faults.language import parse_faults
 from tests.cluster.launches import pause_s
 from tests.cluster.test_ranks_up import LONG, carry_out, complete, is_full, order, row_of, running
 

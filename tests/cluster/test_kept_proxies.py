@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.cluster import proxies
-from kvrs.cluster.launcher import Cluster
-from kvrs.cluster.loopback_ray import LoopbackRay
-from kvrs.cluster.processes import LaunchError
-from kvrs.cluster.proxies import ProxyProcess
-from kvrs.cluster.run_directory import RunDirectory
 from kvrs.config.file import Config
 from kvrs.config.proxy import ProxySettings
-from kvrs.load.admin import AdminError
+from kvrs.net.admin import AdminError
+from kvrs_lab.cluster import proxies
+from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.cluster.loopback_ray import LoopbackRay
+from kvrs_lab.cluster.processes import LaunchError
+from kvrs_lab.cluster.proxies import ProxyProcess
+from kvrs_lab.cluster.run_directory import RunDirectory
 from kvrs_testkit.free_ports import free_ports
 from tests.cluster.launches import until
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster.launcher import Cluster
+from kvrs_lab.cluster.launcher import Cluster
 from tests.cluster.launches import pause_s
 from tests.cluster.test_ranks_up import LONG, TOKENS, complete, row_of, running
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvrs.cluster.guard import members, sweep
+from kvrs_lab.cluster.guard import members, sweep
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
 END_S = 60.0
 RUN = """
 import time
-from kvrs.cluster.loopback_ray import LoopbackRay
-from kvrs.cluster.run_directory import RunDirectory
-from kvrs.cluster.processes import LaunchError
+from kvrs_lab.cluster.loopback_ray import LoopbackRay
+from kvrs_lab.cluster.run_directory import RunDirectory
+from kvrs_lab.cluster.processes import LaunchError
 from kvrs.config.file import Config
 
 run = RunDirectory()

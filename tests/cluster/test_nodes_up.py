@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import parse_config
-from kvrs.engine.random_model import write_tiny_model
+from kvrs_engine.engine.random_model import write_tiny_model
+from kvrs_lab.cluster.launcher import Cluster
 from kvrs_testkit.forked import starts_forked
 from tests.cluster.launches import pause_s
 from tests.cluster.test_ranks_up import LONG, complete, greedy, is_full, row_of

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster.fault_injection import rows_of
-from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
-from kvrs.load.open_loop import replay
-from kvrs.traces.records import ReplayRequest, StreamRecord
+from kvrs_lab.cluster.fault_injection import rows_of
+from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.load.open_loop import replay
+from kvrs_lab.traces.records import ReplayRequest, StreamRecord
 from kvrs_testkit.forked import starts_forked
 from tests.cluster.launches import END_S, until
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvrs.cli.running import _up_config
-from kvrs.cluster.fault_injection import members_of, unknown_victims
-from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import parse_config
-from kvrs.faults.language import parse_faults
+from kvrs_lab.cluster.fault_injection import members_of, unknown_victims
+from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.faults.language import parse_faults
 from kvrs_testkit.forked import starts_forked
 from tests.cluster.test_hosts_stay import hosts_of
 from tests.cluster.test_ranks_up import LONG, carry_out, complete, row_of

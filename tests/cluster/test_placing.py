@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster.placing import Machine, faults_of_ray, faults_without_ray, moved, place
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import NodeId
+from kvrs_lab.cluster.placing import Machine, faults_of_ray, faults_without_ray, moved, place
 
 A, B = (Machine(f"id-{n}", f"10.0.0.{n}", {"big": 1.0}) for n in (1, 2))
 A0, B0, C0 = NodeId("a"), NodeId("b"), NodeId("c")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.cluster.fault_injection import rows_of
-from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId, NodeId
+from kvrs_lab.cluster.fault_injection import rows_of
+from kvrs_lab.cluster.launcher import Cluster
 from kvrs_testkit.forked import starts_forked
 from kvrs_testkit.stored_pages import poison, poison_memory
 from tests.cluster.launches import END_S, until

@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster import ports
-from kvrs.cluster.ports import FIRST_PORT, LAST_PORT, resolve_all, resolve_ports, several_proxies
 from kvrs.config.cluster import demo_nodes
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
+from kvrs_lab.cluster import ports
+from kvrs_lab.cluster.ports import (
+    FIRST_PORT,
+    LAST_PORT,
+    resolve_all,
+    resolve_ports,
+    several_proxies,
+)
 
 pytestmark = [pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -56,7 +62,7 @@ def test_clusters_that_start_side_by_side_choose_different_ports(
     monkeypatch.setattr(ports, "LAST_PORT", FIRST_PORT + 60)
     choose = (
         "import sys\n"
-        "from kvrs.cluster import ports\n"
+        "from kvrs_lab.cluster import ports\n"
         "from kvrs.config.file import parse_config\n"
         f"ports.LAST_PORT = {FIRST_PORT + 60}\n"
         "proxy = {'port': 0, 'admin_port': 0}\n"

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster.fault_injection import check_faults, inject_faults, rows_of
-from kvrs.cluster.launcher import Cluster
 from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
-from kvrs.engine.random_model import write_tiny_model
-from kvrs.engine.worker import Worker
-from kvrs.faults.language import Fault, parse_faults
-from kvrs.faults.schedule import FaultSchedule
 from kvrs.ids import InstanceId
-from kvrs.load.admin import AdminPort
-from kvrs.load.passes import Injection
-from kvrs.scheduling.sequences import Chunk
+from kvrs.net.admin import AdminPort
+from kvrs_engine.engine.random_model import write_tiny_model
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
+from kvrs_lab.cluster.fault_injection import check_faults, inject_faults, rows_of
+from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.faults.language import Fault, parse_faults
+from kvrs_lab.faults.schedule import FaultSchedule
+from kvrs_lab.load.passes import Injection
 from kvrs_testkit.forked import starts_forked
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]

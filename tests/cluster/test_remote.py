@@ -7,10 +7,10 @@ import signal
 
 import pytest
 
-from kvrs.cluster.remote import NodeSupervisor, mark_of
 from kvrs.config.file import ENV_NAME, parse_config
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import ExitReport
+from kvrs_lab.cluster.remote import NodeSupervisor, mark_of
 from kvrs_testkit.free_ports import free_ports
 from tests.cluster.launches import until
 

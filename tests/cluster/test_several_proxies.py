@@ -19,8 +19,8 @@ import aiohttp
 import pytest
 import yaml
 
-from kvrs.cluster.guard import members
-from kvrs.demo import PACE
+from kvrs_lab.cluster.guard import members
+from kvrs_lab.demo import PACE
 from kvrs_testkit.resuming import Clients, Had, Load, Way, bodies, is_exact, quiet_run, verdict
 from tests.cluster.launches import END_S, Launch, ask, is_running, until
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvrs.cluster.signals import EndingSignals
+from kvrs_lab.cluster.signals import EndingSignals
 
 WITHIN_S = 10.0
 

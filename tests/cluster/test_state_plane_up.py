@@ -14,15 +14,15 @@ from random import Random
 
 import pytest
 
-from kvrs.cluster.fault_injection import check_faults, inject_faults, rows_of
-from kvrs.cluster.launcher import Cluster
-from kvrs.cluster.supervised import MachineSupervisor
 from kvrs.config.file import parse_config
-from kvrs.faults.language import parse_faults
-from kvrs.faults.schedule import FaultSchedule
 from kvrs.ids import InstanceId
-from kvrs.load.admin import AdminPort
-from kvrs.load.passes import Injection
+from kvrs.net.admin import AdminPort
+from kvrs_lab.cluster.fault_injection import check_faults, inject_faults, rows_of
+from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.cluster.supervised import MachineSupervisor
+from kvrs_lab.faults.language import parse_faults
+from kvrs_lab.faults.schedule import FaultSchedule
+from kvrs_lab.load.passes import Injection
 from kvrs_testkit.forked import starts_forked
 from tests.cluster.launches import END_S, until
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster import supervised
-from kvrs.cluster.hosted import Hosted
-from kvrs.cluster.supervised import WithLine
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
+from kvrs_lab.cluster import supervised
+from kvrs_lab.cluster.hosted import Hosted
+from kvrs_lab.cluster.supervised import WithLine
 from tests.cluster import launches
 
 pytestmark = [pytest.mark.xdist_group("clusters")]

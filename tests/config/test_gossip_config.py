@@ -2,12 +2,12 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster.ports import resolve_ports
-from kvrs.cluster.processes import Kind, processes_of
 from kvrs.config.addresses import gossip_seeds
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.ids import NodeId
+from kvrs_lab.cluster.ports import resolve_ports
+from kvrs_lab.cluster.processes import Kind, processes_of
 
 ON: dict[str, Any] = {"gossip": {"enabled": True}, "proxy": {"port": 0, "admin_port": 0}}
 

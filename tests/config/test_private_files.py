@@ -8,7 +8,7 @@ import pytest
 
 from kvrs.config.settings import read_private
 from kvrs.errors import ConfigError
-from kvrs.private_files import fault_of_mode
+from kvrs.process.private_files import fault_of_mode
 
 ROOT, USER, OTHER = 0, 10001, 10002
 

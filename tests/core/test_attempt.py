@@ -13,7 +13,7 @@ from kvrs.core.model.streams import StayDeadline
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import SlotRequest
-from kvrs.sim.streams import SimStream
+from kvrs_lab.sim.streams import SimStream
 from tests.core.test_core import D0, D1, P0, P1, Driver, S
 
 RUNS = (act.PageRange(D1, 1, 0, 2),)

@@ -20,7 +20,7 @@ from kvrs.core.model.streams import CannotContinue, Complete
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import AgentInfo, Capability, InstanceInfo, Role
-from kvrs.sim.streams import Arrival, SimJournal, SimStream
+from kvrs_lab.sim.streams import Arrival, SimJournal, SimStream
 from tests.core.policy_harness import GEOMETRY, PREFILL, make_config
 
 P0, D0, P1, D1 = (InstanceId(name) for name in ("p0", "d0", "p1", "d1"))

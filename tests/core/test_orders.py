@@ -10,7 +10,7 @@ from kvrs.ids import NodeId
 from kvrs.protocol.instance import Role
 from kvrs.protocol.mirror import StandingOrder
 from kvrs.proxy.fleet.orders import DrainOrder, obey
-from kvrs.sim.streams import SimStream
+from kvrs_lab.sim.streams import SimStream
 from tests.core.test_core import D0, P0, Driver
 
 N0 = NodeId("n0")

@@ -19,7 +19,7 @@ from kvrs.core.model.member import Member
 from kvrs.core.model.streams import LiveStream, mean_interval_s
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LoadReport, ReformingReport
-from kvrs.sim.streams import Arrival, SimJournal
+from kvrs_lab.sim.streams import Arrival, SimJournal
 from tests.core.policy_harness import TABLE, make_config
 
 P0, D0 = InstanceId("p0"), InstanceId("d0")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from distserve_patches import checkout, upstream
-from kvrs.cluster.loopback_ray import ENVIRONMENT
-from kvrs.engine.random_model import write_tiny_model
+from kvrs_engine.engine.random_model import write_tiny_model
+from kvrs_lab.cluster.loopback_ray import ENVIRONMENT
 
 LOGICAL_GPUS = 8
 

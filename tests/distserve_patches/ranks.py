@@ -14,8 +14,8 @@ import torch
 
 from distserve_patches.pool import StagePool
 from distserve_patches.shard import PageShard
-from kvrs.engine.kv_pool import KvPool
 from kvrs.protocol.geometry import KvGeometry
+from kvrs_engine.engine.kv_pool import KvPool
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 

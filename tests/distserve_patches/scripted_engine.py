@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 from distserve_patches.jobs import Job, JobEnded, Stage, StageState
-from kvrs.engine.kv_pool import KvPool
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.scheduling.pages import PageManager
+from kvrs_engine.engine.kv_pool import KvPool
+from kvrs_engine.scheduling.pages import PageManager
 
 GEOMETRY = KvGeometry(layers=1, kv_heads=1, head_dim=4, dtype_bytes=4, page_size_tokens=4)
 PAGES = 32

@@ -13,9 +13,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from kvrs.cluster.ports import resolve_ports
 from kvrs.config.file import Config, dump_config, parse_config
 from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs_lab.cluster.ports import resolve_ports
 from kvrs_testkit.ports import ProvenConnection
 
 ROOT = Path(__file__).parents[2]

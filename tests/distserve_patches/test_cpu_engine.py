@@ -13,8 +13,8 @@ from torch import Tensor
 
 from distserve_patches.cpu.memory import handle_of, open_handle
 from kvrs.config.engine import EngineSettings
-from kvrs.engine.worker import Worker
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 
 BLOCK = 16
 PROMPTS = [[0, *range(5 + index, 40 + 7 * index)] for index in range(4)]

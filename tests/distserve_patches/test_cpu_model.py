@@ -14,12 +14,12 @@ from torch import Tensor
 from distserve_patches.cpu import memory, model
 from distserve_patches.cpu.group import Group, new_group_id
 from kvrs.config.engine import EngineSettings
-from kvrs.engine import random_model
-from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 from kvrs.profiles import catalog
-from kvrs.scheduling.pace import Pace
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.engine import random_model
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.pace import Pace
+from kvrs_engine.scheduling.sequences import Chunk
 
 pytestmark = pytest.mark.engine
 

@@ -5,11 +5,11 @@ import torch
 from ray.exceptions import RayActorError
 
 from kvrs.config.backup import BackupSettings
-from kvrs.engine.checkpoints import Checkpointer
-from kvrs.engine.kv_pool import KvPool
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.scheduling import sequences
 from kvrs.transfer import checkpoint_sender
+from kvrs_engine.engine.checkpoints import Checkpointer
+from kvrs_engine.engine.kv_pool import KvPool
+from kvrs_engine.scheduling import sequences
 from tests.distserve_patches.ranks import Stage
 from tests.engine.test_checkpoints import AGENTS, GEOMETRY, World, eventually, working
 

@@ -16,14 +16,14 @@ from ray.exceptions import RayActorError
 from distserve_patches import staging
 from distserve_patches.pool import StagePool
 from distserve_patches.staging import StagingSlots
-from kvrs.engine.kv_pool import KvPool
-from kvrs.engine.pages import EnginePages
 from kvrs.errors import TransferError
 from kvrs.ids import StreamId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.tags import Tag, page_tags, root_tag
-from kvrs.scheduling.pages import PageManager
 from kvrs.transfer.peers import PullRequest
+from kvrs_engine.engine.kv_pool import KvPool
+from kvrs_engine.engine.pages import EnginePages
+from kvrs_engine.scheduling.pages import PageManager
 from tests.distserve_patches.ranks import Stage
 
 GEOMETRY = KvGeometry(layers=4, kv_heads=4, head_dim=8, dtype_bytes=4, page_size_tokens=4)

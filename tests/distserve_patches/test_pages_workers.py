@@ -14,9 +14,9 @@ import pytest_asyncio
 
 from distserve_patches.jobs import Job, Stage
 from kvrs.config.engine import EngineSettings
-from kvrs.engine.worker import Worker
 from kvrs.errors import TransferError
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 
 if TYPE_CHECKING:
     from distserve_patches.engine import RecoverableEngine

@@ -19,18 +19,18 @@ from distserve_patches.core import DecodeCore, PrefillCore, PrefillQueue
 from distserve_patches.instances import StageInstance
 from distserve_patches.jobs import Job, Stage
 from kvrs.config.file import parse_config
-from kvrs.engine.page_port import InstancePlace
-from kvrs.engine.requests import Vocabulary
-from kvrs.engine.routes import make_app
-from kvrs.engine.served import ServedModel
-from kvrs.http import cut_watches
 from kvrs.ids import InstanceId
+from kvrs.net.http import cut_watches
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.text.output import load_tokenizer
 from kvrs.text.pieces import TokenPieces
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.send_faults import SendingFaults
+from kvrs_engine.engine.page_port import InstancePlace
+from kvrs_engine.engine.requests import Vocabulary
+from kvrs_engine.engine.routes import make_app
+from kvrs_engine.engine.served import ServedModel
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import instance_client
 from tests.distserve_patches.scripted_engine import GEOMETRY, PAGES, ScriptedEngine, next_token

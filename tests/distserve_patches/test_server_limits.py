@@ -7,7 +7,7 @@ import pytest
 
 from distserve_patches.jobs import Stage
 from kvrs.errors import ConfigError
-from kvrs.scheduling.pages import PageManager
+from kvrs_engine.scheduling.pages import PageManager
 
 
 @pytest.mark.parametrize(("pages", "longest"), [(4, 16), (10, 40)])

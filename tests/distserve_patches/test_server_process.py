@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvrs.config.file import parse_config
-from kvrs.engine.worker import Worker
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 from tests.distserve_patches.server_process import ServerProcess, config_for
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.distserve]

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from kvrs.elastic.layouts import SPREAD, Layout, staged
-from kvrs.elastic.units import Units
+from kvrs_engine.elastic.layouts import SPREAD, Layout, staged
+from kvrs_engine.elastic.units import Units
 
 
 @st.composite

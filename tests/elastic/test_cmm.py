@@ -3,11 +3,11 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.elastic import cmm
-from kvrs.elastic.cmm import Shard, Task, even_parts, least_reload_bytes, plan_interval
-from kvrs.elastic.layouts import even
-from kvrs.elastic.plans import HOST, plan
-from kvrs.elastic.units import UnitKind, Units
+from kvrs_engine.elastic import cmm
+from kvrs_engine.elastic.cmm import Shard, Task, even_parts, least_reload_bytes, plan_interval
+from kvrs_engine.elastic.layouts import even
+from kvrs_engine.elastic.plans import HOST, plan
+from kvrs_engine.elastic.units import UnitKind, Units
 
 
 def test_figure_3() -> None:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.elastic import on_demand
-from kvrs.elastic.experts import (
+from kvrs.errors import LayoutError
+from kvrs_engine.elastic import on_demand
+from kvrs_engine.elastic.experts import (
     TileHistory,
     assign,
     divided,
@@ -20,11 +21,10 @@ from kvrs.elastic.experts import (
     rebalance,
     skew,
 )
-from kvrs.elastic.layouts import Layout, staged, uneven, validate
-from kvrs.elastic.plans import plan
-from kvrs.elastic.speed import shares
-from kvrs.elastic.units import Unit, UnitKind, Units
-from kvrs.errors import LayoutError
+from kvrs_engine.elastic.layouts import Layout, staged, uneven, validate
+from kvrs_engine.elastic.plans import plan
+from kvrs_engine.elastic.speed import shares
+from kvrs_engine.elastic.units import Unit, UnitKind, Units
 
 BYTES = 64
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.elastic.grain import Grain
+from kvrs_engine.elastic.grain import Grain
 
 
 def widths(tiles: tuple[range, ...]) -> list[int]:

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.elastic.grain import Grain
-from kvrs.elastic.layouts import (
+from kvrs.errors import LayoutError
+from kvrs_engine.elastic.grain import Grain
+from kvrs_engine.elastic.layouts import (
     SPREAD,
     Layout,
     Stage,
@@ -18,9 +19,8 @@ from kvrs.elastic.layouts import (
     uneven,
     validate,
 )
-from kvrs.elastic.shares import Share
-from kvrs.elastic.units import Unit, UnitKind, Units
-from kvrs.errors import LayoutError
+from kvrs_engine.elastic.shares import Share
+from kvrs_engine.elastic.units import Unit, UnitKind, Units
 from tests.elastic.models import layouts, models
 
 SMALL = Units(

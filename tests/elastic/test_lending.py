@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.elastic.lending import BusyShare, Lender, terms
+from kvrs_engine.elastic.lending import BusyShare, Lender, terms
 
 LENDER = Lender(pages=100, spare_pages=80, lent_pages=0, busy=0.2, lend_pages=0.5, least_gain=0.1)
 

@@ -1,9 +1,9 @@
 """For which instance one that is started again makes drafts."""
 
-from kvrs.elastic.pairing import by_congestion
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport
 from kvrs.protocol.speculation import SpeculationReport
+from kvrs_engine.elastic.pairing import by_congestion
 
 OWN, A, B, C = map(InstanceId, ("own", "a", "b", "c"))
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.elastic import cmm, on_demand
-from kvrs.elastic.layouts import Layout, even, hybrid, staged, uneven, validate
-from kvrs.elastic.moving import LinkRates, schedule
-from kvrs.elastic.placing import cyclic, least_loaded, mended
-from kvrs.elastic.plans import HOST, MovePlan, plan
-from kvrs.elastic.trees import cover
-from kvrs.elastic.units import Unit, UnitKind, Units
 from kvrs.errors import LayoutError
+from kvrs_engine.elastic import cmm, on_demand
+from kvrs_engine.elastic.layouts import Layout, even, hybrid, staged, uneven, validate
+from kvrs_engine.elastic.moving import LinkRates, schedule
+from kvrs_engine.elastic.placing import cyclic, least_loaded, mended
+from kvrs_engine.elastic.plans import HOST, MovePlan, plan
+from kvrs_engine.elastic.trees import cover
+from kvrs_engine.elastic.units import Unit, UnitKind, Units
 from tests.elastic.models import layouts, models
 
 Planner = Callable[[Layout, Units, list[list[int]]], Layout]

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.elastic import on_demand
-from kvrs.elastic.layouts import SPREAD, Layout, even, staged, uneven, validate
-from kvrs.elastic.moving import LinkRates
-from kvrs.elastic.plans import HOST
-from kvrs.elastic.reforming import (
+from kvrs_engine.elastic import on_demand
+from kvrs_engine.elastic.layouts import SPREAD, Layout, even, staged, uneven, validate
+from kvrs_engine.elastic.moving import LinkRates
+from kvrs_engine.elastic.plans import HOST
+from kvrs_engine.elastic.reforming import (
     Action,
     CarryOut,
     EndInstance,
@@ -30,8 +30,8 @@ from kvrs.elastic.reforming import (
     Serve,
     UnitArrived,
 )
-from kvrs.elastic.units import UnitKind, Units
-from kvrs.elastic.ways.base import Costs, Room, StreamAtRisk, Way
+from kvrs_engine.elastic.units import UnitKind, Units
+from kvrs_engine.elastic.ways.base import Costs, Room, StreamAtRisk, Way
 from kvrs_testkit.reforming import answers, carry_through
 
 UNITS = Units(2, (128,) * 4, (64,) * 8, (64,) * 4, 32)

@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.elastic.trees import Node, combine, cover, root, steps
+from kvrs_engine.elastic.trees import Node, combine, cover, root, steps
 
 
 def neighbours_first(parts: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.elastic.waiting import (
+from kvrs_engine.elastic.waiting import (
     AGAIN_S,
     BESIDE_FACTOR,
     HUNG_S,

@@ -13,11 +13,11 @@ import aiohttp
 import yaml
 
 from kvrs.config.file import Config, parse_config
-from kvrs.engine.instance import EngineInstance
-from kvrs.engine.routes import make_app
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs_engine.engine.instance import EngineInstance
+from kvrs_engine.engine.routes import make_app
 from kvrs_testkit.forked import ForkedProcess
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import client_of, instance_client
@@ -48,7 +48,7 @@ def anchored_document(base: Path, model: Path, instances: int = 1, **plane: Any)
 
 
 class EngineProcess:
-    """An instance as `python -m kvrs.engine` runs it, which can be killed and started again."""
+    """An instance as `python -m kvrs_engine.engine` runs it; it can be killed and started again."""
 
     def __init__(self, directory: Path, written: dict[str, Any], instance: str = "e0") -> None:
         self.config = parse_config(written)
@@ -61,7 +61,7 @@ class EngineProcess:
     def begin(self, start: int) -> None:
         with self._output.open("wb") as output, self._errors.open("wb") as errors:
             self.process = ForkedProcess(
-                *("kvrs.engine", "--config", str(self._path)),
+                *("kvrs_engine.engine", "--config", str(self._path)),
                 *("--instance", self._instance, "--epoch", str(start)),
                 environment=os.environ | {"KVRS_SECRET": SECRET.decode(), "OMP_NUM_THREADS": "1"},
                 stdout=output,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvrs.engine import warm_up
-from kvrs.engine.random_experts import ExpertsModel, write_experts_model
-from kvrs.engine.random_model import write_tiny_model
+from kvrs_engine.engine import warm_up
+from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
+from kvrs_engine.engine.random_model import write_tiny_model
 from kvrs_testkit.noted_prefill import note_prefill
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -10,7 +10,7 @@ import sys
 from contextlib import ExitStack
 from typing import NoReturn
 
-from kvrs.engine.nursery import Nursery, tend
+from kvrs_engine.engine.nursery import Nursery, tend
 
 
 def echo(line: socket.socket, name: str) -> NoReturn:

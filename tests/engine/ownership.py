@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
-from kvrs.elastic.trees import Node, combine, cover, steps
-from kvrs.engine.kv_pool import KvPool
-from kvrs.engine.layers.attention import attend
-from kvrs.engine.layers.experts import Experts
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.layers.step import BatchStep, build_step
-from kvrs.engine.layers.tiles import TILE_ROWS, pair_sum
-from kvrs.engine.layers.units import CANONICAL, TALL, ColumnUnits, Form, RowUnits, product
-from kvrs.engine.models.decoder import Decoder
-from kvrs.engine.worker import Worker
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.elastic.trees import Node, combine, cover, steps
+from kvrs_engine.engine.kv_pool import KvPool
+from kvrs_engine.engine.layers.attention import attend
+from kvrs_engine.engine.layers.experts import Experts
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.layers.step import BatchStep, build_step
+from kvrs_engine.engine.layers.tiles import TILE_ROWS, pair_sum
+from kvrs_engine.engine.layers.units import CANONICAL, TALL, ColumnUnits, Form, RowUnits, product
+from kvrs_engine.engine.models.decoder import Decoder
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 
 SEQUENCES, LENGTH = 5, 110
 CHUNKS = (1, 1, 1, 2, 5, 16, 17, 33, 64)

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from kvrs.config.file import parse_config
-from kvrs.engine.admission import Admission
-from kvrs.engine.instance import EngineInstance
-from kvrs.engine.kv_pool import KvPool
-from kvrs.engine.requests import GenerationRun
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.requests import parse_completion_request
 from kvrs.protocol.tags import page_tags
-from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.peers import Peer, PullRequest, PullResult
+from kvrs_engine.engine.admission import Admission
+from kvrs_engine.engine.instance import EngineInstance
+from kvrs_engine.engine.kv_pool import KvPool
+from kvrs_engine.engine.requests import GenerationRun
+from kvrs_engine.scheduling.sequences import Chunk
 from tests.engine.serving import SECRET
 
 P = 16  # Tokens per page.

@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 
 from kvrs.config.file import parse_config
-from kvrs.engine.instance import EngineInstance
-from kvrs.engine.routes import make_app
 from kvrs.ids import InstanceId
+from kvrs_engine.engine.instance import EngineInstance
+from kvrs_engine.engine.routes import make_app
 from kvrs_testkit.ports import instance_client
 
 SECRET = b"a secret of the tests, long enough"

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from kvrs.engine import allocator
+from kvrs_engine.engine import allocator
 
 # Blocks that by default are mapped, or given back together, whenever they are freed.
 _FAULTS_PER_STEP = """
 import resource, threading
-from kvrs.engine.allocator import keep_freed_memory
+from kvrs_engine.engine.allocator import keep_freed_memory
 def step():
     blocks = [bytearray(4 << 20) for _ in range(20)]
 def faults():

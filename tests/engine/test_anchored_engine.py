@@ -14,16 +14,16 @@ import torch
 
 from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
-from kvrs.engine.instance import EngineInstance, LoadedModel
-from kvrs.engine.models.reading import WeightReading
-from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import EPOCHS_PER_START, MEMORY, MeasuredPrefill
 from kvrs.protocol.tags import Tag, page_tags, root_tag
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.engine.instance import EngineInstance, LoadedModel
+from kvrs_engine.engine.models.reading import WeightReading
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 from tests.agent.agents import SECRET, AgentProcess
 from tests.engine.anchoring import (
     ENGINE,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.models.arena import Arena
-from kvrs.engine.models.digests import units_root
-from kvrs.engine.models.loading import read_decoder, skeleton, with_rotary
-from kvrs.engine.models.weights import Weights
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.models.arena import Arena
+from kvrs_engine.engine.models.digests import units_root
+from kvrs_engine.engine.models.loading import read_decoder, skeleton, with_rotary
+from kvrs_engine.engine.models.weights import Weights
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
@@ -105,8 +105,8 @@ def test_shapes_need_no_compiler(random_model: Callable[..., Path]) -> None:
     directory = random_model("qwen3", **FAMILIES["qwen3"])
     program = (
         "import sys, pathlib\n"
-        "from kvrs.engine.model_config import ModelConfig\n"
-        "from kvrs.engine.models.loading import skeleton\n"
+        "from kvrs_engine.engine.model_config import ModelConfig\n"
+        "from kvrs_engine.engine.models.loading import skeleton\n"
         "skeleton(ModelConfig.from_directory(pathlib.Path(sys.argv[1])))\n"
         "print('torch._dynamo' in sys.modules, 'sympy' in sys.modules)"
     )

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvrs.engine import instance
-from kvrs.engine.core import EngineCore
-from kvrs.engine.hooks import StepHook
 from kvrs.errors import RanksLostError
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.engine import instance
+from kvrs_engine.engine.core import EngineCore
+from kvrs_engine.engine.hooks import StepHook
+from kvrs_engine.scheduling.sequences import Chunk
 from tests.engine.peers import PATIENCE_S, PeerEngine, peer_engines
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]

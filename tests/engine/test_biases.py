@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from kvrs.engine.biases import Biases, tokenised_words
-from kvrs.engine.sampler import SamplingParams, sample
+from kvrs_engine.engine.biases import Biases, tokenised_words
+from kvrs_engine.engine.sampler import SamplingParams, sample
 
 VOCAB = 40
 token_ids = st.integers(0, VOCAB - 1)

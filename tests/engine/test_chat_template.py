@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.engine.chat import ChatTemplate, load_chat_template
 from kvrs.errors import ConfigError, RequestError
 from kvrs.protocol.openai.requests import ChatRequest, parse_chat_request
 from kvrs.text.output import load_tokenizer
+from kvrs_engine.engine.chat import ChatTemplate, load_chat_template
 
 USER = {"role": "user", "content": "hällo <b> & 🙂"}
 TOOL = {

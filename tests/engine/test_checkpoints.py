@@ -12,17 +12,11 @@ import pytest
 import torch
 
 from kvrs.config.backup import BackupSettings
-from kvrs.engine.checkpoints import Checkpointer
-from kvrs.engine.kv_pool import KvPool
-from kvrs.engine.requests import GenerationRun
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import CheckpointTarget
 from kvrs.protocol.tags import Tag, root_tag
-from kvrs.scheduling import sequences
-from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.sources import PullSource
 from kvrs.transfer import checkpoint_backlog as backlog
 from kvrs.transfer import checkpoint_sender
 from kvrs.transfer.peers import (
@@ -33,6 +27,12 @@ from kvrs.transfer.peers import (
     StoredPages,
     TrafficClass,
 )
+from kvrs_engine.engine.checkpoints import Checkpointer
+from kvrs_engine.engine.kv_pool import KvPool
+from kvrs_engine.engine.requests import GenerationRun
+from kvrs_engine.scheduling import sequences
+from kvrs_engine.scheduling.pages import PageManager
+from kvrs_engine.scheduling.sources import PullSource
 
 PAGE = 4
 GEOMETRY = KvGeometry(layers=1, kv_heads=1, head_dim=2, dtype_bytes=4, page_size_tokens=PAGE)

@@ -12,9 +12,6 @@ import pytest
 
 from kvrs.config.file import Config, parse_config
 from kvrs.config.transfer import TransferSettings
-from kvrs.engine.instance import EngineInstance
-from kvrs.engine.kv_pool import KvPool
-from kvrs.engine.routes import make_app
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Capability
 from kvrs.protocol.page_messages import CheckpointClaim, StoreCode
@@ -28,6 +25,9 @@ from kvrs.transfer.server import PageServer
 from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.host import HostStore
+from kvrs_engine.engine.instance import EngineInstance
+from kvrs_engine.engine.kv_pool import KvPool
+from kvrs_engine.engine.routes import make_app
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import instance_client
 from tests.engine.serving import SECRET

@@ -7,14 +7,14 @@ import asyncio
 import pytest
 import torch
 
-from kvrs.engine.kv_pool import KvPool
-from kvrs.engine.pages import EnginePages
-from kvrs.engine.staging import Staged, StagingArea
 from kvrs.ids import StreamId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.tags import root_tag
-from kvrs.scheduling.pages import PageManager
 from kvrs.transfer.peers import PullRequest
+from kvrs_engine.engine.kv_pool import KvPool
+from kvrs_engine.engine.pages import EnginePages
+from kvrs_engine.engine.staging import Staged, StagingArea
+from kvrs_engine.scheduling.pages import PageManager
 
 GEOMETRY = KvGeometry(layers=2, kv_heads=2, head_dim=4, dtype_bytes=4, page_size_tokens=4)
 PAGES = 8

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.engine.random_model import write_tiny_model
+from kvrs_engine.engine.random_model import write_tiny_model
 from tests.engine.serving import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]

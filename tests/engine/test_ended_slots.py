@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvrs.engine.runs import FencedError
 from kvrs.ids import StreamId
+from kvrs_engine.engine.runs import FencedError
 from tests.engine.peers import P, PeerEngine, peer_engines
 from tests.engine.serving import serving
 

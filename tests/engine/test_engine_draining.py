@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from kvrs.config.file import parse_config
-from kvrs.engine.server import serve
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport
 from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs_engine.engine.server import serve
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import client_of
 from tests.engine.serving import SECRET

@@ -11,10 +11,10 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from kvrs.engine.random_model import write_tiny_model
-from kvrs.engine.requests import GenerationRun, StepOutput
 from kvrs.protocol import frames
 from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs_engine.engine.random_model import write_tiny_model
+from kvrs_engine.engine.requests import GenerationRun, StepOutput
 from kvrs_testkit.ports import tunnel
 from tests.engine.serving import SECRET, serving
 

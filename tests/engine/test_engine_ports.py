@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvrs.config.file import parse_config
-from kvrs.engine.server import serve
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs_engine.engine.server import serve
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import client_of
 from tests.engine.serving import SECRET

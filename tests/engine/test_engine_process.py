@@ -1,4 +1,4 @@
-"""`python -m kvrs.engine` as a process."""
+"""`python -m kvrs_engine.engine` as a process."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ async def test_an_engine_learns_of_further_instances_at_sighup(
     nodes: list[Any] = [{"id": "n0", "instances": [first]}]
     path.write_bytes(msgspec.json.encode({"cluster": {"model": str(tiny_model), "nodes": nodes}}))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvrs.engine", "--config", str(path), "--instance", "b0"),
+        *(sys.executable, "-m", "kvrs_engine.engine", "--config", str(path), "--instance", "b0"),
         env=os.environ | {"KVRS_SECRET": "only for the tests: a secret"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

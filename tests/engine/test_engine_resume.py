@@ -18,9 +18,6 @@ import torch
 from tokenizers import Tokenizer
 
 from kvrs.config.engine import EngineSettings
-from kvrs.engine.answers import ChatAnswer, CompletionAnswer
-from kvrs.engine.requests import GenerationRun, Sampled, StepOutput, Vocabulary, make_run
-from kvrs.engine.worker import Worker
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import ChatChunkChoice
 from kvrs.protocol.openai.requests import (
@@ -31,9 +28,12 @@ from kvrs.protocol.openai.requests import (
 )
 from kvrs.protocol.tags import root_tag
 from kvrs.proxy.wire.requests import CHAT
-from kvrs.scheduling.sequences import Chunk, Sequence
 from kvrs.text.output import TextDelta, load_tokenizer
 from kvrs.text.pieces import TokenPieces
+from kvrs_engine.engine.answers import ChatAnswer, CompletionAnswer
+from kvrs_engine.engine.requests import GenerationRun, Sampled, StepOutput, Vocabulary, make_run
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk, Sequence
 from tests.engine.serving import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from kvrs.config.file import parse_config
-from kvrs.engine.hooks import StepHook
-from kvrs.engine.kv_pool import KvPool
-from kvrs.engine.random_model import write_tiny_model
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
 from kvrs.protocol.tags import page_tags
-from kvrs.scheduling.sequences import SequencePhase
 from kvrs.transfer.peers import TrafficClass
 from kvrs.transfer.registry import peers_of
+from kvrs_engine.engine.hooks import StepHook
+from kvrs_engine.engine.kv_pool import KvPool
+from kvrs_engine.engine.random_model import write_tiny_model
+from kvrs_engine.scheduling.sequences import SequencePhase
 from tests.engine.peers import P, PeerEngine, peer_engines
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.engine.layers import tiles
-from kvrs.engine.layers.norm import layer_norm
-from kvrs.engine.layers.tiles import (
+from kvrs.errors import KvrsError
+from kvrs_engine.engine.layers import tiles
+from kvrs_engine.engine.layers.norm import layer_norm
+from kvrs_engine.engine.layers.tiles import (
     TILE_ROWS,
     batched_product,
     check_batched_products,
@@ -16,7 +17,6 @@ from kvrs.engine.layers.tiles import (
     linear,
     pair_sum,
 )
-from kvrs.errors import KvrsError
 
 pytestmark = pytest.mark.engine
 

@@ -16,19 +16,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
-from kvrs.elastic.shares import Share
-from kvrs.engine.layers.experts import Experts, Router, Routing
-from kvrs.engine.layers.proofs import Proofs, same_bytes
-from kvrs.engine.layers.tiles import TILE_ROWS, padded_rows, pair_sum
-from kvrs.engine.layers.units import CANONICAL, TALL, ColumnUnits, Form, Mlp, RowUnits, gated_silu
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.models import forms
-from kvrs.engine.models.decoder import ALONE
-from kvrs.engine.models.loading import load_decoder
-from kvrs.engine.models.weights import Weights
-from kvrs.engine.random_experts import ExpertsModel, write_experts_model
-from kvrs.engine.worker import Worker
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.elastic.shares import Share
+from kvrs_engine.engine.layers.experts import Experts, Router, Routing
+from kvrs_engine.engine.layers.proofs import Proofs, same_bytes
+from kvrs_engine.engine.layers.tiles import TILE_ROWS, padded_rows, pair_sum
+from kvrs_engine.engine.layers.units import (
+    CANONICAL,
+    TALL,
+    ColumnUnits,
+    Form,
+    Mlp,
+    RowUnits,
+    gated_silu,
+)
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.models import forms
+from kvrs_engine.engine.models.decoder import ALONE
+from kvrs_engine.engine.models.loading import load_decoder
+from kvrs_engine.engine.models.weights import Weights
+from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.ranks_in_threads import ThreadRanks, random_layout
 
 pytestmark = pytest.mark.engine

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from kvrs.engine.grammars import Grammars
-from kvrs.engine.random_model import VOCAB
 from kvrs.errors import RequestError
+from kvrs_engine.engine.grammars import Grammars
+from kvrs_engine.engine.random_model import VOCAB
 from tests.engine.serving import serving
 
 pytestmark = pytest.mark.engine

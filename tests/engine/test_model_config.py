@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvrs.config.engine import EngineSettings
-from kvrs.engine.model_config import ExpertsConfig, ModelConfig, Rope, RopeScaling
-from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
+from kvrs_engine.engine.model_config import ExpertsConfig, ModelConfig, Rope, RopeScaling
+from kvrs_engine.engine.worker import Worker
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from kvrs.config.engine import EngineSettings
-from kvrs.elastic.shares import Share
-from kvrs.engine.layers.proofs import sample
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.models import probe
-from kvrs.engine.models.digests import units_root
-from kvrs.engine.models.loading import decoder_of
-from kvrs.engine.worker import arithmetic_of, geometry_of
+from kvrs_engine.elastic.shares import Share
+from kvrs_engine.engine.layers.proofs import sample
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.models import probe
+from kvrs_engine.engine.models.digests import units_root
+from kvrs_engine.engine.models.loading import decoder_of
+from kvrs_engine.engine.worker import arithmetic_of, geometry_of
 
 pytestmark = pytest.mark.engine
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
-from kvrs.engine.worker import Worker
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 
 pytestmark = pytest.mark.engine
 

@@ -16,9 +16,9 @@ from typing import IO
 
 import pytest
 
-from kvrs.engine import nursery as nurseries
-from kvrs.engine.nursery import AdoptedChild, Nursery
 from kvrs.errors import KvrsError
+from kvrs_engine.engine import nursery as nurseries
+from kvrs_engine.engine.nursery import AdoptedChild, Nursery
 
 pytestmark = pytest.mark.process
 

@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from kvrs.engine import ranks
+from kvrs_engine.engine import ranks
 from tests.engine.serving import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]

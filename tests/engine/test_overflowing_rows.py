@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.requests import StepOutput
-from kvrs.engine.worker import Worker
-from kvrs.scheduling.sequences import Chunk
 from kvrs.text.output import TextDelta
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.requests import StepOutput
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.ranks_in_threads import ThreadRanks, random_layout
 from kvrs_testkit.turning_experts import BAD_ID, FIRST_IDS, write_turning_model
 from tests.engine.test_runs import S, run_of

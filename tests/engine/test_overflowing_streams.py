@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvrs.config.engine import EngineSettings
-from kvrs.engine.worker import Worker
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.noted_prefill import note_prefill
 from kvrs_testkit.turning_experts import BAD_ID, FIRST_IDS, write_turning_model
 from tests.engine.serving import serving

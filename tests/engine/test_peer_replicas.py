@@ -10,11 +10,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kvrs.engine.kv_pool import KvPool
-from kvrs.engine.pages import EnginePages
-from kvrs.engine.ranks.cells import WholePages, memory_bytes
-from kvrs.engine.replicas import PeerReplicas
-from kvrs.engine.staging import PagePool
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
@@ -26,13 +21,18 @@ from kvrs.protocol.page_messages import (
     StoreCode,
 )
 from kvrs.protocol.tags import Tag, page_tags, root_tag
-from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.replicas import ReplicaBook
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Peer, StoredPages
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
+from kvrs_engine.engine.kv_pool import KvPool
+from kvrs_engine.engine.pages import EnginePages
+from kvrs_engine.engine.ranks.cells import WholePages, memory_bytes
+from kvrs_engine.engine.replicas import PeerReplicas
+from kvrs_engine.engine.staging import PagePool
+from kvrs_engine.scheduling.pages import PageManager
+from kvrs_engine.scheduling.replicas import ReplicaBook
 from tests.transfer.storing import SECRET, SETTINGS
 
 pytestmark = pytest.mark.network

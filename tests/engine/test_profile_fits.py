@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.engine.profiler import fit_transfer
+from kvrs_engine.engine.profiler import fit_transfer
 
 
 def test_a_transfer_is_its_start_and_its_rate() -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
-from kvrs.engine.layers.experts import Router, Routing
-from kvrs.engine.layers.units import Form
-from kvrs.engine.random_experts import FAMILIES, ExpertsModel, write_experts_model
-from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
-from kvrs.scheduling.sequences import Chunk
 from kvrs.text.output import load_tokenizer
+from kvrs_engine.engine.layers.experts import Router, Routing
+from kvrs_engine.engine.layers.units import Form
+from kvrs_engine.engine.random_experts import FAMILIES, ExpertsModel, write_experts_model
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.forked import starts_forked
 
 pytestmark = pytest.mark.engine
@@ -138,10 +138,16 @@ def test_the_large_one_has_a_gigabyte_and_experts_of_parts() -> None:
 
 @pytest.mark.process
 def test_the_command_writes_a_model_and_names_wrong_options(tmp_path: Path) -> None:
-    """`python -m kvrs.engine.tiny --experts 8 --chosen 2 --skew 1 DIR`."""
+    """`python -m kvrs_engine.engine.tiny --experts 8 --chosen 2 --skew 1 DIR`."""
 
     def tiny(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "kvrs.engine.tiny", *options, str(tmp_path / "model")]
+        command = [
+            sys.executable,
+            "-m",
+            "kvrs_engine.engine.tiny",
+            *options,
+            str(tmp_path / "model"),
+        ]
         with starts_forked():
             return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 

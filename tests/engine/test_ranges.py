@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from kvrs.elastic.shares import Share
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.models.loading import load_decoder
-from kvrs.engine.models.ranges import RangeReader, read_header
-from kvrs.engine.models.unit_blocks import UnitBlocks, assemble
-from kvrs.engine.models.weights import Weights
 from kvrs.errors import ConfigError
+from kvrs_engine.elastic.shares import Share
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.models.loading import load_decoder
+from kvrs_engine.engine.models.ranges import RangeReader, read_header
+from kvrs_engine.engine.models.unit_blocks import UnitBlocks, assemble
+from kvrs_engine.engine.models.weights import Weights
 
 pytestmark = pytest.mark.engine
 

@@ -9,18 +9,18 @@ import pytest
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.transfer import TransferSettings
-from kvrs.engine.ranks.connection import PartsRefusedError
-from kvrs.engine.ranks.link import PartsHeld, PartsRange
-from kvrs.engine.ranks.nodes import RanksOnNodes
-from kvrs.engine.ranks.remote import RemoteStage
-from kvrs.engine.requests import GenerationRun
-from kvrs.engine.ring import RingStage, StageRing
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.tags import root_tag
-from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.replicas import ReplicaBook
-from kvrs.scheduling.sequences import Sequence
 from kvrs.transfer.peers import Peer
+from kvrs_engine.engine.ranks.connection import PartsRefusedError
+from kvrs_engine.engine.ranks.link import PartsHeld, PartsRange
+from kvrs_engine.engine.ranks.nodes import RanksOnNodes
+from kvrs_engine.engine.ranks.remote import RemoteStage
+from kvrs_engine.engine.requests import GenerationRun
+from kvrs_engine.engine.ring import RingStage, StageRing
+from kvrs_engine.scheduling.pages import PageManager
+from kvrs_engine.scheduling.replicas import ReplicaBook
+from kvrs_engine.scheduling.sequences import Sequence
 from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 
 P = 16

@@ -2,13 +2,13 @@
 
 import pytest
 
-from kvrs.engine.requests import GenerationRun, StepOutput
-from kvrs.engine.runs import ATTEMPTS_KEPT_S, AttemptBook, FencedError, RunCore
-from kvrs.engine.sampler import SamplingParams
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import root_tag
-from kvrs.scheduling.sequences import Sequence
 from kvrs.text.output import OutputText, TextDelta
+from kvrs_engine.engine.requests import GenerationRun, StepOutput
+from kvrs_engine.engine.runs import ATTEMPTS_KEPT_S, AttemptBook, FencedError, RunCore
+from kvrs_engine.engine.sampler import SamplingParams
+from kvrs_engine.scheduling.sequences import Sequence
 
 pytestmark = pytest.mark.engine
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.engine.sampler import SamplingParams, gumbel_noise, logprobs_of, sample
+from kvrs_engine.engine.sampler import SamplingParams, gumbel_noise, logprobs_of, sample
 
 finite = st.floats(-50, 50, width=32)
 rows = st.lists(finite, min_size=1, max_size=40)

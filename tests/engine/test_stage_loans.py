@@ -10,19 +10,19 @@ from typing import cast
 import pytest
 
 from kvrs.config.engine import ElasticSettings
-from kvrs.elastic.ways.base import Way
-from kvrs.engine.core import EngineCore
-from kvrs.engine.ranks.link import LendPages, LoanAsked, LoanWanted, RefuseLoan
-from kvrs.engine.ranks.nodes import RanksOnNodes
-from kvrs.engine.ranks.returning import StageLoan
-from kvrs.engine.requests import GenerationRun
-from kvrs.engine.stage_loans import StageLoans
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.stages import StageLent
 from kvrs.protocol.tags import page_tags, root_tag
-from kvrs.scheduling.pages import PageManager
+from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.engine.core import EngineCore
+from kvrs_engine.engine.ranks.link import LendPages, LoanAsked, LoanWanted, RefuseLoan
+from kvrs_engine.engine.ranks.nodes import RanksOnNodes
+from kvrs_engine.engine.ranks.returning import StageLoan
+from kvrs_engine.engine.requests import GenerationRun
+from kvrs_engine.engine.stage_loans import StageLoans
+from kvrs_engine.scheduling.pages import PageManager
 
 D1 = InstanceId("d1")
 PAGES = 32

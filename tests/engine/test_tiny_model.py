@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvrs.config.engine import EngineSettings
-from kvrs.engine import warm_up
-from kvrs.engine.models import digests
-from kvrs.engine.random_model import write_tiny_model
-from kvrs.engine.worker import Worker
-from kvrs.scheduling.sequences import Chunk
 from kvrs.text.output import load_tokenizer
+from kvrs_engine.engine import warm_up
+from kvrs_engine.engine.models import digests
+from kvrs_engine.engine.random_model import write_tiny_model
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 
 pytestmark = pytest.mark.engine
 
@@ -41,7 +41,7 @@ def test_a_seed_gives_the_same_bytes_in_every_process(tiny_model: Path, tmp_path
     bytes.
     """
     script = (
-        "import sys, pathlib; from kvrs.engine.random_model import write_tiny_model; "
+        "import sys, pathlib; from kvrs_engine.engine.random_model import write_tiny_model; "
         "write_tiny_model(pathlib.Path(sys.argv[1]), 0)"
     )
 

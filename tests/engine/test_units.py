@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
-from kvrs.elastic.trees import Node, combine, cover
-from kvrs.engine.layers import proofs
-from kvrs.engine.layers.proofs import (
+from kvrs.errors import KvrsError
+from kvrs_engine.elastic.trees import Node, combine, cover
+from kvrs_engine.engine.layers import proofs
+from kvrs_engine.engine.layers.proofs import (
     Proofs,
     check_unit_products,
     is_exact,
@@ -18,8 +19,8 @@ from kvrs.engine.layers.proofs import (
     same_bytes,
     sample,
 )
-from kvrs.engine.layers.tiles import TILE_ROWS, pair_sum
-from kvrs.engine.layers.units import (
+from kvrs_engine.engine.layers.tiles import TILE_ROWS, pair_sum
+from kvrs_engine.engine.layers.units import (
     CANONICAL,
     TALL,
     ColumnUnits,
@@ -29,13 +30,12 @@ from kvrs.engine.layers.units import (
     gated_silu,
     product,
 )
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.models import forms
-from kvrs.engine.models.loading import load_decoder
-from kvrs.engine.models.probe import probe_digest
-from kvrs.engine.models.weights import Weights
-from kvrs.engine.worker import Worker
-from kvrs.errors import KvrsError
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.models import forms
+from kvrs_engine.engine.models.loading import load_decoder
+from kvrs_engine.engine.models.probe import probe_digest
+from kvrs_engine.engine.models.weights import Weights
+from kvrs_engine.engine.worker import Worker
 
 pytestmark = pytest.mark.engine
 

@@ -9,16 +9,16 @@ import pytest
 
 from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
-from kvrs.engine import warm_up
-from kvrs.engine.instance import EngineInstance
-from kvrs.engine.random_model import write_tiny_model
-from kvrs.engine.warm_up import NOTE_NAME, measure_prefill, median_of_repeats, prefill_table
-from kvrs.engine.worker import ModelWorker, Worker
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.tags import root_tag
-from kvrs.scheduling.pace import Pace
-from kvrs.scheduling.sequences import Chunk, Sequence
+from kvrs_engine.engine import warm_up
+from kvrs_engine.engine.instance import EngineInstance
+from kvrs_engine.engine.random_model import write_tiny_model
+from kvrs_engine.engine.warm_up import NOTE_NAME, measure_prefill, median_of_repeats, prefill_table
+from kvrs_engine.engine.worker import ModelWorker, Worker
+from kvrs_engine.scheduling.pace import Pace
+from kvrs_engine.scheduling.sequences import Chunk, Sequence
 from tests.engine.serving import SECRET
 
 pytestmark = pytest.mark.engine

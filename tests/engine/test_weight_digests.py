@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvrs.config.engine import EngineSettings
-from kvrs.engine.models import digests
-from kvrs.engine.models.digests import NOTE_NAME, units_root
-from kvrs.engine.worker import Worker
+from kvrs_engine.engine.models import digests
+from kvrs_engine.engine.models.digests import NOTE_NAME, units_root
+from kvrs_engine.engine.worker import Worker
 
 pytestmark = pytest.mark.engine
 

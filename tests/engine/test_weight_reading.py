@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvrs.engine.models.reading import WeightReading
+from kvrs_engine.engine.models.reading import WeightReading
 
 
 class Clock:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from kvrs.cli import app
 from kvrs.errors import ConfigError
-from kvrs.explain.elastic import raidserve_s
+from kvrs_lab.explain.elastic import raidserve_s
 
 RAIDSERVE = ("--elastic", "llama-3.1-70b-h100-vllm-tp8", "--backup", "host")
 BARE = (*RAIDSERVE[:2], "--backup", "off")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
+from kvrs.core.explanation import CheckpointAt, Explanation, Question, explain
 from kvrs.core.model.estimates import Option
-from kvrs.explain.decision import CheckpointAt, Explanation, Question, explain
 from kvrs.profiles import catalog
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import PrefillTable

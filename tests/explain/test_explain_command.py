@@ -10,15 +10,15 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrs.cli import app
+from kvrs.cli.incidents import RecordedDecision, explain_log, incidents
 from kvrs.core.event_log import LogEntry, read
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError, LogError
-from kvrs.explain.incidents import RecordedDecision, explain_log, incidents
-from kvrs.explain.questions import parse_bandwidth
 from kvrs.profiles import catalog
 from kvrs.profiles.guess import guessed_table
 from kvrs.protocol.instance import ReformingReport
+from kvrs_lab.explain.questions import parse_bandwidth
 from tests.core.policy_harness import TABLE, instance_up, load
 from tests.core.recorded_incident import A, Recorder, incident
 

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrs.cli import app
-from kvrs.elastic.assistance import accepted_tokens, assistance, reload_times
+from kvrs_engine.elastic.assistance import accepted_tokens, assistance, reload_times
 
 MODEL, DRAFT = "llama-3.1-70b-a100-vllm-tp4", "llama-3.1-8b-a100-vllm-tp1"
 ASKED = ["explain", "--profile", MODEL, "--draft", DRAFT]

@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrs.cli import app
+from kvrs.cli.incidents import grouped, what_if
 from kvrs.config.policy import PolicyName
 from kvrs.core.event_log import LogEntry, read
 from kvrs.errors import LogError
-from kvrs.explain.incidents import grouped, what_if
 from tests.core.recorded_incident import A, B, Rough, incident
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
+from kvrs.cli.incidents import Loss, RecordedDecision, incidents
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.core.event_log import LogEntry, event_line, header_line, read
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.explain.incidents import Loss, RecordedDecision, incidents
 from kvrs.ids import InstanceId, StreamId
 from tests.core.recorded_incident import BACKUP, A, B, incident
 

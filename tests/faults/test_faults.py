@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvrs.errors import ConfigError
-from kvrs.faults.language import Phase, VictimRole, load_faults, parse_faults, phase_of
-from kvrs.faults.schedule import FaultSchedule, InstanceView
 from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs_lab.faults.language import Phase, VictimRole, load_faults, parse_faults, phase_of
+from kvrs_lab.faults.schedule import FaultSchedule, InstanceView
 
 P0, D0, D1, A0, A1 = (InstanceId(name) for name in ("p0", "d0", "d1", "agent-n0", "agent-n1"))
 N0, N1 = NodeId("n0"), NodeId("n1")

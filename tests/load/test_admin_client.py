@@ -5,7 +5,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from kvrs.load.admin import AdminClient, AdminError
+from kvrs.net.admin import AdminClient, AdminError
 
 pytestmark = pytest.mark.network
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvrs.load.open_loop import Dialect, Progress, encode, replay
-from kvrs.report import metrics
-from kvrs.report.report import build_report
-from kvrs.report.table import late_sentence
-from kvrs.traces.records import Api, ErrorKind, ReplayRequest, StreamRecord
+from kvrs_lab.load.open_loop import Dialect, Progress, encode, replay
+from kvrs_lab.report import metrics
+from kvrs_lab.report.report import build_report
+from kvrs_lab.report.table import late_sentence
+from kvrs_lab.traces.records import Api, ErrorKind, ReplayRequest, StreamRecord
 
 pytestmark = pytest.mark.network
 

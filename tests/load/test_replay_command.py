@@ -18,18 +18,18 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from kvrs.cluster.fault_injection import views
 from kvrs.errors import ConfigError, TraceError
-from kvrs.faults.language import Fault
-from kvrs.load.admin import AdminClient, AdminError, AdminPort
-from kvrs.load.command import ReplayOptions, load_requests, parse_window, run_replay
-from kvrs.load.open_loop import Dialect
-from kvrs.load.passes import Injection
-from kvrs.report.compare import compare_reports
-from kvrs.report.measures import ReportError
-from kvrs.report.metrics import Slo
-from kvrs.traces.mooncake import load_mooncake
-from kvrs.traces.records import Api
+from kvrs.net.admin import AdminClient, AdminError, AdminPort
+from kvrs_lab.cluster.fault_injection import views
+from kvrs_lab.faults.language import Fault
+from kvrs_lab.load.command import ReplayOptions, load_requests, parse_window, run_replay
+from kvrs_lab.load.open_loop import Dialect
+from kvrs_lab.load.passes import Injection
+from kvrs_lab.report.compare import compare_reports
+from kvrs_lab.report.measures import ReportError
+from kvrs_lab.report.metrics import Slo
+from kvrs_lab.traces.mooncake import load_mooncake
+from kvrs_lab.traces.records import Api
 
 pytestmark = pytest.mark.network
 

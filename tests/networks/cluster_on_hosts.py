@@ -18,8 +18,8 @@ import msgspec
 
 from kvrs.config.file import ADMIN_ENV_NAME, Config, parse_config
 from kvrs.ids import InstanceId
+from kvrs.net.proving import ProvingConnector, agent_keys, instance_keys
 from kvrs.protocol.instance import AgentReport, LoadReport
-from kvrs.proving import ProvingConnector, agent_keys, instance_keys
 from kvrs_testkit.processes import ForkedProcesses
 from kvrs_testkit.sse import without_comments
 from tests.networks.network_cluster import Network

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.engine.random_model import random_tokenizer, random_weights, write_model, write_tiny_model
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import ReloadState, SpeculationReport
+from kvrs_engine.engine.random_model import (
+    random_tokenizer,
+    random_weights,
+    write_model,
+    write_tiny_model,
+)
 from kvrs_testkit.blocked_load import blocked_load
 from kvrs_testkit.noted_prefill import note_prefill
 from tests.networks.cluster_on_hosts import FRONTS, NODES, PROXIES, Clients, ClusterOnHosts

@@ -77,7 +77,7 @@ def listening(machines: RayOnHosts, host: str) -> set[str]:
     found = set()
     for pid in machines.pids(host):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"kvrs.cluster.hosted" not in command:
+        if b"kvrs_lab.cluster.hosted" not in command:
             continue
         # Of the process's own network.
         lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]

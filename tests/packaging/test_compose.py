@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from experiments.demo_vllm.run import stream
-from kvrs.engine.random_model import write_tiny_model
+from kvrs_engine.engine.random_model import write_tiny_model
 from tests.packaging.charts import CHART
 from tests.packaging.test_end_to_end_examples import compose_program
 

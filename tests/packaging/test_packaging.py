@@ -16,7 +16,7 @@ import kvrs
 from kvrs import api
 from kvrs.cli import app
 from kvrs.errors import EXTRAS, MissingExtraError, check_extras
-from kvrs.load import command
+from kvrs_lab.load import command
 from tests.packaging.hashes import locked
 
 ROOT = Path(__file__).parents[2]
@@ -98,9 +98,9 @@ def test_an_install_beside_vllm_changes_none_of_its_packages() -> None:
 def test_everything_but_the_engine_and_the_cluster_is_imported_without_the_extras() -> None:
     """A proxy starts in a fraction of a second, and a simulator needs no tensors."""
     modules = (
-        "kvrs.agent.__main__, kvrs.api, kvrs.cli, kvrs.cluster.fault_injection, "
-        "kvrs.explain.questions, kvrs.load.command, kvrs.proxy.server, "
-        "kvrs.report.compare, kvrs.sim.command"
+        "kvrs.agent.__main__, kvrs.api, kvrs.cli, kvrs_lab.cluster.fault_injection, "
+        "kvrs_lab.explain.questions, kvrs_lab.load.command, kvrs.proxy.server, "
+        "kvrs_lab.report.compare, kvrs_lab.sim.command"
     )
     script = f"import sys, {modules}; print(sorted(sys.modules.keys() & {OPTIONAL}))"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvrs.engine.profiler import ProfileOptions, run_profile
 from kvrs.errors import ConfigError
 from kvrs.profiles import catalog
 from kvrs.profiles.schema import DecodeRows, PrefillRows
+from kvrs_engine.engine.profiler import ProfileOptions, run_profile
 
 
 @pytest.mark.process

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrs.report.impact import bucket_size, impact_window, throughput, time_to_peak_s
-from kvrs.report.student import interval, ratio, t975
-from kvrs.traces.records import StreamRecord
+from kvrs_lab.report.impact import bucket_size, impact_window, throughput, time_to_peak_s
+from kvrs_lab.report.student import interval, ratio, t975
+from kvrs_lab.traces.records import StreamRecord
 
 
 def stream(index: int, ttft_s: float, *more_s: float) -> StreamRecord:

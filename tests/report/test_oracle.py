@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.report.oracle import Difference, compare, judge, total
-from kvrs.traces.records import ErrorKind, StreamRecord
+from kvrs_lab.report.oracle import Difference, compare, judge, total
+from kvrs_lab.traces.records import ErrorKind, StreamRecord
 
 CLEAN = list(range(100, 120))
 tokens = st.lists(st.integers(0, 4), max_size=30)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.report import metrics
-from kvrs.report.metrics import Pause, Slo
-from kvrs.traces.records import ErrorKind, StreamRecord
+from kvrs_lab.report import metrics
+from kvrs_lab.report.metrics import Pause, Slo
+from kvrs_lab.traces.records import ErrorKind, StreamRecord
 
 
 def record(*times_s: float, sent_s: float = 0.0, finish: str | None = "length") -> StreamRecord:

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 import kvrs
 from kvrs.cli import app
-from kvrs.report.html import render_html, write_html
-from kvrs.report.measures import ReportError
-from kvrs.report.plots import overlaid_throughput_svg, throughput_svg
-from kvrs.report.report import Report, build_report, write_report
-from kvrs.report.table import terminal_table
-from kvrs.traces.records import ErrorKind, StreamRecord
+from kvrs_lab.report.html import render_html, write_html
+from kvrs_lab.report.measures import ReportError
+from kvrs_lab.report.plots import overlaid_throughput_svg, throughput_svg
+from kvrs_lab.report.report import Report, build_report, write_report
+from kvrs_lab.report.table import terminal_table
+from kvrs_lab.traces.records import ErrorKind, StreamRecord
 
 KILL = {"at_s": 1.0, "what": "kill", "whom": "d0", "pid": 77, "inflight": 2}
 PROXY = {"id": "proxy-0", "policy": "rom", "version": "0.0.9", "config_digest": "1d553894a17cdcbe"}

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvrs.cluster.launcher import Cluster
 from kvrs.core.event_log import LogEntry, read
-from kvrs.demo import PACE, run_load
-from kvrs.load.passes import Run
-from kvrs.traces.records import ReplayRequest
+from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.demo import PACE, run_load
+from kvrs_lab.load.passes import Run
+from kvrs_lab.traces.records import ReplayRequest
 from kvrs_testkit.forked import starts_forked
 from kvrs_testkit.scenarios import Found, Scenario, check
 from tests.scenarios.rows import ROWS

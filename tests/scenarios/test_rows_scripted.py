@@ -13,13 +13,13 @@ from typing import Any, assert_never
 import msgspec
 import pytest
 
-from kvrs.cluster.fault_injection import views
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.faults.language import What
-from kvrs.faults.schedule import DueFault, FaultSchedule
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.openai.chunks import error_body
+from kvrs_lab.cluster.fault_injection import views
+from kvrs_lab.faults.language import What
+from kvrs_lab.faults.schedule import DueFault, FaultSchedule
 from kvrs_testkit.memory_loop import MemoryLoop
 from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
 from kvrs_testkit.scenarios import (

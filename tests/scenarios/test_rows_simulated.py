@@ -10,10 +10,10 @@ from kvrs.core import routing, starter
 from kvrs.core.event_log import LogEntry, read
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId
-from kvrs.sim.fault_scenarios import named_deaths
-from kvrs.sim.rank_model import PipelineModel
-from kvrs.sim.streams import Arrival
-from kvrs.sim.world import World
+from kvrs_lab.sim.fault_scenarios import named_deaths
+from kvrs_lab.sim.rank_model import PipelineModel
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
 from kvrs_testkit.hostile_worlds import as_vllm
 from kvrs_testkit.scenarios import (
     DRAINS_S,

@@ -3,9 +3,9 @@
 from kvrs.config.engine import BatchSettings
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import root_tag
-from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.scheduler import BatchScheduler
-from kvrs.scheduling.sequences import Chunk, Pull, Sequence
+from kvrs_engine.scheduling.pages import PageManager
+from kvrs_engine.scheduling.scheduler import BatchScheduler
+from kvrs_engine.scheduling.sequences import Chunk, Pull, Sequence
 
 P = 4  # Tokens per page.
 ROOT = root_tag("model")

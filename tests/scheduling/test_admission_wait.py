@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
+from kvrs_engine.scheduling.admission_wait import AdmissionWaitEstimator
 
 
 def test_while_there_are_places_no_request_waits() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.protocol.speculation import MOST_DRAFTS
-from kvrs.scheduling.alignment import Bursts, DraftMirror
+from kvrs_engine.scheduling.alignment import Bursts, DraftMirror
 
 DEPTH = 4
 

@@ -1,7 +1,7 @@
 """Streams that a helper knows: which bursts count, and what the helper is told."""
 
 from kvrs.protocol.speculation import Burst, DraftChoice, MirrorUpdate
-from kvrs.scheduling.assisted import AssistedStreams
+from kvrs_engine.scheduling.assisted import AssistedStreams
 from tests.scheduling.batch_steps import sequence
 
 CHOICE = DraftChoice(0.0, 1.0, 0, 0.0, 7)

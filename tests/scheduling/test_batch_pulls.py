@@ -1,6 +1,6 @@
 """Claims about pulls, and about sequences that end before their time."""
 
-from kvrs.scheduling.sequences import SequencePhase
+from kvrs_engine.scheduling.sequences import SequencePhase
 from tests.scheduling.batch_steps import scheduler, sequence, shape, step, submit
 
 

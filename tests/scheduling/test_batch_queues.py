@@ -1,7 +1,7 @@
 """Claims about the three queues, in a whole scheduler."""
 
-from kvrs.scheduling.fair_queue import order
-from kvrs.scheduling.sequences import Queue, SequencePhase
+from kvrs_engine.scheduling.fair_queue import order
+from kvrs_engine.scheduling.sequences import Queue, SequencePhase
 from tests.scheduling.batch_steps import scheduler, sequence, shape, step, submit
 
 

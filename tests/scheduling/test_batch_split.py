@@ -2,7 +2,7 @@
 sources.
 """
 
-from kvrs.scheduling.sequences import Queue, SequencePhase
+from kvrs_engine.scheduling.sequences import Queue, SequencePhase
 from tests.scheduling.batch_steps import P, scheduler, sequence, shape, step, submit
 
 

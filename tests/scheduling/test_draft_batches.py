@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from kvrs.config.engine import EngineSettings
 from kvrs.protocol.speculation import Burst, DraftChoice, MirrorUpdate
-from kvrs.scheduling.alignment import Bursts
-from kvrs.scheduling.draft_batches import DraftBatches
+from kvrs_engine.scheduling.alignment import Bursts
+from kvrs_engine.scheduling.draft_batches import DraftBatches
 
 CHOICE = DraftChoice(0.0, 1.0, 0, 0.0, 0)
 SIZE = EngineSettings().page_size_tokens

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvrs.scheduling.flights import Flights
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.scheduling.flights import Flights
+from kvrs_engine.scheduling.sequences import Chunk
 from tests.scheduling.batch_steps import sequence
 
 

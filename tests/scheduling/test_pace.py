@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from kvrs.profiles import catalog
-from kvrs.scheduling.pace import Pace
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.scheduling.pace import Pace
+from kvrs_engine.scheduling.sequences import Chunk
 
 NAME = "opt-13b-a100-distserve-tp1"
 PREFILL = Chunk(list(range(64)), 0, [0], logits=1)

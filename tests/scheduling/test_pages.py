@@ -6,7 +6,7 @@ import pytest
 
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import Tag, page_tags, root_tag
-from kvrs.scheduling.pages import PageManager
+from kvrs_engine.scheduling.pages import PageManager
 
 S, OTHER = StreamId("s"), StreamId("other")
 P = 4  # Tokens per page.

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import Tag, page_tags, root_tag
-from kvrs.scheduling.pages import PageManager
+from kvrs_engine.scheduling.pages import PageManager
 
 P = 4
 # Runs of pages, some with a common beginning of two pages.

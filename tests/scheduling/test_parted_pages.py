@@ -11,9 +11,9 @@ from kvrs.ids import StreamId
 from kvrs.protocol.page_messages import HeldPages, StoreCode
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag, page_tags, root_tag
-from kvrs.scheduling.page_parts import Cells
-from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.replicas import ReplicaBook, ReplicaRun
+from kvrs_engine.scheduling.page_parts import Cells
+from kvrs_engine.scheduling.pages import PageManager
+from kvrs_engine.scheduling.replicas import ReplicaBook, ReplicaRun
 
 PAGES = 12
 STAGES: list[Cells] = [frozenset({(0, 0), (0, 1)}), frozenset({(1, 0), (1, 1)})]

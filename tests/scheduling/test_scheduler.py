@@ -7,11 +7,11 @@ import pytest
 from kvrs.config.engine import BatchSettings
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import page_tags
-from kvrs.scheduling.pace import Pace
-from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.scheduler import BatchScheduler
-from kvrs.scheduling.sequences import Sequence, SequencePhase
-from kvrs.scheduling.shares import PrefillCost, shared_out
+from kvrs_engine.scheduling.pace import Pace
+from kvrs_engine.scheduling.pages import PageManager
+from kvrs_engine.scheduling.scheduler import BatchScheduler
+from kvrs_engine.scheduling.sequences import Sequence, SequencePhase
+from kvrs_engine.scheduling.shares import PrefillCost, shared_out
 from tests.scheduling.batch_steps import ROOT, P, S, scheduler, sequence, shape, step, submit
 
 

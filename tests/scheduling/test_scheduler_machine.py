@@ -20,10 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvrs.config.engine import BatchSettings
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import Tag, page_tags, root_tag
-from kvrs.scheduling.fair_queue import order
-from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.scheduler import BatchScheduler
-from kvrs.scheduling.sequences import Chunk, Pull, Queue, Sequence, SequencePhase
+from kvrs_engine.scheduling.fair_queue import order
+from kvrs_engine.scheduling.pages import PageManager
+from kvrs_engine.scheduling.scheduler import BatchScheduler
+from kvrs_engine.scheduling.sequences import Chunk, Pull, Queue, Sequence, SequencePhase
 
 P = 4
 ROOT = root_tag("model")

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.scheduling.sequences import at_least, union
+from kvrs_engine.scheduling.sequences import at_least, union
 
 ranges = st.lists(st.builds(range, st.integers(0, 20), st.integers(0, 20)), max_size=6)
 

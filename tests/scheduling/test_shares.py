@@ -5,7 +5,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.scheduling.shares import PrefillCost, Waiting, shared_out
+from kvrs_engine.scheduling.shares import PrefillCost, Waiting, shared_out
 
 COSTS = st.builds(
     PrefillCost, st.integers(0, 500), st.integers(0, 20), st.integers(1, 9), st.integers(0, 3)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvrs.sim.calls import SimRun
-from kvrs.sim.clients import records_of
-from kvrs.sim.cluster import Outcome
-from kvrs.sim.steady import SteadyDecodes
-from kvrs.sim.world import World
+from kvrs_lab.sim.calls import SimRun
+from kvrs_lab.sim.clients import records_of
+from kvrs_lab.sim.cluster import Outcome
+from kvrs_lab.sim.steady import SteadyDecodes
+from kvrs_lab.sim.world import World
 
 Drawn = Callable[..., World]  # From a seed.
 

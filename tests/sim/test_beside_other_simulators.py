@@ -7,7 +7,7 @@ import pytest
 from experiments.simulator import beside, splitwise
 from experiments.simulator.beside import Asked, Differences
 from kvrs.profiles import catalog
-from kvrs.sim.site import LATENCY_S
+from kvrs_lab.sim.site import LATENCY_S
 
 
 def measured(prompt: int, batch: int, prompt_ms: float, step_ms: float) -> dict[str, str]:

@@ -10,8 +10,8 @@ from experiments.kills.simulated import config_of
 from experiments.simulator import causes, cluster
 from kvrs.config.file import Config
 from kvrs.config.policy import PolicyName
-from kvrs.demo import scaled_requests
-from kvrs.traces.generator import GeneratorSettings, generate
+from kvrs_lab.demo import scaled_requests
+from kvrs_lab.traces.generator import GeneratorSettings, generate
 
 
 def slow_links(name: PolicyName, seed: int) -> Config:

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from kvrs.cli import app
 from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError
-from kvrs.sim.case import SimulateOptions
-from kvrs.sim.cluster import Outcome
-from kvrs.sim.command import simulate_policies
-from kvrs.sim.comparison import INCOMPLETE, WAITED, compare, parse_policies, verdict
-from kvrs.sim.seeds import Simulated
+from kvrs_lab.sim.case import SimulateOptions
+from kvrs_lab.sim.cluster import Outcome
+from kvrs_lab.sim.command import simulate_policies
+from kvrs_lab.sim.comparison import INCOMPLETE, WAITED, compare, parse_policies, verdict
+from kvrs_lab.sim.seeds import Simulated
 
 AUTO, ROM, RECOMPUTE = PolicyName.AUTO, PolicyName.ROM, PolicyName.ALWAYS_RECOMPUTE
 

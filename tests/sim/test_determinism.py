@@ -101,8 +101,7 @@ def test_other_seeds_give_other_logs() -> None:
 @pytest.mark.process
 def test_simulator_loads_no_tensors() -> None:
     """It is meant for machines without any of that."""
-    script = (
-        "import sys, kvrs.sim.command, kvrs_testkit.random_worlds; sys.exit('torch' in sys.modules)"
-    )
+    modules = "kvrs_lab.sim.command, kvrs_testkit.random_worlds"
+    script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -10,15 +10,15 @@ import pytest
 
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
-from kvrs.faults.language import parse_faults
 from kvrs.ids import InstanceId
-from kvrs.scheduling.pace import Pace
-from kvrs.sim.case import SimulateOptions, make_world
-from kvrs.sim.cluster import Outcome
-from kvrs.sim.fault_scenarios import named_deaths
-from kvrs.sim.recovering import SimDraftModel, draft_model_of
-from kvrs.sim.streams import Arrival
-from kvrs.sim.world import World
+from kvrs_engine.scheduling.pace import Pace
+from kvrs_lab.faults.language import parse_faults
+from kvrs_lab.sim.case import SimulateOptions, make_world
+from kvrs_lab.sim.cluster import Outcome
+from kvrs_lab.sim.fault_scenarios import named_deaths
+from kvrs_lab.sim.recovering import SimDraftModel, draft_model_of
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
 
 DRAFT = SimDraftModel(Pace("llama-3.1-8b-a100-vllm-tp1"), load_s=1.0, acceptance=0.6)
 

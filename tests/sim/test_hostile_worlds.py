@@ -7,7 +7,7 @@ from collections import Counter
 
 from kvrs.core.event_log import rerun
 from kvrs.core.model.estimates import Option
-from kvrs.sim.cluster import CUT, Outcome
+from kvrs_lab.sim.cluster import CUT, Outcome
 from kvrs_testkit.hostile_worlds import hostile
 
 SEEDS = int(os.environ.get("KVRS_SIM_SEEDS", "320"))

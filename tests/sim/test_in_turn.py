@@ -10,10 +10,17 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.core.fleet.silence import InstanceProgress
-from kvrs.sim import half_deaths
-from kvrs.sim.fault_scenarios import CUT_OFF, HUNG, ONE_WAY, PAGES_STALL, PROXY_FROZEN, named_death
-from kvrs.sim.streams import Arrival
-from kvrs.sim.world import World
+from kvrs_lab.sim import half_deaths
+from kvrs_lab.sim.fault_scenarios import (
+    CUT_OFF,
+    HUNG,
+    ONE_WAY,
+    PAGES_STALL,
+    PROXY_FROZEN,
+    named_death,
+)
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
 from kvrs_testkit.random_worlds import KINDS, in_turn
 from tests.sim.stepwise import assert_same_step_by_step, outcome_told
 

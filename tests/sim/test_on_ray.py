@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster.loopback_ray import ENVIRONMENT, OBJECT_STORE_BYTES
+from kvrs_lab.cluster.loopback_ray import ENVIRONMENT, OBJECT_STORE_BYTES
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 

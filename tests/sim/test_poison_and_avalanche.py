@@ -4,8 +4,8 @@ import pytest
 
 from kvrs.core.books.incident_book import IncidentBook
 from kvrs.core.model.member import AnswerHealth
-from kvrs.sim.cluster import POISONED, Outcome
-from kvrs.sim.world import World
+from kvrs_lab.sim.cluster import POISONED, Outcome
+from kvrs_lab.sim.world import World
 from kvrs_testkit.random_worlds import avalanche, poisoned
 from tests.sim.stepwise import assert_same_step_by_step, outcome_told
 

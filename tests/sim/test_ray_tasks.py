@@ -12,8 +12,8 @@ import pytest
 
 from kvrs import __version__
 from kvrs.errors import ConfigError
-from kvrs.sim import on_ray
-from kvrs.sim.case import SimulateOptions
+from kvrs_lab.sim import on_ray
+from kvrs_lab.sim.case import SimulateOptions
 
 
 class Backwards:

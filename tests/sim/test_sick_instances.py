@@ -5,9 +5,9 @@ import json
 import pytest
 
 from kvrs.core.defences.outliers import Outliers
-from kvrs.sim.cluster import Outcome
-from kvrs.sim.fault_scenarios import SICK_FOR_S
-from kvrs.sim.world import World
+from kvrs_lab.sim.cluster import Outcome
+from kvrs_lab.sim.fault_scenarios import SICK_FOR_S
+from kvrs_lab.sim.world import World
 from kvrs_testkit.random_worlds import sick
 
 

@@ -8,11 +8,11 @@ import pytest
 from kvrs.config.file import load_config
 from kvrs.core.ledger import Ledger
 from kvrs.errors import ConfigError
-from kvrs.sim import process, world
-from kvrs.sim.case import SimulateOptions
-from kvrs.sim.command import run_simulation
-from kvrs.sim.process import Clock
-from kvrs.sim.streams import Arrival
+from kvrs_lab.sim import process, world
+from kvrs_lab.sim.case import SimulateOptions
+from kvrs_lab.sim.command import run_simulation
+from kvrs_lab.sim.process import Clock
+from kvrs_lab.sim.streams import Arrival
 
 CONFIG = """
 cluster:

@@ -17,18 +17,18 @@ from kvrs.config.file import load_config
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import StreamId
 from kvrs.profiles import catalog
-from kvrs.report import metrics
-from kvrs.report.metrics import Slo, goodput_per_s, tpot_s
-from kvrs.sim import fault_scenarios, seeds
-from kvrs.sim.case import SimulateOptions, load_case, make_world
-from kvrs.sim.clients import records_of
-from kvrs.sim.command import run_simulation
-from kvrs.sim.fault_scenarios import FaultEvent
-from kvrs.sim.first_token import FirstToken
-from kvrs.sim.results import latencies
-from kvrs.sim.seeds import ClientsView, Simulated, simulate
-from kvrs.sim.streams import Arrival
-from kvrs.sim.world import World
+from kvrs_lab.report import metrics
+from kvrs_lab.report.metrics import Slo, goodput_per_s, tpot_s
+from kvrs_lab.sim import fault_scenarios, seeds
+from kvrs_lab.sim.case import SimulateOptions, load_case, make_world
+from kvrs_lab.sim.clients import records_of
+from kvrs_lab.sim.command import run_simulation
+from kvrs_lab.sim.fault_scenarios import FaultEvent
+from kvrs_lab.sim.first_token import FirstToken
+from kvrs_lab.sim.results import latencies
+from kvrs_lab.sim.seeds import ClientsView, Simulated, simulate
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
 
 CONFIG = """
 cluster:
@@ -276,7 +276,7 @@ def test_what_is_wrong_is_said_before_anything_runs(
         (tmp_path / name).write_text(text)
         return tmp_path / name
 
-    monkeypatch.setattr("kvrs.sim.seeds.make_world", None)
+    monkeypatch.setattr("kvrs_lab.sim.seeds.make_world", None)
 
     with pytest.raises(KvrsError, match=reason):
         run_simulation(SimulateOptions(config=config, out=tmp_path / "out", **given(path)))

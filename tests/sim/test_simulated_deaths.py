@@ -21,14 +21,14 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.core.watch import WatchLimits
 from kvrs.protocol.instance import Slot
-from kvrs.scheduling.scheduler import BatchScheduler
-from kvrs.sim.attempts import SimAttempt
-from kvrs.sim.cluster import CUT, Outcome
-from kvrs.sim.fault_scenarios import FAULT_SCENARIOS
-from kvrs.sim.process import InvariantError
-from kvrs.sim.proxy import SimShell
-from kvrs.sim.world import World
 from kvrs.transfer.store.book import CheckpointBook
+from kvrs_engine.scheduling.scheduler import BatchScheduler
+from kvrs_lab.sim.attempts import SimAttempt
+from kvrs_lab.sim.cluster import CUT, Outcome
+from kvrs_lab.sim.fault_scenarios import FAULT_SCENARIOS
+from kvrs_lab.sim.process import InvariantError
+from kvrs_lab.sim.proxy import SimShell
+from kvrs_lab.sim.world import World
 from kvrs_testkit.random_worlds import contended, in_turn, peers, poisoned, scenario, sick
 from tests.sim.stepwise import Drawn, assert_same_step_by_step, outcome_told
 

@@ -5,8 +5,8 @@ from weakref import ref
 
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.page_messages import TrafficClass
-from kvrs.sim.links import SimLinks, SimTransfer
-from kvrs.sim.process import Clock, SimProcess
+from kvrs_lab.sim.links import SimLinks, SimTransfer
+from kvrs_lab.sim.process import Clock, SimProcess
 
 STALL_S = 2.0
 

@@ -12,20 +12,20 @@ from kvrs.core.event_log import rerun
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Option
 from kvrs.core.staying import Staying
-from kvrs.faults.language import parse_faults
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import ReformingReport
-from kvrs.sim.cluster import Outcome
-from kvrs.sim.fault_scenarios import STAGE_SCENARIOS, named_deaths
-from kvrs.sim.hosts import SimHost, SimLoan
-from kvrs.sim.lent_stages import LentStages
-from kvrs.sim.lost_cells import LostCells
-from kvrs.sim.pipelines import SimPipeline
-from kvrs.sim.process import Clock, InvariantError
-from kvrs.sim.rank_model import PipelineModel
-from kvrs.sim.site import LATENCY_S
-from kvrs.sim.streams import Arrival
-from kvrs.sim.world import World
+from kvrs_lab.faults.language import parse_faults
+from kvrs_lab.sim.cluster import Outcome
+from kvrs_lab.sim.fault_scenarios import STAGE_SCENARIOS, named_deaths
+from kvrs_lab.sim.hosts import SimHost, SimLoan
+from kvrs_lab.sim.lent_stages import LentStages
+from kvrs_lab.sim.lost_cells import LostCells
+from kvrs_lab.sim.pipelines import SimPipeline
+from kvrs_lab.sim.process import Clock, InvariantError
+from kvrs_lab.sim.rank_model import PipelineModel
+from kvrs_lab.sim.site import LATENCY_S
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
 from kvrs_testkit.random_worlds import pipelines
 from tests.sim.stepwise import assert_same_step_by_step, outcome_told
 

@@ -1,4 +1,6 @@
-"""Instances that lose ranks while they serve, in virtual time, by the objects of `kvrs.elastic`."""
+"""Instances that lose ranks while they serve, in virtual time, by the objects of
+`kvrs_engine.elastic`.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -8,15 +10,15 @@ from typing import Any
 import pytest
 
 from kvrs.core.event_log import rerun
-from kvrs.elastic.speed import shares
-from kvrs.elastic.units import Units
 from kvrs.ids import InstanceId
-from kvrs.sim import cluster
-from kvrs.sim.cluster import Outcome
-from kvrs.sim.lost_cells import LostCells
-from kvrs.sim.process import InvariantError
-from kvrs.sim.rank_model import RankModel
-from kvrs.sim.ranks import SimRanks
+from kvrs_engine.elastic.speed import shares
+from kvrs_engine.elastic.units import Units
+from kvrs_lab.sim import cluster
+from kvrs_lab.sim.cluster import Outcome
+from kvrs_lab.sim.lost_cells import LostCells
+from kvrs_lab.sim.process import InvariantError
+from kvrs_lab.sim.rank_model import RankModel
+from kvrs_lab.sim.ranks import SimRanks
 from kvrs_testkit.random_worlds import ranked, too_few_ranks
 
 SEEDS = 10

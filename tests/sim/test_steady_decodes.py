@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from kvrs.config.file import parse_config
-from kvrs.faults.language import parse_faults
 from kvrs.ids import StreamId
-from kvrs.sim.calls import VOCABULARY, token_at, tokens_at
-from kvrs.sim.fault_scenarios import named_deaths
-from kvrs.sim.flows import TokenFlow
-from kvrs.sim.streams import Arrival
-from kvrs.sim.world import World
+from kvrs_lab.faults.language import parse_faults
+from kvrs_lab.sim.calls import VOCABULARY, token_at, tokens_at
+from kvrs_lab.sim.fault_scenarios import named_deaths
+from kvrs_lab.sim.flows import TokenFlow
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
 from tests.sim.stepwise import all_of, step_by_step
 
 

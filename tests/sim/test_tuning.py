@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from kvrs.errors import ConfigError
-from kvrs.report.metrics import Slo
-from kvrs.report.student import Interval
-from kvrs.sim import tuning
-from kvrs.sim.case import SimulateOptions
-from kvrs.sim.cluster import Outcome
-from kvrs.sim.goals import Goal
-from kvrs.sim.tuning import Tuned, TuneOptions, Tuning, load_space, recovery_p99_s, run_tuning
+from kvrs_lab.report.metrics import Slo
+from kvrs_lab.report.student import Interval
+from kvrs_lab.sim import tuning
+from kvrs_lab.sim.case import SimulateOptions
+from kvrs_lab.sim.cluster import Outcome
+from kvrs_lab.sim.goals import Goal
+from kvrs_lab.sim.tuning import Tuned, TuneOptions, Tuning, load_space, recovery_p99_s, run_tuning
 
 CONFIG = """
 cluster:

@@ -4,9 +4,9 @@ from typing import Any
 
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId, StreamId
-from kvrs.sim.cluster import SimCluster
-from kvrs.sim.proxy import SimProxy
-from kvrs.sim.streams import Arrival
+from kvrs_lab.sim.cluster import SimCluster
+from kvrs_lab.sim.proxy import SimProxy
+from kvrs_lab.sim.streams import Arrival
 
 MINE, THEIRS = 4, 12
 

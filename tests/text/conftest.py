@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from kvrs.engine.random_model import write_tiny_model
 from kvrs.text.output import load_tokenizer
+from kvrs_engine.engine.random_model import write_tiny_model
 
 
 @pytest.fixture(scope="session")

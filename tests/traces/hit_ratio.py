@@ -1,6 +1,6 @@
 """The share of a trace that a prefix cache could have served."""
 
-from kvrs.traces.mooncake import Trace
+from kvrs_lab.traces.mooncake import Trace
 
 
 def prefix_hit_ratio(trace: Trace) -> float:

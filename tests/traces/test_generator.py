@@ -6,8 +6,8 @@ from statistics import mean, median
 
 import pytest
 
-from kvrs.traces.generator import GeneratorSettings, generate
-from kvrs.traces.mooncake import load_mooncake, write_mooncake
+from kvrs_lab.traces.generator import GeneratorSettings, generate
+from kvrs_lab.traces.mooncake import load_mooncake, write_mooncake
 from tests.traces.hit_ratio import prefix_hit_ratio
 
 

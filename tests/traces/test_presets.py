@@ -5,8 +5,8 @@ from statistics import mean, median
 
 import pytest
 
-from kvrs.traces.generator import generate
-from kvrs.traces.presets import PRESETS
+from kvrs_lab.traces.generator import generate
+from kvrs_lab.traces.presets import PRESETS
 from tests.traces.hit_ratio import prefix_hit_ratio
 
 

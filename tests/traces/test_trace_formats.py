@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvrs.errors import TraceError
-from kvrs.traces.formats import load_trace
+from kvrs_lab.traces.formats import load_trace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"

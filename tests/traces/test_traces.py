@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrs.errors import TraceError
-from kvrs.traces.mooncake import (
+from kvrs_lab.traces.mooncake import (
     Trace,
     TraceRequest,
     at_rate,
@@ -254,7 +254,7 @@ def test_different_ids_make_different_blocks(
 def test_prompt_tokens_are_the_same_in_every_process() -> None:
     """The oracle run and the faulted run may be made by different processes."""
     code = (
-        "from kvrs.traces.mooncake import *;print(prompt_token_ids(TraceRequest(0, 40, 1, "
+        "from kvrs_lab.traces.mooncake import *;print(prompt_token_ids(TraceRequest(0, 40, 1, "
         "(5, 70000)), 20, 512, 9, 3))"
     )
     other = subprocess.run(

@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import CheckpointTarget
 from kvrs.protocol.tags import root_tag
-from kvrs.scheduling.sequences import Sequence
 from kvrs.transfer.checkpoint_backlog import (
     LOOK_AGAIN_S,
     ROOM_S,
@@ -19,6 +18,7 @@ from kvrs.transfer.checkpoint_backlog import (
     CheckpointDelivery,
 )
 from kvrs.transfer.peers import HeldPages, StoreCode
+from kvrs_engine.scheduling.sequences import Sequence
 
 PAGE = 4
 A, B = InstanceId("agent-a"), InstanceId("agent-b")

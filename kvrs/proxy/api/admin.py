@@ -20,9 +20,9 @@ from prometheus_client.registry import Collector
 from kvrs.config.file import Config, SecuritySettings, read_admin_tokens
 from kvrs.core.fleet.fleet_orders import node_of
 from kvrs.errors import ConfigError, RequestError
-from kvrs.http import HEALTHZ, answer, error, require_token
 from kvrs.ids import InstanceId
-from kvrs.large_work import LargeWork
+from kvrs.net.http import HEALTHZ, answer, error, require_token
+from kvrs.process.large_work import LargeWork
 from kvrs.protocol.mirror import FleetOrder
 from kvrs.proxy.api.openapi import add_document, admin_document
 from kvrs.proxy.api.overview import overview

@@ -19,10 +19,10 @@ from kvrs.core.fleet.generated import Continues
 from kvrs.core.fleet.known import Instances, Replays
 from kvrs.core.fleet.names import ServedName
 from kvrs.core.model import events as ev
-from kvrs.direct import NO_HEADERS, DirectRequest
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import StreamId
-from kvrs.large_work import LARGE_BYTES, LargeWork
+from kvrs.net.direct import NO_HEADERS, DirectRequest
+from kvrs.process.large_work import LARGE_BYTES, LargeWork
 from kvrs.protocol.openai.chunks import TOO_LONG
 from kvrs.protocol.openai.fields import VLLM, whole
 from kvrs.protocol.openai.requests import ECHOED_BY_ENGINE, CompletionRequest, Fields

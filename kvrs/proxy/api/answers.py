@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from aiohttp import web
 
 from kvrs.errors import RequestError
-from kvrs.http_connection import retry_after
+from kvrs.net.http_connection import retry_after
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.streams.attempts import Failed
 

@@ -6,8 +6,8 @@ from functools import partial
 from aiohttp import web
 
 from kvrs.config.proxy import ProxySettings
-from kvrs.direct import DirectServer, Serve
-from kvrs.large_work import LargeWork
+from kvrs.net.direct import DirectServer, Serve
+from kvrs.process.large_work import LargeWork
 from kvrs.proxy.api import generate
 from kvrs.proxy.api.admission import Admissions
 from kvrs.proxy.api.answers import errors_as_openai

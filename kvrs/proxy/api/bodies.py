@@ -13,15 +13,12 @@ import msgspec
 from aiohttp import StreamReader, web
 from aiohttp.web_protocol import RequestPayloadError
 
-from kvrs.broken_http import BROKEN_BODY
 from kvrs.config.proxy import ProxySettings
-from kvrs.direct import DirectConnection
 from kvrs.errors import RequestError, UnknownFieldsError
-from kvrs.http_connection import HttpConnection
-from kvrs.protocol.openai.structure import without_mark
-from kvrs.proxy.streams.metrics import AdmissionMetrics
-from kvrs.proxy.wire.requests import RequestUsage
-from kvrs.unfinished import (
+from kvrs.net.broken_http import BROKEN_BODY
+from kvrs.net.direct import DirectConnection
+from kvrs.net.http_connection import HttpConnection
+from kvrs.net.unfinished import (
     GRACE_PAUSES,
     LEAST_BYTES_PER_S,
     SMALL_BYTES,
@@ -29,6 +26,9 @@ from kvrs.unfinished import (
     UnfinishedBodies,
     due_s,
 )
+from kvrs.protocol.openai.structure import without_mark
+from kvrs.proxy.streams.metrics import AdmissionMetrics
+from kvrs.proxy.wire.requests import RequestUsage
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from kvrs.direct import DirectRequest, DirectServer, SentResponse, Serve
-from kvrs.logs import Row, log_rows
+from kvrs.net.direct import DirectRequest, DirectServer, SentResponse, Serve
+from kvrs.process.logs import Row, log_rows
 from kvrs.proxy.api.tenants import TENANT
 from kvrs.proxy.streams.stream_metrics import Tally, TallySeries
 from kvrs.proxy.wire.requests import (

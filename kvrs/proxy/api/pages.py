@@ -10,8 +10,8 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from kvrs.config.proxy import ANY_ORIGIN
-from kvrs.direct import DirectRequest, SentResponse, Serve
 from kvrs.errors import RequestError
+from kvrs.net.direct import DirectRequest, SentResponse, Serve
 from kvrs.proxy.api.answers import error_response
 from kvrs.proxy.wire.requests import HEADERS_KEY
 

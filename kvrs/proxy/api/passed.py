@@ -15,7 +15,7 @@ from kvrs.core.control import Control
 from kvrs.core.fleet.names import is_served_at
 from kvrs.errors import ConfigError, RequestError, UnknownFieldsError, UpstreamError
 from kvrs.ids import InstanceId
-from kvrs.large_work import LargeWork
+from kvrs.process.large_work import LargeWork
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.openai.fields import VLLM
 from kvrs.protocol.openai.requests import HIGHEST_ID, Fields, decode_as

@@ -8,8 +8,8 @@ from typing import Any, assert_never
 from aiohttp import web
 
 from kvrs.core.model.streams import Complete
-from kvrs.direct import DirectRequest
 from kvrs.errors import RequestError
+from kvrs.net.direct import DirectRequest
 from kvrs.protocol.openai.chunks import DONE, error_body, sse
 from kvrs.proxy.api.admission import Admissions, ClientCall, whole_fields
 from kvrs.proxy.api.answers import bug_response, error_response, json_response, refusal

@@ -17,7 +17,7 @@ from kvrs.config.file import Config
 from kvrs.config.tenants import TenantSettings, key_hash, read_tenants
 from kvrs.core.books.tenants import GuessLimit, TenantMeter
 from kvrs.errors import ConfigError, RequestError
-from kvrs.http_connection import retry_after
+from kvrs.net.http_connection import retry_after
 from kvrs.protocol.tenants import TenantSecret
 from kvrs.proxy.wire.requests import ClientRequest
 

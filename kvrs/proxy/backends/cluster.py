@@ -7,16 +7,16 @@ from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
+from kvrs.net.proving import instance_keys
+from kvrs.net.tls import Certificates
 from kvrs.protocol.connector import connector_key
 from kvrs.protocol.instance import Role
-from kvrs.proving import instance_keys
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_model
 from kvrs.proxy.backends.pd import PdBackend
 from kvrs.proxy.backends.vllm import ConfiguredIdentity, VllmBackend
 from kvrs.proxy.backends.vllm_connector import VllmConnector
 from kvrs.proxy.wire.pool import Access, EngineLinks
-from kvrs.tls import Certificates
 
 VLLM_API_KEY = "KVRS_VLLM_API_KEY"
 

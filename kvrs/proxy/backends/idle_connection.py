@@ -4,7 +4,7 @@ import asyncio
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from kvrs.descriptors import is_exhausted
+from kvrs.process.descriptors import is_exhausted
 from kvrs.proxy.wire.peer import lost, wait_for_descriptor
 
 

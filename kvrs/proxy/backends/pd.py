@@ -13,7 +13,7 @@ import msgspec
 
 from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import StreamId
-from kvrs.large_work import LARGE_BYTES
+from kvrs.process.large_work import LARGE_BYTES
 from kvrs.protocol.instance import (
     FenceRequest,
     FetchReport,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from kvrs.config.proxy import PeerSettings
 from kvrs.core.fleet.numbered_peers import NameStatus, followed
 from kvrs.errors import ConfigError
-from kvrs.names import all_addresses
+from kvrs.net.names import all_addresses
 from kvrs.proxy.reload import Reloads
 
 log = logging.getLogger(__name__)

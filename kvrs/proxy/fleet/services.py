@@ -6,7 +6,7 @@ import logging
 from kvrs.config.cluster import ServiceSettings
 from kvrs.core.fleet.services import Found, changed, newer, single_changes
 from kvrs.errors import ConfigError
-from kvrs.names import all_addresses
+from kvrs.net.names import all_addresses
 from kvrs.proxy.fleet.pods import PodsUnknownError, PodWatches
 from kvrs.proxy.reload import Reloads
 

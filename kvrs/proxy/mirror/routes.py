@@ -5,8 +5,8 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from kvrs import http
 from kvrs.errors import RequestError
+from kvrs.net import http
 from kvrs.protocol.mirror import Batch, BatchAnswer, Claim, Hello, Lookup, LookupAnswer
 from kvrs.protocol.secrets import Scope
 from kvrs.proxy.mirror.peers import PATH

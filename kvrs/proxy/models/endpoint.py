@@ -14,9 +14,9 @@ from aiohttp import web
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.core.fleet.known import Instances
-from kvrs.direct import DirectRequest, DirectServer, SentResponse, Serve
 from kvrs.errors import RequestError
-from kvrs.large_work import LargeWork
+from kvrs.net.direct import DirectRequest, DirectServer, SentResponse, Serve
+from kvrs.process.large_work import LargeWork
 from kvrs.protocol.openai.response_ids import tag_of
 from kvrs.protocol.openai.responses import PATH as RESPONSES
 from kvrs.proxy.api import generate

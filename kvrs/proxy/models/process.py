@@ -14,9 +14,9 @@ from aiohttp import web
 
 from kvrs.config.file import Config, configs_of
 from kvrs.config.origin import ConfigFile
-from kvrs.direct import DirectServer
 from kvrs.errors import ConfigError
-from kvrs.garbage import keep_what_is_there
+from kvrs.net.direct import DirectServer
+from kvrs.process.garbage import keep_what_is_there
 from kvrs.proxy.models.endpoint import ModelsEndpoint
 from kvrs.proxy.process.running import Stop, run_service
 from kvrs.proxy.reload import ReloadResult

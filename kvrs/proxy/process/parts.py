@@ -15,8 +15,8 @@ from kvrs.core.books.agent_slots import slot_share
 from kvrs.core.event_log import header_line
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
+from kvrs.net.proving import Address, address_of, agent_keys
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
-from kvrs.proving import Address, address_of, agent_keys
 from kvrs.proxy.api.app import ClientApi
 from kvrs.proxy.api.observing import RequestObserver, open_tracer
 from kvrs.proxy.api.tenants import Tenants

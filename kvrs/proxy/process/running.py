@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvrs.descriptors import raise_descriptor_limit
 from kvrs.errors import ConfigError
+from kvrs.process.descriptors import raise_descriptor_limit
 from kvrs.proxy.reload import ReloadResult
 
 log = logging.getLogger(__name__)

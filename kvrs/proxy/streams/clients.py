@@ -1,6 +1,6 @@
 """The client's side of a stream: events are written as they come, straight to the transport of its
-connection. The request was served directly (`kvrs/direct.py`) or by aiohttp's server; the head and
-the framing of the body are made here, so that a write is one call and needs no task.
+connection. The request was served directly (`kvrs/net/direct.py`) or by aiohttp's server; the head
+and the framing of the body are made here, so that a write is one call and needs no task.
 """
 
 import asyncio
@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from aiohttp import HttpVersion11, web
 from aiohttp.helpers import rfc822_formatted_time
 
-from kvrs.direct import DirectConnection, DirectRequest
 from kvrs.errors import KvrsError
-from kvrs.http_connection import SERVER, HttpConnection
 from kvrs.ids import StreamId
+from kvrs.net.direct import DirectConnection, DirectRequest
+from kvrs.net.http_connection import SERVER, HttpConnection
 from kvrs.protocol.mirror import StreamEvent
 from kvrs.proxy.wire.requests import (
     HEADERS_KEY,

@@ -18,7 +18,7 @@ from kvrs.core.event_log import event_line
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError
-from kvrs.logs import old_parts
+from kvrs.process.logs import old_parts
 
 log = logging.getLogger(__name__)
 

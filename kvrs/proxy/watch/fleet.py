@@ -15,8 +15,8 @@ from kvrs.core.model.member import Health, Member
 from kvrs.core.topology import Topology
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
+from kvrs.net.proving import instance_keys
 from kvrs.protocol.instance import Role
-from kvrs.proving import instance_keys
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.cluster import open_backend

@@ -6,7 +6,7 @@ import msgspec
 
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
-from kvrs.tls import Certificates, load_certificates
+from kvrs.net.tls import Certificates, load_certificates
 
 
 class TlsOfPorts(msgspec.Struct, frozen=True):

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from kvrs.descriptors import is_exhausted
 from kvrs.errors import UpstreamError
+from kvrs.net.proving import Keys, ProvingConnector, UnprovenError
+from kvrs.net.tls import Certificates
+from kvrs.process.descriptors import is_exhausted
 from kvrs.protocol.instance import Heartbeat, LeaseAnswer, LeaseUpdate
-from kvrs.proving import Keys, ProvingConnector, UnprovenError
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog, loop_lag_s, reset_timeout
-from kvrs.tls import Certificates
 
 log = logging.getLogger(__name__)
 

@@ -16,12 +16,13 @@ from msgspec.structs import replace
 
 from kvrs.config.settings import is_numeric
 from kvrs.core.fleet.silence import LOST_TOGETHER_S
-from kvrs.descriptors import is_exhausted
 from kvrs.errors import UpstreamError
-from kvrs.large_work import LargeWork
+from kvrs.net.proving import HandshakeProtocol, Keys, address_of, prove
+from kvrs.net.tls import Certificates
+from kvrs.process.descriptors import is_exhausted
+from kvrs.process.large_work import LargeWork
 from kvrs.protocol.proof import ProofError
 from kvrs.protocol.secrets import ScopedKey
-from kvrs.proving import HandshakeProtocol, Keys, address_of, prove
 from kvrs.proxy.wire.peer import (
     CONNECT_TIMEOUT_S,
     KEPT_S,
@@ -36,7 +37,6 @@ from kvrs.proxy.wire.peer import (
 )
 from kvrs.proxy.wire.upstream import Need, Upstream
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
-from kvrs.tls import Certificates
 
 MOST_KEPT = 256  # Of one instance; beyond it the one is closed that has been idle for longest.
 

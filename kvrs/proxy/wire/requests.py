@@ -12,9 +12,9 @@ import msgspec
 from aiohttp import web
 
 from kvrs.core.books.tenants import RETRY_S, Excess, TenantMeter
-from kvrs.direct import DirectRequest
 from kvrs.errors import RequestError
-from kvrs.http_connection import retry_after
+from kvrs.net.direct import DirectRequest
+from kvrs.net.http_connection import retry_after
 from kvrs.protocol.openai.chunks import (
     ChatChunkChoice,
     ChatDelta,

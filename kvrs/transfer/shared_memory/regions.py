@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvrs.errors import KvrsError
-from kvrs.memory import free_bytes, free_in_groups
+from kvrs.process.memory import free_bytes, free_in_groups
 
 _SMALL_BYTES = 1 << 20  # So many are gone through faster than a thread is switched to.
 _LOCK_POLL_S = 0.002

@@ -16,7 +16,7 @@ import msgspec
 
 from kvrs.errors import ConfigError
 from kvrs.ids import NodeId
-from kvrs.memory import free_in_groups
+from kvrs.process.memory import free_in_groups
 from kvrs.protocol.secrets import derive
 
 log = logging.getLogger(__name__)

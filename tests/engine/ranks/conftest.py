@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvrs.elastic import waiting
-from kvrs.engine.ranks.formation import RankFormation
-from kvrs.engine.ranks.stages import StageRanks, StartTimes
+from kvrs_engine.elastic import waiting
+from kvrs_engine.engine.ranks.formation import RankFormation
+from kvrs_engine.engine.ranks.stages import StageRanks, StartTimes
 
 _SLOWER_S = 2.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvrs.config.file import load_config
 from kvrs.errors import KvrsError, RanksLostError
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.scheduling.sequences import Chunk
 from tests.engine.ranks.on_nodes import head_of
 
 

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from kvrs.config.file import ENV_NAME, Config, dump_config, parse_config
-from kvrs.elastic.layouts import Layout
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.ranks.link import Begin, FromStage, StageLink, facts_digest, stage_key
-from kvrs.engine.ranks.nodes import RanksOnNodes
-from kvrs.engine.ranks.settings import layout_of
-from kvrs.engine.worker import geometry_of
 from kvrs.ids import InstanceId, NodeId
-from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.handshake import introduce
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.stream import SocketStream, page_socket
+from kvrs_engine.elastic.layouts import Layout
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.ranks.link import Begin, FromStage, StageLink, facts_digest, stage_key
+from kvrs_engine.engine.ranks.nodes import RanksOnNodes
+from kvrs_engine.engine.ranks.settings import layout_of
+from kvrs_engine.engine.worker import geometry_of
+from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.forked import ForkedProcess
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.processes import says_ready
@@ -86,7 +86,7 @@ def hosting(
     path.write_text(dump_config(config))
     with tempfile.NamedTemporaryFile(dir=directory) as output:
         host = ForkedProcess(
-            "kvrs.engine.ranks.host",
+            "kvrs_engine.engine.ranks.host",
             *("--config", str(path), "--instance", of, "--stage", str(stage)),
             environment=os.environ | {ENV_NAME: SECRET.decode(), "OMP_NUM_THREADS": "1"},
             stdout=output,

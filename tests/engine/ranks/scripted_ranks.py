@@ -14,18 +14,18 @@ from typing import Any
 import torch
 
 from kvrs.config.engine import ElasticSettings
-from kvrs.elastic.layouts import Layout, even
-from kvrs.elastic.moving import LinkRates
-from kvrs.elastic.plans import HOST, Move
-from kvrs.elastic.reforming import Reforming
-from kvrs.elastic.units import Unit, Units
-from kvrs.elastic.ways.base import Costs, Room
-from kvrs.engine.ranks.processes import RankMessage
-from kvrs.engine.ranks.reformed import Reformed
-from kvrs.engine.ranks.reformer import Reformer
-from kvrs.engine.ranks.seats import Answered, Ended
-from kvrs.engine.ranks.wire import Answer, Fetched, Joined, Loaded
 from kvrs.errors import KvrsError, RanksLostError
+from kvrs_engine.elastic.layouts import Layout, even
+from kvrs_engine.elastic.moving import LinkRates
+from kvrs_engine.elastic.plans import HOST, Move
+from kvrs_engine.elastic.reforming import Reforming
+from kvrs_engine.elastic.units import Unit, Units
+from kvrs_engine.elastic.ways.base import Costs, Room
+from kvrs_engine.engine.ranks.processes import RankMessage
+from kvrs_engine.engine.ranks.reformed import Reformed
+from kvrs_engine.engine.ranks.reformer import Reformer
+from kvrs_engine.engine.ranks.seats import Answered, Ended
+from kvrs_engine.engine.ranks.wire import Answer, Fetched, Joined, Loaded
 
 UNITS = Units(2, (128,) * 4, (64,) * 8, (64,) * 4, 32)
 PATIENCE_S = 60.0

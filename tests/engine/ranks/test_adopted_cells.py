@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvrs.config.file import parse_config
-from kvrs.engine.instance import EngineInstance
-from kvrs.engine.routes import make_app
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.protocol.page_messages import TrafficClass
+from kvrs_engine.engine.instance import EngineInstance
+from kvrs_engine.engine.routes import make_app
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import instance_client
 from tests.engine.ranks.on_nodes import D0, SECRET, hosting

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvrs.engine.ranks.link import (
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.transfer.peers import Identity
+from kvrs_engine.engine.ranks.link import (
     VERSION,
     Begin,
     LendPages,
@@ -20,9 +22,7 @@ from kvrs.engine.ranks.link import (
     StageChannel,
     TakeParts,
 )
-from kvrs.engine.ranks.sessions import StageRefusedError, StageSessions
-from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.transfer.peers import Identity
+from kvrs_engine.engine.ranks.sessions import StageRefusedError, StageSessions
 from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 
 D0, D1 = InstanceId("d0"), InstanceId("d1")

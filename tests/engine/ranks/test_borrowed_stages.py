@@ -15,9 +15,13 @@ import msgspec
 import pytest
 
 from kvrs.config.file import Config, parse_config
-from kvrs.elastic.ways.base import Way
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.ranks.link import (
+from kvrs.errors import RanksLostError, TransferError
+from kvrs.ids import InstanceId
+from kvrs.protocol.tags import Tag
+from kvrs.transfer.stream import StalledError
+from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.ranks.link import (
     VERSION,
     Begin,
     ComputeStage,
@@ -35,15 +39,11 @@ from kvrs.engine.ranks.link import (
     StageRefused,
     WritePages,
 )
-from kvrs.engine.ranks.nodes import RanksOnNodes
-from kvrs.engine.ranks.remote import RemoteStage
-from kvrs.engine.ranks.wire import WireChunk
-from kvrs.engine.worker import Worker
-from kvrs.errors import RanksLostError, TransferError
-from kvrs.ids import InstanceId
-from kvrs.protocol.tags import Tag
-from kvrs.scheduling.sequences import Chunk
-from kvrs.transfer.stream import StalledError
+from kvrs_engine.engine.ranks.nodes import RanksOnNodes
+from kvrs_engine.engine.ranks.remote import RemoteStage
+from kvrs_engine.engine.ranks.wire import WireChunk
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.free_ports import free_ports
 from tests.cluster.launches import until
 from tests.engine.ranks.on_nodes import PATIENCE_S, TOKENS, closing, head_of, hosting, opened

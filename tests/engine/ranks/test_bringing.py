@@ -9,9 +9,6 @@ import pytest
 import torch
 
 from kvrs.config.transfer import TransferSettings
-from kvrs.engine.ranks.connection import PartsRefusedError, StageAt, StageConnection
-from kvrs.engine.ranks.link import OfferParts, PartsHeld, PartsRange, PartsTaken
-from kvrs.engine.ranks.replicate import PartsSender
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.tags import Tag
@@ -19,6 +16,9 @@ from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.stream import StalledError
+from kvrs_engine.engine.ranks.connection import PartsRefusedError, StageAt, StageConnection
+from kvrs_engine.engine.ranks.link import OfferParts, PartsHeld, PartsRange, PartsTaken
+from kvrs_engine.engine.ranks.replicate import PartsSender
 from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 
 D1 = InstanceId("d1")

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from kvrs.config.file import Config
-from kvrs.engine.ranks.link import (
+from kvrs.errors import TransferError
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.tags import Tag
+from kvrs_engine.engine.ranks.link import (
     IS_HERE,
     NOT_TAKEN,
     VERSION,
@@ -37,12 +40,9 @@ from kvrs.engine.ranks.link import (
     StoreParts,
     TakeParts,
 )
-from kvrs.engine.ranks.nodes import RanksOnNodes
-from kvrs.engine.ranks.remote import RemoteStage
-from kvrs.errors import TransferError
-from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.tags import Tag
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.engine.ranks.nodes import RanksOnNodes
+from kvrs_engine.engine.ranks.remote import RemoteStage
+from kvrs_engine.scheduling.sequences import Chunk
 from tests.cluster.launches import until
 from tests.engine.ranks.on_nodes import PATIENCE_S, TOKENS, closing, head_of, opened
 from tests.engine.ranks.test_borrowed_stages import LENT, PAGES, group_of, hosts_of

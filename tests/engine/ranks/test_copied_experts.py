@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from kvrs.config.engine import ElasticSettings, ExpertSettings
-from kvrs.elastic.units import Unit, UnitKind
-from kvrs.elastic.ways.base import Way
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.random_experts import ExpertsModel, write_experts_model
-from kvrs.engine.ranks.group import RankGroup
-from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.elastic.units import Unit, UnitKind
+from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
+from kvrs_engine.engine.ranks.group import RankGroup
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.turning_experts import FIRST_IDS, LAST_IDS, write_turning_model
 from tests.engine.exact_models import write_model
 from tests.engine.ranks.test_rank_group import SETTINGS, group_of

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from kvrs.config.file import parse_config
-from kvrs.engine.instance import EngineInstance
-from kvrs.engine.routes import make_app
-from kvrs.engine.speculation.paired import PairedDrafts, vocabulary_digest
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import Burst, DraftOffer, MirrorUpdate
+from kvrs_engine.engine.instance import EngineInstance
+from kvrs_engine.engine.routes import make_app
+from kvrs_engine.engine.speculation.paired import PairedDrafts, vocabulary_digest
 from kvrs_testkit.ports import instance_client
 from tests.engine.ranks.test_in_place import befall
 from tests.engine.serving import SECRET, serving

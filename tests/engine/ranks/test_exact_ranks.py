@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from kvrs.config.engine import EngineSettings
-from kvrs.elastic.layouts import validate
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.ranks import exchange
-from kvrs.engine.worker import Worker
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.elastic.layouts import validate
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.ranks import exchange
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.ranks_in_threads import ThreadRanks, random_layout
 from tests.engine.exact_models import EXPERTS, LAYERS, MODELS, write_model
 

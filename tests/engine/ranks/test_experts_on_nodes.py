@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.random_experts import ExpertsModel, write_experts_model
-from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
+from kvrs_engine.engine.worker import Worker
 from tests.engine.ranks.on_nodes import chunks, closing, config_of, head_of, hosting
 
 pytestmark = [

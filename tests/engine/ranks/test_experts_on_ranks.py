@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from kvrs.elastic.layouts import Layout
-from kvrs.elastic.units import UnitKind
-from kvrs.elastic.ways.base import Way
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.ranks.group import RankGroup
-from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError, RanksLostError
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.elastic.layouts import Layout
+from kvrs_engine.elastic.units import UnitKind
+from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.ranks.group import RankGroup
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 from tests.engine.exact_models import EXPERTS, write_model
 from tests.engine.ranks.test_rank_group import SETTINGS, group_of
 

@@ -5,18 +5,18 @@ from typing import Any, cast
 
 import torch
 
-from kvrs.engine.fetching import PageFetcher
-from kvrs.engine.ranks.cells import WholePages, memory_bytes
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.tags import page_tags, root_tag
-from kvrs.scheduling import sequences
-from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.reservation import reserve
-from kvrs.scheduling.sequences import Pull
-from kvrs.scheduling.sources import PullSource
 from kvrs.transfer.peers import Peer, PullRequest, PullResult
+from kvrs_engine.engine.fetching import PageFetcher
+from kvrs_engine.engine.ranks.cells import WholePages, memory_bytes
+from kvrs_engine.scheduling import sequences
+from kvrs_engine.scheduling.pages import PageManager
+from kvrs_engine.scheduling.reservation import reserve
+from kvrs_engine.scheduling.sequences import Pull
+from kvrs_engine.scheduling.sources import PullSource
 
 P, PAGES = 4, 8
 PEER, STREAM = InstanceId("p0"), StreamId("s")

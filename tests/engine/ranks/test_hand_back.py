@@ -18,20 +18,20 @@ from torch import Tensor
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.engine import EngineSettings
 from kvrs.config.transfer import TransferSettings
-from kvrs.elastic.layouts import Layout
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.ranks import hosted as hosted_module
-from kvrs.engine.ranks.connection import StageAt
-from kvrs.engine.ranks.hosted import HostedStage, StageCalls
-from kvrs.engine.ranks.link import LoanWanted, StageFacts, StageReady, StageUse
-from kvrs.engine.ranks.reformed import RanksNow
-from kvrs.engine.ranks.settings import layout_of
 from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
 from kvrs.protocol.tags import Tag
-from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.peers import Identity, Peer
+from kvrs_engine.elastic.layouts import Layout
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.ranks import hosted as hosted_module
+from kvrs_engine.engine.ranks.connection import StageAt
+from kvrs_engine.engine.ranks.hosted import HostedStage, StageCalls
+from kvrs_engine.engine.ranks.link import LoanWanted, StageFacts, StageReady, StageUse
+from kvrs_engine.engine.ranks.reformed import RanksNow
+from kvrs_engine.engine.ranks.settings import layout_of
+from kvrs_engine.scheduling.sequences import Chunk
 
 pytestmark = pytest.mark.engine
 

@@ -21,23 +21,23 @@ from tokenizers import Tokenizer
 
 from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
-from kvrs.elastic import waiting
-from kvrs.elastic.plans import Move
-from kvrs.elastic.reforming import ReformingPhase
-from kvrs.elastic.ways.base import Way
-from kvrs.engine.instance import EngineInstance
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.ranks.formation import RankFormation
-from kvrs.engine.ranks.group import RankGroup
-from kvrs.engine.ranks.reformed import Reformed
-from kvrs.engine.routes import make_app
-from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.speculation import SpeculationReport
-from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.elastic import waiting
+from kvrs_engine.elastic.plans import Move
+from kvrs_engine.elastic.reforming import ReformingPhase
+from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.engine.instance import EngineInstance
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.ranks.formation import RankFormation
+from kvrs_engine.engine.ranks.group import RankGroup
+from kvrs_engine.engine.ranks.reformed import Reformed
+from kvrs_engine.engine.routes import make_app
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.admission_wait import AdmissionWaitEstimator
+from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.ports import instance_client
 from tests.engine.ranks.test_rank_group import SETTINGS, group_of
 from tests.engine.serving import SECRET

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.elastic import on_demand
-from kvrs.elastic.layouts import Layout, hybrid, staged, uneven, validate
-from kvrs.elastic.units import Units
-from kvrs.elastic.ways.base import Way
-from kvrs.engine.ranks.nodes import joined, together
-from kvrs.engine.ranks.reformed import RanksNow, ReformingNow
+from kvrs_engine.elastic import on_demand
+from kvrs_engine.elastic.layouts import Layout, hybrid, staged, uneven, validate
+from kvrs_engine.elastic.units import Units
+from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.engine.ranks.nodes import joined, together
+from kvrs_engine.engine.ranks.reformed import RanksNow, ReformingNow
 
 pytestmark = pytest.mark.engine
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrs.elastic import waiting
-from kvrs.elastic.layouts import Layout, even
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.ranks import group as groups
-from kvrs.engine.ranks.formation import HangWatch, RankFormation
-from kvrs.engine.ranks.group import RankGroup
-from kvrs.engine.ranks.seats import Ended
-from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
+from kvrs_engine.elastic import waiting
+from kvrs_engine.elastic.layouts import Layout, even
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.ranks import group as groups
+from kvrs_engine.engine.ranks.formation import HangWatch, RankFormation
+from kvrs_engine.engine.ranks.group import RankGroup
+from kvrs_engine.engine.ranks.seats import Ended
+from kvrs_engine.engine.worker import Worker
 from kvrs_testkit.ranks_in_threads import ThreadRanks
 from tests.engine.ranks.test_rank_group import (
     SETTINGS,

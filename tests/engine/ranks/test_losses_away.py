@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvrs.elastic.ways.base import Way
-from kvrs.engine.ranks import returning
-from kvrs.engine.ranks.hosted import HostedStage
-from kvrs.engine.ranks.link import StageFacts, StageReady
 from kvrs.errors import KvrsError, TransferError
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.engine.ranks import returning
+from kvrs_engine.engine.ranks.hosted import HostedStage
+from kvrs_engine.engine.ranks.link import StageFacts, StageReady
+from kvrs_engine.scheduling.sequences import Chunk
 from tests.engine.ranks.test_hand_back import (
     KEPT,
     PAGES,

@@ -12,16 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvrs.elastic.ways.base import Way
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.random_model import write_tiny_model
-from kvrs.engine.ranks import host as hosts
-from kvrs.engine.ranks.host import StageHost
-from kvrs.engine.ranks.nodes import RanksOnNodes
-from kvrs.engine.ranks.remote import RemoteStage
-from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError, TransferError
 from kvrs.profiles import catalog
+from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.random_model import write_tiny_model
+from kvrs_engine.engine.ranks import host as hosts
+from kvrs_engine.engine.ranks.host import StageHost
+from kvrs_engine.engine.ranks.nodes import RanksOnNodes
+from kvrs_engine.engine.ranks.remote import RemoteStage
+from kvrs_engine.engine.worker import Worker
 from tests.cluster.launches import until
 from tests.engine.ranks.on_nodes import (
     D0,

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvrs.config.engine import ElasticSettings, ExpertSettings
-from kvrs.elastic.layouts import Layout
-from kvrs.elastic.units import UnitKind, Units
-from kvrs.engine.random_experts import ExpertsModel, write_experts_model
-from kvrs.engine.ranks.group import RankGroup
 from kvrs.errors import RanksLostError
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.elastic.layouts import Layout
+from kvrs_engine.elastic.units import UnitKind, Units
+from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
+from kvrs_engine.engine.ranks.group import RankGroup
+from kvrs_engine.scheduling.sequences import Chunk
 from tests.engine.ranks.test_rank_group import group_of
 
 pytestmark = [

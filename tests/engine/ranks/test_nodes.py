@@ -20,13 +20,19 @@ from torch import Tensor
 
 from kvrs.config.file import Config
 from kvrs.config.transfer import TransferSettings
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.random_model import write_tiny_model
-from kvrs.engine.ranks.connection import StageAt
-from kvrs.engine.ranks.group import RankGroup
-from kvrs.engine.ranks.host import StageHost
-from kvrs.engine.ranks.link import (
+from kvrs.errors import DamagedPageError, KvrsError, RanksLostError, TransferError
+from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.parts import Part
+from kvrs.protocol.session import SESSION_MAC_BYTES, Session
+from kvrs.transfer.peers import Identity, Peer
+from kvrs.transfer.stream import SocketStream
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.random_model import write_tiny_model
+from kvrs_engine.engine.ranks.connection import StageAt
+from kvrs_engine.engine.ranks.group import RankGroup
+from kvrs_engine.engine.ranks.host import StageHost
+from kvrs_engine.engine.ranks.link import (
     PagesDone,
     ReadPages,
     StageLink,
@@ -34,16 +40,10 @@ from kvrs.engine.ranks.link import (
     facts_digest,
     stage_key,
 )
-from kvrs.engine.ranks.nodes import StageGroup
-from kvrs.engine.ranks.remote import RemoteStage
-from kvrs.engine.worker import Worker, geometry_of
-from kvrs.errors import DamagedPageError, KvrsError, RanksLostError, TransferError
-from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.parts import Part
-from kvrs.protocol.session import SESSION_MAC_BYTES, Session
-from kvrs.scheduling.sequences import Chunk
-from kvrs.transfer.peers import Identity, Peer
-from kvrs.transfer.stream import SocketStream
+from kvrs_engine.engine.ranks.nodes import StageGroup
+from kvrs_engine.engine.ranks.remote import RemoteStage
+from kvrs_engine.engine.worker import Worker, geometry_of
+from kvrs_engine.scheduling.sequences import Chunk
 from tests.cluster.launches import until
 from tests.engine.ranks.on_nodes import (
     D0,
@@ -481,7 +481,7 @@ async def test_what_was_changed_on_its_way_is_refused(place: int) -> None:
 
 def test_the_host_is_for_a_stage_that_has_one(tiny_model: Path) -> None:
     """Raised before anything is loaded."""
-    from kvrs.engine.ranks.host import StageHost
+    from kvrs_engine.engine.ranks.host import StageHost
 
     with pytest.raises(KvrsError, match=r"no stage_hosts for stage 0; allowed: 1"):
         StageHost(config_of(tiny_model), D0, 0, SECRET)

@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrs.elastic.layouts import SPREAD, Layout, staged, uneven
-from kvrs.elastic.on_demand import reshaped, survivors
-from kvrs.elastic.shares import Share
-from kvrs.elastic.units import Unit, Units
-from kvrs.engine.layers import proofs
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.models.loading import proven
-from kvrs.engine.models.unit_blocks import UnitBlock, assemble
-from kvrs.engine.ranks.cells import memory_bytes
-from kvrs.engine.ranks.futex import Life
-from kvrs.engine.ranks.rank import _Loaded
-from kvrs.engine.ranks.wire import Load
-from kvrs.engine.worker import geometry_of
+from kvrs_engine.elastic.layouts import SPREAD, Layout, staged, uneven
+from kvrs_engine.elastic.on_demand import reshaped, survivors
+from kvrs_engine.elastic.shares import Share
+from kvrs_engine.elastic.units import Unit, Units
+from kvrs_engine.engine.layers import proofs
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.models.loading import proven
+from kvrs_engine.engine.models.unit_blocks import UnitBlock, assemble
+from kvrs_engine.engine.ranks.cells import memory_bytes
+from kvrs_engine.engine.ranks.futex import Life
+from kvrs_engine.engine.ranks.rank import _Loaded
+from kvrs_engine.engine.ranks.wire import Load
+from kvrs_engine.engine.worker import geometry_of
 from tests.engine.ranks.test_rank_group import SETTINGS
 
 pytestmark = pytest.mark.engine

@@ -19,27 +19,27 @@ import torch
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.engine import ElasticSettings, EngineSettings
 from kvrs.config.file import parse_config
-from kvrs.elastic import waiting
-from kvrs.elastic.ways.base import Way
-from kvrs.engine import instance as instances
-from kvrs.engine.instance import LoadedModel
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.nursery import AdoptedChild, Nursery
-from kvrs.engine.ranks import processes as started
-from kvrs.engine.ranks import stages
-from kvrs.engine.ranks.formation import RankFormation
-from kvrs.engine.ranks.group import RankGroup
-from kvrs.engine.ranks.processes import RankProcesses
-from kvrs.engine.ranks.reformer import cells_of
-from kvrs.engine.ranks.seats import RankSeat
-from kvrs.engine.ranks.settings import layout_of
-from kvrs.engine.ranks.wire import Loaded
-from kvrs.engine.worker import Worker
 from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.elastic import waiting
+from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.engine import instance as instances
+from kvrs_engine.engine.instance import LoadedModel
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.nursery import AdoptedChild, Nursery
+from kvrs_engine.engine.ranks import processes as started
+from kvrs_engine.engine.ranks import stages
+from kvrs_engine.engine.ranks.formation import RankFormation
+from kvrs_engine.engine.ranks.group import RankGroup
+from kvrs_engine.engine.ranks.processes import RankProcesses
+from kvrs_engine.engine.ranks.reformer import cells_of
+from kvrs_engine.engine.ranks.seats import RankSeat
+from kvrs_engine.engine.ranks.settings import layout_of
+from kvrs_engine.engine.ranks.wire import Loaded
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 from tests.cluster.launches import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.process]
@@ -224,7 +224,7 @@ def test_a_restart_is_predicted_without_what_the_start_did_once(
     """The first rank of a process waits for a nursery to begin, and all ranks prove what they may
     need after losses: the next one, for which the others wait, does neither.
     """
-    nursery = Nursery(["kvrs.engine.ranks.rank"])
+    nursery = Nursery(["kvrs_engine.engine.ranks.rank"])
     begun_s: list[float] = []
     fork = nursery.fork
 

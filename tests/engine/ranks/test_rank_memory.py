@@ -16,20 +16,21 @@ import pytest
 import torch
 
 from kvrs.config.engine import EngineSettings
-from kvrs.elastic.layouts import Layout, even
-from kvrs.elastic.plans import HOST, Move
-from kvrs.elastic.units import Unit, UnitKind
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.models.unit_blocks import UnitBlocks
-from kvrs.engine.models.weights import Weights
-from kvrs.engine.nursery import Nursery
-from kvrs.engine.ranks.cells import memory_bytes
-from kvrs.engine.ranks.exchange import Areas
-from kvrs.engine.ranks.futex import Life
-from kvrs.engine.ranks.processes import RankProcesses
-from kvrs.engine.ranks.rank import _Loaded, _Rank
-from kvrs.engine.ranks.seats import RankSeat, UnitAt
-from kvrs.engine.ranks.wire import (
+from kvrs.transfer.shared_memory.regions import Region
+from kvrs_engine.elastic.layouts import Layout, even
+from kvrs_engine.elastic.plans import HOST, Move
+from kvrs_engine.elastic.units import Unit, UnitKind
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.models.unit_blocks import UnitBlocks
+from kvrs_engine.engine.models.weights import Weights
+from kvrs_engine.engine.nursery import Nursery
+from kvrs_engine.engine.ranks.cells import memory_bytes
+from kvrs_engine.engine.ranks.exchange import Areas
+from kvrs_engine.engine.ranks.futex import Life
+from kvrs_engine.engine.ranks.processes import RankProcesses
+from kvrs_engine.engine.ranks.rank import _Loaded, _Rank
+from kvrs_engine.engine.ranks.seats import RankSeat, UnitAt
+from kvrs_engine.engine.ranks.wire import (
     Attach,
     Fetched,
     FetchUnits,
@@ -39,9 +40,8 @@ from kvrs.engine.ranks.wire import (
     UnitMove,
     UnitPlace,
 )
-from kvrs.engine.ranks.yielding import COPY_NICE
-from kvrs.engine.worker import geometry_of
-from kvrs.transfer.shared_memory.regions import Region
+from kvrs_engine.engine.ranks.yielding import COPY_NICE
+from kvrs_engine.engine.worker import geometry_of
 
 pytestmark = pytest.mark.engine
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster.ports import resolve_ports
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.engine import ElasticSettings, ExpertSettings
 from kvrs.config.exposure import check_exposure
 from kvrs.config.file import parse_config
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.ranks.settings import check_layouts, layout_of
 from kvrs.errors import ConfigError
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.ranks.settings import check_layouts, layout_of
+from kvrs_lab.cluster.ports import resolve_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvrs.elastic import waiting
-from kvrs.elastic.layouts import Layout, even
-from kvrs.elastic.reforming import ReformingPhase
-from kvrs.elastic.ways.base import Way
-from kvrs.engine.ranks.seats import Answered
-from kvrs.engine.ranks.wire import Loaded
-from kvrs.engine.ranks.yielding import COPY_NICE
 from kvrs.errors import KvrsError
+from kvrs_engine.elastic import waiting
+from kvrs_engine.elastic.layouts import Layout, even
+from kvrs_engine.elastic.reforming import ReformingPhase
+from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.engine.ranks.seats import Answered
+from kvrs_engine.engine.ranks.wire import Loaded
+from kvrs_engine.engine.ranks.yielding import COPY_NICE
 from tests.engine.ranks.scripted_ranks import UNITS, ScriptedGroup, ScriptedSeat, scripted
 
 ALL = (0, 1, 2, 3)

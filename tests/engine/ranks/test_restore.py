@@ -14,20 +14,20 @@ import pytest
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
-from kvrs.elastic.layouts import hybrid, staged
-from kvrs.engine.hooks import StepHook
-from kvrs.engine.instance import EngineInstance, LoadedModel, describe_model
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.ranks.reformer import cells_of
-from kvrs.engine.routes import make_app
-from kvrs.engine.worker import end_tokens_of, geometry_of
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell
-from kvrs.scheduling import sequences
-from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.peers import PullResult
+from kvrs_engine.elastic.layouts import hybrid, staged
+from kvrs_engine.engine.hooks import StepHook
+from kvrs_engine.engine.instance import EngineInstance, LoadedModel, describe_model
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.ranks.reformer import cells_of
+from kvrs_engine.engine.routes import make_app
+from kvrs_engine.engine.worker import end_tokens_of, geometry_of
+from kvrs_engine.scheduling import sequences
+from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.ports import instance_client
 from kvrs_testkit.ranks_in_threads import ThreadRanks
 from tests.engine.serving import SECRET

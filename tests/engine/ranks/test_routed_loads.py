@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from kvrs.config.engine import ExpertSettings
-from kvrs.elastic import on_demand
-from kvrs.elastic.layouts import Layout, staged, uneven
-from kvrs.elastic.units import Units
-from kvrs.engine.ranks.reformer import Reformer
-from kvrs.engine.ranks.routed import RoutedLoads
-from kvrs.engine.ranks.routed_notes import RoutingNotes
 from kvrs.ids import InstanceId
 from kvrs.transfer.store.directory import StoreDirectory
+from kvrs_engine.elastic import on_demand
+from kvrs_engine.elastic.layouts import Layout, staged, uneven
+from kvrs_engine.elastic.units import Units
+from kvrs_engine.engine.ranks.reformer import Reformer
+from kvrs_engine.engine.ranks.routed import RoutedLoads
+from kvrs_engine.engine.ranks.routed_notes import RoutingNotes
 
 pytestmark = pytest.mark.engine
 

@@ -12,21 +12,21 @@ import torch
 
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.engine import ElasticSettings
-from kvrs.elastic.layouts import SPREAD, Layout, even, hybrid, staged
-from kvrs.elastic.units import Units
-from kvrs.elastic.ways.base import Way
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.ranks.group import RankGroup
-from kvrs.engine.ranks.settings import layout_of
-from kvrs.engine.ranks.spread import PrefillShares, prefill_cost
-from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Role
-from kvrs.scheduling.sequences import Chunk
-from kvrs.scheduling.shares import Waiting
+from kvrs_engine.elastic.layouts import SPREAD, Layout, even, hybrid, staged
+from kvrs_engine.elastic.units import Units
+from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.ranks.group import RankGroup
+from kvrs_engine.engine.ranks.settings import layout_of
+from kvrs_engine.engine.ranks.spread import PrefillShares, prefill_cost
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
+from kvrs_engine.scheduling.shares import Waiting
 from tests.engine.ranks.test_in_place import answers_of, kill, when_moving
 from tests.engine.ranks.test_rank_group import SETTINGS
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.ranks.connection import StageConnection
-from kvrs.engine.ranks.nodes import RanksOnNodes
-from kvrs.engine.ranks.remote import RemoteStage
-from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.ranks.connection import StageConnection
+from kvrs_engine.engine.ranks.nodes import RanksOnNodes
+from kvrs_engine.engine.ranks.remote import RemoteStage
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 from tests.cluster.launches import until
 from tests.engine.ranks.on_nodes import chunks, config_of, head_of, hosting
 

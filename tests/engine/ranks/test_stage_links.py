@@ -13,8 +13,13 @@ import pytest
 
 from kvrs.config.file import Config
 from kvrs.config.transfer import TransferSettings
-from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.ranks.link import (
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.tags import Tag
+from kvrs.transfer.handshake import admit
+from kvrs.transfer.peers import Identity
+from kvrs.transfer.stream import SocketStream, page_socket
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.ranks.link import (
     VERSION,
     Begin,
     BringParts,
@@ -28,13 +33,8 @@ from kvrs.engine.ranks.link import (
     facts_digest,
     stage_key,
 )
-from kvrs.engine.worker import geometry_of
-from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.tags import Tag
-from kvrs.scheduling.sequences import Chunk
-from kvrs.transfer.handshake import admit
-from kvrs.transfer.peers import Identity
-from kvrs.transfer.stream import SocketStream, page_socket
+from kvrs_engine.engine.worker import geometry_of
+from kvrs_engine.scheduling.sequences import Chunk
 from tests.engine.ranks import test_stage_ring
 from tests.engine.ranks.on_nodes import (
     PATIENCE_S,

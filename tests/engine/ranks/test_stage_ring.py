@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from kvrs.config.file import Config, parse_config
-from kvrs.elastic.ways.base import Way
-from kvrs.engine.instance import EngineInstance
-from kvrs.engine.ranks.nodes import RanksOnNodes
-from kvrs.engine.requests import GenerationRun
 from kvrs.ids import InstanceId
 from kvrs.protocol.stages import RestartReport, StageInfo
+from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.engine.instance import EngineInstance
+from kvrs_engine.engine.ranks.nodes import RanksOnNodes
+from kvrs_engine.engine.requests import GenerationRun
 from kvrs_testkit.forked import ForkedProcess
 from kvrs_testkit.free_ports import free_ports
 from tests.engine.peers import PeerEngine, _introduce

@@ -18,8 +18,10 @@ import pytest
 import torch
 
 from kvrs.config.file import Config
-from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.ranks.link import (
+from kvrs.errors import KvrsError, RanksLostError, TransferError
+from kvrs.ids import InstanceId
+from kvrs_engine.engine.layers.proofs import same_bytes
+from kvrs_engine.engine.ranks.link import (
     VERSION,
     Begin,
     ComputeStage,
@@ -33,13 +35,11 @@ from kvrs.engine.ranks.link import (
     StageRefused,
     WritePages,
 )
-from kvrs.engine.ranks.nodes import StageGroup
-from kvrs.engine.ranks.remote import RemoteStage
-from kvrs.engine.ranks.wire import WireChunk
-from kvrs.engine.worker import Worker
-from kvrs.errors import KvrsError, RanksLostError, TransferError
-from kvrs.ids import InstanceId
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.engine.ranks.nodes import StageGroup
+from kvrs_engine.engine.ranks.remote import RemoteStage
+from kvrs_engine.engine.ranks.wire import WireChunk
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.forked import ForkedProcess
 from tests.engine.ranks.on_nodes import (
     D0,

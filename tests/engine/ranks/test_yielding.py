@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.engine.ranks.yielding import LOAD_NICE, yielding
+from kvrs_engine.engine.ranks.yielding import LOAD_NICE, yielding
 from kvrs_testkit.processes import below
 from tests.engine.ranks.on_nodes import config_of, head_of, hosting
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.engine.speculation.pairs import write_pair
+from kvrs_engine.engine.speculation.pairs import write_pair
 from kvrs_testkit.noted_prefill import note_prefill
 
 ACCEPTANCE = 0.6

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from aiohttp import WSCloseCode, WSMsgType
 
-from kvrs.engine.instance import EngineInstance
-from kvrs.engine.speculation.paired import PairedDrafts, vocabulary_digest
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import MAX_MESSAGE_BYTES, Burst, DraftOffer, MirrorUpdate
+from kvrs_engine.engine.instance import EngineInstance
+from kvrs_engine.engine.speculation.paired import PairedDrafts, vocabulary_digest
 from tests.engine.serving import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvrs.config.file import Config
-from kvrs.engine.random_model import random_tokenizer, random_weights, write_model
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import ReloadState
+from kvrs_engine.engine.random_model import random_tokenizer, random_weights, write_model
 from kvrs_testkit.blocked_load import blocked_load
 from kvrs_testkit.processes import ForkedProcesses
 from tests.engine.speculation.restarts import asking, instances_of

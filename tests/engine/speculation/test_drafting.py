@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from kvrs.config.engine import EngineSettings
-from kvrs.engine.sampler import SamplingParams, sample
-from kvrs.engine.speculation.drafting import Drafting
-from kvrs.engine.speculation.pairs import LEAST, agreement, write_pair
-from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 from kvrs.protocol.speculation import DraftChoice, MirrorUpdate
-from kvrs.scheduling.alignment import Bursts
-from kvrs.scheduling.sequences import Chunk
+from kvrs_engine.engine.sampler import SamplingParams, sample
+from kvrs_engine.engine.speculation.drafting import Drafting
+from kvrs_engine.engine.speculation.pairs import LEAST, agreement, write_pair
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.alignment import Bursts
+from kvrs_engine.scheduling.sequences import Chunk
 from tests.engine.speculation.conftest import ACCEPTANCE
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("drafts")]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.engine.speculation.lookup import PROBE_EVERY_TOKENS, PromptLookup
+from kvrs_engine.engine.speculation.lookup import PROBE_EVERY_TOKENS, PromptLookup
 
 
 def test_what_followed_the_last_time_is_proposed() -> None:

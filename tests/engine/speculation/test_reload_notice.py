@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvrs.config.speculation import SpeculationSettings
-from kvrs.engine.speculation.drafts import LookupDrafts, ReloadNotices
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import Reload, ReloadNotice, ReloadState
+from kvrs_engine.engine.speculation.drafts import LookupDrafts, ReloadNotices
 from kvrs_testkit.blocked_load import blocked_load
 from kvrs_testkit.processes import ForkedProcesses, Processes
 from tests.engine.speculation.restarts import asking, instances_of

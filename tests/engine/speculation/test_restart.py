@@ -8,10 +8,10 @@ import aiohttp
 import pytest
 
 from kvrs.config.file import Config, parse_config
-from kvrs.engine.speculation.helping import DraftHelper
-from kvrs.engine.speculation.reload import Restart
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import ReloadState
+from kvrs_engine.engine.speculation.helping import DraftHelper
+from kvrs_engine.engine.speculation.reload import Restart
 
 D1 = InstanceId("d1")
 SECRET = b"s" * 32

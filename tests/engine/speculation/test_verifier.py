@@ -9,12 +9,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvrs.engine import random_model
-from kvrs.engine.hooks import DraftSource, StepHook
-from kvrs.engine.instance import EngineInstance
-from kvrs.engine.kv_pool import KvPool
-from kvrs.engine.requests import GenerationRun
 from kvrs.protocol.tags import page_tags
+from kvrs_engine.engine import random_model
+from kvrs_engine.engine.hooks import DraftSource, StepHook
+from kvrs_engine.engine.instance import EngineInstance
+from kvrs_engine.engine.kv_pool import KvPool
+from kvrs_engine.engine.requests import GenerationRun
 from tests.engine.serving import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]

@@ -9,7 +9,7 @@ import pytest
 
 from kvrs.config.file import ADMIN_ENV_NAME, parse_config
 from kvrs.errors import ConfigError
-from kvrs.load.admin import AdminClient, AdminError, AdminPort
+from kvrs.net.admin import AdminClient, AdminError, AdminPort
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.scripted import SECRET
 from tests.proxy.conftest import ProxyClusterBuilder

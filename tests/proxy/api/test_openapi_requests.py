@@ -17,11 +17,11 @@ from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from kvrs.config.file import parse_config
-from kvrs.engine.instance import EngineInstance
-from kvrs.engine.random_model import write_tiny_model
-from kvrs.engine.server import serve_http
 from kvrs.ids import InstanceId
 from kvrs.proxy.server import Proxy
+from kvrs_engine.engine.instance import EngineInstance
+from kvrs_engine.engine.random_model import write_tiny_model
+from kvrs_engine.engine.server import serve_http
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.proxy_cluster import WITHIN_S
 from tests.agent.agents import SECRET

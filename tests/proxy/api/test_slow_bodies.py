@@ -5,8 +5,8 @@ import asyncio
 import msgspec
 import pytest
 
-from kvrs.connections import ConnectionLimits
-from kvrs.http_connection import HttpConnection
+from kvrs.net.connections import ConnectionLimits
+from kvrs.net.http_connection import HttpConnection
 from tests.proxy.conftest import ProxyClusterBuilder
 
 pytestmark = pytest.mark.network

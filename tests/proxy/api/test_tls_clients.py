@@ -12,11 +12,11 @@ import msgspec
 import openai
 import pytest
 
-from kvrs import http, tls
-from kvrs.cluster.proxies import ProxyProcess
 from kvrs.config.proxy import ProxySettings
-from kvrs.connections import ConnectionLimits
 from kvrs.errors import ConfigError
+from kvrs.net import http, tls
+from kvrs.net.connections import ConnectionLimits
+from kvrs_lab.cluster.proxies import ProxyProcess
 from kvrs_testkit.certificates import MISSING, Authority, Pair
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder

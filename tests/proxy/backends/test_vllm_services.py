@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from kvrs.config.file import Config, parse_config
-from kvrs.names import all_addresses
+from kvrs.net.names import all_addresses
 from kvrs.proxy.fleet import services
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.scripted import SECRET, Script

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvrs import http
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
+from kvrs.net import http
 from kvrs.protocol.mirror import (
     AckStatus,
     BatchAnswer,

@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvrs.cli.incidents import explain_log
 from kvrs.config.file import Config, parse_config
 from kvrs.core.event_log import LogEntry, header_line, read, rerun
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError
-from kvrs.explain.incidents import explain_log
 from kvrs.ids import InstanceId
-from kvrs.logs import old_parts
+from kvrs.process.logs import old_parts
 from kvrs.proxy.server import Proxy
 from kvrs.proxy.streams import event_log
 from kvrs.proxy.streams.event_log import EventLog

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvrs.cli.incidents import grouped
 from kvrs.core.event_log import LogEntry, read
-from kvrs.explain.incidents import grouped
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.streams.metrics import OUTCOMES_OF_REQUESTS

@@ -17,14 +17,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvrs.config.file import parse_config
-from kvrs.engine.instance import EngineInstance
-from kvrs.engine.random_model import write_tiny_model
-from kvrs.engine.server import serve_http
 from kvrs.ids import InstanceId, StreamId
 from kvrs.proxy.server import Proxy
 from kvrs.proxy.streams.spans import RequestTracer
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, RequestContext, read
+from kvrs_engine.engine.instance import EngineInstance
+from kvrs_engine.engine.random_model import write_tiny_model
+from kvrs_engine.engine.server import serve_http
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Fault

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvrs.core.fleet import self_tests as book
-from kvrs.load.admin import AdminClient, AdminError, AdminPort
+from kvrs.net.admin import AdminClient, AdminError, AdminPort
 from kvrs.protocol.instance import Capability
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Fault, Scripted

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from kvrs.errors import UpstreamError
+from kvrs.net.proving import address_of
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.protocol.token_ids import decode, encode, packed
-from kvrs.proving import address_of
 from kvrs.proxy.backends import pd
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call

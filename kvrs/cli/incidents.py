@@ -1,0 +1,477 @@
+"""Incidents of an event log: its losses and decisions with their real cost, those near each other
+as one incident, and the choice of another policy at the same moments. Requests that were at fault
+themselves are no incidents.
+"""
+
+import gzip
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from kvrs.config.policy import PolicyName
+from kvrs.core.books.prefill_scale import ENOUGH_PREFILLS
+from kvrs.core.event_log import Header, LogEntry, read, rerun
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.recovery import RecoveryPolicy
+from kvrs.core.rules.base import best_by_option
+from kvrs.errors import LogError
+from kvrs.ids import InstanceId, StreamId
+from kvrs.process.logs import old_parts
+from kvrs.tables import show
+
+# Losses and decisions within this time of the last ones belong to the same incident.
+_APART_S = 2.0
+
+Moments = Callable[[float], dict[str, Any]]  # A time of the log as a document has it.
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    line: int
+    at_s: float
+    instance: InstanceId  # Or the agent.
+    cause: str
+    stream: StreamId | None  # Of an attempt that broke alone; None: the instance or agent is lost.
+    is_refusal: bool = False  # Of an attempt, by a 4xx.
+
+
+@dataclass(slots=True)
+class RecordedDecision:
+    line: int
+    at_s: float
+    action: act.Recovered | act.GiveUp
+    plan: act.Plan | None  # None: the stream was given up, or stayed where it was.
+    settled: act.Settled | None = None  # None: the attempt, or the log, ended before a token.
+    after_refusal: bool = False  # The attempt before was refused.
+
+    @property
+    def option(self) -> str:
+        return "given up" if isinstance(self.action, act.GiveUp) else self.action.option.value
+
+    @property
+    def cause(self) -> str:
+        return self.action.message if isinstance(self.action, act.GiveUp) else self.action.cause
+
+    @property
+    def way(self) -> str:
+        """Option, source and target by which the stream was brought back."""
+        action, plan = self.action, self.plan
+        if isinstance(action, act.GiveUp):
+            return Option.ABORT.value
+        if plan is None:
+            return f"{action.option.value} at {action.failed}"
+        if plan.prefill is not None:
+            return f"{action.option.value} at {plan.prefill}, to {plan.decode}"
+        runs = ", ".join(map(_run, plan.runs))
+        return f"{action.option.value} to {plan.decode}" + (f" from {runs}" if runs else "")
+
+    @property
+    def chosen(self) -> Estimate | None:
+        """The estimate that was carried out; None: the stream was given up."""
+        action, plan = self.action, self.plan
+        if isinstance(action, act.GiveUp):
+            return None
+        wanted = action.option, action.failed if plan is None else plan.decode, action.predicted_s
+        estimates = ((e, (e.option, e.target, e.next_token_s)) for e in action.estimates)
+        return next((estimate for estimate, found in estimates if found == wanted), None)
+
+    @property
+    def others_wait_s(self) -> float | None:
+        """Charge of the chosen estimate for the wait of other victims; None: there was none."""
+        if isinstance(self.action, act.GiveUp) or not self.action.others or self.chosen is None:
+            return None
+        return self.chosen.wait_of_others_s(self.action.others)
+
+    @property
+    def options(self) -> dict[str, float]:
+        """Each option with its least predicted cost at any target, the cheapest first."""
+        estimates = () if isinstance(self.action, act.GiveUp) else self.action.estimates
+        best = sorted(best_by_option(estimates), key=lambda each: each.total_s)
+        return {each.option.value: each.total_s for each in best}
+
+
+def _run(run: act.PageRange) -> str:
+    return f"{run.holder} [{run.first_page}, {run.first_page + run.pages})"
+
+
+def incidents(entries: Iterable[LogEntry]) -> list[Loss | RecordedDecision]:
+    """Losses and decisions in the order in which they happened."""
+    happened: list[Loss | RecordedDecision] = []
+    open_: dict[tuple[StreamId, int], RecordedDecision] = {}
+    refused: set[StreamId] = set()  # Their last failure was a refusal.
+    rejected: set[StreamId] = set()  # Their requests were at fault.
+    for entry in entries:
+        if (loss := _loss(entry)) is not None:
+            happened.append(loss)
+            if loss.stream is not None:
+                (refused.add if loss.is_refusal else refused.discard)(loss.stream)
+        if isinstance(entry.event, ev.InstanceLost):
+            refused.difference_update(entry.event.produced_tokens)
+        plans = {
+            (each.stream, each.attempt): each.plan
+            for each in entry.actions
+            if isinstance(each, act.Start)
+        }
+        for action in entry.actions:
+            match action:
+                case act.Recovered(stream=stream, attempt=attempt):
+                    open_[stream, attempt] = decision = RecordedDecision(
+                        entry.line,
+                        entry.now_s,
+                        action,
+                        plans.get((stream, attempt)),
+                        after_refusal=stream in refused,
+                    )
+                    happened.append(decision)
+                case act.GiveUp():
+                    if action.reason is act.Reason.REFUSED:
+                        rejected.add(action.stream)
+                    happened.append(RecordedDecision(entry.line, entry.now_s, action, None))
+                case act.Settled(stream=stream, attempt=attempt) if (stream, attempt) in open_:
+                    open_.pop((stream, attempt)).settled = action
+                case _:
+                    pass
+    return [each for each in happened if not _is_about_a_request(each, rejected)]
+
+
+def _is_about_a_request(each: Loss | RecordedDecision, rejected: set[StreamId]) -> bool:
+    """True if it came of the fault of a request, and no instance is to blame."""
+    if isinstance(each, Loss):
+        return each.is_refusal and each.stream in rejected
+    is_over = isinstance(each.action, act.GiveUp)
+    return each.action.stream in rejected and (is_over or each.after_refusal)
+
+
+def _loss(entry: LogEntry) -> Loss | None:
+    event, at = entry.event, (entry.line, entry.now_s)
+    match event:
+        case ev.InstanceLost():
+            return Loss(*at, event.instance, event.cause, None)
+        case ev.HolderLost():
+            return Loss(*at, event.holder, event.cause, None)
+        case ev.AttemptFailed():
+            is_refusal = event.failure is ev.FailureKind.REFUSED
+            return Loss(*at, event.instance, event.cause, event.stream, is_refusal)
+        case _:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    number: int  # From 1, in the order of the log.
+    at_s: float
+    losses: tuple[Loss, ...]
+    decisions: tuple[RecordedDecision, ...]
+
+    @property
+    def cause(self) -> str:
+        lost = [f"{each.instance} lost" for each in self.losses if each.stream is None]
+        broken = [f"failed at {each.instance}" for each in self.losses if each.stream is not None]
+        return ", ".join(dict.fromkeys(lost or broken or [each.cause for each in self.decisions]))
+
+    @property
+    def outcome(self) -> str:
+        given_up = sum(isinstance(each.action, act.GiveUp) for each in self.decisions)
+        back = sum(each.settled is not None for each in self.decisions)
+        open_ = len(self.decisions) - given_up - back
+        counts = {"back": back, "tried again or cut off": open_, "given up": given_up}
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+
+
+# The option and the prediction of another policy, by line of the log and stream, given all that
+# happened before. No option: it gives the stream up, or has it wait.
+OtherDecisions = dict[int, dict[str, dict[str, Any]]]
+
+
+def grouped(entries: Iterable[LogEntry]) -> list[Incident]:
+    """The incidents of a log: every loss and every decision is in one."""
+    groups: list[list[Loss | RecordedDecision]] = []
+    for each in incidents(entries):
+        if not groups or each.at_s > groups[-1][-1].at_s + _APART_S:
+            groups.append([])
+        groups[-1].append(each)
+    # A stream that is refused without a loss is overload, not an incident.
+    found = [group for group in groups if not all(map(_is_refusal, group))]
+    return [
+        Incident(
+            number,
+            group[0].at_s,
+            tuple(each for each in group if isinstance(each, Loss)),
+            tuple(each for each in group if isinstance(each, RecordedDecision)),
+        )
+        for number, group in enumerate(found, 1)
+    ]
+
+
+def _is_refusal(each: Loss | RecordedDecision) -> bool:
+    return isinstance(each, RecordedDecision) and isinstance(each.action, act.GiveUp)
+
+
+def what_if(
+    records: Sequence[Header | LogEntry], name: PolicyName, lines: set[int]
+) -> OtherDecisions:
+    """By line of the log: at that event, after everything before it as it was, this policy decides.
+
+    Raises:
+        LogError: the log begins in the middle.
+    """
+    found: OtherDecisions = {}
+    policy: RecoveryPolicy | None = None
+    header: Header | None = None
+    for record in records:
+        if isinstance(record, Header):
+            if record.part == 1:
+                policy, header = RecoveryPolicy(record.policy, record.slo, record.backup), record
+            continue
+        if policy is None or header is None:
+            raise LogError("the log begins in the middle; allowed with --what-if: from part 1 on")
+        if isinstance(record.event, ev.SettingsReloaded):
+            header = replace(header, policy=record.event.policy, slo=record.event.slo)
+        if record.line in lines:
+            other = deepcopy(policy)
+            settings = header.policy.model_copy(update={"name": name})
+            # What is due by then is decided at the first of the two.
+            actions = other.handle(ev.SettingsReloaded(settings, header.slo), record.now_s)
+            actions += other.handle(record.event, record.now_s)
+            found[record.line] = {
+                each.stream: {
+                    "option": getattr(each, "option", None),
+                    "predicted_s": getattr(each, "predicted_s", None),
+                }
+                for each in reversed(actions)
+                if isinstance(each, act.Recovered | act.GiveUp)
+            }
+        policy.handle(record.event, record.now_s)
+    return found
+
+
+def explain_log(path: Path, *, as_json: bool = False) -> bool:
+    """Print each loss and each decision of an event log, and whether the policy, given the same
+    events, asks for the same again.
+
+    Returns:
+        False if it does not.
+
+    Raises:
+        LogError: the file cannot be read, or one of its lines is none.
+    """
+    lines, notes = lines_of(path)
+    with _named(path):
+        records = [*read(lines)]
+        # From its middle on a log can be shown, but not run again: earlier events are missing.
+        is_whole = not any(isinstance(each, Header) and each.part > 1 for each in records[:1])
+        again = rerun(lines) if is_whole else None
+    if again is None:
+        notes.append("not run again: the log begins in the middle")
+    difference = None if again is None else again.difference
+    entries = [record for record in records if isinstance(record, LogEntry)]
+    notes += _guesses(entries)
+    happened, moment = incidents(entries), _moments(entries, zero_s=0.0)
+    document = {
+        "version": 1,
+        "log": path.name,
+        "notes": notes,
+        "events": len(entries),
+        "actions": sum(len(entry.actions) for entry in entries),
+        "span_s": entries[-1].now_s - entries[0].now_s if entries else 0.0,
+        "began_wall_s": entries[0].wall_s if entries else None,
+        "same": None if again is None else difference is None,
+        "difference": difference
+        and {
+            "line": difference.entry.line,
+            "event": type(difference.entry.event).__name__,
+            "recorded": [each if as_json else str(each) for each in difference.entry.actions],
+            "again": [each if as_json else str(each) for each in difference.again],
+        },
+        "losses": [asdict(each) | moment(each.at_s) for each in happened if isinstance(each, Loss)],
+        "decisions": [
+            _plain_decision(each, moment, {})
+            | {name: getattr(each, name) for name in ("action", "plan", "settled", "after_refusal")}
+            for each in happened
+            if isinstance(each, RecordedDecision)
+        ],
+    }
+    show(document, as_json=as_json, hidden=("action", "plan", "settled", "option", "outcome"))
+    return difference is None
+
+
+def show_incidents(
+    path: Path, number: int | None, policy: PolicyName | None, *, as_json: bool
+) -> None:
+    """Print all incidents, or one in detail.
+
+    Raises:
+        LogError: the log cannot be read, or has no incident of this number.
+    """
+    lines, notes = lines_of(path)
+    with _named(path):
+        records = [*read(lines)]
+        entries = [record for record in records if isinstance(record, LogEntry)]
+        found = grouped(entries)
+        if number is not None:
+            if not 1 <= number <= len(found):
+                allowed = f"1 to {len(found)}" if found else "none, since nothing was lost"
+                raise LogError(f"incident {number}: there is none; allowed: {allowed}")
+            found = [found[number - 1]]
+        notes += _guesses(entries)
+        asked = {each.line for incident in found for each in incident.decisions}
+        instead = {} if policy is None else what_if(records, policy, asked)
+    moment = _moments(entries, zero_s=entries[0].now_s if entries else 0.0)
+    plain = [_plain(each, moment, instead) for each in found]
+    is_list = as_json or number is None
+    document = {
+        "version": 1,
+        "log": path.name,
+        "notes": notes,
+        "what_if": policy,
+        "incidents": plain if is_list else plain[0],
+    }
+    show(document, as_json=as_json, hidden=("losses", "decisions") if is_list else ("option",))
+
+
+def _guesses(entries: Iterable[LogEntry]) -> Iterator[str]:
+    """A note on instances of which the prefill times were guessed."""
+    ups = [each.event for each in entries if isinstance(each.event, ev.InstanceUp)]
+    guessed = {each.info.id for each in ups if _is_guess(each)}
+    if guessed:
+        yield (
+            f"prefill times of {', '.join(sorted(guessed))} are a guess by the size of the model, "
+            f"times a factor that is learned from {ENOUGH_PREFILLS} prefills on"
+        )
+
+
+def _is_guess(up: ev.InstanceUp) -> bool:
+    return up.info.prefill.is_guess if up.prefill is None else up.prefill.is_guess
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of a log begin with the name of its file."""
+    try:
+        yield
+    except LogError as error:
+        raise LogError(f"{path}: {error}") from error
+
+
+def lines_of(path: Path) -> tuple[list[str], list[str]]:
+    """The lines of the log, with those of the file before it where it continues that, and notes on
+    them.
+    """
+    lines, notes = _lines_of_file(path)
+    part, own_lines = _part_of(path, lines), len(lines)
+    numbered = re.fullmatch(r"(.+)\.([0-9]{1,15})\.gz", path.name)
+    before = path if numbered is None else path.with_name(numbered[1])
+    begin: list[str] = []  # Of the older parts, the newest first.
+    for number, file in sorted(old_parts(before).items(), reverse=True):
+        if numbered is not None and number >= int(numbered[2]):
+            continue
+        if part == 1:
+            break
+        earlier, more = _lines_of_file(file)
+        if _part_of(file, earlier) != part - 1:
+            break
+        lines, notes, part = [*earlier, *lines], [*more, *notes], part - 1
+        begin.append(file.name)
+    if begin:
+        files = begin[0] if len(begin) == 1 else f"{begin[-1]} to {begin[0]}"
+        notes = [f"begins with {files}, {len(lines) - own_lines:,} lines", *notes]
+    return lines, notes
+
+
+def _part_of(path: Path, lines: list[str]) -> int:
+    """The number of the part that a file holds; 1 for an empty one."""
+    with _named(path):
+        header = next(read(lines), None)
+    return header.part if isinstance(header, Header) else 1
+
+
+def _lines_of_file(path: Path) -> tuple[list[str], list[str]]:
+    try:
+        whole = path.read_bytes()
+        text = (gzip.decompress(whole) if path.suffix == ".gz" else whole).decode()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise LogError(f"{path}: {error}") from None
+    except OSError as error:
+        raise LogError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise LogError(f"{path}: not text: {error.reason} at byte {error.start}") from None
+    *lines, rest = text.split("\n")
+    # A proxy that is killed while it writes leaves part of a line.
+    cut = f"{path.name} ends within line {len(lines) + 1}, which is left out"
+    return lines, [cut] if rest else []
+
+
+def _moments(entries: Sequence[LogEntry], *, zero_s: float) -> Moments:
+    """Converts times of a log to seconds since `zero_s` and to UTC, to be laid beside records of
+    others; older logs have no wall clock.
+    """
+    first = next(iter(entries), None)
+    wall_zero_s = None if first is None or first.wall_s is None else first.wall_s - first.now_s
+
+    def moment(at_s: float) -> dict[str, Any]:
+        utc = None if wall_zero_s is None else datetime.fromtimestamp(wall_zero_s + at_s, UTC)
+        return {
+            "at_s": at_s - zero_s,
+            "at_utc": utc and utc.isoformat(timespec="milliseconds"),
+        }
+
+    return moment
+
+
+def _plain(incident: Incident, moment: Moments, instead: OtherDecisions) -> dict[str, Any]:
+    decisions = [_plain_decision(each, moment, instead) for each in incident.decisions]
+    settled = [each.settled for each in incident.decisions if each.settled is not None]
+    return {
+        "id": incident.number,
+        **moment(incident.at_s),
+        "cause": incident.cause,
+        "outcome": incident.outcome,
+        "victims": len({each["stream"] for each in decisions}),
+        "decided": Counter(each["option"] for each in decisions),
+        "worst_s": max((each.real_s for each in settled), default=None),
+        "regret_s": sum(each.regret_s for each in settled) if settled else None,
+        "decided_otherwise": sum(map(_differs, decisions)) if instead else None,
+        "losses": [asdict(each) | moment(each.at_s) for each in incident.losses],
+        "decisions": decisions,
+    }
+
+
+def _differs(decision: dict[str, Any]) -> bool:
+    """True if the other policy takes another option, or does not decide for the stream then."""
+    other = decision["instead"]
+    return other is None or (other["option"] or "given up") != decision["option"]
+
+
+def _plain_decision(
+    each: RecordedDecision, moment: Moments, instead: OtherDecisions
+) -> dict[str, Any]:
+    action, settled = each.action, each.settled
+    back = "open" if settled is None else "back"
+    return {
+        "line": each.line,
+        **moment(each.at_s),
+        "stream": action.stream,
+        "attempt": getattr(action, "attempt", None),
+        "option": each.option,
+        "way": each.way,
+        "cause": each.cause,
+        "raw_s": getattr(each.chosen, "raw_s", None),
+        "predicted_s": getattr(action, "predicted_s", None),
+        "others_wait_s": each.others_wait_s,
+        "real_s": getattr(settled, "real_s", None),
+        "regret_s": getattr(settled, "regret_s", None),
+        "outcome": "given up" if isinstance(action, act.GiveUp) else back,
+        "options": each.options,
+        "instead": instead.get(each.line, {}).get(action.stream),
+    }

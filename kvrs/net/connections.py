@@ -1,0 +1,87 @@
+"""How many connections a port has room for, and which one is closed in favour of another."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrs.process.descriptors import descriptors_left
+
+_MAX_CONNECTIONS = 8192
+_PAGE_PORT = 512  # Connections of peers and strangers there.
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """How many connections a port has at a time, in all and from one address."""
+
+    total: int
+    per_address: int
+
+    @classmethod
+    def of_peers(cls) -> "ConnectionLimits":
+        """Limits of an instance or an agent: half of the descriptors beside those of its page port.
+        Its peers are few, and may share an address, which leaves a quarter to the others.
+        """
+        total = min(_MAX_CONNECTIONS, descriptors_left(_PAGE_PORT) // 2)
+        return cls(total, max(1, total * 3 // 4))
+
+
+class Counted(Protocol):
+    """A connection; `scope` is what its client has proved, None for a stranger."""
+
+    idle_since_s: float | None  # None: it has a request.
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def scope(self) -> object | None: ...
+    def abort(self) -> None: ...
+
+
+class Connections:
+    """The connections of one port. In place of a new one beyond a limit, the one is closed that
+    has been without a request for longest, of a stranger if there is one; where all have one, the
+    new one is refused.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._of_address: dict[str, int] = {}
+        self._open: dict[Counted, None] = {}
+
+    def admit(self, connection: Counted) -> bool:
+        address = connection.address
+        crowded = self._of_address.get(address, 0) >= self._limits.per_address
+        if crowded or len(self._open) >= self._limits.total:
+            if (evicted := self._most_idle(address if crowded else None)) is None:
+                return False
+            self.forget(evicted)
+            evicted.abort()
+        self._open[connection] = None
+        self._of_address[address] = self._of_address.get(address, 0) + 1
+        return True
+
+    def _most_idle(self, address: str | None) -> Counted | None:
+        """The one that is idle for longest, strangers first; `address`: of this one only."""
+        idle = [
+            (each.scope is not None, each.idle_since_s, number, each)
+            for number, each in enumerate(self._open)
+            if each.idle_since_s is not None and address in (None, each.address)
+        ]
+        return min(idle)[-1] if idle else None
+
+    @property
+    def busy(self) -> int:
+        return sum(each.idle_since_s is None for each in self._open)
+
+    def abort(self) -> None:
+        """Close all."""
+        for connection in list(self._open):
+            connection.abort()
+
+    def forget(self, connection: Counted) -> None:
+        if connection not in self._open:
+            return
+        del self._open[connection]
+        self._of_address[connection.address] -= 1
+        if not self._of_address[connection.address]:
+            del self._of_address[connection.address]

@@ -1,0 +1,170 @@
+"""Heartbeats of a server from a thread of its own: they go on while its event loop stalls, and end
+with the process, also with one that is stopped.
+
+`GET /kvrs/v1/heartbeat?watch=SECONDS` is accepted and authenticated like any other request. Then
+its connection is the thread's: the event loop writes nothing to it any more. Over TLS it does not
+even read it: two threads may not use one TLS connection.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import web
+
+from kvrs.net.http import error, watch_interval_s, watching
+from kvrs.net.tls import ServerSide
+from kvrs.protocol.instance import Heartbeat
+
+PATH = "/kvrs/v1/heartbeat"
+_TICK_S = 0.05  # How often the event loop shows that it runs, and the thread looks.
+# Watches over TLS, which the limit of connections does not count any more.
+_MAX_OVER_TLS = 256
+
+
+def add_heartbeats(app: web.Application) -> None:
+    """Add the route; the thread runs as long as the application."""
+    heartbeats = _Heartbeats()
+    app.router.add_get(PATH, heartbeats.watch)
+    app.cleanup_ctx.append(heartbeats.run)
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    connection: socket.socket
+    interval_s: float
+    tls: ServerSide | None = None
+    next_s: float = 0.0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def send(self, data: bytes) -> bool:
+        """Send the data; False: the connection has ended."""
+        if self.tls is not None:
+            if _has_left(self.connection):
+                return False
+            self.tls.write(data)
+            data = self.tls.outgoing.read()
+        return _send(self.connection, data)
+
+
+class _Heartbeats:
+    def __init__(self) -> None:
+        self._ticked_s = time.monotonic()
+        self._lock = threading.Lock()  # For `_watches`.
+        self._watches: set[_Watch] = set()
+        self._over_tls: set[asyncio.Task[None]] = set()
+        self._stopped = threading.Event()
+
+    async def run(self, app: web.Application) -> AsyncIterator[None]:
+        """The thread and the ticks that it reports, until the application is cleaned up."""
+        ticking = asyncio.create_task(self._tick())
+        loop = asyncio.get_running_loop()
+        thread = threading.Thread(target=self._beat, args=[loop], name="heartbeats", daemon=True)
+        thread.start()
+        yield
+        ticking.cancel()
+        self._stopped.set()
+        await asyncio.to_thread(thread.join)
+
+    async def watch(self, request: web.Request) -> web.StreamResponse:
+        """Hand the connection to the thread until the watcher leaves."""
+        interval_s = watch_interval_s(request)
+        if len(self._over_tls) >= _MAX_OVER_TLS:
+            return error(503, "too many watches are open", kind="server_error")
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        response.enable_chunked_encoding()
+        with watching(request):
+            await response.prepare(request)
+            await response.write(self._line(time.monotonic()))
+            transport = request.transport
+            if transport is None:
+                return response
+            tls = transport.get_extra_info("ssl_object")
+            if tls is not None:
+                await asyncio.sleep(_TICK_S)  # Not all that waits counts as the buffer's size.
+            while transport.get_write_buffer_size():
+                await asyncio.sleep(_TICK_S)
+            number = os.dup(transport.get_extra_info("socket").fileno())
+            watch = _Watch(socket.socket(fileno=number), interval_s, tls)
+            if tls is not None:
+                keeping = asyncio.create_task(self._keep_over_tls(watch, request))
+                self._over_tls.add(keeping)
+                keeping.add_done_callback(self._over_tls.discard)
+                # The event loop forgets the connection, which stays open by its other descriptor.
+                transport.abort()
+            else:
+                with self._lock:
+                    self._watches.add(watch)
+            try:
+                await asyncio.Event().wait()  # The end of the connection cancels this.
+            finally:
+                if tls is None:
+                    self._end(watch)
+        raise AssertionError("unreachable")
+
+    async def _keep_over_tls(self, watch: _Watch, request: web.Request) -> None:
+        try:
+            with watching(request):
+                while request.transport is not None:  # Until then the event loop may use it.
+                    await asyncio.sleep(_TICK_S)
+                with self._lock:
+                    self._watches.add(watch)
+                await watch.ended.wait()
+        finally:
+            self._end(watch)
+
+    async def _tick(self) -> None:
+        while True:
+            self._ticked_s = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+
+    def _line(self, now_s: float) -> bytes:
+        age_s = max(0.0, now_s - self._ticked_s)
+        return msgspec.json.encode(Heartbeat(loop_age_s=age_s)) + b"\n"
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        while not self._stopped.wait(_TICK_S):
+            now_s = time.monotonic()
+            line = self._line(now_s)
+            chunk = b"%x\r\n%s\r\n" % (len(line), line)
+            with self._lock:
+                for watch in list(self._watches):
+                    if now_s >= watch.next_s:
+                        watch.next_s = now_s + watch.interval_s
+                        if not watch.send(chunk):
+                            self._watches.discard(watch)
+                            loop.call_soon_threadsafe(watch.ended.set)
+
+    def _end(self, watch: _Watch) -> None:
+        with self._lock:
+            self._watches.discard(watch)
+            watch.connection.close()
+
+
+def _send(connection: socket.socket, chunk: bytes) -> bool:
+    """Send a chunk whole or end the connection: a watcher that does not read is not waited for."""
+    try:
+        if connection.send(chunk, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) == len(chunk):
+            return True
+    except OSError:
+        pass
+    with contextlib.suppress(OSError):  # It has ended already.
+        connection.shutdown(socket.SHUT_RDWR)
+    return False
+
+
+def _has_left(connection: socket.socket) -> bool:
+    """The watcher has sent something, which can only be its end."""
+    try:
+        connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -1,0 +1,152 @@
+"""Connections to processes of the cluster over HTTP: nothing is sent on one before the process at
+its far end has proved that it is the one of the configuration.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+
+from kvrs.config.cluster import InstanceSettings, NodeSettings
+from kvrs.config.settings import netloc
+from kvrs.net.tls import Certificates, TlsConnector
+from kvrs.protocol.proof import END, MAX_MESSAGE_BYTES, NONCE_BYTES, ClientProof, ProofError
+from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
+
+# A process whose event loop is busy proves itself late.
+PROOF_TIMEOUT_S = 5.0
+
+Address = tuple[str | None, int | None]
+Keys = Mapping[Address, ScopedKey]
+
+
+class UnprovenError(aiohttp.ClientConnectorError):
+    """The process at an address did not prove that it is the one of the configuration."""
+
+    def __init__(self, key: Any, cause: str) -> None:
+        super().__init__(key, OSError(0, cause))
+        self.cause = cause
+
+
+def address_of(url: str) -> Address:
+    parsed = urlsplit(url)
+    return parsed.hostname, parsed.port
+
+
+def instance_keys(
+    secret: bytes, instances: Iterable[InstanceSettings], scope: Scope = Scope.INSTANCE
+) -> Keys:
+    """Keys of the ports at which the instance protocol is spoken."""
+    return {
+        address_of(f"http://{netloc(each.host, each.protocol_port)}"): scoped_key(
+            secret, scope, each.id
+        )
+        for each in instances
+    }
+
+
+def agent_keys(secret: bytes, nodes: Iterable[NodeSettings]) -> Keys:
+    return {
+        address_of(node.agent.url): scoped_key(secret, Scope.AGENT, node.agent_id) for node in nodes
+    }
+
+
+class ProvingConnector(TlsConnector):
+    """A connection pool that proves each of its connections once, when it is made."""
+
+    def __init__(self, keys: Keys, tls: Certificates | None = None, **options: Any) -> None:
+        super().__init__(tls, **options)
+        self._keys = keys
+
+    async def _wrap_create_connection(
+        self,
+        *args: Any,
+        addr_infos: list[aiohttp.AddrInfoType],
+        req: aiohttp.ClientRequest,
+        timeout: aiohttp.ClientTimeout,
+        client_error: type[Exception] = aiohttp.ClientConnectorError,
+        **options: Any,
+    ) -> tuple[asyncio.Transport, ResponseHandler]:
+        factory, *args_left = args
+        key = self._keys.get((req.url.host, req.url.port))
+        if key is None:
+            raise UnprovenError(req.connection_key, "no process of the cluster has this address")
+        transport, greeter = await super()._wrap_create_connection(
+            HandshakeProtocol,
+            *args_left,
+            addr_infos=addr_infos,
+            req=req,
+            timeout=timeout,
+            client_error=client_error,
+            **options,
+        )
+        try:
+            await prove(transport, cast(HandshakeProtocol, greeter), key)
+        except ProofError as error:
+            transport.abort()
+            raise UnprovenError(req.connection_key, str(error)) from None
+        except TimeoutError:
+            transport.abort()
+            raise aiohttp.ConnectionTimeoutError(f"no proof within {PROOF_TIMEOUT_S} s") from None
+        except OSError as error:
+            transport.abort()
+            raise aiohttp.ClientConnectorError(req.connection_key, error) from None
+        except BaseException:
+            transport.abort()
+            raise
+        protocol: ResponseHandler = factory()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        return transport, protocol
+
+
+class HandshakeProtocol(asyncio.Protocol):
+    """Receives the server's proof. It is replaced before the first request, so that the proof
+    costs responses nothing.
+    """
+
+    def __init__(self) -> None:
+        self.reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._buffer = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        is_whole = END in self._buffer or len(self._buffer) > MAX_MESSAGE_BYTES
+        if is_whole and not self.reply.done():
+            self.reply.set_result(self._buffer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.reply.done():
+            self.reply.set_exception(
+                exc if isinstance(exc, OSError) else ConnectionResetError("closed without a proof")
+            )
+            # The task that waited may have been cancelled.
+            self.reply.exception()
+
+
+async def is_done_within(reply: asyncio.Future[bytes], timeout_s: float) -> bool:
+    """Wait for a reply of another process. One that came while this process stood still counts."""
+    await asyncio.wait({reply}, timeout=timeout_s)
+    if not reply.done():
+        # After a stall of the event loop its timers come first: the reply may lie there, unread.
+        await asyncio.sleep(0)
+    return reply.done()
+
+
+async def prove(transport: asyncio.Transport, greeter: HandshakeProtocol, key: ScopedKey) -> None:
+    """Prove both ends of a new connection. The protocol of its requests takes the greeter's place
+    before the event loop runs again.
+
+    Raises:
+        ProofError: the process at the far end did not prove itself.
+        OSError: the connection was lost, TimeoutError included.
+    """
+    proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))
+    transport.write(proof.hello)
+    if not await is_done_within(greeter.reply, PROOF_TIMEOUT_S):
+        raise TimeoutError
+    transport.write(proof.answer(greeter.reply.result()))

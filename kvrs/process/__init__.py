@@ -1,0 +1,1 @@
+"""What a process asks of its machine: memory, descriptors, files, logs."""

@@ -1,0 +1,1 @@
+"""The embedded engine: what it computes with, and its parts that decide."""

@@ -1,0 +1,169 @@
+"""Plans: what is copied from where, so that ranks have what the next layout gives them.
+
+A plan follows from two layouts and the ranks that are gone. A rank keeps what it has; what a living
+rank has is copied from it; the rest is read from the host, each byte once: where several ranks want
+what none has, each reads a piece of its own and the pieces are exchanged (RaidServe 3.2), or one of
+them reads it and the others copy it. KV is planned in the same way, as cells of a layer and a head.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Final
+
+from kvrs_engine.elastic.layouts import SPREAD, Layout
+from kvrs_engine.elastic.units import Unit, UnitKind, Units
+
+HOST: Final = -1  # In place of a source rank.
+_ALIGNED_BYTES = 64  # Pieces of a unit begin at multiples of it.
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Bytes `[start, stop)` of a unit, into the memory of a rank."""
+
+    unit: Unit
+    start: int
+    stop: int
+    source: int  # A rank, or HOST.
+    target: int
+
+    @property
+    def bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class MovePlan:
+    before: Layout
+    after: Layout
+    moves: tuple[Move, ...]
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(move.bytes for move in self.moves if move.source == HOST)
+
+    @property
+    def peer_bytes(self) -> int:
+        return sum(move.bytes for move in self.moves if move.source != HOST)
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.host_bytes + self.peer_bytes
+
+    def host_bytes_by_rank(self, *kinds: UnitKind) -> dict[int, int]:
+        """Bytes that each rank of the next layout reads from the host, of these kinds or of all."""
+        read = dict.fromkeys(self.after.ranks, 0)
+        for move in self.moves:
+            if move.source == HOST and (not kinds or move.unit.kind in kinds):
+                read[move.target] += move.bytes
+        return read
+
+    def bytes_by_kind(self) -> dict[UnitKind, tuple[int, int]]:
+        """From the host and between ranks, of each kind that moves."""
+        moved: dict[UnitKind, list[int]] = defaultdict(lambda: [0, 0])
+        for move in self.moves:
+            moved[move.unit.kind][move.source != HOST] += move.bytes
+        return {kind: (host, peer) for kind, (host, peer) in sorted(moved.items())}
+
+
+def plan(
+    before: Layout,
+    after: Layout,
+    units: Units,
+    dead: Collection[int] = (),
+    kv_bytes: int = 0,
+    arrived: Mapping[int, Collection[Unit]] = MappingProxyType({}),
+    *,
+    in_pieces: bool = True,
+) -> MovePlan:
+    """The moves between two layouts of the same model and stages. `dead`: ranks whose memory is
+    gone; another rank that is not in `after` leaves on purpose and can still be read. `kv_bytes`:
+    KV that is kept, of each layer and head. `arrived`: units that ranks have besides, from an
+    earlier plan that was not carried out to its end. Without `in_pieces` all moves are of whole
+    units, and a unit that none has is read by the rank that has read least so far.
+    """
+    living = [rank for rank in before.ranks if rank not in dead]
+    held = {rank: set(before.held(rank)) for rank in living}
+    for rank, more in arrived.items():
+        held.setdefault(rank, set()).update(more)
+    sent: Counter[int] = Counter()
+    read: Counter[int] = Counter()
+    moves: list[Move] = []
+    for unit, wanting in _wanted(after, held).items():
+        if not (size := units.bytes_of(unit)):
+            continue
+        if holders := [rank for rank, own in held.items() if unit in own]:
+            for target in wanting:
+                source = min(holders, key=lambda rank: (sent[rank], rank))
+                sent[source] += size
+                moves.append(Move(unit, 0, size, source, target))
+        elif in_pieces:
+            moves += _read_once(unit, size, wanting, read)
+        else:
+            reader = min(wanting, key=lambda rank: (read[rank], rank))
+            read[reader] += size
+            moves.append(Move(unit, 0, size, HOST, reader))
+            moves += [Move(unit, 0, size, reader, other) for other in wanting if other != reader]
+    if kv_bytes:
+        moves += _cells(before, after, kv_bytes, frozenset(living))
+    return MovePlan(before, after, tuple(moves))
+
+
+def _wanted(after: Layout, held: Mapping[int, Collection[Unit]]) -> dict[Unit, list[int]]:
+    """Ranks that lack a unit, for each unit that some rank lacks, in order of layers."""
+    wanted: dict[Unit, list[int]] = {}
+    for rank in after.ranks:
+        for unit in sorted(after.held(rank) - frozenset(held.get(rank, ()))):
+            wanted.setdefault(unit, []).append(rank)
+    return dict(sorted(wanted.items(), key=lambda item: (item[0].layer, item[0])))
+
+
+def _read_once(unit: Unit, size: int, wanting: list[int], read: Counter[int]) -> Iterator[Move]:
+    """Each rank reads a piece of its own, the largest the rank that has read least so far, and
+    gets those of the others from them.
+    """
+    pieces = sorted(_pieces(size, len(wanting)), key=lambda piece: piece[1] - piece[0])
+    readers = sorted(wanting, key=lambda rank: (-read[rank], rank))
+    for (start, stop), reader in zip(pieces, readers, strict=True):
+        if start == stop:
+            continue
+        read[reader] += stop - start
+        yield Move(unit, start, stop, HOST, reader)
+        yield from (Move(unit, start, stop, reader, other) for other in wanting if other != reader)
+
+
+def _cells(before: Layout, after: Layout, kv_bytes: int, living: frozenset[int]) -> Iterator[Move]:
+    """Cells that must lie elsewhere. Those of a spread head stay where they are, unless their rank
+    goes; then they are dealt over the others.
+    """
+    for layer, owners in enumerate(after.attention):
+        old_ranks, ranks = before.stage_at(layer).ranks, after.stage_at(layer).ranks
+        for head, owner in enumerate(owners):
+            old_owner = before.attention[layer][head]
+            for rank, start, stop in _share(old_owner, old_ranks, kv_bytes):
+                if owner == old_owner == SPREAD and rank in ranks:
+                    continue
+                source = rank if rank in living else HOST
+                targets = ranks if owner == SPREAD else (owner,)
+                pieces = _pieces(stop - start, len(targets))
+                for target, (first, last) in zip(targets, pieces, strict=True):
+                    if first < last and source != target:
+                        cells = Unit(UnitKind.CELLS, layer, head)
+                        yield Move(cells, start + first, start + last, source, target)
+
+
+def _share(owner: int, ranks: tuple[int, ...], kv_bytes: int) -> list[tuple[int, int, int]]:
+    """Which rank has which bytes of the cells of a layer and head: of a spread one, even shares."""
+    if owner != SPREAD:
+        return [(owner, 0, kv_bytes)]
+    pieces = _pieces(kv_bytes, len(ranks))
+    return [(rank, start, stop) for rank, (start, stop) in zip(ranks, pieces, strict=True)]
+
+
+def _pieces(size: int, count: int) -> list[tuple[int, int]]:
+    """`count` neighbouring ranges of about the same size."""
+    bounds = [at * size // count // _ALIGNED_BYTES * _ALIGNED_BYTES for at in range(count)] + [size]
+    return list(pairwise(bounds))

@@ -1,0 +1,398 @@
+"""The state machine of an instance whose ranks change, which its head drives.
+
+    SERVING --loss--> (freeze, choose a way) --> MOVING --all is there--> JOINING --probe--> SERVING
+    SERVING --a rank leaves or is offered--> MOVING, while the ranks serve --> JOINING --probe-->
+            SERVING
+    SERVING --the load of experts has shifted--> MOVING, while the ranks serve --> JOINING -->
+            SERVING
+
+A further loss at any point starts again with what has arrived, in a new epoch; reports of an older
+epoch still count as bytes that are there, and as nothing else. Where no way is left the instance is
+GIVEN_UP and its streams leave.
+
+Pure: no clock and no I/O. The seconds of a way are predicted from bytes and rates.
+"""
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import assert_never
+
+from kvrs_engine.elastic import on_demand
+from kvrs_engine.elastic.layouts import Layout
+from kvrs_engine.elastic.plans import MovePlan
+from kvrs_engine.elastic.units import Unit, Units
+from kvrs_engine.elastic.waiting import AGAIN_S, RankWaits
+from kvrs_engine.elastic.ways import choices, resize
+from kvrs_engine.elastic.ways.base import Costs, PossibleWay, Room, Situation, StreamAtRisk, Way
+
+
+class ReformingPhase(StrEnum):
+    SERVING = "serving"
+    MOVING = "moving"
+    JOINING = "joining"
+    GIVEN_UP = "given_up"
+
+
+# What happened.
+
+
+@dataclass(frozen=True, slots=True)
+class RanksLost:
+    """Each end of a process is reported once."""
+
+    ranks: frozenset[int]
+    memory_kept: bool = False  # Of all of them.
+    streams: tuple[StreamAtRisk, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankLeaving:
+    """It will end, but serves and can be read until it is released."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankOffered:
+    """A new rank, ready to join that stage."""
+
+    rank: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadShifted:
+    """Other copies of experts would pay than there are (`experts.rebalance`)."""
+
+    layout: Layout  # Of the same ranks and owners.
+
+
+@dataclass(frozen=True, slots=True)
+class UnitArrived:
+    epoch: int
+    rank: int
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class RankJoined:
+    epoch: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeEnded:
+    """A step with known results was computed by all ranks."""
+
+    epoch: int
+    equal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RoomMissing:
+    """There is no memory for what was to be moved, and nothing was; or none for the formation."""
+
+    epoch: int
+    reason: str
+
+
+Event = (
+    RanksLost
+    | RankLeaving
+    | RankOffered
+    | LoadShifted
+    | UnitArrived
+    | RankJoined
+    | ProbeEnded
+    | RoomMissing
+)
+
+
+# What to do.
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Compute nothing more in lower epochs; the batch under way is abandoned."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class CarryOut:
+    """Start the ranks `fresh`, then make these moves; the instance is predicted to serve again
+    after `ready_s`.
+    """
+
+    epoch: int
+    way: Way
+    fresh: frozenset[int]
+    plan: MovePlan
+    ready_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FormRanks:
+    epoch: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeStep:
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    epoch: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class EndInstance:
+    reason: str
+
+
+Action = Freeze | CarryOut | FormRanks | ProbeStep | Serve | EndInstance
+
+
+@dataclass(slots=True)
+class Reforming:
+    units: Units
+    layout: Layout  # That serves, or did last.
+    room: Room
+    costs: Costs
+    min_ranks: int = 1
+    spread: bool = True  # Whether heads that are left over are spread, where there is room for it.
+    in_pieces: bool = True  # Whether ranks read pieces of a unit and exchange them; else units.
+    # The stages whose ranks it is about, where others have the rest of the layout; None: all.
+    stages: range | None = None
+    epoch: int = 1
+    phase: ReformingPhase = ReformingPhase.SERVING
+    waiting: RankWaits = field(init=False)
+    _dead: set[int] = field(default_factory=set)  # Memory of the layout that is gone.
+    _absent: set[int] = field(default_factory=set)  # Processes that are gone, with memory or not.
+    _starting: set[int] = field(default_factory=set)  # Started again, and not heard of yet.
+    _arrived: dict[int, set[Unit]] = field(default_factory=dict)
+    _started: dict[int, int] = field(default_factory=dict)  # Epoch from which a rank's word counts.
+    _doing: PossibleWay | None = None
+    _awaited: dict[int, set[Unit]] = field(default_factory=dict)
+    _unjoined: set[int] = field(default_factory=set)
+    _streams: tuple[StreamAtRisk, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.waiting = RankWaits(self.costs.back_s)
+
+    def handle(self, event: Event) -> list[Action]:
+        """Apply one event; return the actions that it calls for, in order."""
+        if self.phase is ReformingPhase.GIVEN_UP:
+            return []
+        match event:
+            case RanksLost():
+                return self._lost(event)
+            case RankLeaving():
+                if self.why_it_stays(event.rank) is not None:
+                    return []
+                return self._resize(on_demand.survivors(self.layout, [event.rank]))
+            case RankOffered():
+                return self._resize(
+                    [
+                        [*stage.ranks, event.rank] if at == event.stage else list(stage.ranks)
+                        for at, stage in enumerate(self.layout.stages)
+                    ],
+                    frozenset({event.rank}),
+                )
+            case LoadShifted():
+                return self._shift(event.layout)
+            case UnitArrived():
+                return self._arrived_at(event)
+            case RankJoined():
+                if event.epoch != self.epoch or self.phase is not ReformingPhase.JOINING:
+                    return []
+                self._starting.discard(event.rank)
+                self._unjoined.discard(event.rank)
+                return [] if self._unjoined else self._joined()
+            case ProbeEnded():
+                return self._probed(event)
+            case RoomMissing():
+                return self._room_missing(event)
+            case _:
+                assert_never(event)
+
+    def why_it_stays(self, rank: int) -> str | None:
+        """Why a rank cannot leave on purpose now; None: it can."""
+        ranks = self.ranks_of(self.layout)
+        if rank not in ranks:
+            return f"rank: got {rank}; allowed: {', '.join(map(str, ranks))}"
+        if self.phase is not ReformingPhase.SERVING:
+            return f"the ranks are {self.phase}; allowed: while they are {ReformingPhase.SERVING}"
+        after = self._situation.without({rank})
+        return after if isinstance(after, str) else None
+
+    def ranks_of(self, layout: Layout) -> list[int]:
+        """Those of the stages that it is about."""
+        stages = self.stages or range(len(layout.stages))
+        return [rank for stage in stages for rank in layout.stages[stage].ranks]
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """Ranks that must report before it goes on; none that waits for another of them first."""
+        if self.phase is ReformingPhase.JOINING:
+            return frozenset(self._unjoined)
+        if self.phase is not ReformingPhase.MOVING:
+            return frozenset()
+        assert self._doing is not None
+        return frozenset(
+            move.target
+            for move in self._doing.plan.moves
+            if move.unit in self._awaited[move.target]
+            and move.unit not in self._awaited.get(move.source, ())
+        )
+
+    def note_start(self, took_s: float, ahead_s: float = 0.0) -> None:
+        """Predict the next process by this one, which spent `ahead_s` of its start on what it may
+        need after losses: one that the others wait for does not do that.
+        """
+        alone_s = took_s - ahead_s
+        self.costs = replace(
+            self.costs, restart_s=alone_s, replace_s=alone_s, back_s=AGAIN_S + took_s
+        )
+
+    def note_join(self, took_s: float) -> None:
+        """Predict the next formation by this one too, which moved nothing."""
+        self.costs = replace(self.costs, join_s=(self.costs.join_s + max(0.0, took_s)) / 2)
+
+    def choices(self) -> list[PossibleWay]:
+        """The ways that are possible now, the cheapest first."""
+        return choices(self._situation)
+
+    @property
+    def _situation(self) -> Situation:
+        return Situation(
+            units=self.units,
+            layout=self.layout,
+            room=self.room,
+            costs=self.costs,
+            min_ranks=self.min_ranks,
+            spread=self.spread,
+            in_pieces=self.in_pieces,
+            dead=self._dead,
+            absent=self._absent,
+            starting=self._starting,
+            arrived=self._arrived,
+            streams=self._streams,
+        )
+
+    def _lost(self, event: RanksLost) -> list[Action]:
+        # One that was to join has no part in the layout, and may have units that others read.
+        known = {*self.layout.ranks, *self._arrived}
+        if self._doing is not None:
+            known |= {*self._doing.plan.after.ranks}
+            self._absent -= self._doing.fresh
+        lost = event.ranks & (known - self._absent)
+        if not event.memory_kept:  # The memory of one that is not running may go too.
+            lost |= event.ranks & self._absent - self._dead
+        if not lost:
+            return []
+        self._absent |= lost
+        self._starting -= lost
+        if not event.memory_kept:
+            self._dead |= lost
+        for rank in self._absent:
+            self._arrived.pop(rank, None)
+        self._streams = event.streams or self._streams
+        self.epoch += 1
+        choices = self.choices()
+        if not choices:
+            after = self._situation.without(self._absent)
+            assert isinstance(after, str), "the survivors are no way"
+            return self._give_up(after)
+        return [Freeze(self.epoch), *self._begin(choices[0])]
+
+    def _resize(self, groups: list[list[int]], fresh: frozenset[int] = frozenset()) -> list[Action]:
+        """Ranks change while the others serve; only from the calm."""
+        if self.phase is not ReformingPhase.SERVING or fresh & set(self.layout.ranks):
+            return []
+        return self._change_to(resize.to(self._situation, groups, fresh))
+
+    def _shift(self, after: Layout) -> list[Action]:
+        """Copies move while the ranks serve; only from the calm, and of the layout that serves."""
+        if self.phase is not ReformingPhase.SERVING or after.stages != self.layout.stages:
+            return []
+        return self._change_to(resize.shifted(self._situation, after))
+
+    def _change_to(self, choice: PossibleWay | None) -> list[Action]:
+        if choice is None:
+            return []
+        self.epoch += 1
+        return self._begin(choice)
+
+    def _begin(self, choice: PossibleWay) -> list[Action]:
+        self.phase, self._doing = ReformingPhase.MOVING, choice
+        # Those that are gone count again from the epoch in which they are started.
+        self._started |= dict.fromkeys(self._absent, self.epoch + 1)
+        self._started |= dict.fromkeys(choice.fresh, self.epoch)
+        if choice.way.pauses:
+            self._starting |= choice.fresh
+        self._awaited = {}
+        for move in choice.plan.moves:
+            self._awaited.setdefault(move.target, set()).add(move.unit)
+        began = CarryOut(self.epoch, choice.way, choice.fresh, choice.plan, choice.ready_s)
+        return [began, *self._go_on()]
+
+    def _arrived_at(self, event: UnitArrived) -> list[Action]:
+        if event.epoch < self._started.get(event.rank, 0):
+            return []  # Of an earlier process, whose memory is not that of this one.
+        self._starting.discard(event.rank)
+        self._arrived.setdefault(event.rank, set()).add(event.unit)
+        if event.epoch != self.epoch or self.phase is not ReformingPhase.MOVING:
+            return []
+        self._awaited.get(event.rank, set()).discard(event.unit)
+        return self._go_on()
+
+    def _go_on(self) -> list[Action]:
+        if any(self._awaited.values()):
+            return []
+        assert self._doing is not None
+        after = self._doing.plan.after
+        self.phase, self._unjoined = ReformingPhase.JOINING, set(self.ranks_of(after))
+        return [Freeze(self.epoch), FormRanks(self.epoch, after)]
+
+    def _joined(self) -> list[Action]:
+        # The same ranks with the same owners: their copies were compared by hash as they came, and
+        # a probe takes about as long as a batch.
+        doing = self._doing
+        assert doing is not None
+        is_shift = not doing.way.pauses and doing.plan.after.stages == self.layout.stages
+        return self._serve() if is_shift else [ProbeStep(self.epoch)]
+
+    def _probed(self, event: ProbeEnded) -> list[Action]:
+        if event.epoch != self.epoch or self.phase is not ReformingPhase.JOINING or self._unjoined:
+            return []
+        if not event.equal:
+            return self._give_up("the probe step has other bits than it must have")
+        return self._serve()
+
+    def _serve(self) -> list[Action]:
+        assert self._doing is not None
+        self.layout, self.phase = self._doing.plan.after, ReformingPhase.SERVING
+        self._doing, self._streams = None, ()
+        self._dead, self._absent, self._starting, self._arrived = set(), set(), set(), {}
+        return [Serve(self.epoch, self.layout)]
+
+    def _room_missing(self, event: RoomMissing) -> list[Action]:
+        if event.epoch != self.epoch or self.phase is ReformingPhase.SERVING:
+            return []
+        assert self._doing is not None
+        if self._doing.way.pauses or self._doing.plan.after is self.layout:
+            return self._give_up(event.reason)
+        # Nothing is lost: the ranks serve as before.
+        if self.phase is ReformingPhase.JOINING:
+            self.epoch += 1
+            return self._begin(resize.stay(self._situation))
+        self.phase, self._doing, self._awaited = ReformingPhase.SERVING, None, {}
+        return []
+
+    def _give_up(self, reason: str) -> list[Action]:
+        self.phase = ReformingPhase.GIVEN_UP
+        return [EndInstance(reason)]

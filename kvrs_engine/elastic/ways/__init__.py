@@ -1,0 +1,14 @@
+"""The ways of an instance whose ranks change, one file each. A new one is named in `Way`, and
+listed here if it is possible after a loss.
+"""
+
+from kvrs_engine.elastic.ways import replace, reshard, restart
+from kvrs_engine.elastic.ways.base import PossibleWay, Situation
+
+AFTER_LOSS = (restart.possible, replace.possible, reshard.possible)
+
+
+def choices(now: Situation) -> list[PossibleWay]:
+    """The ways that are possible after a loss, the cheapest first."""
+    found = [choice for possible in AFTER_LOSS for choice in possible(now)]
+    return sorted(found, key=lambda choice: choice.cost_s)

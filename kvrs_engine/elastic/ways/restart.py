@@ -1,0 +1,13 @@
+"""The lost processes are started again; their memory outlived them."""
+
+from collections.abc import Iterator
+
+from kvrs_engine.elastic.ways.base import PossibleWay, Situation, Way
+
+
+def possible(now: Situation) -> Iterator[PossibleWay]:
+    ranks = frozenset(now.layout.ranks)
+    if not now.dead & ranks:
+        fresh = ranks & now.absent
+        start_s = now.start_s(now.layout, fresh)
+        yield now.weighed(Way.RESTART, now.layout, fresh, start_s, reads_gone=True)

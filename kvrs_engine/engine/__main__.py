@@ -1,0 +1,63 @@
+"""Run one instance by hand: `python -m kvrs_engine.engine --config FILE --instance ID [--epoch N]`,
+until SIGTERM or Ctrl-C.
+
+At SIGHUP it reads the file again for instances that are new.
+
+It ends when its streams are elsewhere (`cluster.drain_s`), and at a second signal at once.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+from kvrs.config.file import load_config, read_secrets
+from kvrs.errors import ConfigError, MissingExtraError, check_extras
+from kvrs.ids import InstanceId
+from kvrs.process.garbage import collect_nothing_yet
+from kvrs.process.logs import log_to_stderr
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    check_extras("engine")
+    from kvrs_engine.engine.server import serve
+
+    read = partial(load_config, arguments.config, os.environ, member=arguments.instance)
+    config = read()
+    log_to_stderr(**config.logs.options)
+    stop, at_once = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(
+            number, lambda: (at_once if stop.is_set() else stop).set()
+        )
+    secret, *older = read_secrets(config.security, os.environ)
+    ready = partial(print, "ready", flush=True)
+    name, epoch = arguments.instance, arguments.epoch
+    await serve(config, name, epoch, secret, stop, ready, at_once, older, read=read)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvrs_engine.engine", description="Run one instance of the embedded engine."
+    )
+    parser.add_argument("--config", type=Path, required=True, help="YAML file with all ports given")
+    parser.add_argument(
+        "--instance", type=InstanceId, required=True, help="id of the instance in cluster.nodes"
+    )
+    parser.add_argument(
+        "--epoch", type=int, default=1, help="must rise with every start of the same instance"
+    )
+    collect_nothing_yet()
+    try:
+        asyncio.run(_serve(parser.parse_args()))
+    except (ConfigError, MissingExtraError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

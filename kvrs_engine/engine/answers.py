@@ -1,0 +1,258 @@
+"""Output of a run in the shapes of OpenAI's two endpoints. Pure translation."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvrs.protocol.instance import KvTransferParams
+from kvrs.protocol.openai.chunks import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    Choice,
+    Completion,
+    FunctionCall,
+    Logprobs,
+    TokenLogprob,
+    ToolCall,
+    TopLogprob,
+    Usage,
+    usage_of,
+)
+from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
+from kvrs.text import output
+from kvrs.text.output import TextDelta
+from kvrs.text.pieces import TokenPieces
+from kvrs_engine.engine.requests import GenerationRun, OutputToken, StepOutput
+from kvrs_engine.engine.sampler import SampledLogprobs
+
+
+class Answer(Protocol):
+    """One run's answer: as events while it goes on, or whole."""
+
+    def opening(self) -> msgspec.Struct | None:
+        """The event before the first output of a stream, if there is one."""
+
+    def event(self, step: StepOutput) -> msgspec.Struct: ...
+
+    def usage_event(self) -> msgspec.Struct: ...
+
+    def whole(
+        self, steps: Sequence[StepOutput], hand_off: KvTransferParams | None
+    ) -> msgspec.Struct: ...
+
+
+class _Counts:
+    """Tokens of a stream up to each of its events, where the client wants them there."""
+
+    def __init__(self, asked: CompletionRequest | ChatRequest, run: GenerationRun) -> None:
+        sequence = run.sequence
+        self._is_wanted = asked.wants_each_usage
+        self._prompt = sequence.prompt_tokens
+        self._produced = sequence.history_tokens - sequence.prompt_tokens
+
+    def after(self, token_ids: Sequence[int]) -> Usage | msgspec.UnsetType:
+        """With these, which the event has. Those of later events may be produced already."""
+        self._produced += len(token_ids)
+        return usage_of(self._prompt, self._produced, None) if self._is_wanted else msgspec.UNSET
+
+
+class CompletionAnswer:
+    def __init__(
+        self,
+        asked: CompletionRequest,
+        run: GenerationRun,
+        model: str,
+        created: int,
+        pieces: TokenPieces,
+        *,
+        names_prompt: bool = False,
+    ) -> None:
+        """`names_prompt`: the first event has the prompt's ids."""
+        self._asked = asked
+        self._run = run
+        self._pieces = pieces
+        self._names_prompt = names_prompt
+        self._head = (f"cmpl-{run.sequence.stream}", created, model)
+        self._counts = _Counts(asked, run)
+
+    def opening(self) -> None:
+        return None
+
+    def event(self, step: StepOutput) -> Completion:
+        choice = self._choice(step)
+        if self._names_prompt:
+            choice.prompt_token_ids, self._names_prompt = prompt_ids_of(self._run), False
+        return Completion(*self._head, [choice], usage=self._counts.after(step.token_ids))
+
+    def usage_event(self) -> Completion:
+        return Completion(*self._head, [], usage=_usage(self._run))
+
+    def whole(self, steps: Sequence[StepOutput], hand_off: KvTransferParams | None) -> Completion:
+        choice = self._choice(joined(steps))
+        if self._asked.return_token_ids:
+            choice.prompt_token_ids = prompt_ids_of(self._run)
+        answer = Completion(*self._head, [choice], usage=_usage(self._run))
+        if hand_off is not None:
+            answer.kv_transfer_params = hand_off
+        return answer
+
+    def _choice(self, step: StepOutput) -> Choice:
+        return Choice(
+            text=step.delta.text,
+            logprobs=self._logprobs(step.tokens) if step.tokens else None,
+            finish_reason=step.finish_reason,
+            stop_reason=step.stop_reason,
+            token_ids=step.token_ids if self._asked.return_token_ids else msgspec.UNSET,
+        )
+
+    def _logprobs(self, tokens: Sequence[OutputToken]) -> Logprobs:
+        return Logprobs(
+            tokens=[self._pieces.text(token.token_id) for token in tokens],
+            token_logprobs=[token.logprobs.logprob for token in tokens],
+            top_logprobs=[self._top(token.token_id, token.logprobs) for token in tokens],
+            text_offset=[token.text_offset for token in tokens],
+        )
+
+    def _top(self, token_id: int, logprobs: SampledLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the sampled one even where it is not among them. Of tokens with
+        one text the likelier counts.
+        """
+        top: dict[str, float] = {}
+        for other, logprob in (*logprobs.top, (token_id, logprobs.logprob)):
+            top.setdefault(self._pieces.text(other), logprob)
+        return top
+
+
+class ChatAnswer:
+    def __init__(
+        self,
+        asked: ChatRequest,
+        run: GenerationRun,
+        model: str,
+        created: int,
+        pieces: TokenPieces,
+        *,
+        names_prompt: bool = False,
+    ) -> None:
+        """Take the arguments of a completion's answer."""
+        self._asked = asked
+        self._run = run
+        self._pieces = pieces
+        self._names_prompt = names_prompt
+        self._head = (f"chatcmpl-{run.sequence.stream}", created, model)
+        self._counts = _Counts(asked, run)
+
+    def opening(self) -> ChatChunk | None:
+        sequence = self._run.sequence
+        # A continued stream goes on in a message that was opened before.
+        if sequence.history_tokens > sequence.prompt_tokens:
+            return None
+        opened = ChatChunkChoice(delta=ChatDelta(role="assistant", content=""))
+        chunk = ChatChunk(*self._head, [opened], usage=self._counts.after([]))
+        if self._names_prompt:
+            chunk.prompt_token_ids = prompt_ids_of(self._run)
+        return chunk
+
+    def event(self, step: StepOutput) -> ChatChunk:
+        choice = ChatChunkChoice(
+            delta=_delta(step.delta),
+            logprobs=self._logprobs(step.tokens) if step.tokens else None,
+            finish_reason=step.finish_reason,
+            stop_reason=step.stop_reason,
+            token_ids=step.token_ids if self._asked.return_token_ids else msgspec.UNSET,
+        )
+        return ChatChunk(*self._head, [choice], usage=self._counts.after(step.token_ids))
+
+    def usage_event(self) -> ChatChunk:
+        return ChatChunk(*self._head, [], usage=_usage(self._run))
+
+    def whole(
+        self, steps: Sequence[StepOutput], hand_off: KvTransferParams | None
+    ) -> ChatCompletion:
+        step = joined(steps)
+        choice = ChatChoice(
+            message=_message(step.delta),
+            logprobs=self._logprobs(step.tokens) if step.tokens else None,
+            finish_reason=step.finish_reason,
+            stop_reason=step.stop_reason,
+        )
+        answer = ChatCompletion(*self._head, [choice], usage=_usage(self._run))
+        if self._asked.return_token_ids:
+            choice.token_ids, answer.prompt_token_ids = step.token_ids, prompt_ids_of(self._run)
+        if hand_off is not None:
+            answer.kv_transfer_params = hand_off
+        return answer
+
+    def _logprobs(self, tokens: Sequence[OutputToken]) -> ChatLogprobs:
+        return ChatLogprobs(
+            [
+                TokenLogprob(
+                    *self._named(token.token_id, token.logprobs.logprob),
+                    [TopLogprob(*self._named(*candidate)) for candidate in token.logprobs.top],
+                )
+                for token in tokens
+            ]
+        )
+
+    def _named(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+        return self._pieces.text(token_id), logprob, list(self._pieces.raw(token_id))
+
+
+def joined(steps: Sequence[StepOutput]) -> StepOutput:
+    """All of a run's outputs as one."""
+    deltas = [step.delta for step in steps]
+    return StepOutput(
+        [token_id for step in steps for token_id in step.token_ids],
+        TextDelta(
+            "".join(delta.text for delta in deltas),
+            deltas[-1].stopped,
+            "".join(delta.reasoning for delta in deltas),
+            tuple(call for delta in deltas for call in delta.tool_calls),
+        ),
+        steps[-1].finish_reason,
+        steps[-1].stop_reason,
+        tuple(token for step in steps for token in step.tokens),
+    )
+
+
+def _usage(run: GenerationRun) -> Usage:
+    """Counted over the whole stream, earlier attempts included, but for what was cached: that is
+    of this attempt, and not known of one that has taken over output.
+    """
+    sequence = run.sequence
+    prompt, cached = sequence.prompt_tokens, sequence.cached_tokens
+    if cached is not None:
+        cached = None if sequence.history_tokens > prompt else min(cached, prompt)
+    return usage_of(prompt, run.produced_tokens, cached)
+
+
+def prompt_ids_of(run: GenerationRun) -> list[int]:
+    return [*run.sequence.token_ids[: run.sequence.prompt_tokens]]
+
+
+def _delta(delta: TextDelta) -> ChatDelta:
+    calls = [_tool_call(call) for call in delta.tool_calls]
+    for call, shown in zip(delta.tool_calls, calls, strict=True):
+        shown.index = call.index
+    says_nothing = not delta.text and (delta.reasoning or calls or not delta.is_content)
+    content = None if says_nothing else delta.text
+    return ChatDelta(content=content, reasoning_content=delta.reasoning or None, tool_calls=calls)
+
+
+def _message(delta: TextDelta) -> ChatMessage:
+    message = ChatMessage(content=None if delta.tool_calls and not delta.text else delta.text)
+    if delta.reasoning:
+        message.reasoning_content = delta.reasoning
+    if delta.tool_calls:
+        message.tool_calls = [_tool_call(call) for call in delta.tool_calls]
+    return message
+
+
+def _tool_call(call: output.ParsedToolCall) -> ToolCall:
+    return ToolCall(call.id, FunctionCall(call.name, call.arguments))

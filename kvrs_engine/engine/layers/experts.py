@@ -1,0 +1,164 @@
+"""Mixtures of experts (Shazeer et al. 2017, Jiang et al. 2024), exact for every row.
+
+The rows of an expert are gathered into tiles of their own, so that what it yields for a row depends
+on neither the other rows nor their number. A row's experts are added in order of their numbers,
+whatever the order of their weights. Of an expert with copies each rank takes whole tiles of rows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvrs_engine.elastic.trees import root, steps
+from kvrs_engine.engine.layers.tiles import TILE_ROWS, fold_sum, padded_rows, pair_sum
+from kvrs_engine.engine.layers.units import Form, Mlp, added, product
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which experts each row takes, in ascending order, and with which weights, `[rows, chosen]`
+    both.
+    """
+
+    experts: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    weight: Tensor  # [hidden, experts]
+    chosen: int  # By each row.
+    renormalise: bool  # The weights of a row's experts add up to one.
+
+    def __call__(self, rows: Tensor, form: Form) -> Routing:
+        """For whole tiles."""
+        logits = product(rows, self.weight, form.heights)
+        raised = torch.exp(logits - logits.amax(-1, keepdim=True))
+        probabilities = raised / fold_sum(raised)
+        # Stable: of equally probable experts the first ones are taken, on every machine.
+        ordered = probabilities.sort(dim=-1, descending=True, stable=True)
+        experts = ordered.indices[:, : self.chosen].sort(dim=-1).values
+        weights = probabilities.gather(1, experts)
+        if self.renormalise:
+            weights = weights / fold_sum(weights)
+        return Routing(experts, weights)
+
+
+class RoutedSums(Protocol):
+    """How the ranks of a stage put together what their experts yield: in slots of rows, where each
+    row of each slot is one rank's.
+    """
+
+    def slots_of_expert(self, layer: int, parts: int) -> int:
+        """1 where each expert's parts are all on the same ranks, which add them; else all parts."""
+        ...
+
+    def own_runs(self, layer: int, parts: int, rows: Sequence[int]) -> Mapping[int, Sequence[int]]:
+        """Which tiles of rows this rank computes of the experts (or their parts, numbered through,
+        where these have slots of their own) that other ranks have as well; of others that it has
+        it computes all. `rows`: of this batch, of each expert.
+        """
+        ...
+
+    def slots(self, count: int, rows: Tensor) -> Tensor:
+        """Memory for `count` times as much as these rows, to be written before `slots_filled`."""
+        ...
+
+    def slots_filled(self) -> None:
+        """Wait until all ranks have put their rows, as the caller has."""
+        ...
+
+
+@dataclass(slots=True)
+class TileCount:
+    """How many tiles of rows units of experts have computed since the start, in all layers."""
+
+    computed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """How rows are given to the units of a layer's MLP, which are the parts of its experts."""
+
+    router: Router
+    parts: int  # Units of an expert.
+    tiles: TileCount = field(default_factory=TileCount)
+
+    def total(
+        self, mlp: Mlp, rows: Tensor, real_rows: int, layer: int, form: Form, sums: RoutedSums
+    ) -> Tensor:
+        """`[rows, hidden]`, in which rows of padding are zeros. `mlp`: the units that are here."""
+        routing, chosen = self.router(rows, form), self.router.chosen
+        of_expert = sums.slots_of_expert(layer, self.parts)
+        slots = sums.slots(chosen * of_expert, rows)
+        own_runs = partial(sums.own_runs, layer, self.parts)
+        self._fill(slots, mlp, rows, routing.experts[:real_rows], form, own_runs)
+        sums.slots_filled()
+        real = slots.view(chosen, of_expert, *rows.shape)[:, :, :real_rows]
+        weighted = pair_sum(real) * routing.weights[:real_rows].t().unsqueeze(-1)
+        total = torch.zeros_like(rows)
+        total[:real_rows] = pair_sum(weighted.unsqueeze(0)).squeeze(0)
+        return total
+
+    def _fill(
+        self,
+        slots: Tensor,
+        mlp: Mlp,
+        rows: Tensor,
+        experts: Tensor,
+        form: Form,
+        own_runs: Callable[[Sequence[int]], Mapping[int, Sequence[int]]],
+    ) -> None:
+        """Put what the units that are here yield for the rows of their experts. `own_runs`: as that
+        of `RoutedSums`, for this layer.
+        """
+        count, hidden = rows.shape
+        chosen, flat = self.router.chosen, slots.view(-1, hidden)
+        of_expert = slots.shape[0] // chosen
+        # By expert, and of each expert in order of rows.
+        order = experts.flatten().argsort(stable=True)
+        row, place = order // chosen, order % chosen
+        numbers = torch.bincount(experts.flatten(), minlength=self.router.weight.shape[1]).tolist()
+        ends = [0, *accumulate(numbers)]
+        divided = own_runs(numbers)
+        for piece, units in self._pieces(mlp, of_expert):
+            expert = piece // of_expert
+            first, last = ends[expert], ends[expert + 1]
+            if first == last:
+                continue
+            own, first_slot = row[first:last], place[first:last] * of_expert
+            if (runs := divided.get(piece)) is not None:
+                if not runs:
+                    continue
+                taken = _rows_of(runs, last - first)
+                own, first_slot = own[taken], first_slot[taken]
+            tiles = rows.new_zeros(padded_rows(len(own)), hidden)
+            torch.index_select(rows, 0, own, out=tiles[: len(own)])
+            self.tiles.computed += len(units) * len(tiles) // TILE_ROWS
+            summands = [
+                mlp.down.unit(mlp.inner(tiles, at, form), at, form)[: len(own)] for at in units
+            ]
+            (values,) = added(steps(root(len(units)), len(units)), summands)
+            flat.index_copy_(0, (first_slot + piece % of_expert) * count + own, values)
+
+    def _pieces(self, mlp: Mlp, of_expert: int) -> Iterator[tuple[int, list[int]]]:
+        """Experts that are here, or their parts where each has a slot of its own, with the places
+        of their units among those that are here.
+        """
+        each = self.parts // of_expert
+        found: dict[int, list[int]] = {}
+        for at, step in enumerate(mlp.down.order):
+            found.setdefault(step.unit // each, []).append(at)
+        return iter(found.items())
+
+
+def _rows_of(runs: Sequence[int], count: int) -> Tensor:
+    """The rows of these tiles, of `count` in all, in order: all but the last tile are full."""
+    firsts = torch.tensor(runs).unsqueeze(1) * TILE_ROWS
+    found = (firsts + torch.arange(TILE_ROWS)).flatten()
+    return found[found < count]

@@ -1,0 +1,370 @@
+"""Configuration of a model, read from a Hugging Face directory and checked.
+
+Each family maps its config.json to the same few choices, by which `decoder.py` computes the model.
+The fields' names are part of the engine's fingerprint.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from kvrs_engine.elastic.grain import Grain
+from kvrs_engine.elastic.units import Units
+from kvrs_engine.engine.model_fields import Fields
+
+_WEIGHT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How frequencies are stretched beyond the length that a model was trained on. The last three
+    belong to `llama3`.
+    """
+
+    kind: str  # "linear" or "llama3"
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    theta: float
+    scaling: RopeScaling | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Layers whose MLP is one of experts, of which each row takes a few."""
+
+    count: int
+    chosen: int  # By each row.
+    width: int  # Inner dimension of one.
+    renormalise: bool  # Weights of the chosen ones are divided by their sum.
+    dense_layers: frozenset[int]  # These have none.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_positions: int
+    # Width of the token embeddings; where it is not `hidden` they are projected in and out
+    # (OPT-350M).
+    embedding: int
+    norm: Literal["rms", "layer"]
+    norm_eps: float
+    norm_affine: bool  # Whether norms have weights (and a layer norm biases).
+    norm_first: (
+        bool  # Norms stand before attention and MLP, or (OPT-350M) after the sums behind them.
+    )
+    final_norm: bool
+    head_norm: bool  # Queries and keys are normalised head by head (Qwen3).
+    rope: Rope | None  # None: positions are learned and added to the embeddings.
+    mlp: Literal["gated silu", "relu"]
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    tied_embeddings: bool
+    eos_token_ids: frozenset[int]
+    experts: ExpertsConfig | None = None
+
+    @property
+    def grain(self) -> Grain:
+        grain = Grain.of(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            intermediate=self.intermediate,
+            vocab=self.vocab,
+        )
+        if (experts := self.experts) is None:
+            return grain
+        return grain.with_experts(
+            experts.count, experts.width, experts.dense_layers, experts.chosen
+        )
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    @property
+    def units(self) -> Units:
+        """With the bytes that they have in memory, where all is float32."""
+        narrow = self.embedding != self.hidden
+        embeddings = self.vocab * self.embedding + 2 * narrow * self.embedding * self.hidden
+        learned = 0 if self.rope else self.max_positions * self.hidden
+        norms = (2 * self.layers + 1) * self.hidden
+        routers = sum(map(self.has_experts, range(self.layers))) * self.hidden
+        routers *= self.experts.count if self.experts else 0
+        units = Units.of(
+            self.grain,
+            layers=self.layers,
+            hidden=self.hidden,
+            head_dim=self.head_dim,
+            gated=self.mlp == "gated silu",
+            weight_bytes=_WEIGHT_BYTES,
+            common_bytes=(embeddings + learned + norms + routers) * _WEIGHT_BYTES,
+        )
+        # The head takes rows of the embeddings' width.
+        row = self.embedding * _WEIGHT_BYTES
+        return replace(units, vocabulary_bytes=tuple(len(t) * row for t in self.grain.vocabulary))
+
+    @property
+    def units_of_ranks(self) -> Units:
+        """Units that ranks hand to each other: the rest is loaded by each when it starts."""
+        return replace(self.units, common_bytes=0)
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "ModelConfig":
+        """Read `config.json` and, where there is one, `generation_config.json`.
+
+        Raises:
+            ConfigError: naming file and field: unreadable, missing, of a wrong type, or a feature
+                that is not supported.
+        """
+        fields = Fields(directory / "config.json")
+        family = fields.demand("model_type", _FAMILIES)
+        architecture, read = _FAMILIES[family]
+        architectures = fields.texts("architectures")
+        if architectures and architecture not in architectures:
+            fields.refuse(
+                "architectures", architectures, f"{architecture} (model_type is {family})"
+            )
+        return read(fields)
+
+
+def _llama(fields: Fields) -> ModelConfig:
+    bias = fields.flag("attention_bias")
+    return _rotary_decoder(
+        fields, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias")
+    )
+
+
+def _qwen2(fields: Fields) -> ModelConfig:
+    _refuse_sliding_window(fields)
+    return _rotary_decoder(fields, qkv_bias=True)
+
+
+def _qwen3(fields: Fields) -> ModelConfig:
+    _refuse_sliding_window(fields)
+    bias = fields.flag("attention_bias")
+    # Hugging Face's default; Qwen3 does not derive it from the hidden size.
+    return _rotary_decoder(fields, head_dim=128, qkv_bias=bias, output_bias=bias, head_norm=True)
+
+
+def _mixtral(fields: Fields) -> ModelConfig:
+    if (window := fields.values.get("sliding_window")) is not None:
+        fields.refuse("sliding_window", window, "null (sliding windows are not supported)")
+    config = _rotary_decoder(fields, qkv_bias=False, norm_eps=1e-5, rope_theta=1e6)
+    # Its experts take what is the size of the whole MLP in other families.
+    return _with_experts(config, fields, config.intermediate, renormalise=True)
+
+
+def _qwen3_moe(fields: Fields) -> ModelConfig:
+    _refuse_sliding_window(fields)
+    bias = fields.flag("attention_bias")
+    config = _rotary_decoder(fields, qkv_bias=bias, output_bias=bias, head_norm=True)
+    step = fields.integer("decoder_sparse_step", default=1)
+    dense = fields.whole_numbers("mlp_only_layers", below=config.layers)
+    return _with_experts(
+        config,
+        fields,
+        fields.integer("moe_intermediate_size"),
+        renormalise=fields.flag("norm_topk_prob"),
+        dense_layers=frozenset(
+            layer for layer in range(config.layers) if layer in dense or (layer + 1) % step
+        ),
+    )
+
+
+_SHARED_EXPERTS = (
+    "n_shared_experts",
+    "num_shared_experts",
+    "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)
+
+
+def _with_experts(
+    config: ModelConfig,
+    fields: Fields,
+    width: int,
+    *,
+    renormalise: bool,
+    dense_layers: frozenset[int] = frozenset(),
+) -> ModelConfig:
+    for name in _SHARED_EXPERTS:
+        if value := fields.values.get(name):
+            fields.refuse(name, value, "0 or null (shared experts are not supported)")
+    # Hugging Face's newer releases write the second name for all families.
+    is_older = fields.values.get("num_experts") is not None
+    name = "num_experts" if is_older else "num_local_experts"
+    count, chosen = fields.integer(name), fields.integer("num_experts_per_tok")
+    if chosen > count:
+        fields.refuse("num_experts_per_tok", chosen, f"1 to {name} ({count})")
+    if len(dense_layers) == config.layers:
+        return config
+    return replace(config, experts=ExpertsConfig(count, chosen, width, renormalise, dense_layers))
+
+
+def _rotary_decoder(
+    fields: Fields,
+    *,
+    qkv_bias: bool,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    head_norm: bool = False,
+    head_dim: int | None = None,
+    norm_eps: float = 1e-6,
+    rope_theta: float = 10000.0,
+) -> ModelConfig:
+    """The common form of Llama and its relatives."""
+    fields.demand("hidden_act", {"silu"}, default="silu")
+    heads = fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        fields.refuse(
+            "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})"
+        )
+    hidden = fields.integer("hidden_size")
+    head_dim = fields.integer("head_dim", default=head_dim or hidden // heads)
+    if head_dim % 2:
+        fields.refuse("head_dim", head_dim, "an even number")
+    return ModelConfig(
+        family=fields.text("model_type"),
+        layers=fields.integer("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=fields.integer("intermediate_size"),
+        vocab=fields.integer("vocab_size"),
+        max_positions=fields.integer("max_position_embeddings", default=2048),
+        embedding=hidden,
+        norm="rms",
+        norm_eps=fields.number("rms_norm_eps", default=norm_eps),
+        norm_affine=True,
+        norm_first=True,
+        final_norm=True,
+        head_norm=head_norm,
+        rope=_rope(fields, rope_theta),
+        mlp="gated silu",
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+        tied_embeddings=fields.flag("tie_word_embeddings"),
+        eos_token_ids=_eos_token_ids(fields),
+    )
+
+
+def _opt(fields: Fields) -> ModelConfig:
+    fields.demand("activation_function", {"relu"}, default="relu")
+    heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    if hidden % heads:
+        fields.refuse("num_attention_heads", heads, f"a divisor of hidden_size ({hidden})")
+    norm_first = fields.flag("do_layer_norm_before", default=True)
+    bias = fields.flag("enable_bias", default=True)
+    return ModelConfig(
+        family=fields.text("model_type"),
+        layers=fields.integer("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate=fields.integer("ffn_dim"),
+        vocab=fields.integer("vocab_size"),
+        max_positions=fields.integer("max_position_embeddings", default=2048),
+        embedding=fields.integer("word_embed_proj_dim", default=hidden),
+        norm="layer",
+        norm_eps=1e-5,
+        norm_affine=fields.flag("layer_norm_elementwise_affine", default=True),
+        norm_first=norm_first,
+        final_norm=norm_first and not fields.flag("_remove_final_layer_norm"),
+        head_norm=False,
+        rope=None,
+        mlp="relu",
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        tied_embeddings=fields.flag("tie_word_embeddings", default=True),
+        eos_token_ids=_eos_token_ids(fields),
+    )
+
+
+# By `model_type`: the one class of Hugging Face that has these weights and head, and how its
+# configuration is read.
+_FAMILIES: dict[str, tuple[str, Callable[[Fields], ModelConfig]]] = {
+    "llama": ("LlamaForCausalLM", _llama),
+    "mixtral": ("MixtralForCausalLM", _mixtral),
+    "opt": ("OPTForCausalLM", _opt),
+    "qwen2": ("Qwen2ForCausalLM", _qwen2),
+    "qwen3": ("Qwen3ForCausalLM", _qwen3),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
+}
+
+
+def _refuse_sliding_window(fields: Fields) -> None:
+    # A window is of no effect without the flag, and Hugging Face writes one all the same.
+    if fields.flag("use_sliding_window"):
+        fields.refuse("use_sliding_window", True, "false (sliding windows are not supported)")
+    for kind in fields.texts("layer_types"):
+        if kind != "full_attention":
+            fields.refuse("layer_types", kind, "full_attention")
+
+
+def _rope(fields: Fields, theta: float) -> Rope:
+    """Both spellings: `rope_theta` beside `rope_scaling`, and the newer `rope_parameters` that
+    holds all. `theta`: where neither has one.
+    """
+    section = fields.section("rope_parameters") or fields.section("rope_scaling")
+    theta = fields.number("rope_theta", default=theta)
+    if section is None:
+        return Rope(theta, None)
+    return Rope(section.number("rope_theta", default=theta), _rope_scaling(section))
+
+
+def _rope_scaling(section: Fields) -> RopeScaling | None:
+    key = "rope_type" if "rope_type" in section.values else "type"
+    kind = section.demand(key, {"default", "linear", "llama3"}, default="default")
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling(kind, section.number("factor"))
+    scaling = RopeScaling(
+        kind,
+        section.number("factor"),
+        section.number("low_freq_factor"),
+        section.number("high_freq_factor"),
+        section.integer("original_max_position_embeddings"),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        section.refuse(
+            "high_freq_factor",
+            scaling.high_freq_factor,
+            f"above low_freq_factor ({scaling.low_freq_factor})",
+        )
+    return scaling
+
+
+def _eos_token_ids(config: Fields) -> frozenset[int]:
+    """The generation configuration wins over the model's, as in Hugging Face's own `generate`."""
+    path = config.path.parent / "generation_config.json"
+    sources = [Fields(path)] if path.exists() else []
+    for fields in [*sources, config]:
+        value = fields.values.get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(
+            isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids
+        ):
+            fields.refuse("eos_token_id", value, "a token id or a list of them")
+        return frozenset(ids)
+    return frozenset()

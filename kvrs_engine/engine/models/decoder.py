@@ -1,0 +1,246 @@
+"""A decoder-only transformer out of exact parts: one forward pass for all families.
+
+Families differ in which parts they are made of (`loading.py`), not in how these are put together. A
+decoder may be the share that one rank of an instance has: some layers, and of these some units.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from kvrs_engine.elastic.units import UnitKind
+from kvrs_engine.engine.kv_pool import KvStore
+from kvrs_engine.engine.layers.attention import attend
+from kvrs_engine.engine.layers.experts import Experts, RoutedSums
+from kvrs_engine.engine.layers.norm import layer_norm, rms_norm
+from kvrs_engine.engine.layers.rotary import RotaryTable, rotate
+from kvrs_engine.engine.layers.step import BatchStep
+from kvrs_engine.engine.layers.tiles import linear
+from kvrs_engine.engine.layers.units import CANONICAL, ColumnUnits, Form, Mlp, RowUnits
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One matrix `[in, out]` that is no unit: every process that needs it has a copy."""
+
+    weight: Tensor
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return linear(rows, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    weight: Tensor
+    eps: float
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return rms_norm(rows, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return layer_norm(rows, self.weight, self.bias, self.eps)
+
+
+Norm = RmsNorm | LayerNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    tokens: Tensor  # [vocab, embedding]
+    projection: Projection | None  # To the hidden size, where embeddings are narrower.
+    positions: Tensor | None  # [positions, hidden], where positions are learned.
+
+    def __call__(self, step: BatchStep) -> Tensor:
+        rows = self.tokens.index_select(0, step.token_ids)
+        if self.projection is not None:
+            rows = self.projection(rows)
+        return (
+            rows
+            if self.positions is None
+            else rows + self.positions.index_select(0, step.positions)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """In which form this machine computes each kind of block."""
+
+    qkv: Form = CANONICAL
+    output: Form = CANONICAL
+    mlp: Form = CANONICAL
+    experts: Form = CANONICAL
+    head: Form = CANONICAL
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    # Columns of each unit: its query heads, then its key, then its value.
+    qkv: ColumnUnits
+    output: RowUnits
+    head_norm: RmsNorm | None  # Over a unit's queries and its key, weights `[heads + 1, head_dim]`.
+    head_dim: int
+
+    def sums(
+        self,
+        rows: Tensor,
+        layer: int,
+        tables: tuple[Tensor, Tensor] | None,
+        step: BatchStep,
+        pool: KvStore,
+        forms: Forms,
+    ) -> list[Tensor]:
+        """Sums of what the units yield, as of `RowUnits`; their KV goes into the pool."""
+        if not self.qkv.weights:
+            return []
+        by_unit = self.qkv.side_by_side(rows, forms.qkv)
+        heads = by_unit.view(*by_unit.shape[:2], -1, self.head_dim)
+        queries, keys, values = self.split(heads, tables)
+        pool.write(layer, step.pages, step.slots, keys[: step.real_rows], values[: step.real_rows])
+        return self.output.sums(attend(queries, pool, layer, step), forms.output)
+
+    def split(
+        self, heads: Tensor, tables: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Split `[rows, units, heads of each, head_dim]` into the queries, normalised and turned,
+        `[rows, units, heads, head_dim]`, and keys and values `[rows, units, head_dim]`.
+        """
+        queries_and_keys, values = heads[:, :, :-1], heads[:, :, -1]
+        if self.head_norm is not None:
+            queries_and_keys = self.head_norm(queries_and_keys)
+        if tables is not None:
+            queries_and_keys = rotate(queries_and_keys, tables)
+        return queries_and_keys[:, :, :-1], queries_and_keys[:, :, -1], values
+
+
+class SumExchange(RoutedSums, Protocol):
+    """How the ranks of a stage add up what their units yield; `Alone` is that of a process which
+    has them all.
+    """
+
+    def total(self, sums: list[Tensor], kind: UnitKind, layer: int) -> Tensor:
+        """The sum of all units, from the sums of this rank's, in memory that the caller may
+        change.
+        """
+        ...
+
+
+class Alone:
+    def total(self, sums: list[Tensor], kind: UnitKind, layer: int) -> Tensor:
+        (total,) = sums
+        return total
+
+    def slots_of_expert(self, layer: int, parts: int) -> int:
+        return 1
+
+    def own_runs(self, layer: int, parts: int, rows: Sequence[int]) -> Mapping[int, Sequence[int]]:
+        return {}
+
+    def slots(self, count: int, rows: Tensor) -> Tensor:
+        return rows.new_empty(count, *rows.shape)
+
+    def slots_filled(self) -> None:
+        """All rows are this process's own."""
+
+
+ALONE = Alone()
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    attention_norm: Norm
+    attention: Attention
+    mlp_norm: Norm
+    mlp: Mlp
+    experts: Experts | None = None  # None: all units of the MLP take all rows.
+
+    def attend(
+        self,
+        rows: Tensor,
+        layer: int,
+        tables: tuple[Tensor, Tensor] | None,
+        step: BatchStep,
+        pool: KvStore,
+        forms: Forms,
+        exchange: SumExchange,
+    ) -> Tensor:
+        sums = self.attention.sums(rows, layer, tables, step, pool, forms)
+        return self.attention.output.biased(exchange.total(sums, UnitKind.ATTENTION, layer))
+
+    def feed(
+        self, rows: Tensor, layer: int, step: BatchStep, forms: Forms, exchange: SumExchange
+    ) -> Tensor:
+        if self.experts is not None:
+            return self.experts.total(
+                self.mlp, rows, step.real_rows, layer, forms.experts, exchange
+            )
+        sums = self.mlp.sums(rows, forms.mlp) if self.mlp.down.weights else []
+        return self.mlp.down.biased(exchange.total(sums, UnitKind.MLP, layer))
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Weights in memory and the forward pass over one batch."""
+
+    embedding: Embedding | None  # None: other ranks have the first layers.
+    rotary: RotaryTable | None
+    first_layer: int
+    layers: Sequence[Layer]
+    norm_first: bool
+    final_norm: Norm | None
+    projection: Projection | None  # Back to the width of the embeddings, where they are narrower.
+    head: ColumnUnits | None  # None: other ranks have the last layers.
+    forms: Forms
+
+    def forward(self, step: BatchStep, pool: KvStore) -> Tensor:
+        """Write the batch's KV into the pool; return logits `[step.logits, vocab]`."""
+        assert self.embedding is not None, "only a whole model computes alone"
+        hidden = self.through(self.embedding(step), step, pool, ALONE)
+        return self.logits(hidden, step)
+
+    def through(
+        self, hidden: Tensor, step: BatchStep, pool: KvStore, exchange: SumExchange
+    ) -> Tensor:
+        """Rows behind the last of these layers, for rows before the first."""
+        pool.begin(step.begun_pages)
+        tables = None if self.rotary is None else self.rotary.at(step.positions)
+        for index, layer in enumerate(self.layers, self.first_layer):
+            attend_units = partial(
+                layer.attend,
+                layer=index,
+                tables=tables,
+                step=step,
+                pool=pool,
+                forms=self.forms,
+                exchange=exchange,
+            )
+            feed_units = partial(
+                layer.feed, layer=index, step=step, forms=self.forms, exchange=exchange
+            )
+            hidden = self.add(hidden, layer.attention_norm, attend_units)
+            hidden = self.add(hidden, layer.mlp_norm, feed_units)
+        return hidden
+
+    def logits(self, hidden: Tensor, step: BatchStep) -> Tensor:
+        """`[step.logits, columns of the head's units]`."""
+        assert self.head is not None, "this rank has units of the head"
+        last = self.last(hidden.index_select(0, step.logit_rows))
+        return self.head.joined(last, self.forms.head)[: step.logits]
+
+    def last(self, hidden: Tensor) -> Tensor:
+        """Input of the head's units."""
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        return hidden if self.projection is None else self.projection(hidden)
+
+    def add(self, hidden: Tensor, norm: Norm, block: Callable[[Tensor], Tensor]) -> Tensor:
+        return hidden + block(norm(hidden)) if self.norm_first else norm(hidden + block(hidden))

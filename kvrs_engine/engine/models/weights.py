@@ -1,0 +1,105 @@
+"""WeightReading a model's tensors from safetensors files, one or several."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvrs.errors import ConfigError
+from kvrs_engine.engine.models.reading import WeightReading
+
+_WIDENED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Weights:
+    """The tensors of a model directory by name, each widened to float32 when it is read."""
+
+    def __init__(self, directory: Path, reading: WeightReading | None = None) -> None:
+        """Find which file holds which tensor. `reading` begins with the first one and is told
+        what is taken.
+
+        Raises:
+            ConfigError: there is no weight file, or the index is broken.
+        """
+        self._directory, self._reading = directory, reading
+        self._files = _files_by_tensor(directory)
+        self.read_bytes = 0  # Of tensors, since the start.
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def file_of(self, name: str) -> Path:
+        """Raises ConfigError: the tensor is missing."""
+        if name not in self._files:
+            raise ConfigError(f"{self._directory}: tensor {name}: missing")
+        return self._files[name]
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A copy of one tensor (aligned memory of its own, wherever it lay in the file).
+
+        Raises:
+            ConfigError: it is missing, or of another shape or type.
+        """
+        path = self.file_of(name)
+        if self._reading is not None:
+            self._reading.begin()
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path}: tensor {name}: {error}") from None
+        check_tensor(path, name, tensor.shape, shape, tensor.dtype)
+        copied = tensor.to(torch.float32, copy=True)
+        self.read_bytes += tensor.nbytes
+        if self._reading is not None:
+            self._reading.took(tensor.nbytes)
+        return copied
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(set(self._files.values()))
+
+
+def check_tensor(
+    path: Path, name: str, got: Sequence[int], shape: Sequence[int], kind: torch.dtype | str
+) -> None:
+    """Raises ConfigError: a tensor has another shape or type than it must have."""
+    if tuple(got) != tuple(shape):
+        raise ConfigError(
+            f"{path}: tensor {name}: got shape {list(got)}; allowed: {list(shape)}, from "
+            f"config.json"
+        )
+    if kind not in _WIDENED:
+        raise ConfigError(f"{path}: tensor {name}: got {kind}; allowed: float32, float16, bfloat16")
+
+
+def _files_by_tensor(directory: Path) -> Mapping[str, Path]:
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    if index.exists():
+        return _files_of_index(index)
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{directory}: neither model.safetensors nor model.safetensors.index.json is there"
+        ) from None
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{single}: {error}") from None
+
+
+def _files_of_index(index: Path) -> Mapping[str, Path]:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {tensor: index.parent / name for tensor, name in names.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{index}: weight_map: cannot be read: {error}") from None
+    for path in set(files.values()):
+        # A file name that climbs out of the directory has no business in an index.
+        if path.parent != index.parent or not path.is_file():
+            raise ConfigError(f"{index}: weight_map: {path.name}: not a file of this directory")
+    return files

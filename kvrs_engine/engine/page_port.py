@@ -1,0 +1,239 @@
+"""The page port of one instance: everything by which its KV pages leave and arrive.
+
+It owns the instance's identity towards peers, its page server, puller, pusher and link probes, and
+for each pool of pages a fetcher and a checkpointer. Shared by the embedded engine, with one pool as
+long as the process lives, and by a stage of DistServe, which gets a new pool with every restart.
+"""
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from urllib.parse import quote
+
+from kvrs.config.cluster import InstanceSettings, NodeSettings
+from kvrs.config.file import Config
+from kvrs.errors import TransferError
+from kvrs.ids import InstanceId
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import MEMORY
+from kvrs.protocol.page_messages import TrafficClass
+from kvrs.transfer.links import SendingLinks
+from kvrs.transfer.peers import (
+    PAGES_SOCKET,
+    Identity,
+    PagePlace,
+    Peer,
+    PinnedPages,
+    PullRequest,
+)
+from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.pusher import PagePusher
+from kvrs.transfer.registry import (
+    agents_of,
+    holders_of,
+    peers_of,
+    probe_links,
+    with_own_memory,
+)
+from kvrs.transfer.server import PageServer
+from kvrs.transfer.shared_memory.passing import listen_in
+from kvrs.transfer.store.directory import store_directory
+from kvrs_engine.engine.checkpoints import Checkpointer
+from kvrs_engine.engine.fetching import PageFetcher
+from kvrs_engine.engine.pages import EnginePages
+from kvrs_engine.engine.replicas import PeerReplicas
+from kvrs_engine.engine.staging import PagePool
+from kvrs_engine.scheduling.pages import PageManager
+from kvrs_engine.scheduling.replicas import ReplicaBook
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class InstancePlace:
+    """One instance of the configuration: its node, ports and secrets."""
+
+    config: Config
+    node: NodeSettings
+    settings: InstanceSettings
+    secret: bytes
+    epoch: int  # The first one of this start of the process.
+    links: SendingLinks  # All that the process sends shares the links to the other nodes.
+    older: Sequence[bytes] = ()  # Secrets that are accepted beside the one in use.
+
+
+class _AttachedPages:
+    """A `PageSource` over the pool that is attached at present; between two of them it holds
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        self.source: EnginePages | None = None
+
+    async def pin(self, request: PullRequest) -> PinnedPages:
+        if (source := self.source) is None:
+            raise TransferError("the stage that held these pages is down")
+        pinned = await source.pin(request)
+        return replace(pinned, token=(source, pinned))
+
+    def places(self, pinned: PinnedPages) -> list[PagePlace]:
+        source, inner = self._inner(pinned)
+        return source.places(inner)
+
+    def unpin(self, pinned: PinnedPages) -> None:
+        source, inner = self._inner(pinned)
+        source.unpin(inner)
+
+    def _inner(self, pinned: PinnedPages) -> tuple[EnginePages, PinnedPages]:
+        assert isinstance(pinned.token, tuple)
+        source, inner = pinned.token
+        return source, inner
+
+
+class PagePort:
+    """Serves, fetches and checkpoints pages for one instance. `start` needs a running event loop.
+
+    `epoch` is the epoch of all pages served: raising it makes peers drop what they knew of them.
+    """
+
+    def __init__(self, place: InstancePlace, fingerprint: str, geometry: KvGeometry) -> None:
+        self.epoch = place.epoch
+        self._place = place
+        self.registry = self._peers_of(place.config)
+        self.checkpointer: Checkpointer | None = None  # Of the attached pool.
+        self.replicas: PeerReplicas | None = None  # None: it keeps none for others.
+        self._fingerprint = fingerprint
+        self._geometry = geometry
+        self._source = _AttachedPages()
+        self._lends = False
+        transfer = place.config.transfer
+        self.server = PageServer(
+            self.identity, self._source, place.secret, transfer, place.links, older=place.older
+        )
+        self.puller = PagePuller(self.identity, place.secret, transfer, time.monotonic)
+        self._pusher = PagePusher(self.identity, place.secret, transfer, place.links)
+
+    def identity(self) -> Identity:
+        """The instance as peers see it, at this moment."""
+        return Identity(
+            instance=self._place.settings.id,
+            node=self._place.node.id,
+            epoch=self.epoch,
+            fingerprint=self._fingerprint,
+            page_bytes=self._geometry.page_bytes,
+            page_cells=self._geometry.page_cells,
+        )
+
+    def attach(
+        self,
+        pages: PageManager,
+        pool: PagePool,
+        released: Callable[[], None],
+        place: PagePlace | None = None,
+    ) -> tuple[PageFetcher, Checkpointer]:
+        """Serve a pool's pages from now on. `released` is called when pages that were being sent
+        have lost their pins. `place`: of the first page, for processes of this host to map.
+
+        Returns:
+            what fetches into the pool, and what sends its pages to agents once it is run.
+        """
+        config = self._place.config
+        self._source.source = EnginePages(pages, pool, released, place)
+        self._lends = place is not None
+        if share := config.backup.replica_share(self._place.settings.role):
+            cells = product(range(self._geometry.layers), range(self._geometry.kv_heads))
+            book = ReplicaBook(pages, share, time.monotonic, frozenset(cells))
+            self.replicas = PeerReplicas(book, pool, released)
+            self.server.keep(self.replicas)
+        self.checkpointer = Checkpointer(
+            pages,
+            pool,
+            self._pusher,
+            holders_of(config, self._place.settings.id),
+            config.backup,
+            clock=time.monotonic,
+            released=released,
+        )
+        return PageFetcher(pool, pages, self.puller, self.registry), self.checkpointer
+
+    def learn(self, config: Config) -> None:
+        """Fetch from further instances and agents, and send checkpoints to further agents, which
+        another configuration has; or to known ones at other addresses.
+        """
+        self.registry.update(self._peers_of(config))
+        if self.checkpointer is not None:
+            self.checkpointer.learn(holders_of(config, self._place.settings.id))
+
+    def _peers_of(self, config: Config) -> dict[InstanceId, Peer]:
+        """Where pages come from; the memory of the own node's processes is on this host: that of
+        its agent, and what this owns for instances of one process.
+        """
+        own = self._place.node
+        peers = with_own_memory(peers_of(config), config, own, self._place.secret)
+        if config.state_plane.enabled:
+            for settings in own.instances:
+                if settings.ranks == 1 and (peer := peers.get(settings.id)) is not None:
+                    name = _socket_of(settings.id)
+                    peers[settings.id] = replace(
+                        peer, directory=self._directory(config), socket=name
+                    )
+        return peers
+
+    def _directory(self, config: Config) -> Path:
+        """Directory of the own node's agent."""
+        return store_directory(config.backup.directory, self._place.secret, self._place.node.id)
+
+    def detach(self) -> None:
+        """The pool is gone: hold nothing until the next `attach`."""
+        self._source.source = self.checkpointer = None
+
+    @property
+    def lag_pages(self) -> int:
+        """Full pages of protected streams that their agents do not have yet."""
+        return 0 if self.checkpointer is None else self.checkpointer.lag_pages
+
+    def agents_bytes_per_s(self) -> float:
+        """Bandwidth of the slowest link from an agent, as far as they are measured; 0: none is."""
+        links = self.puller.links()
+        agents = [self.registry[name] for name in agents_of(self._place.config)]
+        nodes = {MEMORY if each.directory is not None else each.node for each in agents}
+        return min((links[node].bytes_per_s for node in nodes if node in links), default=0.0)
+
+    def kv_bytes(self) -> dict[str, int]:
+        """Fetched and, as checkpoints, sent since the start, by kind."""
+        moved = self.puller.pulled_bytes | {TrafficClass.CHECKPOINT: self._pusher.pushed_bytes}
+        return {traffic.label: count for traffic, count in moved.items()}
+
+    async def start(self) -> None:
+        """Open the page port."""
+        settings = self._place.settings
+        await self.server.start(settings.bound(settings.pages_at), settings.page_port)
+        if self._lends:
+            try:
+                listener = listen_in(
+                    self._directory(self._place.config),
+                    _socket_of(settings.id),
+                    socket.SOCK_STREAM,
+                )
+            except OSError as error:
+                log.warning("pages are sent, not mapped", extra={"cause": str(error)})
+            else:
+                self.server.lend(listener, self._source.places)
+
+    async def probe(self) -> None:
+        """Keep an estimate of every link into the instance, until cancelled."""
+        interval_s = self._place.config.transfer.probe_interval_s
+        await probe_links(self.puller, self.registry, self._place.settings.id, interval_s)
+
+    async def close(self) -> None:
+        await self.server.close()
+        await self.puller.close()
+        await self._pusher.close()
+
+
+def _socket_of(instance: InstanceId) -> str:
+    return f"{PAGES_SOCKET}-{quote(instance, safe='')}"

@@ -1,0 +1,94 @@
+"""The pages that the page server may read: full pages by tag, and the partial page of a retained
+hand-off.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.transfer.peers import PagePlace, PinnedPages, PullRequest
+from kvrs_engine.engine.staging import PagePool
+from kvrs_engine.scheduling.pages import PageManager
+
+
+class EnginePages:
+    """A `PageSource` over the engine's own pool. Called on the event loop, like everything that
+    touches pages.
+    """
+
+    def __init__(
+        self,
+        pages: PageManager,
+        pool: PagePool,
+        released: Callable[[], None],
+        place: PagePlace | None = None,
+    ) -> None:
+        """`place`: that of the first page, where the others lie behind it in shared memory."""
+        self._pages, self._place = pages, place
+        self._pool = pool
+        self._released = released  # A sequence may be waiting for the pages that were being sent.
+
+    async def pin(self, request: PullRequest) -> PinnedPages:
+        """Hard-pin the longest held prefix of the requested pages, and the tail only behind all of
+        them.
+        """
+        held = self._pages.match(request.tags)
+        tail, tail_tokens = None, 0
+        if (
+            request.handoff is not None
+            and request.tail_index is not None
+            and len(held) == len(request.tags)
+        ):
+            tail = self._pages.retained_page(request.handoff, request.tail_index)
+            before = request.tail_index * self._pool.geometry.page_size_tokens
+            tail_tokens = self._pages.retained_tokens(request.handoff) - before
+        pinned = list(held)
+        if tail is not None:
+            self._pages.pin(tail)
+            pinned.append(tail)
+        try:
+            staged = self._pool.stage(pinned)
+            try:
+                await staged.save()
+                if tail is not None:
+                    _clear_behind(staged.views[-1], self._pool.geometry, tail_tokens)
+            except BaseException:
+                staged.free()
+                raise
+        except BaseException:
+            # No host memory is left, the pages' worker died, or the server was closed.
+            self._release(pinned)
+            raise
+        return PinnedPages(
+            pages=staged.views[: len(held)],
+            tail=None if tail is None else staged.views[-1],
+            token=(pinned, staged),
+        )
+
+    def places(self, pinned: PinnedPages) -> list[PagePlace]:
+        assert self._place is not None
+        assert isinstance(pinned.token, tuple)
+        pages, _ = pinned.token
+        region, first = self._place
+        page_bytes = self._pool.geometry.page_bytes
+        return [(region, first + page * page_bytes) for page in pages[: len(pinned.pages)]]
+
+    def unpin(self, pinned: PinnedPages) -> None:
+        assert isinstance(pinned.token, tuple)
+        pages, staged = pinned.token
+        staged.free()
+        self._release(pages)
+
+    def _release(self, pages: list[int]) -> None:
+        self._pages.release(pages)
+        self._released()
+
+
+def _clear_behind(page: memoryview, geometry: KvGeometry, tokens: int) -> None:
+    """Zero a partial page behind its tokens: what another request, perhaps of another tenant, has
+    left there is not sent.
+    """
+    bytes_per_head = geometry.head_dim * geometry.dtype_bytes
+    positions = np.frombuffer(page, np.uint8).reshape(-1, geometry.page_size_tokens, bytes_per_head)
+    positions[:, max(0, tokens) :] = 0

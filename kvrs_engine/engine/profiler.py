@@ -1,0 +1,378 @@
+"""`kvrs profile`: measure an engine on this machine, into a profile file.
+
+Prefill in two dimensions, decode by batch and context, page bytes out of and into the KV pool, and
+the page port over loopback. KV that is only read by a measurement is left as it is: the time of a
+step does not depend on what it holds.
+"""
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvrs.config.engine import EngineSettings
+from kvrs.errors import ConfigError
+from kvrs.profiles.schema import (
+    DecodeRows,
+    ModelLoad,
+    PageTimes,
+    PrefillRows,
+    Profile,
+    ProfileLink,
+    TransferTime,
+)
+from kvrs.profiles.writing import faults_of_out, write_profile
+from kvrs_engine.engine.profiler_links import measure_link
+from kvrs_engine.engine.random_model import write_tiny_model
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.sequences import Chunk
+
+NEW_INTERVALS = 8
+CACHED_INTERVALS = 4
+CONTEXT_INTERVALS = 4
+DEFAULT_LONGEST_TOKENS = 1024
+PAGE_COUNTS = (1, 4, 16, 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """Options of the command line."""
+
+    out: Path
+    model: Path | None = None  # A Hugging Face directory; None: the tiny generated model.
+    label: str | None = None  # None: from model and device.
+    device: str = "cpu"
+    longest_tokens: int | None = (
+        None  # New tokens at most, and cached ones; None: 1,024, or what the model takes.
+    )
+    max_batch: int = 16
+    max_batch_tokens: int = (
+        EngineSettings().max_batch_tokens
+    )  # Prefill goes in chunks of this, as it does in the engine.
+    repeats: int = 3  # Of which the median counts.
+    seed: int = 0  # Of the generated model.
+
+
+def run_profile(options: ProfileOptions, console: Console | None = None) -> Path:
+    """Measure, and write the profile; the path of the file.
+
+    Raises:
+        ConfigError: an option is wrong; nothing was measured.
+    """
+    _check(options)
+    with _model_directory(options) as model:
+        profile = _measure(options, model, console or Console(stderr=True))
+    return write_profile(profile, options.out)
+
+
+def _check(options: ProfileOptions) -> None:
+    wrong = []
+    limits = (("--max-batch", options.max_batch, 2, 1024), ("--repeats", options.repeats, 1, 100))
+    wrong += [
+        f"{name}: got {value}; allowed: {low} to {high}"
+        for name, value, low, high in limits
+        if not low <= value <= high
+    ]
+    if options.longest_tokens is not None and not 16 <= options.longest_tokens <= 1 << 20:
+        wrong.append(f"--longest-tokens: got {options.longest_tokens}; allowed: 16 to {1 << 20}")
+    if options.device not in ("cpu", "cuda"):
+        wrong.append(f"--device: got {options.device!r}; allowed: 'cpu', 'cuda'")
+    if options.model is not None and not (options.model / "config.json").is_file():
+        wrong.append(
+            f"--model: {options.model} has no config.json; allowed: a Hugging Face model directory"
+        )
+    wrong += faults_of_out(options.out)
+    if wrong:
+        raise ConfigError(wrong)
+
+
+@contextmanager
+def _model_directory(options: ProfileOptions) -> Iterator[Path]:
+    if options.model is not None:
+        yield options.model
+        return
+    with tempfile.TemporaryDirectory(prefix="kvrs-profile-") as scratch:
+        directory = Path(scratch) / "tiny-llama"
+        write_tiny_model(directory, options.seed)
+        yield directory
+
+
+def _measure(options: ProfileOptions, model: Path, console: Console) -> Profile:
+    settings = _engine_settings(options)
+    started_s = time.perf_counter()
+    worker = Worker(model, settings)
+    load_s = time.perf_counter() - started_s
+    longest = _longest(options, worker)
+    with Progress(
+        TextColumn("{task.description:<28}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    ) as bar:
+        rig = _Rig(worker, options, longest, bar)
+        prefill, decode, pages, link = rig.prefill(), rig.decode(), rig.pages(), rig.link()
+    weight_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    load = ModelLoad(
+        weight_bytes=weight_bytes,
+        bytes_per_s=weight_bytes / load_s,
+        source="measured: start of a worker, from files that may have been in the page cache",
+    )
+    return Profile(
+        **_labels(options, model, worker),
+        prefill=prefill,
+        decode=decode,
+        load=load,
+        pages=pages,
+        links=[link],
+    )
+
+
+def _engine_settings(options: ProfileOptions) -> EngineSettings:
+    size = EngineSettings().page_size_tokens
+    longest = options.longest_tokens or DEFAULT_LONGEST_TOKENS
+    prefill_pages, decode_pages = -(-2 * longest // size), options.max_batch * -(-longest // size)
+    return EngineSettings(
+        page_size_tokens=size,
+        pages=max(prefill_pages, decode_pages, PAGE_COUNTS[-1]),
+        max_batch_tokens=options.max_batch_tokens,
+        max_running=options.max_batch,
+        max_model_len=2 * longest,
+        device=options.device,  # type: ignore[arg-type] # Checked; the field's type is the check.
+        seed=options.seed,
+    )
+
+
+def _longest(options: ProfileOptions, worker: Worker) -> int:
+    """New and cached tokens together must fit into the model's positions."""
+    fits = worker.max_positions // 2
+    if options.longest_tokens is not None and options.longest_tokens > fits:
+        raise ConfigError(
+            f"--longest-tokens: got {options.longest_tokens}; allowed: at most "
+            f"{fits}, half of the model's positions"
+        )
+    # A multiple of the intervals, so that every grid point is a whole number of tokens.
+    return (
+        (options.longest_tokens or min(DEFAULT_LONGEST_TOKENS, fits))
+        // NEW_INTERVALS
+        * NEW_INTERVALS
+    )
+
+
+def _labels(options: ProfileOptions, model: Path, worker: Worker) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
+    where = gpu or options.device
+    return {
+        "label": options.label or f"{model.name}-{where.lower().replace(' ', '-')}-kvrs",
+        "model": model.name,
+        "dtype": "fp32",
+        "gpu": gpu,
+        "cpu": f"{_cpu_name()}, {os.cpu_count()} CPUs",
+        "tp": 1,
+        "engine": "kvrs embedded engine",
+        "version": version("kvrs"),
+        "kind": "measured",
+        "source": (
+            f"kvrs profile, {time.strftime('%Y-%m-%d')}: medians of {options.repeats} "
+            f"repeats, torch {torch.__version__}, "
+            f"chunks of at most {options.max_batch_tokens} tokens"
+        ),
+        "geometry": worker.geometry,
+        "geometry_source": f"config.json of {model.name}, as the engine read it",
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
+
+
+class _Rig:
+    """One worker under measurement, and the bar that shows how far it is."""
+
+    def __init__(
+        self, worker: Worker, options: ProfileOptions, longest: int, bar: Progress
+    ) -> None:
+        self._worker = worker
+        self._options = options
+        self._longest = longest
+        self._bar = bar
+        self._size = worker.geometry.page_size_tokens
+
+    def prefill(self) -> PrefillRows:
+        """One new token stands for none: it is the overhead of a step."""
+        step, cached_step = self._longest // NEW_INTERVALS, self._longest // CACHED_INTERVALS
+        lengths, prefixes = (
+            range(0, self._longest + 1, step),
+            range(0, self._longest + 1, cached_step),
+        )
+        self._prefill(0, self._longest)  # Warms up.
+        cells = [
+            partial(self._prefill, cached, max(1, new)) for cached in prefixes for new in lengths
+        ]
+        rows = _in_rows(self._medians("prefill (new given cached)", cells), len(lengths))
+        return PrefillRows(new_step_tokens=step, cached_step_tokens=cached_step, rows=rows)
+
+    def decode(self) -> DecodeRows:
+        batches = _doubling(self._options.max_batch)
+        contexts = [self._longest * i // CONTEXT_INTERVALS for i in range(1, CONTEXT_INTERVALS + 1)]
+        self._decode(batches[-1], contexts[-1])
+        cells = [partial(self._decode, batch, context) for batch in batches for context in contexts]
+        rows = _in_rows(self._medians("decode (batch by context)", cells), len(contexts))
+        return DecodeRows(batches=batches, contexts=contexts, rows=rows)
+
+    def pages(self) -> PageTimes:
+        """Save: out of the pool, as before pages are sent or checkpointed. Load: into it, as after
+        they were received.
+        """
+        pool, host = self._worker.pool, bytearray(self._worker.geometry.page_bytes)
+
+        def save(count: int) -> None:
+            staged = pool.stage(range(count))
+            staged.begin_save()
+            staged.wait()
+            for view in staged.views:
+                host[:] = view
+            staged.free()
+
+        def load(count: int) -> None:
+            staged = pool.stage(range(count))
+            for view in staged.views:
+                view[:] = host
+            staged.begin_restore(count)
+            staged.wait()
+            staged.free()
+
+        # On a GPU the first use of buffers pins them.
+        save(PAGE_COUNTS[-1])
+        cells = [partial(_timed, move, count) for move in (save, load) for count in PAGE_COUNTS]
+        size = self._worker.geometry.page_bytes
+        saved, loaded = (
+            fit_transfer(
+                [(count * size, seconds) for count, seconds in zip(PAGE_COUNTS, times, strict=True)]
+            )
+            for times in _in_rows(self._medians("pages (save and load)", cells), len(PAGE_COUNTS))
+        )
+        return PageTimes(page_bytes=size, save=saved, load=loaded)
+
+    def link(self) -> ProfileLink:
+        done = self._stage("link (pages over loopback)", len(PAGE_COUNTS))
+        points = measure_link(
+            self._worker.geometry.page_bytes, PAGE_COUNTS, self._options.repeats, done
+        )
+        return ProfileLink(
+            label="loopback",
+            gpu="none",
+            scope="loopback",
+            kind="measured",
+            source=f"kvrs page port between two processes of one machine, {PAGE_COUNTS[0]} to "
+            f"{PAGE_COUNTS[-1]} pages at a time",
+            transfer=fit_transfer(points),
+        )
+
+    def _prefill(self, cached: int, new: int) -> float:
+        assert new >= 1, "a step without a token takes no time at all"
+        pages = range(-(-(cached + new) // self._size))
+        end, limit = cached + new, self._options.max_batch_tokens
+        chunks = [
+            Chunk(
+                token_ids=self._ids(min(limit, end - first)),
+                first_position=first,
+                pages=pages,
+                logits=int(first + limit >= end),
+            )
+            for first in range(cached, end, limit)
+        ]
+        started_s = time.perf_counter()
+        for chunk in chunks:
+            self._worker.execute([chunk])
+        return time.perf_counter() - started_s
+
+    def _decode(self, batch: int, context: int) -> float:
+        held = -(-context // self._size)
+        chunks = [
+            Chunk(
+                token_ids=self._ids(1),
+                first_position=context - 1,
+                pages=range(i * held, (i + 1) * held),
+                logits=1,
+            )
+            for i in range(batch)
+        ]
+        started_s = time.perf_counter()
+        self._worker.execute(chunks)
+        return time.perf_counter() - started_s
+
+    def _ids(self, count: int) -> list[int]:
+        return [1 + position % (self._worker.vocab_size - 1) for position in range(count)]
+
+    def _medians(self, title: str, cells: Sequence[Callable[[], float]]) -> list[float]:
+        """The cells take turns, so that what else the machine does hits all of them alike."""
+        done = self._stage(title, len(cells) * self._options.repeats)
+        times: list[list[float]] = [[] for _ in cells]
+        for _ in range(self._options.repeats):
+            for cell, measured in zip(cells, times, strict=True):
+                measured.append(cell())
+                done()
+        return [_rounded(median(measured)) for measured in times]
+
+    def _stage(self, title: str, points: int) -> Callable[[], None]:
+        task = self._bar.add_task(title, total=points)
+        return lambda: self._bar.advance(task)
+
+
+def _timed(move: Callable[[int], None], count: int) -> float:
+    started_s = time.perf_counter()
+    move(count)
+    return time.perf_counter() - started_s
+
+
+def _in_rows(values: Sequence[float], width: int) -> list[list[float]]:
+    return [list(values[start : start + width]) for start in range(0, len(values), width)]
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.5g}")
+
+
+def _doubling(largest: int) -> list[int]:
+    sizes = [1]
+    while sizes[-1] * 2 < largest:
+        sizes.append(sizes[-1] * 2)
+    return [*sizes, largest]
+
+
+def fit_transfer(points: Sequence[tuple[int, float]]) -> TransferTime:
+    """`alpha + bytes / rate` through (bytes, seconds), by least relative squares, so that short
+    transfers count too.
+
+    Where noise would make either of them negative, the rate is that of the largest transfer and the
+    start is free.
+    """
+    sizes, times_s = np.array(points, dtype=float).T
+    weights = 1.0 / np.maximum(times_s, 1e-9)
+    columns = np.stack([weights, weights * sizes], axis=1)
+    alpha_s, slope = map(float, np.linalg.lstsq(columns, weights * times_s)[0])
+    if slope > 0 and alpha_s >= 0:
+        return TransferTime(alpha_s=alpha_s, bytes_per_s=1 / slope)
+    largest, longest_s = max(points)
+    return TransferTime(alpha_s=0.0, bytes_per_s=largest / max(longest_s, 1e-9))

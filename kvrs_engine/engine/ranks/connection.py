@@ -1,0 +1,485 @@
+"""The connections of an instance's process to the host of a stage: a session of that host, and the
+orders that it gets.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from kvrs.config.transfer import TransferSettings
+from kvrs.errors import KvrsError, RanksLostError, TransferError
+from kvrs.ids import InstanceId
+from kvrs.net.names import first_address
+from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.parts import Cell, Part
+from kvrs.transfer.handshake import PeerRefusedError, introduce
+from kvrs.transfer.links import SendingLinks
+from kvrs.transfer.peers import Identity, Peer
+from kvrs.transfer.stream import SocketStream, page_socket
+from kvrs_engine.engine.ranks.link import (
+    VERSION,
+    WORDS,
+    Begin,
+    BringParts,
+    CellsLost,
+    ComputeStage,
+    EndRank,
+    FromStage,
+    LoanAsked,
+    LoanOver,
+    LoanWanted,
+    Mended,
+    MoveRank,
+    OwnerAnswer,
+    PagesDone,
+    PagesLost,
+    PartsHeld,
+    PartsOffered,
+    PartsOver,
+    PartsRange,
+    PartsRefused,
+    RankMoved,
+    ReadPages,
+    RefuseLoan,
+    RefuseParts,
+    StageChanged,
+    StageChannel,
+    StageComputed,
+    StageComputing,
+    StageLink,
+    StageLost,
+    StageReady,
+    StageRefused,
+    StageServes,
+    StageStopped,
+    ToStage,
+    WritePages,
+    max_page_payload,
+    page_groups,
+)
+from kvrs_engine.engine.ranks.reformed import RanksNow
+from kvrs_engine.engine.ranks.sessions import StageRefusedError
+from kvrs_engine.engine.ranks.wire import batch_of
+from kvrs_engine.scheduling.sequences import Chunk
+
+# A host starts with its instance, and loads as much.
+HOST_WAIT_S = 100.0
+_AGAIN_S = 0.1
+# For the way of a batch and its answer, beside the time that it may be computed.
+_ON_THE_WAY_S = 0.25
+# The longest wait for parts to be brought, in waits of another host. Who brings them gives up one
+# earlier: the pages are not read when their pins are gone.
+BRINGING = 4
+_NOT_YET = "its instance does not serve yet"
+
+Answer = TypeVar("Answer", StageReady, PagesDone)
+
+
+class PartsRefusedError(TransferError):
+    """The host of another instance takes no parts, or cannot be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageAt:
+    """Where a stage is, and what opens it."""
+
+    peer: Peer
+    own: Identity  # Its epoch is that of the sessions.
+    key: bytes
+    transfer: TransferSettings
+    # The instance that has the host, where it is another one.
+    lender: InstanceId | None = None
+
+    @property
+    def stall_timeout_s(self) -> float:
+        return self.transfer.stall_timeout_s
+
+    @property
+    def lost(self) -> str:
+        return f"is lost with its node {self.peer.node}"
+
+
+async def open_link(
+    at: StageAt, begin: Begin, max_payload_bytes: int, kind: type[Answer]
+) -> tuple[StageLink, Answer]:
+    """A link, and its first answer, of that kind.
+
+    Raises:
+        OSError, TransferError: the host is not there, or refuses.
+    """
+    peer = replace(at.peer, host=await first_address(at.peer.host))
+    sock = page_socket(peer.host)
+    stream = SocketStream(sock, at.stall_timeout_s)
+    try:
+        async with asyncio.timeout(at.stall_timeout_s):
+            await asyncio.get_running_loop().sock_connect(sock, (peer.host, peer.port))
+            await introduce(stream, at.key, at.own, peer)
+        link = StageLink(stream, FromStage, max_payload_bytes)
+        await link.send(begin)
+        # The host answers once the session before has ended.
+        answer, _ = await link.receive(at.stall_timeout_s)
+        if isinstance(answer, StageRefused):
+            raise StageRefusedError(answer.reason)
+        if not isinstance(answer, kind):
+            raise TransferError(f"a message out of turn: {type(answer).__name__}")
+    except BaseException:
+        stream.close()
+        raise
+    return link, answer
+
+
+class StageConnection:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self,
+        at: StageAt,
+        stage: int,
+        ranks: Sequence[int],
+        part_bytes: int,
+        max_bytes: int,
+        links: SendingLinks,
+    ) -> None:
+        """`part_bytes`: of a page, that the stage has; `max_bytes`: of a result; `links`: of this
+        event loop.
+        """
+        self._at, self._stage, self._ranks, self._sending = at, stage, ranks, links
+        self._part_bytes, self._max_bytes = part_bytes, max_bytes
+        self._batch = 0
+        # An error: the batch is not computed.
+        self._answer: asyncio.Future[Tensor | RanksLostError] | None = None
+        self._answer_bytes = 0
+        self._is_heard = False  # Since the last look at it.
+        self._links: list[StageLink] = []
+        self._session = 0, 0  # Its number and its epoch, which every order names.
+        self._listening: asyncio.Task[None] | None = None
+        self._asking, self._bringing = asyncio.Lock(), asyncio.Lock()
+        self._replicas: StageLink | None = None
+        self._refusing: set[asyncio.Task[None]] = set()
+        self.error: RanksLostError | None = None  # It computes nothing any more.
+        self.is_refused = False  # By the host, for good.
+        # The ranks that were lost in a batch, until the others compute again.
+        self.stopped: RanksLostError | None = None
+        # Called when that, the error or `now` has changed.
+        self.on_stopped: Callable[[], object] = lambda: None
+        self.on_error: Callable[[RanksLostError], object] = lambda lost: None
+        self.on_change: Callable[[], object] = lambda: None
+        # Called when another instance would use the stage, and when it does no more.
+        self.on_asked: Callable[[LoanAsked], object] = self._lend_nothing
+        self.on_over: Callable[[int], object] = lambda loan: None
+        # Called when the host of another one offers parts, and when it brings no more of them.
+        self.on_offered: Callable[[PartsOffered], object] = self._take_nothing
+        self.on_brought: Callable[[PartsOver], object] = lambda over: None
+
+    async def open(self, wait_s: float = HOST_WAIT_S, loan: LoanWanted | None = None) -> StageReady:
+        """Begin a session, once the host is there and has loaded the stage.
+
+        Raises:
+            KvrsError: it refuses, or does not answer.
+        """
+        until_s = time.monotonic() + wait_s
+        peer = self._at.peer
+        where = f"stage {self._stage} on node {peer.node!r} ({peer.host}:{peer.port})"
+        while True:
+            try:
+                return await self._begin(loan)
+            except PeerRefusedError as error:
+                raise KvrsError(
+                    f"{where}: {error}; allowed: the same secret, model, engine settings and "
+                    f"stages at both"
+                ) from None
+            except StageRefusedError as error:
+                raise KvrsError(f"{where}: {error}") from None
+            except (OSError, TransferError) as error:
+                if time.monotonic() > until_s:
+                    raise KvrsError(f"{where} cannot be used: {error}") from None
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _begin(self, loan: LoanWanted | None) -> StageReady:
+        links: list[StageLink] = []
+        try:
+            begin = Begin(VERSION, StageChannel.BATCHES, loan=loan)
+            link, ready = await open_link(self._at, begin, self._max_bytes, StageReady)
+            links.append(link)
+            begin = Begin(VERSION, StageChannel.PAGES, ready.session)
+            payload_bytes = max_page_payload(self._part_bytes)
+            link, _ = await open_link(self._at, begin, payload_bytes, PagesDone)
+            links.append(link)
+            # An instance waits for its pages.
+            link.limit(self._sending.to(self._at.peer.node), TrafficClass.HANDOFF)
+        except BaseException:
+            for link in links:
+                link.stream.close()
+            raise
+        self._batches, self._pages = self._links = links
+        self._session = ready.session, self._at.own.epoch
+        self.use = ready.use
+        self._learn(ready.now)
+        self._listening = asyncio.get_running_loop().create_task(self._listen())
+        return ready
+
+    async def _listen(self) -> None:
+        """Receive messages that come at any time: results, news, and the end."""
+        try:
+            while True:
+                message, payload = await self._batches.receive()
+                match message:
+                    case StageComputing():
+                        self._expected(message)
+                        self._is_heard = True
+                    case StageComputed():
+                        if len(payload) != self._answer_bytes:
+                            raise TransferError(
+                                f"a result of {len(payload)} bytes; allowed: {self._answer_bytes}"
+                            )
+                        self.use = message.use
+                        self._expected(message).set_result(payload)
+                    case StageStopped(ranks=ranks, reason=reason):
+                        answer = self._expected(message)
+                        self.stopped = RanksLostError(ranks, reason)
+                        self.on_stopped()
+                        answer.set_result(self.stopped)
+                    case StageServes():
+                        self.stopped = None
+                        self.on_stopped()
+                    case StageLost(ranks=ranks, reason=reason):
+                        self._lost(ranks, reason)
+                        return
+                    case StageRefused(reason=reason):
+                        self.is_refused = True
+                        self._lost(self._ranks, f"is refused by its host: {reason}")
+                        return
+                    case _:
+                        self._hear(message)
+        except TransferError as error:
+            self._lost(self._ranks, f"{self._at.lost}: {error}")
+
+    def _hear(self, message: object) -> None:
+        """News. Raises TransferError: it is none."""
+        match message:
+            case StageChanged(now=now):
+                self._learn(now)
+                self.on_change()
+            case LoanAsked():
+                self.on_asked(message)
+            case LoanOver(loan=loan):
+                self.on_over(loan)
+            case PartsOffered():
+                self.on_offered(message)
+            case PartsOver():
+                self.on_brought(message)
+            case _:
+                raise TransferError(f"a message out of turn: {type(message).__name__}")
+
+    def _learn(self, told: RanksNow) -> None:
+        self.now = told.later(time.monotonic())
+
+    def _expected(
+        self, message: StageComputing | StageComputed | StageStopped
+    ) -> "asyncio.Future[Tensor | RanksLostError]":
+        """Raises TransferError: the message is not of the batch that is computed."""
+        if self._answer is None or self._answer.done() or message.batch != self._batch:
+            raise TransferError(f"{type(message).__name__} of batch {message.batch} out of turn")
+        return self._answer
+
+    async def execute(
+        self,
+        chunks: Sequence[Chunk],
+        rows: Tensor | None,
+        limit_s: float,
+        page_size_tokens: int,
+        answer_bytes: int,
+    ) -> Tensor:
+        """Compute a batch, one at a time; its result as so many bytes.
+
+        Raises:
+            RanksLostError: it is not computed.
+        """
+        if (lost := self.error or self.stopped) is not None:
+            raise lost
+        self._batch, self._answer_bytes = self._batch + 1, answer_bytes
+        answer: asyncio.Future[Tensor | RanksLostError] = asyncio.get_running_loop().create_future()
+        self._answer = answer
+        wire = batch_of(0, self._batch, chunks, page_size_tokens)
+        message = ComputeStage(*self._session, self._batch, wire.chunks, limit_s)
+        silent_s = limit_s + _ON_THE_WAY_S
+        try:
+            async with asyncio.timeout(silent_s):
+                await self._batches.send(message, rows)
+            found = await self._answered(answer, silent_s)
+            if isinstance(found, RanksLostError):
+                raise found
+            return found
+        except TimeoutError:
+            self._lost(self._ranks, f"has not answered for {silent_s:.1f} s")
+        except TransferError as error:
+            self._lost(self._ranks, f"{self._at.lost}: {error}")
+        assert self.error is not None, "it was lost now, or before"
+        raise self.error
+
+    async def _answered(
+        self, answer: "asyncio.Future[Tensor | RanksLostError]", silent_s: float
+    ) -> Tensor | RanksLostError:
+        """Raises TimeoutError: nothing is heard for so long."""
+        looks = 0
+        while not answer.done():
+            self._is_heard = False
+            await asyncio.wait({answer}, timeout=silent_s / WORDS)
+            looks = 0 if self._is_heard else looks + 1
+            if looks == WORDS and not answer.done():
+                raise TimeoutError
+        return answer.result()
+
+    async def mended(self) -> None:
+        # On the link of batches: before any that comes next.
+        with suppress(TransferError):  # Which `_listen` finds as well.
+            await self._batches.send(Mended(*self._session))
+
+    async def read(self, pages: Sequence[int]) -> Tensor:
+        size = self._part_bytes
+        parts = torch.empty(len(pages), size, dtype=torch.uint8)
+        for group in page_groups(pages, size):
+            wanted = [pages[place] for place in group]
+            _, found = await self._ask(ReadPages(*self._session, wanted), None, len(wanted) * size)
+            parts[group.start : group.stop] = found.view(len(wanted), -1)
+        return parts
+
+    async def write(self, pages: Sequence[int], parts: Tensor, cells: Part | None) -> None:
+        spans: list[tuple[int, int]] = []
+        if cells is not None:
+            spans = [(each.start, each.stop) for each in (cells.layers, cells.heads)]
+        for group in page_groups(pages, self._part_bytes):
+            wanted = [pages[place] for place in group]
+            own = parts[group.start : group.stop].contiguous()
+            await self._ask(WritePages(*self._session, wanted, *spans), own)
+
+    async def lose_device(self, rank: int, bases: Sequence[int]) -> dict[int, frozenset[Cell]]:
+        answer, _ = await self._ask(EndRank(*self._session, rank, list(bases)), None)
+        assert isinstance(answer, CellsLost), "it was asked for"
+        return {base: frozenset(cells) for base, cells in answer.cells.items()}
+
+    async def move(self, rank: int, *, leaves: bool) -> str | None:
+        answer, _ = await self._ask(MoveRank(*self._session, rank, leaves), None)
+        assert isinstance(answer, RankMoved), "it was asked for"
+        return answer.refused
+
+    async def answer(self, order: OwnerAnswer) -> None:
+        """Answer `LoanAsked` or `PartsOffered`; of the order, the session is filled in.
+
+        Raises:
+            TransferError: the host is lost, or the other one does not wait any more.
+        """
+        session, epoch = self._session
+        await self._ask(msgspec.structs.replace(order, session=session, epoch=epoch), None)
+
+    async def bring(
+        self, to: InstanceId, ranges: Sequence[PartsRange], pages: Sequence[int]
+    ) -> PartsHeld:
+        """Raises TransferError: nothing was brought, or only a part of it is known to be there.
+        The host is not lost by it.
+        """
+        async with self._bringing:
+            try:
+                if self.error is not None:
+                    raise TransferError(str(self.error))
+                if self._replicas is None:
+                    begin = Begin(VERSION, StageChannel.REPLICAS, self._session[0])
+                    self._replicas, _ = await open_link(self._at, begin, 0, PagesDone)
+                link = self._replicas
+                await link.send(BringParts(*self._session, to, list(ranges), list(pages)))
+                # The other host, too, may stall before this one gives it up.
+                answer, _ = await link.receive(BRINGING * self._at.stall_timeout_s)
+            except OSError as error:
+                self._drop_replicas()
+                raise TransferError(str(error)) from None
+            except BaseException:
+                self._drop_replicas()
+                raise
+            match answer:
+                case PartsHeld():
+                    return answer
+                case PartsRefused(reason=reason):
+                    raise PartsRefusedError(reason)
+                case StageRefused(reason=reason):
+                    self._drop_replicas()
+                    raise StageRefusedError(reason)
+                case _:
+                    self._drop_replicas()
+                    raise TransferError(f"a message out of turn: {type(answer).__name__}")
+
+    def _drop_replicas(self) -> None:
+        link, self._replicas = self._replicas, None
+        if link is not None:
+            link.stream.close()
+
+    def _lend_nothing(self, asked: LoanAsked) -> None:
+        self._refuse(RefuseLoan(0, 0, asked.loan, _NOT_YET))
+
+    def _take_nothing(self, offered: PartsOffered) -> None:
+        self._refuse(RefuseParts(0, 0, offered.offer, _NOT_YET))
+
+    def _refuse(self, order: OwnerAnswer) -> None:
+        task = asyncio.get_running_loop().create_task(self.answer(order))
+        self._refusing.add(task)
+        task.add_done_callback(self._refused)
+
+    def _refused(self, task: "asyncio.Task[None]") -> None:
+        self._refusing.discard(task)
+        if not task.cancelled():
+            task.exception()  # The connection is lost, which others find as well.
+
+    async def _ask(
+        self, order: ToStage, payload: Tensor | None, answer_bytes: int = 0
+    ) -> tuple[PagesDone | CellsLost | RankMoved, Tensor]:
+        async with self._asking:
+            if self.error is not None:
+                raise TransferError(str(self.error))
+            try:
+                await self._pages.send(order, payload)
+                answer, found = await self._pages.receive(self._at.stall_timeout_s)
+                match answer:
+                    case PagesLost(reason=reason):
+                        pass
+                    case StageRefused(reason=reason):
+                        self.is_refused = True
+                        raise StageRefusedError(reason)
+                    case PagesDone() | CellsLost() | RankMoved() if len(found) == answer_bytes:
+                        return answer, found
+                    case _:
+                        raise TransferError(f"{len(found)} bytes of pages; allowed: {answer_bytes}")
+            except TransferError as error:
+                self._lost(self._ranks, f"{self._at.lost}: {error}")
+                raise
+            raise TransferError(reason)
+
+    def _lost(self, ranks: Sequence[int], reason: str) -> None:
+        if self.error is not None:
+            return
+        self.error = lost = RanksLostError(ranks, reason)
+        self.give_up()
+        self.on_error(lost)
+
+    def give_up(self) -> None:
+        """Let a batch that is computed, and all that comes, end in RanksLostError."""
+        self.error = self.error or RanksLostError(self._ranks, "has ended")
+        self.on_stopped()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(self.error)
+        for link in (*self._links, *filter(None, [self._replicas])):
+            link.stream.shut()
+
+    async def close(self) -> None:
+        self.give_up()
+        if self._listening is not None:
+            await self._listening
+        async with self._asking, self._bringing:
+            for link in self._links:
+                link.stream.close()
+            self._drop_replicas()

@@ -1,0 +1,143 @@
+"""Ranks that compute together: from the orders of a batch to its logits, or to its rows where the
+next stage is on another node.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from kvrs.errors import RanksLostError
+from kvrs.transfer.shared_memory.regions import Region
+from kvrs_engine.elastic.layouts import Layout
+from kvrs_engine.engine.layers.tiles import padded_rows
+from kvrs_engine.engine.ranks.exchange import Areas, FormationMemory
+from kvrs_engine.engine.ranks.seats import RankSeat, status_of
+from kvrs_engine.engine.ranks.wire import batch_of, encode
+from kvrs_engine.scheduling.sequences import Chunk
+
+log = logging.getLogger(__name__)
+
+# Between two looks at ranks that compute no more than this counts. Where more has passed, the
+# process that looks was stopped or starved itself, and so perhaps were the ranks.
+_LOOK_MAX_S = 0.1
+
+
+class HangWatch:
+    """A watch for ranks that hang while they compute a batch: for `limit_s` none of them makes
+    progress. A batch that is only slow, as where many processes share the processor, may take
+    longer.
+    """
+
+    def __init__(self, limit_s: float, now_s: float) -> None:
+        self._limit_s, self._looked_s = limit_s, now_s
+        self._still_s = 0.0
+        self._progress: Sequence[int] = ()
+
+    def look(self, progress: Sequence[int], now_s: float) -> bool:
+        """`progress`: anything that differs once a rank has come further."""
+        passed_s, self._looked_s = now_s - self._looked_s, now_s
+        if progress == self._progress:
+            self._still_s += min(passed_s, _LOOK_MAX_S)
+        else:
+            self._progress, self._still_s = progress, 0.0
+        return self._still_s > self._limit_s
+
+
+class RankFormation:
+    """The ranks of one layout that are on this node, in memory of their own. As many threads as it
+    has stages may compute a batch at a time: each stage computes them in the same order. The oldest
+    of these ends first, and only then another one may begin.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        layout: Layout,
+        seats: Mapping[int, RankSeat],
+        areas: Areas,
+        shared: Region,
+    ) -> None:
+        self.epoch, self.layout = epoch, layout
+        self.memory = FormationMemory(shared.memory, areas)
+        self._seats = {rank: seats[rank] for rank in areas.ranks}
+        self._batch = 0
+        self._ordering = threading.Lock()
+        stages = layout.stages
+        first, last = (stages.index(layout.stage_of(areas.ranks[at])) for at in (0, -1))
+        # Behind which stages rows come from another node, and go to one.
+        self._enter = first - 1 if first else None
+        self._leave = last if last + 1 < len(stages) else None
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.memory.ended.value)
+
+    def end(self) -> None:
+        """A batch that is computed ends without a result."""
+        self.memory.end()
+
+    def execute(
+        self,
+        chunks: Sequence[Chunk],
+        page_size_tokens: int,
+        limit_s: float,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Compute a batch as `Worker.execute` does, where the last stage is here; else return the
+        rows behind the last one that is, `[padded rows, hidden]`. `rows`: those of the stage
+        before, where that is elsewhere. `limit_s`: for so long no rank may come further.
+
+        Raises:
+            RanksLostError: ranks were lost, or were killed because they hung.
+        """
+        with self._ordering:
+            batch = self._order(chunks, page_size_tokens, rows)
+        watch = HangWatch(limit_s, time.monotonic())
+        for rank in self._seats:
+            done = self.memory.lines[rank].done
+            done.wait(batch, lambda: self._look(batch, watch, limit_s))
+        if self._leave is not None:
+            return self._rows(self._leave, batch, chunks).clone()
+        return self.memory.logits(sum(chunk.logits for chunk in chunks), batch).clone()
+
+    def _order(self, chunks: Sequence[Chunk], page_size_tokens: int, rows: Tensor | None) -> int:
+        """Let all ranks compute a batch; returns its number."""
+        self._batch = batch = self._batch + 1
+        if self._enter is not None:
+            assert rows is not None, "the first stage is elsewhere"
+            self._rows(self._enter, batch, chunks).copy_(rows)
+            # Count as a rank of that stage would.
+            sender = self.layout.stages[self._enter].ranks[0]
+            self.memory.lines[sender].sent.set(batch)
+        frame = encode(batch_of(self.epoch, batch, chunks, page_size_tokens))
+        for seat in self._seats.values():
+            try:
+                seat.send(frame)
+            except RanksLostError:
+                seat.kill()
+                raise
+        return batch
+
+    def _rows(self, boundary: int, batch: int, chunks: Sequence[Chunk]) -> Tensor:
+        areas, count = self.memory.areas, sum(len(chunk.token_ids) for chunk in chunks)
+        return self.memory.floats(areas.rows(boundary, batch), padded_rows(count), areas.hidden)
+
+    def _look(self, batch: int, watch: HangWatch, limit_s: float) -> None:
+        """While a batch is computed."""
+        dead = [rank for rank, seat in self._seats.items() if seat.process.poll()]
+        if dead or self.has_ended:
+            status = status_of([self._seats[rank] for rank in dead])
+            raise RanksLostError(dead, "has died", status)
+        is_hanging = watch.look(self.memory.progress(), time.monotonic())
+        if is_hanging and (stuck := self.memory.stuck(batch)):
+            # Before anything else goes on: what they would write later reaches nothing.
+            for rank in stuck:
+                log.error("a rank hangs in a batch", extra={"rank": rank, "limit_s": limit_s})
+                self._seats[rank].kill()
+            raise RanksLostError(stuck, f"has come no further in a batch for {limit_s:.1f} s")
+
+
+Predict = Callable[[Sequence[Chunk]], float]

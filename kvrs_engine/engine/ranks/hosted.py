@@ -1,0 +1,351 @@
+"""A stage with the host that it has at present: its own, another instance's, or none."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+from torch import Tensor
+
+from kvrs.config.engine import EngineSettings
+from kvrs.errors import KvrsError, RanksLostError, TransferError
+from kvrs.ids import InstanceId
+from kvrs.protocol.parts import Part
+from kvrs.protocol.tags import Tag
+from kvrs.transfer.links import SendingLinks
+from kvrs.transfer.send_faults import SendingFaults
+from kvrs_engine.elastic.layouts import Layout
+from kvrs_engine.elastic.lending import BusyShare
+from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.engine.layers.tiles import FLOAT_BYTES, padded_rows
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.ranks.cells import of_layers
+from kvrs_engine.engine.ranks.connection import StageAt, StageConnection
+from kvrs_engine.engine.ranks.link import (
+    LoanAsked,
+    LoanWanted,
+    PartsHeld,
+    PartsOffered,
+    PartsOver,
+    PartsRange,
+    StageReady,
+    StageUse,
+)
+from kvrs_engine.engine.ranks.reformed import RanksNow, ReformingNow
+from kvrs_engine.engine.ranks.returning import Gate, StageLoan, StageReturn
+from kvrs_engine.engine.worker import geometry_of
+from kvrs_engine.scheduling.sequences import Chunk, pages_for
+
+log = logging.getLogger(__name__)
+
+_TAGS_S = 1.0  # For the books to say which pages streams have; else a loan comes without replicas.
+
+
+class StageCalls:
+    """Calls about a stage, from the thread of its event loop; None: that call is not made."""
+
+    def __init__(self) -> None:
+        # It computes nothing any more; something of its ranks is new.
+        self.on_end: Callable[[RanksLostError], object] | None = None
+        self.on_change: Callable[[], object] | None = None
+        # All cells are lost, with the number of the loss, for `noted`. Without this call the loss
+        # of a host is the end.
+        self.on_cells: Callable[[int], object] | None = None
+        # An instance asks for a loan; one is over, None: all are; the stage is at home again.
+        self.on_asked: Callable[[LoanAsked], object] | None = None
+        self.on_over: Callable[[int | None], object] = lambda loan: None
+        self.on_home: Callable[[], object] | None = None
+        # The tags of full pages that streams have, for a loan.
+        self.on_tags: Callable[[], Future[list[Tag]]] | None = None
+        # Another's host offers parts of its pages, brings no more of them, or all are over with
+        # the host.
+        self.on_offered: Callable[[PartsOffered], object] | None = None
+        self.on_brought: Callable[[PartsOver | None], object] = lambda over: None
+
+
+class HostedStage:
+    """Belongs to one event loop. What threads read of it is replaced, never changed."""
+
+    def __init__(
+        self,
+        at: StageAt,
+        config: ModelConfig,
+        settings: EngineSettings,
+        layout: Layout,
+        stage: int,
+        donors: Sequence[StageAt],
+        calls: StageCalls,
+    ) -> None:
+        geometry = geometry_of(config, settings)
+        self.stage, self.layers = stage, layout.layers(range(stage, stage + 1))
+        self.cells = frozenset(product(self.layers, range(geometry.kv_heads)))
+        # Floats of what the stage answers for each row, or where it is the last for each that is
+        # sampled from.
+        self.is_last = stage + 1 == len(layout.stages)
+        self.width = config.vocab if self.is_last else config.hidden
+        self.page_size_tokens = size = geometry.page_size_tokens
+        self.ranks = ranks = layout.stages[stage].ranks
+        self._units, self._full, self._calls = config.units_of_ranks, layout, calls
+        connect = partial(
+            StageConnection,
+            stage=stage,
+            ranks=ranks,
+            part_bytes=of_layers(geometry, self.layers).page_bytes,
+            max_bytes=padded_rows(settings.max_batch_tokens) * self.width * FLOAT_BYTES,
+            # Of its own, as its event loop is: other stages are at other nodes.
+            links=SendingLinks(at.transfer, SendingFaults(), at.own.node),
+        )
+        # Pages of a loan: at most, and fewer than that may not hold the longest stream.
+        longest = pages_for(min(settings.max_model_len, config.max_positions), size)
+        self._max_pages, self._least_pages = settings.pages, min(settings.pages, longest)
+        # Losses of all cells: those that were, that the books know, and that they have mended.
+        self.losses = self.noted = self.mended = 0
+        self.loan: StageLoan | None = None  # None: its host is the own one, if there is any.
+        self.busy = BusyShare(len(ranks))
+        self._away: RanksNow | None = None  # While there is no host.
+        self._before = 0, 0, 0  # Of earlier hosts: what `_counted` adds.
+        self.error: RanksLostError | None = None  # It computes nothing any more.
+        # Set while its ranks compute, and where they do not any more.
+        self.may_compute = threading.Event()
+        self.gate, self.is_lost = Gate(), asyncio.Event()
+        self._back = asyncio.Event()  # There is a host, or the error.
+        self._return = StageReturn(self, connect, at, donors, size)
+        self._returning: asyncio.Task[None] | None = None
+        self.connection = connect(at)
+        self.ready: StageReady  # Of its own host, the last time.
+
+    async def open(self) -> None:
+        """Raises KvrsError: the own host refuses, or does not answer."""
+        self.ready = await self.connection.open()
+        self._use(self.connection)
+
+    @property
+    def now(self) -> RanksNow:
+        """The ranks, as the host has told it last."""
+        return self._away or self._counted(self.connection.now)
+
+    @property
+    def use(self) -> StageUse:
+        return self.connection.use
+
+    @property
+    def is_whole(self) -> bool:
+        """No book has pages that were there when all cells were lost."""
+        return self.mended == self.losses
+
+    async def execute(
+        self, chunks: Sequence[Chunk], rows: Tensor | None, limit_s: float, answer_bytes: int
+    ) -> Tensor:
+        """Raises RanksLostError: the batch is not computed."""
+        async with self.gate.using():
+            if not self.is_whole:
+                raise RanksLostError(self.ranks, "has lost cells")
+            size, connection, loan = self.page_size_tokens, self.connection, self.loan
+            theirs = chunks if loan is None else loan.translated(chunks)
+            try:
+                found = await connection.execute(theirs, rows, limit_s, size, answer_bytes)
+            finally:
+                if loan is not None:
+                    loan.computed(chunks)
+            self.busy.note(time.monotonic(), connection.use.worked_s)
+            return found
+
+    async def read(self, pages: Sequence[int]) -> Tensor:
+        """Raises TransferError: the stage is lost."""
+        async with self.gate.using():
+            theirs = pages if self.loan is None else self.loan.theirs(pages)
+            return await self.connection.read(theirs)
+
+    async def write(self, pages: Sequence[int], parts: Tensor, cells: Part | None) -> None:
+        """Raises TransferError: the stage is lost, or cells were meanwhile."""
+        # What has come is there, and can be written when a host is.
+        await self._back.wait()
+        async with self.gate.using():
+            loan = self.loan
+            theirs = pages if loan is None else loan.theirs(pages)
+            try:
+                await self.connection.write(theirs, parts, cells)
+            finally:
+                if loan is not None:
+                    loan.touched.update(pages)
+
+    async def bring(
+        self, losses: int, to: InstanceId, ranges: Sequence[PartsRange], pages: Sequence[int]
+    ) -> PartsHeld:
+        """Bring parts of pages to the host of another instance. `losses`: of all cells, when the
+        books had the pages.
+
+        Raises:
+            TransferError: as `StageConnection.bring`; or cells were lost since.
+        """
+        # Not behind the gate: batches do not wait for it.
+        if losses != self.losses or not self.is_whole or self._away is not None:
+            raise TransferError("cells of these pages are lost")
+        theirs = pages if self.loan is None else self.loan.theirs(pages)
+        return await self.connection.bring(to, ranges, theirs)
+
+    async def take(self, loan: StageLoan, kept: Sequence[int], adopted: Mapping[int, int]) -> bool:
+        """`StageLoan.take`; False: the stage has another host by now, or none."""
+        if self.loan is not loan:
+            return False
+        loan.take(kept, adopted)
+        return True
+
+    def end(self, lost: RanksLostError | None = None) -> None:
+        """Let batches, and all that wait, end in RanksLostError."""
+        if self.error is not None:
+            return
+        self.error = lost or RanksLostError(self.ranks, "has ended")
+        self.connection.give_up()
+        self._update()
+        if lost is not None and self._calls.on_end is not None:
+            self._calls.on_end(lost)
+
+    async def close(self) -> None:
+        self.end()
+        if self._returning is not None:
+            self._returning.cancel()
+            await asyncio.wait({self._returning})
+        await self.connection.close()
+
+    def _counted(self, now: RanksNow) -> RanksNow:
+        """With what was before this host."""
+        number, layout, deaths = self._before
+        return replace(
+            now,
+            layout=replace(now.layout, number=now.layout.number + layout),
+            deaths=now.deaths + deaths,
+            number=now.number + number,
+        )
+
+    # A host is there, or lost.
+
+    def _use(self, connection: StageConnection) -> None:
+        self.connection, self._away = connection, None
+        connection.on_stopped, connection.on_error = self._update, self._lost
+        connection.on_change = self._changed
+        connection.on_over = lambda loan: self._calls.on_over(loan)
+        lends_nothing = connection.on_asked
+        connection.on_asked = lambda asked: (self._calls.on_asked or lends_nothing)(asked)
+        if self.loan is None:
+            takes_nothing = connection.on_offered
+            connection.on_offered = lambda each: (self._calls.on_offered or takes_nothing)(each)
+            connection.on_brought = lambda over: self._calls.on_brought(over)
+        self._update()
+        if connection.error is not None:  # Lost before this.
+            self._lost(connection.error)
+
+    def _update(self) -> None:
+        connection = self.connection
+        if self.error is not None or (connection.error or connection.stopped) is None:
+            self.may_compute.set()
+        else:
+            self.may_compute.clear()
+        if self.error is not None or connection.error is None:
+            self._back.set()
+        else:
+            self._back.clear()
+
+    def _changed(self) -> None:
+        if self._calls.on_change is not None:
+            self._calls.on_change()
+
+    def _lost(self, lost: RanksLostError) -> None:
+        """The host, or the connection to it."""
+        is_final = self.loan is None and self.connection.is_refused
+        if self._calls.on_cells is None or is_final or self.error is not None:
+            self.end(lost)
+            return
+        before = self.now
+        log.warning("a stage has no host", extra={"stage": self.stage, "cause": str(lost)})
+        way, in_s = Way.WAIT, self.ready.load_s
+        if self._return.borrows:
+            way, in_s = Way.SUBSTITUTE, self._return.join_s
+        held = (self._full.held(rank) for rank in self.ranks if rank in self._full.ranks)
+        number, deaths = before.number + 1, before.deaths + len(self.ranks)
+        reforming = ReformingNow(
+            number=number,
+            way=way,
+            ready_at_s=time.monotonic() + in_s,
+            after=self._full,
+            lost=self.ranks,
+            move_bytes=sum(self._units.bytes_of(unit) for own in held for unit in own),
+            lost_cells=len(self.cells),
+        )
+        self._before = number, before.layout.number, deaths
+        self._away = RanksNow(before.layout, {}, deaths, number, reforming)
+        if self.loan is None:
+            self._calls.on_over(None)
+            self._calls.on_brought(None)
+        self.loan = None
+        self._lose_cells()
+        self._changed()
+        self.is_lost.set()
+        if self._returning is None or self._returning.done():
+            self._returning = asyncio.create_task(self._go())
+
+    def _lose_cells(self) -> None:
+        self.losses += 1
+        if self._calls.on_cells is not None:
+            self._calls.on_cells(self.losses)
+
+    async def _go(self) -> None:
+        try:
+            await self._return.run()
+        except KvrsError as error:
+            self.end(RanksLostError(self.ranks, str(error)))
+
+    # What the return orders.
+
+    async def wanted(self) -> LoanWanted:
+        busy, tags = self.busy.share(time.monotonic()), list[Tag]()
+        if self._calls.on_tags is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TAGS_S):
+                    tags = await asyncio.wrap_future(self._calls.on_tags())
+        return LoanWanted(self._max_pages, self._least_pages, busy, tags[: self._max_pages])
+
+    def waits(self) -> None:
+        if (away := self._away) is None or (now := away.reforming) is None or now.way is Way.WAIT:
+            return
+        reforming = replace(now, way=Way.WAIT, ready_at_s=time.monotonic() + self.ready.load_s)
+        self._away = replace(away, reforming=reforming)
+        self._changed()
+
+    def borrow(self, connection: StageConnection, loan: StageLoan) -> None:
+        self._join(connection)
+        self.loan = loan
+        # Our pages cannot be used before the books have given up those without memory.
+        self._lose_cells()
+        self.is_lost.clear()
+        self._use(connection)
+        self._changed()
+
+    def loan_over(self, connection: StageConnection) -> None:
+        if self._away is None and self.connection is connection:
+            assert connection.error is not None, "it is closed"
+            self._lost(connection.error)
+
+    def come_home(self, connection: StageConnection, ready: StageReady) -> None:
+        if self._away is None:  # Handed back.
+            now = self.now
+            self._before = now.number, now.layout.number, now.deaths
+        self.ready, self.loan = ready, None
+        self._join(connection)
+        self.is_lost.clear()
+        self._use(connection)
+        self._changed()
+        if self._calls.on_home is not None:
+            self._calls.on_home()
+
+    def _join(self, connection: StageConnection) -> None:
+        """Leave out what a host has counted before."""
+        now, (number, layout, deaths) = connection.now, self._before
+        number, layout = number + 1 - now.number, layout + 1 - now.layout.number
+        self._before = number, layout, deaths - now.deaths

@@ -1,0 +1,382 @@
+"""The processes of an instance's ranks: their start, the weights that they get, and formations."""
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from queue import SimpleQueue
+
+from kvrs.config.engine import EngineSettings
+from kvrs.errors import KvrsError, RanksLostError
+from kvrs.transfer.shared_memory.regions import Region
+from kvrs_engine.elastic.layouts import Layout
+from kvrs_engine.elastic.plans import HOST, Move
+from kvrs_engine.elastic.units import Unit
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.models.digests import unit_name
+from kvrs_engine.engine.models.unit_blocks import UnitBlocks
+from kvrs_engine.engine.models.weights import Weights
+from kvrs_engine.engine.nursery import Nursery
+from kvrs_engine.engine.ranks.exchange import Areas
+from kvrs_engine.engine.ranks.formation import RankFormation
+from kvrs_engine.engine.ranks.seats import (
+    Answered,
+    Ended,
+    RankOrdered,
+    RankSeat,
+    UnitAt,
+    give_back,
+)
+from kvrs_engine.engine.ranks.wire import (
+    Attach,
+    Fetched,
+    FetchUnits,
+    Join,
+    Load,
+    Loaded,
+    Order,
+    Settle,
+    UnitMove,
+    UnitPlace,
+)
+
+log = logging.getLogger(__name__)
+
+_MAX_SOURCES = 200  # Memories that one order names; units of others are read from the files.
+
+# The ranks of this process are forked by one nursery, which ends with it.
+RANKS = Nursery(["kvrs_engine.engine.ranks.rank"])
+
+RankMessage = Answered | Ended | RankOrdered
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A unit that a rank was told to get."""
+
+    at: UnitAt
+    size_bytes: int
+    source: int  # A rank, or HOST.
+    is_there: bool  # Where the source had it, which is gone.
+
+
+class RankProcesses:
+    """All that is there of an instance's ranks. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: EngineSettings,
+        config: ModelConfig,
+        cells: Region,
+        *,
+        spreads: bool,
+        yields: bool = False,
+    ) -> None:
+        """`yields`: first starts yield to whatever else runs on the machine."""
+        self.seats: dict[int, RankSeat] = {}
+        self.told: SimpleQueue[RankMessage | None] = SimpleQueue()
+        self.hashes: dict[str, bytes] = {}
+        self.arithmetic: bytes | None = None
+        # Bytes of weights, by the epoch of the order: `host`, `peer` and `kept` (left where a lost
+        # rank had it) as they are in memory, and what was `read` of files; `damaged` counts units.
+        self.moved: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self.read_bytes: Counter[int] = Counter()  # Of weights from files, by rank.
+        self._directory, self._settings = directory, settings
+        self._config, self._cells, self._spreads = config, cells, spreads
+        self._start_yields = yields
+        self._fetch_nice = 0  # Of the newest order.
+        self._blocks = UnitBlocks(config, Weights(directory))
+        self._coming: dict[tuple[int, int, Unit], _Coming] = {}
+        # Ranks that copy a unit from a rank that is to read it, by epoch, rank and unit.
+        self._behind: defaultdict[tuple[int, int, Unit], list[int]] = defaultdict(list)
+        # Units that a rank computes with where a lost one had them, which has them until the next
+        # layout serves: of a rank and a unit, that other rank.
+        self._lent: dict[tuple[int, Unit], int] = {}
+
+    def begun(self) -> None:
+        """The ranks compute: what is started from now on is waited for."""
+        self._start_yields = False
+
+    def start(
+        self, rank: int, layout: Layout, stage: int, *, proves_ahead: bool = True
+    ) -> RankSeat:
+        """A new process for a rank of that stage, in no seat yet; `proves_ahead`: what it may need
+        after losses too, for which it takes longer.
+
+        Raises:
+            KvrsError: there can be none.
+        """
+        seat = RankSeat(rank, RANKS, self.told.put)
+        layers = layout.stages[stage].layers
+        order = Load(
+            rank=rank,
+            model=str(self._directory),
+            settings=self._settings.model_dump(mode="json"),
+            first=layers.start,
+            last=layers.stop,
+            is_first=stage == 0,
+            is_last=stage == len(layout.stages) - 1,
+            layout=layout if proves_ahead else None,
+            spreads=self._spreads,
+            yields=self._start_yields,
+        )
+        _order(seat, order, [seat.lives.descriptor, self._cells.descriptor])
+        return seat
+
+    def loaded(self, seat: RankSeat, answer: Loaded) -> None:
+        """Raises KvrsError: the rank computes with other results, or has other weights."""
+        if self.arithmetic is None:
+            self.arithmetic = answer.arithmetic
+        if answer.arithmetic != self.arithmetic:
+            raise KvrsError(
+                f"rank {seat.rank} computes with other results than the others; allowed: ranks "
+                f"of one arithmetic"
+            )
+        self._note(seat.rank, answer.leaves.items())
+        self.read_bytes[seat.rank] += answer.read_bytes
+        seat.watch()
+
+    def fetched(self, seat: RankSeat, answer: Fetched) -> bool:
+        """Note a unit that has arrived; False: no memory was kept for it.
+
+        Raises:
+            KvrsError: the rank has other weights.
+        """
+        name = unit_name(answer.unit)
+        self._note(seat.rank, [(name, answer.hash)])
+        coming = self._coming.pop((seat.pid, answer.epoch, answer.unit), None)
+        if coming is None:
+            return False
+        before = seat.units.get(answer.unit)
+        seat.units[answer.unit] = coming.at
+        if before is not None:  # It was ordered again before its first arrival was told.
+            self._replaced(seat.rank, answer.unit, before)
+        if coming.is_there:
+            self._lent[seat.rank, answer.unit] = coming.source
+        self._pass_on(seat, answer, coming.at)
+        is_read = coming.source == HOST or answer.was_damaged
+        how = "host" if is_read else "kept" if coming.is_there else "peer"
+        moved = self.moved[answer.epoch]
+        moved[how] += coming.size_bytes
+        moved["read"] += answer.read_bytes
+        self.read_bytes[seat.rank] += answer.read_bytes
+        if answer.was_damaged:
+            moved["damaged"] += 1
+            log.warning("a unit was damaged in a rank's memory", extra={"unit": name})
+        return True
+
+    def fetch(self, epoch: int, moves: Collection[Move], *, nice: int = 0) -> None:
+        """Let each target get its units, those first that others copy from it; each has room for
+        all of them before the first moves. `nice`: by which their priority is lower than usual.
+
+        Raises:
+            KvrsError: there is not so much memory.
+        """
+        self._behind.clear()
+        self._fetch_nice = nice
+        awaited = {(move.source, move.unit) for move in moves}
+        ordered = sorted(
+            moves, key=lambda move: (move.target, (move.target, move.unit) not in awaited)
+        )
+        of_targets = {
+            target: list(own) for target, own in groupby(ordered, lambda move: move.target)
+        }
+        rooms = {}
+        left = {rank for rank, seat in self.seats.items() if seat.has_died}
+        taken: set[tuple[int, Unit]] = set()  # Of ranks that are gone, and used where they are.
+        try:
+            for target, own in of_targets.items():
+                there = {
+                    move.unit
+                    for move in own
+                    if move.source in left
+                    and move.unit in self.seats[move.source].units
+                    and (move.source, move.unit) not in taken
+                }
+                taken |= {(move.source, move.unit) for move in own if move.unit in there}
+                rooms[target] = self._room(epoch, target, own, there)
+        except KvrsError:
+            self.drop_coming(epoch)
+            raise
+        for target, (order, descriptors) in rooms.items():
+            _order(self.seats[target], order, descriptors)
+
+    def _room(
+        self, epoch: int, target: int, moves: list[Move], kept: Collection[Unit]
+    ) -> tuple[FetchUnits, list[int]]:
+        seat = self.seats[target]
+        # One rank uses in place the memory that a process has left; the descriptors for that come
+        # first.
+        there = [move for move in moves if move.unit in kept]
+        others = [move for move in moves if move.unit not in kept]
+        places, size = self._blocks.places([move.unit for move in others])
+        descriptors: list[int] = []
+        if others:
+            memory = Region.anonymous(f"kvrs-units-{target}", size)
+            descriptors = [memory.descriptor]
+        else:  # No new memory is needed, and the first descriptor not used.
+            descriptors = [self.seats[there[0].source].units[there[0].unit].memory.descriptor]
+        sources: dict[int, int] = {}
+        wire = []
+        stops = [*places.values(), size][1:]
+        shared: dict[int, Region] = {}
+        for move in there:
+            theirs = self.seats[move.source].units[move.unit]
+            key = theirs.memory.descriptor
+            if key not in sources:
+                assert len(sources) < _MAX_SOURCES, "a rank's units lie in few memories"
+                sources[key] = len(descriptors)
+                descriptors.append(key)
+                shared[key] = theirs.memory.shared()
+            at, number = UnitAt(shared[key], theirs.offset, theirs.stop), sources[key]
+            wire.append(UnitMove(move.unit, number, at.offset, number, at.offset))
+            coming = _Coming(at, move.bytes, move.source, is_there=True)
+            self._coming[seat.pid, epoch, move.unit] = coming
+        for move, stop in zip(others, stops, strict=True):
+            at = UnitAt(memory, places[move.unit], stop)
+            is_behind = move.source != HOST and move.unit not in self.seats[move.source].units
+            source, source_offset = 0, 0
+            if is_behind:
+                self._behind[epoch, move.source, move.unit].append(target)
+            else:
+                source, source_offset = self._source(move, sources, descriptors)
+                wire.append(UnitMove(move.unit, 0, at.offset, source, source_offset))
+            known_source = move.source if source or is_behind else HOST
+            coming = _Coming(at, move.bytes, known_source, is_there=False)
+            self._coming[seat.pid, epoch, move.unit] = coming
+        names = [unit_name(move.unit) for move in moves]
+        known = {name: self.hashes[name] for name in names if name in self.hashes}
+        return FetchUnits(epoch, wire, known, self._fetch_nice), descriptors
+
+    def _source(
+        self, move: Move, sources: dict[int, int], descriptors: list[int]
+    ) -> tuple[int, int]:
+        """Which of the descriptors a unit is copied from, and where it lies there; 0: it is read
+        from the files.
+        """
+        if move.source == HOST:
+            return 0, 0
+        theirs = self.seats[move.source].units[move.unit]
+        key = theirs.memory.descriptor
+        if key not in sources and len(sources) < _MAX_SOURCES:
+            sources[key] = len(descriptors)
+            descriptors.append(key)
+        return sources.get(key, 0), theirs.offset
+
+    def _pass_on(self, seat: RankSeat, answer: Fetched, theirs: UnitAt) -> None:
+        """Let those copy a unit that have waited until this rank has it."""
+        for target in self._behind.pop((answer.epoch, seat.rank, answer.unit), ()):
+            waiting = self.seats[target]
+            at = self._coming[waiting.pid, answer.epoch, answer.unit].at
+            move = UnitMove(answer.unit, 0, at.offset, 1, theirs.offset)
+            known = {unit_name(answer.unit): answer.hash}
+            order = FetchUnits(answer.epoch, [move], known, self._fetch_nice)
+            _order(waiting, order, [at.memory.descriptor, theirs.memory.descriptor])
+
+    def drop_coming(self, of_epoch: int | None = None) -> None:
+        """Give back the memory of units that have not come, of one order or of all: those that a
+        further loss has broken off.
+        """
+        gone = [key for key in self._coming if of_epoch in (None, key[1])]
+        coming = [self._coming.pop(key) for key in gone]
+        held = [at for seat in self.seats.values() for at in seat.units.values()]
+        give_back([each.at for each in coming if not each.is_there], held)
+        _close_unused([each.at for each in coming if each.is_there], held)
+
+    def settle(self, layout: Layout) -> None:
+        """The ranks of the layout have its units; all other memory of theirs is given back."""
+        self.drop_coming()
+        held = {rank: layout.held(rank) for rank in layout.ranks if rank in self.seats}
+        for (rank, unit), owner in list(self._lent.items()):
+            if unit in held.get(rank, ()):
+                del self._lent[rank, unit]
+                self.seats[owner].units.pop(unit, None)
+        for rank in self.seats:
+            self._return(rank)
+        for rank, own in held.items():
+            seat = self.seats[rank]
+            seat.release([unit for unit in seat.units if unit not in own])
+            _order(seat, Settle(), [])
+
+    def lose_memory(self, rank: int) -> None:
+        """Drop the memory of a rank that is lost with its device; what it had from others stays
+        theirs.
+        """
+        self._return(rank)
+        seat = self.seats[rank]
+        seat.release(list(seat.units))
+
+    def _return(self, rank: int) -> None:
+        """Return the units that a rank has in another one's memory to that one."""
+        lent = [unit for of, unit in self._lent if of == rank]
+        units = self.seats[rank].units
+        returned = []
+        for unit in lent:
+            del self._lent[rank, unit]
+            if (at := units.pop(unit, None)) is not None:
+                returned.append(at)
+        _close_unused(returned, units.values())
+
+    def _replaced(self, rank: int, unit: Unit, before: UnitAt) -> None:
+        used = [at for seat in self.seats.values() for at in seat.units.values()]
+        used += [coming.at for coming in self._coming.values()]
+        if self._lent.pop((rank, unit), None) is None:
+            give_back([before], used)
+        else:
+            _close_unused([before], used)
+
+    def attach(self, rank: int, units: dict[Unit, UnitAt]) -> None:
+        """Give a new process the memory that an earlier one of its rank has left."""
+        seat = self.seats[rank]
+        seat.units = units
+        memories = {id(at.memory): at.memory for at in units.values()}
+        for key, memory in memories.items():
+            places = [
+                UnitPlace(unit, at.offset) for unit, at in units.items() if id(at.memory) == key
+            ]
+            _order(seat, Attach(places), [memory.descriptor])
+
+    def form(self, epoch: int, layout: Layout, stages: range, areas: Areas) -> RankFormation:
+        """Let the ranks of these stages, which are on this node, compute together, in memory of
+        their own; each answers when it can.
+
+        Raises:
+            KvrsError: there is not so much memory.
+        """
+        shared = Region.anonymous("kvrs-formation", areas.size_bytes)
+        try:
+            formation = RankFormation(epoch, layout, self.seats, areas, shared)
+            order = Join(epoch, layout, (stages.start, stages.stop))
+            for rank in areas.ranks:
+                _order(self.seats[rank], order, [shared.descriptor])
+        finally:
+            shared.close()
+        return formation
+
+    def close(self, patience_s: float) -> None:
+        for seat in self.seats.values():
+            seat.close(patience_s)
+
+    def _note(self, rank: int, found: Iterable[tuple[str, bytes]]) -> None:
+        for name, leaf in found:
+            if self.hashes.setdefault(name, leaf) != leaf:
+                raise KvrsError(f"rank {rank} has read other weights than the others: {name}")
+
+
+def _order(seat: RankSeat, order: Order, descriptors: list[int]) -> None:
+    """A rank that takes no orders is ended, which is told as every end is."""
+    try:
+        seat.order(order, descriptors)
+    except RanksLostError as lost:
+        log.warning("a rank takes no orders", extra={"cause": str(lost)})
+        seat.kill()
+
+
+def _close_unused(units: Iterable[UnitAt], kept: Iterable[UnitAt]) -> None:
+    """Close memory that others own; the units in it are left as they are."""
+    used = {id(at.memory) for at in kept}
+    for memory in {id(at.memory): at.memory for at in units if id(at.memory) not in used}.values():
+        memory.close()

@@ -1,0 +1,150 @@
+"""Tiles of rows that the experts of an instance get, and when other copies of them pay."""
+
+from kvrs.config.engine import ExpertSettings
+from kvrs.process.memory import free_bytes
+from kvrs.protocol.experts import ExpertReport
+from kvrs_engine.elastic.experts import Rebalanced, TileHistory, Tiles, rebalance, skew
+from kvrs_engine.elastic.layouts import Layout
+from kvrs_engine.elastic.units import Units
+from kvrs_engine.engine.ranks.exchange import FormationMemory
+from kvrs_engine.engine.ranks.formation import RankFormation
+from kvrs_engine.engine.ranks.reformed import Reformed
+from kvrs_engine.engine.ranks.routed_notes import RoutingNotes
+
+_NO_ROOM = "elastic.experts.room_share leaves no room for a copy that would help"
+_MAX_PUT_OFF_S = 60.0
+_NOTED_EVERY_S = 5.0
+
+
+class RoutedLoads:
+    """The counts of all formations of an instance. Used by the thread that re-forms; facts are
+    taken by any.
+    """
+
+    def __init__(self, units: Units, settings: ExpertSettings, layout: Layout) -> None:
+        """`layout`: with all ranks that there may be."""
+        self._units, self._settings = units, settings
+        self._ranks = layout.ranks
+        self._history = TileHistory(settings.half_life_s)
+        self._memory: FormationMemory | None = None
+        self._seen: list[list[int]] = []  # By layer, of the present formation.
+        self._computed = dict.fromkeys(layout.ranks, 0)  # In earlier formations.
+        self._skew, self._reason = 1.0, ""
+        self._rebalances = self._copied_bytes = 0
+        self._wait_s = settings.after_s
+        self._wanted: Layout | None = None  # That `look` has last proposed.
+        self.next_s = 0.0  # When to look again.
+        self._notes: RoutingNotes | None = None
+        self._fingerprint, self._noted_s = "", 0.0
+
+    def keep(self, notes: RoutingNotes, fingerprint: str, now_s: float) -> None:
+        """Go on with the counts of the process before, and note them for the next one.
+        `fingerprint`: of the model.
+        """
+        history = TileHistory(self._settings.half_life_s)
+        if (tiles := notes.read(fingerprint, self._units)) is not None:
+            history.resume(tiles, now_s)
+        self._history, self._notes, self._fingerprint = history, notes, fingerprint
+
+    @property
+    def tiles(self) -> Tiles:
+        """Those that tell experts apart, of which older ones count less."""
+        return self._history.telling
+
+    def look(self, layout: Layout, formation: RankFormation | None, now_s: float) -> Layout | None:
+        """The layout with the copies of experts that pay; None: those that there are do, or it is
+        not yet time. `formation`: that computes; None: none does now.
+        """
+        if now_s < self.next_s:
+            return None
+        self.next_s = now_s + self._wait_s
+        self._take(now_s)
+        if formation is not None and formation.memory is not self._memory:
+            self._enter(formation.memory, now_s)
+        self._note(now_s)
+        tiles = self.tiles
+        found = Rebalanced(layout, lacks_room=False)
+        if self._settings.rebalance:
+            found = rebalance(layout, self._units, tiles, self._room(layout))
+        self._skew = skew(layout, self._units, tiles)
+        self._reason = _NO_ROOM if found.lacks_room else ""
+        if found.layout is layout:
+            return None
+        self._wanted = found.layout
+        return found.layout
+
+    def changed(self, change: Reformed, after: Layout, now_s: float) -> None:
+        """The ranks compute with another layout, in which copies stay for a while."""
+        self._wait_s = self._settings.after_s
+        self.next_s = now_s + self._wait_s
+        if after is self._wanted:
+            self._rebalances += 1
+            self._copied_bytes += change.moved.get("host", 0) + change.moved.get("peer", 0)
+
+    def put_off(self, now_s: float, reason: str) -> None:
+        """There was no room for a change."""
+        self._wait_s = min(_MAX_PUT_OFF_S, 2 * self._wait_s)
+        self.next_s, self._reason = now_s + self._wait_s, reason
+
+    def facts(self, layout: Layout) -> ExpertReport:
+        computed, units = self._computed_now(), self._units
+        return ExpertReport(
+            count=len(units.mlp_bytes) // units.expert_parts,
+            copies=sum(map(len, layout.copies)),
+            skew=self._skew,
+            tiles=[computed[rank] for rank in self._ranks],
+            rebalances=self._rebalances,
+            copied_bytes=self._copied_bytes,
+            reason=self._reason,
+        )
+
+    def _take(self, now_s: float) -> None:
+        if (memory := self._memory) is None:
+            return
+        units, first = self._units, memory.areas.layers.start
+        found = memory.tiles.tolist()
+        more: list[list[int]] = [[] for _ in range(units.layers)]
+        for at, (counts, seen) in enumerate(zip(found, self._seen, strict=True)):
+            if first + at not in units.dense_layers:
+                more[first + at] = [
+                    count - before for count, before in zip(counts, seen, strict=True)
+                ]
+        self._history.note(more, now_s)
+        self._seen = found
+
+    def _note(self, now_s: float) -> None:
+        if self._notes is not None and now_s >= self._noted_s + _NOTED_EVERY_S:
+            self._notes.write(self._fingerprint, self._history.tiles)
+            self._noted_s = now_s
+
+    def _enter(self, memory: FormationMemory, now_s: float) -> None:
+        self._computed, self._memory = self._computed_now(), memory
+        self._seen = [[0] * len(own) for own in memory.tiles.tolist()]
+        self._take(now_s)
+
+    def _computed_now(self) -> dict[int, int]:
+        computed = dict(self._computed)
+        if (memory := self._memory) is not None:
+            for rank, tiles in zip(memory.areas.lines, memory.computed.tolist(), strict=True):
+                computed[rank] = computed.get(rank, 0) + tiles
+        return computed
+
+    def _room(self, layout: Layout) -> dict[int, int]:
+        """Bytes of copies that each rank may have."""
+        each = free_bytes() // len(layout.ranks)
+        room = {}
+        for rank in layout.ranks:
+            copied = sum(
+                self._units.mlp_of(layer)[place]
+                for layer in layout.stage_of(rank).layers
+                for place, other in layout.copies_of(layer)
+                if other == rank
+            )
+            own = layout.weight_bytes(rank, self._units) - copied
+            room[rank] = min(int(self._settings.room_share * own), copied + each)
+        return room
+
+
+def loads_of(units: Units, settings: ExpertSettings, layout: Layout) -> RoutedLoads | None:
+    """None: the model has no experts."""
+    return RoutedLoads(units, settings, layout) if units.expert_parts else None

@@ -1,0 +1,213 @@
+"""The ranks of consecutive stages of an instance on one node: their processes, the memory of their
+KV cells, and their start.
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty
+
+import torch
+
+from kvrs.config.engine import EngineSettings
+from kvrs.errors import ConfigError, RanksLostError
+from kvrs.transfer.shared_memory.regions import Region
+from kvrs_engine.elastic.experts import Tiles
+from kvrs_engine.elastic.layouts import Layout
+from kvrs_engine.elastic.placing import least_loaded
+from kvrs_engine.elastic.plans import plan
+from kvrs_engine.elastic.speed import Shares, shares
+from kvrs_engine.elastic.units import Units
+from kvrs_engine.elastic.waiting import batch_limit_s, start_limit_s
+from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.ranks.cells import WholePages, memory_bytes, of_layers
+from kvrs_engine.engine.ranks.exchange import Areas
+from kvrs_engine.engine.ranks.formation import Predict, RankFormation
+from kvrs_engine.engine.ranks.futex import check_futexes
+from kvrs_engine.engine.ranks.processes import RankMessage, RankProcesses
+from kvrs_engine.engine.ranks.seats import END_S, Answered, Ended, RankSeat
+from kvrs_engine.engine.ranks.wire import Fetched, Joined, Loaded, Refused
+from kvrs_engine.engine.ranks.yielding import LOAD_NICE
+from kvrs_engine.engine.worker import geometry_of
+from kvrs_engine.scheduling import sequences
+from kvrs_engine.scheduling.sequences import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class StartTimes:
+    """How long each part of the slowest process of a rank took to start: `alone_s` without what it
+    may need after losses, `whole_s` with that; and the moments at which all were loaded and had
+    their units.
+    """
+
+    alone_s: float
+    whole_s: float
+    loaded_s: float
+    fetched_s: float
+
+
+class StageRanks:
+    """Ranks that are not started yet."""
+
+    def __init__(
+        self,
+        model_directory: Path,
+        settings: EngineSettings,
+        layout: Layout,
+        stages: range,
+        *,
+        spreads: bool = False,
+        yields: bool = False,
+    ) -> None:
+        """`stages`: those of the layout that are on this node; `spreads`: heads that are left over
+        are spread, also after a loss; `yields`: the start yields to whatever else runs on the
+        machine.
+
+        Raises:
+            ConfigError: directory or settings are wrong.
+            KvrsError: there is not enough memory.
+        """
+        check_futexes()
+        if settings.device != "cpu":
+            raise ConfigError(
+                f"cluster.engine.device: got {settings.device!r}; allowed with several ranks: 'cpu'"
+            )
+        self.settings, self.layout, self.stages = settings, layout, stages
+        self._began_s = self._heard_s = 0.0  # Of the start: its beginning, and the last answer.
+        self._alone_s = self._whole_s = 0.0  # As `StartTimes`.
+        self._yields = yields
+        self.layers = layout.layers(stages)
+        self._config = ModelConfig.from_directory(model_directory)
+        geometry = of_layers(geometry_of(self._config, settings), self.layers)
+        self._cells = Region.anonymous("kvrs-cells", memory_bytes(geometry, settings.pages))
+        # The part of each page that these layers have.
+        memory = torch.frombuffer(self._cells.memory, dtype=torch.uint8)
+        self.pool = WholePages(geometry, settings.pages, memory, self.layers.start)
+        self.processes = RankProcesses(
+            model_directory, settings, self._config, self._cells, spreads=spreads, yields=yields
+        )
+
+    def start_ranks(self) -> tuple[RankFormation, StartTimes]:
+        """Start the processes and wait until all can compute.
+
+        Raises:
+            ConfigError, KvrsError: a rank cannot be used, has ended, or hangs.
+        """
+        processes, layout = self.processes, self.layout
+        self._began_s = self._heard_s = time.monotonic()
+        for stage in self.stages:
+            for rank in layout.stages[stage].ranks:
+                processes.seats[rank] = processes.start(rank, layout, stage)
+        self._collect([*processes.seats])
+        loaded_s = time.monotonic()
+        units = self._config.units_of_ranks
+        whole = plan(layout, layout, units, layout.ranks, in_pieces=False)
+        moves = [move for move in whole.moves if move.target in processes.seats]
+        processes.fetch(1, moves, nice=LOAD_NICE if self._yields else 0)
+        self._collect(move.target for move in moves)
+        fetched_s = time.monotonic()
+        formation = self.form(1, layout)
+        self._collect([*processes.seats])
+        processes.begun()
+        return formation, StartTimes(self._alone_s, self._whole_s, loaded_s, fetched_s)
+
+    def form(self, epoch: int, layout: Layout) -> RankFormation:
+        """A formation that is not computed in yet."""
+        areas = Areas.of(
+            layout,
+            self.stages,
+            config=self._config,
+            batch_tokens=self.settings.max_batch_tokens,
+        )
+        return self.processes.form(epoch, layout, self.stages, areas)
+
+    def end_ranks(self, patience_s: float = END_S) -> None:
+        """End all processes, however far they are, and give the memory back."""
+        self.processes.close(patience_s)
+        self._cells.close()
+
+    def _collect(self, ranks: Iterable[int]) -> None:
+        """An answer of each."""
+        awaited = Counter(ranks)
+        while awaited.total():
+            told = self._next_told(awaited)
+            if isinstance(told, Ended):
+                self._take_last_words(told.seat)
+                raise RanksLostError([told.seat.rank], "did not start")
+            assert isinstance(told, Answered)
+            awaited[told.seat.rank] -= 1
+            match told.answer:
+                case Refused(faults=faults):
+                    raise ConfigError(faults)
+                case Loaded() as loaded:
+                    self.processes.loaded(told.seat, loaded)
+                    took_s = self._heard_s - told.seat.began_s
+                    self._alone_s = max(self._alone_s, took_s - loaded.ahead_s)
+                    self._whole_s = max(self._whole_s, took_s)
+                case Fetched() as fetched:
+                    self.processes.fetched(told.seat, fetched)
+                case Joined():
+                    pass
+
+    def _take_last_words(self, seat: RankSeat) -> None:
+        """Its end may be told before what it said last, by another thread.
+
+        Raises:
+            ConfigError: that is why it has ended.
+        """
+        until_s = time.monotonic() + END_S
+        while seat.is_loaded and (left_s := until_s - time.monotonic()) > 0:
+            try:
+                told = self.processes.told.get(timeout=left_s)
+            except Empty:
+                return
+            match told:
+                case Answered(seat=other, answer=Refused(faults=faults)) if other is seat:
+                    raise ConfigError(faults)
+                case Ended(seat=other) if other is seat:
+                    return
+
+    def _next_told(self, awaited: Counter[int]) -> RankMessage | None:
+        """Raises RanksLostError: those hang. None is heard as long as all load."""
+        limit_s = start_limit_s(self._heard_s - self._began_s)
+        try:
+            told = self.processes.told.get(timeout=limit_s)
+        except Empty:
+            hanging = sorted(+awaited)
+            raise RanksLostError(
+                hanging, f"said nothing for {limit_s:.0f} s as it started"
+            ) from None
+        self._heard_s = time.monotonic()
+        return told
+
+
+def base_beside(layout: Layout, others: Iterable[sequences.Sequence]) -> int:
+    """The base of a new sequence beside others (RaidServe's routing)."""
+    pending = dict.fromkeys(range(layout.bases), 0)
+    for other in others:
+        pending[other.base % len(pending)] += other.uncomputed_tokens
+    return least_loaded(pending)
+
+
+def step_factors(
+    layout: Layout, full: Layout, units: Units, tiles: Tiles = ()
+) -> tuple[float, float]:
+    """Step times of decode and of prefill over those of the full layout, of ranks that are all on
+    this node. Each computes with one thread: where they are more than the processors, no part of a
+    step is shorter than what each processor has of it. `tiles`: of experts, as far as counted.
+    """
+    least = 1 / len(os.sched_getaffinity(0))
+
+    def in_turns(own: Shares) -> Shares:
+        return Shares(max(own.cells, least), max(own.weights, least), max(own.rows, least))
+
+    own, whole = (in_turns(shares(each, units, tiles)) for each in (layout, full))
+    return own.factors(whole)
+
+
+def limit_s_of(predict: Predict | None, chunks: Sequence[Chunk]) -> float:
+    """How long a batch may take without any progress."""
+    return batch_limit_s(None if predict is None else predict(chunks))

@@ -1,0 +1,334 @@
+"""Generation runs: one stream's request to an engine, and its outputs."""
+
+import asyncio
+import collections.abc
+import math
+import secrets
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from kvrs.errors import RequestError
+from kvrs.protocol.instance import CheckpointTarget, FetchReport
+from kvrs.protocol.openai.chunks import NOT_A_NUMBER
+from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
+from kvrs.text.chat import ChatOutput
+from kvrs.text.output import OutputText, TextDelta
+from kvrs_engine.engine.biases import Biases, tokenised_words, without
+from kvrs_engine.engine.grammars import Grammar
+from kvrs_engine.engine.penalties import Penalties
+from kvrs_engine.engine.sampler import SampledLogprobs, SamplingParams, logprobs_of, sample
+from kvrs_engine.scheduling.sequences import Sequence
+from kvrs_engine.scheduling.sources import PullSource
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Tokenizer and token ids of a model."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The outcome of one step for one stream."""
+
+    token_id: int
+    logprobs: SampledLogprobs | None = None  # None: not asked for.
+
+
+@dataclass(frozen=True, slots=True)
+class OutputToken:
+    """A token that has log probabilities."""
+
+    token_id: int
+    logprobs: SampledLogprobs
+    text_offset: int  # Characters of the stream's output before it.
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Output of one step of a stream. `finish_reason` is set on the last one."""
+
+    token_ids: list[int]
+    delta: TextDelta
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    tokens: tuple[
+        OutputToken, ...
+    ] = ()  # Those of `token_ids`, if log probabilities were asked for.
+
+
+@dataclass(slots=True, eq=False)
+class RunTimes:
+    """When parts of a run began, on the engine's clock; 0: not yet, or the run is not traced."""
+
+    fetch_s: float = 0.0
+    fetched_s: float = 0.0  # The end of it.
+    computed_s: float = 0.0  # Its first batch.
+    first_s: float = 0.0  # Its first token.
+
+
+@dataclass(slots=True, eq=False)
+class GenerationRun:
+    """One attempt at one stream, while this engine generates it."""
+
+    sequence: Sequence
+    params: SamplingParams
+    biases: Biases | None
+    penalties: Penalties | None
+    logprobs: (
+        int | None
+    )  # How many of the likeliest tokens to name beside each; None: no log probabilities.
+    text: OutputText | ChatOutput
+    max_tokens: int
+    min_tokens: int
+    end_token_ids: frozenset[int]  # Tokens that end the stream; not sampled before `min_tokens`.
+    stop_token_ids: frozenset[int]  # Those among them that the client named.
+    sources: tuple[PullSource, ...]  # In the order of their pages.
+    checkpoints: tuple[CheckpointTarget, ...] = ()  # Where its newly filled pages go.
+    slot_token: int = 0  # Under which it fetches; 0: no agent counts its transfer.
+    drafts: tuple[int, ...] = ()  # Behind the history, as the request proposes them.
+    reported_pages: int = 0  # Full pages at the last report to the checkpointer.
+    fetched_pages: int = 0  # The last one need not be full.
+    ending: StepOutput | None = None  # The only output, where the history is complete already.
+    outputs: asyncio.Queue[StepOutput | None] = field(
+        default_factory=asyncio.Queue
+    )  # None: aborted, or failed.
+    grammar: Grammar | None = None  # What the output has to be; None: any text.
+    failure: str | None = None  # Why the engine lost it, if it did.
+    failure_code: str = "engine_failed"  # The part of it that proxies pass on to clients.
+    times: RunTimes = field(default_factory=RunTimes)
+
+    @property
+    def produced_tokens(self) -> int:
+        """Output tokens of the whole stream, those of earlier attempts included."""
+        return len(self.sequence.token_ids) - self.sequence.prompt_tokens
+
+    @property
+    def holds_slot(self) -> bool:
+        """Until its first new token, as its proxy counts."""
+        return self.slot_token > 0 and len(self.sequence.token_ids) == self.sequence.history_tokens
+
+    def drafts_ahead(self, most: int) -> tuple[int, ...]:
+        """At most so many of the request's drafts, behind the tokens that there are."""
+        at = len(self.sequence.token_ids) - self.sequence.history_tokens
+        return self.drafts[at : at + most]
+
+    def fetch_report(self, page_size_tokens: int) -> FetchReport:
+        """The fetch of its pages has ended. The last position is computed in any case."""
+        sequence = self.sequence
+        others = sequence.history_tokens - (sequence.cached_tokens or 0)
+        loaded = min(self.fetched_pages * page_size_tokens, others - 1)
+        owner_epoch, attempt = sequence.attempt
+        return FetchReport(sequence.stream, attempt, owner_epoch, loaded, others - loaded)
+
+    def step(self, logits: Tensor, drafts: collections.abc.Sequence[int] = ()) -> list[StepOutput]:
+        """The outputs of one step, a token each, which are to be appended to the sequence.
+
+        `logits` are `[1 + drafts, vocab]`: behind the sequence, and behind each draft. A row counts
+        if all drafts before it were chosen.
+        """
+        outputs: list[StepOutput] = []
+        chosen: list[int] = []
+        for row, draft in zip(logits, (*drafts, None), strict=True):
+            sampled = self._choose(row, chosen)
+            chosen.append(sampled.token_id)
+            outputs.append(self.take(sampled, self.produced_tokens + len(chosen)))
+            if (
+                sampled.token_id != draft
+                or outputs[-1].finish_reason is not None
+                or self.failure is not None
+            ):
+                break
+        return outputs
+
+    def _choose(self, logits: Tensor, chosen: list[int]) -> Sampled:
+        """The token that comes after the sequence and `chosen`, from its logits `[vocab]`."""
+        row, position = logits, len(self.sequence.token_ids) + len(chosen)
+        if self.biases is not None:
+            first = max(self.sequence.prompt_tokens, position - self.biases.reach)
+            row = self.biases.apply(row, [*self.sequence.token_ids[first:], *chosen])
+        if self.penalties is not None:
+            row = self.penalties.apply(row)
+        if position - self.sequence.prompt_tokens < self.min_tokens and self.end_token_ids:
+            row = without(self.end_token_ids, row)
+        if self.grammar is not None:
+            row = self.grammar.apply(row, logits)
+        token_id = sample(row, self.params, position)
+        if math.isnan(row[token_id]):
+            self.failure = f"logits at position {position}: got nan; allowed: numbers"
+            self.failure_code = NOT_A_NUMBER
+        return Sampled(
+            token_id,
+            None if self.logprobs is None else logprobs_of(logits, token_id, self.logprobs),
+        )
+
+    def take(self, sampled: Sampled, produced_tokens: int) -> StepOutput:
+        """Turn a token, with which the stream has so many, into output."""
+        token_id = sampled.token_id
+        if self.penalties is not None:
+            self.penalties.count(token_id)
+        tokens = (
+            ()
+            if sampled.logprobs is None
+            else (OutputToken(token_id, sampled.logprobs, self.text.characters),)
+        )
+        if token_id in self.end_token_ids:
+            # A grammar that can say no more allows the end alone.
+            if self.grammar is not None and self.grammar.failure:
+                self.failure = f"response_format: {self.grammar.failure}"
+            delta = self.text.finish()
+            return StepOutput([token_id], delta, self._stop(), self._named(token_id), tokens)
+        if self.grammar is not None and not self.grammar.take(token_id):
+            self.failure = f"response_format: {self.grammar.failure}"
+        delta = self.text.feed(token_id)
+        if delta.stopped is not None:
+            return StepOutput([token_id], delta, self._stop(), delta.stopped, tokens)
+        if produced_tokens >= self.max_tokens:
+            return StepOutput([token_id], delta.then(self.text.finish()), "length", None, tokens)
+        return StepOutput([token_id], delta, tokens=tokens)
+
+    def replay(self, history: list[int]) -> StepOutput | None:
+        """Feed an output history to the text machine, so that held-back bytes, partial stop strings
+        and a partial tool call are as they were when it was written. Returns the end of the stream
+        if the history is complete.
+
+        Raises:
+            RequestError: the history goes on after its end, or is not what was asked for.
+        """
+        for index, token_id in enumerate(history, 1):
+            if index == len(history) and token_id in self.end_token_ids:
+                delta = self.text.finish()
+                return StepOutput([], delta, self._stop(), self._named(token_id))
+            if self.grammar is not None and not self.grammar.take(token_id):
+                raise RequestError(
+                    f"the output so far is not in the response_format: {self.grammar.failure}",
+                    param="response_format",
+                )
+            stopped = self.text.feed(token_id).stopped
+            if stopped is not None and index < len(history):
+                raise RequestError(
+                    f"the output so far goes on after the stop string {stopped!r}", param="stop"
+                )
+            if stopped is not None:
+                return StepOutput([], TextDelta(""), self._stop(), stopped)
+        if len(history) >= self.max_tokens:
+            return StepOutput([], self.text.finish(), "length")
+        return None
+
+    def _named(self, token_id: int) -> int | None:
+        return token_id if token_id in self.stop_token_ids else None
+
+    def _stop(self) -> str:
+        return "tool_calls" if isinstance(self.text, ChatOutput) and self.text.called else "stop"
+
+
+def make_run(
+    request: CompletionRequest | ChatRequest,
+    max_tokens: int,
+    sequence: Sequence,
+    sources: tuple[PullSource, ...],
+    model: Vocabulary,
+    grammar: Grammar | None = None,
+) -> GenerationRun:
+    """A run that continues exactly where the history of `sequence` ends.
+
+    Raises:
+        RequestError: the history is no possible beginning of the answer.
+    """
+    stop_token_ids = frozenset(request.stop_token_ids)
+    text = _text_machine(request, sequence, model.tokenizer)
+    if grammar is not None and isinstance(text, ChatOutput) and text.reasons_first:
+        raise RequestError(
+            "response_format is not supported where the template opens <think>; allowed: "
+            "chat_template_kwargs that end it",
+            param="response_format",
+        )
+    # The end of the grammar is the end of the stream.
+    ends_by_stop_only = request.ignore_eos and grammar is None
+    run = GenerationRun(
+        sequence=sequence,
+        params=SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            # Unseeded requests differ from each other, also where their seeds are not kept.
+            seed=secrets.randbits(62) if request.seed is None else request.seed,
+        ),
+        biases=_biases(request, sequence, model),
+        penalties=_penalties(request, sequence, model.vocab_size),
+        logprobs=request.wanted_logprobs,
+        grammar=grammar,
+        text=text,
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens,
+        end_token_ids=stop_token_ids if ends_by_stop_only else stop_token_ids | model.eos_token_ids,
+        stop_token_ids=stop_token_ids,
+        sources=sources,
+        checkpoints=() if request.kvrs is None else tuple(request.kvrs.checkpoints),
+        slot_token=0 if request.kvrs is None else request.kvrs.slot_token,
+        drafts=_drafts(request, model.vocab_size),
+    )
+    if not sequence.prefill_only:
+        run.ending = run.replay([*sequence.token_ids[sequence.prompt_tokens :]])
+    return run
+
+
+def _drafts(request: CompletionRequest | ChatRequest, vocab_size: int) -> tuple[int, ...]:
+    drafts = () if request.kvrs is None else tuple(request.kvrs.drafts)
+    if (highest := max(drafts, default=0)) >= vocab_size:
+        raise RequestError(
+            f"kvrs.drafts: got the token id {highest}; allowed: ids below {vocab_size}",
+            param="kvrs.drafts",
+        )
+    return drafts
+
+
+def _text_machine(
+    request: CompletionRequest | ChatRequest, sequence: Sequence, tokenizer: Tokenizer
+) -> OutputText | ChatOutput:
+    if isinstance(request, CompletionRequest):
+        return OutputText(tokenizer, request.stop_strings)
+    return ChatOutput(
+        tokenizer,
+        request.stop_strings,
+        stream=sequence.stream,
+        prompt_ids=sequence.token_ids[: sequence.prompt_tokens],
+        tools=request.may_call_tools,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+    )
+
+
+def _biases(
+    request: CompletionRequest | ChatRequest, sequence: Sequence, model: Vocabulary
+) -> Biases | None:
+    allowed = request.allowed_token_ids
+    has_biases = request.logit_bias or request.bad_words or allowed is not None
+    if not has_biases or sequence.prefill_only:
+        return None
+    return Biases(
+        model.vocab_size,
+        logit_bias=request.logit_bias,
+        allowed_ids=allowed,
+        bad_words=tokenised_words(request.bad_words, model.tokenizer),
+    )
+
+
+def _penalties(
+    request: CompletionRequest | ChatRequest, sequence: Sequence, vocab_size: int
+) -> Penalties | None:
+    if not request.has_penalties or sequence.prefill_only:
+        return None
+    return Penalties(
+        vocab_size,
+        sequence.token_ids[: sequence.prompt_tokens],
+        sequence.token_ids[sequence.prompt_tokens :],
+        presence=request.presence_penalty,
+        frequency=request.frequency_penalty,
+        repetition=request.repetition_penalty,
+    )

@@ -1,0 +1,316 @@
+"""Replicas of an instance whose stages are in hosts: of each stage, its parts of full pages go from
+its host to that of the next instance of the group along the ring of ids (KevlarFlow).
+
+The ring of a stage is laid anew whenever members change: a host that is lost, or that is lent to
+another instance, takes no parts, and the next one is asked. Each stage goes at its own pace: what a
+pool has of a page, while parts of other stages are under way or have no target, is there for a loan
+(`stage_loans`), and the whole page for a stream that comes.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvrs.config.backup import BackupSettings
+from kvrs.config.transfer import TransferSettings
+from kvrs.errors import TransferError
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import CheckpointTarget
+from kvrs.protocol.page_messages import HeldPages, StoreCode
+from kvrs.protocol.tags import Tag
+from kvrs.transfer.checkpoint_backlog import CheckpointDelivery
+from kvrs.transfer.checkpoint_sender import DueRange, HolderMovedError
+from kvrs.transfer.peers import Peer
+from kvrs_engine.engine.checkpoints import PageSending
+from kvrs_engine.engine.ranks.connection import PartsRefusedError
+from kvrs_engine.engine.ranks.link import (
+    IS_HERE,
+    NOT_TAKEN,
+    PartsHeld,
+    PartsOffered,
+    PartsOver,
+    PartsRange,
+    RefuseParts,
+    TakeParts,
+)
+from kvrs_engine.engine.ranks.nodes import RanksOnNodes
+from kvrs_engine.engine.ranks.remote import RemoteStage
+from kvrs_engine.engine.requests import GenerationRun
+from kvrs_engine.engine.stage_loans import in_loop
+from kvrs_engine.scheduling.pages import PageManager
+from kvrs_engine.scheduling.replicas import ReplicaBook, ReplicaRun
+
+log = logging.getLogger(__name__)
+
+# An instance that took no parts is asked again after this long, where another one takes them; where
+# none does, all are asked again at least as often as the second.
+_LAY_AGAIN_S = 5.0
+_RETRY_MAX_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class RingStage:
+    """Where the parts of one stage go, and what became of them."""
+
+    stage: RemoteStage
+    target: InstanceId | None = None
+    last_target: InstanceId | None = None
+    sent_bytes: int = 0
+    dropped_pages: int = 0  # That a target did not take, or has not kept.
+    refusals: dict[InstanceId, tuple[float, str]] = field(default_factory=dict)
+
+    @property
+    def unprotected(self) -> str | None:
+        """Why there is no target."""
+        if self.target is not None:
+            return None
+        return "; ".join(reason for _, reason in self.refusals.values()) or "nothing was sent yet"
+
+    def next_target(self, ring: Sequence[InstanceId], now_s: float) -> InstanceId | None:
+        """The first along the ring that has not refused within the last seconds. None: all have;
+        the next time they are asked again.
+        """
+        for name in ring:
+            until_s, _ = self.refusals.get(name, (0.0, ""))
+            if until_s <= now_s:
+                return name
+        self.target = None
+        self.refusals = {name: (0.0, reason) for name, (_, reason) in self.refusals.items()}
+        return None
+
+
+class StageRing(PageSending):
+    """Sends parts, and takes those of others. Belongs to the event loop of the instance."""
+
+    def __init__(
+        self,
+        ranks: RanksOnNodes,
+        others: Sequence[InstanceId],
+        pages: PageManager,
+        book: ReplicaBook,
+        settings: BackupSettings,
+        transfer: TransferSettings,
+        clock: Callable[[], float],
+        released: Callable[[], None],
+    ) -> None:
+        """`others`: members of the group, along the ring from this one on."""
+        self._others, self._book = others, book
+        own = {stage.at.instance: RingStage(stage) for stage in ranks.remote}
+        self._stages = own
+        holders: dict[InstanceId, Peer] = {name: each.stage.at for name, each in own.items()}
+        self._max_arriving = min(settings.staging_pages, max(1, pages.pages // 4))
+        if (rate := transfer.link_bytes_per_s) is not None:
+            # A link carries them in a third of the time after which their host gives up.
+            layers = max(len(stage.layers) for stage in ranks.remote)
+            part_bytes = ranks.geometry.page_bytes * layers // ranks.geometry.layers
+            most = max(1, int(rate * transfer.stall_timeout_s / part_bytes))
+            pinned = min(settings.staging_pages, most)
+            settings = settings.model_copy(update={"staging_pages": pinned})
+        super().__init__(pages, self, holders, settings, clock, released, _RETRY_MAX_S)
+        # What arrives, by the stage and the number of its offer.
+        self._arriving: dict[tuple[int, int], list[ReplicaRun]] = {}
+        self._is_draining: Callable[[], bool] = lambda: False
+
+    def start(self, is_draining: Callable[[], bool]) -> None:
+        """Take parts of others from now on."""
+        self._is_draining = is_draining
+        for each in self._stages.values():
+            each.stage.on_offered = in_loop(partial(self._offered, each.stage))
+            each.stage.on_brought = in_loop(partial(self._brought, each.stage))
+
+    @property
+    def lag_pages(self) -> int:
+        """Full pages that lack a part where they go: as many as the stage that is behind most."""
+        return max(map(self.backlog.lag_of, self._stages), default=0)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(each.sent_bytes for each in self._stages.values())
+
+    def facts_of(self, stage: int) -> dict[str, Any]:
+        """Fields of `kvrs.protocol.stages.StageInfo`."""
+        own = next(each for each in self._stages.values() if stage in each.stage.stages)
+        return {
+            "replica_to": own.target,
+            "unprotected": own.unprotected,
+            "replica_lag_pages": self.backlog.lag_of(own.stage.at.instance),
+            "replica_sent_bytes": own.sent_bytes,
+            "replica_dropped_pages": own.dropped_pages,
+        }
+
+    # What the batch loop calls.
+
+    def began(self, run: GenerationRun) -> None:
+        """Send the run's pages, if the proxy asks for any protection of it."""
+        if run.checkpoints:
+            targets = [CheckpointTarget(name, 0) for name in self._stages]
+            self.backlog.follow(run.sequence, targets, handed_over=False)
+
+    def held(self, run: GenerationRun) -> Mapping[InstanceId, int]:
+        """Leading full pages that another instance has whole, as far as it is known here."""
+        held = self.backlog.held(run.sequence)
+        targets = {each.last_target for each in self._stages.values()}
+        pages = min(held.get(name, 0) for name in self._stages)
+        # Where the parts are at different instances, none has all.
+        return {target: pages for target in targets if target and pages and len(targets) == 1}
+
+    def replicated(self, run: GenerationRun) -> int:
+        lost = [each for each in self._stages.values() if each.stage.now.reforming is not None]
+        held = self.backlog.held(run.sequence)
+        return min((held.get(each.stage.at.instance, 0) for each in lost), default=0)
+
+    # What the sender calls. A holder is the own host of a stage, which brings its parts on.
+
+    async def offer(self, agent: Peer, delivery: CheckpointDelivery) -> HeldPages:
+        lane = self._stages[agent.instance]
+        ranges = [PartsRange(delivery.claim.stream, 0, list(delivery.known_tags))]
+        while True:
+            if (target := lane.next_target(self._others, self.clock())) is None:
+                raise TransferError(lane.unprotected or "no other instance")
+            if (answer := await self._ask(lane, target, ranges, [])) is not None:
+                break
+        if target != lane.target:
+            # What the one before has does not count.
+            self.backlog.moved(agent.instance)
+            log.info(
+                "replicas have a target", extra={"stage": lane.stage.stages.start, "to": target}
+            )
+        lane.target = lane.last_target = target
+        lane.refusals.pop(target, None)
+        lane.dropped_pages += max(0, delivery.held_pages - answer.held[0])
+        return HeldPages(StoreCode.OK, answer.held[0])
+
+    async def send(
+        self, agent: Peer, ranges: Sequence[DueRange]
+    ) -> list[tuple[int, HeldPages] | None]:
+        lane = self._stages[agent.instance]
+        target = lane.next_target(self._others, self.clock())
+        if target is None or target != lane.target:
+            raise HolderMovedError("the ring is laid again")
+        async with self.pinned(ranges) as found:
+            parts = [
+                PartsRange(delivery.claim.stream, first, list(delivery.tags(first, first + count)))
+                for (delivery, first, _), pages in zip(ranges, found, strict=True)
+                if (count := len(pages))
+            ]
+            if not parts:
+                return [None] * len(ranges)
+            own = [page for pages in found for page in pages]
+            if (answer := await self._ask(lane, target, parts, own)) is None:
+                lane.target = None
+                raise HolderMovedError(lane.unprotected or target)
+        lane.sent_bytes += answer.sent_bytes
+        held = iter(answer.held)
+        answers = [(len(pages), next(held)) if pages else None for pages in found]
+        for (_, first, _), each in zip(ranges, answers, strict=True):
+            if each is not None:
+                lane.dropped_pages += max(0, first + each[0] - each[1])
+        return [
+            None if each is None else (each[0], HeldPages(StoreCode.OK, each[1]))
+            for each in answers
+        ]
+
+    async def _ask(
+        self,
+        lane: RingStage,
+        target: InstanceId,
+        ranges: Sequence[PartsRange],
+        pages: Sequence[int],
+    ) -> PartsHeld | None:
+        """None: the target takes nothing now.
+
+        Raises:
+            TransferError: the own host cannot bring it.
+        """
+        try:
+            answer = await lane.stage.bring(target, ranges, pages)
+        except PartsRefusedError as error:
+            lane.refusals[target] = self.clock() + _LAY_AGAIN_S, str(error)
+            return None
+        if len(answer.held) != len(ranges):
+            raise TransferError(f"{len(answer.held)} answers; allowed: {len(ranges)}")
+        return answer
+
+    # Parts of others.
+
+    def _offered(self, stage: RemoteStage, offered: PartsOffered) -> None:
+        offer, cells = offered.offer, stage.cells
+        if self._is_draining():
+            self._answer(stage, RefuseParts(0, 0, offer, "it is draining"))
+            return
+        if not offered.are_sent:
+            held = [self._book.offer(each.stream, each.tags, cells) for each in offered.ranges]
+            if any(each.code is StoreCode.FULL for each in held):
+                self._answer(stage, RefuseParts(0, 0, offer, "it has no room for replicas"))
+            else:
+                self._answer(stage, TakeParts(0, 0, offer, [each.pages for each in held], []))
+            return
+        runs: list[ReplicaRun] = []
+        numbers: list[int] = []
+        leading: list[int] = []
+        for each in offered.ranges:
+            most = self._max_arriving - self._arriving_pages(runs)
+            run = self._book.begin(each.stream, each.first_page, each.tags, cells, max(0, most))
+            runs.append(run)
+            leading.append(self._book.held(each.stream, cells).pages)
+            numbers += [
+                page if page is not None else self._unused(tag, stage)
+                for tag, page in zip(each.tags, run.taken, strict=True)
+            ]
+        number = stage.stages.start
+        self._arriving[number, offer] = runs
+        has_pages = any(page >= 0 for page in numbers)
+        told = self._answer(stage, TakeParts(0, 0, offer, leading, numbers))
+        if has_pages:
+            told.add_done_callback(partial(self._told, stage, offer))
+        else:  # Nothing is told of its end.
+            self._end(number, offer, [])
+
+    def _unused(self, tag: Tag, stage: RemoteStage) -> int:
+        return IS_HERE if self.pages.parts.has(tag, stage.cells) else NOT_TAKEN
+
+    def _arriving_pages(self, more: Sequence[ReplicaRun]) -> int:
+        runs = [*more, *(run for runs in self._arriving.values() for run in runs)]
+        return sum(page is not None for run in runs for page in run.taken)
+
+    def _answer(
+        self, stage: RemoteStage, answer: TakeParts | RefuseParts
+    ) -> "asyncio.Future[None]":
+        told = asyncio.wrap_future(stage.answer(answer))
+        told.add_done_callback(_note)
+        return told
+
+    def _told(self, stage: RemoteStage, offer: int, told: "asyncio.Future[None]") -> None:
+        if not told.cancelled() and told.exception() is not None:
+            self._end(stage.stages.start, offer, [])
+
+    def _brought(self, stage: RemoteStage, over: PartsOver | None) -> None:
+        """That offer is over; None: all of the stage are, with its host or the session there."""
+        number = stage.stages.start
+        if over is not None:
+            self._end(number, over.offer, over.filled)
+            return
+        lane = self._stages[stage.at.instance]
+        lane.target = None
+        lane.refusals.clear()
+        for key in [key for key in self._arriving if key[0] == number]:
+            self._end(*key, [])
+
+    def _end(self, number: int, offer: int, filled: Sequence[int]) -> None:
+        come, place = {*filled}, 0
+        for run in self._arriving.pop((number, offer), ()):
+            for index, page in enumerate(run.taken):
+                if page is not None and place + index in come:
+                    self._book.arrived(run, index)
+            place += len(run.taken)
+            self._book.end(run)
+        self._released()
+
+
+def _note(told: "asyncio.Future[None]") -> None:
+    """The host is lost, or waits no more, of which others tell."""
+    if not told.cancelled():
+        told.exception()

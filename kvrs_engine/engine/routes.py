@@ -1,0 +1,259 @@
+"""HTTP routes of an instance: OpenAI completions and chat with vLLM's P/D convention, and the
+instance protocol.
+"""
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from kvrs.net import http
+from kvrs.net.heartbeats import add_heartbeats
+from kvrs.protocol.instance import (
+    FenceRequest,
+    KvTransferParams,
+    LeaseAnswer,
+    LeaseUpdate,
+    RankAnswer,
+    RankRequest,
+)
+from kvrs.protocol.openai.chunks import DONE, error_body, sse
+from kvrs.protocol.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    parse_chat_request,
+    parse_completion_request,
+)
+from kvrs.protocol.secrets import Scope
+from kvrs.protocol.speculation import ReloadNotice
+from kvrs_engine.engine.admission import Admission
+from kvrs_engine.engine.answers import Answer, ChatAnswer, CompletionAnswer
+from kvrs_engine.engine.requests import GenerationRun, StepOutput
+from kvrs_engine.engine.runs import FencedError
+from kvrs_engine.engine.served import ServedInstance
+
+if TYPE_CHECKING:
+    from kvrs_engine.engine.spans import RunTrace, RunTracer
+
+
+def make_app(instance: ServedInstance, tracer: "RunTracer | None" = None) -> web.Application:
+    """All routes of an instance. All but `/healthz` require the instance's key. `tracer`: of the
+    calls that are traced; None: none are.
+    """
+    handlers = InstanceHandlers(instance, tracer)
+    app = http.new_app(Scope.INSTANCE, _refuse_while_down(instance), _explain_fence)
+    app.add_routes(
+        [
+            web.get("/healthz", handlers.health),
+            web.get("/v1/models", handlers.models),
+            web.post("/v1/completions", handlers.completions),
+            web.post("/v1/chat/completions", handlers.chat_completions),
+            web.get("/kvrs/v1/instance", handlers.instance_info),
+            web.get("/kvrs/v1/load", handlers.load),
+            web.post("/kvrs/v1/leases", handlers.leases),
+            web.post("/kvrs/v1/fence", handlers.fence),
+            web.post("/kvrs/v1/ranks", handlers.ranks),
+            web.post("/kvrs/v1/reload", handlers.reload),
+            web.get("/kvrs/v1/drafts", instance.draft_helper),
+            web.post("/reset_prefix_cache", handlers.reset_prefix_cache),
+        ]
+    )
+    add_heartbeats(app)
+    return app
+
+
+@web.middleware
+async def _explain_fence(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except FencedError as error:
+        return http.error(409, str(error), kind="conflict")
+
+
+def _refuse_while_down(instance: ServedInstance) -> Middleware:
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if (cause := instance.down()) is not None:
+            return http.error(503, cause, kind="server_error")
+        return await handler(request)
+
+    return middleware
+
+
+class InstanceHandlers:
+    """Handlers of all routes; each only translates."""
+
+    def __init__(self, instance: ServedInstance, tracer: "RunTracer | None") -> None:
+        self._instance = instance
+        self._tracer = tracer
+        self._admission = Admission(instance)
+        self._encoder = msgspec.json.Encoder()
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self._instance.failed() is None else 503)
+
+    async def models(self, request: web.Request) -> web.Response:
+        model = {"id": self._instance.model, "object": "model", "created": 0, "owned_by": "kvrs"}
+        return http.answer({"object": "list", "data": [model]})
+
+    async def instance_info(self, request: web.Request) -> web.Response:
+        return http.answer(self._instance.info())
+
+    async def reset_prefix_cache(self, request: web.Request) -> web.Response:
+        self._instance.pages.reset_cache()
+        return http.answer({})
+
+    async def leases(self, request: web.Request) -> web.Response:
+        update = http.decode(await request.read(), LeaseUpdate)
+        pages = self._instance.pages
+        pages.unretain(update.release)
+        return http.answer(
+            LeaseAnswer(unknown=pages.renew(update.renew, time.monotonic() + update.lease_s))
+        )
+
+    async def fence(self, request: web.Request) -> web.Response:
+        """Drop lower attempts and raise the epoch. Where only slots have ended, only transfers
+        end.
+        """
+        fence = http.decode(await request.read(), FenceRequest)
+        if fence.slots_only:
+            self._instance.end_transfers(fence.numbers())
+        else:
+            self._instance.fence(fence.numbers())
+        return http.answer(self._instance.info())
+
+    async def reload(self, request: web.Request) -> web.Response:
+        self._instance.reloading(http.decode(await request.read(), ReloadNotice))
+        return web.Response(status=204)
+
+    async def ranks(self, request: web.Request) -> web.Response:
+        order = http.decode(await request.read(), RankRequest)
+        return http.answer(RankAnswer(await self._instance.order_rank(order)))
+
+    async def load(self, request: web.Request) -> web.StreamResponse:
+        """The load report once, or as an endless stream that ends with this process."""
+        if "watch" not in request.query:
+            return http.answer(self._instance.load())
+        return await http.watch(request, self._instance.load, self._instance.news)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        trace = self._begin_trace(request)
+        body = await request.read()
+        asked = await self._admission.large.run(len(body), partial(parse_completion_request, body))
+        run = await self._admission.admit(asked)
+        names_prompt = self._names_prompt(asked, run)
+        model, pieces = self._instance.model, self._instance.pieces
+        answer = CompletionAnswer(
+            asked, run, model, int(time.time()), pieces, names_prompt=names_prompt
+        )
+        return await self._serve(request, asked, run, answer, trace)
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        trace = self._begin_trace(request)
+        body = await request.read()
+        asked = await self._admission.large.run(len(body), partial(parse_chat_request, body))
+        run = await self._admission.admit(asked)
+        names_prompt = self._names_prompt(asked, run)
+        model, pieces = self._instance.model, self._instance.pieces
+        answer = ChatAnswer(asked, run, model, int(time.time()), pieces, names_prompt=names_prompt)
+        return await self._serve(request, asked, run, answer, trace)
+
+    def _begin_trace(self, request: web.Request) -> "RunTrace | None":
+        return None if self._tracer is None else self._tracer.begin(request.headers)
+
+    async def _serve(
+        self,
+        request: web.Request,
+        asked: CompletionRequest | ChatRequest,
+        run: GenerationRun,
+        answer: Answer,
+        trace: "RunTrace | None",
+    ) -> web.StreamResponse:
+        """Run to the end; a client that disconnects ends its run."""
+        self._instance.core.submit(run)
+        error: str | None = "cancelled"
+        try:
+            if asked.stream:
+                response = await self._stream(request, asked, run, answer)
+            else:
+                response = await self._whole(run, answer)
+            error = run.failure
+            return response
+        finally:
+            self._instance.core.abort(run)
+            if trace is not None:
+                trace.end(run, error)
+
+    async def _stream(
+        self,
+        request: web.Request,
+        asked: CompletionRequest | ChatRequest,
+        run: GenerationRun,
+        answer: Answer,
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        )
+        await response.prepare(request)
+        opening = answer.opening()
+        waiting = b"" if opening is None else self._event(opening)
+        while (output := await run.outputs.get()) is not None:
+            waiting += self._event(answer.event(output))
+            if output.finish_reason is not None:
+                if asked.wants_usage:
+                    waiting += self._event(answer.usage_event())
+                break
+            await response.write(waiting)
+            waiting = b""
+        else:
+            waiting = sse(_failure_body(run))
+        await response.write(waiting + DONE)
+        await response.write_eof()
+        return response
+
+    async def _whole(self, run: GenerationRun, answer: Answer) -> web.Response:
+        outputs: list[StepOutput] = []
+        while (output := await run.outputs.get()) is not None:
+            outputs.append(output)
+            if output.finish_reason is not None:
+                return http.answer(
+                    answer.whole(
+                        outputs, self._hand_off(run) if run.sequence.prefill_only else None
+                    )
+                )
+        return web.Response(
+            status=409 if run.failure is None else 500,
+            body=_failure_body(run),
+            content_type="application/json",
+        )
+
+    def _names_prompt(self, asked: CompletionRequest | ChatRequest, run: GenerationRun) -> bool:
+        """The first event must carry the prompt's ids, which the caller does not have."""
+        first = (
+            run.sequence.history_tokens == run.sequence.prompt_tokens
+            and asked.kv_transfer_params is None
+        )
+        return self._instance.one_call and first and asked.return_token_ids
+
+    def _event(self, message: msgspec.Struct) -> bytes:
+        return sse(self._encoder.encode(message))
+
+    def _hand_off(self, run: GenerationRun) -> KvTransferParams:
+        settings = self._instance.settings
+        return KvTransferParams(
+            do_remote_prefill=True,
+            remote_engine_id=settings.id,
+            remote_block_ids=[tag.hex() for tag in run.sequence.tags],
+            remote_host=settings.pages_at,
+            remote_port=settings.page_port,
+            remote_request_id=run.sequence.stream,
+        )
+
+
+def _failure_body(run: GenerationRun) -> bytes:
+    if run.failure is not None:
+        return error_body(run.failure, kind="server_error", code=run.failure_code)
+    return error_body("this attempt was superseded", kind="conflict", code="fenced")

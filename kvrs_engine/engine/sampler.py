@@ -1,0 +1,108 @@
+"""Choosing the next token from logits: a function of (logits, parameters, seed, position) and
+nothing else.
+
+So an attempt that continues a stream elsewhere draws what the lost one would have drawn.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvrs_engine.engine.layers.tiles import fold_sum
+
+_GREEDY_BELOW = 1e-5  # As vLLM's: logits over less than that may overflow.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    temperature: float = 1.0  # 0, or next to it: the likeliest token.
+    top_p: float = 1.0  # The likeliest tokens that together reach this probability.
+    top_k: int = 0  # That many of the likeliest tokens; 0 and -1: all.
+    min_p: float = 0.0  # Those at least so likely, compared with the likeliest.
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampledLogprobs:
+    """How likely the model itself found a token and, the likeliest first, the other candidates."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # Token ids and their log probabilities.
+
+
+def sample(logits_row: Tensor, params: SamplingParams, position: int) -> int:
+    """Draw the token at `position` of a sequence from float32 CPU logits `[vocab]`.
+
+    Each token has Gumbel noise of its own, and the one that is the likeliest with it is drawn: a
+    draw of the distribution in which models that differ a little mostly agree. Equal logits are
+    ordered by id, the lowest first. The first one that is no number is drawn before all others.
+    """
+    logits = logits_row.numpy()
+    likeliest = int(logits.argmax())
+    if params.temperature < _GREEDY_BELOW or math.isnan(logits[likeliest]):
+        return likeliest
+    scaled = logits.astype(np.float64) / params.temperature
+    scaled -= scaled[likeliest]
+    noise = gumbel_noise(params.seed, position, len(scaled))
+    if params.top_p >= 1 and params.min_p <= 0 and not 0 < params.top_k < len(scaled):
+        return int((scaled + noise).argmax())
+    ids = _kept(scaled, params)
+    return int(ids[(scaled[ids] + noise[ids]).argmax()])
+
+
+def _kept(scaled: npt.NDArray[np.float64], params: SamplingParams) -> npt.NDArray[np.intp]:
+    """Ids of the tokens that `top_k`, `min_p` and `top_p` leave, the likeliest first."""
+    ids = _candidates(scaled, params.top_k)
+    weights = np.exp(scaled[ids])
+    weights = weights[: max(1, np.count_nonzero((weights >= params.min_p) & (weights > 0)))]
+    if params.top_p < 1:
+        cumulative = np.cumsum(weights)
+        last = np.searchsorted(cumulative, params.top_p * cumulative[-1])
+        weights = weights[: last + 1]
+    return ids[: len(weights)]
+
+
+def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> SampledLogprobs:
+    """Log probabilities of a token and of the `top` likeliest, under the model's own distribution
+    (temperature 1, no penalties).
+
+    The sum over the vocabulary has one order of additions, so every engine finds the same bits.
+    """
+    # A copy: where a vector loop begins must not depend on the row's place in its batch.
+    logits = logits_row.clone()
+    shifted = logits - logits.max()
+    logprobs = (shifted - torch.log(fold_sum(torch.exp(shifted)))).numpy()
+    likeliest = _candidates(logits.numpy(), top) if top else ()
+    return SampledLogprobs(
+        float(logprobs[token_id]),
+        tuple((int(other), float(logprobs[other])) for other in likeliest),
+    )
+
+
+def gumbel_noise(seed: int, position: int, count: int) -> npt.NDArray[np.float64]:
+    """Noise of the tokens 0 to `count` - 1, each a function of seed, position and its id."""
+    digest = hashlib.blake2b(
+        f"{seed}:{position}".encode(), digest_size=16, person=b"kvrs-sample"
+    ).digest()
+    # Random bits, since their generator has one definition; numpy may change its distributions.
+    bits = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count)
+    # In the middle of their steps: neither 0 nor 1.
+    even = ((bits >> np.uint64(12)) + 0.5) / (1 << 52)
+    return np.asarray(-np.log(-np.log(even)), np.float64)
+
+
+def _candidates(logits: npt.NDArray[np.floating[Any]], top_k: int) -> npt.NDArray[np.intp]:
+    """Ids from the likeliest on; a stable sort keeps the lowest id first among equals."""
+    if not 0 < top_k < len(logits):
+        return np.argsort(-logits, kind="stable")
+    # Sorting a whole vocabulary costs milliseconds, so first everything below the k-th value is
+    # dropped (its equals stay).
+    threshold = np.partition(logits, -top_k)[-top_k]
+    above = np.flatnonzero(logits >= threshold)
+    return above[np.argsort(-logits[above], kind="stable")][:top_k]

@@ -1,0 +1,174 @@
+"""The interface of an instance to its HTTP side, whichever engine computes behind it."""
+
+import asyncio
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from kvrs.errors import RequestError
+from kvrs.ids import StreamId
+from kvrs.net import http
+from kvrs.net.http import News
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import (
+    Capability,
+    InstanceInfo,
+    LoadReport,
+    MeasuredPrefill,
+    RankRequest,
+)
+from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
+from kvrs.protocol.speculation import ReloadNotice
+from kvrs.protocol.tags import Tag, root_tag
+from kvrs.text.pieces import TokenPieces
+from kvrs.transfer.send_faults import SendingFaults
+from kvrs_engine.engine.chat import ChatTemplate
+from kvrs_engine.engine.page_port import InstancePlace, PagePort
+from kvrs_engine.engine.requests import Vocabulary
+from kvrs_engine.engine.runs import Attempt, RunCore
+from kvrs_engine.scheduling.pages import PageManager
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model that an instance serves, as its clients and peers see it."""
+
+    name: str
+    vocabulary: Vocabulary
+    pieces: TokenPieces
+    chat_template: ChatTemplate | None
+    fingerprint: str
+    geometry: KvGeometry
+    max_model_len: int
+
+
+class ServedInstance(ABC):
+    """One instance of the configuration. `start` needs a running event loop."""
+
+    def __init__(self, place: InstancePlace, model: ServedModel) -> None:
+        self.settings, self.ring = place.settings, [place.secret, *place.older]
+        self.security = place.config.security
+        self.model, self.vocabulary, self.pieces = model.name, model.vocabulary, model.pieces
+        self.chat_template, self.max_model_len = model.chat_template, model.max_model_len
+        # A stream may come without a prefill call before; its first event then has the prompt's
+        # ids.
+        self.one_call = False
+        self.port = PagePort(place, model.fingerprint, model.geometry)
+        self.registry = self.port.registry
+        self.tasks: list[asyncio.Task[None]] = []  # None of them ends by itself.
+        self.news = News()  # Of load reports that are due at once.
+        self._place, self._model = place, model
+
+    @property
+    @abstractmethod
+    def core(self) -> RunCore: ...
+
+    @property
+    @abstractmethod
+    def pages(self) -> PageManager: ...
+
+    @property
+    def epoch(self) -> int:
+        return self.port.epoch
+
+    @property
+    def faults(self) -> SendingFaults:
+        """Faults that may be injected into all that the instance sends."""
+        return self.port.server.faults
+
+    def root(self, cache_salt: str) -> Tag:
+        """The tag from which all pages of one tenant are chained."""
+        return root_tag(self._model.fingerprint, cache_salt)
+
+    def refuse(self, asked: CompletionRequest | ChatRequest) -> None:  # noqa: B027  # Optional.
+        """Raises RequestError: this engine cannot do what is asked."""
+
+    def fence(self, attempts: Mapping[StreamId, Attempt]) -> None:
+        """Drop lower attempts, and raise the epoch: what others knew of this instance is void."""
+        self.core.fence(attempts)
+        self.port.epoch += 1
+
+    def end_transfers(self, attempts: Mapping[StreamId, Attempt]) -> None:
+        """Drop lower attempts that still fetch under a slot, and refuse such from now on; nothing
+        else changes.
+        """
+        self.core.end_transfers(attempts)
+
+    def lose_device(self, rank: int | None) -> None:
+        """Kill a rank, or the only process (None), and drop the memory of its KV. For experiments.
+
+        Raises:
+            RequestError: the instance has no such rank, or no such memory.
+        """
+        raise RequestError(f"rank: got {rank}; this engine has no device to lose", param="rank")
+
+    async def order_rank(self, order: RankRequest) -> str | None:
+        """Let a rank leave, or have it back. Returns why not; None: it is carried out."""
+        return f"rank: got {order.rank}; allowed: none, it is one process"
+
+    def reloading(self, notice: ReloadNotice) -> None:  # noqa: B027  # Optional: it makes no drafts.
+        """Another instance is being started again."""
+
+    async def draft_helper(self, request: web.Request) -> web.StreamResponse:
+        """The connection of an instance that makes drafts for this one."""
+        return http.error(404, "drafts are not verified here", kind="invalid_request_error")
+
+    def down(self) -> str | None:
+        """Why the instance cannot serve now although its process lives; None: it can."""
+        return None
+
+    @abstractmethod
+    def info(self) -> InstanceInfo: ...
+
+    @abstractmethod
+    def load(self) -> LoadReport: ...
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Serve pages and begin to compute; the HTTP side is the caller's."""
+
+    def failed(self) -> BaseException | None:
+        """The exception that ended one of the tasks, if one did: the instance must then not look
+        alive.
+        """
+        ended = (task for task in self._running() if task.done() and not task.cancelled())
+        return next((task.exception() for task in ended), None)
+
+    async def close(self) -> None:
+        running = self._running()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self.port.close()
+
+    def _running(self) -> list[asyncio.Task[None]]:
+        """All tasks that must not end before `close`."""
+        return self.tasks
+
+    def _describe(
+        self, prefill: PrefillTable, capabilities: list[Capability], gpus: list[str] | None
+    ) -> InstanceInfo:
+        return InstanceInfo(
+            id=self.settings.id,
+            node=self._place.node.id,
+            role=self.settings.role,
+            epoch=self.epoch,
+            pid=os.getpid(),
+            model=self.model,
+            fingerprint=self._model.fingerprint,
+            geometry=self._model.geometry,
+            max_model_len=self.max_model_len,
+            page_port=self.settings.page_port,
+            capabilities=capabilities,
+            prefill=MeasuredPrefill(
+                label=prefill.label,
+                step_tokens=prefill.step_tokens,
+                seconds=list(prefill.seconds),
+                covered_tokens=prefill.covered_to_tokens,
+            ),
+            gpus=gpus,
+        )

@@ -1,0 +1,70 @@
+"""Drafts for streams of another instance, by a small model: one batch a step, over all streams that
+have room ahead of what was verified.
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvrs.config.engine import EngineSettings
+from kvrs.protocol.speculation import Burst, DraftChoice
+from kvrs_engine.engine.sampler import SamplingParams, sample
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.draft_batches import DraftBatches
+from kvrs_engine.scheduling.pace import Pace
+from kvrs_engine.scheduling.sequences import Chunk
+
+
+class Drafting:
+    """The model's side. What is known of the streams goes to `batches` directly; both are called by
+    one thread at a time.
+    """
+
+    def __init__(
+        self, worker: Worker, settings: EngineSettings, depth: int, pace: Pace | None = None
+    ) -> None:
+        self._worker, self._pace = worker, pace
+        self.batches = DraftBatches(settings, depth, worker.max_positions)
+
+    def step(self) -> list[Burst]:
+        """Compute one batch; returns new drafts. Empty: there is nothing to draft, or histories are
+        still being computed.
+        """
+        batch = self.batches.next()
+        if not batch:
+            return []
+        logits = iter(self._execute([chunk for _, _, chunk in batch]))
+        choices = [
+            _choose(next(logits), stream.choice, chunk.first_position + len(chunk.token_ids))
+            for stream, _, chunk in batch
+            if chunk.logits
+        ]
+        return self.batches.advanced(batch, choices)
+
+    def _execute(self, chunks: Sequence[Chunk]) -> Tensor:
+        began_s = time.monotonic()
+        logits = self._worker.execute(chunks)
+        if self._pace is not None:
+            time.sleep(max(0.0, began_s + self._pace.batch_s(chunks) - time.monotonic()))
+        return logits
+
+
+def _choose(row: Tensor, choice: DraftChoice, position: int) -> tuple[int, int]:
+    """The token that logits `[vocab]` choose there, and the one that they would without it."""
+    params = _params(choice)
+    draft = sample(row, params, position)
+    others = row.clone()
+    others[draft] = -torch.inf
+    return draft, sample(others, params, position)
+
+
+def _params(choice: DraftChoice) -> SamplingParams:
+    return SamplingParams(
+        temperature=choice.temperature,
+        top_p=choice.top_p,
+        top_k=choice.top_k,
+        min_p=choice.min_p,
+        seed=choice.seed,
+    )

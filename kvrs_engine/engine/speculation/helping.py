@@ -1,0 +1,164 @@
+"""The side of an instance that is being started again: while its model loads it makes drafts for
+the most congested of the others that has no helper.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from kvrs.config.cluster import InstanceSettings
+from kvrs.config.file import Config
+from kvrs.errors import KvrsError
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import LoadReport, Role
+from kvrs.protocol.speculation import (
+    HEARTBEAT_S,
+    MAX_MESSAGE_BYTES,
+    Burst,
+    DraftOffer,
+    MirrorUpdate,
+    ReloadState,
+)
+from kvrs.text.output import load_tokenizer
+from kvrs_engine.elastic.pairing import by_congestion
+from kvrs_engine.engine.models.reading import WeightReading
+from kvrs_engine.engine.requests import Vocabulary
+from kvrs_engine.engine.speculation.drafting import Drafting
+from kvrs_engine.engine.speculation.paired import NEVER, vocabulary_digest
+from kvrs_engine.engine.worker import Worker
+from kvrs_engine.scheduling.pace import Pace
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 0.25  # After all others have refused, or none was there.
+
+
+class DraftHelper:
+    def __init__(
+        self,
+        config: Config,
+        instance: InstanceId,
+        others: Sequence[InstanceSettings],
+        http: aiohttp.ClientSession,
+        reading: WeightReading,
+    ) -> None:
+        """`http` proves the key of each of the others; `reading` is that of the draft."""
+        self.state = ReloadState.LOADING_DRAFT
+        self.paired_with: InstanceId | None = None
+        self._config, self._instance = config, instance
+        # Streams decode at these.
+        self._others = [one for one in others if one.role is not Role.PREFILL]
+        self._http, self._reading = http, reading
+        pace = config.speculation.pace
+        self._pace = None if pace is None else Pace(pace)
+
+    async def run(self) -> None:
+        """Help until cancelled.
+
+        Raises:
+            KvrsError: no instance wants drafts, or none takes those of this model.
+        """
+        if not await self._by_congestion():
+            raise KvrsError("no other instance wants any")
+        directory = Path(self._config.speculation.draft or "")
+        worker = await self._loaded(directory)
+        vocabulary = Vocabulary(load_tokenizer(directory), worker.vocab_size, worker.eos_token_ids)
+        offer = DraftOffer(self._instance, vocabulary_digest(vocabulary))
+        self.state = ReloadState.ASSIST
+        while True:
+            for other in await self._by_congestion():
+                with suppress(aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
+                    await self._help(other, offer, worker)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _loaded(self, directory: Path) -> Worker:
+        """The draft; its load is not waited for where it is not needed any more."""
+        loop = asyncio.get_running_loop()
+        worker: asyncio.Future[Worker] = loop.create_future()
+
+        def load() -> None:
+            try:
+                found = Worker(directory, self._config.cluster.engine, reading=self._reading)
+                self._reading.end()
+                time.sleep(0.0 if self._pace is None else self._pace.load_s)
+            except Exception as error:
+                loop.call_soon_threadsafe(_settle, worker, error)
+            else:
+                loop.call_soon_threadsafe(_settle, worker, found)
+            finally:
+                self._reading.end()
+
+        threading.Thread(target=load, name="kvrs-draft", daemon=True).start()
+        return await worker
+
+    async def _by_congestion(self) -> list[InstanceSettings]:
+        """Those that have no helper, the most congested first."""
+        others = {other.id: other for other in self._others}
+        found = await asyncio.gather(*map(self._load, others.values()))
+        loads = {name: load for name, load in zip(others, found, strict=True) if load is not None}
+        return [others[name] for name in by_congestion(loads, self._instance)]
+
+    async def _load(self, other: InstanceSettings) -> LoadReport | None:
+        with suppress(aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
+            async with self._http.get(f"{self._config.url_of(other)}/kvrs/v1/load") as answer:
+                return msgspec.json.decode(await answer.read(), type=LoadReport)
+        return None
+
+    async def _help(self, other: InstanceSettings, offer: DraftOffer, worker: Worker) -> None:
+        async with self._http.ws_connect(
+            f"{self._config.url_of(other)}/kvrs/v1/drafts",
+            max_msg_size=MAX_MESSAGE_BYTES,
+            heartbeat=HEARTBEAT_S,
+        ) as socket:
+            await socket.send_bytes(msgspec.msgpack.encode(offer))
+            engine, depth = self._config.cluster.engine, self._config.speculation.depth
+            drafting = Drafting(worker, engine, depth, self._pace)
+            self.paired_with = other.id
+            try:
+                await self._draft(socket, drafting)
+            finally:
+                self.paired_with = None
+            if socket.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION:
+                log.info("drafts not wanted", extra={"instance": other.id})
+
+    async def _draft(self, socket: aiohttp.ClientWebSocketResponse, drafting: Drafting) -> None:
+        """Take what has come, compute a batch, send drafts; until the connection ends."""
+        received: asyncio.Task[aiohttp.WSMessage] | None = None
+        try:
+            while True:
+                received = received or asyncio.create_task(socket.receive())
+                if not drafting.batches.has_work:
+                    await asyncio.wait({received})
+                if received.done():
+                    message, received = received.result(), None
+                    if message.type is not aiohttp.WSMsgType.BINARY:
+                        if message.data == NEVER:
+                            raise KvrsError(message.extra or "refused")
+                        return
+                    drafting.batches.update(
+                        msgspec.msgpack.decode(message.data, type=list[MirrorUpdate])
+                    )
+                    await asyncio.sleep(0)
+                    continue
+                bursts: list[Burst] = await asyncio.to_thread(drafting.step)
+                if bursts:
+                    await socket.send_bytes(msgspec.msgpack.encode(bursts))
+        finally:
+            if received is not None:
+                received.cancel()
+
+
+def _settle(worker: "asyncio.Future[Worker]", found: Worker | Exception) -> None:
+    if worker.done():
+        return
+    if isinstance(found, Exception):
+        worker.set_exception(found)
+    else:
+        worker.set_result(found)

@@ -1,0 +1,170 @@
+"""The prefill table of an instance: measured at its start, and remembered beside the model for the
+machine that measured it. Only a measurement that had the processor for itself is remembered.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.instance import MeasuredPrefill
+from kvrs_engine.engine.worker import ModelWorker, Worker
+from kvrs_engine.scheduling.sequences import Chunk
+
+# A few lengths, in well under a second on a small model.
+WARM_UP_REPEATS = 3
+WARM_UP_LONGEST_TOKENS = 1024
+# A length that has taken this long is not measured again: what disturbs it is a small part of it.
+_LONG_ENOUGH_S = 1.0
+
+NOTE_NAME = ".kvrs-prefill.json"
+_VERSION = 2  # Of how it is measured.
+# A model's directory may be shared by many machines, each with several settings.
+_MAX_NOTED = 64
+# A measurement during which other processes had the processor is not worth to be remembered.
+_UNDISTURBED = 1.25
+
+
+def prefill_table(worker: ModelWorker, max_model_len: int, directory: Path) -> PrefillTable:
+    """The instance's own table. The one that was measured on this machine before, where nothing
+    that decides it has changed; else measured now, and remembered if nothing disturbed that.
+    """
+    # Longer prompts are not measured, and decide nothing.
+    longest = min(_longest(worker, max_model_len), WARM_UP_LONGEST_TOKENS)
+    # Only of its own process an instance knows how long the processor worked for it.
+    if not isinstance(worker, Worker) or worker.settings.device != "cpu":
+        return measure_prefill(worker, max_model_len)
+    note = _Note(directory, _key(worker, longest))
+    if (noted := note.read()) is not None:
+        return noted
+    started_s, worked_s = time.perf_counter(), time.thread_time()
+    table = measure_prefill(worker, max_model_len)
+    took_s, worked_s = time.perf_counter() - started_s, time.thread_time() - worked_s
+    if took_s <= _UNDISTURBED * worked_s:
+        note.write(table)
+    return table
+
+
+def measure_prefill(worker: ModelWorker, max_model_len: int) -> PrefillTable:
+    """Time prefill of a few lengths on this machine, before any page is in use.
+
+    Of a length that takes several steps the overheads of all but one are left out, as in every
+    table: a sum of steps adds those of its own.
+    """
+    chunk_tokens = worker.settings.max_batch_tokens
+    times: dict[int, float] = {}
+    for at, tokens in warm_up_lengths(_longest(worker, max_model_len)).items():
+        taken_s = median_of_repeats(partial(_prefill_s, worker, tokens))
+        overhead_s = times.get(0, taken_s)
+        more_steps = -(-tokens // chunk_tokens) - 1
+        times[at] = max(overhead_s, taken_s - more_steps * overhead_s)
+    return PrefillTable.from_points(
+        f"measured at start on {worker.settings.device}", "this instance", times
+    )
+
+
+def median_of_repeats(measure: Callable[[], float]) -> float:
+    taken: list[float] = []
+    while len(taken) < WARM_UP_REPEATS and sum(taken) < _LONG_ENOUGH_S:
+        taken.append(measure())
+    return statistics.median(taken)
+
+
+def warm_up_lengths(longest_tokens: int) -> dict[int, int]:
+    """Where on a prefill table to measure, and with how many tokens.
+
+    One token is the overhead of a step, which stands at zero tokens; it also warms the engine up.
+    """
+    step = max(1, min(longest_tokens, WARM_UP_LONGEST_TOKENS) // 8)
+    return {0: 1} | {times * step: times * step for times in (1, 2, 4, 8)}
+
+
+def _longest(worker: ModelWorker, max_model_len: int) -> int:
+    return min(max_model_len, worker.settings.pages * worker.geometry.page_size_tokens)
+
+
+def _prefill_s(worker: ModelWorker, tokens: int) -> float:
+    size, step = worker.geometry.page_size_tokens, worker.settings.max_batch_tokens
+    pages = range(-(-tokens // size))
+    started_s = time.perf_counter()
+    for first in range(0, tokens, step):
+        ids = [
+            1 + position % (worker.vocab_size - 1)
+            for position in range(first, min(first + step, tokens))
+        ]
+        worker.execute(
+            [
+                Chunk(
+                    token_ids=ids,
+                    first_position=first,
+                    pages=pages,
+                    logits=int(first + step >= tokens),
+                )
+            ]
+        )
+    return time.perf_counter() - started_s
+
+
+def _key(worker: Worker, longest_tokens: int) -> str:
+    """Key of all that decides how long prefill takes: machine, arithmetic with the release of
+    torch, shape of the model, and how it is cut.
+    """
+    facts = [
+        *(_VERSION, platform.node(), _processor(), os.cpu_count(), torch.get_num_threads()),
+        *(worker.fingerprint, worker.settings.max_batch_tokens, longest_tokens),
+    ]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line
+    return platform.processor()
+
+
+class _Note:
+    """One entry of a file in a model's directory."""
+
+    def __init__(self, directory: Path, key: str) -> None:
+        self._path, self._key = directory / NOTE_NAME, key
+
+    def read(self) -> PrefillTable | None:
+        """None: there is none, or it is none."""
+        if (entry := self._all().get(self._key)) is None:
+            return None
+        try:
+            found = msgspec.json.decode(entry, type=MeasuredPrefill)
+        except msgspec.DecodeError:
+            return None
+        return PrefillTable.from_measured(found) if len(found.seconds) > 1 else None
+
+    def write(self, table: PrefillTable) -> None:
+        """Whole or not at all; a directory that cannot be written remembers nothing."""
+        measured = MeasuredPrefill(table.label, table.step_tokens, list(table.seconds))
+        entries = self._all() | {self._key: msgspec.Raw(msgspec.json.encode(measured))}
+        newest = dict(list(entries.items())[-_MAX_NOTED:])
+        scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            scratch.write_bytes(msgspec.json.encode(newest))
+            scratch.replace(self._path)
+        except OSError:
+            with suppress(OSError):
+                scratch.unlink()
+
+    def _all(self) -> dict[str, msgspec.Raw]:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, msgspec.Raw])
+        except (OSError, msgspec.DecodeError):
+            return {}

@@ -1,0 +1,43 @@
+"""Batch times of another GPU, by a named profile (docs/research/profiles.md)."""
+
+from collections.abc import Sequence
+
+from kvrs.profiles.catalog import decode_table, engine_step_s, load_s, prefill_table
+from kvrs_engine.scheduling.sequences import Chunk
+
+
+class Pace:
+    """Predicts how long a batch and a model load would have taken there. Tokens and KV stay real;
+    only the time is another machine's.
+    """
+
+    def __init__(self, profile: str) -> None:
+        self.prefill = prefill_table(profile)
+        self.load_s = load_s(profile)
+        self._decode = decode_table(profile)
+        self._step_s = engine_step_s(profile)
+
+    def batch_s(
+        self, chunks: Sequence[Chunk], decode_batch: int = 0, context_tokens: int = 0
+    ) -> float:
+        """Time of one step: all its pieces of prefill as one batch, then all its decode steps as
+        another, in which each draft counts as one more, and a context once.
+
+        With overhead h and decode table D(batch, context tokens) that is
+        h + sum(prefill(new given computed) - h) + D. The tables are fits of such batches, so h is
+        paid once for all pieces of prefill together. The engine's own time at each step is part of
+        h, and is added to D where no prefill is in the step. `decode_batch`: so many decode steps
+        beside the chunks, with that many tokens of context together.
+        """
+        prefill_s = 0.0
+        for chunk in chunks:
+            tokens = len(chunk.token_ids)
+            if tokens - chunk.drafts > 1:
+                prefill_s += (
+                    self.prefill.extra(chunk.first_position, tokens) - self.prefill.step_overhead_s
+                )
+            else:
+                decode_batch += tokens
+                context_tokens += chunk.first_position + 1
+        decode_s = self._decode.seconds_for(decode_batch, context_tokens) if decode_batch else 0.0
+        return decode_s + (prefill_s + self.prefill.step_overhead_s if prefill_s else self._step_s)

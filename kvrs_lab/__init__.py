@@ -1,0 +1,1 @@
+"""The laboratory: clusters that are started, simulated and measured."""

@@ -1,0 +1,251 @@
+"""Runs one process of a cluster for the one that supervises it: an instance, the host of a stage of
+one, a server of DistServe, or the agent of a node.
+
+`python -m kvrs_lab.cluster.hosted --config FILE --name NAME --line FD`; with `--parent PID` in
+place of the name it is a nursery (`kvrs_engine.engine.nursery`) for all processes with an engine,
+of which it has imported what they need. An instance that is made as a spare loads its model at
+once, before it is told to start. Messages on lines are those of `kvrs_lab.cluster.supervised`.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from kvrs.config.file import ENV_NAME, Config, load_config, read_secrets
+from kvrs.errors import ConfigError, KvrsError, RanksLostError
+from kvrs.ids import InstanceId, NodeId
+from kvrs.process.garbage import collect_nothing_yet
+from kvrs.process.logs import log_to_stderr
+from kvrs_engine.engine.nursery import MAX_MESSAGE_BYTES, tend
+from kvrs_lab.cluster.processes import Kind, has_ranks, has_spare, processes_of
+
+if TYPE_CHECKING:
+    from kvrs_engine.engine.instance import LoadedModel
+
+log = logging.getLogger("kvrs_lab.cluster.hosted")  # Not of the module that is run.
+
+# The exit status of a process with wrong options or configuration.
+USER_ERRED = 2
+
+
+class Hosted:
+    """`serve` runs until the process is to end."""
+
+    def __init__(self, config_path: Path, name: InstanceId, line: socket.socket) -> None:
+        self._config_path, self._name, self._line = config_path, name, line
+        self._document: bytes | None = None
+
+    def serve(self) -> None:
+        """Raises KvrsError: it cannot serve."""
+        config = self.config()
+        log_to_stderr(**config.logs.options)
+        (process,) = (each for each in processes_of(config) if each.name == self._name)
+        if process.kind is not Kind.SERVER:
+            collect_nothing_yet()
+        if has_ranks(config, process):
+            from kvrs_engine.engine.ranks.processes import RANKS
+            from kvrs_engine.engine.ranks.rank import obey
+
+            RANKS.begin_here(obey, self._line)
+        loaded = self._load(config) if has_spare(config, process) else None
+        word, _, number = self._line.recv(MAX_MESSAGE_BYTES).decode().partition(" ")
+        if word != "start":
+            return  # What supervises it has ended.
+        # A running cluster may have changed its settings by now.
+        config, start = self.config(), int(number)
+        secrets = read_secrets(config.security, os.environ)
+        match process.kind:
+            case Kind.INSTANCE:
+                asyncio.run(self._serve_instance(config, start, secrets, loaded))
+            case Kind.STAGE:
+                asyncio.run(self._serve_stage(config, secrets))
+            case Kind.AGENT:
+                import uvloop
+
+                uvloop.run(self._serve_agent(config, process.node, secrets))
+            case Kind.SERVER:
+                self._serve_distserve(config, process.node, start, secrets)
+
+    def report_fault(self, error: KvrsError) -> None:
+        self._tell(f"fault {error}")
+        if isinstance(error, RanksLostError):
+            self._report_exit(error.status)
+
+    def config(self) -> Config:
+        """The configuration of the file; it is parsed again only if it has changed.
+
+        Raises:
+            ConfigError: it cannot be read, or holds faults.
+        """
+        document = b""
+        with suppress(OSError):  # Which the parser reports.
+            document = self._config_path.read_bytes()
+        if document != self._document:
+            self._config, self._document = load_config(self._config_path), document
+        return self._config
+
+    def _report_exit(self, status: int | None) -> None:
+        self._tell("exit" if status is None else f"exit {status}")
+
+    def _ready(self) -> None:
+        self._tell("ready")
+
+    def _tell(self, message: str) -> None:
+        self._line.send(message.encode()[:MAX_MESSAGE_BYTES])
+
+    def _heard(self, stop: Callable[[], object]) -> None:
+        """Obey the next message, which may be waited for."""
+        word = self._line.recv(MAX_MESSAGE_BYTES)
+        if not word:
+            os._exit(1)  # As if it had been killed: its memory stays as it is.
+        if word == b"learn":
+            signal.raise_signal(signal.SIGHUP)
+        else:
+            stop()
+
+    def _load(self, config: Config) -> "LoadedModel":
+        from kvrs_engine.engine.instance import LoadedModel
+
+        secret, *_ = read_secrets(config.security, os.environ)
+        loaded = LoadedModel.load(config, self._name, secret)
+        log.info("loaded", extra={"instance": self._name, "pid": os.getpid()})
+        return loaded
+
+    async def _serve_instance(
+        self, config: Config, start: int, secrets: list[bytes], loaded: "LoadedModel | None"
+    ) -> None:
+        """Its epochs are the numbers of its starts."""
+        from kvrs_engine.engine.server import serve  # Loads torch.
+
+        stop, (secret, *older) = asyncio.Event(), secrets
+        asyncio.get_running_loop().add_reader(self._line, self._heard, stop.set)
+        await serve(
+            config,
+            self._name,
+            start,
+            secret,
+            stop,
+            self._ready,
+            older=older,
+            loaded=loaded,
+            read=self.config,
+        )
+
+    async def _serve_stage(self, config: Config, secrets: list[bytes]) -> None:
+        """It outlives the processes of the instance; told to stop, it ends with the one that it
+        serves.
+        """
+        from kvrs_engine.engine.ranks.host import StageHost, find_stage  # Loads torch.
+
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It reads its file at its start only.
+        stop, (secret, *older) = asyncio.Event(), secrets
+        asyncio.get_running_loop().add_reader(self._line, self._heard, stop.set)
+        host = StageHost(config, *find_stage(config, self._name), secret, older)
+        await host.serve(self._ready, stop)
+
+    async def _serve_agent(self, config: Config, node: NodeId, secrets: list[bytes]) -> None:
+        """Its epoch is stored beside its segments."""
+        from kvrs.agent.server import serve
+
+        # Cancelled rather than stopped: its successor adopts the checkpoints.
+        secret, *older = secrets
+        serving = asyncio.ensure_future(
+            serve(config, node, secret, asyncio.Event(), self._ready, older, read=self.config)
+        )
+        asyncio.get_running_loop().add_reader(self._line, self._heard, serving.cancel)
+        await asyncio.wait({serving})
+        if not serving.cancelled():
+            serving.result()
+
+    def _serve_distserve(
+        self, config: Config, node: NodeId, start: int, secrets: list[bytes]
+    ) -> None:
+        """A server of DistServe, with a user's command line; it ends with this process."""
+        ours = ["--kvrs-config", str(self._config_path), "--kvrs-node", node]
+        ours += ["--epoch", str(start), "--end-with", str(os.getpid())]
+        # distserve_patches stands beside this package, installed or not.
+        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {
+            ENV_NAME: b"\n".join(secrets).decode(),
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "distserve_patches.api_server",
+            *config.cluster.distserve.flags,
+            *ours,
+        ]
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as server:
+            assert server.stdout is not None
+
+            def listen() -> None:
+                while True:
+                    self._heard(server.terminate)  # Its streams are recovered as after a death.
+
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It reads its file at its start only.
+            threading.Thread(target=listen, name="line", daemon=True).start()
+            last = ""
+            for line in server.stdout:
+                if line == "ready\n":
+                    self._ready()
+                else:
+                    print(line, end="", file=sys.stderr, flush=True)
+                    last = line.strip()
+        if server.returncode == USER_ERRED:
+            raise ConfigError(last)
+        self._report_exit(server.returncode)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m kvrs_lab.cluster.hosted", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--name", type=InstanceId)
+    parser.add_argument("--line", type=int, required=True)
+    parser.add_argument("--parent", type=int)
+    given = parser.parse_args()
+    os.set_inheritable(given.line, False)  # Open in a child, it would hide the end of this process.
+
+    def run(line: socket.socket, name: str) -> NoReturn:
+        status = 1
+        try:
+            hosted = Hosted(given.config, InstanceId(name), line)
+            try:
+                hosted.serve()
+                status = 0
+            except KvrsError as error:
+                print(error, file=sys.stderr)
+                hosted.report_fault(error)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    line = socket.socket(fileno=given.line)
+    if given.parent is None:
+        run(line, given.name)
+    collect_nothing_yet()
+    # What forked processes need.
+    import kvrs_engine.engine.ranks.host
+    import kvrs_engine.engine.ranks.rank
+    import kvrs_engine.engine.server  # noqa: F401
+
+    tend(given.parent, line, run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,423 @@
+"""Brings a whole cluster up: the proxies on this machine, and behind them instances and agents,
+here or on the machines of a Ray cluster.
+
+All files of a run are in one private directory, and the agents' segments in another one below
+`backup.directory`; a guard process ends and removes what is left when this process is gone.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from kvrs.config.cluster import Backend
+from kvrs.config.file import (
+    ENV_NAME,
+    Config,
+    read_admin_tokens,
+    read_secret,
+)
+from kvrs.config.origin import UpCommand
+from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
+from kvrs.net.admin import AdminError
+from kvrs.protocol.instance import ExitReport
+from kvrs_engine.engine.ranks.settings import check_layouts
+from kvrs_lab.cluster.exits import tell_exit
+from kvrs_lab.cluster.fault_injection import members_of, rows_of
+from kvrs_lab.cluster.loopback_ray import LoopbackRay
+from kvrs_lab.cluster.placing import faults_of_ray, faults_without_ray
+from kvrs_lab.cluster.ports import resolve_all, several_proxies
+from kvrs_lab.cluster.processes import (
+    LaunchError,
+    Process,
+    Progress,
+    check_home,
+    processes_of,
+    with_added,
+)
+from kvrs_lab.cluster.proxies import ProxyProcess
+from kvrs_lab.cluster.remote import RemoteSupervisor
+from kvrs_lab.cluster.run_directory import RunDirectory
+from kvrs_lab.cluster.signals import EndingSignals
+from kvrs_lab.cluster.supervised import START_TIMEOUT, MachineSupervisor, StartWait, wait_ready
+from kvrs_lab.cluster.victims import closing_process, open_processes
+
+STOP_TIMEOUT_S = 15.0
+
+# The sections that a rolling restart reads again, except for ids and addresses of proxies.
+RENEWED = ("proxy", "policy", "slo", "transfer")
+FIXED_OF_PROXY = (
+    "id",
+    "host",
+    "port",
+    "admin_host",
+    "admin_port",
+    "peer_host",
+    "peer_port",
+    "gossip_host",
+    "gossip_bind",
+    "gossip_port",
+    "workers",
+    "peers",
+    "event_log",
+)
+
+
+class Cluster:
+    """A running cluster; a context manager that leaves nothing behind."""
+
+    _admin_token: bytes | None = None  # Of the proxies' admin ports.
+    _fleet: Sequence[Mapping[str, Any]] = ()  # As the proxies had it last.
+    _new_signals = EndingSignals
+    _taken: set[int] | None = None  # Ports of other clusters of this process.
+    _untold: str | None = None  # Why processes are not told of it, which is tried again.
+
+    def __init__(
+        self,
+        config: Config,
+        progress: Progress,
+        proxies: int = 1,
+        ray: str | None = None,
+        launch: UpCommand | None = None,
+    ) -> None:
+        """`ray`: the address of a Ray cluster, of which the machines have the nodes; `launch`:
+        where the configuration is from, for the proxies to tell.
+
+        Raises:
+            ConfigError: these proxies, or this backend, cannot be started.
+        """
+        if faults := [*(faults_of_ray(config) if ray else faults_without_ray(config))]:
+            raise ConfigError(faults)
+        self._asked = config
+        self._proxy_settings = several_proxies(config.proxy, proxies)
+        self._progress = progress
+        self._launch = launch
+        self.processes: dict[InstanceId, Process] = {
+            process.name: process for process in processes_of(config)
+        }
+        self.proxies: list[ProxyProcess] = []
+        self._remote = None if ray is None else RemoteSupervisor(ray, progress, self._tell_exit)
+        self._behind: set[int] = set()  # Proxies that have not read their last file.
+
+    def __enter__(self) -> Self:
+        check_home(self._asked, os.environ)
+        config, *others = resolve_all(
+            self._asked,
+            self._proxy_settings,
+            nodes_too=self._remote is None,
+            taken=self._taken,
+        )
+        self._proxy_settings = [config.proxy, *(other.proxy for other in others)]
+        self._signals = self._new_signals()
+        self._run = RunDirectory()
+        self._ray = LoopbackRay(config, self._run)  # Runs for DistServe only.
+        self._environment: dict[str, str] = {}  # Of instances, agents and servers, beside ours.
+        self.supervisor: MachineSupervisor | RemoteSupervisor = self._remote or MachineSupervisor(
+            self._run, self._environment, self._tell_exit
+        )
+        self._progress(f"logs are in {self.run_directory} while it runs")
+        self.config = config
+        self._run.guard(config)
+        try:
+            self._signals.interrupt()
+            self._start()
+            self._signals.hand_back()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the proxies, then the instances; the guard ends what is left and removes the run
+        directory.
+        """
+        self._signals.ignore()
+        try:
+            for proxy in self.proxies:
+                proxy.stop()
+            give_up_s = time.monotonic() + STOP_TIMEOUT_S
+            for proxy in self.proxies:
+                proxy.wait(give_up_s - time.monotonic())
+            self.supervisor.stop()
+            self._ray.stop()
+        finally:
+            self._run.close()
+            self._signals.restore()
+
+    @property
+    def run_directory(self) -> Path:
+        return self._run.path
+
+    @property
+    def url(self) -> str:
+        return self.urls[0]
+
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of the proxies for clients."""
+        return [proxy.url for proxy in self.proxies]
+
+    @property
+    def admin_url(self) -> str:
+        return self.admin_urls[0]
+
+    @property
+    def admin_urls(self) -> list[str]:
+        return [proxy.admin.url for proxy in self.proxies]
+
+    def state(self, proxy: int | None = None) -> Any:
+        """`/kvrs/v1/state` of a proxy; without a number, of the first that answers.
+
+        Raises:
+            AdminError: it does not answer, or not with a state.
+        """
+        if proxy is not None:
+            return self.proxies[proxy].admin.state()
+        for number in range(len(self.proxies) - 1):
+            with contextlib.suppress(AdminError):
+                return self.state(number)
+        return self.state(len(self.proxies) - 1)
+
+    def kill(self, *names: InstanceId) -> list[int]:
+        """SIGKILL the processes of instances and agents that are up, all at once; return their
+        process ids by the state. They are started again. Of an instance with worker processes,
+        these are killed.
+
+        Raises:
+            LaunchError: one is not up; none was killed.
+            FaultError: the state of one is wrong or outdated.
+        """
+        rows = rows_of(self.state())
+        for name in names:
+            if name not in rows or rows[name]["health"] != "up":
+                raise LaunchError(f"{name!r} is not up, so it cannot be killed")
+        with contextlib.ExitStack() as stack:
+            processes = [
+                stack.enter_context(closing_process(process))
+                for name in names
+                for process in open_processes(rows[name])
+            ]
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+        return [int(rows[name]["pid"]) for name in names]
+
+    def end(self, name: InstanceId) -> None:
+        """Have an instance, DistServe server or agent drain and end. It is started again."""
+        self.supervisor.end(name)
+
+    def wait_all_up(self, timeout_s: float | None = None) -> float:
+        """Wait until every proxy sees every instance, agent and other proxy up; the seconds it
+        took. `timeout_s`: None, as long as a process may take to start.
+        """
+        limit_s = self.config.cluster.start_timeout_s if timeout_s is None else timeout_s
+        started_s = time.monotonic()
+        while down := self.down():
+            if time.monotonic() - started_s > limit_s:
+                setting = f" ({START_TIMEOUT})" if timeout_s is None else ""
+                raise LaunchError(f"after {limit_s:.0f} s{setting} these are not up: {down}")
+            self.check()
+            time.sleep(0.1)
+        return time.monotonic() - started_s
+
+    def down(self) -> dict[str, str]:
+        """The health of every process that is not up in the state of some proxy, but for instances
+        and agents that were removed there.
+        """
+        down: dict[str, str] = {}
+        for number, proxy in enumerate(self.proxies):
+            try:
+                state = self.state(number)
+            except AdminError:
+                down[proxy.settings.id] = "down"
+                continue
+            rows = rows_of(state)
+            own = members_of(self.config)
+            health = {name: rows[name]["health"] for name in own if name in rows}
+            health |= state["proxies"][0]["peers"]
+            down |= {name: each for name, each in health.items() if each != "up"}
+        return down
+
+    def _start(self) -> None:
+        security = self.config.security
+        if self._remote is None and security.secret_file is None and ENV_NAME not in os.environ:
+            os.environ[ENV_NAME] = secrets.token_hex(32)  # For this run; other clients have none.
+        self.secret = read_secret(security, os.environ)
+        tokens = read_admin_tokens(security, os.environ)
+        self._admin_token = tokens[0] if tokens else None
+        if self._remote is None:
+            self.config = self._run.own(self.config, self._progress)
+            check_layouts(self.config)
+        else:
+            self.config = self._remote.join(self.config)
+            self._signals.interrupt()
+        self._write_files()
+        if self.config.cluster.backend is Backend.DISTSERVE:
+            self._progress("starting Ray on loopback")
+            self._environment["RAY_ADDRESS"] = self._ray.start()
+            self._signals.interrupt()
+        kinds = Counter(process.kind for process in self.processes.values())
+        counts = " and ".join(f"{count} {kind}s" for kind, count in kinds.items())
+        self._progress(f"starting {counts}")
+        self.supervisor.start(self.processes.values(), self.config)
+        self._bring_up()
+
+    def _bring_up(self) -> None:
+        """Wait for the processes that were started, and start the proxies."""
+        supervisor = self.supervisor
+        wait_ready(self.processes, supervisor.status, supervisor.log_tail, self._progress)
+        self._start_proxies()
+        self.wait_all_up()
+
+    def renew(self, config: Config, launch: UpCommand | None = None) -> None:
+        """Start processes with another configuration of this cluster from now on.
+
+        Raises:
+            ConfigError: it differs in more than a running cluster can change; nothing has changed.
+        """
+        if faults := self.faults_of_renewal(config):
+            raise ConfigError(faults)
+        self._launch = launch
+        kept = [
+            {key: getattr(settings, key) for key in FIXED_OF_PROXY}
+            for settings in self._proxy_settings
+        ]
+        self._asked, self._proxy_settings = (
+            config,
+            [config.proxy.model_copy(update=each) for each in kept],
+        )
+        self.config = self.config.model_copy(
+            update={"proxy": self._proxy_settings[0]}
+            | {key: getattr(config, key) for key in RENEWED if key != "proxy"}
+        )
+        for proxy, settings in zip(self.proxies, self._proxy_settings, strict=True):
+            proxy.settings = settings
+        self._write_files()
+
+    def faults_of_renewal(self, config: Config) -> list[str]:
+        """Those for which `renew` refuses it."""
+        asked = self._asked
+        fixed = [
+            (f"proxy.{key}", getattr(asked.proxy, key), getattr(config.proxy, key))
+            for key in FIXED_OF_PROXY
+        ]
+        fixed += [
+            (key, getattr(asked, key), getattr(config, key))
+            for key in Config.model_fields
+            if key not in RENEWED
+        ]
+        return [
+            f"{key}: changed; allowed: its former value, or another `kvrs up`"
+            for key, old, new in fixed
+            if old != new
+        ]
+
+    def follow_fleet(self) -> None:
+        """Tell all processes, and proxies that start later, of instances and agents that were
+        added at a proxy since: they fetch pages from these, and send checkpoints there. Nodes that
+        were lost with their machines are placed again, and the proxies told.
+
+        Raises:
+            LaunchError: Ray does not answer any more.
+        """
+        is_news = self._untold is not None
+        if self._remote is not None and (config := self._remote.look(self.config)) is not None:
+            self.config, is_news = config, True
+            self._behind = {*range(len(self.proxies))}
+        for proxy in self.proxies:
+            with contextlib.suppress(AdminError):
+                nodes = proxy.admin.nodes()
+                is_news = is_news or nodes != self._fleet
+                self._fleet = nodes
+                break
+        if is_news:
+            try:
+                self._write_files()
+                self._untold = None
+            # A port of a process of ours, which was removed; or a disk is full.
+            except (ConfigError, OSError) as error:
+                if self._untold != str(error):
+                    self._progress(f"instances are not told of others: {error}")
+                self._untold = str(error)
+        for number in [*self._behind]:
+            with contextlib.suppress(AdminError):  # It may not know yet that they were lost.
+                self.proxies[number].admin.reload()
+                self._behind.discard(number)
+
+    def _write_files(self) -> None:
+        config = with_added(self.config, self._fleet)
+        self.supervisor.learn(config)
+        self._write_proxies(config)
+
+    def _write_proxies(self, config: Config) -> None:
+        for settings in self._proxy_settings:
+            self._run.write_config(config.model_copy(update={"proxy": settings}), settings.id)
+
+    def _start_proxies(self) -> None:
+        self._progress(
+            "starting the proxy"
+            if len(self._proxy_settings) == 1
+            else f"starting {len(self._proxy_settings)} proxies"
+        )
+        for settings in self._proxy_settings:
+            self.proxies.append(
+                ProxyProcess(
+                    settings,
+                    partial(self._spawn_proxy, settings.id),
+                    partial(self._run.log_tail, settings.id),
+                    self._admin_token,
+                )
+            )
+            self.proxies[-1].start()
+        wait = StartWait(self.config.cluster.start_timeout_s, self._progress)
+        for proxy in self.proxies:
+            while not proxy.status.has_served:
+                self.check()
+                name = proxy.settings.id
+                if wait.is_over([name]):
+                    raise LaunchError(
+                        f"{name} did not answer within {wait.limit}\n{self._run.log_tail(name)}"
+                    )
+                time.sleep(0.05)
+
+    def _tell_exit(self, instance: InstanceId, report: ExitReport) -> None:
+        admins = [admin for proxy in self.proxies for admin in proxy.admins]
+        tell_exit(admins, instance, report, self._progress)
+
+    def _spawn_proxy(self, name: str) -> subprocess.Popen[bytes]:
+        """The environment's settings are in its file already, each proxy's own beside them."""
+        arguments = [
+            "-m",
+            "kvrs",
+            "proxy",
+            "--no-env",
+            "--config",
+            str(self._run.config_path(name)),
+        ]
+        if self._launch is not None:
+            arguments += ["--launch", msgspec.json.encode(self._launch).decode()]
+        return self._run.spawn(name, *arguments)
+
+    def check(self) -> None:
+        """Raises LaunchError: DistServe's Ray has ended, no proxy can be restarted, or one never
+        served.
+        """
+        states = [proxy.status for proxy in self.proxies]
+        none_serves = all(state.fault is not None for state in states)
+        for state in states:
+            if state.fault is not None and (none_serves or not state.has_served):
+                raise LaunchError(state.fault)
+        self._ray.check()
+
+    def keep_logs(self, directory: Path) -> None:
+        self._run.keep_logs(directory)

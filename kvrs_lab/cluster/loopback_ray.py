@@ -1,0 +1,74 @@
+"""The Ray of one run, on this machine, for the workers of DistServe."""
+
+import logging
+import os
+import secrets
+from functools import cache
+from typing import Any
+
+from kvrs.config.file import Config
+from kvrs_lab.cluster.processes import LaunchError, gpus_of
+from kvrs_lab.cluster.run_directory import RunDirectory
+
+# Ray holds no tensors of ours; it only needs some shared memory.
+OBJECT_STORE_BYTES = 80 << 20
+
+ENVIRONMENT = {
+    # One thread per process: several engines share the cores, and KV is exact only with one order
+    # of additions.
+    "OMP_NUM_THREADS": "1",
+    # Despite its name this variable keeps every socket of Ray on loopback.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # kvrs reports deaths itself; Ray's paragraph about each is not shown.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "worker died or was killed|Raylet is "
+    "terminated|has been marked dead",
+}
+
+
+@cache
+def ray_token() -> str:
+    """One token for all clusters of this process: Ray reads it once and remembers it."""
+    return secrets.token_hex(32)
+
+
+class LoopbackRay:
+    """Runs from `start` to `stop`."""
+
+    def __init__(self, config: Config, run: RunDirectory) -> None:
+        self._config, self._run = config, run
+        self._node: Any = None
+
+    def start(self) -> str:
+        """Its address, for processes that join it."""
+        os.environ.update(RAY_AUTH_TOKEN=ray_token(), RAY_TMPDIR=str(self._run.path), **ENVIRONMENT)
+        import ray
+
+        ray.init(
+            num_cpus=1,
+            num_gpus=gpus_of(self._config),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.CRITICAL,
+            _temp_dir=str(self._run.path / "ray"),
+        )
+        self._node = ray._private.worker._global_node
+        return str(ray.get_runtime_context().gcs_address)
+
+    def check(self) -> None:
+        """Raises LaunchError: Ray has ended."""
+        # Ray's public functions ask the very processes that may be gone.
+        for name, process in () if self._node is None else self._node.dead_processes():
+            if name in ("raylet", "gcs_server"):
+                raise LaunchError(
+                    f"Ray's {name} ended with status {process.returncode}; DistServe cannot run "
+                    f"without it"
+                )
+
+    def stop(self) -> None:
+        if self._node is not None:
+            import ray
+
+            ray.shutdown()

@@ -1,0 +1,147 @@
+"""The files of one run: a private directory with its configuration and log files, and another one
+for the agents' segments, which a killed agent leaves to its successor. The guard removes both.
+"""
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from kvrs.config.file import Config, dump_config
+from kvrs.config.speculation import DraftSourceName
+from kvrs.errors import ConfigError
+from kvrs_lab.cluster.guard import start_guard
+from kvrs_lab.cluster.processes import LaunchError, Progress
+
+# Ray puts Unix sockets 67 characters below its directory, and their paths end at 107.
+_LONGEST = 40
+_TAIL_LINES = 20
+
+
+class RunDirectory:
+    """Each process of the run writes a log file in it, which marks them for the guard."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="kvrs-"))
+        if len(str(self.path)) > _LONGEST:
+            self.path.rmdir()
+            self.path = Path(tempfile.mkdtemp(prefix="kvrs-", dir="/tmp"))
+        self._owned: Config | None = None
+
+    def guard(self, config: Config, *, apart: bool = False) -> None:
+        """Start the guard, before anything else is made. `apart`: as `start_guard`."""
+        self._guard = start_guard(self.path, segments_of(config, self.path), apart=apart)
+
+    def close(self) -> None:
+        """Have the guard end what is left, and remove the files."""
+        assert self._guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.stdin.close()
+        self._guard.wait()
+
+    def own(self, config: Config, progress: Progress = lambda line: None) -> Config:
+        """The configuration with segments of this run, and with a model where it names none; both
+        are made the first time.
+
+        Raises:
+            ConfigError: there can be no segments.
+            LaunchError: the model cannot be generated.
+        """
+        if self._owned is None:
+            self._owned = self._with_model(with_segments(config, self.path), progress)
+        model = {"model": self._owned.cluster.model}
+        draft = {"draft": config.speculation.draft or self._owned.speculation.draft}
+        changes = {
+            "backup": self._owned.backup,
+            "cluster": config.cluster.model_copy(update=model),
+            "speculation": config.speculation.model_copy(update=draft),
+        }
+        return config.model_copy(update=changes)
+
+    def _with_model(self, config: Config, progress: Progress) -> Config:
+        if config.cluster.model is not None:
+            return config
+        progress("generating a tiny random model")
+        drafts, model = config.speculation, self.path / "tiny-llama"
+        is_pair = drafts.source is DraftSourceName.DRAFT and drafts.draft is None
+        # In a process of its own, so that the launcher never loads torch.
+        pair = self.path / "pair"
+        arguments = ["--pair", str(pair)] if is_pair else [str(model)]
+        seed = str(config.cluster.engine.seed)
+        if self.spawn("tiny", "-m", "kvrs_engine.engine.tiny", *arguments, seed).wait():
+            raise LaunchError(
+                f"the tiny random model could not be generated\n{self.log_tail('tiny')}"
+            )
+        if is_pair:
+            (pair / "target").rename(model)
+            drafts = drafts.model_copy(update={"draft": str(pair / "draft")})
+        cluster = config.cluster.model_copy(update={"model": str(model)})
+        return config.model_copy(update={"cluster": cluster, "speculation": drafts})
+
+    def spawn(self, log_name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """A Python process with a log file of this run. Ctrl-C at a terminal does not reach it."""
+        with self.open_log(log_name) as log:
+            return subprocess.Popen(
+                [sys.executable, *arguments], stdout=log, stderr=log, process_group=0
+            )
+
+    def config_path(self, proxy: str = "config") -> Path:
+        """Path of the configuration of a proxy; without one, of all other processes."""
+        return self.path / f"{proxy}.yaml"
+
+    def write_config(self, config: Config, proxy: str = "config") -> None:
+        """A process that starts reads the one before or this one, whole.
+
+        Raises:
+            OSError: it cannot be written; the one before stays.
+        """
+        path = self.config_path(proxy)
+        scratch = path.with_suffix(".new")
+        scratch.write_text(dump_config(config))
+        scratch.replace(path)
+
+    def open_log(self, name: str) -> IO[str]:
+        return self._log(name).open("a", buffering=1)
+
+    def log_tail(self, name: str) -> str:
+        path = self._log(name)
+        if not path.exists():
+            return "(no log)"
+        return "\n".join(path.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+
+    def keep_logs(self, directory: Path) -> None:
+        """Copy the log files to a directory that outlives the run."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in self.path.glob("*.log"):
+            shutil.copy(path, directory)
+
+    def _log(self, name: str) -> Path:
+        return self.path / f"{name}.log"
+
+
+def segments_of(config: Config, run_directory: Path) -> Path:
+    """The directory of the agents' segments of a run, below `backup.directory`."""
+    return Path(config.backup.directory) / run_directory.name
+
+
+def with_segments(config: Config, run_directory: Path) -> Config:
+    """The configuration with that directory, which is made, if agents run. Other users have no
+    access.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    if not config.agents_run:
+        return config
+    own = segments_of(config, run_directory)
+    try:
+        own.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"backup.directory: {own.parent}: {error.strerror}; allowed: a directory to write in"
+        ) from None
+    backup = config.backup.model_copy(update={"directory": str(own)})
+    return config.model_copy(update={"backup": backup})

@@ -1,0 +1,208 @@
+"""`kvrs demo`: kill a decode instance of a cluster under load, and compare with a run without."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from kvrs.config.backup import BackupMode
+from kvrs.config.file import Config, parse_config
+from kvrs.config.policy import PolicyName
+from kvrs.errors import ConfigError
+from kvrs.net.admin import AdminPort
+from kvrs.net.tls import load_certificates
+from kvrs.tables import output
+from kvrs_lab.cluster.fault_injection import (
+    check_faults,
+    inject_faults,
+    members_of,
+    unknown_victims,
+)
+from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.faults.language import Fault, load_faults, parse_faults
+from kvrs_lab.load.passes import Run, Target, run_pass
+from kvrs_lab.load.progress import LiveView
+from kvrs_lab.report.html import write_html
+from kvrs_lab.report.output import claim_directory
+from kvrs_lab.report.report import Report, build_report, write_report
+from kvrs_lab.report.table import terminal_table
+from kvrs_lab.traces.formats import load_trace
+from kvrs_lab.traces.generator import GeneratorSettings, generate
+from kvrs_lab.traces.mooncake import Trace, at_rate, jitter, replay_requests, scale, window
+from kvrs_lab.traces.records import ReplayRequest
+
+# Lengths of chats with a 13-billion-parameter model, and its pace: on shared cores the survivors of
+# a kill would otherwise run faster than before it, and streams of a tiny model would end before the
+# kill.
+PACE = "opt-13b-a100-distserve-tp1"
+MAX_INPUT_TOKENS = 480
+MAX_OUTPUT_TOKENS = 240
+REQUESTS_PER_S = 8.0
+VOCAB_SIZE = 512
+FIRST_ORDINARY_TOKEN = 4
+# Moving a long prompt costs about as much as computing it, so that both options are chosen.
+LINK_BYTES_PER_S = 20e6
+# Memory of each agent: the KV of about a hundred such streams.
+BACKUP_BYTES = 64 << 20
+
+DEFAULT_FAULTS = [
+    {
+        # One or two may have ended, or not left their prefill, when the signal comes.
+        "when": {"inflight_at_least": 10},
+        "what": "kill",
+        "whom": {"role": "decode", "pick": "busiest"},
+    }
+]
+# With fewer no instance may have 10 streams: they are spread over two.
+FEWEST_REQUESTS = 30
+RETURN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    policy: PolicyName
+    requests: int
+    trace: Path | None
+    skip_bad_lines: bool
+    fault: Path | None
+    seed: int
+    out: Path
+
+
+def run_demo(options: DemoOptions) -> bool:
+    """Run the demo and write its report; True when every stream was exact.
+
+    Raises:
+        ConfigError, TraceError: a file is wrong; nothing was started.
+    """
+    console = output()
+    if options.fault is None and options.requests < FEWEST_REQUESTS:
+        allowed = (
+            f"at least {FEWEST_REQUESTS}, or a --fault of your own (the demo's waits for 10 "
+            f"streams at one instance)"
+        )
+        raise ConfigError(f"--requests: got {options.requests}; allowed: {allowed}")
+    config = demo_config(options.policy, options.seed, BackupMode.BOTH)
+    faults = parse_faults(DEFAULT_FAULTS) if options.fault is None else load_faults(options.fault)
+    if mistakes := unknown_victims(faults, members_of(config)):
+        raise ConfigError([f"{options.fault}: {line}" for line in mistakes])
+    requests = _requests(options, console)
+    claim_directory(options.out)
+    with Cluster(
+        config, lambda line: console.print(f"  {line}", style="dim", markup=False)
+    ) as cluster:
+        faulted = run_load(cluster, requests, faults, options.seed, console, "with the fault")
+        back_s = cluster.wait_all_up(RETURN_TIMEOUT_S)
+        console.print(f"  all instances are up {back_s:.1f} s after the last stream", style="dim")
+        clean = run_load(cluster, requests, [], options.seed, console, "without a fault")
+        cluster.keep_logs(options.out / "logs")
+    report = _report(options, config, faulted, clean)
+    _write(report, options.out, console)
+    return bool(report["exact"]) and not faulted.faults_left
+
+
+def run_load(
+    cluster: Cluster,
+    requests: Sequence[ReplayRequest],
+    faults: list[Fault],
+    seed: int,
+    console: Console,
+    title: str,
+    timeout_s: float = 300.0,
+) -> Run:
+    """Replay the requests through the proxy on an empty cache, and carry the faults out when they
+    are due. A request that takes longer than `timeout_s` fails.
+
+    Raises:
+        ConfigError: a fault has an unknown victim, or one that refuses it.
+        FaultError: a fault could not be carried out.
+    """
+
+    async def run(view: LiveView) -> Run:
+        tls = load_certificates("security.tls", cluster.config.security.tls)
+        async with AdminPort(cluster.proxies[0].admin, cluster.secret, tls) as port:
+            await check_faults(faults, port)
+            target = Target(
+                cluster.url, timeout_s=timeout_s, port=port, inject_faults=inject_faults
+            )
+            return await run_pass(target, requests, faults, seed, view.show)
+
+    with LiveView(console, title, len(requests)) as view:
+        return uvloop.run(run(view))
+
+
+def demo_config(policy: PolicyName, seed: int, backup: BackupMode = BackupMode.OFF) -> Config:
+    """Two nodes with a prefill and a decode instance each, joined by a slow link; every port is
+    chosen freely.
+    """
+    return parse_config(
+        {
+            "proxy": {"port": 0, "admin_port": 0},
+            "cluster": {"engine": {"seed": seed, "pace": PACE}, "allow_faults": True},
+            "policy": {"name": policy.value},
+            "transfer": {"link_bytes_per_s": LINK_BYTES_PER_S, "probe_interval_s": 1.0},
+            "backup": {"mode": backup.value, "capacity_bytes": BACKUP_BYTES},
+        }
+    )
+
+
+def _requests(options: DemoOptions, console: Console) -> list[ReplayRequest]:
+    if options.trace is None:
+        trace = generate(GeneratorSettings(requests=options.requests), options.seed)
+    else:
+        loaded = load_trace(options.trace, options.skip_bad_lines)
+        if loaded.skipped:
+            console.print(
+                f"  {loaded.skipped} bad lines of {options.trace} were skipped",
+                style="yellow",
+                markup=False,
+            )
+        # Mooncake's arrivals were logged in batches of 3 s.
+        trace = jitter(window(loaded, options.requests), 3.0, options.seed)
+    return scaled_requests(trace, options.seed)
+
+
+def scaled_requests(
+    trace: Trace, seed: int, requests_per_s: float = REQUESTS_PER_S
+) -> list[ReplayRequest]:
+    """The trace in the size of the tiny model, at a rate at which its streams overlap."""
+    # The few longest prompts are cut; otherwise all others would shrink to a handful of tokens.
+    longest = sorted(request.input_tokens for request in trace.requests)[
+        int(0.9 * (len(trace.requests) - 1))
+    ]
+    small = scale(trace, MAX_INPUT_TOKENS, MAX_OUTPUT_TOKENS, longest_input_tokens=longest)
+    return replay_requests(at_rate(small, requests_per_s), VOCAB_SIZE, seed, FIRST_ORDINARY_TOKEN)
+
+
+def _report(options: DemoOptions, config: Config, faulted: Run, clean: Run) -> Report:
+    settings = {
+        "policy": options.policy.value,
+        "requests": options.requests,
+        "trace": options.trace.name if options.trace else "generated",
+        "seed": options.seed,
+        "pace": PACE,
+        "link_bytes_per_s": config.transfer.link_bytes_per_s,
+        "nodes": len(config.cluster.nodes),
+        "backup": config.backup.mode.value,
+    }
+    never_due = [fault.label for fault in faulted.never_due]
+    return build_report(
+        faulted.records,
+        clean.records,
+        faulted.recoveries,
+        faulted.faults,
+        settings,
+        never_due=never_due,
+        proxy=faulted.proxy,
+    )
+
+
+def _write(report: Report, out: Path, console: Console) -> None:
+    write_report(report, out / "report.json")
+    write_html(report, out / "report.html")
+    console.print(terminal_table(report))
+    console.print(
+        f"\nreport: {out / 'report.html'} and {out / 'report.json'}", markup=False, soft_wrap=True
+    )

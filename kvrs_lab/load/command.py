@@ -1,0 +1,441 @@
+"""`kvrs replay`: drive an OpenAI endpoint with a trace, inject faults if given, compare with a
+clean run, and write the report.
+"""
+
+import asyncio
+import json
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from kvrs.errors import ConfigError, MissingExtraError, check_extras, numbers_out_of_range
+from kvrs.net.admin import AdminClient, AdminPort
+from kvrs.net.origins import has_origin
+from kvrs.net.tls import Certificates
+from kvrs.tables import output
+from kvrs_lab.faults.language import Fault, load_faults
+from kvrs_lab.load.fitting import counted, fitted, served_tokens, too_long
+from kvrs_lab.load.open_loop import Dialect
+from kvrs_lab.load.passes import FaultInjector, Run, Target, run_pass
+from kvrs_lab.load.progress import LiveView
+from kvrs_lab.report.measures import combine_reports, outline
+from kvrs_lab.report.metrics import Slo
+from kvrs_lab.report.output import claim_directory
+from kvrs_lab.report.report import Report, build_report, write_report
+from kvrs_lab.report.table import terminal_table
+from kvrs_lab.traces.formats import load_trace
+from kvrs_lab.traces.generator import generate
+from kvrs_lab.traces.mooncake import (
+    Trace,
+    at_rate,
+    check_lasts,
+    clip,
+    jitter,
+    replay_requests,
+    sample,
+    scale_lengths,
+    scale_time,
+    window,
+    write_mooncake,
+)
+from kvrs_lab.traces.presets import PRESETS
+from kvrs_lab.traces.records import ReplayRequest
+
+# Every model has so many tokens; the first few are often special.
+SMALLEST_VOCAB_SIZE = 512
+FIRST_ORDINARY_TOKEN = 4
+_LARGEST_LENGTH = 1 << 24
+_BACK_UP_S = 60.0
+_LOOK_AGAIN_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """The options of the command line."""
+
+    url: str
+    out: Path
+    # Exactly one of the two; a preset generates `requests` requests.
+    trace: Path | None = None
+    preset: str | None = None
+    requests: int = 100
+    skip_bad_lines: bool = False
+    # In this order: a window by number of request, a sample of it, times, lengths.
+    window: tuple[int, int] | None = None
+    sample: int | None = None
+    time_scale: float = 1.0
+    rate: float | None = None  # Requests per second; in place of a time scale.
+    jitter_s: float = 0.0
+    length_scale: float = 1.0
+    max_input: int | None = None
+    max_output: int | None = None
+    # File for the trace that is replayed (before lengths are scaled).
+    write_trace: Path | None = None
+    dialect: Dialect = Dialect()  # noqa: RUF009 - frozen
+    vocab_size: int = SMALLEST_VOCAB_SIZE
+    first_token: int = FIRST_ORDINARY_TOKEN
+    temperature: float = 0.0
+    seed: int = 0
+    timeout_s: float = 300.0
+    repeat: int = 1
+    oracle: bool = False
+    fault: Path | None = None
+    admin: AdminClient | None = None  # Of the proxy behind `url`.
+    secret: bytes | None = None
+    tls: Certificates | None = None
+    slo: Slo = Slo()  # noqa: RUF009 - frozen
+    json: bool = False  # The outline of the report on stdout, and what people read on stderr.
+
+
+# Checks beforehand whether faults can be carried out; see `kvrs_lab.cluster.fault_injection`.
+Check = Callable[[list[Fault], AdminPort], Awaitable[None]]
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """`A:B`, the requests number A up to but without B.
+
+    Raises:
+        ConfigError: it is not of that form, or holds no request.
+    """
+    first, _, end = text.partition(":")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise ConfigError(f"--window: got {text!r}; allowed: A:B with A below B, such as 0:500")
+    return int(first), int(end)
+
+
+def run_replay(options: ReplayOptions, inject_faults: FaultInjector, check: Check) -> bool:
+    """Run it and write report.json and report.html to `out`; True when every stream was complete,
+    and with the oracle exact.
+
+    `inject_faults` and `check` carry out and vet faults (`kvrs_lab.cluster.fault_injection`).
+
+    Raises:
+        ConfigError, TraceError: options or files are wrong; nothing was sent.
+        AdminError, FaultError: the state cannot be read, or a fault cannot be carried out.
+    """
+    faults = _faults(options)
+    console = Console(stderr=True) if options.json else output()
+    _check(options)
+    claim_directory(options.out)
+    served = uvloop.run(served_tokens(options.url, options.dialect))
+    if options.dialect.in_words:
+        options = _with_counted_words(options, console)
+    requests = load_requests(options, console, served)
+    reports, interrupted = uvloop.run(
+        _run_all(options, requests, faults, inject_faults, check, console)
+    )
+    if reports:
+        report = combine_reports(reports)
+        _write(report, reports, options.out, console)
+        if options.json:
+            print(json.dumps(outline(report), indent=2))
+    if interrupted:
+        raise KeyboardInterrupt
+    return not report["reasons"] and not report["faults_never_due"]
+
+
+def _with_counted_words(options: ReplayOptions, console: Console) -> ReplayOptions:
+    """Ask the server how many tokens a word has: prompts are to be as long as in the trace."""
+    ids = range(options.first_token, options.vocab_size)
+    if (dialect := uvloop.run(counted(options.url, options.dialect, ids))) is None:
+        said = "the server reports no usage: prompts have a word for each token of the trace"
+        console.print(f"  {said}", style="yellow", markup=False)
+        return options
+    console.print(f"  a word has {dialect.tokens_per_word:.2f} tokens; prompts have so many fewer")
+    return replace(options, dialect=dialect)
+
+
+def _faults(options: ReplayOptions) -> list[Fault]:
+    if options.fault is None:
+        return []
+    if options.admin is None:
+        raise ConfigError(
+            "--fault: missing --admin-url, whose state names the cluster's instances and processes"
+        )
+    return load_faults(options.fault)
+
+
+def load_requests(
+    options: ReplayOptions, console: Console | None = None, served: int | None = None
+) -> list[ReplayRequest]:
+    """The trace as it will be sent. What was skipped, or done to a preset without any options of
+    length for a server that takes `served` tokens, is printed on the console.
+
+    Raises:
+        ConfigError, TraceError: options or the file are wrong.
+    """
+    _check(options)
+    trace = _source(options)
+    if trace.skipped and console is not None:
+        console.print(
+            f"  {trace.skipped} bad lines of {options.trace} were skipped",
+            style="yellow",
+            markup=False,
+        )
+    if options.window is not None:
+        first, end = options.window
+        trace = window(trace, end - first, first)
+    if options.sample is not None:
+        trace = sample(trace, options.sample, options.seed)
+    if options.jitter_s:
+        trace = jitter(trace, options.jitter_s, options.seed)
+    trace = (
+        scale_time(trace, options.time_scale)
+        if options.rate is None
+        else at_rate(trace, options.rate)
+    )
+    stretched_by = (
+        f"--time-scale: got {options.time_scale}"
+        if options.rate is None
+        else f"--rate: got {options.rate}"
+    )
+    check_lasts(trace, stretched_by)
+    if options.write_trace is not None:
+        _keep_trace(trace, options.write_trace)
+    trace = scale_lengths(trace, options.length_scale) if options.length_scale != 1 else trace
+    trace = clip(trace, options.max_input or _LARGEST_LENGTH, options.max_output or _LARGEST_LENGTH)
+    trace = _for_server(trace, options, served, console)
+    requests = replay_requests(trace, options.vocab_size, options.seed, options.first_token)
+    if options.temperature:
+        return [
+            replace(r, temperature=options.temperature, seed=options.seed + i)
+            for i, r in enumerate(requests)
+        ]
+    return requests
+
+
+def _for_server(
+    trace: Trace, options: ReplayOptions, served: int | None, console: Console | None
+) -> Trace:
+    if served is None or not (long := too_long(trace, served)):
+        return trace
+    as_it_is = (
+        options.length_scale == 1 and options.max_input is None and options.max_output is None
+    )
+    if options.preset is not None and as_it_is:
+        trace, words = fitted(trace, served)
+    else:
+        words = (
+            f"{long} of {len(trace.requests)} requests are longer than the {served} tokens that "
+            f"the server takes: --length-scale, --max-input and --max-output make them shorter"
+        )
+    if console is not None:
+        console.print(f"  {words}", style="yellow", markup=False, soft_wrap=True)
+    return trace
+
+
+def _keep_trace(trace: Trace, path: Path) -> None:
+    try:
+        write_mooncake(trace, path)
+    except OSError as error:
+        raise ConfigError(
+            f"--write-trace: {path}: {error.strerror}; allowed: a file that can be written"
+        ) from None
+
+
+def _check(options: ReplayOptions) -> None:
+    mistakes = [*_numbers_out_of_range(options)]
+    if (options.trace is None) == (options.preset is None):
+        mistakes.append("allowed: exactly one of --trace and --preset")
+    if options.preset is not None and options.preset not in PRESETS:
+        mistakes.append(f"--preset: got {options.preset!r}; allowed: {', '.join(PRESETS)}")
+    if options.rate is not None and options.time_scale != 1:
+        mistakes.append("--rate and --time-scale both stretch the times; allowed: one of them")
+    if options.vocab_size - options.first_token < 2:
+        mistakes.append(
+            f"--vocab-size: got {options.vocab_size}; allowed: at least {options.first_token + 2}"
+        )
+    if not has_origin(options.url):
+        mistakes.append(f"--url: got {options.url!r}; allowed: http://HOST... or https://HOST...")
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def _numbers_out_of_range(options: ReplayOptions) -> Iterator[str]:
+    positive = (
+        ("--time-scale", options.time_scale),
+        ("--rate", options.rate),
+        ("--timeout-s", options.timeout_s),
+        ("--slo-ttft", options.slo.ttft_s),
+        ("--slo-tpot", options.slo.tpot_s),
+        ("--slo-tbt", options.slo.tbt_s),
+    )
+    yield from numbers_out_of_range(positive, zero=False)
+    yield from numbers_out_of_range([("--jitter", options.jitter_s)], zero=True)
+    if not 0 <= options.temperature <= 2:
+        yield f"--temperature: got {options.temperature}; allowed: 0 to 2"
+    if not 0 < options.length_scale <= 1:
+        yield f"--length-scale: got {options.length_scale}; allowed: above 0, up to 1"
+
+
+def _source(options: ReplayOptions) -> Trace:
+    if options.trace is not None:
+        return load_trace(options.trace, options.skip_bad_lines)
+    assert options.preset is not None
+    return generate(
+        replace(PRESETS[options.preset].settings, requests=options.requests), options.seed
+    )
+
+
+async def _run_all(
+    options: ReplayOptions,
+    requests: list[ReplayRequest],
+    faults: list[Fault],
+    inject_faults: FaultInjector,
+    check: Check,
+    console: Console,
+) -> tuple[list[Report], bool]:
+    """One report per repeat, and whether Ctrl-C ended the run. What ran before it is kept: the
+    repeats that are whole, or else the part of the first.
+    """
+    stop = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        stack.enter_context(_on_interrupt(stop))
+        port = None
+        if options.admin is not None:
+            port = await stack.enter_async_context(
+                AdminPort(options.admin, options.secret, options.tls)
+            )
+            await check(faults, port)
+        target = Target(options.url, options.dialect, options.timeout_s, port, inject_faults)
+        reports: list[Report] = []
+        for number in range(options.repeat):
+            label = f" {number + 1}/{options.repeat}" if options.repeat > 1 else ""
+            # Each repeat has its own random victims; the requests are the same.
+            run = await _pass(
+                target, requests, faults, options.seed + number, console, f"replay{label}", stop
+            )
+            clean = None
+            if options.oracle and not run.interrupted:
+                await _all_up(port)
+                clean = await _pass(
+                    target, requests, [], options.seed, console, f"oracle{label}", stop
+                )
+            if stop.is_set():
+                part = _report(options, requests, run, None, _part(run, requests))
+                return reports or ([part] if run.records else []), True
+            reports.append(_report(options, requests, run, clean))
+            if number + 1 < options.repeat:
+                await _all_up(port)
+        return reports, False
+
+
+def _part(run: Run, requests: list[ReplayRequest]) -> str:
+    ended = f"{len(run.records)} of {len(requests)} streams had ended"
+    return ended if run.interrupted else f"{ended}, the oracle had not"
+
+
+@contextmanager
+def _on_interrupt(stop: asyncio.Event) -> Iterator[None]:
+    """The first Ctrl-C sets `stop`, the second one ends the process."""
+    loop = asyncio.get_running_loop()
+
+    def first() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # No signal can be handled here.
+        return
+    loop.add_signal_handler(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+async def _pass(
+    target: Target,
+    requests: list[ReplayRequest],
+    faults: list[Fault],
+    seed: int,
+    console: Console,
+    title: str,
+    stop: asyncio.Event,
+) -> Run:
+    with LiveView(console, title, len(requests)) as view:
+        return await run_pass(target, requests, faults, seed, view.show, stop)
+
+
+async def _all_up(port: AdminPort | None) -> None:
+    """Wait until killed processes are back: the clean run needs a whole cluster."""
+    if port is not None:
+        await port.wait_all_up(_BACK_UP_S, _LOOK_AGAIN_S)
+
+
+def _report(
+    options: ReplayOptions,
+    requests: list[ReplayRequest],
+    run: Run,
+    clean: Run | None,
+    interrupted: str | None = None,
+) -> Report:
+    caches = "empty" if run.cold else "as they were found"
+    settings = {
+        "url": options.url,
+        "trace": options.trace.name if options.trace else f"preset {options.preset}",
+        "window": None if options.window is None else f"{options.window[0]}:{options.window[1]}",
+        "sample": options.sample,
+        "time_scale": options.time_scale,
+        "rate": options.rate,
+        "jitter_s": options.jitter_s,
+        "length_scale": options.length_scale,
+        "max_input": options.max_input,
+        "max_output": options.max_output,
+        # As they are sent, also where a preset was scaled to the server.
+        "requests": len(requests),
+        "longest_prompt_tokens": max((len(each.prompt_ids) for each in requests), default=None),
+        "longest_output_tokens": max((each.max_tokens for each in requests), default=None),
+        "api": options.dialect.api.value,
+        "model": options.dialect.model,
+        "temperature": options.temperature,
+        "seed": options.seed,
+        "fault": options.fault.name if options.fault else None,
+        "caches_at_the_start": caches,
+        "interrupted": interrupted,
+    }
+    records = None if clean is None else clean.records
+    never_due = [fault.label for fault in run.never_due]
+    return build_report(
+        run.records,
+        records,
+        run.recoveries,
+        run.faults,
+        settings,
+        options.slo,
+        never_due,
+        run.proxy,
+    )
+
+
+def _write(report: Report, reports: list[Report], out: Path, console: Console) -> None:
+    write_report(report, out / "report.json")
+    page = _write_page(report, out / "report.html")
+    if len(reports) > 1:
+        for number, single in enumerate(reports, start=1):
+            write_report(single, out / f"run-{number}.json")
+    console.print(terminal_table(report))
+    if report["compared"] == "text":
+        console.print(
+            "The endpoint does not return token ids, so only the text was compared.", style="yellow"
+        )
+    console.print(f"\nreport: {page} and {out / 'report.json'}", markup=False, soft_wrap=True)
+
+
+def _write_page(report: Report, path: Path) -> str:
+    """Write the HTML page; return its path, or the reason for which there is none."""
+    try:
+        check_extras("report")
+    except MissingExtraError as error:
+        return f"(no {path}: {error})"
+    # Here and not above: matplotlib takes a second to load.
+    from kvrs_lab.report.html import write_html
+
+    write_html(report, path)
+    return str(path)

@@ -1,0 +1,131 @@
+"""Requests that a server has room for: its `max_model_len`, the tokens of words that prompts are
+made of, and traces scaled to both.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import aiohttp
+import msgspec
+
+from kvrs.errors import ConfigError, TraceError
+from kvrs_lab.load.open_loop import Dialect, words_of
+from kvrs_lab.report.metrics import percentile
+from kvrs_lab.traces.mooncake import Trace, clip, scale
+from kvrs_lab.traces.records import Api
+
+_TIMEOUT_S = 10.0
+# Words of the two prompts whose tokens are asked for.
+_FEW_WORDS, _MORE_WORDS = 4, 20
+_USUAL_PERCENT = 95  # Prompts up to here are scaled whole; longer ones are cut too.
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def served_tokens(url: str, dialect: Dialect) -> int | None:
+    """Tokens of prompt and output together that a server takes, from its `/v1/models`; None: it
+    does not report them.
+
+    Raises:
+        ConfigError: nothing answers there.
+    """
+    key = dialect.api_key
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    where = f"{url.rstrip('/').removesuffix('/v1')}/v1/models"
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session,
+            session.get(where, headers=headers) as answer,
+        ):
+            body = await answer.read() if answer.status == 200 else b""
+    except aiohttp.ClientConnectorError as error:
+        raise ConfigError(
+            f"--url: got {url!r}, {error.strerror or error}; allowed: a server that answers"
+        ) from None
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return None
+    try:
+        models = msgspec.json.decode(body, type=_Models).data
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    named = [model for model in models if dialect.model in (None, model.id)]
+    return named[0].max_model_len if named else None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage
+
+
+async def counted(url: str, dialect: Dialect, ids: Sequence[int]) -> Dialect | None:
+    """The dialect with the tokens of words that stand for ids of the vocabulary, by the usage that
+    a server reports for two short requests; None: it reports none.
+    """
+    spread = [ids[number * (len(ids) - 1) // _MORE_WORDS] for number in range(_MORE_WORDS)]
+    counts = []
+    for words in (spread[:: _MORE_WORDS // _FEW_WORDS], spread):
+        if (tokens := await _prompt_tokens(url, dialect, words_of(words))) is None:
+            return None
+        counts.append(tokens)
+    few, more = counts
+    per_word = max(1.0, (more - few) / (_MORE_WORDS - _FEW_WORDS))
+    template = max(0, round(few - _FEW_WORDS * per_word))
+    return replace(dialect, tokens_per_word=per_word, template_tokens=template)
+
+
+async def _prompt_tokens(url: str, dialect: Dialect, text: str) -> int | None:
+    is_chat = dialect.api is Api.CHAT
+    asked = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+    named = {} if dialect.model is None else {"model": dialect.model}
+    key = dialect.api_key
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    where = f"{url.rstrip('/').removesuffix('/v1')}/v1/{'chat/' if is_chat else ''}completions"
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session,
+            session.post(
+                where, headers=headers, json={**asked, **named, "max_tokens": 1}
+            ) as answer,
+        ):
+            return msgspec.json.decode(await answer.read(), type=_Answer).usage.prompt_tokens
+    except (aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def too_long(trace: Trace, most_tokens: int) -> int:
+    """How many requests of a trace a server would refuse."""
+    return sum(each.input_tokens + each.output_tokens > most_tokens for each in trace.requests)
+
+
+def fitted(trace: Trace, most_tokens: int) -> tuple[Trace, str]:
+    """The trace with a quarter of the server's tokens for outputs and the rest for prompts, and
+    what was done to it.
+    """
+    outputs = max(1, most_tokens // 4)
+    prompts = max(1, most_tokens - outputs - 1)  # The first token is of the prompt's last position.
+    lengths = [request.input_tokens for request in trace.requests]
+    usual = percentile(lengths, _USUAL_PERCENT)
+    assert usual is not None
+    try:
+        found = scale(trace, prompts, outputs, round(usual))
+        how = f"blocks of {trace.block_tokens} tokens became {found.block_tokens}"
+    except TraceError:  # Not even blocks of one token fit.
+        found, how = clip(trace, prompts, outputs), "blocks stayed as they were"
+    full = sum(-(-length // trace.block_tokens) for length in lengths)
+    kept = sum(len(request.hash_ids) for request in found.requests)
+    words = (
+        f"the server takes {most_tokens} tokens, {too_long(trace, most_tokens)} of {len(lengths)} "
+        f"requests are longer: {how}, {full - kept} of {full} blocks of prompts were cut, outputs "
+        f"have at most {outputs} tokens"
+    )
+    return found, words

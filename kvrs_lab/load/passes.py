@@ -1,0 +1,153 @@
+"""One pass over the requests, with or without faults, and the cluster's state after it."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from kvrs.net.admin import AdminPort
+from kvrs_lab.faults.language import Fault
+from kvrs_lab.faults.schedule import FaultSchedule
+from kvrs_lab.load.open_loop import Dialect, Progress, encode, replay
+from kvrs_lab.traces.records import ReplayRequest, StreamRecord
+
+
+@dataclass(slots=True)
+class Run:
+    """One pass over the requests. All times count from its start."""
+
+    records: list[StreamRecord]
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    never_due: list[Fault] = field(default_factory=list)  # Whose conditions were never met.
+    cold: bool = False  # It began with empty prefix caches.
+    proxy: dict[str, Any] = field(default_factory=dict)  # The proxy's row in its state.
+    interrupted: bool = False  # The records are those of the streams that had ended by then.
+
+    @property
+    def faults_left(self) -> int:
+        return len(self.never_due)
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """The input of a fault injector: the faults of one pass."""
+
+    port: AdminPort
+    schedule: FaultSchedule
+    start_s: float  # `time.monotonic()` of the run's start.
+    requests_sent: Callable[[], int]
+    carried_out: list[dict[str, Any]]  # Where each fault is noted as it is done.
+
+
+# Carries out every fault of the injection when it is due, until all are over; undoes lasting ones
+# when it is cancelled.
+FaultInjector = Callable[[Injection], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The endpoint, and how faults are carried out there."""
+
+    url: str
+    dialect: Dialect | None = None
+    timeout_s: float = 300.0
+    port: AdminPort | None = None  # None: an endpoint with the API only.
+    inject_faults: FaultInjector | None = None
+
+
+async def run_pass(
+    target: Target,
+    requests: Sequence[ReplayRequest],
+    faults: list[Fault],
+    seed: int,
+    on_progress: Callable[[Progress], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> Run:
+    """Replay the requests, on empty caches where possible, and carry the faults out when they are
+    due. Once `stop` is set the rest is given up.
+
+    Raises:
+        AdminError, and whatever the injector raises: the load is given up then.
+    """
+    run = Run([])
+    if target.port is not None:
+        run.cold = await target.port.reset_caches()
+    progress, dialect = Progress(len(requests)), target.dialect or Dialect()
+    bodies = encode(requests, dialect)
+    start_s, start_wall_s = time.monotonic(), time.time()
+    ended: list[StreamRecord] = []
+    load = asyncio.create_task(
+        replay(
+            target.url,
+            requests,
+            on_progress,
+            dialect=dialect,
+            start_s=start_s,
+            timeout_s=target.timeout_s,
+            progress=progress,
+            bodies=bodies,
+            ended=ended,
+        )
+    )
+    stopping = asyncio.create_task(_stop(load, stop))
+    try:
+        if faults:
+            assert target.port is not None
+            assert target.inject_faults is not None
+            schedule = FaultSchedule(faults, seed, Random)
+            injection = Injection(target.port, schedule, start_s, lambda: progress.sent, run.faults)
+            run.records = await _beside(load, target.inject_faults(injection))
+            run.never_due = list(schedule.pending)
+        else:
+            run.records = await load
+    except asyncio.CancelledError:
+        if stop is None or not stop.is_set():
+            raise
+        run.records = sorted(ended, key=lambda record: record.index)
+        run.interrupted = True
+    finally:
+        stopping.cancel()
+    if target.port is not None:
+        state = await target.port.state()
+        run.recoveries = _recoveries(state, run.records, start_wall_s)
+        run.proxy = next(iter(state.get("proxies", ())), {})
+    return run
+
+
+async def _stop(load: asyncio.Task[list[StreamRecord]], stop: asyncio.Event | None) -> None:
+    if stop is not None:
+        await stop.wait()
+        load.cancel()
+
+
+async def _beside(
+    load: asyncio.Task[list[StreamRecord]], inject_faults: Awaitable[None]
+) -> list[StreamRecord]:
+    """The load's result; a failing fault injector ends the load, and the end of the load ends the
+    injector.
+    """
+    injector = asyncio.ensure_future(inject_faults)
+    try:
+        await asyncio.wait({load, injector}, return_when=asyncio.FIRST_COMPLETED)
+        if injector.done() and not load.done():
+            injector.result()
+        return await load
+    finally:
+        for task in (load, injector):
+            task.cancel()
+        await asyncio.gather(load, injector, return_exceptions=True)
+
+
+def _recoveries(
+    state: Any, records: Sequence[StreamRecord], start_wall_s: float
+) -> list[dict[str, Any]]:
+    own = {record.stream for record in records}
+    # The proxy's records have the wall clock; both clocks are this machine's.
+    return [
+        {**row, "at_s": row["at_s"] - start_wall_s}
+        for row in state["recoveries"]
+        if row["stream"] in own
+    ]

@@ -1,0 +1,398 @@
+"""The report as one self-contained HTML page: plots are inline SVG, nothing is loaded from
+anywhere.
+
+Importing this module loads matplotlib, which takes a second: import it where it is used.
+"""
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from kvrs_lab.report import plots
+from kvrs_lab.report.compare import NOTE, comparison_rows
+from kvrs_lab.report.report import Report
+from kvrs_lab.report.style import CSS
+from kvrs_lab.report.table import (
+    doubt_lines,
+    errors_by_kind,
+    fault_label,
+    interval_rows,
+    measure_words,
+    milliseconds,
+    never_due_lines,
+    origin_sentence,
+    rates_words,
+    recoveries_by_option,
+    run_names,
+    share,
+    verdict_sentence,
+    window_words,
+)
+
+_SHOWN_OF_AN_ID = 8  # Enough to find the stream in report.json, which has the whole.
+_LONG_CELL = 24  # Longer texts are broken over lines; numbers and names never.
+_ROWS_OPEN = 24  # More rows than this are folded away, with the key numbers above them.
+
+
+def write_html(report: Report, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render_html(report), encoding="utf-8")
+
+
+def render_html(report: Report) -> str:
+    """The whole page. Every text that comes from data is escaped."""
+    body = "".join(
+        (
+            _headline(report),
+            _cards(report),
+            _errors(report),
+            _timeline(report),
+            _figure(
+                "Throughput",
+                "Tokens per second that all clients together received.",
+                plots.throughput_svg(report),
+            ),
+            "<div class=pair>",
+            _figure(
+                "Time to first token",
+                "From arrival; share of streams at or below.",
+                plots.cdf_svg(report, "arrival_ttft_s"),
+            ),
+            _figure(
+                "Maximum time between tokens",
+                "Of each stream; share at or below.",
+                plots.cdf_svg(report, "max_gap_s"),
+            ),
+            "</div>",
+            _impact(report),
+            _groups(report),
+            _costs(report),
+            _runs(report),
+            _repeats(report),
+            _recoveries(report),
+            _made_with(report),
+        )
+    )
+    return _page(f"kvrs report: {_VERDICTS[report['exact']]}", body)
+
+
+def render_comparison(names: Sequence[str], reports: Sequence[Report]) -> str:
+    """Two or more reports laid over each other, in one page."""
+    origins = "".join(
+        f"<p class=words><b>{escape(name)}</b>: {escape(verdict_sentence(report))} "
+        f"{escape(origin_sentence(report))}</p>"
+        for name, report in zip(names, reports, strict=True)
+    )
+    header, *rows = comparison_rows(names, reports)
+    body = "".join(
+        (
+            f"<header class=good><p class=kicker>kvrs comparison</p>"
+            f"<h1>{escape(' / '.join(names))}</h1>{origins}</header>",
+            _figure(
+                "Throughput",
+                "Tokens per second that all clients together received; a dotted line is a fault.",
+                plots.overlaid_throughput_svg(names, reports),
+            ),
+            "<div class=pair>",
+            _figure(
+                "Time to first token",
+                "From arrival; share of streams at or below.",
+                plots.overlaid_cdf_svg(names, reports, "arrival_ttft_s"),
+            ),
+            _figure(
+                "Maximum time between tokens",
+                "Of each stream; share at or below.",
+                plots.overlaid_cdf_svg(names, reports, "max_gap_s"),
+            ),
+            "</div>",
+            _section("Every measure", NOTE, _table(header, rows)),
+            *(_made_with(report, name) for name, report in zip(names, reports, strict=True)),
+        )
+    )
+    return _page(f"kvrs comparison: {' / '.join(names)}", body)
+
+
+def _page(title: str, body: str) -> str:
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        "<meta name=viewport content='width=device-width, initial-scale=1'>"
+        "<meta name=color-scheme content='light dark'>"
+        f"<title>{escape(title)}</title>"
+        f"<style>{CSS}</style></head><body><main>{body}</main></body></html>\n"
+    )
+
+
+_VERDICTS = {True: "exact", False: "not exact", None: "not compared"}
+_TIMELINE_WORDS = (
+    "One line per stream, from its arrival to its end; a tick is a token at the client. "
+    "A vertical line is a fault, the thick bars are the waits of the interrupted streams."
+)
+
+
+def _headline(report: Report) -> str:
+    kind = "bad" if report["reasons"] else "good"
+    faults = ", ".join(
+        f"{fault_label(fault)} with {fault['inflight']} streams in flight"
+        for fault in report["faults"]
+    )
+    story = (
+        f"{faults}; recoveries: {recoveries_by_option(report)}."
+        if faults
+        else "No fault was carried out."
+    )
+    lines = [*never_due_lines(report), *doubt_lines(report)]
+    warning = "".join(f"<p class=warning>{escape(line)}</p>" for line in lines)
+    # Several runs have many reasons: these become a list below a short headline.
+    reasons = report["reasons"] if len(report["reasons"]) > 1 else []
+    verdict = (
+        f"{verdict_sentence(report).partition(':')[0]}." if reasons else verdict_sentence(report)
+    )
+    listed = (
+        f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons)}</ul>" if reasons else ""
+    )
+    return (
+        f"<header class={kind}><p class=kicker>kvrs recovery "
+        f"report</p><h1>{escape(verdict)}</h1>{listed}"
+        f"<p>{escape(story)}</p><p class=words>{escape(origin_sentence(report))}</p>"
+        f"{warning}</header>"
+    )
+
+
+def _cards(report: Report) -> str:
+    run = report["runs"]["fault"]
+    cards = [("streams completed", f"{report['completed']} / {report['streams']}")]
+    if report["exact"] is not None:
+        tokens = (report["tokens_lost"], report["tokens_repeated"], report["tokens_different"])
+        cards.append(("lost / repeated / different tokens", " / ".join(map(str, tokens))))
+    if report["faults"]:
+        cards += [
+            ("fault to first token (TFS)", milliseconds(report["tfs_s"])),
+            ("then to stable peak (TTP)", milliseconds(report["ttp_s"])),
+            ("client-visible gap p50", milliseconds(report["gap_s"]["p50"])),
+            ("client-visible gap p99", milliseconds(report["gap_s"]["p99"])),
+        ]
+    cards += [
+        ("TTFT p50", milliseconds(run["arrival_ttft_s"]["p50"])),
+        ("TPOT p50", milliseconds(run["tpot_s"]["p50"])),
+        ("goodput", f"{run['goodput_per_s']:.2f}/s"),
+    ]
+    return (
+        "<div class=cards>"
+        + "".join(f"<div><b>{escape(v)}</b><span>{escape(k)}</span></div>" for k, v in cards)
+        + "</div>"
+    )
+
+
+def _errors(report: Report) -> str:
+    rows = errors_by_kind(report)
+    if not rows:
+        return ""
+    table = _table(("kind", "streams", "first number", "message"), rows, "words-in-cells")
+    words = "Streams that did not complete, by what ended them at the client."
+    return _section("Errors", words, table)
+
+
+def _timeline(report: Report) -> str:
+    if not any(stream["token_times_s"] for stream in report["per_stream"]):
+        return ""
+    return _figure("Every stream over time", _TIMELINE_WORDS, plots.timeline_svg(report))
+
+
+def _figure(title: str, words: str, svg: str) -> str:
+    return _section(title, words, f"<div class=plot>{svg}</div>")
+
+
+def _section(title: str, words: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2><p class=words>{escape(words)}</p>{content}</section>"
+
+
+def _impact(report: Report) -> str:
+    impact = report["impact"]
+    if impact is None:
+        return ""
+    words = (
+        f"Mean TTFT from arrival of {impact['bucket_requests']} requests each, in order; "
+        f"an interrupted request counts to "
+        "its first token after the recovery. The window begins where a bucket exceeds "
+        "that of the other run by more than 5 %, "
+        f"and ends before three that do not. Recovery time: {window_words(report)}."
+    )
+    return _figure("Failure-impact window", words, plots.impact_svg(report))
+
+
+def _groups(report: Report) -> str:
+    if not report["groups"]["interrupted"]["streams"]:
+        return ""
+    measures = (
+        ("TTFT from arrival", "arrival_ttft_s"),
+        ("replay TTFT from arrival", "replay_ttft_s"),
+        ("TPOT", "tpot_s"),
+        ("maximum TBT", "max_gap_s"),
+    )
+    groups = [report["groups"][name] for name in ("interrupted", "uninterrupted")]
+    rows: list[tuple[Any, ...]] = [("streams", *(group["streams"] for group in groups))]
+    for title, key in measures:
+        rows += [
+            (f"{title} {q}", *(milliseconds(group[key][q]) for group in groups))
+            for q in ("mean", "p99")
+        ]
+    table = _table(("", "interrupted", "uninterrupted"), rows)
+    words = "Shown apart, because the many that were not hit hide the few that were."
+    return _section("Interrupted and uninterrupted", words, table)
+
+
+def _costs(report: Report) -> str:
+    if not report["recovery_costs"]:
+        return ""
+    words = "Each recovery: predicted and real cost. On the diagonal the prediction was right."
+    figure = _figure("Predicted and real cost", words, plots.costs_svg(report))
+    rows = [
+        (
+            option,
+            costs["count"],
+            milliseconds(costs["predicted_s"]),
+            milliseconds(costs["real_s"]),
+            milliseconds(costs["error_s"]),
+            share(costs["absolute_error_share"]),
+        )
+        for option, costs in report["recovery_options"].items()
+    ]
+    table = _table(("option", "count", "predicted", "real", "error", "off by"), rows)
+    words = "Means. Error is real minus predicted; off by is its size as a share of the real cost."
+    return f"<div class=pair>{figure}{_section('By option', words, table)}</div>"
+
+
+def _runs(report: Report) -> str:
+    fault, clean = report["runs"]["fault"], report["runs"]["clean"]
+    runs = [fault] if clean is None else [fault, clean]
+    rows: list[tuple[Any, ...]] = [
+        (key, *(run[key] for run in runs)) for key in ("streams", "completed", "errors", "tokens")
+    ]
+    measures = (
+        ("TTFT from send", "ttft_s"),
+        ("TTFT from arrival", "arrival_ttft_s"),
+        ("TPOT", "tpot_s"),
+        ("TBT", "tbt_s"),
+        ("maximum TBT", "max_gap_s"),
+        ("send lag", "lag_s"),
+    )
+    for name, key in measures:
+        rows += [
+            (f"{name} {q}", *(milliseconds(run[key][q]) for run in runs)) for q in ("p50", "p99")
+        ]
+    rows.append(
+        (
+            "goodput",
+            *(
+                f"{run['goodput_per_s']:.2f}/s ({run['slo_met']} of {run['streams']})"
+                for run in runs
+            ),
+        )
+    )
+    rows.append(("offered / asked requests per s", *(rates_words(run) for run in runs)))
+    columns = ("", *run_names(report)[: len(runs)])
+    title = (
+        "With and without the fault"
+        if report["faults"] and clean is not None
+        else "The run in numbers"
+    )
+    return _section(title, _slo_words(report["slo"]), _table(columns, rows))
+
+
+def _slo_words(slo: Any) -> str:
+    tbt = "" if slo["tbt_s"] is None else f" and no pause above {slo['tbt_s']} s"
+    return (
+        f"Goodput counts complete streams with TTFT from arrival within {slo['ttft_s']} "
+        f"s and TPOT within "
+        f"{slo['tpot_s']} s{tbt}. Send lag is the delay of the "
+        f"client itself: the time from when a request was due until it was sent."
+    )
+
+
+def _repeats(report: Report) -> str:
+    runs = report["repeats"]
+    if len(runs) < 2:
+        return ""
+    rows = []
+    for name, title, found in interval_rows(report):
+        rows.append(
+            (
+                title,
+                *(measure_words(found[key], name) for key in ("mean", "half_width")),
+                found["n"],
+            )
+        )
+    table = _table(("", "mean", "± 95 %", "runs"), rows)
+    words = (
+        f"{len(runs)} runs of the same requests; intervals under Student's t-distribution. "
+        f"All other sections show run 1."
+    )
+    return _section("Over repeated runs", words, table)
+
+
+def _recoveries(report: Report) -> str:
+    if not report["faults"] and not report["recovery_rows"]:
+        return ""
+    columns = (
+        "at",
+        "stream",
+        "attempt",
+        "option",
+        "from",
+        "to",
+        "cause",
+        "had tokens",
+        "predicted",
+        "real",
+        "client waited",
+        "replay TTFT",
+    )
+    rows = [
+        (
+            f"{row['at_s']:.3f} s",
+            row["stream"][:_SHOWN_OF_AN_ID],
+            row.get("attempt"),
+            row["option"],
+            row["from"],
+            row.get("to"),
+            row.get("cause"),
+            row.get("produced_tokens"),
+            milliseconds(row.get("predicted_s")),
+            milliseconds(row.get("real_s")),
+            milliseconds(row["pause_s"]),
+            milliseconds(row.get("replay_ttft_s")),
+        )
+        for row in report["recovery_rows"]
+    ]
+    if not rows:
+        return _section("Recoveries", "None.", "")
+    opened = " open" if len(rows) <= _ROWS_OPEN else ""
+    table = _table(columns, rows, "words-in-cells")
+    return (
+        f"<section><details{opened}><summary>Recoveries "
+        f"({len(rows)})</summary>{table}</details></section>"
+    )
+
+
+def _made_with(report: Report, name: str = "") -> str:
+    keys = ("date", "policy", "config_digest", "kvrs_version", "proxy_version", "machine")
+    shown = {key: report[key] for key in (*keys, "settings")}
+    text = escape(json.dumps(shown, indent=2, default=str))
+    title = escape(f"{name} was made with" if name else "Made with")
+    return f"<section><details><summary>{title}</summary><pre>{text}</pre></details></section>"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]], kind: str = "numbers") -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return (
+        f"<div class=scroll><table "
+        f"class={kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cell(value: Any) -> str:
+    text = "-" if value is None else str(value)
+    return f"<td{' class=long' if len(text) > _LONG_CELL else ''}>{escape(text)}</td>"

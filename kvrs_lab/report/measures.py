@@ -1,0 +1,193 @@
+"""The measures by which runs are compared: one flat list per run, intervals over repeated runs, and
+reading reports.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from kvrs.errors import KvrsError
+from kvrs_lab.report.student import Interval, interval
+
+# Name, title, path in a report, and whether more is better.
+MEASURES: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
+    ("goodput_per_s", "goodput", ("runs", "fault", "goodput_per_s"), True),
+    ("tokens_per_s", "tokens per second", ("runs", "fault", "tokens_per_s"), True),
+    ("ttft_mean_s", "TTFT mean", ("runs", "fault", "arrival_ttft_s", "mean"), False),
+    ("ttft_p50_s", "TTFT p50", ("runs", "fault", "arrival_ttft_s", "p50"), False),
+    ("ttft_p99_s", "TTFT p99", ("runs", "fault", "arrival_ttft_s", "p99"), False),
+    ("tpot_mean_s", "TPOT mean", ("runs", "fault", "tpot_s", "mean"), False),
+    ("tpot_p99_s", "TPOT p99", ("runs", "fault", "tpot_s", "p99"), False),
+    ("tbt_p99_s", "TBT p99", ("runs", "fault", "tbt_s", "p99"), False),
+    ("max_tbt_p50_s", "maximum TBT p50", ("runs", "fault", "max_gap_s", "p50"), False),
+    ("max_tbt_p99_s", "maximum TBT p99", ("runs", "fault", "max_gap_s", "p99"), False),
+    ("gap_p50_s", "client-visible gap p50", ("gap_s", "p50"), False),
+    ("gap_p99_s", "client-visible gap p99", ("gap_s", "p99"), False),
+    ("tfs_s", "TFS", ("tfs_s",), False),
+    ("ttp_s", "TTP", ("ttp_s",), False),
+    (
+        "recovery_time_s",
+        "recovery time (failure-impact window)",
+        ("impact", "recovery_time_s"),
+        False,
+    ),
+    (
+        "replay_ttft_mean_s",
+        "replay TTFT, interrupted, mean",
+        ("groups", "interrupted", "replay_ttft_s", "mean"),
+        False,
+    ),
+    (
+        "interrupted_tpot_mean_s",
+        "TPOT, interrupted, mean",
+        ("groups", "interrupted", "tpot_s", "mean"),
+        False,
+    ),
+    (
+        "uninterrupted_ttft_mean_s",
+        "TTFT, uninterrupted, mean",
+        ("groups", "uninterrupted", "arrival_ttft_s", "mean"),
+        False,
+    ),
+    (
+        "uninterrupted_tpot_mean_s",
+        "TPOT, uninterrupted, mean",
+        ("groups", "uninterrupted", "tpot_s", "mean"),
+        False,
+    ),
+    (
+        "clean_ttft_mean_s",
+        "TTFT mean, without the fault",
+        ("runs", "clean", "arrival_ttft_s", "mean"),
+        False,
+    ),
+    (
+        "clean_tpot_mean_s",
+        "TPOT mean, without the fault",
+        ("runs", "clean", "tpot_s", "mean"),
+        False,
+    ),
+    ("lag_p99_s", "send lag p99", ("runs", "fault", "lag_s", "p99"), False),
+)
+_COUNTS = ("streams", "completed", "errors", "tokens_lost", "tokens_repeated", "tokens_different")
+_MORE_COUNTS = ("text_different", "finish_different", "unverified")
+
+Report = dict[str, Any]
+
+
+# The fields that a comparison reads; files come from outside, so their shape is checked.
+_Repeat = msgspec.defstruct("_Repeat", [(name, float | None) for name, *_ in MEASURES])
+
+
+class _Compared(msgspec.Struct):
+    exact: bool | None
+    streams: int
+    completed: int
+    recoveries: dict[str, int]
+    settings: dict[str, Any]
+    repeats: Annotated[list[_Repeat], msgspec.Meta(min_length=1)]  # type: ignore[valid-type]  # Its fields are MEASURES.
+
+
+class ReportError(KvrsError):
+    """A file is not a report of kvrs; the message names file and reason."""
+
+
+def measures_of(report: Mapping[str, Any]) -> dict[str, float | None]:
+    """Every measure of one run; None where it has no meaning, such as TFS of a run without a
+    fault.
+    """
+    return {name: _at(report, path) for name, _, path, _ in MEASURES}
+
+
+def _at(report: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
+    value: Any = report
+    for key in path:
+        value = None if value is None else value.get(key)
+    return None if value is None else float(value)
+
+
+def combine_reports(reports: Sequence[Report]) -> Report:
+    """Repeated runs as one report: counts are sums, measures get intervals, and all details are
+    those of the first.
+    """
+    first = reports[0]
+    combined = {
+        **first,
+        **{key: sum(report[key] for report in reports) for key in (*_COUNTS, *_MORE_COUNTS)},
+        "exact": None if first["exact"] is None else all(report["exact"] for report in reports),
+        "compared": "text"
+        if any(report["compared"] == "text" for report in reports)
+        else first["compared"],
+        "reasons": _all_lines(reports, "reasons"),
+        "faults_never_due": _all_lines(reports, "faults_never_due"),
+        "repeats": [
+            {
+                "exact": report["exact"],
+                "reasons": report["reasons"],
+                "recoveries": report["recoveries"],
+                **report["measures"],
+            }
+            for report in reports
+        ],
+    }
+    combined["intervals"] = {name: asdict(found) for name, found in intervals_of(combined).items()}
+    return combined
+
+
+def _all_lines(reports: Sequence[Report], key: str) -> list[str]:
+    """The lines of all runs; of several runs with the run's number."""
+    if len(reports) == 1:
+        return list(reports[0][key])
+    return [
+        f"run {number}: {line}"
+        for number, report in enumerate(reports, start=1)
+        for line in report[key]
+    ]
+
+
+def values_of(report: Mapping[str, Any], name: str) -> list[float]:
+    """One measure in every repeated run that has it."""
+    return [row[name] for row in report["repeats"] if row[name] is not None]
+
+
+def intervals_of(report: Mapping[str, Any]) -> dict[str, Interval]:
+    found = {name: interval(values_of(report, name)) for name, *_ in MEASURES}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def outline(report: Mapping[str, Any]) -> Report:
+    """A report without its rows of streams, recoveries and plots: what a table shows of it."""
+    return {
+        key: value
+        for key, value in report.items()
+        if key not in ("per_stream", "recovery_rows", "recovery_costs", "throughput", "impact")
+    }
+
+
+def load_report(path: Path, schema_version: int) -> Report:
+    """Read a `report.json`, or that of a directory.
+
+    Raises:
+        ReportError: there is none, or it is of another version.
+    """
+    file = path / "report.json" if path.is_dir() else path
+    try:
+        report = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ReportError(f"{file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ReportError(f"{file}: not JSON: {error}") from None
+    found = report.get("schema_version") if isinstance(report, dict) else None
+    if found != schema_version:
+        raise ReportError(f"{file}: schema_version {found!r}; allowed: {schema_version}")
+    try:
+        msgspec.convert(report, _Compared)
+    except msgspec.ValidationError as error:
+        raise ReportError(
+            f"{file}: {error}; it was not written by `kvrs replay` or `kvrs demo`"
+        ) from None
+    return dict(report)

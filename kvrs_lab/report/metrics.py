@@ -1,0 +1,200 @@
+"""Latencies that a client felt, in the field's terms. All from `StreamRecord`s, that is, from times
+measured at the client.
+
+TTFT: first token minus send; from arrival, first token minus the moment at which the request was
+due, which counts a late client, too. TPOT: mean time per token after the first. TBT: time between
+two consecutive receipts of tokens; the longest of a stream is its maximum TBT. Percentiles
+interpolate linearly between closest ranks (numpy's default): the q-th of n sorted values lies at
+rank q/100 * (n - 1).
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvrs.sums import sum_in_order
+from kvrs_lab.traces.records import StreamRecord
+
+# A request that was sent so long after it was due makes the client, not the server, look at itself.
+LATE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """The limits that a request must meet, beside being complete, to count for goodput."""
+
+    ttft_s: float = 2.0
+    tpot_s: float = 0.2
+    # A stream with one longer pause misses it (RaidServe's rule for decode).
+    tbt_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A client's wait for its next token around a fault."""
+
+    from_s: float
+    to_s: float
+
+    @property
+    def length_s(self) -> float:
+        return self.to_s - self.from_s
+
+
+def percentile(values: Iterable[float], q: float) -> float | None:
+    """None for no values: an empty set has no percentile, and 0 would read like a good one."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    rank = q / 100 * (len(ordered) - 1)
+    below = int(rank)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (rank - below) * (ordered[above] - ordered[below])
+
+
+def spread(values: Iterable[float | None]) -> dict[str, float | None]:
+    """Mean, p50, p90, p99 and the largest of the values that exist."""
+    known = [value for value in values if value is not None]
+    mean = sum_in_order(known) / len(known) if known else None
+    known.sort()
+    return {
+        "mean": mean,
+        "p50": percentile(known, 50),
+        "p90": percentile(known, 90),
+        "p99": percentile(known, 99),
+        "max": known[-1] if known else None,
+    }
+
+
+def ttft_s(record: StreamRecord) -> float | None:
+    return record.token_times_s[0] - record.sent_s if record.token_times_s else None
+
+
+def arrival_ttft_s(record: StreamRecord) -> float | None:
+    """From the moment at which the request was due to its first token."""
+    return record.token_times_s[0] - record.due_s if record.token_times_s else None
+
+
+def replay_ttft_s(record: StreamRecord, decided_s: float) -> float | None:
+    """From arrival to the first token of the attempt that was decided at `decided_s` (LUMEN section
+    3: "replay TTFT").
+    """
+    first = next((at_s for at_s in record.token_times_s if at_s > decided_s), None)
+    return None if first is None else first - record.due_s
+
+
+def tpot_s(record: StreamRecord) -> float | None:
+    times_s = record.token_times_s
+    return (times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else None
+
+
+def latency_s(record: StreamRecord) -> float | None:
+    """From the moment at which the request was due to its end."""
+    return record.ended_s - record.due_s if record.completed else None
+
+
+def max_gap_s(record: StreamRecord) -> float | None:
+    return max(gaps_s(record), default=None)
+
+
+def gaps_s(record: StreamRecord) -> list[float]:
+    """Every time between tokens."""
+    return [later - earlier for earlier, later in pairwise(record.token_times_s)]
+
+
+def pause_after(record: StreamRecord, fault_s: float) -> Pause | None:
+    """The longest wait for a token that ended after `fault_s`; None when no token came after it.
+
+    A wait that began before the fault counts whole, since a client sees no seam in it; of the wait
+    for the first token only the part after the fault counts, since the rest is TTFT.
+    """
+    times_s = record.token_times_s
+    first_after = bisect_right(times_s, fault_s)
+    if first_after == len(times_s):
+        return None
+    began_s = times_s[first_after - 1] if first_after else max(record.sent_s, fault_s)
+    waits = [
+        Pause(earlier, later) for earlier, later in pairwise([began_s, *times_s[first_after:]])
+    ]
+    return max(waits, key=lambda wait: wait.length_s)
+
+
+def fault_to_first_token_s(
+    victims: Iterable[tuple[StreamRecord, float]], fault_s: float
+) -> float | None:
+    """TFS: from the fault to the first token that any interrupted stream received after its
+    recovery was decided.
+
+    Args:
+        victims: each interrupted stream with the time at which its recovery was decided. A token
+            that was still on its way when the instance died is no success, and the decision comes
+            after the last of those.
+        fault_s: when the fault was done.
+    """
+    resumed = (
+        next((at_s for at_s in record.token_times_s if at_s > decided_s), None)
+        for record, decided_s in victims
+    )
+    return min((at_s - fault_s for at_s in resumed if at_s is not None), default=None)
+
+
+def duration_s(records: Sequence[StreamRecord]) -> float:
+    """From the first send to the last end."""
+    if not records:
+        return 0.0
+    return max(record.ended_s for record in records) - min(record.sent_s for record in records)
+
+
+def meets(record: StreamRecord, slo: Slo) -> bool:
+    """Complete and within the SLO; one token alone has no TPOT and no TBT and meets any."""
+    return (
+        record.completed
+        and (arrival_ttft_s(record) or 0.0) <= slo.ttft_s
+        and (tpot_s(record) or 0.0) <= slo.tpot_s
+        and (slo.tbt_s is None or (max_gap_s(record) or 0.0) <= slo.tbt_s)
+    )
+
+
+def goodput_per_s(records: Sequence[StreamRecord], slo: Slo) -> float:
+    """Requests that meet the SLO, per second of the run."""
+    run_s = duration_s(records)
+    return sum(meets(record, slo) for record in records) / run_s if run_s > 0 else 0.0
+
+
+def request_rates(records: Sequence[StreamRecord]) -> tuple[float, float] | None:
+    """Requests per second that the trace asked for, and that the client offered; None where they
+    have no rate.
+    """
+    due = sorted(record.due_s for record in records)
+    sent = sorted(record.sent_s for record in records)
+    if len(due) < 2 or due[0] == due[-1] or sent[0] == sent[-1]:
+        return None
+    return (len(due) - 1) / (due[-1] - due[0]), (len(sent) - 1) / (sent[-1] - sent[0])
+
+
+def summary(records: Sequence[StreamRecord], slo: Slo) -> dict[str, object]:
+    """One run in numbers, as the report has it."""
+    tokens = sum(record.tokens for record in records)
+    run_s = duration_s(records)
+    rates = request_rates(records)
+    return {
+        "streams": len(records),
+        "completed": sum(record.completed for record in records),
+        "errors": sum(not record.completed for record in records),
+        "tokens": tokens,
+        "duration_s": run_s,
+        "tokens_per_s": tokens / run_s if run_s > 0 else 0.0,
+        "goodput_per_s": goodput_per_s(records, slo),
+        "slo_met": sum(meets(record, slo) for record in records),
+        "asked_per_s": rates[0] if rates else None,
+        "offered_per_s": rates[1] if rates else None,
+        "late": sum(record.lag_s > LATE_S for record in records),
+        "ttft_s": spread(map(ttft_s, records)),
+        "arrival_ttft_s": spread(map(arrival_ttft_s, records)),
+        "tpot_s": spread(map(tpot_s, records)),
+        "tbt_s": spread(gap for record in records for gap in gaps_s(record)),
+        "max_gap_s": spread(map(max_gap_s, records)),
+        "latency_s": spread(map(latency_s, records)),
+        "lag_s": spread(record.lag_s for record in records),
+    }

@@ -1,0 +1,345 @@
+"""The plots of the report, as inline SVG whose colours are CSS variables, so that they follow the
+reader's colour scheme.
+
+matplotlib knows no CSS, so figures are drawn in stand-in colours which are then replaced in the SVG
+text.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Outline
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
+
+from kvrs_lab.report.report import Report
+from kvrs_lab.report.table import costs_by_option, fault_label, run_names
+
+# Stand-in colour by CSS variable. They must differ.
+_COLORS = {
+    "ink": "#1d2431",
+    "soft": "#667086",
+    "line": "#d9dee8",
+    "base": "#a3acbc",
+    "tokens": "#4a5569",
+    "fault": "#c22b33",
+    "migrate": "#1f6fec",
+    "recompute": "#d97707",
+    "other": "#7c5cd7",
+}
+_LETTER_SHARE = 0.0072  # Of the width of the timeline that a letter of a label takes, at the most.
+_LABEL_SHARE = (
+    0.08  # Of the width of the timeline: less than this between two labels is too little.
+)
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": _COLORS["ink"],
+    "axes.labelcolor": _COLORS["soft"],
+    "axes.edgecolor": _COLORS["line"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _COLORS["line"],
+    "grid.linewidth": 0.6,
+    "xtick.color": _COLORS["soft"],
+    "ytick.color": _COLORS["soft"],
+    "legend.frameon": False,
+    "path.simplify": False,
+}
+
+
+_styled = mpl.rc_context(_STYLE)  # As a decorator: each call draws in this style.
+
+
+@_styled
+def timeline_svg(report: Report) -> str:
+    """Streams by arrival, the first on top; times of the faulted run."""
+    streams = sorted(report["per_stream"], key=lambda stream: (stream["due_s"], stream["index"]))
+    row_of = {stream["index"]: row for row, stream in enumerate(streams)}
+    figure, axes = _figure(10, min(8.0, max(2.4, 1.2 + 0.09 * len(streams))))
+    lives = [
+        ((stream["sent_s"], row), (stream["ended_s"], row)) for row, stream in enumerate(streams)
+    ]
+    ticks = [
+        ((t, row - 0.36), (t, row + 0.36))
+        for row, stream in enumerate(streams)
+        for t in stream["token_times_s"]
+    ]
+    _strokes(axes, lives, "base", width=0.8)
+    _strokes(axes, ticks, "tokens", width=0.7, alpha=0.55)
+    _draw_waits(axes, report, row_of)
+    _draw_faults(axes, report)
+    axes.set_xlim(left=0, right=_ended_s(report) * 1.02)
+    axes.set_ylim(len(streams) + 0.2, -1.2)
+    axes.set_xlabel("seconds since the start of the run")
+    axes.set_ylabel(f"{len(streams)} streams by arrival")
+    axes.set_yticks([])
+    axes.grid(visible=False, axis="y")
+    _legend(figure, axes)
+    return _svg(figure, "timeline", wide=True)
+
+
+@_styled
+def throughput_svg(report: Report) -> str:
+    """Tokens per second over time, with and without the fault; the faults are the same lines as in
+    the timeline.
+    """
+    figure, axes = _figure(10, 2.5)
+    rates = report["throughput"]
+    measured, again = run_names(report)
+    _rates(axes, rates, "clean_tokens_per_s", again, _COLORS["base"], linewidth=1.2)
+    _rates(axes, rates, "tokens_per_s", measured, _COLORS["migrate"], linewidth=1.8)
+    axes.set_xlim(0, _ended_s(report) * 1.02)
+    axes.set_ylim(bottom=0)  # Behind all lines: it ends what makes room for them.
+    for fault in report["faults"]:
+        axes.axvline(fault["at_s"], color=_COLORS["fault"], linewidth=1.2, zorder=4)
+    _legend(figure, axes)
+    return _svg(figure, "throughput", wide=True)
+
+
+@_styled
+def overlaid_throughput_svg(names: Sequence[str], reports: Sequence[Report]) -> str:
+    """Tokens per second of several runs over the time since the start of each."""
+    figure, axes = _figure(10, 2.8)
+    for name, report, (color, dashes) in zip(names, reports, _lines(len(names)), strict=True):
+        rates = report["throughput"]
+        _rates(axes, rates, "tokens_per_s", name, color, linewidth=1.6, linestyle=dashes)
+        for fault in report["faults"]:
+            axes.axvline(fault["at_s"], color=color, linewidth=0.8, linestyle=":")
+    axes.set_ylim(bottom=0)
+    _legend(figure, axes)
+    return _svg(figure, "throughput of each run", wide=True)
+
+
+@_styled
+def impact_svg(report: Report) -> str:
+    """Mean TTFT by bucket of requests, with and without the fault; the window is shaded."""
+    buckets = report["impact"]["buckets"]
+    measured, again = run_names(report)
+    figure, axes = _figure(10, 2.5)
+    at = np.arange(len(buckets))
+    for key, label, color in (("clean_ttft_s", again, "base"), ("ttft_s", measured, "migrate")):
+        values = [np.nan if bucket[key] is None else bucket[key] for bucket in buckets]
+        axes.plot(at, values, "o-", color=_COLORS[color], label=label, linewidth=1.8, markersize=4)
+    inside = [i for i, bucket in enumerate(buckets) if bucket["in_window"]]
+    if inside:
+        ends = inside[0] - 0.5, inside[-1] + 0.5
+        axes.axvspan(*ends, color=_COLORS["fault"], alpha=0.12, label="window", linewidth=0)
+    shown = [i for i in range(len(buckets)) if i % -(-len(buckets) // 16) == 0]
+    axes.set_xticks(shown, [f"{buckets[i]['from_s']:.1f}" for i in shown])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("arrival of a bucket's first request, seconds")
+    axes.set_ylabel("mean TTFT, seconds")
+    _legend(figure, axes)
+    return _svg(figure, "impact", wide=True)
+
+
+def cdf_svg(report: Report, measure: str) -> str:
+    """Share of streams at or below a time, with and without the fault."""
+    measured, again = run_names(report)
+    streams = report["per_stream"]
+    series = (
+        ([stream[f"clean_{measure}"] for stream in streams], again, (_COLORS["base"], "-")),
+        ([stream[measure] for stream in streams], measured, (_COLORS["migrate"], "-")),
+    )
+    return _cdf(series, measure)
+
+
+def overlaid_cdf_svg(names: Sequence[str], reports: Sequence[Report], measure: str) -> str:
+    """Share of the streams of each run at or below a time."""
+    values = [[stream[measure] for stream in report["per_stream"]] for report in reports]
+    lines = _lines(len(names))
+    return _cdf([*zip(values, names, lines, strict=True)], f"{measure} of each run")
+
+
+@_styled
+def _cdf(series: Sequence[tuple[Sequence[float | None], str, tuple[str, str]]], name: str) -> str:
+    """`series`: the times, label, colour and dash pattern of each line."""
+    figure, axes = _figure(5, 3.1)
+    everything: list[float] = []
+    for times_s, label, (color, dashes) in series:
+        values = sorted(time_s for time_s in times_s if time_s is not None)
+        everything += values
+        if values:
+            share = np.arange(1, len(values) + 1) / len(values)
+            axes.step(
+                [values[0], *values],
+                [0.0, *share],
+                where="post",
+                color=color,
+                label=_no_formula(label),
+                linewidth=1.7,
+                linestyle=dashes,
+            )
+    _scale_seconds(axes, everything, "x")
+    axes.set_xlabel("seconds")
+    axes.set_ylim(0, 1.02)
+    if everything:
+        axes.legend(loc="lower right")
+    return _svg(figure, name)
+
+
+@_styled
+def costs_svg(report: Report) -> str:
+    """Predicted (x) and real (y) cost of every recovery, with the line of a right prediction."""
+    figure, axes = _figure(5, 3.4)
+    everything: list[float] = []
+    style: dict[str, Any] = {"alpha": 0.75, "markersize": 5, "markeredgewidth": 0}
+    for option, costs in sorted(costs_by_option(report).items()):
+        predicted, real = zip(*costs, strict=True)
+        everything += [*predicted, *real]
+        axes.plot(predicted, real, "o", color=_color(option), label=option, **style)
+    ends = [min(everything), max(everything)]
+    axes.plot(ends, ends, color=_COLORS["base"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    _scale_seconds(axes, everything, "x")
+    _scale_seconds(axes, everything, "y")
+    axes.set_xlabel("predicted, seconds")
+    axes.set_ylabel("real, seconds")
+    figure.legend(loc="outside upper right", ncols=3)
+    return _svg(figure, "costs")
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """An empty figure, in inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        figure.legend(loc="outside upper left", ncols=4)
+
+
+def _rates(axes: Axes, rates: Report, key: str, label: str, color: str, **style: Any) -> None:
+    """Tokens per second over the time since the start of a run."""
+    if values := rates[key]:
+        edges = np.arange(len(values) + 1) * rates["bin_s"]
+        name = _no_formula(label)
+        axes.stairs(values, edges, baseline=None, color=color, label=name, **style)
+    axes.set_xlabel("seconds since the start of the run")
+    axes.set_ylabel("tokens per second")
+
+
+def _ended_s(report: Report) -> float:
+    return max((stream["ended_s"] for stream in report["per_stream"]), default=1.0)
+
+
+def _no_formula(text: str) -> str:
+    """A dollar sign would begin a formula."""
+    return text.replace("$", r"\$")
+
+
+def _strokes(
+    axes: Axes,
+    lines: Sequence[tuple[tuple[float, float], tuple[float, float]]],
+    color: str,
+    width: float,
+    alpha: float = 1.0,
+) -> None:
+    """Many straight strokes as one path: a tenth of the bytes of one SVG element each."""
+    if not lines:
+        return
+    points = np.array(lines, dtype=float).reshape(-1, 2)
+    codes = np.tile([Outline.MOVETO, Outline.LINETO], len(lines))
+    style = {"edgecolor": _COLORS[color], "linewidth": width, "alpha": alpha}
+    axes.add_patch(PathPatch(Outline(points, codes), fill=False, **style))
+
+
+def _draw_waits(axes: Axes, report: Report, row_of: dict[int, int]) -> None:
+    rows = [
+        row
+        for row in report["recovery_rows"]
+        if row["index"] is not None and row["pause_s"] is not None
+    ]
+    for option in sorted({row["option"] for row in rows}):
+        own = [row for row in rows if row["option"] == option]
+        heights = [row_of[row["index"]] for row in own]
+        starts, ends = [row["pause_from_s"] for row in own], [row["pause_to_s"] for row in own]
+        style: dict[str, Any] = {"linewidth": 2.6, "label": f"wait, {option}", "zorder": 3}
+        axes.hlines(heights, starts, ends, colors=_color(option), **style)
+
+
+def _draw_faults(axes: Axes, report: Report) -> None:
+    ends_s = _ended_s(report)
+    groups: list[tuple[float, list[str]]] = []
+    for fault in sorted(report["faults"], key=lambda fault: float(fault["at_s"])):
+        axes.axvline(fault["at_s"], color=_COLORS["fault"], linewidth=1.2, zorder=4)
+        # Faults at about the same time share one label, which would otherwise overlap.
+        if not groups or fault["at_s"] - groups[-1][0] > _LABEL_SHARE * ends_s:
+            groups.append((fault["at_s"], []))
+        groups[-1][1].append(fault_label(fault))
+    taken = 0.0  # End of the last label, as a share of the width.
+    high = False
+    for at_s, labels in groups:
+        text = _no_formula(", ".join(labels))
+        late = at_s > ends_s / 2
+        at, width = at_s / ends_s, _LETTER_SHARE * len(text)
+        # A label that would overlap the one before it goes above that one.
+        high = not high and (at - width if late else at) < taken
+        taken = max(taken, at if late else at + width)
+        axes.annotate(
+            text,
+            (at_s, -0.4),
+            xytext=(-4 if late else 4, 10 if high else 0),
+            textcoords="offset points",
+            color=_COLORS["fault"],
+            fontsize=8,
+            zorder=5,
+            horizontalalignment="right" if late else "left",
+        )
+
+
+def _scale_seconds(axes: Axes, values: Sequence[float], axis: str) -> None:
+    """Logarithmic where the values spread over more than a decade; then a pause does not flatten
+    everything else.
+    """
+    if values and min(values) > 0 and max(values) / min(values) > 10:
+        axes.set(**{f"{axis}scale": "log"})
+        scale = axes.xaxis if axis == "x" else axes.yaxis
+        scale.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        scale.set_major_formatter(FormatStrFormatter("%g"))
+        scale.set_minor_locator(NullLocator())
+
+
+def _color(option: str) -> str:
+    return _COLORS.get(option, _COLORS["other"])
+
+
+def _lines(count: int) -> list[tuple[str, str]]:
+    """A colour and a dash pattern for each of several runs."""
+    colors = [_COLORS[name] for name in ("migrate", "recompute", "other", "ink")]
+    dashes = ("-", "--", "-.", ":")
+    return [
+        (colors[number % len(colors)], dashes[number // len(colors) % len(dashes)])
+        for number in range(count)
+    ]
+
+
+def _svg(figure: Figure, name: str, *, wide: bool = False) -> str:
+    """Inline SVG: no prologue, no metadata, colours by variable, ids that stay unique beside other
+    figures.
+    """
+    target = io.StringIO()
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
+    svg = target.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = svg.replace(
+        "<svg", f'<svg role="img" aria-label="{name}" class="{"wide" if wide else "small"}"', 1
+    )
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{name.replace(' ', '-')}-", svg)
+    for variable, color in _COLORS.items():
+        svg = svg.replace(color, f"var(--{variable})")
+    return svg

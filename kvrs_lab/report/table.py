@@ -1,0 +1,328 @@
+"""The report as a table in the terminal."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvrs.tables import folded
+from kvrs_lab.report.measures import MEASURES
+from kvrs_lab.report.metrics import LATE_S
+from kvrs_lab.report.report import Report
+
+_SHARE_OFF = 0.01  # Beyond it the client did not offer what it was asked for.
+
+
+def terminal_table(report: Report) -> RenderableType:
+    """Verdict and origin, then one row per quantity with and without the fault. Data are shown as
+    text, never as markup.
+    """
+    doubts = doubt_lines(report)
+    notes = [Text(line, style="red") for line in (*error_lines(report), *never_due_lines(report))]
+    several = [_intervals(report)] if len(report["repeats"]) > 1 else []
+    return Group(
+        _verdict(report),
+        Text(origin_sentence(report), style="dim"),
+        *notes,
+        *(Text(line, style="yellow") for line in doubts),
+        _quantities(report),
+        *several,
+    )
+
+
+def origin_sentence(report: Report) -> str:
+    """Policy, date and versions of the run, as far as they are known."""
+    machine, proxy = report["machine"], report["proxy_version"]
+    parts = {
+        "policy": report["policy"],
+        "kvrs": report["kvrs_version"],
+        "proxy": None if proxy == report["kvrs_version"] else proxy,
+        "Python": machine["python"],
+        "torch": machine["torch"],
+        "config": report["config_digest"],
+    }
+    known = ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
+    return f"{report['date']}: {known}"
+
+
+def run_names(report: Report) -> tuple[str, str]:
+    """Names of the run and of the clean run; without a fault the clean run is a repetition."""
+    return ("with the fault", "without") if report["faults"] else ("measured", "again")
+
+
+def verdict_sentence(report: Report) -> str:
+    runs = f", in each of {len(report['repeats'])} runs" if len(report["repeats"]) > 1 else ""
+    if report["exact"]:
+        what = (
+            "token"
+            if report["compared"] == "tokens"
+            else "character of text (the endpoint does not return token ids)"
+        )
+        return (
+            f"Exact: {report['completed']} of {report['streams']} streams got every {what} "
+            f"exactly once{runs}."
+        )
+    if report["exact"] is None:
+        whole = (
+            "; ".join(report["reasons"])
+            or f"{report['completed']} of {report['streams']} streams completed{runs}"
+        )
+        return f"{'Not whole' if report['reasons'] else 'Whole'}: {whole}. Nothing was compared."
+    return f"Not exact: {'; '.join(report['reasons'])}."
+
+
+def doubt_lines(report: Report) -> list[str]:
+    """Warnings of figures that mean less than they seem to."""
+    late, warm = late_sentence(report), None
+    if (
+        report["exact"] is not None
+        and report["settings"].get("caches_at_the_start") == "as they were found"
+    ):
+        warm = (
+            "The second run found the prefix caches as the first had left them, so that its TTFT "
+            "and goodput differ by more than the faults; with the cluster's secret both begin with "
+            "empty ones."
+        )
+    return [line for line in (late, warm) if line]
+
+
+def late_sentence(report: Report) -> str | None:
+    """A warning where the client itself did not keep to the trace, which distorts its numbers."""
+    run = report["runs"]["fault"]
+    asked, offered = run["asked_per_s"], run["offered_per_s"]
+    off = asked is not None and abs(offered / asked - 1) > _SHARE_OFF
+    if not run["late"]:
+        return (
+            f"The client offered {offered:.2f} of {asked:.2f} requests/s, more than 1 % off."
+            if off
+            else None
+        )
+    rates = "" if asked is None else f"; it offered {offered:.2f} of {asked:.2f} requests/s"
+    return (
+        f"The client was late: {run['late']} of {run['streams']} requests were sent more "
+        f"than {LATE_S * 1000:.0f} ms "
+        f"after they were due (worst {milliseconds(run['lag_s']['max'])}){rates}."
+    )
+
+
+def errors_by_kind(report: Report) -> list[tuple[str, int, int, str]]:
+    """For each kind of error: name, count of streams, index of the first one and its message."""
+    found: dict[str, tuple[int, int, str]] = {}
+    for key, run in (("error", ""), ("clean_error", "in the clean run, ")):
+        for stream in report["per_stream"]:
+            if stream[key] is not None:
+                kind, _, message = stream[key].partition(": ")
+                count, first, text = found.get(run + kind, (0, stream["index"], message))
+                found[run + kind] = (count + 1, first, text)
+    return [(kind, *rest) for kind, rest in found.items()]
+
+
+def error_lines(report: Report) -> list[str]:
+    return [
+        f"{kind}: {count} streams, first number {index}: {message}"
+        for kind, count, index, message in errors_by_kind(report)
+    ]
+
+
+def never_due_lines(report: Report) -> list[str]:
+    """Warnings, since a run without its faults must not look like one that survived them, nor the
+    part of a run like the whole.
+    """
+    lines = [f"A fault never came due: {label}" for label in report["faults_never_due"]]
+    part = report["settings"].get("interrupted")
+    return [f"Interrupted: {part}", *lines] if part else lines
+
+
+def milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1000:.1f} ms" if abs(seconds) < 1 else f"{seconds:,.2f} s"
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def recoveries_by_option(report: Report) -> str:
+    return (
+        ", ".join(f"{count} {option}" for option, count in sorted(report["recoveries"].items()))
+        or "none"
+    )
+
+
+def with_intervals(report: Report, names: Sequence[str], shown: str) -> str:
+    """Numbers with their 95 % intervals, where runs were repeated: mean ± half width."""
+    found = [report["intervals"].get(name) for name in names]
+    if any(interval is None or interval["half_width"] is None for interval in found):
+        return shown
+    return " / ".join(
+        f"{milliseconds(one['mean'])} ± {milliseconds(one['half_width'])}" for one in found
+    )
+
+
+def window_words(report: Report) -> str:
+    impact = report["impact"]
+    if impact is None:
+        return "-"
+    if impact["from_s"] is None:
+        return "not felt"
+    to = f"{impact['to_s']:.2f} s" if impact["closed"] else "end"
+    return f"{impact['recovery_time_s']:.2f} s, {impact['from_s']:.2f} s to {to}"
+
+
+def _verdict(report: Report) -> Text:
+    good = not report["reasons"]
+    return Text(verdict_sentence(report), style="bold green" if good else "bold red")
+
+
+def _quantities(report: Report) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    fault, clean = report["runs"]["fault"], report["runs"]["clean"]
+    table.add_column("", no_wrap=True)
+    measured, again = run_names(report)
+    of_several = ", run 1" if len(report["repeats"]) > 1 else ""
+    table.add_column(measured + of_several, justify="right")
+    if clean is not None:
+        table.add_column(again + of_several, justify="right")
+
+    def row(title: str, measured: str | Text, again: str = "-") -> None:
+        table.add_row(title, measured, *([] if clean is None else [again]))
+
+    for key in ("streams", "completed", "errors", "tokens"):
+        row(key, str(fault[key]), "" if clean is None else str(clean[key]))
+    if clean is not None:
+        lost = (report["tokens_lost"], report["tokens_repeated"], report["tokens_different"])
+        row("tokens lost / repeated / different", " / ".join(map(str, lost)), "the oracle")
+    if report["faults"]:
+        _add_fault_rows(report, row)
+    names = (
+        ("TTFT from arrival", "arrival_ttft_s"),
+        ("TPOT", "tpot_s"),
+        ("TBT", "tbt_s"),
+        ("maximum TBT of a stream", "max_gap_s"),
+        ("send lag", "lag_s"),
+    )
+    for name, key in names:
+        row(f"{name} p50 / p99", _pair(fault[key]), "" if clean is None else _pair(clean[key]))
+    row(
+        "goodput (streams within the SLO)",
+        _goodput(fault),
+        "" if clean is None else _goodput(clean),
+    )
+    row(
+        "requests/s offered / asked",
+        rates_words(fault),
+        "" if clean is None else rates_words(clean),
+    )
+    for option, costs in report["recovery_options"].items():
+        words = _both(costs["predicted_s"], costs["real_s"])
+        row(f"{option}: predicted / real cost", Text(words))
+        row("  off by (share of the real cost)", share(costs["absolute_error_share"]))
+    return folded(table)
+
+
+def _add_fault_rows(report: Report, row: Any) -> None:
+    groups = report["groups"]
+    row("faults", Text(_faults(report)))
+    row("recoveries", Text(recoveries_by_option(report)))
+    row(
+        "client-visible gap p50 / p99",
+        with_intervals(report, ("gap_p50_s", "gap_p99_s"), _pair(report["gap_s"])),
+    )
+    row(
+        "TFS (fault to first token)",
+        with_intervals(report, ("tfs_s",), milliseconds(report["tfs_s"])),
+    )
+    row(
+        "TTP (then to stable peak)",
+        with_intervals(report, ("ttp_s",), milliseconds(report["ttp_s"])),
+    )
+    row("failure-impact window", window_words(report))
+    for name in ("interrupted", "uninterrupted"):
+        group = groups[name]
+        words = _both(group["arrival_ttft_s"]["mean"], group["tpot_s"]["mean"])
+        row(f"{name} ({group['streams']}): TTFT / TPOT", words)
+    row("replay TTFT p50 / p99", _pair(groups["interrupted"]["replay_ttft_s"]))
+
+
+def _intervals(report: Report) -> Table:
+    """Every measure over repeated runs."""
+    runs = len(report["repeats"])
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for title in ("mean", "± 95 %", "runs"):
+        table.add_column(title, justify="right")
+    for name, title, found in interval_rows(report):
+        table.add_row(
+            title,
+            measure_words(found["mean"], name),
+            measure_words(found["half_width"], name),
+            str(found["n"]),
+        )
+    table.title = f"over {runs} runs (Student's t)"
+    table.title_justify = "left"
+    return folded(table)
+
+
+def interval_rows(report: Report) -> list[tuple[str, str, dict[str, Any]]]:
+    """Name, title and interval of every measure that has one."""
+    return [
+        (name, title, report["intervals"][name])
+        for name, title, *_ in MEASURES
+        if name in report["intervals"]
+    ]
+
+
+def measure_words(value: float | None, name: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.2f}/s" if name.endswith("_per_s") else milliseconds(value)
+
+
+def costs_by_option(report: Report) -> dict[str, list[tuple[float, float]]]:
+    """(predicted, real) seconds of every recovery, by option."""
+    costs: dict[str, list[tuple[float, float]]] = {}
+    for row in report["recovery_costs"]:
+        costs.setdefault(row["option"], []).append((row["predicted_s"], row["real_s"]))
+    return costs
+
+
+def fault_label(fault: Mapping[str, Any]) -> str:
+    return f"{fault['what'].replace('_', ' ')} {fault['whom']}"
+
+
+def _faults(report: Report) -> str:
+    found = []
+    for fault in report["faults"]:
+        gone = f" ({', '.join(fault['gone'])} had died)" if fault.get("gone") else ""
+        found.append(f"{fault_label(fault)} at {fault['at_s']:.2f} s{gone}")
+    return ", ".join(found) or "none"
+
+
+def _goodput(run: Mapping[str, Any]) -> str:
+    return f"{run['goodput_per_s']:.2f}/s ({run['slo_met']})"
+
+
+def rates_words(run: Mapping[str, Any]) -> str:
+    return (
+        "-"
+        if run["asked_per_s"] is None
+        else f"{run['offered_per_s']:.2f} / {run['asked_per_s']:.2f}"
+    )
+
+
+def _pair(spread: Mapping[str, float | None]) -> str:
+    return _both(spread["p50"], spread["p99"])
+
+
+def _both(one_s: float | None, other_s: float | None) -> str:
+    """Two times; the unit stands once where it is the same."""
+    one, other = milliseconds(one_s), milliseconds(other_s)
+    return (
+        f"{one.removesuffix(' ms')} / {other}"
+        if one.endswith("ms") and other.endswith("ms")
+        else f"{one} / {other}"
+    )

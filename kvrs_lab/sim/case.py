@@ -1,0 +1,274 @@
+"""The case of a simulation: a configuration with its options, faults and arrivals, and the world
+that they make. What is wrong with them is found before anything runs.
+"""
+
+import os
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from kvrs.config.cluster import Backend
+from kvrs.config.file import Config, load_config
+from kvrs.config.policy import PolicyName
+from kvrs.errors import ConfigError, numbers_out_of_range
+from kvrs.profiles.catalog import decode_table, kv_geometry, load_s
+from kvrs_lab.faults.language import Fault, VictimRole, What, load_faults
+from kvrs_lab.report.metrics import Slo
+from kvrs_lab.sim.cluster import PACE
+from kvrs_lab.sim.fault_scenarios import FaultEvent, named_deaths, random_deaths
+from kvrs_lab.sim.first_token import FirstToken
+from kvrs_lab.sim.recovering import draft_model_of
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
+from kvrs_lab.traces.formats import load_trace
+from kvrs_lab.traces.generator import GeneratorSettings, generate
+from kvrs_lab.traces.mooncake import (
+    Trace,
+    at_rate,
+    check_lasts,
+    clip,
+    prompt_token_ids,
+    scale,
+    window,
+)
+
+VOCAB_SIZE = 50_000
+FIRST_ORDINARY_TOKEN = 4
+GENERATED_REQUESTS, GENERATED_PER_S = 100, 8.0
+# DistServe's prefill stage gives the first token to its client; the prefill of other engines
+# computes one as well, which the proxy leaves out.
+_FIRST_TOKEN = {Backend.DISTSERVE: FirstToken.PREFILL}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """Options of the command line."""
+
+    config: Path | None = None  # None: the cluster of the demo.
+    trace: Path | None = None  # None: a generated one, scaled to `cluster.engine.max_model_len`.
+    requests: int | None = None  # None: all of the trace, or 100 generated ones.
+    first_request: int = 0  # Of the trace.
+    rate: float | None = None  # Requests per second. None: the trace's own, or 8.
+    pace: str | None = None  # Of instances that have none of their own; None: the configuration's.
+    first_token: FirstToken | None = None  # Where it comes from; None: by the backend.
+    fault: Path | None = None
+    deaths: int = 0  # Or so many at random.
+    seed: int = 0
+    seeds: int = 1  # So many, from `seed` on; a seed draws the trace, the victims and every delay.
+    jobs: int = 1  # Processes that simulate seeds.
+    ray: str | None = None  # Or the address of a Ray cluster that does.
+    proxies: int = 1
+    acceptance: float = 0.6  # Of drafts, with `speculation.source: draft`.
+    policy: Sequence[PolicyName] = ()  # One after the other; none: the configuration's.
+    oracle: bool = False  # Each seed once more without the faults, for the report.
+    slo: Slo = Slo()  # noqa: RUF009 - frozen
+    json: bool = False
+    out: Path | None = None  # Directory for simulation.json, rows of requests, and the report.
+
+
+def load_case(options: SimulateOptions) -> tuple[Config, list[Fault]]:
+    """The configuration and the faults.
+
+    Raises:
+        ConfigError, TraceError: an option or a file is wrong.
+    """
+    given = [] if options.rate is None else [("--rate", options.rate)]
+    if wrong := [*numbers_out_of_range(given, zero=False)]:
+        raise ConfigError(wrong)
+    return prepared(load_config(options.config, os.environ), options)
+
+
+def prepared(config: Config, options: SimulateOptions) -> tuple[Config, list[Fault]]:
+    """The configuration with the pace of the options, and the faults. Raises: see `load_case`."""
+    config = _paced(config, options.pace)
+    _check_paces(config)
+    return config, _faults(options, config)
+
+
+def _paced(config: Config, pace: str | None) -> Config:
+    if pace is None:
+        return config
+    try:
+        decode_table(pace)
+        load_s(pace)
+    except ConfigError as error:
+        raise ConfigError([f"--pace: {fault}" for fault in error.faults]) from None
+    engine = config.cluster.engine.model_copy(update={"pace": pace})
+    cluster = config.cluster.model_copy(update={"engine": engine})
+    return config.model_copy(update={"cluster": cluster})
+
+
+def _check_paces(config: Config) -> None:
+    """Pages go from each instance to each other."""
+    cluster = config.cluster
+    sizes = {
+        instance.id: kv_geometry(cluster.pace_of(instance) or PACE).page_bytes
+        for _, instance in cluster.instances()
+    }
+    if len(set(sizes.values())) > 1:
+        got = ", ".join(f"{size:,} for {name}" for name, size in sizes.items())
+        raise ConfigError(
+            f"cluster.nodes: bytes of a page by the profiles of the instances: got {got}; allowed: "
+            f"profiles of one model"
+        )
+
+
+def under(config: Config, policy: PolicyName) -> Config:
+    """The configuration with another policy."""
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"name": policy})})
+
+
+def make_world(
+    options: SimulateOptions,
+    config: Config,
+    faults: Sequence[Fault],
+    seed: int,
+    *,
+    keep_log: bool = False,
+) -> World:
+    arrivals = arrivals_of(options, config, seed)
+    deaths: list[FaultEvent] = named_deaths(faults)
+    if options.deaths:
+        rng, nodes = Random(seed), [str(node.id) for node in config.cluster.nodes]
+        has_agents = config.backup.at_agents
+        deaths = random_deaths(
+            rng,
+            options.deaths,
+            max(1.0, arrivals[-1].at_s),
+            nodes,
+            has_agents=has_agents,
+            has_ranks=any(
+                each.ranks > 1 and each.own_stages for _, each in config.cluster.instances()
+            ),
+            proxies=options.proxies,
+        )
+    return World(
+        config,
+        arrivals,
+        deaths,
+        seed=seed,
+        proxies=options.proxies,
+        keep_log=keep_log,
+        draft_model=draft_model_of(config, options.acceptance),
+        first_token=first_token_of(options, config),
+    )
+
+
+def _faults(options: SimulateOptions, config: Config) -> list[Fault]:
+    if options.fault is None:
+        return []
+    if options.deaths:
+        raise ConfigError(
+            f"--deaths: got {options.deaths} with --fault {options.fault}; allowed: one of the two"
+        )
+    faults = load_faults(options.fault)
+    wrong = [
+        f"{options.fault}: [{index}].{line}"
+        for index, fault in enumerate(faults)
+        for line in _unknown(fault, config)
+    ]
+    names = {instance.id for _, instance in config.cluster.instances()}
+    names |= {node.agent_id for node in config.cluster.nodes} if config.backup.at_agents else set()
+    nodes = {node.id for node in config.cluster.nodes}
+    wrong += [
+        f"{options.fault}: [{index}].whom: unknown name {name!r}"
+        for index, fault in enumerate(faults)
+        for name, known in _named(fault, names, nodes)
+        if not known
+    ]
+    has_hosts = any(
+        each.stage_hosts and not each.own_stages for _, each in config.cluster.instances()
+    )
+    for index, fault in enumerate(faults):
+        if fault.whom.stage is not None and (not has_hosts or fault.what is not What.KILL):
+            allowed = "kill" if has_hosts else "no stage, without instances with all in stage_hosts"
+            wrong.append(
+                f"{options.fault}: [{index}].whom.stage: got {fault.whom.stage!r} with "
+                f"{fault.what}; allowed in the simulator: {allowed}"
+            )
+    if wrong:
+        raise ConfigError(wrong)
+    return faults
+
+
+def _named(
+    fault: Fault, names: Collection[str], nodes: Collection[str]
+) -> Iterator[tuple[str, bool]]:
+    if fault.whom.id is not None:
+        yield fault.whom.id, fault.whom.id in names
+    for node in [fault.whom.node, *(fault.whom.link or ())]:
+        if node is not None:
+            yield node, node in nodes
+
+
+def _unknown(fault: Fault, config: Config) -> Iterator[str]:
+    """Victims that the cluster does not have: a role, or a rank or stage of an instance."""
+    whom, instances = fault.whom, [each for _, each in config.cluster.instances()]
+    if whom.role is VictimRole.AGENT and not config.backup.at_agents:
+        yield f"whom.role: got 'agent' with backup.mode {config.backup.mode.value!r}: none is there"
+    elif whom.role not in (None, VictimRole.AGENT):
+        roles = sorted({each.role.value for each in instances})
+        if whom.role.value not in roles:
+            yield f"whom.role: got {whom.role.value!r}; allowed: {', '.join(roles)}"
+    for each in instances:
+        if each.id != whom.id:
+            continue
+        for part, number, count in (
+            ("rank", whom.rank, each.ranks),
+            ("stage", whom.stage, each.stage_count),
+        ):
+            if isinstance(number, int) and number >= count:
+                yield f"whom.{part}: got {number} of {each.id!r}; allowed: below {count}"
+
+
+def first_token_of(options: SimulateOptions, config: Config) -> FirstToken:
+    """Where the first token of a stream comes from."""
+    return options.first_token or _FIRST_TOKEN.get(config.cluster.backend, FirstToken.DECODE)
+
+
+def arrivals_of(options: SimulateOptions, config: Config, seed: int) -> list[Arrival]:
+    """The requests of a seed.
+
+    Raises:
+        ConfigError, TraceError: an option or the trace is wrong.
+    """
+    longest = config.cluster.engine.max_model_len
+    trace, rate = _source(options, longest, seed), options.rate
+    if options.trace is None and rate is None:
+        rate = GENERATED_PER_S
+    trace = clip(trace, longest // 2, longest // 2)
+    if rate is not None:
+        trace = at_rate(trace, rate)
+        check_lasts(trace, f"--rate: got {rate}")
+    return [
+        Arrival(
+            each.arrival_s,
+            array(
+                "H",  # Ids of the vocabulary take two bytes.
+                prompt_token_ids(each, trace.block_tokens, VOCAB_SIZE, seed, FIRST_ORDINARY_TOKEN),
+            ),
+            each.output_tokens,
+            is_keyed=True,
+        )
+        for each in trace.requests
+    ]
+
+
+def _source(options: SimulateOptions, longest: int, seed: int) -> Trace:
+    if options.trace is None:
+        settings = GeneratorSettings(requests=options.requests or GENERATED_REQUESTS)
+        return scale(generate(settings, seed), longest // 2, longest // 4)
+    trace = load_trace(options.trace)
+    first = options.first_request
+    return window(trace, options.requests or len(trace.requests) - first, first)
+
+
+def cut_requests(options: SimulateOptions, config: Config) -> tuple[int, int]:
+    """How many requests of the trace are longer than they may be, and how long that is."""
+    longest = config.cluster.engine.max_model_len // 2
+    if options.trace is None:
+        return 0, longest
+    requests = _source(options, 2 * longest, options.seed).requests
+    return sum(max(each.input_tokens, each.output_tokens) > longest for each in requests), longest

@@ -1,0 +1,204 @@
+"""`kvrs compare`: policies under the same arrivals and faults, and which of them is better.
+
+The runs of one seed are a pair: they differ by the policy only, so that the interval is that of
+their differences.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from kvrs.config.policy import PolicyName
+from kvrs.errors import ConfigError, KvrsError
+from kvrs.sums import sum_in_order
+from kvrs.tables import folded, output
+from kvrs_lab.report.student import Interval, interval
+from kvrs_lab.sim.case import SimulateOptions
+from kvrs_lab.sim.cluster import Outcome
+from kvrs_lab.sim.command import broken_lines, described, missed_faults, simulate_policies
+from kvrs_lab.sim.results import write_results
+from kvrs_lab.sim.seeds import Simulated
+
+COMPLETE = "complete"  # As the simulator counts streams that got all their tokens.
+# Seconds that a run's streams waited for their recoveries, over all of its streams.
+WAITED, INCOMPLETE = "waited_s", "incomplete_share"
+
+
+@dataclass(frozen=True, slots=True)
+class AgainstBest:
+    """One policy against the best one, over the seeds that both have."""
+
+    policy: PolicyName
+    # Mean difference to the best policy by measure; above 0: worse.
+    differences: dict[str, Interval]
+
+    def is_worse(self, measure: str) -> bool | None:
+        """The interval shows that the measure is worse; None: there is none, from a single seed."""
+        found = self.differences[measure]
+        return None if found.half_width is None else found.mean - found.half_width > 0
+
+
+def parse_policies(text: str) -> tuple[PolicyName, ...]:
+    """Names with commas between them.
+
+    Raises:
+        ConfigError: fewer than two, or unknown names.
+    """
+    names = [name.strip() for name in text.split(",")]
+    known = [policy.value for policy in PolicyName]
+    if wrong := [name for name in names if name not in known]:
+        raise ConfigError(f"--policies: got {wrong[0]!r}; allowed: {', '.join(known)}")
+    if len(set(names)) < 2:
+        raise ConfigError(f"--policies: got {text!r}; allowed: two or more different ones")
+    return tuple(PolicyName(name) for name in dict.fromkeys(names))
+
+
+def run_comparison(options: SimulateOptions) -> int:
+    """Simulate, print the verdict, return the exit status: 0 if all invariants held and all faults
+    of a file came due.
+
+    Raises:
+        ConfigError, TraceError: an option or a file is wrong.
+    """
+    if options.fault is None and not options.deaths:
+        raise ConfigError("--fault, --deaths: missing; allowed: one of them, to recover from")
+    config, faults, found = simulate_policies(options)
+    if hollow := [policy.value for policy, each in found.items() if not each.by_seed]:
+        raise KvrsError(f"all runs of {', '.join(hollow)} violated an invariant: kvrs simulate")
+    comparisons = compare(found)
+    document = described(options, config, found) | {"comparison": _document(found, comparisons)}
+    if options.out is not None:
+        written = write_results(options.out, "comparison.json", document, found)
+        Console(stderr=True).print(f"written: {written}", markup=False, soft_wrap=True)
+    if options.json:
+        print(json.dumps(document, indent=2))
+    else:
+        output().print(_shown(found, comparisons))
+    missed = missed_faults(found, faults)
+    return 1 if missed or any(each.broken for each in found.values()) else 0
+
+
+def compare(found: dict[PolicyName, Simulated]) -> list[AgainstBest]:
+    """The best policy first, then the others: fewest incomplete streams, then shortest waits; means
+    over the seeds.
+    """
+    means = {policy: measures(simulated.outcomes) for policy, simulated in found.items()}
+    ranked = sorted(
+        found, key=lambda policy: (fmean(means[policy][INCOMPLETE]), fmean(means[policy][WAITED]))
+    )
+    best = found[ranked[0]].by_seed
+    comparisons = []
+    for policy in ranked:
+        own = found[policy].by_seed
+        seeds = [seed for seed in best if seed in own]
+        here = measures([own[seed] for seed in seeds])
+        there = measures([best[seed] for seed in seeds])
+        differences = {
+            measure: interval([a - b for a, b in zip(values, there[measure], strict=True)])
+            for measure, values in here.items()
+        }
+        comparisons.append(
+            AgainstBest(policy, {k: v for k, v in differences.items() if v is not None})
+        )
+    return comparisons
+
+
+def measures(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+    """Measures that policies are compared by, a value for each run."""
+    streams = [max(1, sum(outcome.ended.values())) for outcome in outcomes]
+    return {
+        WAITED: [sum_in_order(o.pauses_s) / n for o, n in zip(outcomes, streams, strict=True)],
+        INCOMPLETE: [1 - o.ended[COMPLETE] / n for o, n in zip(outcomes, streams, strict=True)],
+    }
+
+
+def verdict(comparisons: Sequence[AgainstBest]) -> str:
+    """Which policy is better than which others, in a sentence."""
+    best, *others = comparisons
+    shown = [
+        each.policy.value for each in others if each.is_worse(WAITED) or each.is_worse(INCOMPLETE)
+    ]
+    alike = [each.policy.value for each in others if each.policy.value not in shown]
+    if others[0].is_worse(WAITED) is None:
+        first = [
+            each.policy.value
+            for each in comparisons
+            if not any(difference.mean for difference in each.differences.values())
+        ]
+        return f"{', '.join(first)} did best; one seed has no interval (--seeds)."
+    parts = []
+    if shown:
+        parts.append(f"{best.policy.value} is better than {', '.join(shown)}")
+    if alike:
+        parts.append(f"no difference between {best.policy.value} and {', '.join(alike)} is shown")
+    return f"{'; '.join(parts)} (95 %, {others[0].differences[WAITED].n} seeds)."
+
+
+def _document(
+    found: dict[PolicyName, Simulated], comparisons: Sequence[AgainstBest]
+) -> dict[str, Any]:
+    return {
+        "verdict": verdict(comparisons),
+        "best": comparisons[0].policy.value,
+        "policies": {
+            each.policy.value: {
+                measure: {
+                    "mean": fmean(measures(found[each.policy].outcomes)[measure]),
+                    "difference": asdict(difference),
+                }
+                for measure, difference in each.differences.items()
+            }
+            for each in comparisons
+        },
+    }
+
+
+def _shown(
+    found: dict[PolicyName, Simulated], comparisons: Sequence[AgainstBest]
+) -> RenderableType:
+    best = comparisons[0].policy.value
+    table = Table(
+        Column("policy", no_wrap=True),
+        "a stream waited",
+        f"longer than {best}",
+        "not complete",
+        f"more than {best}",
+        box=box.SIMPLE_HEAD,
+    )
+    for each in comparisons:
+        means = {
+            key: fmean(values) for key, values in measures(found[each.policy].outcomes).items()
+        }
+        waited, incomplete = (each.differences[key] for key in (WAITED, INCOMPLETE))
+        table.add_row(
+            each.policy.value,
+            f"{means[WAITED] * 1000:,.1f} ms",
+            "" if each is comparisons[0] else _spread(waited, 1000, " ms"),
+            f"{means[INCOMPLETE]:.2%}",
+            "" if each is comparisons[0] else _spread(incomplete, 100, " %"),
+        )
+    note = (
+        "Means over the seeds; of all streams, interrupted or not. Differences between runs of the "
+        "same seed, each with its 95 % interval (Student)."
+    )
+    return Group(
+        Text(verdict(comparisons), style="bold"),
+        *broken_lines(found),
+        folded(table),
+        Text(note, style="dim"),
+    )
+
+
+def _spread(found: Interval, scale: float, unit: str) -> str:
+    mean = found.mean * scale
+    if found.half_width is None:
+        return f"{mean:,.1f}{unit}"
+    half = found.half_width * scale
+    return f"{mean:,.1f} [{mean - half:,.1f}, {mean + half:,.1f}]{unit}"

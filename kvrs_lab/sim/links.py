@@ -1,0 +1,150 @@
+"""How pages get from one node to another: one queue per link and direction, class before class,
+page after page.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from kvrs.ids import NodeId
+from kvrs.protocol.page_messages import TrafficClass
+from kvrs_lab.sim.process import Clock, SimProcess, require
+
+_traffic = attrgetter("traffic")
+CHUNK_PAGES = (
+    4  # Are sent at a time: more would let a checkpoint hold up a hand-off, fewer take more steps.
+)
+
+
+@dataclass(slots=True, eq=False)
+class SimTransfer:
+    """Pages on their way. A frozen end, or a cut link, holds them up; nothing comes of a process
+    that died.
+    """
+
+    source: SimProcess
+    target: SimProcess
+    pages: int
+    page_bytes: int
+    traffic: TrafficClass
+    arrived: Callable[
+        [int], bool
+    ]  # So many more are there; False: one was damaged, no more are wanted.
+    ended: Callable[[str | None], None]  # Once, always; why it ended before its last page.
+    heard_s: float = 0.0
+    over: bool = False
+
+
+@dataclass(slots=True)
+class _Route:
+    waiting: list[SimTransfer] = field(default_factory=list)
+    busy: bool = False
+    cut_until_s: float = 0.0
+    rate: float | None = None  # Bytes per second, for as long as a fault has it so.
+
+
+class SimLinks:
+    def __init__(
+        self, clock: Clock, bytes_per_s: float, local_bytes_per_s: float, stall_timeout_s: float
+    ) -> None:
+        self._clock = clock
+        self.bytes_per_s = bytes_per_s
+        self._local_bytes_per_s = local_bytes_per_s
+        self._stall_timeout_s = stall_timeout_s
+        self._routes: dict[tuple[NodeId, NodeId], _Route] = {}
+
+    @property
+    def under_way(self) -> int:
+        return sum(len(route.waiting) for route in self._routes.values())
+
+    def send(self, transfer: SimTransfer) -> None:
+        assert transfer.pages > 0
+        transfer.heard_s = self._clock.now_s
+        route = self._route(transfer.source.node, transfer.target.node)
+        route.waiting.append(transfer)
+        self._clock.after(self._stall_timeout_s, self._look, transfer)
+        self._serve(route)
+
+    def stop(self, transfer: SimTransfer, error: str | None) -> None:
+        """It is over; to stop it twice is harmless."""
+        if not transfer.over:
+            transfer.over = True
+            self._route(transfer.source.node, transfer.target.node).waiting.remove(transfer)
+            transfer.ended(error)
+            # Its timer has the transfer for a while yet, but not what it was for.
+            del transfer.arrived, transfer.ended
+
+    def drop(self, process: SimProcess) -> None:
+        """No process is there any more."""
+        for route in self._routes.values():
+            for transfer in [
+                each for each in route.waiting if process in (each.source, each.target)
+            ]:
+                self.stop(transfer, f"{process.id} is gone")
+
+    def cut(self, one: NodeId, other: NodeId, for_s: float, *, one_way: bool = False) -> None:
+        for ends in ((one, other), (other, one))[: 1 if one_way else 2]:
+            route = self._route(*ends)
+            route.cut_until_s = max(route.cut_until_s, self._clock.now_s + for_s)
+        self._clock.after(for_s, self.look)
+
+    def limit(self, one: NodeId, other: NodeId, bytes_per_s: float | None) -> None:
+        """None: as fast as it goes."""
+        self._route(one, other).rate = self._route(other, one).rate = bytes_per_s
+
+    def look(self) -> None:
+        """Something may go on that was held up."""
+        for route in list(self._routes.values()):
+            self._serve(route)
+
+    def _route(self, source: NodeId, target: NodeId) -> _Route:
+        if (route := self._routes.get((source, target))) is None:
+            route = self._routes[source, target] = _Route()
+        return route
+
+    def _serve(self, route: _Route) -> None:
+        if route.busy or not route.waiting or route.cut_until_s > self._clock.now_s:
+            return
+        moving = [
+            each for each in route.waiting if each.source.is_running and each.target.is_running
+        ]
+        if not moving:
+            return
+        transfer = moving[0] if len(moving) == 1 else min(moving, key=_traffic)
+        is_local = transfer.source.node == transfer.target.node
+        rate = self._local_bytes_per_s if is_local else self.bytes_per_s
+        if route.rate is not None:
+            rate = min(rate, route.rate)
+        pages = min(CHUNK_PAGES, transfer.pages)
+        route.busy = True
+        sent_in_s = pages * transfer.page_bytes / rate
+        self._clock.after(sent_in_s, self._sent, route, transfer, pages)
+
+    def _sent(self, route: _Route, transfer: SimTransfer, pages: int) -> None:
+        route.busy = False
+        held_up = (
+            not (transfer.source.is_running and transfer.target.is_running)
+            or route.cut_until_s > self._clock.now_s
+        )
+        if not transfer.over and not held_up:
+            if not transfer.source.alive:
+                require(False, f"{transfer.source.id} is dead and delivers pages")
+            # Those of one class take turns.
+            route.waiting.remove(transfer)
+            route.waiting.append(transfer)
+            transfer.pages -= pages
+            transfer.heard_s = self._clock.now_s
+            if not transfer.arrived(pages):
+                self.stop(transfer, "a page was damaged")
+            elif not transfer.pages:
+                self.stop(transfer, None)
+        self._serve(route)
+
+    def _look(self, transfer: SimTransfer) -> None:
+        if transfer.over:
+            return
+        left_s = transfer.heard_s + self._stall_timeout_s - self._clock.now_s
+        if left_s <= 1e-9:
+            self.stop(transfer, "stalled")
+        else:
+            self._clock.after(left_s, self._look, transfer)

@@ -1,0 +1,366 @@
+"""A simulated proxy: `kvrs.core` in virtual time.
+
+It performs what the core decides by messages that take time, and passes late news of former
+attempts on to the policy, on purpose. Its invariants are checked with every event.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any
+
+from kvrs.core.books.agent_slots import SlotOutcome
+from kvrs.core.books.leases import Leases
+from kvrs.core.control import Control
+from kvrs.core.event_log import event_line, header_line
+from kvrs.core.fleet.generated import Continues, Generated
+from kvrs.core.fleet.self_tests import SelfTest, TokensTest, TransferTest, names_of
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
+from kvrs.core.model.member import Member
+from kvrs.core.model.streams import Complete, Outcome
+from kvrs.core.watch import WatchLimits
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import LeaseUpdate
+from kvrs_lab.sim.agent import SimAgent
+from kvrs_lab.sim.attempts import SimAttempt
+from kvrs_lab.sim.calls import Answer
+from kvrs_lab.sim.engine import SimEngine
+from kvrs_lab.sim.flows import TokenFlow
+from kvrs_lab.sim.invariants import Grants, Invariants
+from kvrs_lab.sim.process import OwnTime, require
+from kvrs_lab.sim.site import Site
+from kvrs_lab.sim.slots import SlotMessages
+from kvrs_lab.sim.streams import Arrival, SimJournal, SimRecovery, SimStream
+from kvrs_lab.sim.watches import ReportLine, SimWatch
+
+_SELF_TEST_S = 0.05
+_GENERATED = Generated((), (), Continues.SEEDED)
+
+BOOK_EVERY = 20  # Events: to look at the policy's books takes longer than to handle one.
+
+
+class SimProxy:
+    def __init__(
+        self,
+        name: str,
+        site: Site,
+        grants: Grants,
+        rng: Random,
+        *,
+        keep_log: bool,
+        lost: Callable[[SimWatch, int], None] = lambda watch, epoch: None,
+    ) -> None:
+        """`lost` gets every process that this proxy has lost, for gossip."""
+        config = site.config
+        self.name = name
+        self.is_alive = True
+        self.time = OwnTime(site.clock)
+        self.cut_until_s: dict[InstanceId, float] = {}  # No message passes between them until then.
+        self.streams: dict[StreamId, SimStream] = {}  # Those that have ended included.
+        self.slot_outcomes: Counter[SlotOutcome] = Counter()
+        shell = SimShell(self)
+        self.control = Control[SimStream](
+            config,
+            run_id=name,
+            shell=shell,
+            trace=shell.trace,
+            can_give_end=lambda: False,
+            runs_self_tests=config.proxy.self_test,
+        )
+        self.control.self_tests.changed = lambda: self.after(0.0, self._self_test)
+        self.watches: dict[InstanceId, SimWatch] = {}
+        self.log: list[str] | None = (
+            [header_line(config.policy, config.slo, config.backup)] if keep_log else None
+        )
+        self.events: Counter[str] = Counter()  # By kind, as the policy got them.
+        self.actions: Counter[str] = Counter()  # By kind, as it answered.
+        self.recoveries: Counter[str] = Counter()
+        self.recovered: list[SimRecovery] = []
+        self.given_up: Counter[str] = Counter()  # Streams by reason, with what clients were told.
+        self.pauses_s: list[float] = []
+        self.dropped_tokens = 0
+        self.page_size_tokens = config.cluster.engine.page_size_tokens
+        self.first_token = site.first_token
+        self._site = site
+        self._grants = grants
+        self._rng = rng
+        self._lost = lost
+        nodes = {holder.id: holder.node for holder in site.holders.values()}
+        self.invariants = Invariants(config, nodes, self.streams)
+        self.told = 0  # Events.
+        self._delays_s = {holder: rng.uniform(0.0001, 0.003) for holder in site.holders}
+        self.slots = SlotMessages(name, self.control.slots, site, grants, rng, self.after)
+
+    # The host of its attempts and watches.
+
+    @property
+    def now_s(self) -> float:
+        return self._site.clock.now_s
+
+    def after(self, delay_s: float, step: Callable[..., None], *args: Any) -> None:
+        """Do this later, unless this proxy has died by then."""
+        self.time.after(delay_s, step, *args)
+
+    def answered(self, instance: InstanceId, tokens: list[Answer], flow: TokenFlow | None) -> None:
+        """Those that arrive at the same moment do so in one step. Also on connections that are
+        closed: the instance does not know yet, and what it sends must not count.
+        """
+        first_s, clock, calls = self.arrives_s(instance), self._site.clock, 0
+        if flow is not None and not tokens:
+            flow.send(first_s)
+            clock.after(first_s - clock.now_s, self._arrive, tokens, flow, flow.calls)
+            return
+        together: dict[float, list[Answer]] = {}
+        if flow is not None:
+            flow.send(first_s)
+            together[first_s], calls = [], flow.calls
+        for answer in tokens:
+            at_s = answer[0].in_order_s(first_s)
+            if (came := together.get(at_s)) is None:
+                came = together[at_s] = []
+            came.append(answer)
+        for at_s, came in together.items():
+            # The step of the flow is in the first message.
+            clock.after(at_s - clock.now_s, self._arrive, came, flow, calls)
+            flow, calls = None, 0
+
+    def _arrive(self, came: list[Answer], flow: TokenFlow | None, calls: int) -> None:
+        self._site.clock.steps += len(came) + calls - 1  # Each of them counts.
+        self.time.do(self._take, came, flow, calls)
+
+    def _take(self, came: list[Answer], flow: TokenFlow | None, calls: int) -> None:
+        now_s = self.now_s
+        if flow is not None:
+            flow.came(calls, now_s)
+        for connection, position, token, is_last in came:
+            connection.attempt.token(position, token, is_last, now_s)
+
+    def engine(self, name: InstanceId) -> SimEngine:
+        engine = self._site.holders[name]
+        assert isinstance(engine, SimEngine)
+        return engine
+
+    def delay_s(self, name: InstanceId) -> float:
+        delay_s = self._delays_s[name]
+        if self.cut_until_s:
+            delay_s += max(0.0, self.cut_until_s.get(name, 0.0) - self.now_s)
+        return delay_s
+
+    def arrives_s(self, name: InstanceId) -> float:
+        return self._site.clock.now_s + (
+            self.delay_s(name) if self.cut_until_s else self._delays_s[name]
+        )
+
+    def be_near(self) -> None:
+        """Messages between it and any process take no time, for comparisons with what has none."""
+        self._delays_s = dict.fromkeys(self._delays_s, 0.0)
+
+    def late_news_s(self) -> float | None:
+        return self._rng.uniform(0.0, 1.0) if self._rng.random() < 0.3 else None
+
+    def suspect(self, name: InstanceId) -> None:
+        if not self.control.instances.is_reporting(name, self.now_s):
+            self.watches[name].expire_if_silent()
+
+    def resumed(self, live: SimStream) -> None:
+        if live.failed_at_s is not None and len(live.output) > 1:
+            self.pauses_s.append(self.now_s - live.failed_at_s)
+        live.failed_at_s = None
+        if live.last_recovery is not None:
+            live.last_recovery.resumed(self.now_s)
+
+    def begin(self) -> None:
+        interval_s = self._site.config.proxy.load_interval_s
+        limits = WatchLimits.of(self._site.config.proxy)
+        for holder in self._site.holders.values():
+            delay_s = partial(self._report_delay_s, holder.id, self._rng.uniform(0.0, interval_s))
+            line = ReportLine(self.time, limits, interval_s, delay_s, self._lost)
+            watch = self._watch(holder, line)
+            self.watches[holder.id] = watch
+            self.after(self._rng.uniform(0.0, 0.2), watch.begin)
+        for leases, unknown in (
+            (self.control.leases, self.control.retention_lost),
+            (self.control.checkpoints.leases, self.control.checkpoints.unknown),
+        ):
+            leases.begin(self.now_s)
+            self._renew_leases(leases, unknown)
+        self.slots.renew()
+
+    def _self_test(self) -> None:
+        tests = self.control.self_tests
+        while (test := tests.next(self.now_s)) is not None:
+            self.after(_SELF_TEST_S, self._end_self_test, test)
+
+    def _end_self_test(self, test: SelfTest) -> None:
+        """Simulated engines compute alike and fetch what they should; only a death ends a test."""
+        tests, names = self.control.self_tests, names_of(test)
+        if not all(map(self.control.instances.is_up, names)):
+            tests.failed(test, "lost", self.now_s)
+        elif isinstance(test, TokensTest):
+            tests.generated(test, _GENERATED)
+        elif isinstance(test, TransferTest):
+            tests.transferred(test, moved=True)
+        for news in tests.news(names):
+            self.control.tell(news, self.now_s)
+        if (retry_s := tests.next_retry_s()) is not None:
+            self.after(max(0.0, retry_s - self.now_s), self._self_test)
+        self._self_test()
+
+    def _watch(self, holder: object, line: ReportLine) -> SimWatch:
+        assert isinstance(holder, SimEngine | SimAgent)
+        control = self.control
+        known = (
+            control.agents.known[holder.id]
+            if isinstance(holder, SimAgent)
+            else control.instances.known[holder.id]
+        )
+        return SimWatch(holder, known, control, line)
+
+    def _report_delay_s(self, name: InstanceId, late_s: float) -> float:
+        return self.delay_s(name) + (late_s if self._rng.random() < 0.2 else 0.0)
+
+    # Clients.
+
+    def arrive(self, stream: StreamId, arrival: Arrival) -> None:
+        count = len(arrival.prompt_ids)
+        guess = self._rng.randint(1, 2 * count) if arrival.is_text else count
+        ids = None if arrival.is_text else arrival.prompt_ids
+        deadlines = arrival.deadlines
+        self.adopt(SimJournal(stream, arrival, self.now_s, guess, ids, deadlines=deadlines))
+
+    def watch_anew(self, known: Member) -> None:
+        """An instance that was removed is there again."""
+        watch = self.watches[known.id] = self.watches[known.id].anew(known)
+        watch.begin()
+
+    def adopt(self, journal: SimJournal) -> None:
+        """Open a stream that has just arrived, or that another proxy had."""
+        live = self.streams[journal.stream] = SimStream(journal.stream, journal=journal)
+        self._site.tally.begun()
+        self.control.open(live, self.now_s)
+
+    def settle(self, live: SimStream, how: str, *, moved: bool = False) -> None:
+        """The stream has ended here."""
+        if not live.outcome:
+            self._site.tally.over(moved=moved)
+        live.outcome, live.ended_s = how, self.now_s
+
+    def die(self) -> list[SimStream]:
+        """End without a word; return the streams that were open."""
+        open_ = [live for live in self.streams.values() if not live.outcome]
+        for live in open_:
+            if live.run is not None:
+                live.run.close()
+        self.is_alive = False
+        self.time.end()
+        for watch in self.watches.values():
+            watch.end()
+        self._grants.proxy_died(self.name)
+        return open_
+
+    # Leases.
+
+    def _renew_leases(
+        self, leases: Leases, unknown: Callable[[InstanceId, list[StreamId], float], None]
+    ) -> None:
+        for name, update in leases.due(self.now_s).items():
+            self._send_leases(name, update, unknown)
+        self.after(leases.tick_s, lambda: self._renew_leases(leases, unknown))
+
+    def _send_leases(
+        self,
+        name: InstanceId,
+        update: LeaseUpdate,
+        unknown: Callable[[InstanceId, list[StreamId], float], None],
+    ) -> None:
+        holder, delay_s = self._site.holders[name], self.delay_s(name)
+        assert isinstance(holder, SimEngine | SimAgent)
+        if not self.watches[name].is_up:
+            return
+
+        def apply() -> None:
+            lost = holder.renew(update.renew)
+            holder.release(update.release)
+            if lost:
+                self.after(delay_s, lambda: unknown(name, lost, self.now_s))
+
+        holder.call(delay_s, apply)
+
+
+class SimShell:
+    """The `Shell` of a simulated proxy, which counts what comes of it."""
+
+    def __init__(self, proxy: SimProxy) -> None:
+        self.proxy = proxy
+
+    def begin_attempt(self, live: SimStream, plan: act.Plan) -> None:
+        live.run = attempt = SimAttempt(self.proxy, live, plan)
+        attempt.begin()
+
+    def end_attempt(self, live: SimStream) -> None:
+        if live.run is None:
+            return
+        run, live.run = live.run, None
+        run.close()
+        if live.failed_at_s is None and not live.outcome:
+            live.failed_at_s = self.proxy.now_s
+
+    def expect_token(self, live: SimStream) -> None:
+        if live.run is not None:
+            live.run.expect_token()
+
+    def give_end(self, live: SimStream, plan: act.Plan) -> None:
+        raise AssertionError("a simulated proxy has no tokenizer")
+
+    def stream_closed(self, live: SimStream) -> None:
+        pass
+
+    def note(self, action: act.Record) -> None:
+        if isinstance(action, act.Recovered):
+            live = self.proxy.streams[action.stream]
+            live.option = action.option
+            live.recoveries += 1
+            live.last_recovery = SimRecovery(
+                action,
+                self.proxy.now_s,
+                None if live.attempt.plan is None else live.attempt.plan.decode,
+                len(live.journal.output_ids),
+                live.journal.last_token_s,
+            )
+            self.proxy.recovered.append(live.last_recovery)
+            self.proxy.recoveries[action.option.value] += 1
+
+    def wake_at(self, at_s: float) -> None:
+        self.proxy.after(at_s - self.proxy.now_s, self._wake)
+
+    def instance_changed(self, event: ev.InstanceUp | ev.InstanceLost | ev.GpuJudged) -> None:
+        pass
+
+    def count_slot(self, outcome: SlotOutcome) -> None:
+        self.proxy.slot_outcomes[outcome] += 1
+
+    def end_stream(self, live: SimStream, outcome: Outcome) -> None:
+        assert isinstance(outcome, Complete | act.GiveUp), "greedy streams continue exactly"
+        how = "complete" if isinstance(outcome, Complete) else outcome.reason.value
+        require(not live.outcome, f"{live.id} ends twice: {live.outcome}, {how}")
+        self.proxy.settle(live, how)
+        if isinstance(outcome, act.GiveUp):
+            self.proxy.given_up[f"{how}: {outcome.message}"] += 1
+
+    def trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
+        if self.proxy.log is not None:
+            self.proxy.log.append(event_line(now_s, event, actions))
+        self.proxy.invariants.observe(now_s, event, actions)
+        self.proxy.events[type(event).__name__] += 1
+        for action in actions:
+            self.proxy.actions[type(action).__name__] += 1
+        self.proxy.told += 1
+        if self.proxy.told % BOOK_EVERY == 0:
+            self.proxy.after(
+                0.0, lambda: self.proxy.invariants.check_slot_book(self.proxy.control.policy)
+            )
+
+    def _wake(self) -> None:
+        self.proxy.control.tell(ev.TimerFired(), self.proxy.now_s)

@@ -1,0 +1,161 @@
+"""A simulated instance that is started again: it loads a draft model, makes drafts for the most
+congested of the others, and ends that when its own model is there (LUMEN, section 4.4).
+
+Pairing, batches, mirrors and bursts are those of real instances. A draft is what the model chooses
+with a given probability, by a hash of stream and position: a run is the same every time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from zlib import crc32
+
+from kvrs.config.file import Config
+from kvrs.config.speculation import DraftSourceName
+from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId, StreamId
+from kvrs.profiles import catalog
+from kvrs.protocol.instance import Role
+from kvrs.protocol.speculation import MirrorUpdate
+from kvrs_engine.elastic.pairing import by_congestion
+from kvrs_engine.scheduling.draft_batches import DraftBatch, DraftBatches, MirroredStream
+from kvrs_engine.scheduling.pace import Pace
+from kvrs_lab.sim.calls import token_at
+from kvrs_lab.sim.engine import SimEngine
+from kvrs_lab.sim.process import Clock
+from kvrs_lab.sim.site import LATENCY_S
+
+_LOOK_S = 0.25  # Between looks for one that wants drafts, and at whether it is still there.
+_GONE = StreamId("gone")
+
+
+@dataclass(frozen=True, slots=True)
+class SimDraftModel:
+    pace: Pace  # Of its steps.
+    load_s: float
+    acceptance: float  # Probability that a draft is what the model chooses.
+
+    def token(self, stream: StreamId, position: int) -> int:
+        chance = crc32(f"draft {stream}:{position}".encode()) / (1 << 32)
+        return token_at(stream, position) + (chance >= self.acceptance)
+
+
+def draft_model_of(config: Config, acceptance: float) -> SimDraftModel | None:
+    """The draft model of a configuration; None: it has none.
+
+    Raises:
+        ConfigError: no profile says how long the draft takes, or there is no such acceptance.
+    """
+    speculation, disk_bytes_per_s = config.speculation, config.cluster.engine.disk_bytes_per_s
+    if speculation.source is not DraftSourceName.DRAFT:
+        return None
+    if not 0 <= acceptance <= 1:
+        raise ConfigError(f"--acceptance: got {acceptance}; allowed: 0 to 1")
+    if (name := speculation.pace) is None:
+        raise ConfigError(
+            "speculation.pace: null with source 'draft'; allowed in a simulation: the name of a "
+            "profile"
+        )
+    read_s = catalog.load(name).weight_bytes / disk_bytes_per_s if disk_bytes_per_s else 0.0
+    pace = Pace(name)
+    return SimDraftModel(pace, read_s + pace.load_s, acceptance)
+
+
+class SimHelper:
+    """One start of an instance, from `begin` to `end`."""
+
+    def __init__(
+        self,
+        name: InstanceId,
+        engines: Mapping[InstanceId, SimEngine],
+        model: SimDraftModel,
+        config: Config,
+        clock: Clock,
+    ) -> None:
+        self.id = name
+        self._others = [
+            each for each in engines.values() if each.id != name and each.role is not Role.PREFILL
+        ]
+        self._model, self._config, self._clock = model, config, clock
+        self._partner: SimEngine | None = None
+        self._life = 0  # Of the partner.
+        self._batches = self._no_batches()
+        self._waiting: list[MirrorUpdate] = []  # Until the batch under way has been computed.
+        self._computes = self._is_over = False
+
+    def begin(self) -> None:
+        self._clock.after(self._model.load_s, self._look)
+
+    def end(self) -> None:
+        self._is_over = True
+        self._part()
+
+    def receive(self, updates: list[MirrorUpdate]) -> None:
+        self._waiting += updates
+        self._go_on()
+
+    def _look(self) -> None:
+        if self._is_over:
+            return
+        partner = self._partner
+        if partner is not None and (
+            partner.life != self._life or partner.draining or not partner.alive
+        ):
+            self._part()
+        if self._partner is None:
+            self._pair()
+        self._clock.after(_LOOK_S, self._look)
+
+    @property
+    def is_wanted(self) -> bool:
+        """The draft model is of use to another one."""
+        return bool(self._wanting())
+
+    def _wanting(self) -> list[InstanceId]:
+        loads = {each.id: each.load() for each in self._others if each.is_running}
+        return by_congestion(loads, self.id)
+
+    def _pair(self) -> None:
+        if not (wanting := self._wanting()):
+            return
+        (partner,) = (each for each in self._others if each.id == wanting[0])
+        assert partner.drafts is not None
+        self._partner, self._life = partner, partner.life
+        partner.drafts.helper = self
+        self._batches = self._no_batches()
+
+    def _part(self) -> None:
+        partner, self._partner = self._partner, None
+        self._waiting.clear()
+        if partner is not None and partner.drafts is not None and partner.drafts.helper is self:
+            partner.drafts.left()
+
+    def _no_batches(self) -> DraftBatches:
+        engine = self._config.cluster.engine
+        return DraftBatches(engine, self._config.speculation.depth, engine.max_model_len)
+
+    def _go_on(self) -> None:
+        if self._computes or self._partner is None:
+            return
+        self._batches.update(self._waiting)
+        self._waiting.clear()
+        if batch := self._batches.next():
+            self._computes = True
+            seconds = self._model.pace.batch_s([chunk for _, _, chunk in batch])
+            self._clock.after(seconds, partial(self._computed, self._batches, batch))
+
+    def _computed(self, batches: DraftBatches, batch: DraftBatch) -> None:
+        self._computes = False
+        partner = self._partner
+        if batches is self._batches and partner is not None and partner.drafts is not None:
+            # Nothing is known of the runners-up of such a model.
+            choices = [(self._draft(stream), None) for stream, _, chunk in batch if chunk.logits]
+            bursts = batches.advanced(batch, choices)
+            partner.later(LATENCY_S, partial(partner.drafts.came, self, bursts))
+        self._go_on()
+
+    def _draft(self, stream: MirroredStream) -> int:
+        assert self._partner is not None
+        assert self._partner.drafts is not None
+        name = self._partner.drafts.assisted.stream(stream.number) or _GONE
+        return self._model.token(name, stream.mirror.tokens)

@@ -1,0 +1,225 @@
+"""A case under several seeds, in this process, in some at the same time, or on a cluster."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvrs.config.file import Config, config_digest
+from kvrs_lab.faults.language import Fault
+from kvrs_lab.report import metrics
+from kvrs_lab.report.report import Report, build_report
+from kvrs_lab.sim.case import SimulateOptions, make_world
+from kvrs_lab.sim.clients import fault_rows, records_of
+from kvrs_lab.sim.cluster import PACE, Outcome
+from kvrs_lab.sim.on_ray import on_ray
+from kvrs_lab.sim.world import World
+from kvrs_lab.traces.records import StreamRecord
+
+# Adds to the requests that have ended.
+Ended = Callable[[int], None]
+_SHOWN_EVERY = 64  # Requests.
+
+
+@dataclass(slots=True)
+class Simulated:
+    """All seeds together, under one policy."""
+
+    by_seed: dict[int, Outcome]
+    broken: dict[int, str]  # By seed: the violated invariant.
+    clients: "dict[int, ClientsView]" = field(default_factory=dict)  # By seed.
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return list(self.by_seed.values())
+
+
+@dataclass(slots=True)
+class ClientsView:
+    """The run of one seed, as its clients saw it."""
+
+    summary: dict[str, Any]  # `kvrs_lab.report.metrics.summary`
+    requests: list[dict[str, Any]]  # A row for each.
+    report: Report | None  # Where it is to be written.
+
+
+@dataclass(slots=True)
+class SeedRun:
+    seed: int
+    outcome: Outcome | None = None  # None: `broken`.
+    clients: ClientsView | None = None
+    broken: str = ""
+
+
+def simulate(
+    options: SimulateOptions, config: Config, faults: Sequence[Fault], title: str = ""
+) -> Simulated:
+    """The runs of all seeds, which do not depend on how many processes there are."""
+    seeds = range(options.seed, options.seed + options.seeds)
+    with _progress(f"simulating {title}") as begin:
+        found = {run.seed: run for run in _runs(options, config, faults, seeds, begin)}
+    simulated = Simulated({}, {})
+    for seed in seeds:
+        run = found[seed]
+        if run.outcome is None:
+            simulated.broken[seed] = run.broken
+        else:
+            assert run.clients is not None
+            simulated.by_seed[seed], simulated.clients[seed] = run.outcome, run.clients
+    return simulated
+
+
+def _runs(
+    options: SimulateOptions,
+    config: Config,
+    faults: Sequence[Fault],
+    seeds: Sequence[int],
+    begin: Callable[[int], Ended],
+) -> Iterator[SeedRun]:
+    if options.ray is not None:
+        ended = begin(len(seeds))
+        for run in on_ray(
+            options.ray, options, seeds, lambda there, seed: run_seed(there, config, faults, seed)
+        ):
+            yield run
+            ended(1)
+        return
+    if options.jobs == 1 or len(seeds) == 1:
+        told: Ended | None = None
+        for seed in seeds:
+            world = make_world(options, config, faults, seed)
+            told = told or begin(len(seeds) * len(world.arrivals))
+            yield _run(world, options, config, faults, seed, told)
+        return
+    ended = begin(len(seeds))
+    jobs = min(options.jobs, len(seeds))
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        tasks = [pool.submit(run_seed, options, config, faults, seed) for seed in seeds]
+        try:
+            for task in as_completed(tasks):
+                yield task.result()
+                ended(1)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def run_seed(
+    options: SimulateOptions, config: Config, faults: Sequence[Fault], seed: int
+) -> SeedRun:
+    """The run of one seed, in a process of its own."""
+    world = make_world(options, config, faults, seed)
+    return _run(world, options, config, faults, seed, lambda more: None)
+
+
+def _run(
+    world: World,
+    options: SimulateOptions,
+    config: Config,
+    faults: Sequence[Fault],
+    seed: int,
+    ended: Ended,
+) -> SeedRun:
+    shown = 0
+
+    def look(requests: int) -> None:
+        nonlocal shown
+        if requests - shown >= _SHOWN_EVERY:
+            ended(requests - shown)
+            shown = requests
+
+    world.cluster.tally.changed = look
+    try:
+        outcome = world.run()
+        clean = None
+        if options.oracle:
+            bare = make_world(replace(options, deaths=0, fault=None), config, [], seed)
+            bare.run()
+            clean = records_of(bare.arrivals, bare.cluster.proxies)
+    except AssertionError as error:
+        return SeedRun(seed, broken=str(error) or repr(error))
+    finally:
+        ended(len(world.arrivals) - shown)
+    records = records_of(world.arrivals, world.cluster.proxies)
+    clients = ClientsView(
+        metrics.summary(records, options.slo),
+        [_row(seed, record) for record in records] if options.out is not None else [],
+        _report(options, config, world, records, clean, seed) if options.out is not None else None,
+    )
+    return SeedRun(seed, outcome, clients)
+
+
+def _row(seed: int, record: StreamRecord) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        "request": record.index,
+        "arrival_s": record.due_s,
+        "input_tokens": record.prompt_tokens,
+        "output_tokens": record.tokens,
+        "max_tokens": record.max_tokens,
+        "ttft_s": metrics.arrival_ttft_s(record),
+        "tpot_s": metrics.tpot_s(record),
+        "max_gap_s": metrics.max_gap_s(record),
+        "latency_s": metrics.latency_s(record),
+        "error": "" if record.error is None else record.error.message,
+    }
+
+
+def _report(
+    options: SimulateOptions,
+    config: Config,
+    world: World,
+    records: list[StreamRecord],
+    clean: list[StreamRecord] | None,
+    seed: int,
+) -> Report:
+    outcome = world.cluster.outcome
+    settings = {
+        "simulated": "in virtual time",
+        "trace": "generated" if options.trace is None else options.trace.name,
+        "rate": options.rate,
+        "requests": len(records),
+        "pace": config.cluster.engine.pace or PACE,
+        "seed": seed,
+        "fault": None if options.fault is None else options.fault.name,
+        "deaths": options.deaths,
+        "proxies": options.proxies,
+    }
+    proxy = {"policy": config.policy.name.value, "config_digest": config_digest(config)}
+    recovered = (each for each_proxy in world.cluster.proxies for each in each_proxy.recovered)
+    rows = sorted((each.row() for each in recovered), key=lambda row: float(row["at_s"]))
+    return build_report(
+        records,
+        clean,
+        rows,
+        fault_rows(outcome),
+        settings,
+        options.slo,
+        outcome.never_due,
+        proxy,
+    )
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[int], Ended]]:
+    """A bar on a terminal. `begin` takes the total, and returns what adds to it."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+
+        def begin(total: int) -> Ended:
+            task = progress.add_task(title, total=total)
+            return lambda more: progress.advance(task, more)
+
+        yield begin

@@ -1,0 +1,285 @@
+"""The surroundings that all simulated processes share, and page transfers between them."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvrs.config.engine import EngineSettings
+from kvrs.config.file import Config
+from kvrs.ids import InstanceId, StreamId
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, TrafficClass
+from kvrs.protocol.tags import Tag
+from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
+from kvrs.transfer.meter import LinkMeter
+from kvrs_engine.scheduling.pace import Pace
+from kvrs_engine.scheduling.pages import PageManager
+from kvrs_engine.scheduling.replicas import ReplicaBook, ReplicaRun
+from kvrs_lab.sim.first_token import FirstToken
+from kvrs_lab.sim.hosts import SimHost
+from kvrs_lab.sim.links import SimLinks, SimTransfer
+from kvrs_lab.sim.process import Clock, SimProcess, Step, require
+from kvrs_lab.sim.rank_model import PipelineModel, RankModel
+
+
+@dataclass(slots=True)
+class StreamTally:
+    """Streams of all proxies: those that are open, and how many have ended."""
+
+    open: int = 0
+    ended: int = 0
+    changed: Callable[[int], None] = field(default=lambda ended: None)
+
+    def begun(self) -> None:
+        self.open += 1
+
+    def over(self, *, moved: bool) -> None:
+        """Moved: it goes on at another proxy."""
+        self.open -= 1
+        if not moved:
+            self.ended += 1
+            self.changed(self.ended)
+
+
+LATENCY_S = 0.0002  # One way, between any two processes of the cluster.
+
+
+@dataclass(frozen=True, slots=True)
+class InstancePace:
+    """The times of an instance."""
+
+    pace: Pace
+    prefill: PrefillTable  # Of one prompt alone, in chunks.
+    queued_prefill: PrefillTable  # The same, where prompts share steps.
+
+    @classmethod
+    def of(cls, profile: str, engine: EngineSettings) -> "InstancePace":
+        pace, chunks = Pace(profile), (engine.max_batch_tokens, engine.max_model_len)
+        return cls(pace, pace.prefill.chunked(*chunks), pace.prefill.shared(*chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    config: Config
+    clock: Clock
+    links: SimLinks
+    paces: dict[InstanceId, "InstancePace"]
+    geometry: KvGeometry
+    root: Tag
+    rank_model: RankModel
+    pipeline_model: PipelineModel
+    hosts: dict[InstanceId, list[SimHost]]  # Of instances with a host for each stage.
+    first_token: FirstToken = FirstToken.DECODE
+    tally: StreamTally = field(default_factory=StreamTally)
+    holders: dict[InstanceId, "SimHolder"] = field(default_factory=dict)  # Instances and agents.
+    _numbers: dict[InstanceId, int] = field(default_factory=dict)
+
+    def number_of(self, name: InstanceId) -> int:
+        """The place of a holder among all, which does not change."""
+        if len(self._numbers) < len(self.holders):
+            self._numbers.update({each: number for number, each in enumerate(self.holders)})
+        return self._numbers[name]
+
+
+@dataclass(frozen=True, slots=True)
+class PageRequest:
+    """Pages by tag, and behind them perhaps the partial one of a hand-off."""
+
+    tags: tuple[Tag, ...]
+    traffic: TrafficClass
+    epoch: int | None = None
+    handoff: StreamId | None = None
+    tail_index: int | None = None
+    page_share: float = 1.0  # Of a page's bytes, where some of its cells are asked for.
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedPages:
+    """The leading run of what was asked for, pinned until `close`. `contents` says what really lies
+    in each page.
+    """
+
+    contents: list[Tag | None]
+    has_tail: bool
+    close: Step
+
+
+class SimHolder(SimProcess):
+    stalls_until_s = 0.0  # Its page port takes connections, and answers nothing until then.
+
+    def start(self) -> None:
+        super().start()
+        self.stalls_until_s = 0.0
+
+    @property
+    def stalls(self) -> bool:
+        return self.clock.now_s < self.stalls_until_s
+
+    @abstractmethod
+    def open(self, asked: PageRequest) -> OpenedPages: ...
+
+    def end_transfer(self, stream: StreamId, below: tuple[int, int]) -> None:
+        """An agent says that the slot of lower attempts has ended."""
+
+    @abstractmethod
+    def check_at_rest(self) -> None:
+        """Raises AssertionError when anything is left of the streams, which have all ended."""
+
+
+class SimKeeper(SimHolder):
+    """A holder that keeps pages which others send. `begin` says where those of a range go; each is
+    then committed, and the range ended, under what it returned.
+    """
+
+    @abstractmethod
+    def offer(
+        self, claim: CheckpointClaim, reserved_bytes: int, tags: tuple[Tag, ...]
+    ) -> HeldPages: ...
+
+    @abstractmethod
+    def begin(self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]) -> Any: ...
+
+    @abstractmethod
+    def commit(self, run: Any, index: int, content: Tag | None) -> None:
+        """A page has arrived and its checksum is right."""
+
+    @abstractmethod
+    def end(self, run: Any) -> HeldPages: ...
+
+
+class SimPagePool(SimKeeper):
+    """A holder that computes pages, sends checkpoints of them, and keeps replicas of others."""
+
+    pages: PageManager
+    backlog: CheckpointBacklog
+    replicas: ReplicaBook
+    contents: list[Tag | None]  # What is in each full page, by number.
+
+    # What other instances send.
+
+    def offer(
+        self, claim: CheckpointClaim, reserved_bytes: int, tags: tuple[Tag, ...]
+    ) -> HeldPages:
+        return self.replicas.offer(claim.stream, tags)
+
+    def begin(self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]) -> ReplicaRun:
+        return self.replicas.begin(claim.stream, first_page, tags)
+
+    def commit(self, run: ReplicaRun, index: int, content: Tag | None) -> None:
+        if (page := run.taken[index]) is not None:
+            if content != run.tags[index]:
+                require(False, f"{self.id} is sent another page than was promised")
+            self.received(page, run.tags[index])
+            self.replicas.arrived(run, index)
+
+    def end(self, run: ReplicaRun) -> HeldPages:
+        held = self.replicas.end(run)
+        self.later(0.0, self.look)
+        return held
+
+    @abstractmethod
+    def received(self, page: int, content: Tag) -> None:
+        """The page has this in it now."""
+
+    @abstractmethod
+    def look(self) -> None:
+        """Begin whatever can be begun: pages may have become free."""
+
+    def contents_of(self, pages: list[int]) -> list[Tag | None]:
+        """The true content of each page."""
+        return [self.contents[page] for page in pages]
+
+
+class Fetch:
+    """One pull. `done` hears how many full pages arrived whole, and whether the partial one did;
+    always, and once.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        target: SimProcess,
+        meter: LinkMeter,
+        source: SimHolder,
+        asked: PageRequest,
+        page: Callable[[int], None],
+        done: Callable[[int, bool], None],
+    ) -> None:
+        self._site = site
+        self._target = target
+        self._life = target.life
+        self._meter = meter
+        self._source = source
+        self._asked = asked
+        self._page = page
+        self._done = done
+        self._page_bytes = round(site.geometry.page_bytes * asked.page_share)
+        self._opened: OpenedPages | None = None
+        self._pages = 0
+        self._is_over = False
+        source.call(LATENCY_S, self._answer, self._end)
+        site.clock.after(site.config.transfer.stall_timeout_s, self._give_up)
+
+    def _answer(self) -> None:
+        if self._is_over or self._target.life != self._life or self._source.stalls:
+            return
+        self._opened = opened = self._source.open(self._asked)
+        pages = len(opened.contents) + opened.has_tail
+        if not pages:
+            self._close()
+            self._end()
+            return
+        self._meter.begin(self._source.node, self._site.clock.now_s)
+        self._site.links.send(
+            SimTransfer(
+                self._source,
+                self._target,
+                pages,
+                self._page_bytes,
+                self._asked.traffic,
+                self._arrived,
+                self._ended,
+            )
+        )
+
+    def _arrived(self, pages: int) -> bool:
+        assert self._opened is not None
+        self._meter.add(self._source.node, pages * self._page_bytes, self._site.clock.now_s)
+        for _ in range(pages):
+            if self._source.corrupt_pages:
+                self._source.corrupt_pages -= 1
+                return False
+            if self._pages < len(self._opened.contents):
+                # The checksum was right, so what has come is what lay there: it had better be what
+                # was asked for.
+                asked, got = self._asked.tags[self._pages], self._opened.contents[self._pages]
+                if got != asked:
+                    source, target = self._source.id, self._target.id
+                    require(False, f"{source} delivers another page than {target} asked for")
+                self._page(self._pages)
+            self._pages += 1
+        return True
+
+    def _ended(self, error: str | None) -> None:
+        self._meter.end(self._source.node, self._site.clock.now_s)
+        self._close()
+        self._end()
+
+    def _close(self) -> None:
+        assert self._opened is not None
+        self._source.later(0.0, self._opened.close)
+
+    def _give_up(self) -> None:
+        if self._opened is None:
+            self._end()
+
+    def _end(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        full = 0 if self._opened is None else min(self._pages, len(self._opened.contents))
+        tail = self._opened is not None and self._pages > len(self._opened.contents)
+        if self._target.alive and self._target.life == self._life:
+            self._target.later(LATENCY_S, lambda: self._done(full, tail))

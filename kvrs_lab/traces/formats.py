@@ -1,0 +1,204 @@
+"""Traces as they are published (Mooncake JSONL, CSV of the Azure LLM inference trace, of BurstGPT,
+Vidur and Splitwise-sim), and plain ones of arrival, input and output as CSV or JSON. The format is
+recognised by the first line.
+
+Only Mooncake's form has shared prefixes; in the others every prompt is made of blocks of its own.
+"""
+
+import csv
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from kvrs.errors import TraceError
+from kvrs_lab.traces.mooncake import (
+    LENGTH_MAX,
+    MOONCAKE_BLOCK_TOKENS,
+    Trace,
+    TraceRequest,
+    load_mooncake,
+)
+
+_FIRST_LINE_MAX = 4096
+Columns = tuple[str, str, str]
+
+
+class _Row(msgspec.Struct, forbid_unknown_fields=True):
+    """A request of a plain JSON trace, also written as [arrival, input, output]."""
+
+    arrival: Annotated[float, msgspec.Meta(ge=0)]  # Seconds.
+    input: Annotated[int, msgspec.Meta(ge=1, le=LENGTH_MAX)]  # Tokens.
+    output: Annotated[int, msgspec.Meta(ge=1, le=LENGTH_MAX)]
+
+
+def load_trace(path: Path, skip_bad_lines: bool = False) -> Trace:
+    """Read a trace of any known format; times become seconds since the first request, requests are
+    sorted by arrival.
+
+    Raises:
+        TraceError: "file:line: reason" of the first bad line (unless they are skipped); a file of
+            no known format.
+    """
+    try:
+        with path.open("rb") as file:
+            first = (
+                file.read(_FIRST_LINE_MAX)
+                .lstrip(b"\xef\xbb\xbf \t\r\n")
+                .partition(b"\n")[0]
+                .strip()
+            )
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from None
+    if first.startswith(b"{"):
+        return load_mooncake(path, skip_bad_lines)
+    if first.startswith(b"["):
+        return _load_json(path, skip_bad_lines)
+    columns = {name.strip() for name in first.decode(errors="replace").split(",")}
+    for _, known, time_of in _CSV:
+        if columns.issuperset(known):
+            return _load_csv(path, skip_bad_lines, known, time_of)
+    for name, (arrival, *lengths), _ in _CSV:
+        if columns.issuperset(lengths):
+            raise TraceError(
+                f"{path}:1: no column {arrival!r}, so that requests have no arrivals; allowed for "
+                f"{name}: {arrival}, {', '.join(lengths)}"
+            )
+    forms = ", ".join(f"{name} (CSV with {', '.join(known)})" for name, known, _ in _CSV)
+    raise TraceError(
+        f"{path}:1: no trace of a known format, it begins {first[:60]!r}; allowed: "
+        f"Mooncake (JSON lines), {forms}, JSON (a list of [arrival, input, output])"
+    )
+
+
+def _load_json(path: Path, skip_bad_lines: bool) -> Trace:
+    try:
+        rows = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceError(f"{path}: not valid JSON: {error}") from None
+    requests: list[TraceRequest] = []
+    skipped, ids = 0, count()
+    for number, row in enumerate(rows):
+        try:
+            requests.append(_request(*_plain_row(bytes(row)), ids))
+        except ValueError as error:
+            if not skip_bad_lines:
+                raise TraceError(f"{path}: [{number}]: {error}") from None
+            skipped += 1
+    return _trace(path, requests, skipped)
+
+
+def _plain_row(text: bytes) -> tuple[float, int, int]:
+    """The three values; ValueError with the reason where the row is bad."""
+    try:
+        if text.startswith(b"["):
+            values = msgspec.json.decode(text, type=tuple[float, int, int])
+            row = msgspec.convert(
+                dict(zip(("arrival", "input", "output"), values, strict=True)), _Row
+            )
+        else:
+            row = msgspec.json.decode(text, type=_Row)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    return row.arrival, row.input, row.output
+
+
+def _load_csv(
+    path: Path, skip_bad_lines: bool, columns: Sequence[str], time_of: Callable[[str], float]
+) -> Trace:
+    requests: list[TraceRequest] = []
+    skipped, ids = 0, count()
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+        reader = csv.reader(file)
+        header = [name.strip() for name in next(reader)]
+        places = [header.index(name) for name in columns]
+        for row in _rows(reader, path):
+            if not row:
+                continue
+            try:
+                requests.append(_parse_row(row, places, columns, time_of, ids))
+            except ValueError as error:
+                if not skip_bad_lines:
+                    raise TraceError(f"{path}:{reader.line_num}: {error}") from None
+                skipped += 1
+    return _trace(path, requests, skipped)
+
+
+def _trace(path: Path, requests: list[TraceRequest], skipped: int) -> Trace:
+    """Sorted by arrival, with times since the first one."""
+    if not requests:
+        raise TraceError(f"{path}: no request in the file ({skipped} bad lines skipped)")
+    requests.sort(key=lambda request: request.arrival_s)
+    start_s = requests[0].arrival_s
+    moved = (
+        TraceRequest(round(r.arrival_s - start_s, 6), r.input_tokens, r.output_tokens, r.hash_ids)
+        for r in requests
+    )
+    return Trace(tuple(moved), skipped)
+
+
+def _request(arrival_s: float, tokens: int, output: int, ids: Iterator[int]) -> TraceRequest:
+    blocks = -(-tokens // MOONCAKE_BLOCK_TOKENS)
+    return TraceRequest(arrival_s, tokens, output, tuple(next(ids) for _ in range(blocks)))
+
+
+def _rows(reader: Any, path: Path) -> Iterator[list[str]]:
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise TraceError(f"{path}:{reader.line_num}: not valid CSV: {error}") from None
+
+
+def _parse_row(
+    row: Sequence[str],
+    places: Sequence[int],
+    columns: Sequence[str],
+    time_of: Callable[[str], float],
+    ids: Iterator[int],
+) -> TraceRequest:
+    """One request; ValueError with the reason where the row is bad."""
+    if len(row) <= max(places):
+        raise ValueError(f"{len(row)} columns; allowed: at least {max(places) + 1}")
+    at, given, produced = (row[place].strip() for place in places)
+    try:
+        arrival_s = time_of(at)
+    except ValueError:
+        raise ValueError(f"{columns[0]}: got {at!r}; allowed: a time") from None
+    tokens, output = _length(given, columns[1]), _length(produced, columns[2])
+    return _request(arrival_s, tokens, output, ids)
+
+
+def _length(text: str, column: str) -> int:
+    # A failed request of BurstGPT has 0 response tokens: it cannot be replayed.
+    if not text.isdecimal() or not 1 <= int(text) <= LENGTH_MAX:
+        raise ValueError(f"{column}: got {text!r}; allowed: 1 to {LENGTH_MAX}")
+    return int(text)
+
+
+def _azure_time_s(text: str) -> float:
+    """ISO form with seven digits of a second; the trace of 2024 adds a zone."""
+    moment, dot, fraction = text.partition(".")
+    digits, sign, zone = fraction.partition("+")
+    seconds = float(f"0.{digits}") if dot else 0.0
+    found = datetime.fromisoformat(f"{moment}{sign}{zone}")
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp() + seconds
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
+        raise ValueError
+    return seconds
+
+
+# Name, columns (arrival, prompt tokens, output tokens), and how an arrival is written.
+_CSV: tuple[tuple[str, Columns, Callable[[str], float]], ...] = (
+    ("Azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure_time_s),
+    ("BurstGPT", ("Timestamp", "Request tokens", "Response tokens"), _seconds),
+    ("Vidur", ("arrived_at", "num_prefill_tokens", "num_decode_tokens"), _seconds),
+    ("Splitwise-sim", ("arrival_timestamp", "prompt_size", "token_size"), _seconds),
+    ("a plain trace", ("arrival", "input", "output"), _seconds),
+)
