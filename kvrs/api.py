@@ -1,10 +1,8 @@
 """The public API: what a program that imports kvrs may rely on.
 
 These names keep their meaning between minor versions; everything else may move. Importing this
-module loads neither torch nor a web server.
+module loads neither torch nor a web server. Traces, faults and reports are in `kvrs_lab.api`.
 """
-
-from pathlib import Path
 
 from kvrs import __version__
 from kvrs.config.file import Config, load_config, parse_config
@@ -19,21 +17,14 @@ from kvrs.errors import (
     KvrsError,
     LogError,
     MissingExtraError,
-    TraceError,
 )
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.catalog import decode_table, prefill_table
-from kvrs_lab.faults.language import Fault, load_faults
-from kvrs_lab.report.measures import Report, ReportError, load_report
-from kvrs_lab.report.report import SCHEMA_VERSION
-from kvrs_lab.traces.formats import load_trace
-from kvrs_lab.traces.mooncake import Trace, TraceRequest
 
 __all__ = [
     "Config",
     "ConfigError",
     "Explanation",
-    "Fault",
     "Header",
     "InstanceId",
     "KvrsError",
@@ -43,33 +34,16 @@ __all__ = [
     "NodeId",
     "Question",
     "RecoveryPolicy",
-    "Report",
-    "ReportError",
     "Rerun",
     "StreamId",
-    "Trace",
-    "TraceError",
-    "TraceRequest",
     "__version__",
     "actions",
     "decode_table",
     "events",
     "explain",
     "load_config",
-    "load_faults",
-    "load_trace",
     "parse_config",
     "prefill_table",
     "read_event_log",
-    "read_report",
     "rerun_event_log",
 ]
-
-
-def read_report(path: Path) -> Report:
-    """The content of a `report.json`.
-
-    Raises:
-        ReportError: the file cannot be read, or is of another schema version.
-    """
-    return load_report(path, SCHEMA_VERSION)

@@ -5,9 +5,11 @@ from importlib.util import find_spec
 
 # Optional packages, by the extra of the distribution that installs them (pyproject.toml).
 _ENGINE = ("jinja2", "llguidance", "numpy", "safetensors", "torch")
+_REPORT = ("matplotlib", "numpy")
 EXTRAS = {
     "engine": _ENGINE,
-    "report": ("matplotlib", "numpy"),
+    "report": _REPORT,
+    "lab": (*_REPORT, "optuna"),
     "ray": (*_ENGINE, "ray"),
     "sweep": ("ray",),
     "kubernetes": ("kubernetes_asyncio",),

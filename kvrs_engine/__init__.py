@@ -1,1 +1,1 @@
-"""The embedded engine: what it computes with, and its parts that decide."""
+"""The embedded engine: it computes on torch, and its results are exact to the bit."""

@@ -1,1 +1,1 @@
-"""The laboratory: clusters that are started, simulated and measured."""
+"""The laboratory: it starts, simulates and measures clusters."""

@@ -257,6 +257,7 @@ def _main() -> None:
     import kvrs_engine.engine.ranks.rank
     import kvrs_engine.engine.server
     import kvrs_engine.engine.tiny  # noqa: F401
+    import kvrs_lab.cli
     import kvrs_lab.cluster.hosted
     import kvrs_lab.cluster.models
     import kvrs_lab.cluster.upkeep  # noqa: F401

@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 import kvrs
-import kvrs.cli.options as opt
+import kvrs_lab.cli.options as opt
 from kvrs.cli import app, config_app
 from kvrs.errors import ConfigError
 from kvrs.process.logs import LEVEL_ENV_NAME, log_to
+from kvrs_lab.cli import app as lab_app
 from kvrs_lab.load.command import ReplayOptions
 from kvrs_testkit import certificates
 
@@ -56,7 +57,7 @@ def test_completion_can_be_installed() -> None:
 
 def test_help_of_every_command_is_one_sentence_on_one_line() -> None:
     """A docstring of several lines would be broken in the middle of the list of commands."""
-    for command in app.registered_commands:
+    for command in (*app.registered_commands, *lab_app.registered_commands):
         lines = (command.callback.__doc__ or "").splitlines()
 
         assert len(lines) == 1, command.name
@@ -65,8 +66,7 @@ def test_help_of_every_command_is_one_sentence_on_one_line() -> None:
 
 def test_help_of_every_command_has_an_example_that_parses() -> None:
     """Copied from there, a command runs: its options exist."""
-    groups = {"": app, "config ": config_app}
-    for prefix, group in groups.items():
+    for prefix, group in (("", app), ("", lab_app), ("config ", config_app)):
         for command in group.registered_commands:
             assert command.callback is not None
             name = prefix + (command.name or command.callback.__name__)
@@ -131,7 +131,7 @@ def test_the_log_level_reaches_the_processes_that_are_started(
 @pytest.mark.process
 def test_the_command_line_loads_only_what_every_command_needs() -> None:
     """`kvrs --version` takes a fraction of a second."""
-    heavy = "{'aiohttp', 'asyncio', 'numpy', 'ray', 'torch'}"
+    heavy = "{'aiohttp', 'asyncio', 'kvrs_engine', 'kvrs_lab', 'numpy', 'ray', 'torch'}"
     script = f"import sys, kvrs.cli; print(sorted(sys.modules.keys() & {heavy}))"
 
     assert subprocess.check_output([sys.executable, "-c", script]) == b"[]\n"

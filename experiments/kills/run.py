@@ -23,8 +23,8 @@ from experiments.kills import (
 )
 from experiments.kills.vllm_figures import Damage
 from kvrs.config.backup import BackupMode
+from kvrs.config.distserve import HOME_ENV
 from kvrs.config.policy import PolicyName
-from kvrs_lab.cluster.processes import HOME_ENV
 from kvrs_testkit.vllm_servers import PYTHON_ENV
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
 """The command line. Each command checks its input, then calls the package that does the work.
 
 Packages that a command needs are imported inside it, so that `kvrs --version` and completion stay
-fast.
+fast. Commands of the laboratory are found by name (`extras.py`).
 """
 
 import os
@@ -11,10 +11,11 @@ from typing import Annotated
 import typer
 
 import kvrs
-from kvrs.cli import configuring, inspecting, measuring, monitoring, running
+from kvrs.cli import configuring, inspecting, monitoring, profiling, running
 from kvrs.cli.common import console
 from kvrs.cli.doctor import doctor
 from kvrs.cli.examples import examples
+from kvrs.cli.extras import Commands
 from kvrs.cli.pages import docs
 from kvrs.cli.top import top
 from kvrs.config.logs import LogLevel
@@ -25,6 +26,7 @@ INTERRUPTED = 130  # The exit status after Ctrl-C.
 
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -32,19 +34,11 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Work with configuration files.")
 for command in (
-    running.demo,
-    running.up,
     running.proxy,
     running.agent,
-    measuring.replay,
-    measuring.simulate,
-    measuring.compare,
-    measuring.tune,
-    measuring.report,
-    inspecting.explain,
     inspecting.incidents,
     inspecting.key,
-    measuring.profile,
+    profiling.profile,
     top,
     doctor,
     docs,

@@ -48,7 +48,8 @@ def doctor(
     from kvrs.cli.model_checks import exactness_findings, model_findings
 
     # What the checks of other modules would log is among the findings.
-    logging.getLogger("kvrs").addHandler(logging.NullHandler())
+    for package in ("kvrs", "kvrs_engine"):
+        logging.getLogger(package).addHandler(logging.NullHandler())
     settings = load_config(config, os.environ, model=model)
     answer = ask(settings, os.environ, url=admin_url)
     if config is None and (line := _command_line(answer)) is not None:

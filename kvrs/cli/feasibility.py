@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from kvrs.cli.capacity import capacity_remark
 from kvrs.cli.common import faults_in
 from kvrs.config.cluster import Backend
+from kvrs.config.distserve import check_home
 from kvrs.config.exposure import check_exposure, notes
 from kvrs.config.file import ENV_NAME, Config, configs_of, read_admin_tokens, read_secrets
 from kvrs.config.models import faults_of_all
@@ -109,8 +110,6 @@ def _faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     if config.agents_run:
         yield from _faults_of_backup(config)
     if config.cluster.backend is Backend.DISTSERVE:
-        from kvrs_lab.cluster.processes import check_home
-
         yield from faults_in(partial(check_home, config, environ))
 
 

@@ -11,15 +11,15 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import kvrs
 from kvrs.cli.cluster_checks import ProxyAnswer
 from kvrs.cli.common import faults_in
+from kvrs.cli.extras import of_engine
 from kvrs.cli.feasibility import faults_of, faults_of_draft, private_files, remarks_on, tls_sections
-from kvrs.cli.findings import Finding, bad, doubtful, good, of_fault
+from kvrs.cli.findings import Finding, bad, doubtful, good, of_draft, of_fault
 from kvrs.cli.ports_here import is_here, is_to_start, port_findings
 from kvrs.config.cluster import Backend
 from kvrs.config.exposure import needs_secret
@@ -230,38 +230,13 @@ def _secret(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def _draft(config: Config) -> Iterator[Finding]:
     """The draft model: whether it loads, and whether that is sooner than the model does."""
-    check, draft = "speculation.draft", config.speculation.draft
-    if draft is None or config.cluster.model is None:
+    if config.speculation.draft is None or config.cluster.model is None:
         return
-    faults = [*faults_of_draft(config)]
+    if faults := [*faults_of_draft(config)]:
+        yield from map(of_draft, faults)
+        return
     with suppress(MissingExtraError):
-        check_extras("engine")
-        from kvrs_engine.engine.models.loading import check_stored
-
-        faults = faults or faults_in(partial(check_stored, Path(draft)))
-        if not faults:
-            yield _size_of_draft(check, Path(draft), Path(config.cluster.model), config)
-    yield from (of_fault(each, "give the directory of such a model", check) for each in faults)
-
-
-def _size_of_draft(check: str, draft: Path, model: Path, config: Config) -> Finding:
-    """By the pace of each instance: one of which the model is there as soon makes no drafts."""
-    from kvrs_engine.engine.models.reading import reading_of
-
-    cluster, rate = config.cluster, config.cluster.engine.disk_bytes_per_s
-    instances = [instance for _, instance in cluster.instances()]
-    own = reading_of(draft, rate, config.speculation.pace)
-    models = {pace: reading_of(model, rate, pace) for pace in map(cluster.pace_of, instances)}
-    skipping = [
-        each.id for each in instances if not own.is_shorter_than(models[cluster.pace_of(each)])
-    ]
-    value = f"{draft}, {own.total_bytes:,} bytes of weights"
-    size = f"{reading_of(model, rate).total_bytes:,}"
-    if not skipping:
-        return good(check, f"{value}, beside {size} of the model")
-    where = "" if len(skipping) == len(instances) else f" by {', '.join(skipping)}"
-    allowed = f"less to read than the model, which has {size}"
-    return doubtful(check, value, allowed, f"a smaller one: this one is skipped{where}")
+        yield from of_engine().draft_findings(config)
 
 
 def _remedy_of_file(fault: str, path: str) -> str:

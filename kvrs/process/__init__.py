@@ -1,1 +1,1 @@
-"""What a process asks of its machine: memory, descriptors, files, logs."""
+"""A process and its machine: memory, descriptors, files, garbage, log lines."""

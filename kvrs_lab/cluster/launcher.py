@@ -20,6 +20,7 @@ from typing import Any, Self
 import msgspec
 
 from kvrs.config.cluster import Backend
+from kvrs.config.distserve import check_home
 from kvrs.config.file import (
     ENV_NAME,
     Config,
@@ -41,7 +42,6 @@ from kvrs_lab.cluster.processes import (
     LaunchError,
     Process,
     Progress,
-    check_home,
     processes_of,
     with_added,
 )

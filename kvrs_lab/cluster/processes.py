@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, NoReturn, assert_never
 
 import msgspec
@@ -13,7 +12,6 @@ from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId, NodeId
 
-HOME_ENV = "DISTSERVE_HOME"
 _CONVERSION_S = 1800.0  # DistServe converts the weights of a model before it loads them first.
 
 Progress = Callable[[str], object]  # Takes a line about what is done.
@@ -148,24 +146,6 @@ def with_added(config: Config, nodes: Sequence[Mapping[str, Any]]) -> Config:
         else:
             document["cluster"]["nodes"].append({**node, "instances": added})
     return parse_config(document) if is_changed else config
-
-
-def check_home(config: Config, environ: Mapping[str, str]) -> None:
-    """Raises ConfigError: DistServe is to be started, and there is no checkout of it."""
-    if config.cluster.backend is not Backend.DISTSERVE:
-        return
-    key, home = "cluster.distserve.home", config.cluster.distserve.home
-    if home is None:
-        key, home = f"environment variable {HOME_ENV}", environ.get(HOME_ENV)
-    if not home:
-        raise ConfigError(
-            f"cluster.distserve.home: missing, and {HOME_ENV} is not set; allowed: a "
-            f"checkout of DistServe"
-        )
-    if not (Path(home) / "distserve" / "llm.py").is_file():
-        raise ConfigError(
-            f"{key}: {home} has no distserve/llm.py; allowed: a checkout of DistServe"
-        )
 
 
 def gpus_of(config: Config) -> int | None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvrs.cli.running import _up_config
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
 from kvrs.config.presets import SystemPreset
 from kvrs.errors import ConfigError
+from kvrs_lab.cli.running import _up_config
 
 
 def configured(

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from kvrs.config.distserve import HOME_ENV
 from kvrs_lab.cluster.fault_injection import rows_of
-from kvrs_lab.cluster.processes import HOME_ENV
 from kvrs_lab.cluster.victims import closing_process, open_processes
 from tests.cluster.launches import Launch
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvrs.cli.running import _up_config
 from kvrs.config.file import parse_config
+from kvrs_lab.cli.running import _up_config
 from kvrs_lab.cluster.fault_injection import members_of, unknown_victims
 from kvrs_lab.cluster.launcher import Cluster
 from kvrs_lab.faults.language import parse_faults

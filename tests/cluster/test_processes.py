@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from kvrs.config.cluster import demo_nodes
+from kvrs.config.distserve import HOME_ENV, check_home
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs_lab.cluster import supervised
-from kvrs_lab.cluster.processes import HOME_ENV, LaunchError, check_home, gpus_of, processes_of
+from kvrs_lab.cluster.processes import LaunchError, gpus_of, processes_of
 from kvrs_lab.cluster.supervised import ProcessStatus, wait_ready
 from kvrs_lab.cluster.victims import FaultError, open_processes
 

@@ -16,6 +16,7 @@ import kvrs
 from kvrs import api
 from kvrs.cli import app
 from kvrs.errors import EXTRAS, MissingExtraError, check_extras
+from kvrs_lab import api as lab_api
 from kvrs_lab.load import command
 from tests.packaging.hashes import locked
 
@@ -98,9 +99,10 @@ def test_an_install_beside_vllm_changes_none_of_its_packages() -> None:
 def test_everything_but_the_engine_and_the_cluster_is_imported_without_the_extras() -> None:
     """A proxy starts in a fraction of a second, and a simulator needs no tensors."""
     modules = (
-        "kvrs.agent.__main__, kvrs.api, kvrs.cli, kvrs_lab.cluster.fault_injection, "
-        "kvrs_lab.explain.questions, kvrs_lab.load.command, kvrs.proxy.server, "
-        "kvrs_lab.report.compare, kvrs_lab.sim.command"
+        "kvrs.agent.__main__, kvrs.api, kvrs.cli, kvrs.proxy.server, kvrs_engine.cli, "
+        "kvrs_lab.api, kvrs_lab.cli, kvrs_lab.cluster.fault_injection, "
+        "kvrs_lab.explain.questions, kvrs_lab.load.command, kvrs_lab.report.compare, "
+        "kvrs_lab.sim.command"
     )
     script = f"import sys, {modules}; print(sorted(sys.modules.keys() & {OPTIONAL}))"
 
@@ -159,23 +161,24 @@ def test_a_replay_without_matplotlib_still_writes_its_numbers(tmp_path: Path) ->
 
 
 def test_public_names_exist() -> None:
-    """`kvrs.api` lists what a program may rely on."""
-    assert [name for name in api.__all__ if not hasattr(api, name)] == []
+    """`kvrs.api` and `kvrs_lab.api` list what a program may rely on."""
+    for module in (api, lab_api):
+        assert [name for name in module.__all__ if not hasattr(module, name)] == []
     assert api.__version__ == kvrs.__version__
 
 
 def test_public_functions_read_what_kvrs_writes(tmp_path: Path) -> None:
-    """A policy can be driven, and a configuration, a trace and a table be read, with it alone."""
+    """A policy can be driven, and a configuration, a trace and a table be read, with them alone."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 2, "hash_ids": [1]}\n')
     config = api.parse_config({"policy": {"name": "rom"}})
     policy = api.RecoveryPolicy(config.policy, config.slo, config.backup)
 
     assert policy.handle(api.events.TimerFired(), now_s=0.0) == []
-    assert len(api.load_trace(trace).requests) == 1
+    assert len(lab_api.load_trace(trace).requests) == 1
     assert api.prefill_table("opt-13b-a100-kvrs-seed")
-    with pytest.raises(api.ReportError):
-        api.read_report(tmp_path)
+    with pytest.raises(lab_api.ReportError):
+        lab_api.read_report(tmp_path)
 
 
 def test_hashes_are_those_of_the_files_that_pip_would_take() -> None:

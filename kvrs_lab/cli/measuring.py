@@ -1,15 +1,15 @@
-"""Commands that measure: a replayed trace, a simulation, reports compared, a machine's profile."""
+"""Commands that measure: replays, simulations, and the reports of both."""
 
 import os
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-import kvrs.cli.options as opt
-from kvrs.cli.common import console, filled, say
+import kvrs.cli.options as base
+import kvrs_lab.cli.options as opt
+from kvrs.cli.common import filled
 from kvrs.config.file import ENV_NAME, Config, checked, load_source, read_secret
-from kvrs.errors import ConfigError, check_extras
+from kvrs.errors import check_extras
 from kvrs_lab.traces.records import Api
 
 
@@ -46,7 +46,7 @@ def replay(
     slo_tpot: opt.SloTpot = 0.2,
     slo_tbt: opt.SloTbt = None,
     out: opt.Out = Path("out/replay"),
-    json: opt.Json = False,
+    json: base.Json = False,
 ) -> None:
     """Replay a trace against an OpenAI endpoint, inject faults if asked to, and write a report."""
     given = locals()
@@ -99,7 +99,7 @@ def simulate(
     slo_tpot: opt.SloTpot = 0.2,
     slo_tbt: opt.SloTbt = None,
     out: opt.SimulationOut = None,
-    json: opt.Json = False,
+    json: base.Json = False,
 ) -> None:
     """Simulate a cluster in virtual time, with faults, and check the invariants as it runs."""
     given = locals()
@@ -134,7 +134,7 @@ def compare(
     slo_tpot: opt.SloTpot = 0.2,
     slo_tbt: opt.SloTbt = None,
     out: opt.SimulationOut = None,
-    json: opt.Json = False,
+    json: base.Json = False,
 ) -> None:
     """Simulate several policies under the same load and faults, and tell which one is better."""
     given = locals()
@@ -171,7 +171,7 @@ def tune(
     slo_ttft: opt.SloTtft = 2.0,
     slo_tpot: opt.SloTpot = 0.2,
     slo_tbt: opt.SloTbt = None,
-    json: opt.Json = False,
+    json: base.Json = False,
 ) -> None:
     """Search for better values of settings in the simulator, and test them on a held-out load."""
     given = locals()
@@ -188,70 +188,9 @@ def tune(
 def report(
     files: opt.Files,
     out: opt.PageOut = None,
-    json: opt.Json = False,
+    json: base.Json = False,
 ) -> None:
     """Compare reports, every measure with its ratio to the first one; of one, draw the page."""
     from kvrs_lab.report.command import run_report
 
     run_report(files, out, json)
-
-
-def profile(
-    context: typer.Context,
-    out: opt.ProfileOut,
-    url: opt.ProfiledUrl = None,
-    model: opt.Model = None,
-    label: opt.Label = None,
-    device: Annotated[opt.Device, typer.Option(help="Where it computes")] = opt.Device.CPU,
-    longest_tokens: opt.LongestTokens = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Largest decode batch")] = 16,
-    max_batch_tokens: opt.MaxBatchTokens = 256,
-    repeats: Annotated[int, typer.Option(min=1, help="Per point; the median counts")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the generated model")] = 0,
-) -> None:
-    """Measure the embedded engine on this machine or, with --url, prefills of a running vLLM."""
-    given = locals()
-    if url is not None:
-        of_engine = ("device", "max_batch", "max_batch_tokens", "seed")
-        sources = {each: context.get_parameter_source(each) for each in of_engine}
-        asked = [key for key, source in sources.items() if source and source.name == "COMMANDLINE"]
-        if asked:
-            option = f"--{asked[0].replace('_', '-')}"
-            raise ConfigError(f"{option}: given beside --url; allowed: for the embedded engine")
-        _profile_vllm(url, out, model, label, longest_tokens, repeats)
-        return
-    check_extras("engine")
-    from kvrs_engine.engine.profiler import ProfileOptions, run_profile
-
-    say(f"profile: {run_profile(filled(ProfileOptions, given))}")
-
-
-def _profile_vllm(
-    url: str,
-    out: Path,
-    model: Path | None,
-    label: str | None,
-    longest_tokens: int | None,
-    repeats: int,
-) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from kvrs.proxy.backends.vllm_profile import VllmProfileOptions, run_vllm_profile
-
-    options = VllmProfileOptions(
-        url=url,
-        out=out,
-        model=None if model is None else str(model),
-        label=label,
-        longest_tokens=longest_tokens,
-        repeats=repeats,
-    )
-    columns = TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("prompts", total=None)
-        written = run_vllm_profile(
-            options,
-            os.environ,
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
-    say(f"profile: {written}; profiles.prefill takes this path")

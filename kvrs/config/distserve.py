@@ -1,0 +1,28 @@
+"""The checkout of DistServe that instances are started from."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvrs.config.cluster import Backend
+from kvrs.config.file import Config
+from kvrs.errors import ConfigError
+
+HOME_ENV = "DISTSERVE_HOME"
+
+
+def check_home(config: Config, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError: DistServe is to be started, and there is no checkout of it."""
+    if config.cluster.backend is not Backend.DISTSERVE:
+        return
+    key, home = "cluster.distserve.home", config.cluster.distserve.home
+    if home is None:
+        key, home = f"environment variable {HOME_ENV}", environ.get(HOME_ENV)
+    if not home:
+        raise ConfigError(
+            f"cluster.distserve.home: missing, and {HOME_ENV} is not set; allowed: a "
+            f"checkout of DistServe"
+        )
+    if not (Path(home) / "distserve" / "llm.py").is_file():
+        raise ConfigError(
+            f"{key}: {home} has no distserve/llm.py; allowed: a checkout of DistServe"
+        )

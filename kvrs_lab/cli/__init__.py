@@ -1,0 +1,20 @@
+"""Commands of the laboratory, which `kvrs` finds by name (`kvrs.cli.extras`)."""
+
+import typer
+
+from kvrs.cli.examples import examples as epilog_of
+from kvrs_lab.cli import explaining, measuring, running
+from kvrs_lab.cli.examples import EXAMPLES
+
+app = typer.Typer()
+for command in (
+    running.demo,
+    running.up,
+    measuring.replay,
+    measuring.simulate,
+    measuring.compare,
+    measuring.tune,
+    measuring.report,
+    explaining.explain,
+):
+    app.command(epilog=epilog_of(command.__name__, EXAMPLES))(command)

@@ -1,0 +1,387 @@
+"""Options of the laboratory's commands that take more than a line: type, bounds and help text."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvrs.cli.options import POLICIES, POLICY
+from kvrs.config.policy import PolicyName
+from kvrs.core.explanation import CheckpointAt
+from kvrs_lab.explain.elastic import KvBackup
+from kvrs_lab.sim.first_token import FirstToken
+from kvrs_lab.sim.goals import Goal
+from kvrs_lab.traces.presets import PRESETS
+from kvrs_lab.traces.records import Api
+
+# Groups of the options of `kvrs replay`.
+TRACE = "The trace, and what is done to it"
+REQUESTS = "The requests"
+FAULTS = "Faults, and the comparison with a run without them"
+REPORT = "The report"
+# A group of `kvrs explain`.
+ELASTIC = "The loss of ranks"
+DRAFT = "Drafts while a model loads again"
+
+
+# Of a cluster without a file.
+MAX_NODES = 64
+DemoTrace = Annotated[
+    Path | None,
+    typer.Option(help="A trace of a known format; lengths are scaled to the tiny model"),
+]
+SkipBadLines = Annotated[
+    bool,
+    typer.Option(
+        "--skip-bad-lines",
+        help="Count a trace's bad lines, go on without them",
+        rich_help_panel=TRACE,
+    ),
+]
+DemoFault = Annotated[
+    Path | None,
+    typer.Option(help="YAML list of faults; without it, one decode instance is killed"),
+]
+DemoSeed = Annotated[
+    int, typer.Option(min=0, help="Seed of the model, the trace and the choice of victims")
+]
+Out = Annotated[
+    Path, typer.Option(help="Directory of report.json and report.html", rich_help_panel=REPORT)
+]
+DemoConfig = Annotated[
+    Path | None, typer.Option(help="YAML file; without it, the cluster of the demo")
+]
+Draft = Annotated[
+    Path | None,
+    typer.Option(
+        help="Hugging Face directory of a small model; an instance that is started again makes "
+        "drafts with it while its own model loads"
+    ),
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_NODES, help="Logical nodes, one prefill and one decode each"),
+]
+Pipelines = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        max=MAX_NODES // 2,
+        help="Start so many pipeline-parallel instances, of --pp stages, that can borrow each "
+        "other's stages; a node for each stage",
+    ),
+]
+DistserveHome = Annotated[
+    Path | None, typer.Option(help="Checkout of DistServe; default: DISTSERVE_HOME")
+]
+Proxies = Annotated[
+    int, typer.Option(min=1, max=8, help="How many proxies, each 10 ports above the one before it")
+]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT", help="Put the file's nodes on machines of this Ray cluster, running"
+    ),
+]
+Tp = Annotated[
+    int | None,
+    typer.Option(min=1, max=64, help="Ranks per stage of every instance (tensor parallel) [1]"),
+]
+Pp = Annotated[
+    int | None,
+    typer.Option(min=1, max=64, help="Stages of every instance (pipeline parallel) [1]"),
+]
+Url = Annotated[str, typer.Option(help="Base of an OpenAI endpoint, such as http://127.0.0.1:8000")]
+ReplayTrace = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON or CSV, Mooncake's or another known format, told apart by content",
+        rich_help_panel=TRACE,
+    ),
+]
+TracePreset = Annotated[
+    str | None,
+    typer.Option(
+        "--trace-preset",
+        "--preset",
+        help=f"Or a generated trace: {', '.join(PRESETS)}",
+        rich_help_panel=TRACE,
+    ),
+]
+Window = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A:B", help="Requests number A up to but without B", rich_help_panel=TRACE
+    ),
+]
+Sample = Annotated[
+    int | None,
+    typer.Option(min=1, help="A random sample of so many requests", rich_help_panel=TRACE),
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(help="Requests per second, in place of a time scale", rich_help_panel=TRACE),
+]
+Jitter = Annotated[
+    float,
+    typer.Option(help="Seconds; Mooncake's times come in batches of 3 s", rich_help_panel=TRACE),
+]
+LengthScale = Annotated[
+    float,
+    typer.Option(
+        help="Blocks shrink alike, so that shared prefixes stay shared", rich_help_panel=TRACE
+    ),
+]
+Endpoint = Annotated[
+    Api, typer.Option(help="Endpoint that the requests are sent to", rich_help_panel=REQUESTS)
+]
+ReplayModel = Annotated[
+    str | None,
+    typer.Option(
+        help="Model name; default: the only model of the server", rich_help_panel=REQUESTS
+    ),
+]
+Plain = Annotated[
+    bool,
+    typer.Option(
+        "--plain", help="Without return_token_ids and ignore_eos", rich_help_panel=REQUESTS
+    ),
+]
+TextPrompts = Annotated[
+    bool,
+    typer.Option("--text-prompts", help="Words instead of token ids", rich_help_panel=REQUESTS),
+]
+ReplaySeed = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Seed of prompts, sample, jitter and random victims", rich_help_panel=REQUESTS
+    ),
+]
+Oracle = Annotated[
+    bool,
+    typer.Option(
+        "--oracle", help="Repeat without faults and compare token by token", rich_help_panel=FAULTS
+    ),
+]
+ReplayFault = Annotated[
+    Path | None, typer.Option(help="YAML list of faults; needs --admin-url", rich_help_panel=FAULTS)
+]
+ReplayConfig = Annotated[
+    Path | None,
+    typer.Option(
+        help="The cluster's configuration: secret, token and certificates for faults",
+        rich_help_panel=FAULTS,
+    ),
+]
+SecretFile = Annotated[
+    str | None,
+    typer.Option(
+        help="Secret of the cluster; default: --config, or KVRS_SECRET",
+        rich_help_panel=FAULTS,
+    ),
+]
+Requests = Annotated[
+    int, typer.Option(min=1, help="How many requests of a preset", rich_help_panel=TRACE)
+]
+TimeScale = Annotated[float, typer.Option(help="0.1: ten times as fast", rich_help_panel=TRACE)]
+MaxInput = Annotated[
+    int | None, typer.Option(min=1, help="Longer prompts are cut", rich_help_panel=TRACE)
+]
+MaxOutput = Annotated[
+    int | None, typer.Option(min=1, help="Longer outputs are cut", rich_help_panel=TRACE)
+]
+WriteTrace = Annotated[
+    Path | None, typer.Option(help="File for the shaped trace", rich_help_panel=TRACE)
+]
+VocabSize = Annotated[
+    int, typer.Option(min=16, help="Prompt ids are below it", rich_help_panel=REQUESTS)
+]
+Temperature = Annotated[
+    float, typer.Option(min=0, max=2, help="0: greedy", rich_help_panel=REQUESTS)
+]
+TimeoutS = Annotated[float, typer.Option(help="Time limit of a stream", rich_help_panel=REQUESTS)]
+Repeat = Annotated[
+    int, typer.Option(min=1, help="Runs; means get 95 % intervals", rich_help_panel=FAULTS)
+]
+AdminUrl = Annotated[
+    str | None, typer.Option(help="The proxy's admin port", rich_help_panel=FAULTS)
+]
+SloTtft = Annotated[float, typer.Option(help="Seconds; counts for goodput", rich_help_panel=REPORT)]
+SloTpot = Annotated[float, typer.Option(help="Seconds; counts for goodput", rich_help_panel=REPORT)]
+SloTbt = Annotated[
+    float | None,
+    typer.Option(help="Seconds; longest time between two tokens", rich_help_panel=REPORT),
+]
+SimulateTrace = Annotated[
+    Path | None,
+    typer.Option(help="JSON or CSV of a known format, as for `replay`; without it, generated"),
+]
+SimulatedStreams = Annotated[
+    int | None, typer.Option(min=1, help="How many streams; default: all of the trace, or 100")
+]
+SimulatedRate = Annotated[
+    float | None, typer.Option(help="Requests per second; default: the trace's own, or 8")
+]
+SimulatedPace = Annotated[
+    str | None,
+    typer.Option(help="Profile (a name, or the path of one) of instances without one of their own"),
+]
+SimulatedFirstToken = Annotated[
+    FirstToken | None,
+    typer.Option(help="Where the first token comes from; default: by cluster.backend"),
+]
+Jobs = Annotated[int, typer.Option(min=1, help="Processes that simulate seeds")]
+SweepRay = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="HOST:PORT", help="Simulate seeds on this Ray cluster, running"),
+]
+SimulatedOracle = Annotated[
+    bool, typer.Option("--oracle", help="Each seed again without the faults, for the report")
+]
+SimulatedFault = Annotated[Path | None, typer.Option(help="YAML list of faults")]
+RandomDeaths = Annotated[int, typer.Option(min=0, help="Or so many random deaths of all kinds")]
+FirstSeed = Annotated[int, typer.Option(min=0, help="Seed of the first simulation")]
+Seeds = Annotated[int, typer.Option(min=1, help="How many simulations, each with the next seed")]
+Policies = Annotated[
+    list[PolicyName] | None,
+    typer.Option(
+        metavar=POLICY,
+        help=f"In place of the configuration's; several are shown side by side: {POLICIES}",
+    ),
+]
+TuneSpace = Annotated[
+    Path, typer.Option(help="YAML: for each setting, by its path, a list of values or low and high")
+]
+TuneGoal = Annotated[Goal, typer.Option(help="What is to become better")]
+TuneTrials = Annotated[int, typer.Option(min=1, help="Proposals that are simulated")]
+TuneSeeds = Annotated[int, typer.Option(min=1, help="Simulations of each proposal")]
+TuneHeldOut = Annotated[
+    Path | None,
+    typer.Option(
+        help="Trace on which the best is tested; default: the second half of --trace, or other "
+        "seeds"
+    ),
+]
+TuneHeldOutSeeds = Annotated[int, typer.Option(min=2, help="Pairs of runs of that test")]
+Compared = Annotated[
+    str, typer.Option(metavar="A,B,...", help=f"Policies, with commas between: {POLICIES}")
+]
+ComparedSeeds = Annotated[
+    int, typer.Option(min=1, help="Pairs of runs; more make the interval narrower")
+]
+SimulationOut = Annotated[
+    Path | None,
+    typer.Option(help="Directory for the outcomes as JSON, a row per request, and the report"),
+]
+PageOut = Annotated[
+    Path | None, typer.Option(help="Directory for the page: report.html, or compare.html")
+]
+SimulatedAcceptance = Annotated[
+    float,
+    typer.Option(help="Probability that a draft is right (speculation.source: draft)"),
+]
+SimulateProxies = Annotated[
+    int, typer.Option(min=1, help="How many proxies, each with a policy and a view of its own")
+]
+Files = Annotated[
+    list[Path],
+    typer.Argument(help="report.json, or its directory; the others are compared with the first"),
+]
+Profile = Annotated[
+    str | None, typer.Option(help="Name of a table that comes with kvrs, or the path of one")
+]
+PromptTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of the prompt (L)")]
+OutputTokens = Annotated[int, typer.Option(min=0, help="Tokens that the client already has (t)")]
+Bandwidth = Annotated[
+    str, typer.Option(help="Between the nodes: 25Gbit/s, 3.1GB/s, or the name of a link")
+]
+LocalBandwidth = Annotated[
+    str | None, typer.Option(help="Within a node; default: the profile's GPU, where known")
+]
+QueueDepth = Annotated[
+    float | None, typer.Option(help="Requests ahead at the prefill instance beside the target")
+]
+ServiceS = Annotated[
+    float | None, typer.Option(help="Per request ahead; default: this prompt's own prefill")
+]
+TargetQueueS = Annotated[float, typer.Option(help="Work ahead at the target decode instance")]
+HeldTokens = Annotated[
+    int | None, typer.Option(help="Tokens whose KV prefill still holds; default: the prompt's")
+]
+CheckpointTokens = Annotated[
+    int, typer.Option(min=0, help="Of prompt and output, held by an agent")
+]
+CheckpointPlace = Annotated[CheckpointAt, typer.Option(help="Node of that agent")]
+Elastic = Annotated[
+    str | None,
+    typer.Option(
+        help="The loss of ranks of an instance instead: its profile", rich_help_panel=ELASTIC
+    ),
+]
+ElasticTp = Annotated[int, typer.Option(help="Ranks of the instance", rich_help_panel=ELASTIC)]
+ElasticLost = Annotated[int, typer.Option(help="Ranks that are lost", rich_help_panel=ELASTIC)]
+ElasticRequests = Annotated[
+    int, typer.Option(help="Requests that it serves", rich_help_panel=ELASTIC)
+]
+ElasticContext = Annotated[
+    str, typer.Option(help="Tokens of each, as 16384 or 16k", rich_help_panel=ELASTIC)
+]
+ElasticZipf = Annotated[
+    float | None,
+    typer.Option(help="Exponent of the choice of experts [1]", rich_help_panel=ELASTIC),
+]
+ElasticRoomShare = Annotated[
+    float | None,
+    typer.Option(
+        help="Room for copies of experts, as a part of a rank's weights [0.1]",
+        rich_help_panel=ELASTIC,
+    ),
+]
+ElasticBackup = Annotated[
+    KvBackup, typer.Option(help="Where else their KV is", rich_help_panel=ELASTIC)
+]
+DraftProfile = Annotated[
+    str | None,
+    typer.Option(
+        help="A draft model while --profile loads again instead: its profile", rich_help_panel=DRAFT
+    ),
+]
+Acceptance = Annotated[
+    float, typer.Option(help="Probability that a draft is right", rich_help_panel=DRAFT)
+]
+Depth = Annotated[int, typer.Option(help="Drafts of a stream in a step", rich_help_panel=DRAFT)]
+AssistedBatch = Annotated[
+    int, typer.Option(help="Streams of the helped instance, of --context", rich_help_panel=DRAFT)
+]
+Disk = Annotated[
+    str, typer.Option(help="Rate at which weights are read: 2GB/s", rich_help_panel=DRAFT)
+]
+HostBandwidth = Annotated[
+    str | None, typer.Option(help="From an agent's memory into an instance beside it")
+]
+ReusedTokens = Annotated[
+    int, typer.Option(min=0, help="Of prompt and output, at the target already")
+]
+OwnQueueDepth = Annotated[
+    float, typer.Option(help="Requests ahead at the own decode instance, for the hand-off")
+]
+PrefixCache = Annotated[
+    bool, typer.Option("--prefix-cache", help="vLLM: no pages come from other instances")
+]
+StagingBytes = Annotated[
+    int, typer.Option(help="With --prefix-cache: room of vLLM's connector for fetched pages")
+]
+Correct = Annotated[
+    list[str] | None,
+    typer.Option(metavar="OPTION=FACTOR", help="A learned correction factor; may be repeated"),
+]
+BudgetS = Annotated[
+    float | None, typer.Option(help="The longest pause allowed; beyond it the answer is abort")
+]
+Others = Annotated[
+    float, typer.Option(help="Other victims of the event, for each target; auto counts their wait")
+]
+Log = Annotated[
+    Path | None,
+    typer.Option(help="Or a proxy's event log: show its incidents, decide them again"),
+]

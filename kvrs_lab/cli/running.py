@@ -1,0 +1,306 @@
+"""Commands that run a cluster: the demo, and `kvrs up`."""
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import kvrs.cli.options as base
+import kvrs_lab.cli.options as opt
+from kvrs.cli.common import faults_in, say
+from kvrs.config.backup import BackupMode
+from kvrs.config.cluster import Backend, NodeSettings, demo_nodes, pipeline_nodes
+from kvrs.config.exposure import check_exposure
+from kvrs.config.file import (
+    Config,
+    checked,
+    config_digest,
+    configs_of,
+    load_source,
+    parse_config,
+)
+from kvrs.config.origin import UpCommand
+from kvrs.config.policy import PolicyName
+from kvrs.config.presets import SystemPreset
+from kvrs.config.source import Source, lay_over
+from kvrs.config.speculation import DraftSourceName
+from kvrs.config.workers import with_proxy
+from kvrs.errors import ConfigError, check_extras
+
+if TYPE_CHECKING:
+    from kvrs_lab.cluster.launcher import Cluster
+    from kvrs_lab.cluster.models import ModelClusters
+
+
+def demo(
+    policy: Annotated[
+        PolicyName,
+        typer.Option(metavar=base.POLICY, help=f"How victims are recovered: {base.POLICIES}"),
+    ] = PolicyName.AUTO,
+    requests: Annotated[int, typer.Option(min=1, max=2000, help="How many streams to replay")] = 60,
+    trace: opt.DemoTrace = None,
+    skip_bad_lines: opt.SkipBadLines = False,
+    fault: opt.DemoFault = None,
+    seed: opt.DemoSeed = 0,
+    out: opt.Out = Path("out/demo"),
+) -> None:
+    """Start a cluster, kill a decode instance under load, compare every stream token by token."""
+    check_extras("engine", "report")
+    from kvrs_lab.demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        policy=policy,
+        requests=requests,
+        trace=trace,
+        skip_bad_lines=skip_bad_lines,
+        fault=fault,
+        seed=seed,
+        out=out,
+    )
+    raise typer.Exit(0 if run_demo(options) else 1)
+
+
+def up(
+    config: opt.DemoConfig = None,
+    model: base.Model = None,
+    draft: opt.Draft = None,
+    nodes: opt.Nodes = None,
+    pipelines: opt.Pipelines = None,
+    port: base.Port = None,
+    admin_port: base.AdminPort = None,
+    backend: Annotated[
+        Backend | None, typer.Option(help="Kind of engine; default: embedded")
+    ] = None,
+    distserve_home: opt.DistserveHome = None,
+    proxies: opt.Proxies = 1,
+    workers: base.Workers = None,
+    preset: base.Preset = None,
+    tp: opt.Tp = None,
+    pp: opt.Pp = None,
+    ray: opt.Ray = None,
+    no_env: base.NoEnv = False,
+) -> None:
+    """Run a cluster behind its proxies until Ctrl-C; without --config, with the preset best."""
+    from kvrs.tracing.settings import trace_settings
+    from kvrs_lab.cluster.launcher import Cluster
+    from kvrs_lab.cluster.models import ModelClusters
+    from kvrs_lab.cluster.upkeep import Upkeep
+
+    of_proxy = {"port": port, "admin_port": admin_port, "workers": workers}
+    environ = None if no_env else os.environ
+    read_config = partial(
+        _up_config,
+        environ,
+        config,
+        preset,
+        proxies,
+        model,
+        draft,
+        nodes,
+        pipelines,
+        of_proxy,
+        backend,
+        distserve_home,
+        {"tp": tp, "pp": pp},
+        ray,
+    )
+    settings = read_config()
+    needed = "engine" if ray is None else "ray"
+    check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else needed)
+    trace_settings(os.environ)  # Raises ConfigError, as every process of the cluster would.
+    read_launch = partial(_launch, config, environ)
+    upkeep = Upkeep(say, read_config, read_launch)
+    # From here on every ending signal takes the same path, which always cleans up.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Under nohup the end of the terminal is not to be the end of the cluster.
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: upkeep.stop.set())
+    # Not SIGHUP, as daemons do: a terminal that is closed must not leave a cluster behind. A start
+    # fulfils what is requested before its end.
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    started = (
+        ModelClusters(settings, say, read_launch())
+        if settings.models
+        else Cluster(settings, say, proxies, ray, read_launch())
+    )
+    with started as cluster:
+        signal.signal(signal.SIGUSR1, lambda *_: upkeep.restart())
+        for line in _addresses(cluster):
+            say(line)
+        say(f"Ctrl-C ends it; kill -USR1 {os.getpid()} restarts all of it, one process at a time")
+        upkeep.run(cluster)
+        say("ending")
+
+
+def _addresses(cluster: "Cluster | ModelClusters") -> Iterator[str]:
+    """A line for each proxy, or for each model of the one proxy."""
+    from kvrs_lab.cluster.launcher import Cluster
+
+    if isinstance(cluster, Cluster):
+        rows = [("", *urls) for urls in zip(cluster.urls, cluster.admin_urls, strict=True)]
+    else:
+        urls = cluster.admin_urls.items()
+        rows = [(f", model {name}", cluster.urls[0], admin_url) for name, admin_url in urls]
+    for number, (whose, url, admin_url) in enumerate(rows):
+        what = "or at" if number and not whose else "kvrs is up:"
+        pages = f"{admin_url}/kvrs/v1/state, {admin_url}/ui (page)"
+        yield f"{what} {url}/v1 (OpenAI API), {pages}{whose}"
+
+
+def _launch(config: Path | None, environ: Mapping[str, str] | None) -> UpCommand:
+    """The row that proxies show for this process, with the file as `kvrs doctor` reads it."""
+    file = None if config is None else str(config.resolve())
+    settings = checked(load_source(config, environ))
+    of_models = {name: config_digest(own) for name, own in configs_of(settings).items()}
+    return UpCommand(os.getpid(), file, config_digest(settings), of_models)
+
+
+def _up_config(
+    environ: Mapping[str, str] | None,
+    config: Path | None,
+    preset: SystemPreset | None,
+    proxies: int,
+    model: Path | None,
+    draft: Path | None,
+    nodes: int | None,
+    pipelines: int | None,
+    of_proxy: Mapping[str, int | None],
+    backend: Backend | None,
+    distserve_home: Path | None,
+    of_instances: Mapping[str, int | None],
+    ray: str | None = None,
+) -> Config:
+    """The settings of file and preset, or of the demo, overridden by the command line."""
+    asked_nodes = _asked_nodes(config, nodes, pipelines, of_instances)
+    # Checkpoints slow DistServe down (docs/evidence.md).
+    is_plain = preset is None and config is None and backend in (None, Backend.EMBEDDED)
+    if is_plain:
+        preset = SystemPreset.BEST
+    source = load_source(config, environ, preset, backend)
+    if draft is not None:
+        source = _with_draft(source, draft)
+    given = checked(source)
+    if given.models:
+        others = {
+            "--proxies": proxies if proxies > 1 else None,
+            "--model": model,
+            "--draft": draft,
+            "--backend": backend,
+            "--distserve-home": distserve_home,
+            "--ray": ray,
+            **{f"--{key}": value for key, value in of_instances.items()},
+        }
+        return _up_models(given, source, of_proxy, others)
+    document = given.model_dump(mode="json")
+    # The slots of a target are shared out among several proxies by the agents, which need gossip.
+    if proxies > 1 and "enabled" not in given.gossip.model_fields_set:
+        document["gossip"]["enabled"] = True
+    if asked_nodes is not None:
+        document["cluster"]["nodes"] = [node.model_dump(mode="json") for node in asked_nodes]
+        if is_plain and nodes == 1:  # There is no other node for checkpoints.
+            document["backup"]["mode"] = BackupMode.LOCAL.value
+    if model is not None:
+        document["cluster"]["model"] = _directory("--model", model)
+    if backend is not None:
+        document["cluster"]["backend"] = backend.value
+    if distserve_home is not None:
+        if document["cluster"]["backend"] != Backend.DISTSERVE:
+            raise ConfigError(
+                "--distserve-home: given without --backend distserve; allowed: both, or neither"
+            )
+        document["cluster"]["distserve"]["home"] = str(distserve_home.resolve())
+    for key, value in of_proxy.items():
+        if value is not None:
+            document["proxy"][key] = value
+    _set_degrees(document, of_instances)
+    asked = parse_config(document)
+    _check_exposure(asked, source)
+    return asked
+
+
+def _up_models(
+    given: Config,
+    source: Source,
+    of_proxy: Mapping[str, int | None],
+    others: Mapping[str, object],
+) -> Config:
+    """The settings of several models, with those of the proxy that the command line has. Raises
+    ConfigError: it has `others`.
+    """
+    if faults := [
+        f"{option}: got {value} beside models; allowed: the setting in the file, for each model"
+        for option, value in others.items()
+        if value is not None
+    ]:
+        raise ConfigError(faults)
+    asked = with_proxy(given, of_proxy)
+    _check_exposure(asked, source)
+    return asked
+
+
+def _asked_nodes(
+    config: Path | None,
+    nodes: int | None,
+    pipelines: int | None,
+    of_instances: Mapping[str, int | None],
+) -> list[NodeSettings] | None:
+    """The nodes that the command line asks for; None: those of the file, or of the demo. Raises
+    ConfigError.
+    """
+    given = {"--config": config, "--nodes": nodes, "--pipelines": pipelines}
+    of_nodes = [option for option, value in given.items() if value is not None]
+    if len(of_nodes) > 1:
+        first, last = of_nodes[0], of_nodes[-1]
+        raise ConfigError(
+            f"{last}: got {given[last]} beside {first}; allowed: one of them (each names the nodes)"
+        )
+    if pipelines is None:
+        return None if nodes is None else demo_nodes(nodes)
+    stages, tp = of_instances["pp"] or 1, of_instances["tp"] or 1
+    if stages < 2:
+        raise ConfigError(
+            f"--pipelines: got {pipelines} with --pp {stages}; allowed: with --pp 2 or more"
+        )
+    if pipelines * stages > opt.MAX_NODES:
+        raise ConfigError(
+            f"--pipelines: got {pipelines} with --pp {stages}, which are {pipelines * stages} "
+            f"nodes; allowed: at most {opt.MAX_NODES}"
+        )
+    return pipeline_nodes(pipelines, stages, tp)
+
+
+def _with_draft(source: Source, draft: Path) -> Source:
+    """The same with the draft of the command line: before its check, which asks for one."""
+    drafts = {"source": DraftSourceName.DRAFT.value, "draft": _directory("--draft", draft)}
+    named = replace(source, document={"speculation": drafts})
+    if source.document is None or isinstance(source.document, Mapping):
+        lay_over(named, source)
+        return named
+    return source  # A fault of the document, found by its check.
+
+
+def _directory(option: str, model: Path) -> str:
+    """The absolute path of a model; raises ConfigError."""
+    if not (model / "config.json").is_file():
+        raise ConfigError(
+            f"{option}: {model} has no config.json; allowed: a Hugging Face model directory"
+        )
+    return str(model.resolve())
+
+
+def _check_exposure(config: Config, source: Source) -> None:
+    """Raises ConfigError, with the places in the file."""
+    from kvrs.cli.feasibility import check_all
+
+    check_all(config, source, lambda each: faults_in(partial(check_exposure, each, os.environ)))
+
+
+def _set_degrees(document: dict[str, Any], of_instances: Mapping[str, int | None]) -> None:
+    for node in document["cluster"]["nodes"]:
+        for instance in node["instances"]:
+            instance |= {key: value for key, value in of_instances.items() if value is not None}
