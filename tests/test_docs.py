@@ -21,8 +21,8 @@ PAGES = sorted(
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 TESTED = (ROOT / "docs" / "research" / "tested-faults.md").read_text()
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-# Modules that any package may import; the map does not repeat them in every row.
-FOUNDATION = {"ids", "errors", "logs", "config"}
+# Parts of kvrs that all may import; the map does not repeat them in every row.
+FOUNDATION = {("kvrs", name) for name in ("ids", "errors", "config", "process")}
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
@@ -48,7 +48,9 @@ def test_links_and_paths_in_markdown_exist(path: Path) -> None:
     text = path.read_text()
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
     local = [link for link in links if link and not re.match(r"[a-z]+:", link)]
-    named = re.findall(r"`((?:kvrs|tests|experiments|docs|distserve_patches)/[\w/.]+)`", text)
+    named = re.findall(
+        r"`((?:kvrs|kvrs_engine|kvrs_lab|tests|experiments|docs|distserve_patches)/[\w/.]+)`", text
+    )
     named = [name for name in named if "NAME" not in name]
     if path.name == "CHANGELOG.md":
         named = []  # Names in history stay as they were.
@@ -76,7 +78,7 @@ def test_pages_that_code_names_exist() -> None:
     """Messages and docstrings that refer to the docs."""
     named = {
         (match[1], match[2] or "")
-        for folder in ("kvrs", "tests", "deploy")
+        for folder in (*RANK, "tests", "deploy")
         for path in (ROOT / folder).rglob("*")
         if path.suffix in (".py", ".yaml", ".service", ".html") and "results" not in path.parts
         for match in re.finditer(r"\bdocs/([\w/-]+\.(?:md|yaml))(?:#([\w-]+))?", path.read_text())
@@ -96,7 +98,7 @@ def test_the_installation_page_pins_what_make_install_pins() -> None:
 
 
 def tables_of_the_map() -> list[list[tuple[list[str], str]]]:
-    """Paths and "stands on" of every row: foundations, the proxy, the research rig, the top."""
+    """Paths and "stands on" of every row: of each package, and of what stands beside them."""
     section = ARCHITECTURE.partition("## Folder map")[2].partition("\n## ")[0]
     tables = [
         [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
@@ -112,33 +114,54 @@ def rows_of_the_map() -> list[tuple[list[str], str]]:
     return [row for table in tables_of_the_map() for row in table]
 
 
-def name_of(path: str) -> str:
-    return Path(path).stem
+Part = tuple[str, str]  # A package, and a folder or module at its top.
+
+
+def part_of(path: str) -> Part:
+    package, _, name = path.strip("/").partition("/")
+    return package, Path(name).stem
 
 
 @cache
-def imported_by(path: Path) -> set[str]:
-    """The other top-level packages of kvrs that a package or module imports."""
+def imported_by(path: Path) -> set[Part]:
+    """The other parts of the packages that a part imports."""
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    names: set[str] = set()
+    found: set[str] = set()
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
                 case ast.Import():
-                    names |= {alias.name for alias in node.names}
+                    found |= {alias.name for alias in node.names}
                 case ast.ImportFrom(module=str(module)):
-                    names.add(module)
+                    found |= {f"{module}.{alias.name}" for alias in node.names}
                 case _:
                     pass
-    packages = {parts[1] for name in names if (parts := name.split("."))[0] == "kvrs" and parts[1:]}
-    return packages - FOUNDATION - {path.stem}
+    parts = {(names[0], names[1]) for name in found if len(names := name.split(".")) > 1}
+    parts = {(package, name) for package, name in parts if name in RANK.get(package, ())}
+    return parts - FOUNDATION - {part_of(str(path.relative_to(ROOT)))}
+
+
+def column_of(parts: set[Part], own: str) -> str:
+    """Parts as the column shows them: those of the own package, then of the others by name."""
+    packages = [own, *(each for each in ("kvrs_engine", "kvrs") if each != own)]
+    shown = {
+        package: ", ".join(sorted(name for of, name in parts if of == package))
+        for package in packages
+    }
+    named = [
+        names if package == own else f"{package}: {names}"
+        for package, names in shown.items()
+        if names
+    ]
+    return "; ".join(named) or "-"
 
 
 def test_the_folder_map_names_every_package_and_no_other() -> None:
     """A new package gets a row, a removed one loses it."""
     packages = {
-        f"kvrs/{path.name}" + ("/" if path.is_dir() else "")
-        for path in (ROOT / "kvrs").iterdir()
+        f"{package}/{path.name}" + ("/" if path.is_dir() else "")
+        for package in RANK
+        for path in (ROOT / package).iterdir()
         if (path.suffix == ".py" or (path / "__init__.py").exists()) and path.name != "__init__.py"
     }
     others = {"distserve_patches/", "kvrs_testkit/", "experiments/", "tests/", "docs/", "deploy/"}
@@ -154,42 +177,26 @@ def test_the_folder_map_is_true_about_what_a_package_stands_on() -> None:
 
     shown = {paths[0]: column for paths, column in rows}
 
-    true = {
-        paths[0]: ", ".join(
-            sorted(
-                set().union(*(imported_by(ROOT / path) for path in paths))
-                - {name_of(path) for path in paths}
-            )
-        )
-        or "-"
-        for paths, _ in rows
-    }
+    true = {}
+    for paths, _ in rows:
+        parts: set[Part] = set().union(*(imported_by(ROOT / path) for path in paths))
+        own, _ = part_of(paths[0])
+        true[paths[0]] = column_of(parts - {part_of(path) for path in paths}, own)
     assert shown == true
 
 
 def test_the_folder_map_is_in_the_order_of_the_layers() -> None:
     """A row stands below all that it imports; the ranks of tests/test_tidy.py are the order."""
-    seen: set[str] = set(FOUNDATION)
+    seen: set[Part] = set()
     for table in tables_of_the_map():
-        names = [name_of(path) for paths, _ in table for path in paths]
-        ranks = [RANK[name] for name in names if name in RANK]
+        parts = [part_of(path) for paths, _ in table for path in paths]
+        ranks = [RANK[package][name] for package, name in parts if package in RANK]
         assert ranks == sorted(ranks)
 
         for paths, _ in table:
-            seen |= {name_of(path) for path in paths}
+            seen |= {part_of(path) for path in paths}
             missing = {path: imported_by(ROOT / path) - seen for path in paths}
             assert not any(missing.values()), missing
-
-
-def test_the_proxy_of_an_operator_needs_nothing_of_the_research_rig() -> None:
-    """Neither do the foundations of both."""
-    foundations, proxy, rig, _ = tables_of_the_map()
-    rig_names = {name_of(path) for paths, _ in rig for path in paths}
-
-    paths = {path for paths, _ in (*foundations, *proxy) for path in paths}
-
-    assert [path for path in sorted(paths) if imported_by(ROOT / path) & rig_names] == []
-    assert {"kvrs/core/", "kvrs/proxy/", "kvrs/agent/"} <= paths
 
 
 def test_every_decision_is_in_the_index_and_has_its_parts() -> None:

@@ -15,71 +15,61 @@ ROOT = Path(__file__).parent.parent
 
 # A part may import parts of a lower rank; parts of equal rank do not import each other.
 RANK = {
-    "ids": 0,
-    "errors": 0,
-    "logs": 0,
-    "descriptors": 0,
-    "memory": 0,
-    "large_work": 0,
-    "garbage": 0,
-    "release_order": 0,
-    "sums": 0,
-    "tables": 0,
-    "origins": 0,
-    "broken_http": 0,
-    "private_files": 0,
-    "connections": 1,
-    "unfinished": 1,
-    "tracing": 1,
-    "tls": 1,
-    "protocol": 1,
-    "profiles": 2,
-    "text": 2,
-    "http_connection": 2,
-    "http": 3,
-    "direct": 3,
-    "config": 3,
-    "elastic": 3,
-    "heartbeats": 4,
-    "faults": 4,
-    "names": 4,
-    "proving": 4,
-    "scheduling": 4,
-    "traces": 4,
-    "explain": 7,
-    "gossip": 5,
-    "transfer": 5,
-    "report": 5,
-    "core": 6,
-    "agent": 7,
-    "engine": 7,
-    "proxy": 7,
-    "vllm": 7,
-    "load": 7,
-    "sim": 8,
-    "cluster": 8,
-    "api": 9,
-    "demo": 9,
-    "cli": 10,
-    "__main__": 11,
+    "kvrs": {
+        "ids": 0,
+        "errors": 0,
+        "release_order": 0,
+        "sums": 0,
+        "tables": 0,
+        "process": 0,
+        "protocol": 1,
+        "profiles": 2,
+        "text": 2,
+        "config": 3,
+        "net": 4,
+        "tracing": 5,
+        "gossip": 5,
+        "transfer": 5,
+        "core": 6,
+        "agent": 7,
+        "proxy": 7,
+        "vllm": 7,
+        "api": 8,
+        "cli": 8,
+        "__main__": 9,
+    },
+    "kvrs_engine": {"elastic": 0, "scheduling": 1, "engine": 2, "cli": 3},
+    "kvrs_lab": {
+        "faults": 0,
+        "traces": 0,
+        "explain": 0,
+        "report": 1,
+        "load": 2,
+        "cluster": 3,
+        "sim": 3,
+        "api": 4,
+        "demo": 4,
+        "cli": 5,
+    },
 }
 # Top-level packages that each may import. What tests and experiments share is in the testkit.
+_ALL_OF_KVRS = {"kvrs", "kvrs_engine", "kvrs_lab", "distserve_patches"}
 ALLOWED_ROOTS = {
     "kvrs": {"kvrs"},
-    "distserve_patches": {"distserve_patches", "kvrs"},
-    "kvrs_testkit": {"kvrs_testkit", "distserve_patches", "kvrs"},
-    "experiments": {"experiments", "kvrs_testkit", "distserve_patches", "kvrs"},
-    "tests": {"experiments", "tests", "kvrs_testkit", "distserve_patches", "kvrs"},
+    "kvrs_engine": {"kvrs_engine", "kvrs"},
+    "kvrs_lab": {"kvrs_lab", "kvrs_engine", "kvrs"},
+    "distserve_patches": {"distserve_patches", "kvrs_engine", "kvrs"},
+    "kvrs_testkit": {"kvrs_testkit", *_ALL_OF_KVRS},
+    "experiments": {"experiments", "kvrs_testkit", *_ALL_OF_KVRS},
+    "tests": {"experiments", "tests", "kvrs_testkit", *_ALL_OF_KVRS},
 }
+MOST_TOP_MODULES = 8
 
 PURE = {
-    *(
-        f"kvrs.{name}"
-        for name in ("ids", "errors", "private_files", "protocol", "config", "faults", "core")
-    ),
-    *(f"kvrs.{name}" for name in ("profiles", "scheduling", "elastic", "unfinished")),
-    "kvrs.release_order",
-    "kvrs.sums",
+    *(f"kvrs.{name}" for name in ("ids", "errors", "release_order", "sums")),
+    *(f"kvrs.{name}" for name in ("protocol", "config", "core", "profiles")),
+    "kvrs.process.private_files",
+    "kvrs.net.unfinished",
     *(
         f"kvrs.transfer.{name}"
         for name in (*("meter", "limiter", "send_faults", "store.book", "store.store_slots"),)
@@ -88,6 +78,8 @@ PURE = {
     *(f"kvrs.gossip.{name}" for name in ("members", "node", "probes", "sender", "wire")),
     *(f"kvrs.agent.{name}" for name in ("gpu_health", "record_publisher", "slots")),
     *(f"kvrs.proxy.mirror.{name}" for name in ("book", "ending", "outbox", "records", "roles")),
+    *(f"kvrs_engine.{name}" for name in ("scheduling", "elastic")),
+    "kvrs_lab.faults",
     "kvrs_lab.traces.records",
     *(f"kvrs_lab.report.{name}" for name in ("metrics", "oracle", "impact", "student")),
 }
@@ -142,7 +134,8 @@ def product() -> dict[str, ast.Module]:
     return {name: tree for name, tree in modules().items() if root_of(name) in PRODUCT}
 
 
-PRODUCT = ("kvrs", "distserve_patches")
+PACKAGES = (*RANK,)
+PRODUCT = (*PACKAGES, "distserve_patches")
 
 
 def root_of(module: str) -> str:
@@ -188,17 +181,18 @@ def is_within(module: str, packages: Iterable[str]) -> bool:
 
 
 def test_imports_point_down() -> None:
-    """Parts of kvrs by rank; what is beside kvrs by `ALLOWED_ROOTS`."""
+    """Packages by `ALLOWED_ROOTS`, also inside functions; the parts of each by its ranks."""
     wrong = []
     for module in modules():
         for line, name in imports_of(module):
-            own, other = module.split(".")[1:2], name.split(".")[1:2]
+            root, own, other = root_of(module), module.split(".")[1:2], name.split(".")[1:2]
             if root_of(name) not in ALLOWED_ROOTS:
                 continue
-            if root_of(name) not in ALLOWED_ROOTS[root_of(module)]:
+            if root_of(name) not in ALLOWED_ROOTS[root]:
                 wrong.append(f"{module}:{line} imports {name}")
-            elif root_of(module) == "kvrs" and own and other and own != other:
-                wrong += [f"{module}:{line} imports {name}"] * (RANK[other[0]] >= RANK[own[0]])
+            elif root == root_of(name) and root in RANK and own and other and own != other:
+                ranks = RANK[root]
+                wrong += [f"{module}:{line} imports {name}"] * (ranks[other[0]] >= ranks[own[0]])
 
     assert not wrong
 
@@ -265,7 +259,7 @@ def test_heavy_libraries_are_imported_in_one_package_each() -> None:
     wrong = [
         f"{module}:{line} imports {name}"
         for module in modules()
-        if root_of(module) == "kvrs"
+        if root_of(module) in PACKAGES
         for line, name in imports_of(module)
         if root_of(name) in HOMES_OF_LIBRARIES
         and not is_within(module, HOMES_OF_LIBRARIES[root_of(name)])
@@ -331,6 +325,13 @@ def test_the_proxy_is_no_flat_folder() -> None:
     assert len(top) <= 3, f"kvrs/proxy holds {sorted(top)}"
 
 
+def test_few_modules_stand_beside_the_folders() -> None:
+    """A module at the top of kvrs is a foundation of all folders, or what starts kvrs."""
+    top = [path.name for path in (ROOT / "kvrs").glob("*.py")]
+
+    assert len(top) <= MOST_TOP_MODULES, f"kvrs holds {sorted(top)}"
+
+
 def test_a_public_class_name_means_one_thing() -> None:
     """A name that is searched for leads to one class."""
     places = defaultdict(list)
@@ -352,7 +353,8 @@ def test_a_recovery_option_is_named_in_few_files() -> None:
     """The number of files that know of it is what it costs to follow, and to change."""
     files = [
         str(path.relative_to(ROOT))
-        for path in sorted((ROOT / "kvrs").rglob("*.py"))
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
         if NAMES_OF_OPTION.search(path.read_text())
     ]
 
@@ -360,7 +362,7 @@ def test_a_recovery_option_is_named_in_few_files() -> None:
 
 
 # Folders whose docstrings are checked, and words that answer a noun which the reader has to guess.
-WORDED = ("kvrs", "distserve_patches", "kvrs_testkit", "tests", "experiments")
+WORDED = (*PRODUCT, "kvrs_testkit", "tests", "experiments")
 FRAGMENT = re.compile(r"\W*(Of|Beside|As|Whether|What)\b")
 
 

@@ -11,6 +11,7 @@ from kvrs.cli import app
 from kvrs.cli.pages import pages
 from kvrs.config.cluster import Backend
 from kvrs.config.first_file import first_file
+from tests.test_tidy import RANK
 
 ROOT = Path(__file__).parents[2]
 _NAMED = re.compile(r"kvrs docs ([a-z-]+)")
@@ -68,7 +69,8 @@ def test_first_files_and_the_schema_name_pages_that_are_installed(backend: Backe
 def test_messages_and_help_texts_name_pages_that_are_installed() -> None:
     """The same of all strings of the commands; comments and docstrings are read in a checkout."""
     named: set[str] = set()
-    for file in (ROOT / "kvrs").rglob("*.py"):
+    files = [path for package in RANK for path in (ROOT / package).rglob("*.py")]
+    for file in files:
         code = re.sub(r'"""(?s:.*?)"""|#.*', "", file.read_text(encoding="utf-8"))
         if file.name not in ("reference.py", "pages.py"):
             assert "docs/guide" not in code, file

@@ -12,7 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.process
 
-KVRS = Path(__file__).parents[3] / "kvrs"
+ROOT = Path(__file__).parents[3]
+PACKAGES = ("kvrs", "kvrs_engine", "kvrs_lab")
 
 # Recomputes in half the time: what an engine that reads histories by a faster kernel would do.
 OPTION = '''"""Fast recompute: as recompute, in half the time."""
@@ -46,7 +47,9 @@ def replaced(path: Path, old: str, new: str) -> None:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """The product with one option more: its file, its name, its place in the list."""
-    shutil.copytree(KVRS, tmp_path / "kvrs", ignore=shutil.ignore_patterns("__pycache__"))
+    compiled = shutil.ignore_patterns("__pycache__")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=compiled)
     options = tmp_path / "kvrs" / "core" / "options"
     (options / "fast_recompute.py").write_text(OPTION)
     replaced(
