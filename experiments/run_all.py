@@ -189,7 +189,7 @@ ALL = (
     _of("first_minutes", "demo", 3, "demo"),
     _of("first_minutes", "vllm", 4, "vllm", VLLM),
     _of("first_minutes", "scripted", 1, "vllm --scripted"),
-    _of("field_requests", "field_requests", 3),
+    _of("field_requests", "field_requests", 4),
     _of("proxy_rolls", "proxy_rolls", 8),
     Experiment("measured_once", tuple(_MEASURED_ONCE), 0, ""),
 )
