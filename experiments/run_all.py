@@ -25,6 +25,7 @@ from pathlib import Path
 
 from experiments import evidence
 from experiments.kills.drill import TRACE as CONVERSATIONS
+from experiments.raidserve.throughput import DEFAULT_TRACE as AVAILABILITY_TRACE
 from experiments.record import ROOT, gpus, shown
 from experiments.results import KEPT, age, run_of, state
 
@@ -53,6 +54,7 @@ def _file_missing(path: Path) -> str | None:
 
 
 TRACE = Need("trace", lambda: _file_missing(CONVERSATIONS))
+AVAILABILITY = Need("availability trace", lambda: _file_missing(AVAILABILITY_TRACE))
 DISTSERVE = _variable("DISTSERVE_HOME", "a checkout of DistServe")
 SPLITWISE = _variable("SPLITWISE_HOME", "a checkout of splitwise-sim")
 VLLM = _variable("KVRS_VLLM_PYTHON", "the interpreter of an environment with vLLM")
@@ -119,6 +121,13 @@ ALL = (
     _of("pipelines", "series-ring", 4, "series --group --ring --streams 220 --seed 11"),
     _of("experts", "simulated", 1, "simulated"),
     _of("experts", "lost_ranks", 60, "lost_ranks"),
+    _of("raidserve", "in_place", 1, "in_place"),
+    _of("raidserve", "shares", 1, "shares"),
+    _of("raidserve", "throughput", 2, "throughput", AVAILABILITY),
+    _of("raidserve", "peaks", 8, "peaks", TRACE),
+    _of("raidserve", "curves", 8, "curves --jobs 2 --seeds 1", TRACE),
+    _of("raidserve", "rank_balance", 7, "rank_balance"),
+    _of("raidserve", "computed", 40, "computed --limit-s 2300"),
     _of("anchortp", "plans", 1, "plans"),
     _of("anchortp", "degrees", 6, "degrees"),
     _of("anchortp", "planners", 1, "run --part planners"),
