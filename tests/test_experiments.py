@@ -2,6 +2,7 @@
 old results are and which are void.
 """
 
+import importlib
 import json
 import runpy
 import shlex
@@ -187,6 +188,22 @@ def test_every_program_is_runnable(
 
     assert ended.value.code == 0
     assert "--out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "module", ["crossover.run", "crossover.hand_off", "load_skew.run", "load_skew.rates"]
+)
+def test_a_run_on_distserve_is_refused_without_it(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DISTSERVE_HOME", raising=False)
+    main = importlib.import_module(f"experiments.{module}").main
+    monkeypatch.setattr(sys, "argv", [module, "--distserve"])
+
+    with pytest.raises(SystemExit, match="2"):
+        main()
+
+    assert "DISTSERVE_HOME is not set" in capsys.readouterr().err
 
 
 def test_every_kept_result_names_its_commit_and_its_time() -> None:
