@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,11 +54,20 @@ def _file_missing(path: Path) -> str | None:
     return None if path.is_file() else f"no file {path.name}"
 
 
+def _namespaces_missing() -> str | None:
+    """The reason why there are none, as far as it shows without making one."""
+    if os.geteuid():
+        return "network namespaces need root"
+    lacking = [tool for tool in ("ip", "tc", "nft") if shutil.which(tool) is None]
+    return f"not installed: {', '.join(lacking)}" if lacking else None
+
+
 TRACE = Need("trace", lambda: _file_missing(CONVERSATIONS))
 AVAILABILITY = Need("availability trace", lambda: _file_missing(AVAILABILITY_TRACE))
 DISTSERVE = _variable("DISTSERVE_HOME", "a checkout of DistServe")
 SPLITWISE = _variable("SPLITWISE_HOME", "a checkout of splitwise-sim")
 VLLM = _variable("KVRS_VLLM_PYTHON", "the interpreter of an environment with vLLM")
+NAMESPACES = Need("network namespaces", _namespaces_missing)
 GPU = Need("a GPU", lambda: None if gpus() else "no NVIDIA GPU is here")
 
 
@@ -141,6 +151,9 @@ ALL = (
     _of("load_skew", "distserve", 12, "run --distserve --repeats 1", DISTSERVE),
     _of("load_skew", "rates", 55, "rates --repeats 10 --limit-s 3600"),
     _of("load_skew", "distserve_rates", 15, "rates --distserve --seconds 20", DISTSERVE),
+    _of("link_monitor", "simulated", 1, "simulated"),
+    _of("link_monitor", "computed", 18, "computed", NAMESPACES),
+    _of("two_proxies", "two_proxies", 2),
     _of("notice", "notice", 4),
     _of("notice", "starved", 4, "run --spinning 4"),
     _of("lumen", "lumen", 60),
