@@ -11,9 +11,9 @@ from kvrs.engine.random_model import random_tokenizer, random_weights, write_mod
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import ReloadState, SpeculationReport
 from kvrs_testkit.blocked_load import blocked_load
+from kvrs_testkit.networks import Network
 from kvrs_testkit.noted_prefill import note_prefill
 from tests.networks.cluster_on_hosts import FRONTS, NODES, PROXIES, Clients, ClusterOnHosts
-from tests.networks.network_cluster import Network
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 
