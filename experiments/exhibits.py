@@ -2,8 +2,8 @@
 a verdict on the two.
 
 The rows stand in exhibits.json. Ours, and the comparison that gives the verdict, are computed by
-functions that are named here; where the script of a result is gone neither can change, and the row
-has both as text. A row without a figure of ours says what is missing.
+functions that are named here; a row of a result that is not measured at each release has both as
+text, which a new result is to renew. A row without a figure of ours says what is missing.
 """
 
 import json

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from experiments import evidence
 from experiments.kills.drill import TRACE as CONVERSATIONS
+from experiments.raidserve.throughput import DEFAULT_TRACE as AVAILABILITY_TRACE
 from experiments.record import ROOT, gpus, shown
 from experiments.results import KEPT, age, run_of, state
 
@@ -52,10 +54,20 @@ def _file_missing(path: Path) -> str | None:
     return None if path.is_file() else f"no file {path.name}"
 
 
+def _namespaces_missing() -> str | None:
+    """The reason why there are none, as far as it shows without making one."""
+    if os.geteuid():
+        return "network namespaces need root"
+    lacking = [tool for tool in ("ip", "tc", "nft") if shutil.which(tool) is None]
+    return f"not installed: {', '.join(lacking)}" if lacking else None
+
+
 TRACE = Need("trace", lambda: _file_missing(CONVERSATIONS))
+AVAILABILITY = Need("availability trace", lambda: _file_missing(AVAILABILITY_TRACE))
 DISTSERVE = _variable("DISTSERVE_HOME", "a checkout of DistServe")
 SPLITWISE = _variable("SPLITWISE_HOME", "a checkout of splitwise-sim")
 VLLM = _variable("KVRS_VLLM_PYTHON", "the interpreter of an environment with vLLM")
+NAMESPACES = Need("network namespaces", _namespaces_missing)
 GPU = Need("a GPU", lambda: None if gpus() else "no NVIDIA GPU is here")
 
 
@@ -111,14 +123,43 @@ ALL = (
     _of("bench_proxy", "bench_proxy", 15),
     _of("two_models", "two_models", 6),
     _of("speculation", "exact", 20, "exact"),
+    _of("speculation", "acceptance", 19, "acceptance"),
+    _of("speculation", "gain", 16, "gain --pairs 4"),
+    _of("speculation", "steps", 7, "steps"),
     _of("pipelines", "replication", 15, "replication"),
     _of("pipelines", "replication-hosts", 2, "replication --hosts --rounds 4"),
+    _of("pipelines", "capacity", 9, "capacity"),
     _of("pipelines", "table1", 60, "table1 --jobs 2"),
     _of("pipelines", "series-wait", 8, "series"),
     _of("pipelines", "series", 8, "series --group"),
     _of("pipelines", "series-ring", 4, "series --group --ring --streams 220 --seed 11"),
     _of("experts", "simulated", 1, "simulated"),
     _of("experts", "lost_ranks", 60, "lost_ranks"),
+    _of("experts", "degrees", 1, "degrees"),
+    _of("experts", "cpu", 17, "cpu --steps 30 --seeds 3 --rows 128"),
+    _of("raidserve", "in_place", 1, "in_place"),
+    _of("raidserve", "shares", 1, "shares"),
+    _of("raidserve", "throughput", 2, "throughput", AVAILABILITY),
+    _of("raidserve", "peaks", 8, "peaks", TRACE),
+    _of("raidserve", "curves", 8, "curves --jobs 2 --seeds 1", TRACE),
+    _of("raidserve", "rank_balance", 7, "rank_balance"),
+    _of("raidserve", "computed", 40, "computed --limit-s 2300"),
+    _of("anchortp", "plans", 1, "plans"),
+    _of("anchortp", "degrees", 6, "degrees"),
+    _of("anchortp", "planners", 1, "run --part planners"),
+    _of("anchortp", "recovery", 15, "run"),
+    _of("anchortp", "in_place", 13, "in_place"),
+    _of("crossover", "crossover", 5),
+    _of("crossover", "distserve", 6, "run --distserve --repeats 5", DISTSERVE),
+    _of("crossover", "hand_off", 4, "hand_off"),
+    _of("crossover", "hand_off_distserve", 4, "hand_off --distserve", DISTSERVE),
+    _of("load_skew", "load_skew", 22),
+    _of("load_skew", "distserve", 12, "run --distserve --repeats 1", DISTSERVE),
+    _of("load_skew", "rates", 55, "rates --repeats 10 --limit-s 3600"),
+    _of("load_skew", "distserve_rates", 15, "rates --distserve --seconds 20", DISTSERVE),
+    _of("link_monitor", "simulated", 1, "simulated"),
+    _of("link_monitor", "computed", 18, "computed", NAMESPACES),
+    _of("two_proxies", "two_proxies", 2),
     _of("notice", "notice", 4),
     _of("notice", "starved", 4, "run --spinning 4"),
     _of("lumen", "lumen", 60),
@@ -127,6 +168,7 @@ ALL = (
     _of("lumen", "loads", 60, "paper --exhibits B.2 B.3"),
     _of("lumen", "sizes", 200, "paper --exhibits B.4 B.5"),
     _of("lumen", "processes", 60, "processes"),
+    _of("lumen", "recovery", 60, "recovery --limit-s 3400"),
     _of("lumen", "ten", 60, "run --keep ten --cases 10x1 10x5 10x1:7.5"),
     _of("lumen", "placement", 1, "placement"),
     _of("kills", "simulated", 4, "run decode simulated"),
@@ -183,13 +225,14 @@ ALL = (
         VLLM,
         GPU,
     ),
+    _of("checkpoint_cost", "checkpoint_cost", 10),
     _of("checkpoint_cost", "vllm", 15, "vllm", VLLM),
     _of("checkpoint_cost", "vllm-gpu", 3, "vllm --gpu --rounds 2 --pairs 5", VLLM, GPU),
     _of("demo_vllm", "demo_vllm", 4, "run", VLLM),
     _of("first_minutes", "demo", 3, "demo"),
     _of("first_minutes", "vllm", 4, "vllm", VLLM),
     _of("first_minutes", "scripted", 1, "vllm --scripted"),
-    _of("field_requests", "field_requests", 3),
+    _of("field_requests", "field_requests", 4),
     _of("proxy_rolls", "proxy_rolls", 8),
     Experiment("measured_once", tuple(_MEASURED_ONCE), 0, ""),
 )

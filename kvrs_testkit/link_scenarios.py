@@ -4,7 +4,8 @@ over a link without noise: the part of the regret that is the rule's own.
 
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
@@ -92,22 +93,25 @@ def scenarios() -> list[Scenario]:
 OURS = "kvrs"
 BOUND = "kvrs, lower bound"  # On which decisions count.
 LAST = "last sample"
-RULES = (OURS, BOUND, LAST)
+PRESENT = "knows the rate"  # At every moment, but not what follows.
+
+Rule = Callable[[Sequence[float]], float]  # An estimate by all samples so far.
+# Rules beside ours.
+OTHERS: Mapping[str, Rule] = {LAST: lambda samples: samples[-1]}
 
 
 class SampledMeter(LinkMeter):
-    """Also keeps the last sample, as a rule of its own."""
-
-    last_bytes_per_s: float | None = None
+    """Also keeps every sample, for the rules beside it."""
 
     def __init__(self) -> None:
         super().__init__(SETTINGS.link, 1 << 15)
+        self.samples: list[float] = []
 
     def _take_sample(self, link: Any) -> None:
         before_s = link.measured_s
         super()._take_sample(link)
         if link.measured_s != before_s:
-            self.last_bytes_per_s = link.latest_bytes_per_s
+            self.samples.append(link.latest_bytes_per_s)
 
 
 @dataclass
@@ -116,7 +120,7 @@ class Trial:
 
     scenario: Scenario
     at_s: list[float] = field(default_factory=list)
-    seen: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in RULES})
+    seen: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def errors(self, name: str) -> Iterator[tuple[float, float]]:
         for at_s, estimate in zip(self.at_s, self.seen[name], strict=True):
@@ -157,8 +161,9 @@ def _costs(tokens: int) -> tuple[float, float]:
 class VirtualLink:
     """One scenario: transfers, pauses and probes as a puller makes them, without processes."""
 
-    def __init__(self, scenario: Scenario, seed: int) -> None:
+    def __init__(self, scenario: Scenario, seed: int, others: Mapping[str, Rule] = OTHERS) -> None:
         self.trial = Trial(scenario)
+        self._others = others
         self._probed_bytes = 0
         self._scenario = scenario
         self._random = random.Random(seed)
@@ -230,22 +235,25 @@ class VirtualLink:
     def _pass(self, seconds: float) -> None:
         """Time goes on; what is seen of the link is looked at on the way."""
         self._now_s += seconds
-        last = self._meter.last_bytes_per_s
+        samples = self._meter.samples
         while self._looked_s <= min(self._now_s, self._scenario.length_s):
-            if last is not None:
+            if samples:
                 measured = self._meter.measurements(self._looked_s)[SOURCE]
                 self.trial.at_s.append(self._looked_s)
-                self.trial.seen[OURS].append(measured.bytes_per_s)
-                self.trial.seen[BOUND].append(lower_bound(measured, SETTINGS.link))
-                self.trial.seen[LAST].append(last)
+                seen = self.trial.seen
+                seen[OURS].append(measured.bytes_per_s)
+                for name, rule in self._others.items():
+                    seen[name].append(rule(samples))
+                seen[BOUND].append(lower_bound(measured, SETTINGS.link))
+                seen[PRESENT].append(self._scenario.rate(self._looked_s))
             self._looked_s += LOOK_S
 
 
-def measure(seeds: range) -> list[dict[str, Any]]:
+def measure(seeds: range, others: Mapping[str, Rule] = OTHERS) -> list[dict[str, Any]]:
     """By scenario and rule: the mean over the seeds."""
     rows = []
     for scenario in scenarios():
-        links = [VirtualLink(scenario, seed) for seed in seeds]
+        links = [VirtualLink(scenario, seed, others) for seed in seeds]
         trials = [link.run() for link in links]
         rows += [
             {
@@ -255,6 +263,6 @@ def measure(seeds: range) -> list[dict[str, Any]]:
                 "settled_error": fmean(trial.settled_error(name) or 0.0 for trial in trials),
                 "probe_share": max(link.probe_share for link in links),
             }
-            for name in RULES
+            for name in trials[0].seen
         ]
     return rows

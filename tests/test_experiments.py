@@ -2,7 +2,9 @@
 old results are and which are void.
 """
 
+import importlib
 import json
+import runpy
 import shlex
 import subprocess
 import sys
@@ -166,6 +168,44 @@ def test_every_experiment_is_listed_with_its_commands() -> None:
         assert (EXPERIMENTS.parent / f"{module.replace('.', '/')}.py").is_file(), module
 
 
+def programs() -> list[str]:
+    """The modules of all commands."""
+    commands = [shlex.split(each.command) for each in ALL if each.command]
+    return list(dict.fromkeys(words[words.index("-m") + 1] for words in commands))
+
+
+# The module may be imported already.
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("module", programs())
+def test_every_program_is_runnable(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It imports what it needs at this commit, and tells its options."""
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+    assert ended.value.code == 0
+    assert "--out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "module", ["crossover.run", "crossover.hand_off", "load_skew.run", "load_skew.rates"]
+)
+def test_a_run_on_distserve_is_refused_without_it(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DISTSERVE_HOME", raising=False)
+    main = importlib.import_module(f"experiments.{module}").main
+    monkeypatch.setattr(sys, "argv", [module, "--distserve"])
+
+    with pytest.raises(SystemExit, match="2"):
+        main()
+
+    assert "DISTSERVE_HOME is not set" in capsys.readouterr().err
+
+
 def test_every_kept_result_names_its_commit_and_its_time() -> None:
     """A measurement without a commit is of nothing that can be looked at."""
     for path in EXPERIMENTS.glob("*/results/**/*.json"):
@@ -293,7 +333,7 @@ def test_names_choose_folders_and_single_results() -> None:
     assert len(chosen([])) == len(ALL)
     assert [each.name for each in chosen(["kills/decode"])] == ["kills/decode"]
     assert {each.folder for each in chosen(["lumen", "notice"])} == {"lumen", "notice"}
-    with pytest.raises(ValueError, match=r"--only: got nothing; allowed: bench_proxy, "):
+    with pytest.raises(ValueError, match=r"--only: got nothing; allowed: anchortp, "):
         chosen(["nothing"])
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ MODEL = "tiny"
 DATA = ROOT / "kvrs" / "profiles" / "data"
 _UP_WITHIN_S = 90.0  # On a busy machine.
 _LOOK_S = 0.1
-_ROLES = {"p0": "prefill", "d0": "decode", "d1": "decode"}
+_ROLES = {"p0": "prefill", "d0": "decode", "d1": "decode", "p1": "prefill"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,7 @@ async def cluster(
     pause_s: float = 0.01,
     odd: Mapping[int, Odd] | None = None,
     token_s: float | None = None,
+    names: Sequence[str] = ("p0", "d0", "d1"),
 ) -> AsyncIterator[Cluster]:
     """All servers are up, and tested by the proxy; `pause_s` lies between two tokens. `token_s`: of
     a prefill, by the profile that the proxy has; None: it has none.
@@ -165,7 +166,8 @@ async def cluster(
     seen, script = Seen(), VllmScript(pause_s=pause_s)
     async with AsyncExitStack() as stack:
         servers = {}
-        for name, role in _ROLES.items():
+        for name in names:
+            role = _ROLES[name]
             server = FieldVllm(name, "n0", role=role, script=script, seen=seen, takes_s=takes_s)
             server.odd, server.says_more, server.passed = odd or {}, True, ("/v1/embeddings",)
             server.tokens = 0
@@ -219,7 +221,11 @@ def _profile(token_s: float, folder: Path) -> Path:
     """A profile of a prefill whose time grows by this with each token."""
     known = msgspec.json.decode((DATA / "llama-3.1-8b-a100-vllm-tp1.json").read_bytes())
     seconds = {str(tokens): token_s * tokens for tokens in (1, 10, 100, 1000)}
-    known |= {"label": "field", "prefill": {"type": "points", "seconds": seconds}}
+    known |= {
+        "label": "field",
+        "kind": "measured",
+        "prefill": {"type": "points", "seconds": seconds},
+    }
     path = folder / "field.json"
     path.write_bytes(msgspec.json.encode(known))
     return path

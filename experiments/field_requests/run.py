@@ -34,7 +34,9 @@ async def _measured(part: str, seed: int) -> Row:
     """One that breaks has missed its bars."""
     begun_s = time.monotonic()
     try:
-        return await PARTS[part](seed)
+        row = await PARTS[part](seed)
+        print(f"{part}: {time.monotonic() - begun_s:.0f} s", file=sys.stderr, flush=True)
+        return row
     except Exception as error:  # The other parts go on.
         traceback.print_exc()
         row = Row(part, seconds=time.monotonic() - begun_s)

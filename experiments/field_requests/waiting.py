@@ -16,8 +16,9 @@ RECOMPUTED_S, CUT_AT = 60.0, 20
 STREAMS, LATE = 50, 10
 _WEDGED_TOKENS, _WEDGED_PACE_S, _BEFORE_S = 100, 0.2, 4.0
 LEFT_S, PREDICTED_S = 10.0, 1.0  # The bar: the first, and twice what is predicted at most.
-AFTER_S = 5.0  # For 50 histories of 0.1 s, and their tokens.
+AFTER_S = 2.0  # For a history of 0.1 s at another server, and its tokens.
 CALM, AT_A_TIME = 1000, 50
+_ESTIMATED_TOKENS = 47  # Of a prompt, by a proxy without its tokenizer.
 _TOKENS = 20
 
 
@@ -165,11 +166,11 @@ async def wedged(_: int) -> Row:
 
 
 async def wedged_long(_: int) -> Row:
-    """Prompts of a prefill server that computes nothing any more, each predicted at 30 s by a
-    profile.
+    """A prompt at one of two prefill servers, which computes nothing any more; a profile predicts
+    30 s. Behind others the prompt would be awaited for their time, too.
     """
-    row = Row("wedged_long", wanted=STREAMS)
-    async with cluster((LONG_S, 0.1), token_s=LONG_S / len(prompt(0))) as system:
+    row, token_s = Row("wedged_long", wanted=1), LONG_S / _ESTIMATED_TOKENS
+    async with cluster((LONG_S, 0.1), token_s=token_s, names=("p0", "p1", "d0")) as system:
         system.servers["p0"].computes.clear()
         await _take_all(row, system, "p0")
         row.note_causes()

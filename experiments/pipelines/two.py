@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from experiments.rig import draw
@@ -27,6 +28,7 @@ def config_of(
     group: bool,
     ring: bool = False,
     seed: int = 0,
+    engine: Mapping[str, Any] = MappingProxyType({}),
 ) -> Config:
     """A node for each stage; `group`: the pipelines lend each other the hosts of their stages;
     `ring`: and keep replicas of each other's pages.
@@ -39,7 +41,7 @@ def config_of(
         own[0]["instances"] = [instance | ({"group": "g"} if group else {})]
     return parse_config(
         {
-            "cluster": {"nodes": nodes, "engine": {"seed": seed}},
+            "cluster": {"nodes": nodes, "engine": {"seed": seed, **engine}},
             "proxy": {"port": 0, "admin_port": 0},
         }
         | ({"backup": {"mode": "peer"}} if ring else {})

@@ -11,6 +11,7 @@ from random import Random
 from statistics import median
 
 from experiments.virtual_time import HOME, EqualStreams, grouped, patient, run_until, token_times
+from kvrs.config.file import Config
 from kvrs.core.model.estimates import Option
 from kvrs_engine.elastic import on_demand
 from kvrs_engine.elastic.layouts import hybrid, staged
@@ -28,6 +29,8 @@ STREAMS = EqualStreams(PROFILE, RANKS, REQUESTS, CONTEXT_TOKENS, output_tokens=1
 RATES = LinkRates(host_bytes_per_s=50e9, peer_bytes_per_s=362.2e9)
 IN_LADDER = {"recompute": "recompute", "host": "host", "full": "on demand"}
 JOIN_S = 0.1  # Of ranks that form again.
+KEEPS_PAGES = ("host", "full")  # Ways with backups of pages.
+ORACLE = "oracle"  # Nothing is lost.
 _GROUPS = 4  # Layers that lie alike, as one: there are fewer cells to follow.
 _LEAST_TOKENS = 8
 _STEP_S, _FINE_S, _LONGEST_S = 0.5, 0.001, 600.0
@@ -38,7 +41,10 @@ _NEVER_S = 1e6
 class Row:
     way: str
     weights_s: float  # Until the ranks that are left compute again.
-    p50_s: float  # Of the streams' longest pauses from the loss on.
+    # Of the streams' longest pauses from the loss on.
+    first_s: float
+    p50_s: float
+    last_s: float
 
 
 def units() -> Units:
@@ -49,6 +55,8 @@ def rates_of(way: str) -> LinkRates:
     """Links on which what is missing takes as long as the way's moves do."""
     if way == "full":
         return RATES
+    if way == ORACLE:
+        return LinkRates(RATES.host_bytes_per_s * _NEVER_S, RATES.peer_bytes_per_s * _NEVER_S)
     model = units()
     before = hybrid(model, staged(model.layers, [range(RANKS)]))
     after = on_demand.reshaped(before, model, on_demand.survivors(before, [RANKS - 1]))
@@ -58,21 +66,26 @@ def rates_of(way: str) -> LinkRates:
     return LinkRates(RATES.host_bytes_per_s / slower, RATES.peer_bytes_per_s / slower)
 
 
-def play(way: str, seed: int) -> Row:
+def config_of(way: str) -> Config:
+    if way not in KEEPS_PAGES:
+        return STREAMS.config(mode="off")
+    return STREAMS.config(
+        capacity_bytes=1 << 40,
+        host_to_device_bytes_per_s=RATES.host_bytes_per_s * (RANKS - 1),
+        staging_pages=4096,
+    )
+
+
+def play(way: str, seed: int, join_s: float = JOIN_S) -> Row:
     """Raises AssertionError where an invariant of the simulator is violated."""
-    model = RankModel(units(), rates_of(way), JOIN_S, _NEVER_S, _NEVER_S)
+    model = RankModel(units(), rates_of(way), join_s, _NEVER_S, _NEVER_S)
     with token_times() as tokens_s, patient(_LONGEST_S):
-        config = STREAMS.config(
-            capacity_bytes=1 << 40,
-            host_to_device_bytes_per_s=RATES.host_bytes_per_s * (RANKS - 1),
-            staging_pages=4096,
-        )
-        cluster, ranks, names = STREAMS.begin(config, model, seed)
+        cluster, ranks, names = STREAMS.begin(config_of(way), model, seed)
         clock, proxy, engine = cluster.clock, cluster.serving[0], cluster.engines[HOME]
 
         def is_settled() -> bool:
             """All decode, and of each at most the newest page has no backup."""
-            lag_pages = engine.backlog.lag_pages
+            lag_pages = engine.backlog.lag_pages if cluster.agents else 0
             return lag_pages <= REQUESTS and all(
                 len(tokens_s[name]) >= _LEAST_TOKENS for name in names
             )
@@ -82,7 +95,7 @@ def play(way: str, seed: int) -> Row:
         lost_s, had = clock.now_s, {name: len(tokens_s[name]) for name in names}
         require(all(proxy.streams[name].outcome == "" for name in names), f"{way}: streams ended")
         proxy.recoveries.clear()
-        ranks.lose([RANKS - 1], memory_kept=False)
+        ranks.lose([RANKS - 1], memory_kept=way == ORACLE)
         run_until(clock, lambda: ranks.serves, _FINE_S, _LONGEST_S)
         weights_s = clock.now_s - lost_s
         run_until(
@@ -99,7 +112,7 @@ def play(way: str, seed: int) -> Row:
     taken = dict(proxy.recoveries)
     # Of a short pause the proxy may hear when it is over.
     require(set(taken) <= {Option.IN_PLACE.value}, f"{way}: {taken}")
-    return Row(way, weights_s, median(pauses_s))
+    return Row(way, weights_s, min(pauses_s), median(pauses_s), max(pauses_s))
 
 
 def ladder_s() -> dict[str, float]:

@@ -2,7 +2,8 @@
 table II): nothing is moved.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -29,9 +30,10 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Bytes from the host and between ranks."""
+    """Bytes from the host, those of the rank that reads most, and bytes between ranks."""
 
     host: int
+    busiest: int
     peer: int
 
 
@@ -42,7 +44,8 @@ def by_interval(units: Units, ranks: int, dead: set[int], *, copies: bool, keeps
     parts = cmm.even_parts(units.total_bytes, ranks)
     shards = [cmm.Shard(rank, *part) for rank, part in enumerate(parts)]
     left = [rank for rank in range(ranks) if rank not in dead]
-    read = peer = 0
+    read: Counter[int] = Counter()
+    peer = 0
     tasks = cmm.plan_interval(shards, dead, left)
     for task in tasks:
         if task.source == task.target and keeps:
@@ -50,10 +53,10 @@ def by_interval(units: Units, ranks: int, dead: set[int], *, copies: bool, keeps
         if task.source != HOST and copies:
             peer += task.bytes
         else:
-            read += task.bytes
+            read[task.target] += task.bytes
     if copies:
-        assert read == cmm.least_reload_bytes(shards, dead, left), "Eq. (1)"
-    return Counted(read, peer)
+        assert read.total() == cmm.least_reload_bytes(shards, dead, left), "Eq. (1)"
+    return Counted(read.total(), max(read.values()), peer)
 
 
 def by_units(units: Units, ranks: int, dead: set[int]) -> Counted:
@@ -66,7 +69,8 @@ def by_units(units: Units, ranks: int, dead: set[int]) -> Counted:
     lost = set().union(*(start.held(rank) for rank in dead))
     kept = set().union(*(start.held(rank) for rank in after.ranks))
     assert found.host_bytes == sum(map(units.bytes_of, lost - kept)), "Eq. (1), in units"
-    return Counted(found.host_bytes, found.peer_bytes)
+    busiest = max(found.host_bytes_by_rank().values())
+    return Counted(found.host_bytes, busiest, found.peer_bytes)
 
 
 PLANNERS: dict[str, Callable[[Units, int, set[int]], Counted]] = {
@@ -77,17 +81,33 @@ PLANNERS: dict[str, Callable[[Units, int, set[int]], Counted]] = {
 }
 
 
-def measure() -> dict[str, Counted]:
-    """By model, ranks and planner: the most of all losses of that many ranks."""
-    found = {}
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A planner asked for every loss of that many ranks."""
+
+    model: str
+    ranks: int
+    left: int
+    planner: str
+    counted: list[Counted]
+
+
+def cases() -> Iterator[Case]:
     for model, ranks, left in CASES:
         units = MODELS[model]
         losses = [set(dead) for dead in combinations(range(ranks), ranks - left)]
         for planner, count in PLANNERS.items():
             # On demand every loss costs the same but for the place of the ragged last tile.
             asked = losses[:2] if planner == "on demand" else losses
-            counted = [count(units, ranks, dead) for dead in asked]
-            found[f"{model}, {ranks} to {left}, {planner}"] = Counted(
-                max(each.host for each in counted), max(each.peer for each in counted)
-            )
-    return found
+            yield Case(model, ranks, left, planner, [count(units, ranks, dead) for dead in asked])
+
+
+def measure() -> dict[str, tuple[int, int]]:
+    """By model, ranks and planner: the most of all losses from the host, and between ranks."""
+    return {
+        f"{each.model}, {each.ranks} to {each.left}, {each.planner}": (
+            max(one.host for one in each.counted),
+            max(one.peer for one in each.counted),
+        )
+        for each in cases()
+    }

@@ -109,9 +109,9 @@ def pages() -> Figures:
 def plans() -> Figures:
     """Bytes that ranks read and copy after a loss, by model and planner: the most of all losses."""
     found: dict[str, float | str] = {}
-    for name, most in planners.measure().items():
-        found[f"{name}, from the host"] = most.host
-        found[f"{name}, between ranks"] = most.peer
+    for name, (host, peer) in planners.measure().items():
+        found[f"{name}, from the host"] = host
+        found[f"{name}, between ranks"] = peer
     return found
 
 

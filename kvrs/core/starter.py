@@ -394,6 +394,9 @@ class Starter:
             if stream.avoided:
                 alarms_s.append(now_s + quarantine.LOOK_S)
             members = self._view.members.values()
+            if stream.promise is not Promise.NONE:  # Others that are healthy may not take it.
+                paused = (each.answers.until_s for each in members)
+                alarms_s += [until_s for until_s in paused if until_s is not None]
             if any(quarantine.keeps_out(self._view, member, stream) for member in members):
                 alarms_s.append(now_s + _ISOLATION_POLL_S * (1 + fraction(stream.id, now_s)))
             if next_try_s is not None:

@@ -196,6 +196,24 @@ def test_an_exact_stream_goes_on_where_its_tokens_are() -> None:
     assert only(back, act.Start).plan.decode == home != other
 
 
+def test_an_exact_stream_goes_back_to_its_instance_after_the_pause_of_that() -> None:
+    """It has failed once; the other one, which has not, has other tokens."""
+    harness = PolicyHarness("p0", "d0", "d1")
+    compare(harness, d0="a", d1="b")
+    start = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    home = start.plan.decode
+    harness.handle(ev.PrefillDone(A, 1, 20))
+    harness.handle(ev.StreamResumed(A, 1, promise=ev.Promise.GREEDY))
+    failed = harness.handle(ev.AttemptFailed(A, 1, home, "reset", 3, True))
+    pause_s = harness.policy.members[home].answers.until_s
+
+    back = only(failed + harness.look_until(3.0), act.Start)
+
+    assert pause_s is not None
+    assert pause_s < 2.0
+    assert back.plan.decode == home
+
+
 def test_a_marked_stream_goes_on_anywhere() -> None:
     """Its head has said so."""
     harness = PolicyHarness("p0", "d0", "d1")

@@ -11,8 +11,8 @@ import yaml
 
 from kvrs.config.file import ENV_NAME
 from kvrs_testkit.forked import ForkedProcess
+from kvrs_testkit.networks import DESK, Network
 from tests.networks.members import Members, Watch
-from tests.networks.network_cluster import DESK, Network
 
 PORT, PAGE_PORT, GOSSIP_PORT = 7001, 7002, 7946
 PATIENCE_S = 60.0

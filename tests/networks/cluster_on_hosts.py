@@ -20,9 +20,9 @@ from kvrs.config.file import ADMIN_ENV_NAME, Config, parse_config
 from kvrs.ids import InstanceId
 from kvrs.net.proving import ProvingConnector, agent_keys, instance_keys
 from kvrs.protocol.instance import AgentReport, LoadReport
+from kvrs_testkit.networks import Network
 from kvrs_testkit.processes import ForkedProcesses
 from kvrs_testkit.sse import without_comments
-from tests.networks.network_cluster import Network
 
 HTTP, PAGES, GOSSIP, ADMIN, PEERS = 8000, 9000, 7946, 8001, 8002
 AGENT, AGENT_PAGES = 7001, 7002

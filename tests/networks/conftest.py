@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.networks.network_cluster import missing
+from kvrs_testkit.networks import missing
 
 
 @pytest.fixture(scope="session")

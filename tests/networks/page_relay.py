@@ -14,7 +14,7 @@ from math import inf
 from random import Random
 from typing import Self
 
-from tests.networks.network_cluster import Network
+from kvrs_testkit.networks import Network
 
 _PIECE_BYTES = 1 << 16
 _SHIFT = 10000  # From a port to that of its relay.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from tests.networks.network_cluster import Network
+from kvrs_testkit.networks import Network
 
 PORT = 6379
 _ROOT = Path(__file__).resolve().parents[2]

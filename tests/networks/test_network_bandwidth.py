@@ -6,8 +6,8 @@ import pytest
 
 from kvrs.config.transfer import LinkSettings
 from kvrs.transfer.meter import Measurement, lower_bound
+from kvrs_testkit.networks import Network
 from tests.networks.cluster_on_hosts import FRONTS, NODES, Clients, ClusterOnHosts
-from tests.networks.network_cluster import Network
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.networks.network_cluster import PREFIX, Network, sweep
+from kvrs_testkit.networks import PREFIX, Network, sweep
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 
 LEFT = """
 import os, subprocess
-from tests.networks.network_cluster import Network
+from kvrs_testkit.networks import Network
 network = Network("n0")
 network.__enter__()
 sleep = network.command_at("n0", "sleep", "600")

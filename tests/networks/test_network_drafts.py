@@ -16,9 +16,9 @@ from kvrs_engine.engine.random_model import (
     write_tiny_model,
 )
 from kvrs_testkit.blocked_load import blocked_load
+from kvrs_testkit.networks import Network
 from kvrs_testkit.noted_prefill import note_prefill
 from tests.networks.cluster_on_hosts import FRONTS, NODES, PROXIES, Clients, ClusterOnHosts
-from tests.networks.network_cluster import Network
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 

@@ -12,13 +12,13 @@ import aiohttp
 import pytest
 
 from kvrs.config.file import ADMIN_ENV_NAME, Config, parse_config
+from kvrs_testkit.networks import DESK, Network
 from kvrs_testkit.processes import Processes
 from kvrs_testkit.scripted_model import expected_ids, save_tokenizer
 from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
 from kvrs_testkit.sse import events_of
 from kvrs_testkit.vllm_cluster import CONFIG
 from tests.networks.name_server import NameServer
-from tests.networks.network_cluster import DESK, Network
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 

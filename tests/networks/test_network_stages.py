@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from kvrs.config.file import ADMIN_ENV_NAME, Config, parse_config
+from kvrs_testkit.networks import Network
 from kvrs_testkit.processes import ForkedProcesses
-from tests.networks.network_cluster import Network
 
 pytestmark = [pytest.mark.network, pytest.mark.process, pytest.mark.usefixtures("possible")]
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import SlotCounts
+from kvrs_testkit.networks import Network
 from tests.networks.cluster_on_hosts import (
     FRONTS,
     NODES,
@@ -19,7 +20,6 @@ from tests.networks.cluster_on_hosts import (
     ClusterOnHosts,
     Keyed,
 )
-from tests.networks.network_cluster import Network
 from tests.networks.page_relay import UNDISTURBED, ChaosSettings, Relay
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]

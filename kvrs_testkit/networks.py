@@ -1,13 +1,13 @@
-"""Virtual hosts on one machine: network namespaces around a switch, whose links a test can slow
+r"""Virtual hosts on one machine: network namespaces around a switch, whose links a test can slow
 down, cut or make lossy.
 
-    n0 [eth0 10.77.0.1]---\\
+    n0 [eth0 10.77.0.1]---\
     n1 [eth0 10.77.0.2]----[switch: bridge br0]---[eth0 10.77.0.254] desk: the test itself
     n2 [eth0 10.77.0.3]---/
 
 The machine's own network is not changed. Names have the process id of the test; networks of a
-killed test are removed by the next one. The kernel may lack netem, so the relay (`page_relay.py`)
-delays, reorders and damages packets.
+killed test are removed by the next one. The kernel may lack netem, so the relay
+(`tests/networks/page_relay.py`) delays, reorders and damages packets.
 """
 
 import contextlib
