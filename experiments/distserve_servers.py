@@ -10,9 +10,9 @@ import secrets
 from functools import partial
 
 from kvrs.config.cluster import Backend
+from kvrs.config.distserve import HOME_ENV
 from kvrs.config.file import Config
 from kvrs_lab.cluster.loopback_ray import ENVIRONMENT
-from kvrs_lab.cluster.processes import HOME_ENV
 from kvrs_testkit.processes import Processes, says_ready
 
 # Each loads torch in the server and in its workers, next to those of the others; then it measures
