@@ -394,16 +394,24 @@ class Starter:
             if stream.avoided:
                 alarms_s.append(now_s + quarantine.LOOK_S)
             members = self._view.members.values()
-            if stream.promise is not Promise.NONE:  # Others that are healthy may not take it.
-                paused = (each.answers.until_s for each in members)
-                alarms_s += [until_s for until_s in paused if until_s is not None]
-            if any(quarantine.keeps_out(self._view, member, stream) for member in members):
+            if self._awaits_own(stream) or any(
+                quarantine.keeps_out(self._view, member, stream) for member in members
+            ):
                 alarms_s.append(now_s + _ISOLATION_POLL_S * (1 + fraction(stream.id, now_s)))
             if next_try_s is not None:
                 # Never due at once: an alarm that came a little early would be the last one.
                 jitter = 0.1 + fraction(stream.id, next_try_s)
                 alarms_s.append(next_try_s + _TRY_JITTER_S * jitter)
             self._timers.set(stream.id, min(at_s for at_s in alarms_s if not is_past(at_s, now_s)))
+
+    def _awaits_own(self, stream: Stream) -> bool:
+        """An instance that keeps the promise of a stream is paused, ejected or overdue: nothing
+        tells when that is over, and healthy ones may not take the stream.
+        """
+        return stream.promise is not Promise.NONE and any(
+            member.continues(stream.tokens, stream.promise) and not self._view.is_healthy(member)
+            for member in self._view.decoders
+        )
 
     def _is_unkept(self, stream: Stream) -> bool:
         """Instances are up, none of which keeps the promise of a stream."""

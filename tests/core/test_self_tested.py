@@ -214,6 +214,25 @@ def test_an_exact_stream_goes_back_to_its_instance_after_the_pause_of_that() -> 
     assert back.plan.decode == home
 
 
+def test_an_exact_stream_goes_back_to_its_instance_once_that_is_readmitted() -> None:
+    """A probe may end an ejection at any time."""
+    harness = PolicyHarness("p0", "d0", "d1")
+    compare(harness, d0="a", d1="b")
+    start = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    home = harness.policy.members[start.plan.decode]
+    harness.handle(ev.PrefillDone(A, 1, 20))
+    harness.handle(ev.StreamResumed(A, 1, promise=ev.Promise.GREEDY))
+    home.answers.is_ejected = True
+    waits = harness.handle(ev.AttemptFailed(A, 1, home.id, "reset", 3, True))
+    waits += harness.look_until(5.0)
+    home.answers.is_ejected, home.answers.until_s = False, None
+
+    back = only(harness.look_until(8.0), act.Start)
+
+    assert of(waits, act.Start) == []
+    assert back.plan.decode == home.id
+
+
 def test_a_marked_stream_goes_on_anywhere() -> None:
     """Its head has said so."""
     harness = PolicyHarness("p0", "d0", "d1")
