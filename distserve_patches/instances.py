@@ -1,5 +1,5 @@
-"""One of the two instances as which a DistServe server shows itself: a stage of the engine behind
-the instance protocol.
+"""An instance of a DistServe server, which shows itself as two: a stage of the engine behind the
+instance protocol.
 """
 
 import asyncio

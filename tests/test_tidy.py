@@ -365,6 +365,14 @@ def test_a_recovery_option_is_named_in_few_files() -> None:
 WORDED = (*PRODUCT, "kvrs_testkit", "tests", "experiments")
 FRAGMENT = re.compile(r"\W*(Of|Beside|As|Whether|What)\b")
 
+# A module's docstring that begins with a participle, a pronoun or a preposition has no subject.
+NO_SUBJECT = re.compile(
+    r"\W*((?!Ring|String|Thing)\w+ing|One (of|that|which)|It|Its|They|This|That|These|Those"
+    r"|Everything|Something|Who|Which|What|Where|When|How|Why|In|On|At|By|For|From|With|Without"
+    r"|To|Into|Under|Over|Between|Behind|Within|During|After|Before|Taken|Given|Made|Kept"
+    r"|\w+ed (as|by|for|from|in|of|to|with))\b"
+)
+
 
 def docstrings(module: str) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring, also of those below attributes: a setting's description."""
@@ -384,6 +392,33 @@ def test_docstrings_name_what_they_describe() -> None:
         if root_of(module) in WORDED
         for line, text in docstrings(module)
         if FRAGMENT.match(text)
+    ]
+
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Sending of pages, behind all other traffic.",
+        "One of the two instances of a server.",
+        "Which ports are free.",
+        "From output ids to text.",
+        "Taken is what clients send.",
+        "Learned from loads.",
+    ],
+)
+def test_docstrings_without_a_subject_are_found(text: str) -> None:
+    assert NO_SUBJECT.match(text)
+
+
+def test_docstrings_of_modules_begin_with_their_subject() -> None:
+    """A first sentence has its subject first: no participle, pronoun or preposition."""
+    wrong = [
+        f"{module} {text[:50]!r}"
+        for module, tree in modules().items()
+        if root_of(module) in (*PRODUCT, "kvrs_testkit")
+        if (text := ast.get_docstring(tree)) and NO_SUBJECT.match(text)
     ]
 
     assert not wrong, "\n".join(wrong)

@@ -1,4 +1,4 @@
-"""Which part of a model's KV a rank holds, and the KV of a whole stage as one pool for kvrs'
+"""The part of a model's KV that a rank holds, and the KV of a whole stage as one pool for kvrs'
 decoder.
 """
 

@@ -1,4 +1,4 @@
-"""Swapping of blocks between a logical GPU's memory and the host's: on a CPU both are the same, so
+"""Block swaps between a logical GPU's memory and the host's: on a CPU both are the same, so
 a copy is all.
 """
 

@@ -1,4 +1,4 @@
-"""Which ports of a configuration are of this machine, and whether they are free or served."""
+"""Ports of a configuration on this machine, each free, served, or taken by another process."""
 
 import errno
 import socket

@@ -1,5 +1,5 @@
-"""Where a proxy reads its configuration from: a file, which `kvrs up` may have written, or its
-command line.
+"""The origin of a proxy's configuration: a file, which `kvrs up` may have written, or its command
+line.
 """
 
 from collections.abc import Callable

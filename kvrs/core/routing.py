@@ -1,5 +1,5 @@
-"""Routing: new streams to the prefill instance with the least predicted work and its own pair,
-hand-offs to the decode instance where the stream goes on soonest.
+"""Routes of new streams and of hand-offs: a new stream goes to the prefill instance with the least
+predicted work and its own pair, a hand-off to the decode instance where the stream goes on soonest.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

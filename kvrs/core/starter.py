@@ -1,4 +1,6 @@
-"""Placing streams that have no attempt: started, queued for a slot, kept waiting or given up on."""
+"""The starter places streams without an attempt: it starts them, queues them for a slot, lets them
+wait, or gives them up.
+"""
 
 from collections.abc import Iterable
 from itertools import islice

@@ -1,5 +1,4 @@
-"""How long a stream that nothing can be started for waits, and what it is told when it has waited
-in vain.
+"""Wait limits for streams without a usable instance, and the error when they expire.
 
 A new request waits `recovery.role_wait_s` where every instance of a role was lost: instances that
 are started again are back within seconds, and beyond that a request that has begun nowhere is

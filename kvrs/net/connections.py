@@ -1,4 +1,4 @@
-"""How many connections a port has room for, and which one is closed in favour of another."""
+"""A port's limit of connections, and the choice of the one that is closed in favour of another."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Reloading of a running proxy's configuration without a restart.
+"""Reload of a running proxy's configuration without a restart.
 
 Each part that reloads is registered once. A reload reads the file, has every part check what it
 would take over, and only then has all of them do so: a fault anywhere changes nothing. The policy

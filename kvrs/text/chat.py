@@ -1,4 +1,4 @@
-"""From output ids to the parts of a chat message: content, reasoning and tool calls.
+"""`ChatText` turns output ids into the parts of a chat message: content, reasoning and tool calls.
 
 A deterministic function of the ids fed, like `OutputText` below it: an engine that takes over feeds
 the history and goes on.

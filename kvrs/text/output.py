@@ -1,4 +1,4 @@
-"""From output ids to the text that a client sees, one token at a time.
+"""`OutputText` turns output ids into the text that a client sees, one token at a time.
 
 A deterministic function of the ids fed: another engine that is fed the history of a stream and
 throws the text away continues it exactly where the first one stopped, in the middle of a character

@@ -1,4 +1,4 @@
-"""When bytes arrived at a socket, by the kernel's account. A reader that got no CPU for a while
+"""Arrival times of a socket's bytes, by the kernel's account. A reader that got no CPU for a while
 finds much at once, as if the link had brought it in no time.
 """
 

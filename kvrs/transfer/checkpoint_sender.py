@@ -1,4 +1,4 @@
-"""Sending of newly filled pages to the agents that keep checkpoints, in the background.
+"""The checkpoint sender sends newly filled pages to agents in the background.
 
 The engine never waits for this. It lends at most `backup.staging_pages` of its pages at a time,
 each until an agent has stored it, or has stalled for `transfer.stall_timeout_s`. That includes the

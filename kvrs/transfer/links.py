@@ -1,4 +1,4 @@
-"""Sending to other nodes: by class of traffic, within the rate of each link.
+"""Senders to other nodes: by class of traffic, within the rate of each link.
 
 The event loop's side of `limiter.py`.
 """

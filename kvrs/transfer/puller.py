@@ -1,4 +1,4 @@
-"""Fetching pages from other instances, which also measures the links."""
+"""The puller fetches pages from other instances, and measures the links by that."""
 
 import logging
 from collections import deque

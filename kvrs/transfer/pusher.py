@@ -1,4 +1,4 @@
-"""Sending pages to the agents that keep checkpoints, behind all other traffic.
+"""The pusher sends pages to the agents that keep checkpoints, behind all other traffic.
 
 What is pushed are whole pages, and a restore is an ordinary pull, since an agent is a peer like an
 instance. Ranks do not push their cells: the agent would keep pages with parts missing.

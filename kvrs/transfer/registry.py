@@ -1,4 +1,4 @@
-"""Where pages come from and go to, by the configuration."""
+"""Sources and destinations of pages, by the configuration."""
 
 import asyncio
 from collections.abc import Mapping

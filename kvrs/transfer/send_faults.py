@@ -1,4 +1,4 @@
-"""Injected faults in what one process sends: pages that it serves and pages that it pushes.
+"""Faults injected into what one process sends: pages that it serves and pages that it pushes.
 
 Pure: `now_s` is an argument. No fault is ever set unless the configuration allows it.
 """

@@ -1,4 +1,4 @@
-"""Everything of the connector that has to do with sockets: a thread with an event loop in the
+"""The connector's sockets: a thread with an event loop in the
 process of vLLM's scheduler.
 
 It fetches pages for restores, sends pages to agents, and serves the instance protocol to proxies

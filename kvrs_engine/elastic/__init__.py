@@ -1,1 +1,1 @@
-"""How a model is cut into units whose results do not depend on which process computes them."""
+"""A model's cut into units whose results do not depend on the process that computes them."""

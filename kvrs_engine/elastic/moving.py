@@ -1,4 +1,4 @@
-"""When the moves of a plan happen, and when all are done.
+"""The times of a plan's moves, and the time when all are done.
 
 A rank reads from the host over a link of its own, and sends to and receives from other ranks at
 once; each of these channels carries one move at a time. Reads whose bytes other ranks wait for go

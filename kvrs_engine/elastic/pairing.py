@@ -1,4 +1,4 @@
-"""Which instance one that is started again makes drafts for (LUMEN, section 4.4). Pure."""
+"""The instance for which a restarted instance makes drafts (LUMEN, section 4.4). Pure."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Where the cells of spread KV heads lie: of each page by its base, layer by layer.
+"""Places of the cells of spread KV heads: of each page by its base, layer by layer.
 
 At first the cells of layer `i` lie on the rank `(base + i) mod n` (RaidServe's cyclic placement):
 each page has as many on every rank, to one, and as many bases have their turn at each rank in every

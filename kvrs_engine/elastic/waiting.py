@@ -1,5 +1,5 @@
-"""How long an instance waits for its ranks, and how often it starts them: those that start with it
-or compute a batch, those that a re-forming awaits, and those that are missing from the layout that
+"""An instance's limits of waiting for its ranks and of starting them: those that start with it or
+compute a batch, those that a re-forming awaits, and those that are missing from the layout that
 serves.
 
 Pure: moments are arguments.

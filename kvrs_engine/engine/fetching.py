@@ -1,4 +1,4 @@
-"""Fetching pages of a sequence from peers into the pool of this engine."""
+"""The fetch loop of an engine: pages of a sequence come from peers into the pool."""
 
 from collections.abc import Mapping
 from dataclasses import replace

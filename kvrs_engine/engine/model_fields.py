@@ -1,4 +1,4 @@
-"""Typed access to one JSON object of a model directory; every refusal names file and field."""
+"""A JSON object of a model directory, read by type; every refusal names file and field."""
 
 import json
 from collections.abc import Collection

@@ -1,5 +1,5 @@
-"""Choosing the next token from logits: a function of (logits, parameters, seed, position) and
-nothing else.
+"""The sampler chooses the next token from logits, by a function of (logits, parameters, seed,
+position) and nothing else.
 
 So an attempt that continues a stream elsewhere draws what the lost one would have drawn.
 """

@@ -1,4 +1,4 @@
-"""Where a draft stands beside a stream of another instance. Pure: token ids and positions alone.
+"""The position of a draft beside a stream of another instance. Pure: token ids and positions alone.
 
 Invariants, which the tests hold it to:
 1. Drafts lie behind what the other instance has chosen; what it chooses otherwise ends them.

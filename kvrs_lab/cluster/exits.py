@@ -1,4 +1,4 @@
-"""How processes of instances end, as what supervises them learns it, and the news of it for the
+"""Exits of instances' processes, as their supervisor learns them, and the news of them for the
 proxies.
 
 A proxy refuses a request that has ended several instances (`kvrs.core`). What ended from outside no

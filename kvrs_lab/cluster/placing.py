@@ -1,4 +1,4 @@
-"""On which machines of a Ray cluster the nodes of a configuration lie. Pure."""
+"""The placement of a configuration's nodes on the machines of a Ray cluster. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Where the first token of a stream comes from; imports nothing, for the command line."""
+"""Sources of a stream's first token; the module imports nothing, for the command line."""
 
 from enum import StrEnum
 

@@ -1,4 +1,4 @@
-"""How pages get from one node to another: one queue per link and direction, class before class,
+"""Links carry pages from one node to another: one queue per link and direction, class before class,
 page after page.
 """
 

@@ -1,4 +1,4 @@
-"""Learned corrections of predictions: the ratio of real to predicted cost, per recovery option
+"""Corrections of predictions, learned: the ratio of real to predicted cost, per recovery option
 (DESIGN section 5, "Learn").
 
 One factor per option, because what a table leaves out (another load, a colder cache, a slower step)

@@ -1,5 +1,5 @@
-"""Which instances run on a degraded or failing GPU, as far as gossip knows, and which ranks leave
-because of it.
+"""Instances on a degraded or failing GPU, as far as gossip knows, and the ranks that leave because
+of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

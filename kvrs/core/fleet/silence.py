@@ -1,4 +1,4 @@
-"""How long a source may be silent, and what excuses it.
+"""Limits of a source's silence, and what excuses it.
 
 A source is an instance that reports its load, an agent, or an attempt that produces tokens.
 

@@ -1,4 +1,4 @@
-"""In place: the attempt goes on at its own instance, which has lost ranks and re-forms.
+"""The in-place option: the attempt goes on at its own instance, which has lost ranks and re-forms.
 
 ready + one step of decoding; of a stream that lacks something also: what the streams before it lack
 + its own lost cells + what the attempt had still to do.

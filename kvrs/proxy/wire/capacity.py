@@ -1,4 +1,4 @@
-"""How many clients and streams the descriptors of a proxy are enough for."""
+"""The clients and streams for which a proxy's descriptors are enough."""
 
 import logging
 from collections.abc import Sequence

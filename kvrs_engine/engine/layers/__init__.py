@@ -1,4 +1,4 @@
-"""Building blocks of models, with results that are bit-identical for a token however it is batched.
+"""Blocks of models, with results that are bit-identical for a token however it is batched.
 
 The rule of every file here: a number may depend on its own row's inputs only. So matrix products
 are those of units, of shapes that the model decides, in tiles of one height or in a form that was

@@ -1,4 +1,4 @@
-"""In which form this machine computes the blocks of a model."""
+"""The form in which this machine computes the blocks of a model."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to the parts of a decoder."""
+"""The loader turns a checkpoint's tensors into the parts of a decoder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""How fast the weights of a model are read from disk, and how far that is."""
+"""The rate at which a model's weights are read from disk, and the progress of that."""
 
 import threading
 import time

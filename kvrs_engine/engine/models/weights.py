@@ -1,4 +1,4 @@
-"""WeightReading a model's tensors from safetensors files, one or several."""
+"""A reader of a model's tensors in safetensors files, one or several."""
 
 import json
 from collections.abc import Mapping, Sequence
