@@ -1,8 +1,11 @@
 """Lines of the tree: now, before its fold and right after, by part, by feature that came since, and
-by kind.
+by kind; and what a user meets: settings of the file, options of the commands, metric families.
 
 Of a feature only files of its own count, which the fold had not; some took over lines of others.
-Equal functions are those of five lines or more with the same statements.
+Equal functions are those of five lines or more with the same statements. Settings are the keys that
+have a value, each once, also where a list has several sections with this key. An option counts for
+each command that has it; `--help` and those of completion do not. Metric families are those that
+/metrics of a proxy in front of vLLM names, the library's own about the process included.
 """
 
 import ast
@@ -12,8 +15,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 from typing import Any
 
+import typer
+from prometheus_client import generate_latest
+from typer.main import get_command
+
 from experiments.command_line import parser_of
 from experiments.record import ROOT, Record
+from kvrs.cli import app
+from kvrs.config.cluster import Backend
+from kvrs.config.file import Config, parse_config
+from kvrs.config.first_file import first_file
+from kvrs.config.settings import Settings, parse_yaml
+from kvrs.proxy.streams.metrics import Metrics
 
 BEFORE, FOLDED = "e2ed9aa", "1b74594a"
 PACKAGES = ("kvrs", "kvrs_engine", "kvrs_lab")  # One, kvrs, at both commits.
@@ -129,6 +142,51 @@ def _length(node: ast.stmt) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
+def settings(model: type[Settings] = Config, above: str = "") -> Iterator[str]:
+    """The paths of all keys with a value; `models` has those of the file again."""
+    for key, field in model.model_fields.items():
+        path = f"{above}{key}"
+        below = [*_sections(field.annotation)]
+        if path == "models":
+            continue
+        if not below:
+            yield path
+        for section in below:
+            yield from settings(section, f"{path}.")
+
+
+def _sections(annotation: Any) -> Iterator[type[Settings]]:
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        yield annotation
+    else:  # A list of sections, or a section or null.
+        for each in getattr(annotation, "__args__", ()):
+            yield from _sections(each)
+
+
+def options_of_commands() -> Iterator[str]:
+    """Each option with the command before it."""
+    return _options(typer.Context(root := get_command(app), info_name="kvrs"), root)
+
+
+def _options(context: Any, command: Any) -> Iterator[str]:
+    for parameter in command.params:
+        if parameter.param_type_name == "option" and "completion" not in parameter.name:
+            yield f"{context.command_path} {parameter.opts[0]}"
+    names = command.list_commands(context) if hasattr(command, "commands") else ()
+    for name in names:
+        below = command.get_command(context, name)
+        yield from _options(typer.Context(below, parent=context, info_name=name), below)
+
+
+def families_before_vllm() -> list[str]:
+    """The metric families of a proxy with the first file for vLLM, without a report of any."""
+    config = parse_config(parse_yaml(first_file(Backend.VLLM)))
+    instances = {instance.id: instance.role for _, instance in config.cluster.instances()}
+    agents = [node.agent_id for node in config.cluster.nodes]
+    text = generate_latest(Metrics(instances, agents).registry).decode()
+    return [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
+
+
 def main() -> None:
     options = parser_of(__doc__, __file__).parse_args()
     record = Record(timed=False)
@@ -150,6 +208,9 @@ def main() -> None:
         "kinds": kinds(product, {path: texts[path].splitlines() for path in product}),
         "repeated": repeated(trees),
         "top_modules": sum(PurePath(path).parent == PurePath("kvrs") for path in product),
+        "settings": len([*settings()]),
+        "options": len([*options_of_commands()]),
+        "families_before_vllm": len(families_before_vllm()),
     }
     text = as_text(figures)
     print(text)
@@ -166,6 +227,12 @@ def as_text(figures: dict[str, Any]) -> str:
     lines += [f"{name:<40}{count:>9,}" for name, count in figures["kinds"].items()]
     lines += ["", f"{'equal functions, all parts':<40}{figures['repeated']:>9,}"]
     lines += [f"{'modules at the top of kvrs/':<40}{figures['top_modules']:>9,}"]
+    lines += [
+        "",
+        f"{'settings':<40}{figures['settings']:>9,}",
+        f"{'options of the CLI':<40}{figures['options']:>9,}",
+        f"{'metric families before vLLM':<40}{figures['families_before_vllm']:>9,}",
+    ]
     return "\n".join(lines)
 
 
