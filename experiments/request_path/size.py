@@ -1,18 +1,26 @@
-"""Lines of the tree: now, before its fold and right after, by part, by feature that came since, and
-by kind; and what a user meets: settings of the file, options of the commands, metric families.
+"""The size of the tree before and after the fourth house's first half: lines by package, imports
+between packages, circles of files, and what a user meets: settings of the file, options of the
+commands, metric families.
 
-Of a feature only files of its own count, which the fold had not; some took over lines of others.
-Equal functions are those of five lines or more with the same statements. Settings are the keys that
-have a value, each once, also where a list has several sections with this key. An option counts for
-each command that has it; `--help` and those of completion do not. Metric families are those that
-/metrics of a proxy in front of vLLM names, the library's own about the process included.
+Lines are those of Python files. Equal functions are those of five lines or more with the same
+statements. A circle is a set of files that import each other, also for types alone. Settings are
+the keys that have a value, each once, also where a list has several sections with this key. An
+option counts for each command that has it; `--help` and those of completion do not. Metric families
+are those that /metrics of a proxy in front of vLLM names, the library's own about the process
+included. The settings, options and families of before are counted by the program of then, in a
+checkout of its own.
 """
 
 import ast
+import json
+import os
 import subprocess
-from collections import Counter, defaultdict
+import sys
+import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from pathlib import PurePath
+from contextlib import contextmanager
+from pathlib import Path, PurePath
 from typing import Any
 
 import typer
@@ -28,37 +36,48 @@ from kvrs.config.first_file import first_file
 from kvrs.config.settings import Settings, parse_yaml
 from kvrs.proxy.streams.metrics import Metrics
 
-BEFORE, FOLDED = "e2ed9aa", "1b74594a"
-PACKAGES = ("kvrs", "kvrs_engine", "kvrs_lab")  # One, kvrs, at both commits.
-PARTS = {
-    "product": PACKAGES,
-    "tests": ("tests", "kvrs_testkit"),
-    "experiments": ("experiments",),
+BEFORE = "f178affe"  # The packages were parted, and nothing was removed yet.
+# What each package may import of the others.
+ALLOWED = {
+    "kvrs": set[str](),
+    "kvrs_engine": {"kvrs"},
+    "kvrs_lab": {"kvrs", "kvrs_engine"},
+    "distserve_patches": {"kvrs", "kvrs_engine"},
 }
-FEATURES = {
-    "stages in hosts, loans, replicas": """
-        engine/ranks/[!r]*.py engine/ranks/re[pt]*.py engine/ring.py engine/stage_loans.py
-        engine/replicas.py engine/rank_reports.py elastic/lending.py protocol/stages.py
-        scheduling/replicas.py scheduling/page_*.py core/options/substitute.py sim/hosts.py
-        sim/pipelines.py sim/lent_stages.py sim/returning.py sim/lost_cells.py sim/pulling.py""",
-    "the connector in vLLM": """
-        vllm/*.py proxy/backends/vllm_*.py core/options/replay.py proxy/streams/replayed.py""",
-    "drafts": """
-        engine/speculation/*.py */speculation.py */drafts.py scheduling/draft_batches.py
-        scheduling/alignment.py scheduling/assisted.py elastic/pairing.py elastic/assistance.py""",
-    "mixtures of experts": """
-        */experts.py engine/layers/experts.py engine/random_experts.py engine/ranks/routed*.py""",
-    "several models at one port": "cluster/models.py config/models.py proxy/models/*.py",
-    "instances and proxies by Kubernetes": """
-        */fleet/pods.py */fleet/numbered_peers.py */fleet/peer_names.py config/other_proxies.py""",
-    "the simulator as a tool": "sim/*.py",
+TESTS = ("tests", "kvrs_testkit")
+AT_MOST = {
+    "lines of kvrs": 52_000,
+    "lines of kvrs_engine": 23_000,
+    "lines of kvrs_lab": 15_000,
+    "lines of distserve_patches": 4_000,
+    "lines of tests and testkit": 98_000,
+    "imports against the direction of packages": 0,
+    "circles of files": 0,
+    "circles, also by imports for types": 0,
+    "modules at the top of kvrs": 8,
+    "modules at the top of kvrs_engine": 8,
+    "modules at the top of kvrs_lab": 8,
+    "settings": 130,
+    "options of the CLI": 110,
+    "metric families before vLLM": 60,
+}
+# The names under which the program of before kept its counts.
+OF_USERS = {
+    "settings": "settings",
+    "options of the CLI": "options",
+    "metric families before vLLM": "families_before_vllm",
 }
 
 
-def lines_at(commit: str) -> Counter[str]:
-    """The lines of each Python file of a commit."""
-    found = _git("grep", "--count", "", commit, "--", "*.py").splitlines()
-    return Counter({path: int(lines) for _, path, lines in (line.split(":") for line in found)})
+@contextmanager
+def checkout(commit: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvrs-size-") as directory:
+        tree = Path(directory) / "tree"
+        _git("worktree", "add", "--quiet", "--detach", str(tree), commit)
+        try:
+            yield tree
+        finally:
+            _git("worktree", "remove", "--force", str(tree))
 
 
 def _git(*words: str) -> str:
@@ -66,61 +85,101 @@ def _git(*words: str) -> str:
     return done.stdout
 
 
-def below(lines: Counter[str], folders: Iterable[str]) -> int:
-    return sum(count for path, count in lines.items() if path.partition("/")[0] in folders)
+def texts_of(tree: Path) -> dict[str, str]:
+    """The text of each Python file of a checkout that git knows, by its path."""
+    paths = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=tree, check=True, capture_output=True, text=True
+    ).stdout.split()
+    return {path: (tree / path).read_text() for path in paths}
 
 
-# Files that came from another folder.
-_RENAMED = {
-    "kvrs/cli/incidents.py": "kvrs/explain/incidents.py",
-    "kvrs/core/explanation.py": "kvrs/explain/decision.py",
-    "kvrs/net/admin.py": "kvrs/load/admin.py",
-    "kvrs/protocol/fault_orders.py": "kvrs/faults/orders.py",
-}
-
-
-def old_place(path: str) -> str:
-    """The path that a file had, or would have had, in the one package."""
-    if path in _RENAMED:
-        return _RENAMED[path]
-    package, _, inner = path.partition("/")
-    if package in PACKAGES[1:]:
-        return f"kvrs/{inner}"
-    if inner.startswith(("net/", "process/")):
-        return f"kvrs/{PurePath(inner).name}"
-    return path
-
-
-def features(now: Counter[str], folded: Counter[str]) -> dict[str, int]:
-    """Lines of new files by feature; a file is of the first one that names it."""
-    found = Counter(dict.fromkeys(FEATURES, 0))
-    for path, count in now.items():
-        if path.startswith("kvrs/") and path not in folded:
-            names = (
-                name
-                for name, patterns in FEATURES.items()
-                if any(PurePath(path).match(f"kvrs/{each}") for each in patterns.split())
+def figures_of(texts: dict[str, str]) -> dict[str, int]:
+    """The figures of a tree that its files alone tell."""
+    trees = {path: ast.parse(text) for path, text in texts.items()}
+    imports = dict(_imports({path: tree for path, tree in trees.items() if root(path) in ALLOWED}))
+    return {
+        **{f"lines of {each}": lines(texts, [each]) for each in ALLOWED},
+        "lines of tests and testkit": lines(texts, TESTS),
+        "lines of experiments": lines(texts, ["experiments"]),
+        "imports against the direction of packages": sum(
+            name != own and name in ALLOWED and name not in ALLOWED[own]
+            for path, found in imports.items()
+            for own in [root(path)]
+            for name in (each.partition(".")[0] for each, _ in found)
+        ),
+        "circles of files": circles(imports, with_types=False),
+        "circles, also by imports for types": circles(imports, with_types=True),
+        **{
+            f"modules at the top of {each}": sum(
+                PurePath(path).parent == PurePath(each) for path in texts
             )
-            found[next(names, "other new files")] += count
-    old = sum(now[path] - folded[path] for path in folded if path.startswith("kvrs/"))
-    return dict(found) | {"files that were there": old}
+            for each in [*ALLOWED][:3]
+        },
+        "lines that equal functions repeat": repeated(trees),
+    }
 
 
-def kinds(trees: dict[str, ast.Module], texts: dict[str, list[str]]) -> dict[str, int]:
-    """Lines of the product that are no code."""
-    found: Counter[str] = Counter()
+def root(path: str) -> str:
+    return path.partition("/")[0]
+
+
+def lines(texts: dict[str, str], folders: Iterable[str]) -> int:
+    return sum(text.count("\n") for path, text in texts.items() if root(path) in folders)
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _imports(trees: dict[str, ast.Module]) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
+    """Of each file the modules of the tree that it imports, each with whether for types alone."""
+    modules = {module_of(path) for path in trees}
     for path, tree in trees.items():
-        found["blank"] += sum(not line.strip() for line in texts[path])
-        found["comments"] += sum(line.strip().startswith("#") for line in texts[path])
+        for_types = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+            for inner in ast.walk(node)
+        }
+        found = []
         for node in ast.walk(tree):
             match node:
-                case ast.Import() | ast.ImportFrom():
-                    found["imports"] += _length(node)
-                case ast.Expr(value=ast.Constant(value=str())):
-                    found["docstrings"] += _length(node)
+                case ast.Import(names=names):
+                    imported = [each.name for each in names]
+                case ast.ImportFrom(module=str(module), names=names):
+                    inner = [f"{module}.{each.name}" for each in names]
+                    imported = [each if each in modules else module for each in inner]
                 case _:
-                    pass
-    return dict(found)
+                    continue
+            found += [(each, id(node) in for_types) for each in dict.fromkeys(imported)]
+        yield path, found
+
+
+def circles(imports: dict[str, list[tuple[str, bool]]], *, with_types: bool) -> int:
+    """Sets of files each of which imports every other one of its set, at least by way of others."""
+    paths = {module_of(path): path for path in imports}
+    reached = {
+        path: {
+            paths[name]
+            for name, is_type in found
+            if name in paths and paths[name] != path and (with_types or not is_type)
+        }
+        for path, found in imports.items()
+    }
+    changed = True
+    while changed:
+        changed = False
+        for names in reached.values():
+            more = set[str]().union(*(reached[name] for name in names)) - names
+            changed = changed or bool(more)
+            names |= more
+    return len(
+        {
+            frozenset(name for name in names if path in reached[name])
+            for path, names in reached.items()
+            if path in names
+        }
+    )
 
 
 def repeated(trees: dict[str, ast.Module]) -> int:
@@ -143,7 +202,7 @@ def _length(node: ast.stmt) -> int:
 
 
 def settings(model: type[Settings] = Config, above: str = "") -> Iterator[str]:
-    """The paths of all keys with a value; `models` has those of the file again."""
+    """The paths of all keys with a value."""
     for key, field in model.model_fields.items():
         path = f"{above}{key}"
         below = [*_sections(field.annotation)]
@@ -187,53 +246,48 @@ def families_before_vllm() -> list[str]:
     return [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
 
 
+def of_users() -> dict[str, int]:
+    return {
+        "settings": len([*settings()]),
+        "options of the CLI": len([*options_of_commands()]),
+        "metric families before vLLM": len(families_before_vllm()),
+    }
+
+
+def of_users_then(tree: Path) -> dict[str, int]:
+    """The same of a checkout, by its own program."""
+    with tempfile.TemporaryDirectory(prefix="kvrs-size-") as out:
+        subprocess.run(
+            [sys.executable, "-m", "experiments.request_path.size", "--out", out],
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree)},
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        kept = json.loads((Path(out) / "size.json").read_text())
+    figures = kept.get("figures", kept)
+    return {name: figures[key] for name, key in OF_USERS.items()}
+
+
 def main() -> None:
     options = parser_of(__doc__, __file__).parse_args()
     record = Record(timed=False)
-    before, folded, now = (lines_at(commit) for commit in (BEFORE, FOLDED, "HEAD"))
-    parts = {
-        name: {
-            "before": below(before, folders),
-            "folded": below(folded, folders),
-            "now": below(now, folders),
-        }
-        for name, folders in PARTS.items()
-    }
-    texts = {path: (ROOT / path).read_text() for path in now}
-    trees = {path: ast.parse(text) for path, text in texts.items()}
-    product = {path: tree for path, tree in trees.items() if path.partition("/")[0] in PACKAGES}
-    figures: dict[str, Any] = {
-        "parts": parts,
-        "features": features(Counter({old_place(path): now[path] for path in now}), folded),
-        "kinds": kinds(product, {path: texts[path].splitlines() for path in product}),
-        "repeated": repeated(trees),
-        "top_modules": sum(PurePath(path).parent == PurePath("kvrs") for path in product),
-        "settings": len([*settings()]),
-        "options": len([*options_of_commands()]),
-        "families_before_vllm": len(families_before_vllm()),
-    }
-    text = as_text(figures)
+    with checkout(BEFORE) as tree:
+        before = figures_of(texts_of(tree)) | of_users_then(tree)
+    now = figures_of(texts_of(ROOT)) | of_users()
+    figures = {"before": before, "now": now}
+    text = as_text(before, now)
     print(text)
     record.keep(options.out, "size", figures, text)
 
 
-def as_text(figures: dict[str, Any]) -> str:
-    lines = [f"{'lines':<40}{'before':>9}{'folded':>9}{'now':>9}"]
-    for name, part in figures["parts"].items():
-        lines.append(f"{name:<40}" + "".join(f"{each:>9,}" for each in part.values()))
-    lines += ["", "product since the fold"]
-    lines += [f"{name:<40}{count:>9,}" for name, count in figures["features"].items()]
-    lines += ["", "lines of the product that are no code"]
-    lines += [f"{name:<40}{count:>9,}" for name, count in figures["kinds"].items()]
-    lines += ["", f"{'equal functions, all parts':<40}{figures['repeated']:>9,}"]
-    lines += [f"{'modules at the top of kvrs/':<40}{figures['top_modules']:>9,}"]
-    lines += [
-        "",
-        f"{'settings':<40}{figures['settings']:>9,}",
-        f"{'options of the CLI':<40}{figures['options']:>9,}",
-        f"{'metric families before vLLM':<40}{figures['families_before_vllm']:>9,}",
-    ]
-    return "\n".join(lines)
+def as_text(before: dict[str, int], now: dict[str, int]) -> str:
+    rows = [f"{'':<44}{'before':>9}{'now':>9}{'at most':>9}"]
+    for name, count in now.items():
+        most = AT_MOST.get(name)
+        bar = "" if most is None else f"{most:>9,}" + ("   missed" if count > most else "")
+        rows.append(f"{name:<44}{before[name]:>9,}{count:>9,}{bar}")
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":
