@@ -47,17 +47,20 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgro
 	--max-worker-restart 0
 
 test: install
-	$(PYTEST) -m "not package"
+	$(PYTEST) -m "not (nightly or package)"
 
-# And every row of the table of faults that real processes can express, each in a cluster of its own.
+# And what takes long: hosts in network namespaces, kills of ranks, the table of faults in clusters of
+# real processes, DistServe on Ray, two versions of vLLM, tests of experiments, and ten times the
+# examples of each property. Before a release, and before an issue counts as resolved.
 test-all: install
-	KVRS_SCENARIOS=all $(PYTEST) -m "not package"
+	KVRS_EXAMPLES=10 $(PYTEST) -m "not package"
+	$(MAKE) test-vllm
 
 # Pure packages and unit tests: no processes, no sockets, no engine, no simulated worlds by the hundred.
 SLOW_FOLDERS := backends cluster distserve_patches engine networks sim vllm
 
 test-fast: install
-	$(PYTEST) -m "not (process or network or engine or distserve or vllm or gpu or package)" \
+	$(PYTEST) -m "not (nightly or process or network or engine or distserve or vllm or gpu or package)" \
 		$(SLOW_FOLDERS:%=--ignore=tests/%)
 
 # The wheel, built from the sdist and installed without extras into an empty environment; both stay in

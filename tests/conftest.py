@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from kvrs_lab.cluster.loopback_ray import ENVIRONMENT, ray_token
+from kvrs_testkit.examples import examples
 
 if TYPE_CHECKING:
     from kvrs_testkit.vllm_servers import VllmServers
@@ -23,16 +24,15 @@ os.environ.update(
     RAY_AUTH_TOKEN=ray_token(),
 )
 
-# An example may take long on a busy machine; the profile of CI has no deadline either.
-if "CI" not in os.environ:
-    settings.register_profile("kvrs", deadline=None)
-    settings.load_profile("kvrs")
+# An example may take long on a busy machine. In CI the same examples are drawn each time.
+settings.register_profile("kvrs", examples(settings().max_examples))
+settings.load_profile("kvrs")
 
 # A test that depends on one of these fixtures has the markers; upstream binds a socket as it loads.
 MARKERS_OF_FIXTURE = {
     "distserve": ("distserve", "network"),
-    "logical_gpus": ("process",),
-    "vllm_servers": ("vllm",),
+    "logical_gpus": ("process", "nightly"),
+    "vllm_servers": ("vllm", "nightly"),
 }
 MARKER_OF_EVENT = {
     "subprocess.Popen": "process",

@@ -7,6 +7,8 @@ import pytest
 from experiments.anchortp import degrees
 from experiments.anchortp.degrees import KEPT, MODELS, WHOLE, missed, play, rates_of
 
+pytestmark = pytest.mark.nightly
+
 
 def test_a_rank_reads_what_is_lost_and_not_its_whole_shard() -> None:
     """A dense model reads 1 / k of the weights of layers, by one loader for all."""

@@ -22,7 +22,7 @@ from experiments.bench_proxy.engines import (
 )
 from kvrs.protocol.instance import Role
 
-pytestmark = [pytest.mark.process, pytest.mark.network]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.nightly]
 
 FIRST = '{"choices":[{"text":"k0+1.5;","finish_reason":null}]}'
 LAST = '{"choices":[{"text":"k1+1.6;","finish_reason":"length"}]}'

@@ -9,6 +9,8 @@ from experiments import cells as cells_module
 from experiments.cells import Cells
 from experiments.record import Record
 
+pytestmark = pytest.mark.nightly
+
 
 class Quiet(Record):
     """Circumstances that a test chooses."""

@@ -27,6 +27,8 @@ from experiments.results import age, is_of_this_code, run_of, state
 from experiments.run_all import ALL, Experiment, Need, chosen, listing
 from experiments.verdicts import Verdict
 
+pytestmark = pytest.mark.nightly
+
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 READMES = sorted(EXPERIMENTS.glob("*/README.md"))
 

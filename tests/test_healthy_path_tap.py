@@ -1,9 +1,12 @@
 """The tap of `experiments/healthy_path` counts requests."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.healthy_path.tap import Tap, _Caller
+
+pytestmark = pytest.mark.nightly
 
 PROOF = b"proof of a connection\r\n\r\n"
 REQUEST = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 5\r\n\r\n[1,2]"

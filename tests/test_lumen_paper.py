@@ -28,6 +28,8 @@ from kvrs_engine.scheduling.pace import Pace
 from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_lab.traces.records import StreamRecord
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize("tokens", [1, 700])
 def test_batches_of_a_slowed_profile_take_the_factor_longer(tmp_path: Path, tokens: int) -> None:

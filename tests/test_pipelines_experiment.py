@@ -19,6 +19,8 @@ from experiments.pipelines.two import (
 )
 from kvrs_lab.traces.records import ErrorKind, StreamRecord
 
+pytestmark = pytest.mark.nightly
+
 Row = dict[str, Any]
 
 

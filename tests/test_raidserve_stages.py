@@ -19,6 +19,8 @@ from experiments.sentinels.rates import Model, models
 from kvrs.profiles import catalog
 from kvrs_lab.traces.mooncake import Trace, TraceRequest
 
+pytestmark = pytest.mark.nightly
+
 PROFILE = "llama-3.1-70b-h100-vllm-tp8"
 LLAMA: Model = next(each for each in models() if each.name == "Llama-3.1-70B")
 

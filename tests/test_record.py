@@ -10,6 +10,8 @@ import pytest
 from experiments import record
 from experiments.record import CpuUse, as_lines, command, commit_of, reasons_against, shown
 
+pytestmark = pytest.mark.nightly
+
 MARK = b"KVRS_EXPERIMENT=abc"
 
 

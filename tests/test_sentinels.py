@@ -14,6 +14,8 @@ from experiments.sentinels import check, history
 from experiments.sentinels.history import Value, note_for
 from experiments.sentinels.table import ALL
 
+pytestmark = pytest.mark.nightly
+
 OLD, NEW = "a" * 40, "b" * 40
 HERE = "c" * 40 + "-dirty"
 

@@ -17,6 +17,8 @@ from experiments.run_all import ALL
 from experiments.verdicts import MEANING, Compared, Verdict, change, each_of, of_all
 from kvrs_lab.report.student import Interval
 
+pytestmark = pytest.mark.nightly
+
 ROWS = [each for rows in SEEDS.values() for each in rows]
 FILLED = [each for each in ROWS if each.is_filled]
 RATIOS = st.floats(0.01, 100.0)

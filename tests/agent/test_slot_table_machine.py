@@ -1,12 +1,12 @@
 """The slot table against a simple model of it, for any requests, however late they arrive."""
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvrs.agent.slots import SHORTEST_WAIT_S, SlotTable
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import SlotRequest
+from kvrs_testkit.examples import examples
 
 TARGETS = [InstanceId("d0"), InstanceId("d1")]
 STREAMS = [StreamId(name) for name in "stuvw"]
@@ -173,5 +173,5 @@ class TableMachine(RuleBasedStateMachine):
         raise AssertionError("it was overtaken for ever")
 
 
-TableMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TableMachine.TestCase.settings = examples(150, stateful_step_count=40)
 TestTable = TableMachine.TestCase

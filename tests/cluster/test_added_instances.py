@@ -20,7 +20,12 @@ from kvrs_testkit.free_ports import free_ports
 from tests.cluster import launches
 from tests.cluster.launches import Launch, ask
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 WAIT_S = 120.0
 PROMPT = [(11 * at * at + 5) % 500 + 2 for at in range(100)]

@@ -110,6 +110,7 @@ def test_a_killed_agent_restarts_with_its_checkpoints(started: Launch, memory: P
     assert list(memory.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_an_agent_that_is_restarted_on_purpose_leaves_its_checkpoints_to_the_next(
     started: Launch,
 ) -> None:
@@ -125,6 +126,7 @@ def test_an_agent_that_is_restarted_on_purpose_leaves_its_checkpoints_to_the_nex
     assert after["held_bytes"] == before["held_bytes"]
 
 
+@pytest.mark.nightly
 def test_a_launcher_that_is_killed_leaves_no_shared_memory(started: Launch, memory: Path) -> None:
     """Files outlive processes; the guard knows where they lie."""
     (segments,) = memory.iterdir()

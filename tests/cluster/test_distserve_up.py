@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.network,
     pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
 ]
 
 # Only ends what hangs: each of the servers loads torch three times.

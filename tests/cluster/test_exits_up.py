@@ -16,7 +16,12 @@ from kvrs_lab.cluster.launcher import Cluster
 from kvrs_testkit.forked import starts_forked
 from tests.cluster.launches import until
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 PAIR = "d1"  # Of two ranks.
 Row = dict[str, Any]

@@ -26,7 +26,12 @@ from kvrs_testkit.noted_prefill import note_prefill
 from kvrs_testkit.turning_experts import BAD_ID, FIRST_IDS, LAST_IDS, write_turning_model
 from tests.cluster.launches import until
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 # Of the model: of each layer 2 KV heads and 8 experts, and 4 tiles of the vocabulary.
 UNITS = 4 * (2 + 8) + 4

@@ -18,7 +18,12 @@ from kvrs_lab.faults.language import parse_faults
 from tests.cluster.launches import pause_s
 from tests.cluster.test_ranks_up import LONG, carry_out, complete, is_full, order, row_of, running
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 SEEDS = [None, 7] * 3
 Row = dict[str, Any]

@@ -16,7 +16,12 @@ from kvrs_lab.cluster.launcher import Cluster
 from tests.cluster.launches import pause_s
 from tests.cluster.test_ranks_up import LONG, TOKENS, complete, row_of, running
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 Row = dict[str, Any]
 SEEDS = [None, 7] * 4

@@ -13,7 +13,12 @@ import pytest
 
 from kvrs_lab.cluster.guard import members, sweep
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 END_S = 60.0
 RUN = """

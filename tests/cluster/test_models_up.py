@@ -14,7 +14,12 @@ import yaml
 
 from tests.cluster.launches import END_S, Launch, ask, is_running, until
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 
 BACKUP = {"mode": "local", "capacity_bytes": 8 << 20}

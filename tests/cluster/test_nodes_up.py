@@ -19,7 +19,12 @@ from kvrs_testkit.forked import starts_forked
 from tests.cluster.launches import pause_s
 from tests.cluster.test_ranks_up import LONG, complete, greedy, is_full, row_of
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 STREAMS = 4
 SEEDS = [None, 7] * (STREAMS // 2)

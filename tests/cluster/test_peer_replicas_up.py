@@ -17,7 +17,12 @@ from kvrs_lab.traces.records import ReplayRequest, StreamRecord
 from kvrs_testkit.forked import starts_forked
 from tests.cluster.launches import END_S, until
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 # Of 16 tokens. Streams of one instance have room, and those of two have not.
 PAGES = 200

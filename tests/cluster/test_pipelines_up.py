@@ -16,7 +16,12 @@ from kvrs_testkit.forked import starts_forked
 from tests.cluster.test_hosts_stay import hosts_of
 from tests.cluster.test_ranks_up import LONG, carry_out, complete, row_of
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 SEEDS = [None, 7, None, 7]
 KILL: list[dict[str, Any]] = [

@@ -17,7 +17,12 @@ from kvrs_testkit.stored_pages import poison, poison_memory
 from tests.cluster.launches import END_S, until
 from tests.cluster.test_state_plane_up import Stream
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 P0, D0, D1 = (InstanceId(name) for name in ("p0", "d0", "d1"))
 PAGE_BYTES = 32 << 10

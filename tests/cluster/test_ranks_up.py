@@ -27,7 +27,12 @@ from kvrs_lab.faults.schedule import FaultSchedule
 from kvrs_lab.load.passes import Injection
 from kvrs_testkit.forked import starts_forked
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 PROMPT = [(11 * at * at + 5) % 500 + 2 for at in range(50)]
 TOKENS = 120

@@ -128,6 +128,7 @@ def until_answers(url: str) -> str:
             time.sleep(0.05)
 
 
+@pytest.mark.nightly
 async def test_no_stream_fails_during_a_rolling_restart(started: Launch) -> None:
     """With a key or without. A second request meanwhile is refused. Restarted processes read the
     file as it is by then.
@@ -159,6 +160,7 @@ async def test_no_stream_fails_during_a_rolling_restart(started: Launch) -> None
     assert [name for name in before if before[name] == after[name]] == []
 
 
+@pytest.mark.nightly
 async def test_a_file_of_another_cluster_restarts_nothing(started: Launch) -> None:
     """Other ports, other instances, another model: new processes could not continue with the old
     ones.
@@ -173,6 +175,7 @@ async def test_a_file_of_another_cluster_restarts_nothing(started: Launch) -> No
     assert pids(started) == before
 
 
+@pytest.mark.nightly
 async def test_a_removed_instance_holds_no_rolling_restart_up(started: Launch) -> None:
     """It stays out after the restart of both proxies, and can be added again."""
     before, (_, admin_url) = pids(started), started.all_urls[0]
@@ -224,6 +227,7 @@ async def until_printed(launch: Launch, words: str, after: int = 0) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.nightly
 def test_each_proxy_writes_its_own_event_log(
     started: Launch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -236,6 +240,7 @@ def test_each_proxy_writes_its_own_event_log(
     ]
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path, tiny_llama: str) -> None:
     """Nor of the proxies that it would bring back: not one of their processes."""
     options = ("--model", tiny_llama, "--nodes", "1", "--proxies", "3")

@@ -16,7 +16,12 @@ from kvrs_lab.cluster.launcher import Cluster
 from kvrs_testkit.forked import starts_forked
 from tests.cluster.launches import END_S, until
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 LOAD_S = 8.0  # Of the generated model, whose draft is loaded before.
 

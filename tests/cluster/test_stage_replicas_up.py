@@ -19,7 +19,12 @@ from kvrs_lab.traces.records import ReplayRequest, StreamRecord
 from kvrs_testkit.forked import starts_forked
 from tests.cluster.launches import END_S, until
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 Row = dict[str, Any]
 P = 16  # Tokens of a page.

@@ -150,6 +150,7 @@ def test_a_killed_process_is_followed_by_a_spare(cluster: Cluster, expected: lis
     assert nursery_of(cluster) != nursery
 
 
+@pytest.mark.nightly
 async def test_a_lost_device_takes_its_pages_along(cluster: Cluster, expected: list[int]) -> None:
     """The stream goes on exactly, but nothing of it is there to be used again."""
     before, known = pid_of(cluster), len(cluster.state()["recoveries"])
@@ -172,6 +173,7 @@ async def test_a_lost_device_takes_its_pages_along(cluster: Cluster, expected: l
     assert recovery["option"] != "reuse"
 
 
+@pytest.mark.nightly
 def test_a_drained_process_is_followed_by_a_spare(cluster: Cluster, expected: list[int]) -> None:
     """In a rolling restart the stream ends at the old process or goes on at the new one."""
     before = pid_of(cluster)

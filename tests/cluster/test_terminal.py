@@ -12,7 +12,12 @@ from kvrs.cli.cluster_checks import ProxyAnswer, cluster_findings
 from kvrs.config.file import load_config
 from tests.cluster.launches import END_S, Launch, ask
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 
 @pytest.fixture(scope="module")

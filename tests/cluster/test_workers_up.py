@@ -18,7 +18,12 @@ from kvrs.config.proxy import ADMIN_PORT_STEP
 from kvrs_testkit.resuming import Clients, Way, bodies, is_exact, quiet_run, verdict
 from tests.cluster.launches import END_S, Launch
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 REQUESTS = 6
 WORKERS = {"proxy-0.0", "proxy-0.1", "proxy-1.0", "proxy-1.1"}

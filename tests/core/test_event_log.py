@@ -24,6 +24,7 @@ from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import Capability, LoadReport, ModelNames, ReformingReport
+from kvrs_testkit.examples import examples
 from tests.core.policy_harness import instance_up
 from tests.core.recorded_incident import BACKUP, Rough, incident
 
@@ -131,7 +132,7 @@ def entry_of(event: ev.Event, answer: Sequence[act.Action], now_s: float = 1.5) 
 
 @pytest.mark.parametrize("kind", EVENTS)
 @given(data=st.data(), now_s=st.floats())
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_every_event_comes_back_exactly(kind: Any, data: st.DataObject, now_s: float) -> None:
     """Floats to the last bit, also those that are no numbers; any text, any order of a mapping."""
     event = data.draw(st.builds(kind, **mappings.get(kind, {})))
@@ -143,7 +144,7 @@ def test_every_event_comes_back_exactly(kind: Any, data: st.DataObject, now_s: f
 
 @pytest.mark.parametrize("kind", get_args(act.Action))
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_every_action_comes_back_exactly(kind: Any, data: st.DataObject) -> None:
     """With every plan and estimate in it."""
     answer = data.draw(st.lists(st.builds(kind), min_size=1, max_size=3))
@@ -211,7 +212,7 @@ def test_an_incident_run_again_gives_the_same_actions() -> None:
 
 
 @given(st.integers(0, 1 << 32))
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_any_incident_run_again_gives_the_same_actions(seed: int) -> None:
     """Whatever comes and goes, under any settings."""
     lines = Rough(seed).run(200)

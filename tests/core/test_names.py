@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.config.policy import Dispatch, Handoff, PolicyName
@@ -12,6 +12,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability, ModelNames
+from kvrs_testkit.examples import examples
 from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 A, B = StreamId("A"), StreamId("B")
@@ -168,7 +169,7 @@ STEPS = st.lists(
     st.sampled_from(list(Handoff)),
     st.sampled_from([PLAIN, frozenset(Capability)]),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_no_attempt_goes_to_an_instance_that_lacks_its_name(
     steps: list[tuple[str, int, int]],
     policy: PolicyName,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -22,6 +21,7 @@ from hypothesis.stateful import (
 from kvrs.errors import KvrsError
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import page_tags, root_tag
+from kvrs_testkit.examples import examples
 
 if TYPE_CHECKING:
     from distserve_patches.blocks import PagedBlockManager
@@ -317,9 +317,7 @@ class StagesMachine(RuleBasedStateMachine):
 
 def test_no_assertion_of_upstreams_fails_whatever_is_pinned() -> None:
     """And no block is lost, over random histories."""
-    run_state_machine_as_test(
-        StagesMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
-    )
+    run_state_machine_as_test(StagesMachine, settings=examples(60, stateful_step_count=40))
 
 
 # Rules of their own.

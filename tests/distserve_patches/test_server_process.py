@@ -16,7 +16,7 @@ from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
 from tests.distserve_patches.server_process import ServerProcess, config_for
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.distserve]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.distserve, pytest.mark.nightly]
 
 PROMPT = [(7 * i) % 500 + 4 for i in range(43)]  # Two full pages and a part.
 TOKENS = 40

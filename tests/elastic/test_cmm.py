@@ -1,6 +1,6 @@
 """AnchorTP's planner: Eq. (1) exactly, and the figure of the paper."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs_engine.elastic import cmm
@@ -8,6 +8,7 @@ from kvrs_engine.elastic.cmm import Shard, Task, even_parts, least_reload_bytes,
 from kvrs_engine.elastic.layouts import even
 from kvrs_engine.elastic.plans import HOST, plan
 from kvrs_engine.elastic.units import UnitKind, Units
+from kvrs_testkit.examples import examples
 
 
 def test_figure_3() -> None:
@@ -30,7 +31,7 @@ def test_figure_3() -> None:
     assert sum(task.bytes for task in tasks if task.source not in (HOST, task.target)) == 86
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     sizes=st.lists(st.integers(0, 60), min_size=1, max_size=8).filter(any),
     data=st.data(),

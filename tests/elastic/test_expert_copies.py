@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.errors import LayoutError
@@ -25,6 +25,7 @@ from kvrs_engine.elastic.layouts import Layout, staged, uneven, validate
 from kvrs_engine.elastic.plans import plan
 from kvrs_engine.elastic.speed import shares
 from kvrs_engine.elastic.units import Unit, UnitKind, Units
+from kvrs_testkit.examples import examples
 
 BYTES = 64
 
@@ -62,7 +63,7 @@ def room_for(layout: Layout, copies: int) -> dict[int, int]:
     return dict.fromkeys(layout.ranks, copies * BYTES)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_each_run_has_one_holder_that_has_the_piece(data: st.DataObject) -> None:
     """And no holder has two runs more than another one of a piece that is alone."""
@@ -82,7 +83,7 @@ def test_each_run_has_one_holder_that_has_the_piece(data: st.DataObject) -> None
     assert not alone or max(counts) - min(counts) <= 1
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_loads_are_divided_as_evenly_as_holders_allow(data: st.DataObject) -> None:
     """The largest is that of the set of ranks with most load of their own, divided by these."""
@@ -108,7 +109,7 @@ def least_fullest(
     )
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(cases())
 def test_a_rebalance_never_burdens_nor_overfills_and_is_idempotent(
     case: tuple[Units, Layout, list[list[float]], int],
@@ -140,7 +141,7 @@ def test_a_rebalance_that_opens_the_way_for_a_better_one_makes_that_one() -> Non
     assert rebalance(found, units, tiles, room).layout is found
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(cases(), st.data())
 def test_a_rebalance_from_other_copies_is_no_worse_than_they_are(
     case: tuple[Units, Layout, list[list[float]], int], data: st.DataObject

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.errors import LayoutError
@@ -17,6 +17,7 @@ from kvrs_engine.elastic.placing import cyclic, least_loaded, mended
 from kvrs_engine.elastic.plans import HOST, MovePlan, plan
 from kvrs_engine.elastic.trees import cover
 from kvrs_engine.elastic.units import Unit, UnitKind, Units
+from kvrs_testkit.examples import examples
 from tests.elastic.models import layouts, models
 
 Planner = Callable[[Layout, Units, list[list[int]]], Layout]
@@ -59,7 +60,7 @@ def blocks_there(
     return there
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(losses())
 def test_moves_complete_the_layout_and_read_only_what_is_there(
     case: tuple[Units, MovePlan, set[int]],
@@ -88,7 +89,7 @@ def test_moves_complete_the_layout_and_read_only_what_is_there(
             assert blocks_of(unit, 0, units.bytes_of(unit)) <= there[rank]
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(losses())
 def test_nothing_moves_that_its_target_has(case: tuple[Units, MovePlan, set[int]]) -> None:
     """No byte reaches a rank twice, and none that it kept."""
@@ -102,7 +103,7 @@ def test_nothing_moves_that_its_target_has(case: tuple[Units, MovePlan, set[int]
             assert move.unit not in found.before.held(move.target)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(losses())
 def test_the_host_is_read_once_for_what_no_living_rank_has(
     case: tuple[Units, MovePlan, set[int]],
@@ -119,7 +120,7 @@ def test_the_host_is_read_once_for_what_no_living_rank_has(
     assert read == sum(units.bytes_of(unit) for unit in wanted - kept)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(losses())
 def test_a_schedule_takes_its_longest_channel_at_least(
     case: tuple[Units, MovePlan, set[int]],
@@ -149,7 +150,7 @@ def test_a_schedule_takes_its_longest_channel_at_least(
     assert timed.makespan_s >= max(busy_s.values(), default=0.0) * (1 - 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     tiles=st.sampled_from([8, 16, 64]),
     heads=st.integers(1, 12),

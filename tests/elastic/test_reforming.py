@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs_engine.elastic import on_demand
@@ -32,6 +32,7 @@ from kvrs_engine.elastic.reforming import (
 )
 from kvrs_engine.elastic.units import UnitKind, Units
 from kvrs_engine.elastic.ways.base import Costs, Room, StreamAtRisk, Way
+from kvrs_testkit.examples import examples
 from kvrs_testkit.reforming import answers, carry_through
 
 UNITS = Units(2, (128,) * 4, (64,) * 8, (64,) * 4, 32)
@@ -496,7 +497,7 @@ def test_ranks_are_awaited_that_no_other_has_to_be_awaited_for() -> None:
     assert own.awaited == frozenset()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_ranks_that_hang_are_those_that_are_awaited(data: st.DataObject) -> None:
     """However many hang, and whenever: once all others have said what they have to say, only ranks
@@ -546,7 +547,7 @@ def test_ranks_of_other_stages_are_neither_asked_nor_moved(spread: bool) -> None
     assert own.why_it_stays(0) == "rank: got 0; allowed: 4, 6"
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_any_losses_at_any_moment_end_in_serving_or_giving_up(data: st.DataObject) -> None:
     """Epochs rise, no move reads what is gone, every layout is whole and of living ranks."""

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
+from kvrs_testkit.examples import examples
 
 pytestmark = pytest.mark.engine
 
@@ -251,7 +252,7 @@ schedules = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(schedule=schedules, seed=st.integers(0, 1000))
 def test_logits_do_not_depend_on_batch_chunking_or_where_pages_came_from(
     bench: Bench, schedule: list[list[tuple[int, int, int, bool]]], seed: int

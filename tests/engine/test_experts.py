@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -37,6 +37,7 @@ from kvrs_engine.engine.models.weights import Weights
 from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
+from kvrs_testkit.examples import examples
 from kvrs_testkit.ranks_in_threads import ThreadRanks, random_layout
 
 pytestmark = pytest.mark.engine
@@ -152,7 +153,7 @@ def test_experts_compute_what_their_formula_says() -> None:
     assert torch.allclose(total(rows).double(), expected, rtol=1e-4, atol=1e-3)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), chosen=st.integers(1, COUNT), tall=st.booleans())
 def test_a_row_has_the_bytes_that_it_has_alone(
     data: st.DataObject, chosen: int, tall: bool

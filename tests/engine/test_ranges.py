@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -19,6 +19,7 @@ from kvrs_engine.engine.models.loading import load_decoder
 from kvrs_engine.engine.models.ranges import RangeReader, read_header
 from kvrs_engine.engine.models.unit_blocks import UnitBlocks, assemble
 from kvrs_engine.engine.models.weights import Weights
+from kvrs_testkit.examples import examples
 
 pytestmark = pytest.mark.engine
 
@@ -35,7 +36,7 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return directory
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(data=st.data())
 def test_ranges_are_those_of_the_whole_tensor_and_no_byte_more_is_read(
     stored: Path, data: st.DataObject

@@ -5,7 +5,7 @@ from math import inf
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
@@ -14,6 +14,7 @@ from kvrs.core.model.estimates import Option
 from kvrs.profiles import catalog
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import PrefillTable
+from kvrs_testkit.examples import examples
 from tests.core.policy_harness import GEOMETRY, TABLE
 
 GBIT_S = 1e9 / 8
@@ -96,7 +97,7 @@ def total_s(explanation: Explanation, option: Option) -> float:
 
 
 @given(questions, st.sampled_from([0.0, 0.5, 11.0]))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_the_terms_of_every_option_add_up(asked: Question, others: float) -> None:
     """The terms that are shown add up to the cost that was compared; but for the correction no term
     is negative.
@@ -124,7 +125,7 @@ def test_a_choice_is_shown_with_what_other_victims_wait_for_it() -> None:
 
 
 @given(questions)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_the_answer_changes_at_the_crossover_bandwidth(asked: Question) -> None:
     """Just below it recomputing is cheaper, just above it migrating, all else equal."""
     asked = replace(asked, checkpoint_tokens=0, reused_tokens=0)
@@ -139,7 +140,7 @@ def test_the_answer_changes_at_the_crossover_bandwidth(asked: Question) -> None:
 
 
 @given(questions)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_the_answer_changes_at_the_crossover_queue_depth(asked: Question) -> None:
     """With fewer requests ahead of the prefill instance recomputing is cheaper, with more
     migrating.

@@ -22,6 +22,7 @@ from kvrs.gossip.authenticator import (
 )
 from kvrs.ids import NodeId
 from kvrs.protocol.secrets import derive
+from kvrs_testkit.examples import examples
 from tests.gossip.authenticators import NEW_SECRET, OLD_SECRET, A, B, C, acquaint, pair, seal_of
 
 
@@ -38,7 +39,7 @@ def test_a_sealed_payload_is_opened_unchanged(payload: bytes, name: str) -> None
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_a_changed_packet_is_rejected_and_counted(data: st.DataObject) -> None:
     """Any bit of header, name, payload or mac."""
     a, b = pair()
@@ -65,7 +66,7 @@ def test_a_packet_of_another_length_is_rejected(data: st.DataObject) -> None:
 
 
 @given(packet=st.binary(max_size=2000), prefix=st.integers(0, 80))
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_garbage_is_rejected(packet: bytes, prefix: int) -> None:
     """Also behind the start of a valid packet."""
     a, b = pair()
@@ -105,7 +106,7 @@ class Model:
     seed=st.integers(0, 1 << 32),
     steps=st.sampled_from([1, 7, 600, WINDOW_PACKETS - 1, WINDOW_PACKETS, WINDOW_PACKETS + 1]),
 )
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_the_replay_window_agrees_with_an_unbounded_one(seed: int, steps: int) -> None:
     """At its edges too."""
     random, model, (a, b) = Random(seed), Model(), pair()

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrs.config.gossip import GossipSettings
@@ -11,6 +11,7 @@ from kvrs.gossip import wire
 from kvrs.gossip.node import Gossip
 from kvrs.gossip.wire import Packet, Status, decode, encode
 from kvrs.ids import NodeId
+from kvrs_testkit.examples import examples
 
 NAMES = [NodeId(name) for name in ("me", "a", "b", "c", "d")]
 SETTINGS = GossipSettings(members_max=4)
@@ -103,7 +104,7 @@ OLD_ENTRY_PASSED_ON: list[tuple[Packet, NodeId, float]] = [
 
 @given(steps, st.integers(0, 5))
 @example(OLD_ENTRY_PASSED_ON, 0)
-@settings(max_examples=400, deadline=None)
+@examples(400)
 def test_any_packets_in_any_order_are_survived(
     sequence: list[tuple[Packet, NodeId, float]], seed: int
 ) -> None:

@@ -6,7 +6,12 @@ import pytest
 
 from tests.networks.agents_on_hosts import AgentsOnHosts
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("networks"),
+    pytest.mark.nightly,
+]
 
 LOOK_S = 6.0  # Three times the detection time of a death.
 

@@ -9,7 +9,12 @@ from kvrs.transfer.meter import Measurement, lower_bound
 from kvrs_testkit.networks import Network
 from tests.networks.cluster_on_hosts import FRONTS, NODES, Clients, ClusterOnHosts
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("networks"),
+    pytest.mark.nightly,
+]
 
 BYTES_PER_S = 3e6
 TRANSFER = {"probe_interval_s": 0.25, "probe_bytes": 1 << 16}

@@ -10,7 +10,12 @@ import pytest
 
 from kvrs_testkit.networks import PREFIX, Network, sweep
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("networks"),
+    pytest.mark.nightly,
+]
 
 LEFT = """
 import os, subprocess

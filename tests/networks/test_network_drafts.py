@@ -20,7 +20,12 @@ from kvrs_testkit.networks import Network
 from kvrs_testkit.noted_prefill import note_prefill
 from tests.networks.cluster_on_hosts import FRONTS, NODES, PROXIES, Clients, ClusterOnHosts
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("networks"),
+    pytest.mark.nightly,
+]
 
 D1 = InstanceId("d1")
 PROMPTS = [[3 + at * step % 500 for at in range(40)] for step in (3, 5, 7)]

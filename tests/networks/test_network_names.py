@@ -20,7 +20,12 @@ from kvrs_testkit.sse import events_of
 from kvrs_testkit.vllm_cluster import CONFIG
 from tests.networks.name_server import NameServer
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("networks"),
+    pytest.mark.nightly,
+]
 
 HTTP, ADMIN = 8000, 8001
 PREFILL, DECODE = "vllm-prefill.kvrs.test", "vllm-decode.kvrs.test"

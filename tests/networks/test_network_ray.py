@@ -18,7 +18,12 @@ import yaml
 
 from tests.networks.ray_on_hosts import RayOnHosts
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("networks"),
+    pytest.mark.nightly,
+]
 
 WAIT_S = 240.0
 PACE = "opt-13b-a100-vllm-tp1"  # About 20 ms per token: the stream lasts until the machine dies.

@@ -16,7 +16,12 @@ from kvrs.config.file import ADMIN_ENV_NAME, Config, parse_config
 from kvrs_testkit.networks import Network
 from kvrs_testkit.processes import ForkedProcesses
 
-pytestmark = [pytest.mark.network, pytest.mark.process, pytest.mark.usefixtures("possible")]
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.process,
+    pytest.mark.usefixtures("possible"),
+    pytest.mark.nightly,
+]
 
 HTTP, PAGES, STAGE, ADMIN = 8000, 9000, 9100, 8001
 HOSTS = {

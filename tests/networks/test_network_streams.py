@@ -22,7 +22,12 @@ from tests.networks.cluster_on_hosts import (
 )
 from tests.networks.page_relay import UNDISTURBED, ChaosSettings, Relay
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("networks"),
+    pytest.mark.nightly,
+]
 
 TOKENS, LONG_TOKENS = 200, 500
 FEW_TOKENS = 40  # Behind pages that come at the begin of a stream.

@@ -1,11 +1,12 @@
 """Prefill in two dimensions."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import PrefillTable
+from kvrs_testkit.examples import examples
 
 ROWS = [[0.01, 0.02, 0.04], [0.01, 0.03, 0.07]]
 
@@ -45,7 +46,7 @@ def test_a_look_up_blends_the_four_points_around_it() -> None:
 
 
 @given(grids, st.integers(0, 4), st.integers(0, 4))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_the_grid_goes_through_its_points_or_above_a_dip(grid: PrefixGrid, i: int, j: int) -> None:
     """A measured point is answered as measured, or as the largest before it in row and column."""
     i, j = i % len(grid.rows), j % len(grid.rows[0])
@@ -59,7 +60,7 @@ def test_the_grid_goes_through_its_points_or_above_a_dip(grid: PrefixGrid, i: in
 @given(
     grids, st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 3000), st.integers(0, 3000)
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_more_of_either_length_never_takes_less_time(
     grid: PrefixGrid, cached: int, new: int, more: int, longer: int
 ) -> None:

@@ -1,12 +1,13 @@
 """Prefill and decode tables."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import DecodeTable, PrefillTable
 from kvrs.protocol.instance import MeasuredPrefill
+from kvrs_testkit.examples import examples
 
 SEED_POINTS = {512: 0.03, 1024: 0.06, 2048: 0.12}
 
@@ -63,7 +64,7 @@ def test_beyond_its_grid_a_quadratic_table_follows_the_same_quadratic() -> None:
 
 
 @given(tables, st.integers(0, 10_000), st.integers(1, 10_000))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_more_tokens_never_take_less_time(table: PrefillTable, tokens: int, more: int) -> None:
     """Non-decreasing everywhere: inside, outside, across the edge, and when the measurement
     dips.
@@ -72,7 +73,7 @@ def test_more_tokens_never_take_less_time(table: PrefillTable, tokens: int, more
 
 
 @given(tables)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_there_is_no_jump_at_the_edge_of_the_grid(table: PrefillTable) -> None:
     """The quadratic starts where the grid ends."""
     edge = table.step_tokens * (len(table.seconds) - 1)
@@ -84,7 +85,7 @@ def test_there_is_no_jump_at_the_edge_of_the_grid(table: PrefillTable) -> None:
 
 
 @given(st.floats(0.001, 1), st.integers(1, 512))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_beyond_its_grid_no_table_is_flat(seconds: float, step: int) -> None:
     """Also a table that measured the same time everywhere does not predict that any length takes no
     longer.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.errors import TransferError
@@ -29,6 +29,7 @@ from kvrs.protocol.page_messages import (
 )
 from kvrs.protocol.parts import PagePart, Part
 from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs_testkit.examples import examples
 from tests.protocol.questions import KV, sealed, unsealed
 
 NAMES = st.text(max_size=60)
@@ -107,7 +108,7 @@ DECODERS = [decode for _, _, _, decode in KINDS]
 QUESTIONS = (FrameType.PULL, FrameType.PROBE, FrameType.OFFER, FrameType.STORE)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.sampled_from(KINDS).flatmap(lambda kind: st.tuples(st.just(kind), kind[0])))
 def test_what_was_encoded_is_what_is_decoded(case: Any) -> None:
     """Every frame of a hand-shake and every question survives the wire."""
@@ -120,7 +121,7 @@ def test_what_was_encoded_is_what_is_decoded(case: Any) -> None:
     assert decode(body) == value
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.sampled_from(KINDS).flatmap(lambda kind: st.tuples(st.just(kind), kind[0])),
     st.data(),
@@ -252,7 +253,7 @@ def test_parts_that_are_empty_or_reach_beyond_the_page_are_refused(part: tuple[i
         frames.decode_pull(sealed(body[:-12] + struct.pack("!6H", *part)))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.sampled_from(DECODERS), st.binary(max_size=300))
 def test_random_bodies_are_decoded_or_refused_and_nothing_else(
     decode: Callable[[bytes], object], body: bytes
@@ -267,7 +268,7 @@ def test_random_bodies_are_decoded_or_refused_and_nothing_else(
             continue
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.binary(max_size=40), st.sampled_from(FrameType))
 def test_random_headers_are_decoded_or_refused_and_nothing_else(
     header: bytes, expected: FrameType
@@ -280,7 +281,7 @@ def test_random_headers_are_decoded_or_refused_and_nothing_else(
             continue
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(STORES, st.data())
 def test_a_store_with_wrong_bytes_under_a_right_checksum_is_decoded_or_refused_and_nothing_else(
     store: StoreFrame, data: st.DataObject

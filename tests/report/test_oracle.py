@@ -3,11 +3,12 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs_lab.report.oracle import Difference, compare, judge, total
 from kvrs_lab.traces.records import ErrorKind, StreamRecord
+from kvrs_testkit.examples import examples
 
 CLEAN = list(range(100, 120))
 tokens = st.lists(st.integers(0, 4), max_size=30)
@@ -34,7 +35,7 @@ def test_every_way_to_be_wrong_has_its_name(faulted: list[int], expected: Differ
 
 
 @given(tokens, tokens)
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_the_counts_always_add_up(faulted: list[int], clean: list[int]) -> None:
     """len(clean) - lost + repeated == len(faulted), and only equal streams are exact."""
     difference = compare(faulted, clean)
@@ -46,7 +47,7 @@ def test_the_counts_always_add_up(faulted: list[int], clean: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.data())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_cut_tail_is_lost_and_nothing_else(clean: list[int], data: st.DataObject) -> None:
     """Truncation must never look like a difference."""
     kept = data.draw(st.integers(0, len(clean)))

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs_lab.report import metrics
 from kvrs_lab.report.metrics import Pause, Slo
 from kvrs_lab.traces.records import ErrorKind, StreamRecord
+from kvrs_testkit.examples import examples
 
 
 def record(*times_s: float, sent_s: float = 0.0, finish: str | None = "length") -> StreamRecord:
@@ -26,7 +27,7 @@ def record(*times_s: float, sent_s: float = 0.0, finish: str | None = "length") 
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 100))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_percentiles_are_numpys(values: list[float], q: float) -> None:
     """Linear interpolation between closest ranks."""
     assert metrics.percentile(values, q) == pytest.approx(

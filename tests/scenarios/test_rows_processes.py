@@ -1,8 +1,5 @@
-"""Rows of the table in clusters of real processes: three of them in `make test`, and with
-KVRS_SCENARIOS=all, as in `make test-all`, every one that they can express.
-"""
+"""Every row of the table that clusters of real processes can express."""
 
-import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,10 +16,13 @@ from kvrs_testkit.forked import starts_forked
 from kvrs_testkit.scenarios import Found, Scenario, check
 from tests.scenarios.rows import ROWS
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("systems")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("systems"),
+    pytest.mark.nightly,
+]
 
-RUN_ALL = os.environ.get("KVRS_SCENARIOS") == "all"
-ALWAYS = ("paused-beside-another", "node-with-its-agent", "slots-are-given-back")
 RETURN_S = 180.0
 
 
@@ -66,7 +66,4 @@ def tokens(run: Run) -> list[list[int]]:
 )
 def test_row_holds_in_processes(row: Scenario, tmp_path: Path, tiny_llama: str) -> None:
     """Each row states its own rule."""
-    if row.name not in ALWAYS and not RUN_ALL:
-        pytest.skip("make test-all runs every row in processes of its own")
-
     check(row, in_processes(row, tmp_path / "events.jsonl", tiny_llama))

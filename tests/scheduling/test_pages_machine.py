@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs_engine.scheduling.pages import PageManager
+from kvrs_testkit.examples import examples
 
 P = 4
 # Runs of pages, some with a common beginning of two pages.
@@ -425,4 +425,4 @@ class PagesMachine(RuleBasedStateMachine):
 
 
 TestPages = PagesMachine.TestCase
-TestPages.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestPages.settings = examples(300, stateful_step_count=40)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -24,6 +24,7 @@ from kvrs_engine.scheduling.fair_queue import order
 from kvrs_engine.scheduling.pages import PageManager
 from kvrs_engine.scheduling.scheduler import BatchScheduler
 from kvrs_engine.scheduling.sequences import Chunk, Pull, Queue, Sequence, SequencePhase
+from kvrs_testkit.examples import examples
 
 P = 4
 ROOT = root_tag("model")
@@ -656,4 +657,4 @@ def test_pages_run_short_while_a_back_is_fetched(
 
 
 TestBatches = BatchMachine.TestCase
-TestBatches.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestBatches.settings = examples(150, stateful_step_count=60)

@@ -2,10 +2,11 @@
 
 from fractions import Fraction
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs_engine.scheduling.shares import PrefillCost, Waiting, shared_out
+from kvrs_testkit.examples import examples
 
 COSTS = st.builds(
     PrefillCost, st.integers(0, 500), st.integers(0, 20), st.integers(1, 9), st.integers(0, 3)
@@ -46,7 +47,7 @@ def literal(waiting: list[Waiting], budget: int, cost: PrefillCost) -> list[int]
     return chosen
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(waiting=LINES, budget=st.integers(0, 200), cost=COSTS)
 def test_tokens_are_shared_out_as_by_the_literal_algorithm(
     waiting: list[Waiting], budget: int, cost: PrefillCost
@@ -55,7 +56,7 @@ def test_tokens_are_shared_out_as_by_the_literal_algorithm(
     assert shared_out(waiting, budget, cost) == literal(waiting, budget, cost)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(waiting=LINES.filter(lambda line: any(each.tokens for each in line)), cost=COSTS)
 def test_the_first_in_line_is_in_every_batch(waiting: list[Waiting], cost: PrefillCost) -> None:
     """Among equally loaded ranks, that of the first in line goes first."""

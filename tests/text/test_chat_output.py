@@ -6,13 +6,14 @@ import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from kvrs.ids import StreamId
 from kvrs.text.chat import ChatOutput, ChatSplitter
 from kvrs.text.output import TextDelta
+from kvrs_testkit.examples import examples
 
 STREAM = StreamId("stream")
 WEATHER = (
@@ -123,7 +124,7 @@ fragments = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     parts=st.lists(fragments, max_size=8),
     cuts=st.lists(st.integers(0, 300), max_size=10),
@@ -142,7 +143,7 @@ def test_parts_do_not_depend_on_how_the_text_arrives(
     assert in_pieces == by_character == split([text], reasoning=reasoning)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     text=st.text("<>/think ol_ca\n", max_size=60).filter(
         lambda text: "<think>" not in text and "<tool_call>" not in text

@@ -4,12 +4,13 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from kvrs.errors import ConfigError
 from kvrs.text.output import OutputText, load_tokenizer
+from kvrs_testkit.examples import examples
 
 
 def deltas(
@@ -55,7 +56,7 @@ def tokens_of(pieces: list[bytes]) -> tuple[Tokenizer, list[int]]:
     return tokenizer, [vocab[piece] for piece in pieces]
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(token_ids=st.lists(st.integers(0, 530), max_size=120))
 def test_deltas_joined_are_the_text_of_all_ids(tokenizer: Tokenizer, token_ids: list[int]) -> None:
     """Nothing is lost or emitted twice, even when the ids are noise, special or unknown."""
@@ -64,7 +65,7 @@ def test_deltas_joined_are_the_text_of_all_ids(tokenizer: Tokenizer, token_ids: 
     assert "".join(pieces) == tokenizer.decode(token_ids)
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(text=st.text(max_size=60), cut=st.integers(0, 60))
 def test_no_piece_holds_a_split_character(tokenizer: Tokenizer, text: str, cut: int) -> None:
     """Characters of several bytes are held back until they are whole."""
@@ -118,7 +119,7 @@ BROKEN_PIECES = [
 ]
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(pieces=st.lists(st.sampled_from(BROKEN_PIECES), min_size=30, max_size=150))
 def test_tokens_that_straddle_characters_are_cut_nowhere_wrong(pieces: list[bytes]) -> None:
     """A long run of broken bytes is released early only where no character spans the cut."""
@@ -129,7 +130,7 @@ def test_tokens_that_straddle_characters_are_cut_nowhere_wrong(pieces: list[byte
     assert "".join(sent) == tokenizer.decode(token_ids)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     token_ids=st.lists(st.integers(2, 511), max_size=60),
     seam=st.integers(0, 60),
@@ -153,7 +154,7 @@ def test_replaying_a_history_continues_exactly(
     assert "".join(rest) == "".join(whole[fed:])
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     pieces=st.lists(st.text("ab日", min_size=1, max_size=3), max_size=12),
     stops=st.lists(st.text("ab日", min_size=1, max_size=4), min_size=1, max_size=3),

@@ -1,13 +1,14 @@
 """The text of single tokens, for log probabilities."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from kvrs.text.pieces import TokenPieces
+from kvrs_testkit.examples import examples
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(text=st.text(max_size=30))
 def test_the_bytes_of_all_tokens_are_the_text(tokenizer: Tokenizer, text: str) -> None:
     """Also where a character is spread over tokens: then none of them has its text, but each has

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.errors import TraceError
@@ -22,6 +22,7 @@ from kvrs_lab.traces.mooncake import (
     window,
     write_mooncake,
 )
+from kvrs_testkit.examples import examples
 from tests.traces.hit_ratio import prefix_hit_ratio
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
@@ -172,7 +173,7 @@ def chains() -> st.SearchStrategy[Trace]:
 
 
 @given(chains(), st.integers(8, 200), st.integers(0, 3))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_scaled_prompts_share_exactly_the_blocks_that_the_hash_ids_share(
     trace: Trace, max_tokens: int, seed: int
 ) -> None:
@@ -193,7 +194,7 @@ def test_scaled_prompts_share_exactly_the_blocks_that_the_hash_ids_share(
 
 
 @given(chains(), st.integers(8, 5000), st.integers(1, 600), st.integers(1, 5000))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_scaled_requests_fit_and_keep_their_blocks(
     trace: Trace, max_input: int, max_output: int, longest: int
 ) -> None:
@@ -233,7 +234,7 @@ def test_a_prompt_of_more_blocks_than_tokens_is_refused() -> None:
 
 
 @given(st.integers(2, 64), st.integers(1, 12), st.integers(0, 99), st.data())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_different_ids_make_different_blocks(
     letters: int, block: int, seed: int, data: st.DataObject
 ) -> None:

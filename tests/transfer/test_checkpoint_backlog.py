@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -19,6 +18,7 @@ from kvrs.transfer.checkpoint_backlog import (
 )
 from kvrs.transfer.peers import HeldPages, StoreCode
 from kvrs_engine.scheduling.sequences import Sequence
+from kvrs_testkit.examples import examples
 
 PAGE = 4
 A, B = InstanceId("agent-a"), InstanceId("agent-b")
@@ -551,6 +551,4 @@ class Deliveries(RuleBasedStateMachine):
 
 
 TestDeliveries = Deliveries.TestCase
-TestDeliveries.settings = hypothesis_settings(
-    max_examples=150, stateful_step_count=40, deadline=None
-)
+TestDeliveries.settings = examples(150, stateful_step_count=40)

@@ -4,11 +4,12 @@ from itertools import count, pairwise
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.transfer.limiter import LinkTurns, Turn
+from kvrs_testkit.examples import examples
 
 HANDOFF, RECOVERY, CHECKPOINT = TrafficClass
 RATES = st.floats(1e4, 1e9)
@@ -87,7 +88,7 @@ def end_of(sent: list[Sent], transfer: int) -> float:
     return max(one.at_s for one in sent if one.transfer == transfer)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(RATES, st.lists(CLASSES, min_size=1, max_size=5), st.floats(0, 0.015), st.integers(0, 1000))
 def test_the_rate_over_a_second_is_within_five_percent_of_the_limit(
     bytes_per_s: float, classes: list[TrafficClass], lateness_s: float, seed: int
@@ -102,7 +103,7 @@ def test_the_rate_over_a_second_is_within_five_percent_of_the_limit(
         assert 0.95 <= rate / bytes_per_s <= 1.05
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(RATES, CLASSES, st.integers(2, 6), st.floats(0, 0.015), st.integers(0, 1000))
 def test_connections_of_a_class_share_a_link_evenly(
     bytes_per_s: float, traffic: TrafficClass, senders: int, lateness_s: float, seed: int
@@ -114,7 +115,7 @@ def test_connections_of_a_class_share_a_link_evenly(
     assert max(totals) - min(totals) <= 2 * max(CHUNK_S, 0.02 if lateness_s else 0) * bytes_per_s
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     RATES,
     st.lists(st.tuples(CLASSES, st.floats(0, 1), st.integers(1, 1000)), min_size=1, max_size=8),
@@ -171,7 +172,7 @@ def test_a_link_that_was_idle_has_saved_up_nothing(bytes_per_s: float, idle_s: f
     assert end_of(sent, 1) - starts_s == pytest.approx(size_bytes / bytes_per_s, rel=1e-3)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     RATES,
     st.integers(1, 500),
@@ -193,7 +194,7 @@ def test_a_handoff_is_as_quick_as_on_an_empty_link(
     assert end_of(sent, 0) <= starts_s + size_bytes / bytes_per_s + CHUNK_S
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     RATES,
     st.lists(st.tuples(CLASSES, st.floats(0, 0.3), st.integers(1, 200)), min_size=1, max_size=8),
@@ -306,7 +307,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(OPERATIONS)
 def test_whatever_happens_each_turn_comes_once_and_in_order(
     operations: list[tuple[str, TrafficClass, int, float | None, float]],

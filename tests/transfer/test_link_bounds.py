@@ -1,9 +1,10 @@
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.config.transfer import LinkSettings
 from kvrs.ids import NodeId
 from kvrs.transfer.meter import LinkMeter, Measurement, lower_bound
+from kvrs_testkit.examples import examples
 
 A = NodeId("a")
 LINK = LinkSettings()
@@ -57,7 +58,7 @@ def test_a_steady_link_is_trusted_more_with_every_sample_and_a_fickle_one_less()
     assert lower_bound(trusted, LINK) > 0.97e8 > first > lower_bound(doubted, LINK) > 0.1e8
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.floats(1e4, 1e9),
     st.integers(1, 8),

@@ -3,12 +3,13 @@ from math import inf, isfinite
 from statistics import fmean
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.config.transfer import LinkSettings
 from kvrs.ids import NodeId
 from kvrs.transfer.meter import LinkMeter, lower_bound
+from kvrs_testkit.examples import examples
 
 A, B = NodeId("a"), NodeId("b")
 LINK = LinkSettings()
@@ -54,7 +55,7 @@ def play(
     return now_s
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(PERIODS, st.floats(1e4, 1e10))
 def test_the_estimate_of_a_constant_link_is_its_rate_for_any_chunking_and_overlap(
     periods: list[tuple[float, list[tuple[int, int]]]], bytes_per_s: float
@@ -310,7 +311,7 @@ def test_a_link_that_never_agrees_with_itself_is_probed_four_times_at_once_and_n
     assert len(sizes) == 4
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(
         st.tuples(

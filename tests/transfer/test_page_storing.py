@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.config.transfer import TransferSettings
@@ -24,6 +24,7 @@ from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.stream import SocketStream
+from kvrs_testkit.examples import examples
 from tests.protocol.questions import KV, question
 from tests.transfer.storing import (
     AGENT,
@@ -476,7 +477,7 @@ async def test_nonsense_to_an_agent_closes_its_connection_and_no_other(nonsense:
         assert await h.pusher.store(h.peer, [range_of(A, 0, 2)]) == [HeldPages(StoreCode.OK, 2)]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(
         st.tuples(st.integers(0, len(STORE) + 2 * PAGE_BYTES), st.integers(1, 255)), max_size=3

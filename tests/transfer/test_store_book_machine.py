@@ -2,7 +2,6 @@
 it.
 """
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -10,6 +9,7 @@ from kvrs.ids import StreamId
 from kvrs.protocol.page_messages import CheckpointClaim, StoreCode
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.transfer.store.book import CheckpointBook, IncomingRange
+from kvrs_testkit.examples import examples
 
 STREAMS = [StreamId(name) for name in "abcd"]
 LONGEST = 6
@@ -210,5 +210,5 @@ class BookMachine(RuleBasedStateMachine):
                 self.book.unpin(found)
 
 
-BookMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+BookMachine.TestCase.settings = examples(150, stateful_step_count=40)
 TestBook = BookMachine.TestCase

@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.network,
     pytest.mark.xdist_group("clusters"),
     pytest.mark.skipif(PYTHON_ENV not in os.environ, reason=f"{PYTHON_ENV} names no interpreter"),
+    pytest.mark.nightly,
 ]
 
 PROMPT = [*range(5, 175)]

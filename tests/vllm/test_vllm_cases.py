@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.network,
     pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
 ]
 
 ASKED: dict[str, Any] = {"max_tokens": 8, "temperature": 0}

@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.network,
     pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
 ]
 
 PROMPT = list(range(5, 45))

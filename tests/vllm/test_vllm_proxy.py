@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.network,
     pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
 ]
 
 SECRET = b"only for tests, thirty-two bytes!"

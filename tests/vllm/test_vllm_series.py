@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.network,
     pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
 ]
 
 AS_CLAIMED: dict[str, Any] = {

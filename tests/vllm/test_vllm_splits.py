@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.network,
     pytest.mark.xdist_group("clusters"),
     pytest.mark.skipif(PYTHON_ENV not in os.environ, reason=f"{PYTHON_ENV} names no interpreter"),
+    pytest.mark.nightly,
 ]
 
 # 46 pages, of which 20 are computed at once and 26 loaded, and 28 tokens.

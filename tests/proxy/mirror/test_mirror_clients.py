@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.config.proxy import ProxySettings
@@ -30,6 +30,7 @@ from kvrs.proxy.streams.responses import WholeClient
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
+from kvrs_testkit.examples import examples
 from kvrs_testkit.proxy_cluster import WITHIN_S
 
 S = StreamId("ab")
@@ -121,7 +122,7 @@ STEPS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     steps=st.lists(st.sampled_from(STEPS), max_size=40),
     sync=st.booleans(),

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.core.fleet.silence import Delivered
@@ -27,9 +27,10 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 from kvrs.proxy.wire.sse import head_of
 from kvrs.proxy.wire.upstream import Need, Upstream
+from kvrs_testkit.examples import examples
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-SETTINGS = settings(max_examples=400, deadline=None)
+SETTINGS = examples(400)
 TEXTS = st.text(max_size=20) | st.sampled_from(
     ['"', "\\", '",', '\\",', ',"token_ids":[1]', "]}", "\n", "\r\n\r\n", "", "x" * 3000]
 )

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.core.fleet.silence import Delivered
@@ -21,6 +21,7 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 from kvrs.proxy.wire.sse import EventSplitter, number_choice
 from kvrs.proxy.wire.upstream import Need
+from kvrs_testkit.examples import examples
 
 Event = dict[str, Any]
 Form = Callable[[Event], bytes]
@@ -216,7 +217,7 @@ def test_a_later_attempt_may_have_another_form(form: Form, is_chat: bool) -> Non
         assert "token_ids" not in json.dumps([event for event in found if "b" not in str(event)])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(seeds=st.lists(st.integers(0, 1 << 30), min_size=12, max_size=12), is_chat=st.booleans())
 def test_each_event_may_have_an_order_of_its_own(seeds: list[int], is_chat: bool) -> None:
     """Whatever the order of keys, at any depth, and with blanks anywhere."""
@@ -247,7 +248,7 @@ def test_lines_end_in_any_way_that_the_specification_allows(end: bytes, form: Fo
     assert found == wanted
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     ends=st.lists(st.sampled_from([b"\n", b"\r\n", b"\r"]), min_size=8, max_size=8),
     cuts=st.lists(st.integers(0, 60), max_size=8),

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 from aiohttp.http_parser import HttpResponseParser
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.proxy.wire import http_response
 from kvrs.proxy.wire.http_response import BrokenBody, Fault, HttpResponse, NotHttp
+from kvrs_testkit.examples import examples
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 ENDS = [
@@ -74,7 +75,7 @@ def chunked(pieces: list[bytes]) -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     pieces=BODIES,
     end=st.sampled_from(ENDS),
@@ -134,7 +135,7 @@ def test_heads_are_known_by_their_bytes_and_few_are_kept(
     assert max(map(len, http_response._KNOWN_HEADS)) < 512
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     head=st.sampled_from(HEADS),
     body=st.binary(max_size=8),

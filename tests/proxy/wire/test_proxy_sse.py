@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.core.fleet.silence import Delivered
@@ -40,6 +40,7 @@ from kvrs.proxy.wire.sse import (
     number_choice,
 )
 from kvrs.proxy.wire.upstream import Need
+from kvrs_testkit.examples import examples
 
 IDS = st.lists(st.integers(0, 1 << 20), max_size=5)
 # Texts that look like what is searched for, quotes, backslashes and all.
@@ -61,7 +62,7 @@ TEXTS = st.text(max_size=20) | st.lists(
     ),
     max_size=8,
 ).map("".join)
-SETTINGS = settings(max_examples=300, deadline=None)
+SETTINGS = examples(300)
 
 
 def event(

@@ -1,0 +1,12 @@
+"""How many examples a property is asked: ten times as many in `make test-all` as in `make test`."""
+
+import os
+
+from hypothesis import settings
+
+FACTOR = int(os.environ.get("KVRS_EXAMPLES", "1"))
+
+
+def examples(count: int, **others: int) -> settings:
+    """Settings without a deadline of a property or a machine, with `count` examples by default."""
+    return settings(max_examples=count * FACTOR, deadline=None, **others)
