@@ -23,7 +23,7 @@ from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
-from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, INVOCATIONS, read, read_either
+from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 
 
 class ClientApi:
@@ -88,7 +88,6 @@ class ClientApi:
             (COMPLETIONS.path, partial(read, COMPLETIONS)),
             (CHAT.path, partial(read, CHAT)),
             (generate.PATH, read_generate),
-            (INVOCATIONS, read_either),
         ):
             yield path, partial(parse, backend=self._backend)
 

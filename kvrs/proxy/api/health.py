@@ -65,8 +65,6 @@ def add_probes(
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/health", health)
-    app.router.add_get("/ping", health)
-    app.router.add_post("/ping", health)
     app.router.add_get("/load", load)
 
 

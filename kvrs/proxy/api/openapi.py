@@ -26,7 +26,6 @@ from kvrs.proxy.api.generate import ALLOWED
 from kvrs.proxy.api.passed import FIELDS as PASSED
 from kvrs.proxy.fleet.orders import RankOrder
 from kvrs.proxy.reload import ReloadResult
-from kvrs.proxy.wire.requests import INVOCATIONS
 
 PATH = "/openapi.json"
 
@@ -125,8 +124,6 @@ _UNDECODED: Mapping[str, Schema] = {
 def clients_document() -> Schema:
     """The API for clients."""
     completion, chat = _request(CompletionRequest), _request(ChatRequest)
-    either = {"anyOf": [completion, chat]}
-    asked = "A completion, or a chat where it has messages"
     return _document(
         "kvrs",
         {
@@ -139,15 +136,12 @@ def clients_document() -> Schema:
                 "End a response that runs in the background", _RESPONSE
             ),
             "POST /generate": _streamed("DistServe's endpoint", _GENERATED, _generate()),
-            f"POST {INVOCATIONS}": _streamed(asked, _ANSWER, either),
             **{f"POST {path}": _passed(path) for path in PASSED},
             "GET /v1/models": _operation("Served models", _MODELS),
             "GET /v1/models/{model}": _operation("One model", _MODEL),
             "GET /healthz": _operation("Whether the process runs", None),
             "GET /readyz": _operation("Whether a stream could start now", None),
             "GET /health": _operation("As /readyz, without a text", None),
-            "GET /ping": _operation("As /health", None),
-            "POST /ping": _operation("As /health", None),
             "GET /version": _operation("The version of the engine", _object(version=_TEXT)),
             "GET /load": _operation("How many streams are open", _object(server_load=_NATURAL)),
         },

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
 _LONGEST_KEY_BYTES = 512
-_OPEN_PATHS = ("/healthz", "/readyz", "/health", "/ping")
+_OPEN_PATHS = ("/healthz", "/readyz", "/health")
 
 
 @dataclass(slots=True, eq=False)

@@ -27,19 +27,16 @@ from kvrs.protocol.openai.fields import EMBEDDED, ApiKind
 from kvrs.protocol.openai.requests import (
     ChatRequest,
     CompletionRequest,
-    decode_as,
     read_chat,
     read_completion,
     read_prompt,
 )
-from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
+from kvrs.protocol.openai.structure import MAX_ELEMENTS
 from kvrs.protocol.tags import salt_of
 from kvrs.protocol.tenants import TenantSecret
 from kvrs.protocol.token_ids import packed
 from kvrs.text.output import TextDelta
 
-# Takes the body of either endpoint, as SageMaker sends them.
-INVOCATIONS = "/invocations"
 _BYTES_PER_ID = 4
 
 # The list of requests that are admitted, whose own lists are in their fields.
@@ -352,22 +349,6 @@ def read(
             for prompt in prompts
         )
     return parsed
-
-
-class _Kind(msgspec.Struct):
-    messages: msgspec.Raw = msgspec.Raw(b"null")
-
-
-_KIND = msgspec.json.Decoder(_Kind)
-
-
-def read_either(
-    body: bytes, backend: str = EMBEDDED, max_elements: int = MAX_ELEMENTS
-) -> ParsedRequest:
-    """Read a body as `read` does, for the endpoint that it is for: with messages it is a chat."""
-    check_structure(body, max_elements=max_elements)
-    is_chat = bytes(decode_as(_KIND, body).messages) != b"null"
-    return read(CHAT if is_chat else COMPLETIONS, body, backend, max_elements)
 
 
 def _parsed(
