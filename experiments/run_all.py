@@ -185,6 +185,7 @@ ALL = (
     _of("kills", "proxy-mix", 10, "run proxy embedded --mix --kills 40"),
     _of("kills", "proxy-responses", 6, "run proxy embedded --api responses"),
     _of("kills", "worlds", 10, "run everything simulated --seed 0"),
+    _of("kills", "poison", 3, "run poison simulated"),
     _of("simulator", "queueing", 5, "queueing"),
     _of("simulator", "speed", 2, "speed"),
     _of("simulator", "distserve", 5, "distserve", DISTSERVE),

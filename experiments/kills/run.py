@@ -14,6 +14,7 @@ from typing import Any
 from experiments.command_line import parser_of
 from experiments.kills import (
     drill,
+    poison,
     proxies,
     replay_targets,
     replayed,
@@ -86,6 +87,7 @@ PARTS: dict[tuple[str, str], Part] = {
         partial(drill.run, "distserve"), ("policy", "backup", "streams"), HOME_ENV
     ),
     ("everything", "simulated"): Part(worlds.run, ("seeds",)),
+    ("poison", "simulated"): Part(poison.run, ("seeds",)),
 }
 
 
