@@ -23,7 +23,7 @@ from kvrs.protocol.openai.requests import (
 from kvrs.protocol.openai.responses import PATH as RESPONSES
 from kvrs.protocol.openai.responses import response_schema
 from kvrs.proxy.api.generate import ALLOWED
-from kvrs.proxy.api.passed import FIELDS as PASSED
+from kvrs.proxy.api.passed import PATHS as PASSED
 from kvrs.proxy.fleet.orders import RankOrder
 from kvrs.proxy.reload import ReloadResult
 
@@ -136,7 +136,7 @@ def clients_document() -> Schema:
                 "End a response that runs in the background", _RESPONSE
             ),
             "POST /generate": _streamed("DistServe's endpoint", _GENERATED, _generate()),
-            **{f"POST {path}": _passed(path) for path in PASSED},
+            **{f"POST {path}": _passed() for path in PASSED},
             "GET /v1/models": _operation("Served models", _MODELS),
             "GET /v1/models/{model}": _operation("One model", _MODEL),
             "GET /healthz": _operation("Whether the process runs", None),
@@ -236,11 +236,9 @@ def _json(schema: Schema) -> Schema:
     return {"application/json": {"schema": schema}}
 
 
-def _passed(path: str) -> Schema:
+def _passed() -> Schema:
     """An endpoint that vLLM checks; the proxy's own tokenizer answers it in one form."""
-    properties: Schema = {name: {} for name in ("model", *PASSED[path])}
-    body = {"type": "object", "properties": properties, "additionalProperties": False}
-    return _operation("As vLLM answers it, or 404 without vLLM", _ANY_OBJECT, body)
+    return _operation("As vLLM answers it, or 404 without vLLM", _ANY_OBJECT, _ANY_OBJECT)
 
 
 def _streamed(summary: str, answer: Schema, request: Schema | None = None) -> Schema:

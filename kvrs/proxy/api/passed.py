@@ -4,7 +4,6 @@ proxy's own tokenizer answers those about tokens.
 """
 
 import asyncio
-from collections.abc import Mapping
 from functools import partial
 
 import msgspec
@@ -17,7 +16,7 @@ from kvrs.errors import ConfigError, RequestError, UnknownFieldsError, UpstreamE
 from kvrs.ids import InstanceId
 from kvrs.process.large_work import LargeWork
 from kvrs.protocol.openai.chunks import error_body
-from kvrs.protocol.openai.fields import VLLM
+from kvrs.protocol.openai.fields import FIELDS, VLLM, Treatment, not_supported
 from kvrs.protocol.openai.requests import HIGHEST_ID, Fields, decode_as
 from kvrs.protocol.openai.structure import check_structure
 from kvrs.protocol.token_ids import encode
@@ -32,40 +31,18 @@ from kvrs.proxy.wire.peer import BusyError, EngineError
 from kvrs.proxy.wire.requests import CURRENT
 from kvrs.proxy.wire.watchdog import Watchdog
 
-_OF_TEXT = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
-_OF_CHAT = (
-    *("messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
-    *("continue_final_message", "media_io_kwargs", "mm_processor_kwargs"),
-)
-_OF_POOLING = ("user", "use_activation", "activation", "softmax")
-_OF_SCORING = (
-    *("max_tokens_per_query", "max_tokens_per_doc", "instruction", "chat_template_kwargs"),
-    *("mm_processor_kwargs", *_OF_TEXT, *_OF_POOLING),
-)
-_SCORE = ("text_1", "text_2", "queries", "documents", "items", "data_1", "data_2", *_OF_SCORING)
-_RERANK = ("query", "documents", "top_n", *_OF_SCORING)
-_EMBED = (
-    *("input", "encoding_format", "embed_dtype", "endianness", "dimensions", "normalize"),
-    *(*_OF_TEXT, *_OF_POOLING, *_OF_CHAT),
-)
-# What a client may set, beside `model`: as of streams, no other field reaches an engine.
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    TOKENIZE: ("prompt", "add_special_tokens", "return_token_strs", *_OF_CHAT),
-    DETOKENIZE: ("tokens",),
-    "/v1/messages/count_tokens": (
-        *("messages", "system", "tools", "tool_choice", "thinking", "output_config"),
-        "chat_template_kwargs",
-    ),
-    "/v1/embeddings": _EMBED,
-    "/pooling": (*_EMBED, "task", "data"),
-    "/classify": ("input", *_OF_TEXT, *_OF_POOLING, *_OF_CHAT),
-    "/score": _SCORE,
-    "/v1/score": _SCORE,
-    "/rerank": _RERANK,
-    "/v1/rerank": _RERANK,
-    "/v2/rerank": _RERANK,
-}
+# vLLM has others beside them, by which a client could stop an instance or load into it.
+PATHS = (
+    *(TOKENIZE, DETOKENIZE, "/v1/messages/count_tokens", "/v1/embeddings", "/pooling"),
+    *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+)
+# As of streams: what names hosts, ranks or requests, or ranks a request before those of others.
+_KEPT_FROM_ENGINES = frozenset(
+    row.name
+    for row in FIELDS
+    if row.api is None and row.vllm in (Treatment.REFUSED, Treatment.INTERNAL)
+)
 _FIELDS: msgspec.json.Decoder[Fields] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -112,7 +89,7 @@ class Passed:
         self._control: Control[OpenStream] = driver.control
 
     def add_to(self, app: web.Application) -> None:
-        for path in FIELDS:
+        for path in PATHS:
             app.router.add_post(path, partial(self._serve, path))
 
     async def _serve(self, path: str, request: web.Request) -> web.Response:
@@ -128,8 +105,7 @@ class Passed:
         Raises:
             RequestError: the body is wrong, or no engine here has the endpoint.
         """
-        read = self._admissions.tolerant(partial(_fields, path))
-        fields = await self._large.run(len(body), partial(read, body))
+        fields = await self._large.run(len(body), partial(_fields, body))
         model = decode_as(_MODEL, bytes(fields.get("model", b"null")), "model")
         found = find_model(self._control.instances, model)
         if self._backend == VLLM:
@@ -147,11 +123,7 @@ class Passed:
     # By the tokenizer here.
 
     async def _tokenize(self, fields: Fields) -> web.Response:
-        if (not_text := next((name for name in fields if name in _OF_CHAT), None)) is not None:
-            raise RequestError(
-                f"{not_text} needs the template of an engine of vLLM; allowed: prompt",
-                param=not_text,
-            )
+        _check_known(fields, TokenizeRequest)
         asked = decode_as(_TOKENIZE, encode(fields))
         tokenizer = await self._tokenizer()
         special = asked.add_special_tokens
@@ -164,6 +136,7 @@ class Passed:
         return json_response(encode(TokenizeAnswer(len(found.ids), most, found.ids, strings)))
 
     async def _detokenize(self, fields: Fields) -> web.Response:
+        _check_known(fields, DetokenizeRequest)
         tokens = decode_as(_DETOKENIZE, encode(fields)).tokens
         tokenizer = await self._tokenizer()
         known = min(HIGHEST_ID, tokenizer.get_vocab_size(with_added_tokens=True) - 1)
@@ -235,12 +208,19 @@ class Passed:
 _NO_INSTANCE = error_body("no instance is up", kind="server_error", code="no_instance")
 
 
-def _fields(path: str, body: bytes) -> Fields:
+def _fields(body: bytes) -> Fields:
+    """The fields of a body but for null ones: all that the engine may get, which checks them."""
     if body.lstrip().startswith(b"{"):
         check_structure(body)
     given = decode_as(_FIELDS, body)
     fields = {name: value for name, value in given.items() if bytes(value) != b"null"}
-    allowed = ("model", *FIELDS[path])
-    if unknown := [name for name in fields if name not in allowed]:
-        raise UnknownFieldsError(unknown, allowed)
+    for name in _KEPT_FROM_ENGINES.intersection(fields):
+        raise not_supported(name, fields[name], ())
     return fields
+
+
+def _check_known(fields: Fields, kind: type[msgspec.Struct]) -> None:
+    """Raises RequestError: the proxy's tokenizer does not know one of the fields."""
+    known = kind.__struct_fields__
+    if unknown := [name for name in fields if name not in known]:
+        raise UnknownFieldsError(unknown, known)

@@ -26,7 +26,7 @@ from kvrs.proxy.api.health import add_probes, readiness
 from kvrs.proxy.api.models import list_models
 from kvrs.proxy.api.openapi import add_document, clients_document
 from kvrs.proxy.api.pages import AllowedPages
-from kvrs.proxy.api.passed import FIELDS
+from kvrs.proxy.api.passed import PATHS
 from kvrs.proxy.process.parts import Parts
 from kvrs.proxy.wire.requests import ByteBudget, RequestUsage
 
@@ -175,7 +175,7 @@ class ModelsEndpoint:
     @property
     def _by_body(self) -> set[str]:
         """The paths of which the body names the model."""
-        return {*self._served, *FIELDS, RESPONSES}
+        return {*self._served, *PATHS, RESPONSES}
 
     def _is_leaving(self) -> bool:
         return any(parts.api.is_leaving for parts in self._models.values())

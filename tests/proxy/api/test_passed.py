@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from kvrs.proxy.api.passed import FIELDS
+from kvrs.proxy.api.passed import PATHS
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
 
@@ -50,7 +50,7 @@ async def test_the_proxy_s_tokenizer_answers_in_vllm_s_form(
         ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
         ("/detokenize", {"tokens": [1 << 40]}, 400, "tokens"),
         ("/detokenize", {"tokens": "a"}, 400, "tokens"),
-        *((path, {}, 404, None) for path in FIELDS if path[-5:] != "enize"),
+        *((path, {}, 404, None) for path in PATHS if path[-5:] != "enize"),
     ],
 )
 async def test_what_is_not_served_is_refused_by_name(

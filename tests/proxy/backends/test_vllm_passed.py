@@ -6,10 +6,16 @@ from typing import Any
 import openai
 import pytest
 
-from kvrs.proxy.api.passed import FIELDS
+from kvrs.proxy.api.passed import PATHS
 from kvrs_testkit.vllm_cluster import Builder, Servers, Vllms
 
 pytestmark = pytest.mark.network
+
+KEPT_FROM_ENGINES: dict[str, Any] = {
+    "kv_transfer_params": {"remote_host": "10.0.0.1"},
+    "request_id": "a",
+    "priority": -1,
+}
 
 
 async def posted(system: Vllms, path: str, **fields: Any) -> tuple[int, Any]:
@@ -17,7 +23,7 @@ async def posted(system: Vllms, path: str, **fields: Any) -> tuple[int, Any]:
         return answer.status, json.loads(await answer.read())
 
 
-@pytest.mark.parametrize("path", FIELDS)
+@pytest.mark.parametrize("path", PATHS)
 async def test_vllm_answers_and_another_one_where_one_dies(vllms: Builder, path: str) -> None:
     """The request reaches an engine as it came, and the client gets that engine's bytes."""
 
@@ -26,14 +32,7 @@ async def test_vllm_answers_and_another_one_where_one_dies(vllms: Builder, path:
             server.passed, server.dies_passing = (path,), server.id != "d1"
 
     system = await vllms(prepare=prepare)
-    of_any = {
-        "messages": [{"role": "user", "content": "a"}],
-        "prompt": "a",
-        "tokens": [1, 2],
-        "documents": ["b"],
-    }
-    asked = {name: value for name, value in of_any.items() if name in FIELDS[path]}
-    assert asked
+    asked = {"prompt": "a", "documents": ["b"], "a_field_of_its_next_release": {"deep": [1]}}
 
     status, body = await posted(system, path, **asked)
 
@@ -53,11 +52,16 @@ async def test_the_openai_client_gets_embeddings(vllms: Builder) -> None:
         base_url=f"{system.url}/v1", api_key="none", max_retries=0
     ) as client:
         made = await client.embeddings.with_raw_response.create(model="tiny", input="a")
-        refused = await posted(system, "/v1/embeddings", input="a", kv_transfer_params={})
+        refused = [
+            await posted(system, "/v1/embeddings", **{"input": "a", name: value})
+            for name, value in KEPT_FROM_ENGINES.items()
+        ]
         missing = await posted(system, "/rerank", query="a", documents=["b"])
 
     assert json.loads(made.text)["got"]["input"] == "a"
-    assert (refused[0], refused[1]["error"]["param"]) == (400, "kv_transfer_params")
+    assert [(got[0], got[1]["error"]["param"]) for got in refused] == [
+        (400, name) for name in KEPT_FROM_ENGINES
+    ]
     assert missing[0] == 404
 
 
