@@ -115,25 +115,6 @@ def parse_response_request(body: bytes, max_elements: int = MAX_ELEMENTS) -> Res
     return ResponseRequest(fields, msgspec.json.encode(chat))
 
 
-def response_schema() -> dict[str, Any]:
-    """The body of a request, for the OpenAPI document."""
-    anything: dict[str, Any] = {}
-    own = {
-        "input": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1}]},
-        "max_output_tokens": {"type": ["integer", "null"], "minimum": 1},
-        "instructions": {"type": ["string", "null"]},
-        **{name: {"type": ["boolean", "null"]} for name in _SWITCHES},
-    }
-    names = sorted({*_IGNORED, *_OWN, *_AS_IN_CHAT, *_NEUTRAL})
-    properties = dict.fromkeys(names, anything) | own
-    return {
-        "type": "object",
-        "required": ["input"],
-        "properties": properties,
-        "additionalProperties": False,
-    }
-
-
 def _not_supported(name: str, value: Any, allowed: str) -> RequestError:
     shown = msgspec.json.encode(value)[:80].decode(errors="replace")
     return RequestError(f"{name}={shown} is not supported; allowed: {allowed}", param=name)

@@ -24,7 +24,6 @@ from kvrs.ids import InstanceId
 from kvrs.net.http import HEALTHZ, answer, error, require_token
 from kvrs.process.large_work import LargeWork
 from kvrs.protocol.mirror import FleetOrder
-from kvrs.proxy.api.openapi import add_document, admin_document
 from kvrs.proxy.api.overview import overview
 from kvrs.proxy.api.state import describe, measure
 from kvrs.proxy.fleet.orders import (
@@ -160,7 +159,6 @@ class Admin:
         app.router.add_post("/kvrs/v1/exits/{id}", self._note_exit)
         app.router.add_get("/metrics", self._show_metrics)
         app.router.add_get("/healthz", self._healthz)
-        add_document(app, admin_document)
         return app
 
     def _prepare_tokens(self, config: Config) -> Apply | None:

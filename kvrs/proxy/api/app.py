@@ -14,7 +14,6 @@ from kvrs.proxy.api.answers import errors_as_openai
 from kvrs.proxy.api.generate import read_generate
 from kvrs.proxy.api.health import add_health
 from kvrs.proxy.api.models import add_models
-from kvrs.proxy.api.openapi import add_document, clients_document
 from kvrs.proxy.api.pages import AllowedPages
 from kvrs.proxy.api.passed import Passed
 from kvrs.proxy.api.responses import ResponsesApi
@@ -71,7 +70,6 @@ class ClientApi:
         self._passed.add_to(app)
         add_models(app, self._driver.control.instances)
         add_health(app, self._backend, self._driver, lambda: self.is_leaving)
-        add_document(app, clients_document)
         return app
 
     def direct(self) -> DirectServer:

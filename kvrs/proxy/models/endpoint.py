@@ -24,7 +24,6 @@ from kvrs.proxy.api.answers import error_response, errors_as_openai, json_respon
 from kvrs.proxy.api.bodies import BODY, ClientBodies
 from kvrs.proxy.api.health import add_probes, readiness
 from kvrs.proxy.api.models import list_models
-from kvrs.proxy.api.openapi import add_document, clients_document
 from kvrs.proxy.api.pages import AllowedPages
 from kvrs.proxy.api.passed import PATHS
 from kvrs.proxy.process.parts import Parts
@@ -169,7 +168,6 @@ class ModelsEndpoint:
         ):
             add(path, _raise_fault)
         add_health_of(app, self._models, self._is_leaving)
-        add_document(app, clients_document)
         return app
 
     @property

@@ -25,6 +25,7 @@ from kvrs_engine.engine.server import serve_http
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.proxy_cluster import WITHIN_S
 from tests.agent.agents import SECRET
+from tests.proxy.api.openapi_files import ADMIN, CLIENTS, load
 
 pytestmark = [pytest.mark.network, pytest.mark.engine]
 
@@ -65,13 +66,16 @@ async def proxy(tmp_path: Path) -> AsyncIterator[Proxy]:
         yield proxy
 
 
-def urls(proxy: Proxy) -> list[str]:
-    """URLs of the client port and of the admin port."""
-    return [f"http://127.0.0.1:{port}" for port in (proxy.port, proxy.admin_port)]
+def ports(proxy: Proxy) -> list[tuple[str, Path]]:
+    """URLs of the client port and of the admin port, each with its document."""
+    return [
+        (f"http://127.0.0.1:{proxy.port}", CLIENTS),
+        (f"http://127.0.0.1:{proxy.admin_port}", ADMIN),
+    ]
 
 
-def operations(url: str) -> Iterator[Any]:
-    for found in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
+def operations(document: Path) -> Iterator[Any]:
+    for found in schemathesis.openapi.from_path(document).get_all_operations():
         assert isinstance(found, Ok), found
         yield found.ok()
 
@@ -114,8 +118,8 @@ async def test_answers_to_generated_requests_are_as_documented(
     def ask() -> dict[str, Counter[int]]:
         return {
             operation.label: statuses(url, operation, mode)
-            for url in urls(proxy)
-            for operation in operations(url)
+            for url, document in ports(proxy)
+            for operation in operations(document)
         }
 
     found = await asyncio.to_thread(ask)
@@ -134,9 +138,8 @@ async def test_other_methods_and_media_types_are_answered_as_documented(proxy: P
     """
 
     def ask() -> None:
-        for url in urls(proxy):
-            paths = requests.get(f"{url}/openapi.json", timeout=60).json()["paths"]
-            for template, item in paths.items():
+        for url, document in ports(proxy):
+            for template, item in load(document)["paths"].items():
                 path = template.replace("{", "").replace("}", "")
                 for method in METHODS:
                     if method.lower() in item:

@@ -94,7 +94,6 @@ async def test_models_are_listed_together(system: ModelsCluster) -> None:
     assert (status, msgspec.json.decode(text)["error"]["code"]) == (404, "model_not_found")
     assert (await system.get("/version"))[0] == 200
     assert await system.get("/load") == (200, '{"server_load":0}')
-    assert (await system.get("/openapi.json"))[0] == 200
     assert (await system.get("/v1/completions"))[0] == 405
     assert (await system.get("/nothing"))[0] == 404
 
