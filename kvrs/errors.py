@@ -105,14 +105,12 @@ class RequestError(KvrsError):
         self.headers = headers or {}
 
 
-class UnknownFieldsError(RequestError):
-    """The body of a request has fields that its endpoint does not know, all of which it names."""
+class UnknownFieldError(RequestError):
+    """The body of a request has a field that its endpoint does not know, which it names."""
 
-    def __init__(self, names: Iterable[str], allowed: Iterable[str]) -> None:
-        self.names = tuple(names)
-        first = self.names[0]
+    def __init__(self, name: str, allowed: Iterable[str]) -> None:
         super().__init__(
-            f"{first[:80]!r} is not known; allowed: {', '.join(allowed)}", param=first[:80]
+            f"{name[:80]!r} is not known; allowed: {', '.join(allowed)}", param=name[:80]
         )
 
 

@@ -37,13 +37,6 @@ class Inexact(StrEnum):
     MARK = "mark"
 
 
-class UnknownFields(StrEnum):
-    """Treatment of fields of a request that its endpoint does not know."""
-
-    REFUSE = "refuse"
-    DROP = "drop"
-
-
 class MirrorMode(StrEnum):
     """When a token of a resumable stream is sent to its client."""
 
@@ -265,10 +258,6 @@ class ProxySettings(Settings):
     inexact: Inexact = Field(default=Inexact.MARK, strict=False)
     """Requests that a plain engine could not continue exactly (docs/guide/openai.md): mark or
     refuse.
-    """
-    unknown_fields: UnknownFields = Field(default=UnknownFields.REFUSE, strict=False)
-    """Fields of a body that kvrs does not know: refuse the request (400), or drop them, as vLLM
-    does, with a line in the log for each name.
     """
     reload_on_change: bool = False
     """Reload when the file of the configuration has changed, as by SIGHUP."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.errors import RequestError, UnknownFieldsError
+from kvrs.errors import RequestError, UnknownFieldError
 
 # Backends, as `cluster.backend` names them.
 EMBEDDED, DISTSERVE, VLLM = "embedded", "distserve", "vllm"
@@ -254,10 +254,10 @@ def check_fields(
     """Those of the given fields that mean something to kvrs or to the engine behind it, undecoded.
 
     Raises:
-        RequestError: a field is refused there, or (UnknownFieldsError) not known.
+        RequestError: a field is refused there, or (UnknownFieldError) not known.
     """
     kept: dict[str, msgspec.Raw] = {}
-    unknown: list[str] = []
+    unknown: str | None = None
     as_they_are = kept_as_they_are(api, backend)
     for name, value in given.items():
         # The same as an absent field, but not every engine accepts it.
@@ -269,7 +269,7 @@ def check_fields(
             kept[name] = value
             continue
         if (row := rows(api).get(name)) is None:
-            unknown.append(name)
+            unknown = unknown or name
             continue
         if _is_neutral(value, row):
             continue
@@ -278,8 +278,8 @@ def check_fields(
             raise not_supported(name, value, row.neutral, row.instead)
         if treatment in (Treatment.UNDERSTOOD, Treatment.PASSED, Treatment.WHOLE):
             kept[name] = value
-    if unknown:
-        raise UnknownFieldsError(unknown, takes(api, backend))
+    if unknown is not None:
+        raise UnknownFieldError(unknown, takes(api, backend))
     return kept
 
 

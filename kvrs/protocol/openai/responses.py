@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.errors import RequestError, UnknownFieldsError
+from kvrs.errors import RequestError, UnknownFieldError
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
 from kvrs.protocol.openai.fields import is_among
 from kvrs.protocol.openai.requests import decode_as
@@ -96,7 +96,7 @@ def parse_response_request(body: bytes, max_elements: int = MAX_ELEMENTS) -> Res
     fields = {name: value for name, value in given.items() if value is not None}
     allowed_fields = {*_IGNORED, *_OWN, *_AS_IN_CHAT, *_SWITCHES, *_NEUTRAL}
     if unknown := [name for name in fields if name not in allowed_fields]:
-        raise UnknownFieldsError(unknown, sorted(allowed_fields))
+        raise UnknownFieldError(unknown[0], sorted(allowed_fields))
     for name, value in fields.items():
         if name in _NEUTRAL and not is_among(value, _NEUTRAL[name]):
             neutral = (*_NEUTRAL[name], None)

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 from multidict import CIMultiDictProxy
 
-from kvrs.config.proxy import Inexact, ProxySettings, UnknownFields
+from kvrs.config.proxy import Inexact, ProxySettings
 from kvrs.core.fleet.generated import Continues
 from kvrs.core.fleet.known import Instances, Replays
 from kvrs.core.fleet.names import ServedName
@@ -28,7 +28,7 @@ from kvrs.protocol.openai.fields import VLLM, whole
 from kvrs.protocol.openai.requests import ECHOED_BY_ENGINE, CompletionRequest, Fields
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_within
 from kvrs.proxy.api import generate
-from kvrs.proxy.api.bodies import ClientBodies, UnknownFieldDropper
+from kvrs.proxy.api.bodies import ClientBodies
 from kvrs.proxy.api.choices import Merger
 from kvrs.proxy.api.tenants import Tenant, Tenants
 from kvrs.proxy.mirror.headers import KEY, LAST_EVENT, ResumeRequest, parse_resume_headers, reopened
@@ -140,8 +140,6 @@ class Admissions:
         self._clock = clock
         self._tenants = tenants
         self._large = large
-        drops = settings.unknown_fields is UnknownFields.DROP
-        self._dropper = UnknownFieldDropper(metrics) if drops else None
         self._budget = ByteBudget(settings.body_budget_bytes, settings.max_body_bytes)
         self._marked = lru_cache(maxsize=1024)(partial(_marked, secrets.token_bytes(16)))
         metrics.request_bytes.set_function(lambda: self._budget.held_bytes)
@@ -161,7 +159,7 @@ class Admissions:
         """
         most = await self.read_body(call)
         has_length = len(call.body) == call.request.content_length
-        if has_length and self._dropper is None and len(call.body) <= LARGE_BYTES:
+        if has_length and len(call.body) <= LARGE_BYTES:
             call.parsed = read(call.body, max_elements=most)
         else:
             call.parsed = await self.parse(read, call.body, most if has_length else None)
@@ -251,15 +249,9 @@ class Admissions:
     ) -> Parsed:
         """Parse a body; `max_elements` is found by its length if it is not known yet."""
         most = self._max_elements(len(body)) if max_elements is None else max_elements
-        if self._dropper is not None:
-            read = self.tolerant(read)
         if len(body) <= LARGE_BYTES:
             return read(body, max_elements=most)
         return await self._large.run(len(body), partial(read, body, max_elements=most))
-
-    def tolerant(self, read: Callable[..., Parsed]) -> Callable[..., Parsed]:
-        """The parser of bodies with what `proxy.unknown_fields` says of unknown fields."""
-        return read if self._dropper is None else partial(self._dropper.read, read)
 
     def _read_key(self, call: ClientCall) -> None:
         """Read the headers of a stream that can be resumed."""

@@ -1,20 +1,16 @@
-"""Bodies of clients' requests: read at aiohttp's server, counted as they come; and parsed without
-the fields that an endpoint does not know (`proxy.unknown_fields: drop`).
-"""
+"""Bodies of clients' requests are read at aiohttp's server, and counted as they come."""
 
 import asyncio
 import logging
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
-import msgspec
 from aiohttp import StreamReader, web
 from aiohttp.web_protocol import RequestPayloadError
 
 from kvrs.config.proxy import ProxySettings
-from kvrs.errors import RequestError, UnknownFieldsError
+from kvrs.errors import RequestError
 from kvrs.net.broken_http import BROKEN_BODY
 from kvrs.net.direct import DirectConnection
 from kvrs.net.http_connection import HttpConnection
@@ -38,11 +34,6 @@ BODY = web.RequestKey("body", bytes)
 
 # Smaller pieces are put together to such parts.
 _PART_BYTES = 16 << 10
-
-_MOST_NAMED = 64  # Names come from clients: the log is not to grow with them.
-_FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-Parsed = TypeVar("Parsed")
 
 
 class _ComingBody:
@@ -199,33 +190,3 @@ class ClientBodies:
         log.warning("unfinished body cut", extra=facts)
         self._metrics.bodies_cut.inc()
         cut.body.cut()
-
-
-class UnknownFieldDropper:
-    """Has bodies read without the fields that are not known, and logs each name once."""
-
-    def __init__(self, metrics: AdmissionMetrics) -> None:
-        self._metrics = metrics
-        self._named: set[str] = set()
-
-    def read(self, read: Callable[..., Parsed], body: bytes, **limits: int) -> Parsed:
-        """Parse a body by `read`; only one with unknown fields is parsed twice.
-
-        Raises:
-            RequestError: it is wrong in another way.
-        """
-        try:
-            return read(body, **limits)
-        except UnknownFieldsError as error:
-            self._note(error.names)
-            unknown = {*error.names}
-        fields = _FIELDS.decode(body)
-        known = {name: value for name, value in fields.items() if name not in unknown}
-        return read(msgspec.json.encode(known), **limits)
-
-    def _note(self, names: tuple[str, ...]) -> None:
-        self._metrics.dropped_fields.inc(len(names))
-        for name in names:
-            if name not in self._named and len(self._named) < _MOST_NAMED:
-                self._named.add(name)
-                log.warning("unknown field of requests is dropped", extra={"field": name[:80]})

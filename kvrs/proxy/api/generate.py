@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvrs.errors import RequestError, UnknownFieldsError
+from kvrs.errors import RequestError, UnknownFieldError
 from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.protocol.openai.fields import EMBEDDED
 from kvrs.protocol.openai.requests import CompletionRequest, decode_as
@@ -39,7 +39,7 @@ def read_generate(
     """
     fields = decode_as(_FIELDS, body)
     if unknown := sorted(fields.keys() - set(ALLOWED)):
-        raise UnknownFieldsError(unknown, ALLOWED)
+        raise UnknownFieldError(unknown[0], ALLOWED)
     # DistServe decodes greedily, whatever its default says.
     if bytes(fields.get("temperature", b"null")) == b"null":
         fields["temperature"] = msgspec.Raw(b"0")

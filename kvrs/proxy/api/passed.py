@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from kvrs.core.control import Control
 from kvrs.core.fleet.names import is_served_at
-from kvrs.errors import ConfigError, RequestError, UnknownFieldsError, UpstreamError
+from kvrs.errors import ConfigError, RequestError, UnknownFieldError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.process.large_work import LargeWork
 from kvrs.protocol.openai.chunks import error_body
@@ -223,4 +223,4 @@ def _check_known(fields: Fields, kind: type[msgspec.Struct]) -> None:
     """Raises RequestError: the proxy's tokenizer does not know one of the fields."""
     known = kind.__struct_fields__
     if unknown := [name for name in fields if name not in known]:
-        raise UnknownFieldsError(unknown, known)
+        raise UnknownFieldError(unknown[0], known)

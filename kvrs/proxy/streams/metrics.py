@@ -275,11 +275,6 @@ class AdmissionMetrics:
             "Unfinished bodies that were cut (408) because they took up the memory for them.",
             registry=registry,
         )
-        self.dropped_fields = Counter(
-            "kvrs_dropped_fields",
-            "Fields of requests that are not known and were dropped (proxy.unknown_fields).",
-            registry=registry,
-        )
         Gauge(
             "kvrs_descriptor_wait_seconds",
             "Time that calls of this process have waited for descriptors, in all.",

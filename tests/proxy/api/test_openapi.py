@@ -8,7 +8,7 @@ import jsonschema  # type: ignore[import-untyped]  # Its stubs are a package of 
 import msgspec
 import pytest
 
-from kvrs.errors import UnknownFieldsError
+from kvrs.errors import UnknownFieldError
 from kvrs.protocol.openai.requests import LOGPROBS_RANGE, RANGES, ChatRequest, CompletionRequest
 from kvrs.protocol.openai.responses import parse_response_request
 from kvrs.proxy.api.generate import ALLOWED
@@ -82,7 +82,7 @@ def fields_of(kind: type[msgspec.Struct]) -> set[str]:
 
 
 def fields_of_a_response() -> set[str]:
-    with pytest.raises(UnknownFieldsError) as refusal:
+    with pytest.raises(UnknownFieldError) as refusal:
         parse_response_request(b'{"input":"a","mystery":1}')
     return set(str(refusal.value).partition("allowed: ")[2].split(", "))
 

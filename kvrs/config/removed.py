@@ -1,0 +1,6 @@
+"""Settings of earlier versions, and what to use instead. `settings.py` names them in its errors."""
+
+# By the path of the key, without the numbers of list items.
+REMOVED = {
+    "proxy.unknown_fields": "leave the fields out at the client, or have a gateway remove them",
+}
