@@ -5,7 +5,7 @@ another distribution adds a command by an entry point of the group `kvrs.command
 command's name and loads a `typer.Typer` with that command.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -15,8 +15,6 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from kvrs.cli.findings import Finding
-from kvrs.config.file import Config
 from kvrs.errors import MissingExtraError, check_extras
 
 GROUP = "kvrs.commands"
@@ -32,10 +30,6 @@ class OfEngine(Protocol):
         """Measure the embedded engine here, by the parameters of `kvrs profile`, and return the
         file of the table.
         """
-        ...
-
-    def draft_findings(self, config: Config) -> Iterator[Finding]:
-        """Look at the weights of the draft model, for `kvrs doctor`."""
         ...
 
 

@@ -4,8 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-DRAFT = "speculation.draft"  # The check of the draft model.
-
 
 class Level(StrEnum):
     OK = "ok"
@@ -40,11 +38,6 @@ def of_fault(fault: str, remedy: str, check: str = "configuration") -> Finding:
     """A fault as the configuration's checks have it: path, value, what is allowed."""
     value, _, allowed = fault.partition("; allowed: ")
     return bad(check, value, allowed, remedy)
-
-
-def of_draft(fault: str) -> Finding:
-    """A fault of the draft model."""
-    return of_fault(fault, "give the directory of such a model", DRAFT)
 
 
 def has_failed(findings: Iterable[Finding]) -> bool:

@@ -1,26 +1,23 @@
-"""Checks of `kvrs doctor` on this machine: packages, limits, memory, clocks, files, ports, GPUs."""
+"""Checks of `kvrs doctor` on this machine: packages, descriptors, memory, private files and
+certificates, and the configuration.
+"""
 
-import ctypes
-import importlib
 import platform
 import resource
 import runpy
 import shutil
+import socket
 import ssl
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import kvrs
 from kvrs.cli.cluster_checks import ProxyAnswer
 from kvrs.cli.common import faults_in
-from kvrs.cli.extras import of_engine
-from kvrs.cli.feasibility import faults_of, faults_of_draft, private_files, remarks_on, tls_sections
-from kvrs.cli.findings import Finding, bad, doubtful, good, of_draft, of_fault
-from kvrs.cli.ports_here import is_here, is_to_start, port_findings
+from kvrs.cli.feasibility import faults_of, private_files, remarks_on, tls_sections
+from kvrs.cli.findings import Finding, bad, doubtful, good, of_fault
 from kvrs.config.cluster import Backend
 from kvrs.config.exposure import needs_secret
 from kvrs.config.file import ENV_NAME, Config
@@ -31,12 +28,6 @@ from kvrs.protocol.secrets import MIN_SECRET_BYTES
 
 EXPIRES_SOON_S = 14 * 86400.0
 
-_NVML_TIMEOUT_S = 5.0
-_CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-_SLOW_CLOCKS = ("acpi_pm", "hpet", "jiffies", "pit", "refined-jiffies")
-_TIMEX_BYTES = 256  # More than any kernel writes.
-_CLOCK_UNSYNCHRONIZED = 5  # TIME_ERROR of adjtimex(2).
-
 
 def machine_findings(
     config: Config, environ: Mapping[str, str], answer: ProxyAnswer
@@ -46,10 +37,7 @@ def machine_findings(
     yield from _torch(config)
     yield _descriptors(config)
     yield from _memory(config, answer)
-    yield from _clocks()
     yield from _configuration(config, environ)
-    yield from port_findings(config, answer)
-    yield _nvml()
 
 
 # Packages.
@@ -71,7 +59,7 @@ def _extras(config: Config) -> Iterator[Finding]:
 
 def _computes_here(config: Config) -> bool:
     return config.cluster.backend is Backend.EMBEDDED and any(
-        is_here(instance.host) for _, instance in config.cluster.instances()
+        _can_bind(instance.host) for _, instance in config.cluster.instances()
     )
 
 
@@ -93,6 +81,20 @@ def _torch(config: Config) -> Iterator[Finding]:
         yield bad("torch", value, f"CUDA, for cluster.engine.device: {wanted}", remedy)
     else:
         yield good("torch", value)
+
+
+def _can_bind(host: str, port: int = 0) -> bool:
+    """An address of this machine has the name, and nothing listens at its port."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in found:
+            with socket.socket(family, socket.SOCK_STREAM) as trial:
+                # Connections of a former process may linger there.
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                trial.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 # Limits and memory.
@@ -120,7 +122,7 @@ def _descriptors(config: Config) -> Finding:
 
 def _memory(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
     """For the proxy's buffers and the agents' pages; those that run have theirs already."""
-    agents = sum(is_to_start(node.agent.host, node.agent.port) for node in config.cluster.nodes)
+    agents = sum(_can_bind(node.agent.host, node.agent.port) for node in config.cluster.nodes)
     pages = agents * config.backup.capacity_bytes if config.agents_run else 0
     wanted, free = pages, free_bytes()
     if answer.state is None:
@@ -145,44 +147,6 @@ def _memory(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
         yield bad("shared memory", value, allowed, remedy)
 
 
-# Clocks.
-
-
-def _clocks() -> Iterator[Finding]:
-    source = _read(_CLOCK_SOURCE)
-    resolution_s = time.get_clock_info("monotonic").resolution
-    value = f"{source or 'source not known'}, resolution {resolution_s:g} s"
-    if source in _SLOW_CLOCKS:
-        remedy = "clocksource=tsc, or the one of the hypervisor"
-        yield doubtful("monotonic clock", value, "a source that is read without a call", remedy)
-    else:
-        yield good("monotonic clock", value)
-    synchronized = _is_synchronized()
-    if synchronized is None:
-        yield good("wall clock", "the kernel does not tell whether it is synchronized")
-    elif synchronized:
-        yield good("wall clock", "synchronized")
-    else:
-        remedy = "run chrony or systemd-timesyncd: logs of several machines are laid side by side"
-        yield doubtful("wall clock", "not synchronized", "synchronized", remedy)
-
-
-def _is_synchronized() -> bool | None:
-    """By adjtimex(2), which only reads with all modes 0; None: it is not allowed here."""
-    try:
-        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
-    except (OSError, AttributeError):
-        return None
-    return None if state < 0 else bool(state != _CLOCK_UNSYNCHRONIZED)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 # The configuration and its files.
 
 
@@ -204,8 +168,6 @@ def _configuration(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
         yield from (of_fault(each, _remedy_of_file(each, tls.key), section) for each in faults)
         if not faults:
             yield from _expiries(section, tls)
-    yield from _draft(config)
-    of_files.update(faults_of_draft(config))
     rest = [fault for fault in faults_of(config, environ) if fault not in of_files]
     for fault in rest:
         yield of_fault(fault, "change it in the file")
@@ -226,17 +188,6 @@ def _secret(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
         allowed = f"security.secret_file, or {ENV_NAME}, of {MIN_SECRET_BYTES} bytes or more"
         remedy = f"export {ENV_NAME}=$(openssl rand -hex 32); `kvrs up` makes its own"
         yield doubtful("secret", "none", allowed, remedy)
-
-
-def _draft(config: Config) -> Iterator[Finding]:
-    """The draft model: whether it loads, and whether that is sooner than the model does."""
-    if config.speculation.draft is None or config.cluster.model is None:
-        return
-    if faults := [*faults_of_draft(config)]:
-        yield from map(of_draft, faults)
-        return
-    with suppress(MissingExtraError):
-        yield from of_engine().draft_findings(config)
 
 
 def _remedy_of_file(fault: str, path: str) -> str:
@@ -266,33 +217,3 @@ def _expiries(section: str, tls: TlsSettings) -> Iterator[Finding]:
             yield doubtful(check, value, allowed, "renew it: files are loaded when they change")
         else:
             yield bad(check, value, "one that has not expired", "renew it")
-
-
-# GPUs.
-
-
-def _nvml() -> Finding:
-    """In a thread that is left alone: a call blocks for long when a GPU dies."""
-    found: list[Finding] = []
-    thread = threading.Thread(target=lambda: found.append(_gpus()), daemon=True)
-    thread.start()
-    thread.join(_NVML_TIMEOUT_S)
-    if found:
-        return found[0]
-    value = f"no answer within {_NVML_TIMEOUT_S:g} s"
-    return bad("NVML", value, "an answer", "see dmesg for XIDs; reset the GPU or reboot")
-
-
-def _gpus() -> Finding:
-    from kvrs.agent.gpu import GpuSensor, NoGpusError
-
-    try:
-        sensor = GpuSensor(importlib.import_module("pynvml"))
-    except ImportError:
-        return good("NVML", "nvidia-ml-py is not installed (optional)")
-    except NoGpusError as error:
-        return good("NVML", f"{str(error).removeprefix('NVML: ')} (optional)")
-    try:
-        return good("NVML", f"{len(sensor.read())} GPUs")
-    finally:
-        sensor.close()

@@ -1,4 +1,4 @@
-"""The engine's part of `kvrs profile` and `kvrs doctor` (`kvrs.cli.extras.OfEngine`).
+"""The engine's part of `kvrs profile` (`kvrs.cli.extras.OfEngine`).
 
 Torch is imported inside the functions, which need it.
 """
@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvrs.cli.common import filled
-from kvrs_engine.cli.drafts import draft_findings
 
-__all__ = ["draft_findings", "profile"]
+__all__ = ["profile"]
 
 
 def profile(given: dict[str, Any]) -> Path:

@@ -122,26 +122,6 @@ def test_a_key_that_others_may_read_is_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.network
-def test_a_port_that_something_else_has_is_a_failure() -> None:
-    """Also that of UDP; free ones are listed."""
-    with (
-        socket.socket() as taken,
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
-    ):
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        datagrams.bind(("127.0.0.1", 0))
-        port, gossip_port = taken.getsockname()[1], datagrams.getsockname()[1]
-        free = free_ports(1)[0]
-        found = machine({"proxy": {"port": port, "admin_port": free, "gossip_port": gossip_port}})
-
-    for key, at in (("port", port), ("gossip_port", gossip_port)):
-        assert found[f"proxy.{key}"].level is Level.FAILURE
-        assert f"127.0.0.1:{at} is in use" in found[f"proxy.{key}"].value
-    assert found["free ports"].value == f"127.0.0.1:{free}"
-
-
-@pytest.mark.network
 def test_memory_that_agents_will_not_get_is_a_failure() -> None:
     """They do not start where there is less."""
     found = machine({"backup": {"mode": "local", "capacity_bytes": 1 << 50}})
@@ -232,7 +212,7 @@ async def when_tested(system: ProxyCluster) -> Any:
 @pytest.mark.process
 @pytest.mark.network
 async def test_a_death_is_a_failure_of_a_cluster_that_was_well(tmp_path: Path) -> None:
-    """Status 0, and 1 after it; ports that kvrs serves are no fault."""
+    """Status 0, and 1 after it."""
     async with open_proxy_cluster(proxy={"self_test": True}) as system:
         file = tmp_path / "kvrs.yaml"
         file.write_text(json.dumps(config_of(system)))
@@ -251,7 +231,6 @@ async def test_a_death_is_a_failure_of_a_cluster_that_was_well(tmp_path: Path) -
         assert status == 0, well.decode()
         assert b"ok      instances: 4 of 4 up" in well
         assert b"ok      self-test of d0: KV moves, continues: exact seeded" in well
-        assert b"ports in use by kvrs: 127.0.0.1:%d" % system.proxy.port in well
         assert b"0 failures" in well
 
         await system.instances["d1"].kill()
@@ -426,14 +405,11 @@ async def test_an_admin_port_with_tls_and_a_token_is_asked(tmp_path: Path) -> No
 
         without = await asked(parse_config(document))
         allowed = await asked(parse_config({**document, "security": security}))
-        ports = machine({"proxy": {"port": system.proxy.port, "admin_port": 0}}, without)
 
     (found,) = cluster_findings(parse_config(document), without)
     assert (found.level, without.cause) == (Level.FAILURE, "HTTP 401")
     assert "KVRS_ADMIN_TOKEN" in found.remedy
     assert allowed.state is not None
-    # Not to be ended: it may well be the proxy.
-    assert ports["proxy.port"].level is Level.WARNING
 
 
 @pytest.fixture

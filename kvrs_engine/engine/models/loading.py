@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -28,7 +27,6 @@ from kvrs_engine.engine.models.decoder import (
     RmsNorm,
 )
 from kvrs_engine.engine.models.forms import choose_forms
-from kvrs_engine.engine.models.ranges import StoredShapes
 from kvrs_engine.engine.models.weights import Weights
 
 # OPT's table of positions begins with two rows that were meant for padding.
@@ -140,18 +138,6 @@ def decoder_of(
 ) -> Decoder:
     """A share of a model of any tensors, in canonical forms and without a table of rotations."""
     return _DecoderLoader(config, weights, device, share).decoder(0)
-
-
-def check_stored(directory: Path) -> ModelConfig:
-    """Read what describes a model, and find all of its tensors, whose numbers are not read.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
-    config = ModelConfig.from_directory(directory)
-    whole, shapes = Share.whole(config.grain, config.layers), StoredShapes(Weights(directory))
-    decoder_of(config, shapes, torch.device("meta"), whole)
-    return config
 
 
 def with_rotary(decoder: Decoder, config: ModelConfig, positions: int) -> Decoder:

@@ -124,21 +124,6 @@ class RangeReader:
         return self._headers[path]
 
 
-class StoredShapes:
-    """A model's tensors by their files' headers, without memory and without numbers."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights, self._reader = weights, RangeReader(weights)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._weights
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Raises ConfigError: the tensor is missing, of another shape or type, or is cut."""
-        self._reader.stored(name, shape)
-        return torch.empty(shape, device="meta")
-
-
 def read_header(path: Path) -> Mapping[str, StoredTensor]:
     """Which tensors a safetensors file has, and where.
 
