@@ -142,8 +142,6 @@ format: install
 # The example and docs/guide/configuration.md, from the settings classes.
 reference: install
 	$(BIN)/python -m kvrs.config.reference
-	$(BIN)/kvrs alerts > deploy/helm/files/alerts.yaml
-	$(BIN)/kvrs dashboard > deploy/helm/files/dashboard.json
 
 # The plain manifest is the chart's, for those without helm. This needs helm itself.
 manifests:

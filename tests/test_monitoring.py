@@ -12,17 +12,15 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from typer.testing import CliRunner
 
-from kvrs.cli import app
-from kvrs.cli.monitoring import alert_rules, dashboard_json
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 from kvrs.proxy.streams.metrics import Metrics
 
 NAME = re.compile(r"\b(?:kvrs|process|python)_[a-z0-9_]+")
 METRIC = re.compile(r"\bkvrs_[a-z0-9_]+")
-GUIDE = Path(__file__).parents[1] / "docs" / "guide"
+ROOT = Path(__file__).parents[1]
+GUIDE, MONITORING = ROOT / "docs" / "guide", ROOT / "deploy" / "helm" / "files"
 EXAMPLE = re.compile(r"^```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
@@ -91,6 +89,15 @@ CASES: dict[str, dict[str, str]] = {
         f"process_max_fds{{{JOB}}}": "1000x44",
     },
 }
+
+
+def alert_rules() -> str:
+    return (MONITORING / "alerts.yaml").read_text(encoding="utf-8")
+
+
+def dashboard_json() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
+    return found
 
 
 def rules() -> dict[str, dict[str, Any]]:
@@ -184,17 +191,6 @@ def test_panels_neither_overlap_nor_share_a_number() -> None:
     assert len(cells) == len(set(cells))
     assert max(x for x, _ in cells) < 24
     assert len({panel["id"] for panel in panels}) == len(panels)
-
-
-def test_the_commands_print_what_is_installed() -> None:
-    """An installed package has both, without its repository."""
-    run = CliRunner().invoke
-
-    printed = run(app, ["alerts"]).stdout
-    dashboard = json.loads(run(app, ["dashboard"]).stdout)
-
-    assert yaml.safe_load(printed) == yaml.safe_load(alert_rules())
-    assert dashboard == dashboard_json()
 
 
 def test_every_alert_has_a_case() -> None:

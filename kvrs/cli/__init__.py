@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import kvrs
-from kvrs.cli import configuring, inspecting, monitoring, profiling, running
+from kvrs.cli import configuring, inspecting, profiling, running
 from kvrs.cli.common import console
 from kvrs.cli.doctor import doctor
 from kvrs.cli.examples import examples
@@ -42,8 +42,6 @@ for command in (
     top,
     doctor,
     docs,
-    monitoring.alerts,
-    monitoring.dashboard,
 ):
     app.command(epilog=examples(command.__name__))(command)
 for of_files in (

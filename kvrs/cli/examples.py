@@ -20,8 +20,6 @@ _EXAMPLES = {
         "kvrs profile --url http://127.0.0.1:8100 --out table.json",
         "kvrs profile --out table.json --model /models/Llama-3.2-1B",
     ],
-    "alerts": ["kvrs alerts > /etc/prometheus/kvrs.yaml"],
-    "dashboard": ["kvrs dashboard > kvrs.json"],
     "config check": ["kvrs config check kvrs.yaml"],
     "config show": ["KVRS_PROXY__PORT=8080 kvrs config show kvrs.yaml"],
     "config diff": ["kvrs config diff kvrs.yaml new.yaml"],

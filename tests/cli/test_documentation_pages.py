@@ -76,7 +76,7 @@ def test_messages_and_help_texts_name_pages_that_are_installed() -> None:
             assert "docs/guide" not in code, file
             assert "docs/research" not in code, file
         named |= {*_NAMED.findall(code)}
-    alerts = (ROOT / "kvrs/cli/data/alerts.yaml").read_text(encoding="utf-8")
+    alerts = (ROOT / "deploy/helm/files/alerts.yaml").read_text(encoding="utf-8")
     assert "docs/guide" not in alerts
 
     assert named | {*_NAMED.findall(alerts)} <= pages().keys()

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from kvrs import __version__
-from kvrs.cli.monitoring import alert_rules, dashboard_json
 from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config, checked, configs_of, load_source, parse_config
 from tests.packaging.charts import (
@@ -152,14 +151,6 @@ def test_the_configuration_of_the_values_can_run() -> None:
     assert config.cluster.model == document["model"]["path"]
     assert [*faults_of_proxy(config, {})] == []
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == __version__
-
-
-def test_rules_and_dashboard_of_the_chart_are_those_that_kvrs_prints() -> None:
-    """`make reference` writes them."""
-    files = CHART / "files"
-
-    assert (files / "alerts.yaml").read_text() == alert_rules()
-    assert json.loads((files / "dashboard.json").read_text()) == dashboard_json()
 
 
 @pytest.mark.process
@@ -309,7 +300,7 @@ def test_the_network_is_closed_but_for_what_is_named() -> None:
 
 @pytest.mark.process
 @needs_helm
-def test_prometheus_and_grafana_get_what_kvrs_prints() -> None:
+def test_prometheus_and_grafana_get_the_rules_and_the_dashboard() -> None:
     """Every worker is scraped with the token; alerts find `kvrs` in the job's name."""
     own = example("guarded-values.yaml")
     manifests = found(own)
@@ -319,9 +310,11 @@ def test_prometheus_and_grafana_get_what_kvrs_prints() -> None:
     assert endpoint["authorization"]["credentials"] == {"name": "kvrs", "key": "admin-token"}
     assert (endpoint["scheme"], endpoint["tlsConfig"]) == ("https", own["podMonitor"]["tlsConfig"])
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
-    assert manifests["PrometheusRule", "east"]["spec"] == yaml.safe_load(alert_rules())
+    assert manifests["PrometheusRule", "east"]["spec"] == yaml.safe_load(
+        (CHART / "files" / "alerts.yaml").read_text()
+    )
     (text,) = manifests["ConfigMap", "east-dashboard"]["data"].values()
-    assert json.loads(text) == dashboard_json()
+    assert json.loads(text) == json.loads((CHART / "files" / "dashboard.json").read_text())
     elastic = found(example("elastic-values.yaml"))["PodMonitor", "east-kvrs"]["spec"]
     ports = [each["port"] for each in elastic["podMetricsEndpoints"]]
     assert ports == ["admin", "admin-1", "admin-2", "admin-3"]
