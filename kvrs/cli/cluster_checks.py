@@ -1,7 +1,7 @@
 """Checks of `kvrs doctor` on the cluster, from the state of a proxy."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -16,7 +16,9 @@ from kvrs.errors import ConfigError
 
 PATIENCE_S = 5.0  # For instances that have not come up yet, and peers that are not reached.
 _ASK_AGAIN_S = 0.5
-_KEYS = ("instances", "agents", "proxies", "members", "policy")
+_KEYS = ("instances", "agents", "proxies", "members")
+
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +74,26 @@ def cluster_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
         yield _no_state(answer)
         return
     state = answer.state
+    up = [row for row in state["instances"] if row["health"] == "up"]
+    tests = _of_each(up, "self_test")
     yield from _proxies(config, state["proxies"], answer.url)
-    yield from _instances(state["instances"])
-    yield from _models(state["instances"])
-    yield from _connectors(config, state["instances"])
-    yield from _hand_offs(state["instances"])
-    yield from _self_tests(state["instances"])
-    if config.agents_run or state["agents"]:
-        yield from _agents(config, state["agents"])
-    if config.gossip.enabled or state["members"]:
-        yield from _members(state["members"])
+    yield from _judged("instances", "instance", state["instances"], _OF_INSTANCES)
+    yield from _backup_mode(config, up)
+    yield from _judged("connectors", "connector of", _of_each(up, "connector"), _OF_CONNECTORS)
+    yield from _judged("hand-offs", "hand-offs of", _of_each(up, "hand_offs"), _OF_HAND_OFFS)
+    yield from _judged("self-tests", "self-test of", tests, _OF_SELF_TESTS)
+    if up and not tests:
+        remedy = "proxy.self_test: true, and restart the proxy"
+        yield doubtful("self-test", "off", "on: otherwise nothing is seen", remedy)
+    yield from _judged("agents", "agent", state["agents"], _OF_AGENTS)
+    yield from _judged("gossip", "gossip member", state["members"], _OF_MEMBERS)
+    for check, is_wanted, key in (
+        ("agents", config.agents_run, "agents"),
+        ("gossip", config.gossip.enabled, "members"),
+    ):
+        if is_wanted and not state[key]:
+            remedy = "restart the proxy with this configuration"
+            yield bad(check, "none at the proxy", "those of the configuration", remedy)
 
 
 def _no_state(answer: ProxyAnswer) -> Finding:
@@ -97,11 +109,9 @@ def _no_state(answer: ProxyAnswer) -> Finding:
 def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterator[Finding]:
     names = ", ".join(f"{row['id']} (pid {row['pid']})" for row in rows)
     yield good("proxy", f"{names} at {url}")
-    versions = sorted({str(row["version"]) for row in rows})
-    if versions == [kvrs.__version__]:
-        yield good("version", f"kvrs {kvrs.__version__}, as here")
-    else:
-        value = f"the proxy is kvrs {', '.join(versions)}, here is {kvrs.__version__}"
+    versions = {str(row["version"]) for row in rows}
+    if versions != {kvrs.__version__}:
+        value = f"the proxy is kvrs {', '.join(sorted(versions))}, here is {kvrs.__version__}"
         yield doubtful("version", value, "the same version everywhere", "restart what is older")
     if config.proxy.workers == 1:  # Workers have configurations of their own, made from the file.
         yield _digest(config, rows[0])
@@ -131,50 +141,120 @@ def _digest(config: Config, row: Mapping[str, Any]) -> Finding:
     )
 
 
-def _instances(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
-    up = [row for row in rows if row["health"] == "up"]
-    if len(up) == len(rows):
-        yield good("instances", f"{len(up)} of {len(rows)} up")
-    for row in rows:
-        check = f"instance {row['id']}"
-        if row["health"] == "starting" and row.get("reason") is None:
-            yield doubtful(check, "starting", "up", "wait, then run this again")
-        elif row["health"] != "up":  # Also one that was asked for and has not answered yet.
-            yield bad(check, _health(row), "up", _remedy_of_health(row))
-        elif row["drain"] is not None:
-            remedy = f"DELETE /kvrs/v1/drain/{row['id']} when it is to be used again"
-            yield doubtful(check, "draining by order", "in use", remedy)
-        elif row["state"] in ("degraded", "reforming"):
-            value = f"{row['state']}, {row['degree']} of {row['full_degree']} ranks"
-            yield doubtful(check, value, "all ranks", "see its log for what ended a rank")
+# Verdicts on rows of the state.
 
 
-def _health(row: Mapping[str, Any]) -> str:
-    reason = row.get("reason")
-    return f"{row['health']} ({reason})" if reason else str(row["health"])
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """A fault of rows of one kind. Fields of a row are named in its texts."""
+
+    is_of: Callable[[Row], Any]
+    find: Callable[[str, str, str, str], Finding]
+    value: str
+    remedy: str
 
 
-def _remedy_of_health(row: Mapping[str, Any]) -> str:
-    if any(f"HTTP {status}" in (row.get("reason") or "") for status in (401, 403)):
-        return "give the proxy a key that it takes (KVRS_VLLM_API_KEY), and restart the proxy"
-    if row["health"] == "refused":
-        return f"make what listens at {row['url']} what the configuration names"
-    return f"start it at {row['url']}, or see its log"
+def _is_denied(row: Row) -> bool:
+    return any(f"HTTP {status}" in (row.get("reason") or "") for status in (401, 403))
 
 
-def _models(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
-    """A proxy refuses an instance of another model, fingerprint or geometry: those up agree."""
-    up = [row["id"] for row in rows if row["health"] == "up"]
-    if len(up) > 1:
-        yield good("model and fingerprint", f"equal at {len(up)} instances that are up")
+# The first that holds is the verdict.
+_NOT_UP = "{health}{because}"
+_OF_INSTANCES = (
+    _Fault(_is_denied, bad, _NOT_UP, "give the proxy a key that it takes (KVRS_VLLM_API_KEY)"),
+    _Fault(lambda row: row["health"] == "refused", bad, _NOT_UP, "run at {url} what is configured"),
+    _Fault(lambda row: row["health"] != "up", bad, _NOT_UP, "start it at {url}, or see its log"),
+)
+_OF_CONNECTORS = (
+    _Fault(
+        lambda row: row["off_reason"],
+        bad,
+        "off ({off_reason})",
+        "the KVRS_SECRET and the cluster's file of the proxy, its connector_port open; see its log",
+    ),
+    _Fault(
+        lambda row: row["differs_from"],
+        doubtful,
+        "{fingerprint}, not that of {differs_from}: nothing is restored",
+        "the same weights, dtype, block size and overrides at all of them",
+    ),
+    _Fault(
+        lambda row: row["version"] != kvrs.__version__,
+        doubtful,
+        f"kvrs {{version}}, here {kvrs.__version__}",
+        "install the same kvrs beside vLLM, and restart it",
+    ),
+)
+_OF_HAND_OFFS = (
+    _Fault(
+        lambda row: row["differs_from"] and row["role"] != "prefill",
+        bad,
+        "{format}, none from {differs_from}",
+        "one version, model, --kv-cache-dtype and attention backend at both",
+    ),
+)
+_OF_SELF_TESTS = (
+    _Fault(lambda row: not row["done"], doubtful, "not done{because}", "run this again"),
+    _Fault(
+        lambda row: row["continues"] == Continues.NONE,
+        bad,
+        "streams that it loses end{because}",
+        "see its version in `kvrs docs backends`",
+    ),
+    _Fault(
+        lambda row: row["moves_kv"] is False,
+        bad,
+        "KV does not move, and is computed again{because}",
+        "check its connector and its page port",
+    ),
+    _Fault(
+        lambda row: row["restores"] is False,
+        bad,
+        "pages of agents are not restored, but computed again{because}",
+        "see the log of vLLM and its connector",
+    ),
+    _Fault(lambda row: row["failures"], doubtful, "failed{because}", "see the instance's log"),
+    _Fault(
+        lambda row: row["differs_from"],
+        doubtful,
+        "not that of {differs_from}",
+        "see the first line",
+    ),
+    _Fault(
+        lambda row: row["continues"] in (Continues.TEXT, Continues.GREEDY),
+        doubtful,
+        "continues: {continues}, not exact where sampled{because}",
+        "engines of one version, on equal GPUs, with deterministic kernels (`kvrs docs backends`)",
+    ),
+)
+_OF_AGENTS = (_Fault(lambda row: row["health"] != "up", bad, _NOT_UP, "start it, or see its log"),)
+_OF_MEMBERS = (
+    _Fault(lambda row: row["status"] != "alive", doubtful, "{status}", "open its gossip port"),
+)
 
 
-def _connectors(config: Config, rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
-    """The kvrs connectors in vLLM, as the proxy reaches them, and whether `backup.mode` fits."""
-    up = [row for row in rows if row["health"] == "up"]
-    for row in up:
-        if (connector := row["connector"]) is not None:
-            yield _connector(f"connector of {row['id']}", connector)
+def _of_each(rows: list[Row], key: str) -> list[Row]:
+    """What rows of instances have under a key, with the instance."""
+    return [{**row[key], "id": row["id"], "role": row["role"]} for row in rows if row.get(key)]
+
+
+def _judged(check: str, one: str, rows: list[Row], faults: Iterable[_Fault]) -> Iterator[Finding]:
+    """Yield a line for each row with a fault, or one for all rows."""
+    wrong = [
+        (row, fault) for row in rows if (fault := next((f for f in faults if f.is_of(row)), None))
+    ]
+    if rows and not wrong:
+        yield good(check, f"{len(rows)} of {len(rows)} well")
+    for row, fault in wrong:
+        because = row.get("reason") or row.get("cause")
+        named = {key: ", ".join(it) if isinstance(it, list) else it for key, it in row.items()}
+        named["because"] = f" ({because})" if because else ""
+        value, remedy = fault.value.format(**named), fault.remedy.format(**named)
+        yield fault.find(f"{one} {row['id']}", value, "", remedy)
+
+
+def _backup_mode(config: Config, up: list[Row]) -> Iterator[Finding]:
+    """Yield whether `backup.mode` fits to the connectors in vLLM."""
     if config.cluster.backend is not Backend.VLLM:
         return
     mode = config.backup.mode.value
@@ -188,120 +268,3 @@ def _connectors(config: Config, rows: list[Mapping[str, Any]]) -> Iterator[Findi
         value = f"{mode}, and no connector_port at {', '.join(lacking)}"
         remedy = "start vLLM with the connector there (kvrs docs vllm)"
         yield doubtful("backup.mode", value, "a connector in each, or no checkpoint", remedy)
-
-
-def _connector(check: str, report: Mapping[str, Any]) -> Finding:
-    if (reason := report["off_reason"]) is not None:
-        remedy = (
-            "KVRS_SECRET and the cluster's file have to be equal at vLLM and proxy, the "
-            "connector_port open to the proxy; else see vLLM's log, and restart it"
-        )
-        return bad(check, f"off ({reason})", "at work: it saves and restores", remedy)
-    if others := report["differs_from"]:
-        value = f"{report['fingerprint']}, not that of {', '.join(others)}"
-        remedy = "the same weights, dtype, block size and overrides at all of them"
-        return doubtful(check, value, "one fingerprint: else nothing is restored", remedy)
-    value = f"kvrs {report['version']}, {report['pages_saved']:,} pages saved, "
-    value += f"{report['pages_loaded']:,} loaded, {report['pages_damaged']:,} damaged"
-    if report["version"] != kvrs.__version__:
-        remedy = "install the same kvrs beside vLLM, and restart it"
-        return doubtful(check, value, f"kvrs {kvrs.__version__}, as here", remedy)
-    return good(check, value)
-
-
-def _hand_offs(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Pairs of vLLM servers between which NIXL refuses hand-offs."""
-    for row in rows:
-        report = row.get("hand_offs")
-        if report is None or row["role"] == "prefill" or not report["differs_from"]:
-            continue
-        value = f"{report['format']}, none from {', '.join(report['differs_from'])}"
-        remedy = "one version, model, --kv-cache-dtype and attention backend at both"
-        yield bad(f"hand-offs of {row['id']}", value, "the format of its prefill", remedy)
-
-
-def _self_tests(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Results of the self-tests: whether KV really moves, and whether streams are continued
-    exactly.
-    """
-    up = [row for row in rows if row["health"] == "up"]
-    if up and all(row["self_test"] is None for row in up):
-        remedy = "proxy.self_test: true, and restart the proxy"
-        yield doubtful("self-test", "off", "on: otherwise nothing is seen", remedy)
-        return
-    for row in up:
-        if (test := row["self_test"]) is not None:
-            yield _self_test(f"self-test of {row['id']}", test)
-
-
-def _self_test(check: str, test: Mapping[str, Any]) -> Finding:
-    cause = f" ({test['cause']})" if test["cause"] else ""
-    value = f"{_moves(test['moves_kv'])}, {_continues(test['continues'])}"
-    value += _drafted(test["drafts"]) + cause
-    if not test["done"]:
-        return doubtful(check, f"not done{cause}", "done", "wait, then run this again")
-    if test["continues"] == Continues.NONE:
-        remedy = "streams that it loses end; see its version in `kvrs docs backends`"
-        return bad(check, value, "it continues streams", remedy)
-    if test["moves_kv"] is False:
-        remedy = "check its connector and its page port: what is not fetched is computed again"
-        return bad(check, value, "KV moves", remedy)
-    if test["restores"] is False:
-        remedy = "see the log of vLLM and its connector: what is not restored is computed again"
-        return bad(check, value, "pages of agents are restored", remedy)
-    if test["failures"]:
-        return doubtful(check, f"failed{cause}", "a test that ends", "see the log of the instance")
-    if test["differs_from"]:  # `exactness_findings` says what that means.
-        value += f", other tokens than {', '.join(test['differs_from'])}"
-        return doubtful(check, value, "the same tokens everywhere", "see the first line")
-    if test["continues"] in (Continues.TEXT, Continues.GREEDY):
-        remedy = "engines of one version, on equal GPUs, with deterministic kernels (backends.md)"
-        if test["drafts"] is not None:
-            remedy += "; see whether it is exact without drafts"
-        return doubtful(check, value, "exact, also sampled", remedy)
-    if test["drafts"] is not None and not test["drafts"]["proposed"]:
-        remedy = "what it continues was seen without drafts: see that its source proposes any"
-        return doubtful(check, value, "a test with drafts", remedy)
-    return good(check, value)
-
-
-def _drafted(drafts: Mapping[str, int] | None) -> str:
-    if drafts is None:
-        return ""
-    return f", {drafts['accepted']} of {drafts['proposed']} drafts accepted"
-
-
-def _moves(moves: bool | None) -> str:
-    if moves is None:
-        return "KV not tested"
-    return "KV moves" if moves else "KV does not move"
-
-
-def _continues(continues: str | None) -> str:
-    return "continuing not tested" if continues is None else f"continues: {continues}"
-
-
-def _agents(config: Config, rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
-    up = [row for row in rows if row["health"] == "up"]
-    if not rows:
-        value = f"none at the proxy, {len(config.cluster.nodes)} in the configuration"
-        yield bad("agents", value, "one per node", "restart the proxy with this configuration")
-    elif len(up) == len(rows):
-        held = sum(row["held_bytes"] or 0 for row in rows)
-        yield good("agents", f"{len(up)} of {len(rows)} up, which hold {held:,} bytes")
-    for row in rows:
-        if row["health"] != "up":
-            remedy = f"kvrs agent --config FILE --node {row['node']}, or see its log"
-            yield bad(f"agent {row['id']}", _health(row), "up", remedy)
-
-
-def _members(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
-    others = [row for row in rows if row["status"] != "alive"]
-    if not rows:
-        remedy = "gossip.enabled: true in the proxy's configuration, and restart it"
-        yield bad("gossip", "the proxy is no member", "a member", remedy)
-    elif not others:
-        yield good("gossip", f"{len(rows)} members alive")
-    for row in others:
-        remedy = "start it, or open its gossip port (UDP and TCP) to the others"
-        yield doubtful(f"gossip member {row['id']}", str(row["status"]), "alive", remedy)

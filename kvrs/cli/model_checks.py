@@ -1,11 +1,11 @@
-"""Checks of `kvrs doctor` on the model: its files on this machine, and its prefill times."""
+"""Checks of `kvrs doctor` on the model: its files on this machine, and whose profile it has."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvrs.cli.cluster_checks import ProxyAnswer
-from kvrs.cli.findings import Finding, bad, doubtful, good
+from kvrs.cli.findings import Finding, bad, doubtful
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
@@ -95,27 +95,10 @@ def model_findings(config: Config, state: Mapping[str, Any]) -> Iterator[Finding
         allowed = "its config.json: without it costs of moving KV are a guess"
         remedy = f"{how_to_get(model)}, or cluster.model; then restart the proxy"
         yield doubtful("files of the model", value, allowed, remedy)
-    else:
-        yield good("files of the model", directory if Path(model).is_absolute() else model)
+    elif config.cluster.model is None:  # Else found in the file.
         remark = foreign_profile(config.profiles.prefill, Path(directory))
-        if config.cluster.model is None and remark is not None:  # Else found in the file.
+        if remark is not None:
             yield doubtful("configuration", remark.removeprefix("warning: "), "", "")
-    yield from _prefill_times(state["policy"].get("prefill_guess"))
-
-
-def _prefill_times(guess: Mapping[str, Any] | None) -> Iterator[Finding]:
-    """Yield how the times of prefills are known; nothing where a profile has them."""
-    if guess is None:
-        return
-    check, seen = "prefill times", f"{guess['prefills']} prefills"
-    if not guess["is_guess"]:
-        yield good(
-            check, f"a guess by the model's size x {guess['factor']:.2g}, learned from {seen}"
-        )
-        return
-    value = f"a guess by the model's size, corrected by {seen} until now"
-    remedy = "send a few requests, from which it learns, or `kvrs profile --url` of a vLLM"
-    yield doubtful(check, value, "a table that was measured or learned", remedy)
 
 
 def foreign_profile(name: str | None, directory: Path | None) -> str | None:

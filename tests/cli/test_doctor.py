@@ -229,8 +229,8 @@ async def test_a_death_is_a_failure_of_a_cluster_that_was_well(tmp_path: Path) -
 
         status, well = await doctor()
         assert status == 0, well.decode()
-        assert b"ok      instances: 4 of 4 up" in well
-        assert b"ok      self-test of d0: KV moves, continues: exact seeded" in well
+        assert b"ok      instances: 4 of 4 well" in well
+        assert b"ok      self-tests: 4 of 4 well" in well
         assert b"0 failures" in well
 
         await system.instances["d1"].kill()
@@ -255,7 +255,8 @@ async def test_what_self_tests_have_seen_is_judged() -> None:
         changed = copy.deepcopy(state)
         for each in changed["instances"]:
             each["self_test"] = row | seen
-        return cluster(config, changed)["self-test of d0"]
+        found = cluster(config, changed)
+        return found.get("self-test of d0") or found["self-tests"]
 
     assert judged().level is Level.OK
     assert judged(moves_kv=False, cause="no KV moved from p0 to d0").level is Level.FAILURE
@@ -267,10 +268,6 @@ async def test_what_self_tests_have_seen_is_judged() -> None:
     assert judged(continues="text-stitched").level is Level.WARNING
     assert judged(continues="exact greedy").level is Level.WARNING
     assert judged(differs_from=["d1"]).level is Level.WARNING
-    drafted = judged(drafts={"steps": 4, "proposed": 14, "accepted": 8})
-    assert (drafted.level, "8 of 14 drafts accepted" in drafted.value) == (Level.OK, True)
-    undrafted = judged(drafts={"steps": 0, "proposed": 0, "accepted": 0})
-    assert (undrafted.level, undrafted.allowed) == (Level.WARNING, "a test with drafts")
     assert judged(done=False).level is Level.WARNING
     assert judged(moves_kv=None).level is Level.OK
     unrestored = judged(restores=False, cause="loaded none of 2 pages")
@@ -311,7 +308,7 @@ async def test_an_instance_that_is_not_there_is_a_failure(tmp_path: Path) -> Non
 
     cause = f"connection lost: Connection refused ({url})"
     assert status == 1
-    assert f"failure instance d9: starting ({cause}); allowed: up; to do: start it" in report
+    assert f"failure instance d9: starting ({cause}); to do: start it" in report
     assert f"d9: {cause}" in shown
 
 
@@ -365,7 +362,7 @@ async def test_another_version_or_configuration_is_a_warning() -> None:
 
     assert cluster(same, state)["configuration in use"].level is Level.OK
     assert cluster(other, state)["configuration in use"].level is Level.WARNING
-    assert cluster(same, state)["version"].level is Level.OK
+    assert "version" not in cluster(same, state)
     state["proxies"][0]["version"] = "0.0.1"
     assert cluster(same, state)["version"].level is Level.WARNING
     assert cluster(same, state)["self-test"].value == "off"

@@ -145,10 +145,9 @@ async def test_doctor_finds_the_command_line_of_the_proxy(model: str, tmp_path: 
     assert first.startswith("  failure exactness: responses say X-Kvrs-Exact: no")
     assert "no files of the model /models/of/another/machine on the proxy's machine" in first
     lines = {line[10:].partition(":")[0]: line for line in rest}
-    assert lines["instances"].endswith("3 of 3 up")
+    assert lines["instances"].endswith("3 of 3 well")
     assert lines["configuration in use"].split()[0] == "ok"
     assert lines["secret"].split()[0] == "ok"
-    assert "a guess by the model's size" in lines["prefill times"]
     assert "is assumed" in lines["files of the model"]
 
 
@@ -165,7 +164,7 @@ async def test_doctor_is_content_where_vllm_names_a_directory_of_this_machine(
             text = await doctor("--admin-url", f"http://127.0.0.1:{admin_port}")
 
     assert "exactness" not in text
-    assert f"files of the model: {tmp_path}" in text
+    assert "files of the model" not in text
 
 
 async def doctor(*options: str) -> str:
