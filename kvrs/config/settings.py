@@ -16,6 +16,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from kvrs.config.removed import REMOVED
 from kvrs.errors import ConfigError
 from kvrs.process.private_files import fault_of_mode
 
@@ -187,7 +188,8 @@ def faults_of(error: ValidationError, model: type[Settings], *section: str) -> l
 def _line(fault: Any, model: type[Settings], section: tuple[str, ...]) -> str:
     path = ".".join(map(str, (*section, *fault["loc"]))) or "the file"
     if fault["type"] == "extra_forbidden":
-        if (instead := _GONE.get(fault["loc"][-1])) is not None:
+        names = ".".join(part for part in (*section, *fault["loc"]) if isinstance(part, str))
+        if (instead := _GONE.get(fault["loc"][-1]) or REMOVED.get(names)) is not None:
             return f"{path}: this setting is gone; {instead}"
         return f"{path}: unknown key; allowed: {', '.join(_allowed_keys(fault['loc'], model))}"
     if fault["type"] == "missing":
