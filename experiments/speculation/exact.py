@@ -66,7 +66,7 @@ def request(number: int, seed: int) -> tuple[str, str, dict[str, Any]]:
         (
             "penalties",
             "completions",
-            body | {"frequency_penalty": 0.6, "presence_penalty": 0.4, "logit_bias": {"77": 2}},
+            body | {"frequency_penalty": 0.6, "presence_penalty": 0.4},
         ),
         ("stops", "completions", body | {"stop": ["ka", "ren"], "min_tokens": 5}),
         ("n", "completions", body | {"n": 3, "temperature": 0.3}),

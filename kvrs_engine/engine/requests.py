@@ -6,6 +6,7 @@ import math
 import secrets
 from dataclasses import dataclass, field
 
+import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from kvrs.protocol.openai.chunks import NOT_A_NUMBER
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs.text.chat import ChatOutput
 from kvrs.text.output import OutputText, TextDelta
-from kvrs_engine.engine.biases import Biases, tokenised_words, without
 from kvrs_engine.engine.grammars import Grammar
 from kvrs_engine.engine.penalties import Penalties
 from kvrs_engine.engine.sampler import SampledLogprobs, SamplingParams, logprobs_of, sample
@@ -78,7 +78,6 @@ class GenerationRun:
 
     sequence: Sequence
     params: SamplingParams
-    biases: Biases | None
     penalties: Penalties | None
     logprobs: (
         int | None
@@ -149,13 +148,10 @@ class GenerationRun:
     def _choose(self, logits: Tensor, chosen: list[int]) -> Sampled:
         """The token that comes after the sequence and `chosen`, from its logits `[vocab]`."""
         row, position = logits, len(self.sequence.token_ids) + len(chosen)
-        if self.biases is not None:
-            first = max(self.sequence.prompt_tokens, position - self.biases.reach)
-            row = self.biases.apply(row, [*self.sequence.token_ids[first:], *chosen])
         if self.penalties is not None:
             row = self.penalties.apply(row)
         if position - self.sequence.prompt_tokens < self.min_tokens and self.end_token_ids:
-            row = without(self.end_token_ids, row)
+            row = _without(self.end_token_ids, row)
         if self.grammar is not None:
             row = self.grammar.apply(row, logits)
         token_id = sample(row, self.params, position)
@@ -260,7 +256,6 @@ def make_run(
             # Unseeded requests differ from each other, also where their seeds are not kept.
             seed=secrets.randbits(62) if request.seed is None else request.seed,
         ),
-        biases=_biases(request, sequence, model),
         penalties=_penalties(request, sequence, model.vocab_size),
         logprobs=request.wanted_logprobs,
         grammar=grammar,
@@ -277,6 +272,13 @@ def make_run(
     if not sequence.prefill_only:
         run.ending = run.replay([*sequence.token_ids[sequence.prompt_tokens :]])
     return run
+
+
+def _without(token_ids: collections.abc.Iterable[int], row: Tensor) -> Tensor:
+    """Logits `[vocab]` with those tokens impossible; as they are where no token would be left."""
+    rest = row.clone()
+    rest[list(token_ids)] = -torch.inf
+    return rest if bool(torch.isfinite(rest).any()) else row
 
 
 def _drafts(request: CompletionRequest | ChatRequest, vocab_size: int) -> tuple[int, ...]:
@@ -301,21 +303,6 @@ def _text_machine(
         prompt_ids=sequence.token_ids[: sequence.prompt_tokens],
         tools=request.may_call_tools,
         parallel_tool_calls=request.parallel_tool_calls is not False,
-    )
-
-
-def _biases(
-    request: CompletionRequest | ChatRequest, sequence: Sequence, model: Vocabulary
-) -> Biases | None:
-    allowed = request.allowed_token_ids
-    has_biases = request.logit_bias or request.bad_words or allowed is not None
-    if not has_biases or sequence.prefill_only:
-        return None
-    return Biases(
-        model.vocab_size,
-        logit_bias=request.logit_bias,
-        allowed_ids=allowed,
-        bad_words=tokenised_words(request.bad_words, model.tokenizer),
     )
 
 

@@ -53,14 +53,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
         "repetition_penalty": 1.4,
     },
     "greedy penalties": {"temperature": 0, "frequency_penalty": 2.0, "repetition_penalty": 0.8},
-    "biases": {
-        "temperature": 1.1,
-        "seed": 7,
-        "min_p": 0.02,
-        "logit_bias": {"40": 4.0, "41": 4.0, "3": -100},
-        "allowed_token_ids": list(range(2, 400)),
-        "bad_words": ["ka", "lo mi"],
-    },
+    "min_p": {"temperature": 1.1, "seed": 7, "min_p": 0.02},
     "json": {
         "temperature": 1.0,
         "seed": 8,

@@ -36,7 +36,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "frequency_penalty": 0.6,
         "repetition_penalty": 1.1,
     },
-    "biases": {"temperature": 0, "logit_bias": {"7": 4.0}, "bad_words": ["ka", "lo ve"]},
     "stop": {"temperature": 1.0, "seed": 7, "stop": ["e", "un"]},
     "min_tokens": {"temperature": 1.0, "seed": 8, "min_tokens": 20, "stop_token_ids": [*range(99)]},
     "logprobs": {"temperature": 0.7, "seed": 9, "logprobs": 3},
