@@ -48,7 +48,6 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "note", "parameters": SCHEMA}}
 
 
 def request(number: int, seed: int) -> tuple[str, str, dict[str, Any]]:
@@ -81,19 +80,15 @@ def request(number: int, seed: int) -> tuple[str, str, dict[str, Any]]:
                 }
             },
         ),
-        ("tools", "chat/completions", chat | {"tools": [TOOL], "tool_choice": "auto"}),
     ]
     kind, path, asked = kinds[number % len(kinds)]
     return kind, path, asked
 
 
 def told(answer: dict[str, Any]) -> Any:
-    """The parts of an answer that must not differ. Ids of calls are made up, and how much of a
-    prompt was cached depends on what came before.
+    """The parts of an answer that must not differ. How much of a prompt was cached depends on what
+    came before.
     """
-    for choice in answer["choices"]:
-        for call in (choice.get("message") or {}).get("tool_calls") or ():
-            call.pop("id", None)
     usage = {name: count for name, count in answer["usage"].items() if not isinstance(count, dict)}
     return answer["choices"], usage
 

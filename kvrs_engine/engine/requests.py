@@ -14,7 +14,6 @@ from kvrs.errors import RequestError
 from kvrs.protocol.instance import CheckpointTarget, FetchReport
 from kvrs.protocol.openai.chunks import NOT_A_NUMBER
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
-from kvrs.text.chat import ChatOutput
 from kvrs.text.output import OutputText, TextDelta
 from kvrs_engine.engine.grammars import Grammar
 from kvrs_engine.engine.penalties import Penalties
@@ -82,7 +81,7 @@ class GenerationRun:
     logprobs: (
         int | None
     )  # How many of the likeliest tokens to name beside each; None: no log probabilities.
-    text: OutputText | ChatOutput
+    text: OutputText
     max_tokens: int
     min_tokens: int
     end_token_ids: frozenset[int]  # Tokens that end the stream; not sampled before `min_tokens`.
@@ -178,20 +177,20 @@ class GenerationRun:
             if self.grammar is not None and self.grammar.failure:
                 self.failure = f"response_format: {self.grammar.failure}"
             delta = self.text.finish()
-            return StepOutput([token_id], delta, self._stop(), self._named(token_id), tokens)
+            return StepOutput([token_id], delta, "stop", self._named(token_id), tokens)
         if self.grammar is not None and not self.grammar.take(token_id):
             self.failure = f"response_format: {self.grammar.failure}"
         delta = self.text.feed(token_id)
         if delta.stopped is not None:
-            return StepOutput([token_id], delta, self._stop(), delta.stopped, tokens)
+            return StepOutput([token_id], delta, "stop", delta.stopped, tokens)
         if produced_tokens >= self.max_tokens:
             return StepOutput([token_id], delta.then(self.text.finish()), "length", None, tokens)
         return StepOutput([token_id], delta, tokens=tokens)
 
     def replay(self, history: list[int]) -> StepOutput | None:
-        """Feed an output history to the text machine, so that held-back bytes, partial stop strings
-        and a partial tool call are as they were when it was written. Returns the end of the stream
-        if the history is complete.
+        """Feed an output history to the text machine, so that held-back bytes and partial stop
+        strings are as they were when it was written. Returns the end of the stream if the history
+        is complete.
 
         Raises:
             RequestError: the history goes on after its end, or is not what was asked for.
@@ -199,7 +198,7 @@ class GenerationRun:
         for index, token_id in enumerate(history, 1):
             if index == len(history) and token_id in self.end_token_ids:
                 delta = self.text.finish()
-                return StepOutput([], delta, self._stop(), self._named(token_id))
+                return StepOutput([], delta, "stop", self._named(token_id))
             if self.grammar is not None and not self.grammar.take(token_id):
                 raise RequestError(
                     f"the output so far is not in the response_format: {self.grammar.failure}",
@@ -211,16 +210,13 @@ class GenerationRun:
                     f"the output so far goes on after the stop string {stopped!r}", param="stop"
                 )
             if stopped is not None:
-                return StepOutput([], TextDelta(""), self._stop(), stopped)
+                return StepOutput([], TextDelta(""), "stop", stopped)
         if len(history) >= self.max_tokens:
             return StepOutput([], self.text.finish(), "length")
         return None
 
     def _named(self, token_id: int) -> int | None:
         return token_id if token_id in self.stop_token_ids else None
-
-    def _stop(self) -> str:
-        return "tool_calls" if isinstance(self.text, ChatOutput) and self.text.called else "stop"
 
 
 def make_run(
@@ -237,13 +233,6 @@ def make_run(
         RequestError: the history is no possible beginning of the answer.
     """
     stop_token_ids = frozenset(request.stop_token_ids)
-    text = _text_machine(request, sequence, model.tokenizer)
-    if grammar is not None and isinstance(text, ChatOutput) and text.reasons_first:
-        raise RequestError(
-            "response_format is not supported where the template opens <think>; allowed: "
-            "chat_template_kwargs that end it",
-            param="response_format",
-        )
     # The end of the grammar is the end of the stream.
     ends_by_stop_only = request.ignore_eos and grammar is None
     run = GenerationRun(
@@ -259,7 +248,7 @@ def make_run(
         penalties=_penalties(request, sequence, model.vocab_size),
         logprobs=request.wanted_logprobs,
         grammar=grammar,
-        text=text,
+        text=OutputText(model.tokenizer, request.stop_strings),
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,
         end_token_ids=stop_token_ids if ends_by_stop_only else stop_token_ids | model.eos_token_ids,
@@ -289,21 +278,6 @@ def _drafts(request: CompletionRequest | ChatRequest, vocab_size: int) -> tuple[
             param="kvrs.drafts",
         )
     return drafts
-
-
-def _text_machine(
-    request: CompletionRequest | ChatRequest, sequence: Sequence, tokenizer: Tokenizer
-) -> OutputText | ChatOutput:
-    if isinstance(request, CompletionRequest):
-        return OutputText(tokenizer, request.stop_strings)
-    return ChatOutput(
-        tokenizer,
-        request.stop_strings,
-        stream=sequence.stream,
-        prompt_ids=sequence.token_ids[: sequence.prompt_tokens],
-        tools=request.may_call_tools,
-        parallel_tool_calls=request.parallel_tool_calls is not False,
-    )
 
 
 def _penalties(

@@ -146,24 +146,6 @@ async def test_a_history_that_is_no_such_json_is_refused(tiny_model: Path) -> No
         assert (await answer.json())["error"]["param"] == "response_format"
 
 
-@pytest.mark.network
-async def test_a_prompt_that_opens_its_reasoning_has_no_json_mode(tiny_model: Path) -> None:
-    """Its output is reasoning at first, which would have to be JSON."""
-    body: dict[str, Any] = {
-        "messages": [{"role": "user", "content": "a"}],
-        "response_format": {"type": "json_object"},
-        "kvrs": {"stream": "s", "attempt": 1, "prompt_tokens": 0},
-    }
-    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
-    ids = tokenizer.encode("x<think>", add_special_tokens=False).ids
-    async with serving(tiny_model) as (_, client):
-        body["kvrs"] |= {"token_ids": ids, "prompt_tokens": len(ids)}
-        answer = await client.post(CHAT, json=body)
-
-        assert answer.status == 400
-        assert "<think>" in (await answer.json())["error"]["message"]
-
-
 def _chain(links: int) -> dict[str, Any]:
     """A schema of which each reference leads to another one."""
     parts: dict[str, Any] = {
