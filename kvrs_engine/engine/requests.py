@@ -62,16 +62,6 @@ class StepOutput:
 
 
 @dataclass(slots=True, eq=False)
-class RunTimes:
-    """When parts of a run began, on the engine's clock; 0: not yet, or the run is not traced."""
-
-    fetch_s: float = 0.0
-    fetched_s: float = 0.0  # The end of it.
-    computed_s: float = 0.0  # Its first batch.
-    first_s: float = 0.0  # Its first token.
-
-
-@dataclass(slots=True, eq=False)
 class GenerationRun:
     """One attempt at one stream, while this engine generates it."""
 
@@ -99,7 +89,6 @@ class GenerationRun:
     grammar: Grammar | None = None  # What the output has to be; None: any text.
     failure: str | None = None  # Why the engine lost it, if it did.
     failure_code: str = "engine_failed"  # The part of it that proxies pass on to clients.
-    times: RunTimes = field(default_factory=RunTimes)
 
     @property
     def produced_tokens(self) -> int:
