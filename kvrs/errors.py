@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 # Optional packages, by the extra of the distribution that installs them (pyproject.toml).
 _ENGINE = ("jinja2", "llguidance", "numpy", "safetensors", "torch")
-_REPORT = ("matplotlib", "numpy")
+_REPORT = ("matplotlib", "numpy", "scipy")
 EXTRAS = {
     "engine": _ENGINE,
     "report": _REPORT,

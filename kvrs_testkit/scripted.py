@@ -144,7 +144,7 @@ class Scripted(ScriptedServer):
     capabilities: list[Capability] = field(default_factory=lambda: list(Capability))
     completions: list[CompletionRequest | ChatRequest] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)  # The same, undecoded.
-    parses: bool = False  # A plain engine with a parser for reasoning.
+    parses: bool = False  # A plain engine with a parser, which takes all of a chat for reasoning.
     lease_updates: list[LeaseUpdate] = field(default_factory=list)
     forgotten: set[str] = field(default_factory=set)  # Streams whose lease is reported as unknown.
     fences: list[dict[str, int]] = field(default_factory=list)
@@ -439,7 +439,7 @@ class Scripted(ScriptedServer):
             f"{'chat' if isinstance(parsed, ChatRequest) else ''}cmpl-{parsed.kvrs.stream}",
             self.created,
         )
-        writer = Writer(parsed, history[:prompt_tokens], self.exact or self.parses)
+        writer = Writer(parsed, self.exact)
         steps = [writer.write(token_id) for token_id in history[prompt_tokens:]]
         prompt = history[:prompt_tokens] if self._names_prompt(parsed) and position == 0 else None
         if isinstance(parsed, ChatRequest) and position == 0:
@@ -469,6 +469,8 @@ class Scripted(ScriptedServer):
                 choice.prompt_token_ids, prompt = prompt, None
             if isinstance(choice, Choice):
                 choice.text += "x" * script.event_padding * len(fresh)
+            elif self.parses:
+                choice.delta = ChatDelta(reasoning_content=choice.delta.content)
             yield head.event(choice)
             await asyncio.sleep(script.pause_s)
         if script.finish_faults:

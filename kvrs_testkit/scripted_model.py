@@ -23,13 +23,10 @@ from kvrs.protocol.openai.chunks import (
     ChatDelta,
     ChatLogprobs,
     Choice,
-    FunctionCall,
     Logprobs,
     TokenLogprob,
-    ToolCall,
 )
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
-from kvrs.text.chat import ChatOutput
 from kvrs.text.output import OutputText, TextDelta
 from kvrs_testkit.plays import SCENARIOS
 
@@ -233,13 +230,10 @@ class Step:
 class Writer:
     """Turns the output ids of one attempt into steps, as engines of ours do.
 
-    A plain engine (not `exact`) takes the history for a prompt, and parses neither reasoning nor
-    tool calls.
+    A plain engine (not `exact`) takes the history for a prompt.
     """
 
-    def __init__(
-        self, parsed: CompletionRequest | ChatRequest, prompt: list[int], exact: bool
-    ) -> None:
+    def __init__(self, parsed: CompletionRequest | ChatRequest, exact: bool) -> None:
         self._parsed = parsed
         self._end_ids = (
             {*parsed.stop_token_ids}
@@ -248,18 +242,7 @@ class Writer:
         )
         self._produced = 0
         self._is_exact = exact
-        self._machine: OutputText | ChatOutput
-        if isinstance(parsed, ChatRequest) and exact:
-            assert parsed.kvrs is not None
-            self._machine = ChatOutput(
-                vocabulary().tokenizer,
-                parsed.stop_strings,
-                stream=parsed.kvrs.stream,
-                prompt_ids=prompt,
-                tools=parsed.may_call_tools,
-            )
-        else:
-            self._machine = OutputText(vocabulary().tokenizer, parsed.stop_strings)
+        self._machine = OutputText(vocabulary().tokenizer, parsed.stop_strings)
 
     def write(self, token_id: int) -> Step:
         self._produced += 1
@@ -267,23 +250,16 @@ class Writer:
         if token_id in self._end_ids:
             named = token_id if token_id in self._parsed.stop_token_ids else None
             rest = self._machine.finish()
-            return Step(token_id, TextDelta(""), logprobs, self._stop(), named, rest)
+            return Step(token_id, TextDelta(""), logprobs, "stop", named, rest)
         delta = self._machine.feed(token_id)
         if delta.stopped is not None:
-            return Step(token_id, delta, logprobs, self._stop(), delta.stopped)
+            return Step(token_id, delta, logprobs, "stop", delta.stopped)
         if self._parsed.max_tokens is not None and self._produced >= self._parsed.max_tokens:
             return Step(token_id, delta, logprobs, "length", None, self._machine.finish())
         return Step(token_id, delta, logprobs)
 
     def finish(self) -> TextDelta:
         return self._machine.finish()
-
-    def _stop(self) -> str:
-        return (
-            "tool_calls"
-            if isinstance(self._machine, ChatOutput) and self._machine.called
-            else "stop"
-        )
 
     def _logprobs(self, token_id: int) -> Logprobs | ChatLogprobs | None:
         """Numbers that depend on the place in the stream, so that a wrong place shows."""
@@ -334,16 +310,7 @@ def _bare_choice(
 ) -> Choice | ChatChunkChoice:
     if isinstance(parsed, CompletionRequest):
         return Choice(text=delta.text)
-    calls = [
-        ToolCall(call.id, FunctionCall(call.name, call.arguments), index=call.index)
-        for call in delta.tool_calls
-    ]
-    says_nothing = not delta.text and (delta.reasoning or calls or not delta.is_content)
-    content = None if says_nothing else delta.text
-    reasoning = delta.reasoning or None
-    return ChatChunkChoice(
-        delta=ChatDelta(content=content, reasoning_content=reasoning, tool_calls=calls)
-    )
+    return ChatChunkChoice(delta=ChatDelta(content=delta.text))
 
 
 def _add_logprobs(choice: Choice | ChatChunkChoice, steps: Sequence[Step]) -> None:

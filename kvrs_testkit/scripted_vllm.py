@@ -497,7 +497,7 @@ class ScriptedVllm(ScriptedServer):
     ) -> AsyncIterator[bytes | Fault]:
         if isinstance(parsed, ChatRequest) and parsed.max_tokens is None:
             parsed = msgspec.structs.replace(parsed, max_tokens=self.default_tokens)
-        script, writer, prompt = self.script, Writer(parsed, history, False), list(history)
+        script, writer, prompt = self.script, Writer(parsed, False), list(history)
         begun_with = len(history)
         made: list[Step] = []
         while not made or made[-1].finish_reason is None:

@@ -91,9 +91,7 @@ def accepted(
         while len(stream.ids) + depth < len(right_ids):
             while drafting.batches.has_work:
                 for burst in drafting.step():
-                    bursts.came(
-                        burst.position, burst.token_ids, burst.begins_anew, burst.is_alternative
-                    )
+                    bursts.came(burst.position, burst.token_ids, burst.begins_anew)
             drafts = bursts.proposal(stream.ids, depth)
             assert len(drafts) == depth
             rows = target.execute([stream.chunk(drafts)])

@@ -1,12 +1,11 @@
 """Streams of an instance with each source of drafts, compared answer by answer with those without:
 token ids, log probabilities, texts, finish reasons, usage.
 
-    python -m experiments.speculation.exact [--streams 2000] [--sources lookup draft random]
+    python -m experiments.speculation.exact [--streams 2000] [--sources draft random]
 
 The proxy and two instances are real. One of these is killed, stopped for a while and started again
-at random; with `draft` and `random` it makes drafts while it loads, and the weights of the draft
-are those of a pair, or random. Where it is up, streams run at it, too, and are recovered. Nothing
-is timed.
+at random; while it loads it makes drafts, and the weights of the draft are those of a pair, or
+random. Where it is up, streams run at it, too, and are recovered. Nothing is timed.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ from kvrs_engine.engine.random_model import random_tokenizer, random_weights, wr
 from kvrs_engine.engine.speculation.pairs import DRAFT_LAYERS, write_pair
 from kvrs_testkit.processes import Processes
 
-SOURCES = ("lookup", "draft", "random")
+SOURCES = ("draft", "random")
 ASSISTED, HELPER = "d0", "d1"
 ACCEPTANCE, DEPTH = 0.6, 4
 AT_A_TIME = 12
@@ -49,7 +48,6 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "note", "parameters": SCHEMA}}
 
 
 def request(number: int, seed: int) -> tuple[str, str, dict[str, Any]]:
@@ -67,7 +65,7 @@ def request(number: int, seed: int) -> tuple[str, str, dict[str, Any]]:
         (
             "penalties",
             "completions",
-            body | {"frequency_penalty": 0.6, "presence_penalty": 0.4, "logit_bias": {"77": 2}},
+            body | {"frequency_penalty": 0.6, "presence_penalty": 0.4},
         ),
         ("stops", "completions", body | {"stop": ["ka", "ren"], "min_tokens": 5}),
         ("n", "completions", body | {"n": 3, "temperature": 0.3}),
@@ -82,19 +80,15 @@ def request(number: int, seed: int) -> tuple[str, str, dict[str, Any]]:
                 }
             },
         ),
-        ("tools", "chat/completions", chat | {"tools": [TOOL], "tool_choice": "auto"}),
     ]
     kind, path, asked = kinds[number % len(kinds)]
     return kind, path, asked
 
 
 def told(answer: dict[str, Any]) -> Any:
-    """The parts of an answer that must not differ. Ids of calls are made up, and how much of a
-    prompt was cached depends on what came before.
+    """The parts of an answer that must not differ. How much of a prompt was cached depends on what
+    came before.
     """
-    for choice in answer["choices"]:
-        for call in (choice.get("message") or {}).get("tool_calls") or ():
-            call.pop("id", None)
     usage = {name: count for name, count in answer["usage"].items() if not isinstance(count, dict)}
     return answer["choices"], usage
 
@@ -159,9 +153,7 @@ def config_of(source: str, models: Path) -> Config:
     target = models / "target"
     total = (target / "model.safetensors").stat().st_size
     speculation: dict[str, Any] = {"source": "off"}
-    if source == "lookup":
-        speculation = {"source": "lookup", "when": "always", "depth": DEPTH}
-    elif source in ("draft", "random"):
+    if source in ("draft", "random"):
         speculation = {"source": "draft", "draft": str(models / source), "depth": DEPTH}
     engine = {"pages": PAGES, "disk_bytes_per_s": total / LOAD_S}
     return parse_config(

@@ -3,4 +3,5 @@
 # By the path of the key, without the numbers of list items.
 REMOVED = {
     "proxy.unknown_fields": "leave the fields out at the client, or have a gateway remove them",
+    "speculation.when": "set speculation.source: draft, and speculation.draft",
 }

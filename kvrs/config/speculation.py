@@ -13,23 +13,14 @@ from kvrs.protocol.speculation import MOST_DRAFTS
 
 class DraftSourceName(StrEnum):
     OFF = "off"
-    LOOKUP = "lookup"
     DRAFT = "draft"
-
-
-class DraftTime(StrEnum):
-    RELOAD = "reload"
-    ALWAYS = "always"
 
 
 class SpeculationSettings(Settings):
     source: DraftSourceName = Field(default=DraftSourceName.OFF, strict=False)
-    """Where drafts come from: off, lookup (what followed the last time that a stream's last tokens
-    stood in it), draft (a small model at an instance that is being started again, while its own
-    model loads). They change when tokens come, never which.
+    """Where drafts come from: off, draft (a small model at an instance that is being started again,
+    while its own model loads). They change when tokens come, never which.
     """
-    when: DraftTime = Field(default=DraftTime.RELOAD, strict=False)
-    """Times of lookup. reload: while another instance is being started again; always."""
     draft: str | None = None
     """Hugging Face directory of the small model; it has the tokenizer of `cluster.model`. null:
     with a generated model, one that is generated beside it.

@@ -130,12 +130,10 @@ def in_messages(updates: Iterable[MirrorUpdate]) -> Iterator[list[MirrorUpdate]]
 
 class Burst(msgspec.Struct, frozen=True):
     """Drafts for a stream: the position of the first one, and their ids. `begins_anew`: those that
-    came before are wrong. `is_alternative`: in their place, if the one at this position is wrong;
-    each of these has the ids of the one before at its position, and further ones.
+    came before are wrong.
     """
 
     number: _Natural
     position: _Natural
     token_ids: Annotated[list[DraftId], msgspec.Meta(max_length=MOST_DRAFTS)]
     begins_anew: bool = False
-    is_alternative: bool = False

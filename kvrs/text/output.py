@@ -5,8 +5,8 @@ throws the text away continues it exactly where the first one stopped, in the mi
 or of a possible stop string too.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -19,53 +19,22 @@ _CHARACTER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class ParsedToolCall:
-    """One call of a function that the model wrote. `index` counts the calls of a stream from 0."""
-
-    index: int
-    id: str
-    name: str
-    arguments: str  # JSON
-
-
-@dataclass(frozen=True, slots=True)
 class TextDelta:
-    """The addition of some output ids to the text that the client sees. Only a chat has more than
-    `text`, which is its content.
-    """
+    """The addition of some output ids to the text that the client sees."""
 
     text: str
     stopped: str | None = None  # The stop string that ended the text, itself not in it.
-    reasoning: str = ""
-    tool_calls: tuple[ParsedToolCall, ...] = ()
-    # `text` is content also where it is empty: half a character is, a part of a call not.
-    is_content: bool = field(default=True, compare=False)
 
     def then(self, later: "TextDelta") -> "TextDelta":
         """Both in one."""
-        return TextDelta(
-            self.text + later.text,
-            later.stopped or self.stopped,
-            self.reasoning + later.reasoning,
-            self.tool_calls + later.tool_calls,
-            later.is_content,
-        )
+        return TextDelta(self.text + later.text, later.stopped or self.stopped)
 
 
 class OutputText:
-    """Detokeniser and stop-string watch of one stream.
+    """Detokeniser and stop-string watch of one stream. Special tokens have no text."""
 
-    Special tokens have no text, except those of which `visible` names the content.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop_strings: Sequence[str] = (),
-        *,
-        visible: Collection[str] = (),
-    ) -> None:
-        self._characters = _Characters(tokenizer, visible)
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()) -> None:
+        self._characters = _Characters(tokenizer)
         self._stops = StopStrings(stop_strings)
 
     @property
@@ -107,15 +76,10 @@ class _Characters:
     leading space).
     """
 
-    def __init__(self, tokenizer: Tokenizer, visible: Collection[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        special = {
-            token: added.content
-            for token, added in tokenizer.get_added_tokens_decoder().items()
-            if added.special
-        }
-        self._visible = {token: content for token, content in special.items() if content in visible}
-        self._silent = special.keys() - self._visible.keys()
+        added = tokenizer.get_added_tokens_decoder()
+        self._silent = {token for token, one in added.items() if one.special}
         self._window: list[int] = []
         self._emitted = 0
         self._emitted_text = ""
@@ -130,8 +94,6 @@ class _Characters:
         # Decoding skips special and unknown tokens; here they would only make the window grow.
         if token_id in self._silent or self._tokenizer.id_to_token(token_id) is None:
             return ""
-        if token_id in self._visible:
-            return self.finish() + self._visible[token_id]
         self._window.append(token_id)
         text = self._decode(self._window)
         if text.endswith(_REPLACEMENT):

@@ -56,8 +56,6 @@ class Admission:
             raise RequestError("prompt must not be empty", param="prompt")
         self._check_ids(ids, "prompt")
         self._check_ids(asked.stop_token_ids, "stop_token_ids")
-        self._check_ids(list(asked.logit_bias), "logit_bias")
-        self._check_ids(asked.allowed_token_ids or [], "allowed_token_ids")
         params = asked.kvrs or KvrsParams(
             stream=StreamId(secrets.token_hex(16)), attempt=1, prompt_tokens=0
         )

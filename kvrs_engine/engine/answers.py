@@ -16,16 +16,13 @@ from kvrs.protocol.openai.chunks import (
     ChatMessage,
     Choice,
     Completion,
-    FunctionCall,
     Logprobs,
     TokenLogprob,
-    ToolCall,
     TopLogprob,
     Usage,
     usage_of,
 )
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
-from kvrs.text import output
 from kvrs.text.output import TextDelta
 from kvrs.text.pieces import TokenPieces
 from kvrs_engine.engine.requests import GenerationRun, OutputToken, StepOutput
@@ -161,7 +158,7 @@ class ChatAnswer:
 
     def event(self, step: StepOutput) -> ChatChunk:
         choice = ChatChunkChoice(
-            delta=_delta(step.delta),
+            delta=ChatDelta(content=step.delta.text),
             logprobs=self._logprobs(step.tokens) if step.tokens else None,
             finish_reason=step.finish_reason,
             stop_reason=step.stop_reason,
@@ -177,7 +174,7 @@ class ChatAnswer:
     ) -> ChatCompletion:
         step = joined(steps)
         choice = ChatChoice(
-            message=_message(step.delta),
+            message=ChatMessage(content=step.delta.text),
             logprobs=self._logprobs(step.tokens) if step.tokens else None,
             finish_reason=step.finish_reason,
             stop_reason=step.stop_reason,
@@ -209,12 +206,7 @@ def joined(steps: Sequence[StepOutput]) -> StepOutput:
     deltas = [step.delta for step in steps]
     return StepOutput(
         [token_id for step in steps for token_id in step.token_ids],
-        TextDelta(
-            "".join(delta.text for delta in deltas),
-            deltas[-1].stopped,
-            "".join(delta.reasoning for delta in deltas),
-            tuple(call for delta in deltas for call in delta.tool_calls),
-        ),
+        TextDelta("".join(delta.text for delta in deltas), deltas[-1].stopped),
         steps[-1].finish_reason,
         steps[-1].stop_reason,
         tuple(token for step in steps for token in step.tokens),
@@ -234,25 +226,3 @@ def _usage(run: GenerationRun) -> Usage:
 
 def prompt_ids_of(run: GenerationRun) -> list[int]:
     return [*run.sequence.token_ids[: run.sequence.prompt_tokens]]
-
-
-def _delta(delta: TextDelta) -> ChatDelta:
-    calls = [_tool_call(call) for call in delta.tool_calls]
-    for call, shown in zip(delta.tool_calls, calls, strict=True):
-        shown.index = call.index
-    says_nothing = not delta.text and (delta.reasoning or calls or not delta.is_content)
-    content = None if says_nothing else delta.text
-    return ChatDelta(content=content, reasoning_content=delta.reasoning or None, tool_calls=calls)
-
-
-def _message(delta: TextDelta) -> ChatMessage:
-    message = ChatMessage(content=None if delta.tool_calls and not delta.text else delta.text)
-    if delta.reasoning:
-        message.reasoning_content = delta.reasoning
-    if delta.tool_calls:
-        message.tool_calls = [_tool_call(call) for call in delta.tool_calls]
-    return message
-
-
-def _tool_call(call: output.ParsedToolCall) -> ToolCall:
-    return ToolCall(call.id, FunctionCall(call.name, call.arguments))

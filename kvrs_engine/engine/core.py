@@ -384,7 +384,7 @@ class EngineCore(RunCore):
     def _start_pull(self, pull: Pull) -> None:
         # A sequence that was aborted before its admission is not admitted, so there is a run.
         sequence, run = pull.sequence, self._runs[pull.sequence]
-        run.times.fetch_s, run.fetched_pages = self._clock(), 0
+        run.fetched_pages = 0
         task = asyncio.get_running_loop().create_task(self._pull(pull, list(run.sources)))
         self._pulls[sequence] = task
         task.add_done_callback(partial(self._pull_ended, sequence))
@@ -435,10 +435,8 @@ class EngineCore(RunCore):
             self.fetched_pages += fetched
         if run is not None:
             run.fetched_pages += fetched
-            if more_from is None:
-                run.times.fetched_s = self._clock()
-                if sequence.is_recovery:
-                    self.recent_fetches.note(run.fetch_report(self.pages.page_size_tokens))
+            if more_from is None and sequence.is_recovery:
+                self.recent_fetches.note(run.fetch_report(self.pages.page_size_tokens))
         self.scheduler.pulled(sequence, arrived, tail=tail, more_from=more_from)
         self.wake()
 

@@ -1,5 +1,5 @@
 """The interface of an engine's core to the subsystems that an instance may have: ranks, anchored
-memory, checkpoints, spans, pace and drafts.
+memory, checkpoints, pace and drafts.
 """
 
 import asyncio

@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from kvrs.config.file import Config
+from kvrs.config.speculation import DraftSourceName
 from kvrs.errors import ConfigError, RequestError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
@@ -47,8 +48,7 @@ from kvrs_engine.engine.ranks.spread import PrefillShares
 from kvrs_engine.engine.requests import Vocabulary
 from kvrs_engine.engine.ring import StageRing
 from kvrs_engine.engine.served import ServedInstance, ServedModel
-from kvrs_engine.engine.speculation.drafts import ReloadNotices, draft_source
-from kvrs_engine.engine.speculation.paired import PairedDrafts
+from kvrs_engine.engine.speculation.paired import PairedDrafts, ReloadNotices
 from kvrs_engine.engine.stage_loans import StageLoans
 from kvrs_engine.engine.warm_up import measure_prefill, prefill_table
 from kvrs_engine.engine.worker import ModelWorker, Worker
@@ -169,7 +169,8 @@ class EngineInstance(ServedInstance):
                 loaded.served,
             )
             self.reloads = ReloadNotices(time.monotonic)
-            self.drafts = draft_source(config.speculation, self.reloads, self.vocabulary)
+            drafted = config.speculation.source is DraftSourceName.DRAFT
+            self.drafts = PairedDrafts(config.speculation, self.vocabulary) if drafted else None
             self._core = self._make_core(pace)
             self._reports = self._make_reports()
         except BaseException:
@@ -295,7 +296,7 @@ class EngineInstance(ServedInstance):
             self.reloads.note(notice)
 
     async def draft_helper(self, request: web.Request) -> web.StreamResponse:
-        if not isinstance(self.drafts, PairedDrafts):
+        if self.drafts is None:
             return await super().draft_helper(request)
         return await self.drafts.serve(request)
 
@@ -412,7 +413,7 @@ class EngineInstance(ServedInstance):
         """
         self.draining = True
         self.core.keep_aborted_s = MOVED_KEPT_S
-        if isinstance(self.drafts, PairedDrafts):
+        if self.drafts is not None:
             self.drafts.end()
 
     def drained(self, *, watched: bool) -> bool:

@@ -18,15 +18,13 @@ _WEIGHT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How frequencies are stretched beyond the length that a model was trained on. The last three
-    belong to `llama3`.
-    """
+    """How frequencies are stretched beyond the length that a model was trained on (Llama 3.1)."""
 
-    kind: str  # "linear" or "llama3"
+    kind: str  # "llama3"
     factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_positions: int = 8192
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +55,8 @@ class ModelConfig:
     intermediate: int
     vocab: int
     max_positions: int
-    # Width of the token embeddings; where it is not `hidden` they are projected in and out
-    # (OPT-350M).
-    embedding: int
     norm: Literal["rms", "layer"]
     norm_eps: float
-    norm_affine: bool  # Whether norms have weights (and a layer norm biases).
-    norm_first: (
-        bool  # Norms stand before attention and MLP, or (OPT-350M) after the sums behind them.
-    )
-    final_norm: bool
     head_norm: bool  # Queries and keys are normalised head by head (Qwen3).
     rope: Rope | None  # None: positions are learned and added to the embeddings.
     mlp: Literal["gated silu", "relu"]
@@ -97,8 +87,7 @@ class ModelConfig:
     @property
     def units(self) -> Units:
         """With the bytes that they have in memory, where all is float32."""
-        narrow = self.embedding != self.hidden
-        embeddings = self.vocab * self.embedding + 2 * narrow * self.embedding * self.hidden
+        embeddings = self.vocab * self.hidden
         learned = 0 if self.rope else self.max_positions * self.hidden
         norms = (2 * self.layers + 1) * self.hidden
         routers = sum(map(self.has_experts, range(self.layers))) * self.hidden
@@ -112,8 +101,7 @@ class ModelConfig:
             weight_bytes=_WEIGHT_BYTES,
             common_bytes=(embeddings + learned + norms + routers) * _WEIGHT_BYTES,
         )
-        # The head takes rows of the embeddings' width.
-        row = self.embedding * _WEIGHT_BYTES
+        row = self.hidden * _WEIGHT_BYTES
         return replace(units, vocabulary_bytes=tuple(len(t) * row for t in self.grain.vocabulary))
 
     @property
@@ -145,18 +133,6 @@ def _llama(fields: Fields) -> ModelConfig:
     return _rotary_decoder(
         fields, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias")
     )
-
-
-def _qwen2(fields: Fields) -> ModelConfig:
-    _refuse_sliding_window(fields)
-    return _rotary_decoder(fields, qkv_bias=True)
-
-
-def _qwen3(fields: Fields) -> ModelConfig:
-    _refuse_sliding_window(fields)
-    bias = fields.flag("attention_bias")
-    # Hugging Face's default; Qwen3 does not derive it from the hidden size.
-    return _rotary_decoder(fields, head_dim=128, qkv_bias=bias, output_bias=bias, head_norm=True)
 
 
 def _mixtral(fields: Fields) -> ModelConfig:
@@ -221,7 +197,6 @@ def _rotary_decoder(
     output_bias: bool = False,
     mlp_bias: bool = False,
     head_norm: bool = False,
-    head_dim: int | None = None,
     norm_eps: float = 1e-6,
     rope_theta: float = 10000.0,
 ) -> ModelConfig:
@@ -234,7 +209,7 @@ def _rotary_decoder(
             "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})"
         )
     hidden = fields.integer("hidden_size")
-    head_dim = fields.integer("head_dim", default=head_dim or hidden // heads)
+    head_dim = fields.integer("head_dim", default=hidden // heads)
     if head_dim % 2:
         fields.refuse("head_dim", head_dim, "an even number")
     return ModelConfig(
@@ -247,12 +222,8 @@ def _rotary_decoder(
         intermediate=fields.integer("intermediate_size"),
         vocab=fields.integer("vocab_size"),
         max_positions=fields.integer("max_position_embeddings", default=2048),
-        embedding=hidden,
         norm="rms",
         norm_eps=fields.number("rms_norm_eps", default=norm_eps),
-        norm_affine=True,
-        norm_first=True,
-        final_norm=True,
         head_norm=head_norm,
         rope=_rope(fields, rope_theta),
         mlp="gated silu",
@@ -264,13 +235,25 @@ def _rotary_decoder(
     )
 
 
+# Other values are those of OPT-350M and of Galactica.
+_OPT_FORM = {
+    "do_layer_norm_before": True,
+    "enable_bias": True,
+    "layer_norm_elementwise_affine": True,
+    "_remove_final_layer_norm": False,
+}
+
+
 def _opt(fields: Fields) -> ModelConfig:
     fields.demand("activation_function", {"relu"}, default="relu")
     heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     if hidden % heads:
         fields.refuse("num_attention_heads", heads, f"a divisor of hidden_size ({hidden})")
-    norm_first = fields.flag("do_layer_norm_before", default=True)
-    bias = fields.flag("enable_bias", default=True)
+    for name, only in _OPT_FORM.items():
+        if (given := fields.flag(name, default=only)) != only:
+            fields.refuse(name, given, str(only).lower())
+    if (width := fields.integer("word_embed_proj_dim", default=hidden)) != hidden:
+        fields.refuse("word_embed_proj_dim", width, f"hidden_size ({hidden})")
     return ModelConfig(
         family=fields.text("model_type"),
         layers=fields.integer("num_hidden_layers"),
@@ -281,18 +264,14 @@ def _opt(fields: Fields) -> ModelConfig:
         intermediate=fields.integer("ffn_dim"),
         vocab=fields.integer("vocab_size"),
         max_positions=fields.integer("max_position_embeddings", default=2048),
-        embedding=fields.integer("word_embed_proj_dim", default=hidden),
         norm="layer",
         norm_eps=1e-5,
-        norm_affine=fields.flag("layer_norm_elementwise_affine", default=True),
-        norm_first=norm_first,
-        final_norm=norm_first and not fields.flag("_remove_final_layer_norm"),
         head_norm=False,
         rope=None,
         mlp="relu",
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=bias,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
         tied_embeddings=fields.flag("tie_word_embeddings", default=True),
         eos_token_ids=_eos_token_ids(fields),
     )
@@ -304,8 +283,6 @@ _FAMILIES: dict[str, tuple[str, Callable[[Fields], ModelConfig]]] = {
     "llama": ("LlamaForCausalLM", _llama),
     "mixtral": ("MixtralForCausalLM", _mixtral),
     "opt": ("OPTForCausalLM", _opt),
-    "qwen2": ("Qwen2ForCausalLM", _qwen2),
-    "qwen3": ("Qwen3ForCausalLM", _qwen3),
     "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
 }
 
@@ -332,11 +309,9 @@ def _rope(fields: Fields, theta: float) -> Rope:
 
 def _rope_scaling(section: Fields) -> RopeScaling | None:
     key = "rope_type" if "rope_type" in section.values else "type"
-    kind = section.demand(key, {"default", "linear", "llama3"}, default="default")
+    kind = section.demand(key, {"default", "llama3"}, default="default")
     if kind == "default":
         return None
-    if kind == "linear":
-        return RopeScaling(kind, section.number("factor"))
     scaling = RopeScaling(
         kind,
         section.number("factor"),

@@ -6,6 +6,7 @@ import math
 import secrets
 from dataclasses import dataclass, field
 
+import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -13,9 +14,7 @@ from kvrs.errors import RequestError
 from kvrs.protocol.instance import CheckpointTarget, FetchReport
 from kvrs.protocol.openai.chunks import NOT_A_NUMBER
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
-from kvrs.text.chat import ChatOutput
 from kvrs.text.output import OutputText, TextDelta
-from kvrs_engine.engine.biases import Biases, tokenised_words, without
 from kvrs_engine.engine.grammars import Grammar
 from kvrs_engine.engine.penalties import Penalties
 from kvrs_engine.engine.sampler import SampledLogprobs, SamplingParams, logprobs_of, sample
@@ -63,27 +62,16 @@ class StepOutput:
 
 
 @dataclass(slots=True, eq=False)
-class RunTimes:
-    """When parts of a run began, on the engine's clock; 0: not yet, or the run is not traced."""
-
-    fetch_s: float = 0.0
-    fetched_s: float = 0.0  # The end of it.
-    computed_s: float = 0.0  # Its first batch.
-    first_s: float = 0.0  # Its first token.
-
-
-@dataclass(slots=True, eq=False)
 class GenerationRun:
     """One attempt at one stream, while this engine generates it."""
 
     sequence: Sequence
     params: SamplingParams
-    biases: Biases | None
     penalties: Penalties | None
     logprobs: (
         int | None
     )  # How many of the likeliest tokens to name beside each; None: no log probabilities.
-    text: OutputText | ChatOutput
+    text: OutputText
     max_tokens: int
     min_tokens: int
     end_token_ids: frozenset[int]  # Tokens that end the stream; not sampled before `min_tokens`.
@@ -101,7 +89,6 @@ class GenerationRun:
     grammar: Grammar | None = None  # What the output has to be; None: any text.
     failure: str | None = None  # Why the engine lost it, if it did.
     failure_code: str = "engine_failed"  # The part of it that proxies pass on to clients.
-    times: RunTimes = field(default_factory=RunTimes)
 
     @property
     def produced_tokens(self) -> int:
@@ -149,13 +136,10 @@ class GenerationRun:
     def _choose(self, logits: Tensor, chosen: list[int]) -> Sampled:
         """The token that comes after the sequence and `chosen`, from its logits `[vocab]`."""
         row, position = logits, len(self.sequence.token_ids) + len(chosen)
-        if self.biases is not None:
-            first = max(self.sequence.prompt_tokens, position - self.biases.reach)
-            row = self.biases.apply(row, [*self.sequence.token_ids[first:], *chosen])
         if self.penalties is not None:
             row = self.penalties.apply(row)
         if position - self.sequence.prompt_tokens < self.min_tokens and self.end_token_ids:
-            row = without(self.end_token_ids, row)
+            row = _without(self.end_token_ids, row)
         if self.grammar is not None:
             row = self.grammar.apply(row, logits)
         token_id = sample(row, self.params, position)
@@ -182,20 +166,20 @@ class GenerationRun:
             if self.grammar is not None and self.grammar.failure:
                 self.failure = f"response_format: {self.grammar.failure}"
             delta = self.text.finish()
-            return StepOutput([token_id], delta, self._stop(), self._named(token_id), tokens)
+            return StepOutput([token_id], delta, "stop", self._named(token_id), tokens)
         if self.grammar is not None and not self.grammar.take(token_id):
             self.failure = f"response_format: {self.grammar.failure}"
         delta = self.text.feed(token_id)
         if delta.stopped is not None:
-            return StepOutput([token_id], delta, self._stop(), delta.stopped, tokens)
+            return StepOutput([token_id], delta, "stop", delta.stopped, tokens)
         if produced_tokens >= self.max_tokens:
             return StepOutput([token_id], delta.then(self.text.finish()), "length", None, tokens)
         return StepOutput([token_id], delta, tokens=tokens)
 
     def replay(self, history: list[int]) -> StepOutput | None:
-        """Feed an output history to the text machine, so that held-back bytes, partial stop strings
-        and a partial tool call are as they were when it was written. Returns the end of the stream
-        if the history is complete.
+        """Feed an output history to the text machine, so that held-back bytes and partial stop
+        strings are as they were when it was written. Returns the end of the stream if the history
+        is complete.
 
         Raises:
             RequestError: the history goes on after its end, or is not what was asked for.
@@ -203,7 +187,7 @@ class GenerationRun:
         for index, token_id in enumerate(history, 1):
             if index == len(history) and token_id in self.end_token_ids:
                 delta = self.text.finish()
-                return StepOutput([], delta, self._stop(), self._named(token_id))
+                return StepOutput([], delta, "stop", self._named(token_id))
             if self.grammar is not None and not self.grammar.take(token_id):
                 raise RequestError(
                     f"the output so far is not in the response_format: {self.grammar.failure}",
@@ -215,16 +199,13 @@ class GenerationRun:
                     f"the output so far goes on after the stop string {stopped!r}", param="stop"
                 )
             if stopped is not None:
-                return StepOutput([], TextDelta(""), self._stop(), stopped)
+                return StepOutput([], TextDelta(""), "stop", stopped)
         if len(history) >= self.max_tokens:
             return StepOutput([], self.text.finish(), "length")
         return None
 
     def _named(self, token_id: int) -> int | None:
         return token_id if token_id in self.stop_token_ids else None
-
-    def _stop(self) -> str:
-        return "tool_calls" if isinstance(self.text, ChatOutput) and self.text.called else "stop"
 
 
 def make_run(
@@ -241,13 +222,6 @@ def make_run(
         RequestError: the history is no possible beginning of the answer.
     """
     stop_token_ids = frozenset(request.stop_token_ids)
-    text = _text_machine(request, sequence, model.tokenizer)
-    if grammar is not None and isinstance(text, ChatOutput) and text.reasons_first:
-        raise RequestError(
-            "response_format is not supported where the template opens <think>; allowed: "
-            "chat_template_kwargs that end it",
-            param="response_format",
-        )
     # The end of the grammar is the end of the stream.
     ends_by_stop_only = request.ignore_eos and grammar is None
     run = GenerationRun(
@@ -260,11 +234,10 @@ def make_run(
             # Unseeded requests differ from each other, also where their seeds are not kept.
             seed=secrets.randbits(62) if request.seed is None else request.seed,
         ),
-        biases=_biases(request, sequence, model),
         penalties=_penalties(request, sequence, model.vocab_size),
         logprobs=request.wanted_logprobs,
         grammar=grammar,
-        text=text,
+        text=OutputText(model.tokenizer, request.stop_strings),
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,
         end_token_ids=stop_token_ids if ends_by_stop_only else stop_token_ids | model.eos_token_ids,
@@ -279,6 +252,13 @@ def make_run(
     return run
 
 
+def _without(token_ids: collections.abc.Iterable[int], row: Tensor) -> Tensor:
+    """Logits `[vocab]` with those tokens impossible; as they are where no token would be left."""
+    rest = row.clone()
+    rest[list(token_ids)] = -torch.inf
+    return rest if bool(torch.isfinite(rest).any()) else row
+
+
 def _drafts(request: CompletionRequest | ChatRequest, vocab_size: int) -> tuple[int, ...]:
     drafts = () if request.kvrs is None else tuple(request.kvrs.drafts)
     if (highest := max(drafts, default=0)) >= vocab_size:
@@ -287,36 +267,6 @@ def _drafts(request: CompletionRequest | ChatRequest, vocab_size: int) -> tuple[
             param="kvrs.drafts",
         )
     return drafts
-
-
-def _text_machine(
-    request: CompletionRequest | ChatRequest, sequence: Sequence, tokenizer: Tokenizer
-) -> OutputText | ChatOutput:
-    if isinstance(request, CompletionRequest):
-        return OutputText(tokenizer, request.stop_strings)
-    return ChatOutput(
-        tokenizer,
-        request.stop_strings,
-        stream=sequence.stream,
-        prompt_ids=sequence.token_ids[: sequence.prompt_tokens],
-        tools=request.may_call_tools,
-        parallel_tool_calls=request.parallel_tool_calls is not False,
-    )
-
-
-def _biases(
-    request: CompletionRequest | ChatRequest, sequence: Sequence, model: Vocabulary
-) -> Biases | None:
-    allowed = request.allowed_token_ids
-    has_biases = request.logit_bias or request.bad_words or allowed is not None
-    if not has_biases or sequence.prefill_only:
-        return None
-    return Biases(
-        model.vocab_size,
-        logit_bias=request.logit_bias,
-        allowed_ids=allowed,
-        bad_words=tokenised_words(request.bad_words, model.tokenizer),
-    )
 
 
 def _penalties(

@@ -4,7 +4,6 @@ instance protocol.
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
@@ -35,15 +34,10 @@ from kvrs_engine.engine.requests import GenerationRun, StepOutput
 from kvrs_engine.engine.runs import FencedError
 from kvrs_engine.engine.served import ServedInstance
 
-if TYPE_CHECKING:
-    from kvrs_engine.engine.spans import RunTrace, RunTracer
 
-
-def make_app(instance: ServedInstance, tracer: "RunTracer | None" = None) -> web.Application:
-    """All routes of an instance. All but `/healthz` require the instance's key. `tracer`: of the
-    calls that are traced; None: none are.
-    """
-    handlers = InstanceHandlers(instance, tracer)
+def make_app(instance: ServedInstance) -> web.Application:
+    """All routes of an instance. All but `/healthz` require the instance's key."""
+    handlers = InstanceHandlers(instance)
     app = http.new_app(Scope.INSTANCE, _refuse_while_down(instance), _explain_fence)
     app.add_routes(
         [
@@ -86,9 +80,8 @@ def _refuse_while_down(instance: ServedInstance) -> Middleware:
 class InstanceHandlers:
     """Handlers of all routes; each only translates."""
 
-    def __init__(self, instance: ServedInstance, tracer: "RunTracer | None") -> None:
+    def __init__(self, instance: ServedInstance) -> None:
         self._instance = instance
-        self._tracer = tracer
         self._admission = Admission(instance)
         self._encoder = msgspec.json.Encoder()
 
@@ -140,7 +133,6 @@ class InstanceHandlers:
         return await http.watch(request, self._instance.load, self._instance.news)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        trace = self._begin_trace(request)
         body = await request.read()
         asked = await self._admission.large.run(len(body), partial(parse_completion_request, body))
         run = await self._admission.admit(asked)
@@ -149,20 +141,16 @@ class InstanceHandlers:
         answer = CompletionAnswer(
             asked, run, model, int(time.time()), pieces, names_prompt=names_prompt
         )
-        return await self._serve(request, asked, run, answer, trace)
+        return await self._serve(request, asked, run, answer)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        trace = self._begin_trace(request)
         body = await request.read()
         asked = await self._admission.large.run(len(body), partial(parse_chat_request, body))
         run = await self._admission.admit(asked)
         names_prompt = self._names_prompt(asked, run)
         model, pieces = self._instance.model, self._instance.pieces
         answer = ChatAnswer(asked, run, model, int(time.time()), pieces, names_prompt=names_prompt)
-        return await self._serve(request, asked, run, answer, trace)
-
-    def _begin_trace(self, request: web.Request) -> "RunTrace | None":
-        return None if self._tracer is None else self._tracer.begin(request.headers)
+        return await self._serve(request, asked, run, answer)
 
     async def _serve(
         self,
@@ -170,22 +158,15 @@ class InstanceHandlers:
         asked: CompletionRequest | ChatRequest,
         run: GenerationRun,
         answer: Answer,
-        trace: "RunTrace | None",
     ) -> web.StreamResponse:
         """Run to the end; a client that disconnects ends its run."""
         self._instance.core.submit(run)
-        error: str | None = "cancelled"
         try:
             if asked.stream:
-                response = await self._stream(request, asked, run, answer)
-            else:
-                response = await self._whole(run, answer)
-            error = run.failure
-            return response
+                return await self._stream(request, asked, run, answer)
+            return await self._whole(run, answer)
         finally:
             self._instance.core.abort(run)
-            if trace is not None:
-                trace.end(run, error)
 
     async def _stream(
         self,

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,7 +20,6 @@ from kvrs.process.descriptors import raise_descriptor_limit
 from kvrs.process.garbage import keep_what_is_there
 from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.protocol.secrets import Scope, scoped_keys
-from kvrs.tracing.settings import trace_settings
 from kvrs.transfer.fault_route import add_fault_route
 from kvrs_engine.engine.instance import EngineInstance, LoadedModel
 from kvrs_engine.engine.routes import make_app
@@ -116,29 +114,9 @@ async def serve_http(
     """Start an instance and serve requests on its port, until the block is left.
 
     Raises:
-        ConfigError: a port is in use, or traces cannot be sent as the environment says.
+        ConfigError: a port is in use.
     """
-    tracer = None
-    if (settings := trace_settings(os.environ)) is not None:
-        from kvrs.tracing.sending import SpanSender
-        from kvrs_engine.engine.spans import RunTracer
-
-        name = instance.settings.id
-        tracer = RunTracer(SpanSender(settings, "kvrs-engine", name), name, time.monotonic)
-        instance.core.hooks.append(tracer)
-    app = make_app(instance, tracer)
-    try:
-        async with _serve_app(instance, app, allow_faults=allow_faults):
-            yield app
-    finally:
-        if tracer is not None:
-            await tracer.close()
-
-
-@asynccontextmanager
-async def _serve_app(
-    instance: ServedInstance, app: web.Application, *, allow_faults: bool
-) -> AsyncIterator[None]:
+    app = make_app(instance)
     if allow_faults:
         nodes = {peer.node for peer in instance.registry.values()}
         add_fault_route(app, instance.faults, nodes, instance.lose_device)
@@ -155,7 +133,7 @@ async def _serve_app(
             await port.open(bind, settings.port)
         if tls is not None:
             instance.tasks.append(asyncio.create_task(tls.run()))
-        yield
+        yield app
     except Exception:
         # An instance that has failed must not look alive, not even while it ends.
         port.abort()

@@ -199,7 +199,8 @@ def arithmetic_of(config: ModelConfig, geometry: KvGeometry, device: torch.devic
     numbers: near enough to look right, not near enough to continue a stream exactly. So the
     arithmetic is part of the fingerprint: its names, and results of it. So are the names of the
     fields of ModelConfig and KvGeometry, but no name of a class or module. Models without experts
-    had no field of them when their pages were first exchanged.
+    had no field of them when their pages were first exchanged, and all had those of forms that are
+    not served any more.
     """
     # A set has no order of its own, and the end token is no part of what KV means.
     fields = {
@@ -207,6 +208,8 @@ def arithmetic_of(config: ModelConfig, geometry: KvGeometry, device: torch.devic
         for name, value in msgspec.to_builtins(config).items()
         if name != "eos_token_ids" and (name, value) != ("experts", None)
     }
+    fields |= {"embedding": config.hidden}
+    fields |= dict.fromkeys(("norm_affine", "norm_first", "final_norm"), True)
     where = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"

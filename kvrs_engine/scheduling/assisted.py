@@ -72,9 +72,7 @@ class AssistedStreams:
         """Drafts of the helper; those of streams that it does not know are dropped."""
         for burst in bursts:
             if (assisted := self._by_number.get(burst.number)) is not None:
-                assisted.bursts.came(
-                    burst.position, burst.token_ids, burst.begins_anew, burst.is_alternative
-                )
+                assisted.bursts.came(burst.position, burst.token_ids, burst.begins_anew)
 
     def stream(self, number: int) -> StreamId | None:
         """The stream of that number; None: it has ended."""

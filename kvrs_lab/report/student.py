@@ -3,15 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean, stdev
 
-# The 0.975 quantile of t for 1 to 30 degrees of freedom (any table of it).
-_T975 = (
-    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
-    2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
-    2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
-)  # fmt: skip
-_Z975 = 1.959964
+from kvrs.errors import check_extras
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +18,17 @@ class Interval:
     n: int
 
 
+@cache
 def t975(degrees: float) -> float:
-    """The 0.975 quantile for any number of degrees of freedom from 1 up; between the table's,
-    linear in 1 / degrees.
+    """The 0.975 quantile for any number of degrees of freedom above 0.
+
+    Raises:
+        MissingExtraError: scipy is not installed, which single runs do not need.
     """
-    assert degrees >= 1
-    if degrees > len(_T975):
-        # Cornish-Fisher expansion around the normal quantile: right to the fourth digit from here
-        # on.
-        z = _Z975
-        return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
-    below = math.floor(degrees)
-    if below == degrees:
-        return _T975[below - 1]
-    share = (1 / below - 1 / degrees) / (1 / below - 1 / (below + 1))
-    return _T975[below - 1] + share * (t975(below + 1) - _T975[below - 1])
+    check_extras("report")
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, 0.975))
 
 
 def interval(values: Sequence[float]) -> Interval | None:

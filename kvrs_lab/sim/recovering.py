@@ -141,15 +141,14 @@ class SimHelper:
         self._waiting.clear()
         if batch := self._batches.next():
             self._computes = True
-            seconds = self._model.pace.batch_s([chunk for _, _, chunk in batch])
+            seconds = self._model.pace.batch_s([chunk for _, chunk in batch])
             self._clock.after(seconds, partial(self._computed, self._batches, batch))
 
     def _computed(self, batches: DraftBatches, batch: DraftBatch) -> None:
         self._computes = False
         partner = self._partner
         if batches is self._batches and partner is not None and partner.drafts is not None:
-            # Nothing is known of the runners-up of such a model.
-            choices = [(self._draft(stream), None) for stream, _, chunk in batch if chunk.logits]
+            choices = [self._draft(stream) for stream, chunk in batch if chunk.logits]
             bursts = batches.advanced(batch, choices)
             partner.later(LATENCY_S, partial(partner.drafts.came, self, bursts))
         self._go_on()

@@ -34,5 +34,5 @@ def test_a_helped_one_is_left_out_unless_its_helper_was_this_one_before() -> Non
 
 def test_those_that_end_or_take_no_drafts_are_left_out() -> None:
     plain = LoadReport(1, 0, 9, 10, 9.0, [])
-    loads = {A: load(9.0, 9, draining=True), B: load(9.0, 9, source="lookup"), C: plain}
+    loads = {A: load(9.0, 9, draining=True), B: load(9.0, 9, source="other"), C: plain}
     assert by_congestion(loads, OWN) == []

@@ -1,4 +1,4 @@
-"""Six random models, of every family and with every kind of part, of several units each."""
+"""Random models, of every family and with every kind of part, of several units each."""
 
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
             "vocab_size": 300,
         },
     ),
-    "qwen2, 1 KV head, 1 tile": (
-        "qwen2",
+    "llama, 1 KV head, 1 tile": (
+        "llama",
         32,
         {
             "hidden_size": 70,
@@ -44,8 +44,8 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
             "vocab_size": 97,
         },
     ),
-    "qwen3, normalised heads, 8 tiles": (
-        "qwen3",
+    "llama, 5 KV heads, 8 tiles": (
+        "llama",
         8,
         {
             "hidden_size": 60,
@@ -61,15 +61,13 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
         16,
         {"hidden_size": 65, "num_attention_heads": 5, "ffn_dim": 260, "vocab_size": 270},
     ),
-    "opt, norms behind, embeddings narrower, 16 tiles": (
+    "opt, 16 tiles": (
         "opt",
         16,
         {
             "hidden_size": 72,
             "num_attention_heads": 6,
             "ffn_dim": 1040,
-            "word_embed_proj_dim": 35,
-            "do_layer_norm_before": False,
             "vocab_size": 512,
         },
     ),

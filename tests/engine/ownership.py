@@ -108,8 +108,8 @@ class Formation:
         tables = None if self.decoder.rotary is None else self.decoder.rotary.at(step.positions)
         for index, layer in enumerate(self.decoder.layers):
             attention = partial(self._attention, index, tables, by_heads)
-            hidden = self.decoder.add(hidden, layer.attention_norm, attention)
-            hidden = self.decoder.add(hidden, layer.mlp_norm, partial(self._mlp, index))
+            hidden = hidden + attention(layer.attention_norm(hidden))
+            hidden = hidden + self._mlp(index, layer.mlp_norm(hidden))
         last = self.decoder.last(hidden)
         parts = {
             unit: rank.times(last, "head", 0, unit)

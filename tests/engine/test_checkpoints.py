@@ -217,7 +217,6 @@ def run_of(
     return GenerationRun(
         sequence=sequence,
         params=nothing,
-        biases=None,
         penalties=None,
         logprobs=None,
         text=nothing,

@@ -1,8 +1,7 @@
 """A stream that is cut anywhere and continued from its history has exactly the output that it
 would have had.
 
-Three levels: ids that are forced on a run (for tools and reasoning, which a random model never
-writes), runs on the real worker, and HTTP.
+Three levels: ids that are forced on a run, runs on the real worker, and HTTP.
 """
 
 import asyncio
@@ -53,14 +52,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
         "repetition_penalty": 1.4,
     },
     "greedy penalties": {"temperature": 0, "frequency_penalty": 2.0, "repetition_penalty": 0.8},
-    "biases": {
-        "temperature": 1.1,
-        "seed": 7,
-        "min_p": 0.02,
-        "logit_bias": {"40": 4.0, "41": 4.0, "3": -100},
-        "allowed_token_ids": list(range(2, 400)),
-        "bad_words": ["ka", "lo mi"],
-    },
+    "min_p": {"temperature": 1.1, "seed": 7, "min_p": 0.02},
     "json": {
         "temperature": 1.0,
         "seed": 8,
@@ -129,16 +121,7 @@ def forced(
     return [msgspec.json.encode(event) for event in events if event is not None]
 
 
-WEATHER = (
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🙂", "days": 2}}\n</tool_call>'
-)
-FORCED = [
-    "<think>Hm, 日本 é?</think>\n\nIt is 🚀 so.",
-    f"<think>I must call.</think>\n{WEATHER}\n{WEATHER}",
-    f"Let me see. {WEATHER}",
-    "<tool_call>{not json}</tool_call> <think>too late",
-]
-TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+FORCED = ["Hm, 日本 é?\n\nIt is 🚀 so.", "Let me see. Zürich 🙂, 2 days so on."]
 
 
 @pytest.fixture(scope="module")
@@ -147,17 +130,14 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", FORCED)
-@pytest.mark.parametrize("prompt", ["user: hi\nassistant: ", "assistant: <think>\n"])
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"tools": TOOLS}, {"tools": TOOLS, "stop": ["so.", "🙂"], "parallel_tool_calls": False}],
-)
-def test_tools_and_reasoning_continue_at_every_cut(
-    tokenizer: Tokenizer, text: str, prompt: str, fields: dict[str, Any]
+@pytest.mark.parametrize("fields", [{}, {"stop": ["so.", "🙂"]}], ids=str)
+def test_chats_continue_at_every_cut(
+    tokenizer: Tokenizer, text: str, fields: dict[str, Any]
 ) -> None:
-    """Half a marker, half a call and half a character are held by the lost engine; its successor
-    holds them again.
+    """Half a stop string and half a character are held by the lost engine; its successor holds
+    them again.
     """
+    prompt = "user: hi\nassistant: "
     body = {"messages": [{"role": "user", "content": "x"}], "return_token_ids": True, **fields}
     request = parse_chat_request(msgspec.json.encode(body))
     output = [*tokenizer.encode(text, add_special_tokens=False).ids, END_ID]
@@ -168,34 +148,12 @@ def test_tools_and_reasoning_continue_at_every_cut(
         assert forced(request, tokenizer, prompt, output, cut) == whole[cut:]
 
 
-def test_a_message_that_called_ends_with_tool_calls(tokenizer: Tokenizer) -> None:
-    """And the call comes whole, in one delta, before or with the finish reason."""
-    body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
-    request = parse_chat_request(msgspec.json.encode(body))
-    output = [*tokenizer.encode(WEATHER, add_special_tokens=False).ids, END_ID]
-
-    *events, last, usage = (
-        json.loads(event) for event in forced(request, tokenizer, "x", output, 0)
-    )
-
-    calls = [
-        call for event in events for call in event["choices"][0]["delta"].get("tool_calls", [])
-    ]
-    assert [(call["index"], call["type"], call["function"]["name"]) for call in calls] == [
-        (0, "function", "weather")
-    ]
-    assert json.loads(calls[0]["function"]["arguments"]) == {"city": "Zürich 🙂", "days": 2}
-    assert not any("content" in event["choices"][0]["delta"] for event in events[1:])
-    assert last["choices"][0]["finish_reason"] == "tool_calls"
-    assert usage["usage"]["completion_tokens"] == len(output)
-
-
 @pytest.mark.parametrize("text", FORCED)
-@pytest.mark.parametrize("fields", [{"tools": TOOLS}, {"tools": TOOLS, "stop": ["so.", "🙂"]}])
-def test_tools_that_drafts_spell_are_those_of_single_steps(
+@pytest.mark.parametrize("fields", [{}, {"stop": ["so.", "🙂"]}], ids=str)
+def test_chats_that_drafts_spell_are_those_of_single_steps(
     tokenizer: Tokenizer, text: str, fields: dict[str, Any]
 ) -> None:
-    """Several tokens of a step are a part of a marker, a whole call, or the end and more."""
+    """Several tokens of a step are a part of a character, or the end and more."""
     body = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, **fields}
     request = parse_chat_request(msgspec.json.encode(body))
     output = [*tokenizer.encode(text, add_special_tokens=False).ids, END_ID]
@@ -221,12 +179,9 @@ def test_tools_that_drafts_spell_are_those_of_single_steps(
         assert answered_by(depth) == single
 
 
-@pytest.mark.parametrize("tools", [None, TOOLS])
-def test_a_token_of_half_a_character_has_empty_content(
-    tokenizer: Tokenizer, tools: list[dict[str, Any]] | None
-) -> None:
+def test_a_token_of_half_a_character_has_empty_content(tokenizer: Tokenizer) -> None:
     """vLLM does the same: `text += delta.content` fails where a client finds none."""
-    body = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
+    body = {"messages": [{"role": "user", "content": "x"}]}
     request = parse_chat_request(msgspec.json.encode(body))
     output = [*tokenizer.encode("🙂 é 🚀", add_special_tokens=False).ids, END_ID]
 
@@ -235,10 +190,9 @@ def test_a_token_of_half_a_character_has_empty_content(
     deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
     assert "".join(delta["content"] for delta in deltas) == "🙂 é 🚀"
     assert "" in [delta["content"] for delta in deltas[1:-1]]
-    for delta in (TextDelta(""), TextDelta("", is_content=False), TextDelta("", None, "hm")):
-        choice = CHAT.choice(delta)
-        assert isinstance(choice, ChatChunkChoice)
-        assert choice.delta.content == ("" if delta == TextDelta("") and delta.is_content else None)
+    choice = CHAT.choice(TextDelta(""))
+    assert isinstance(choice, ChatChunkChoice)
+    assert choice.delta.content == ""
 
 
 @pytest.mark.parametrize("text", ["日本 🙂 é and 🚀", "one two three END", "one EN", "é END"])

@@ -36,31 +36,6 @@ ODD_LLAMA = {
 MODELS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "llama, odd sizes, pages of 4": (4, "llama", ODD_LLAMA),
     "llama, odd sizes, pages of 128": (128, "llama", ODD_LLAMA),
-    "qwen2": (
-        16,
-        "qwen2",
-        {
-            "num_hidden_layers": 2,
-            "hidden_size": 70,
-            "num_attention_heads": 5,
-            "num_key_value_heads": 1,
-            "intermediate_size": 99,
-            "initializer_range": 0.2,
-        },
-    ),
-    "qwen3": (
-        8,
-        "qwen3",
-        {
-            "num_hidden_layers": 2,
-            "hidden_size": 60,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "head_dim": 14,
-            "intermediate_size": 99,
-            "initializer_range": 0.2,
-        },
-    ),
     "mixtral": (
         16,
         "mixtral",
@@ -100,19 +75,6 @@ MODELS: dict[str, tuple[int, str, dict[str, Any]]] = {
             "hidden_size": 65,
             "num_attention_heads": 5,
             "ffn_dim": 131,
-            "init_std": 0.2,
-        },
-    ),
-    "opt, norms behind, embeddings narrower": (
-        32,
-        "opt",
-        {
-            "num_hidden_layers": 2,
-            "hidden_size": 72,
-            "num_attention_heads": 6,
-            "ffn_dim": 131,
-            "word_embed_proj_dim": 35,
-            "do_layer_norm_before": False,
             "init_std": 0.2,
         },
     ),

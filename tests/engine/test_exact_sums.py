@@ -75,7 +75,6 @@ def test_a_norm_is_the_same_in_any_company(size: int, rows: int, seed: int) -> N
     differ = values.std(1) > 1e-3 * values.abs().amax(1)
     known = torch.nn.functional.layer_norm(values, (size,), weight, bias, 1e-5)
     assert torch.allclose(together[differ], known[differ], rtol=1e-4, atol=0.05)
-    assert torch.equal(layer_norm(values, None, None, 1e-5) * weight + bias, together)
 
 
 def test_products_are_made_of_tiles() -> None:

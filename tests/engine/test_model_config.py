@@ -31,7 +31,7 @@ def change(directory: Path, file: str = "config.json", **fields: Any) -> None:
     [
         (
             {"model_type": "mamba"},
-            r"config.json: model_type: got 'mamba'; allowed: llama, mixtral, opt, qwen2, qwen3, "
+            r"config.json: model_type: got 'mamba'; allowed: llama, mixtral, opt, "
             r"qwen3_moe$",
         ),
         (
@@ -46,10 +46,11 @@ def change(directory: Path, file: str = "config.json", **fields: Any) -> None:
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'; allowed: silu"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-            "rope_scaling.type: got 'yarn'; allowed: default, linear, llama3",
+            "rope_scaling.type: got 'yarn'; allowed: default, llama3",
         ),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type: got 'dynamic'"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: missing"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.rope_type: got 'linear'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.factor: missing"),
         (
             {"num_key_value_heads": 3},
             r"num_key_value_heads: got 3; allowed: a divisor of num_attention_heads \(4\)",
@@ -81,12 +82,8 @@ LAYER_TYPES = "layer_types: got 'sliding_attention'; allowed: full_attention"
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, SLIDING),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, LAYER_TYPES),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 64}, SLIDING),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, LAYER_TYPES),
         (
-            "qwen3",
+            "qwen3_moe",
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "rope_scaling.rope_type: got 'yarn'",
         ),
@@ -132,6 +129,14 @@ LAYER_TYPES = "layer_types: got 'sliding_attention'; allowed: full_attention"
             {"do_layer_norm_before": "yes"},
             "do_layer_norm_before: got 'yes'; allowed: true or false",
         ),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: got False; allowed: true"),
+        ("opt", {"enable_bias": False}, "enable_bias: got False; allowed: true"),
+        ("opt", {"_remove_final_layer_norm": True}, "_layer_norm: got True; allowed: false"),
+        (
+            "opt",
+            {"word_embed_proj_dim": 64},
+            r"word_embed_proj_dim: got 64; allowed: hidden_size \(128\)",
+        ),
     ],
 )
 def test_what_other_families_cannot_do_here_is_refused_by_field(
@@ -154,9 +159,10 @@ def test_a_window_without_its_flag_is_of_no_effect(directory: Path) -> None:
         "use_sliding_window": False,
         "layer_types": ["full_attention"] * 4,
     }
-    change(directory, model_type="qwen2", architectures=["Qwen2ForCausalLM"], **plain)
+    plain |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    change(directory, model_type="qwen3_moe", architectures="absent", **plain)
 
-    assert ModelConfig.from_directory(directory).family == "qwen2"
+    assert ModelConfig.from_directory(directory).family == "qwen3_moe"
 
 
 def test_layers_without_experts_are_those_that_hugging_face_computes_so(directory: Path) -> None:
@@ -189,19 +195,21 @@ def test_mixtral_has_defaults_of_its_own(directory: Path) -> None:
 
 def test_both_spellings_of_rope_mean_the_same(directory: Path) -> None:
     """Checkpoints of all ages are around."""
-    change(directory, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    factors = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    factors |= {"original_max_position_embeddings": 64}
+    change(directory, rope_theta=5e5, rope_scaling={"type": "llama3", **factors})
     old = ModelConfig.from_directory(directory)
 
     change(
         directory,
         rope_theta="absent",
         rope_scaling="absent",
-        rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+        rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **factors},
     )
     new = ModelConfig.from_directory(directory)
 
     assert old == new
-    assert new.rope == Rope(5e5, RopeScaling("linear", 2.0))
+    assert new.rope == Rope(5e5, RopeScaling("llama3", 2.0, 1.0, 4.0, 64))
 
 
 def test_generation_config_names_the_end_tokens(directory: Path) -> None:

@@ -24,7 +24,6 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, two layers, heads 4:2": (
         "llama",
@@ -73,135 +72,6 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": LLAMA3_ROPE,
         },
     ),
-    "llama, linear rope, heads 9:3, head_dim 12": (
-        "llama",
-        {
-            "num_hidden_layers": 4,
-            "hidden_size": 72,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "intermediate_size": 160,
-            "head_dim": 12,
-            "rope_parameters": LINEAR_ROPE,
-        },
-    ),
-    "qwen2, heads 4:2": (
-        "qwen2",
-        {
-            "num_hidden_layers": 2,
-            "hidden_size": 64,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 128,
-        },
-    ),
-    "qwen2, tied, heads 6:2": (
-        "qwen2",
-        {
-            "num_hidden_layers": 2,
-            "hidden_size": 72,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "intermediate_size": 95,
-            "tie_word_embeddings": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        },
-    ),
-    "qwen2, window without its flag, heads 7:1": (
-        "qwen2",
-        {
-            "num_hidden_layers": 1,
-            "hidden_size": 84,
-            "num_attention_heads": 7,
-            "num_key_value_heads": 1,
-            "intermediate_size": 150,
-            "use_sliding_window": False,
-            "sliding_window": 16,
-            "max_window_layers": 0,
-            "rms_norm_eps": 1e-5,
-        },
-    ),
-    "qwen2, llama3 rope, heads 8:8": (
-        "qwen2",
-        {
-            "num_hidden_layers": 2,
-            "hidden_size": 96,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 8,
-            "intermediate_size": 100,
-            "rope_parameters": LLAMA3_ROPE,
-        },
-    ),
-    "qwen2, linear rope, heads 5:5": (
-        "qwen2",
-        {
-            "num_hidden_layers": 3,
-            "hidden_size": 70,
-            "num_attention_heads": 5,
-            "num_key_value_heads": 5,
-            "intermediate_size": 77,
-            "rope_parameters": LINEAR_ROPE,
-        },
-    ),
-    "qwen3, heads 4:2, head_dim 24": (
-        "qwen3",
-        {
-            "num_hidden_layers": 2,
-            "hidden_size": 64,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 128,
-            "head_dim": 24,
-        },
-    ),
-    "qwen3, tied, heads 6:3, head_dim 12": (
-        "qwen3",
-        {
-            "num_hidden_layers": 2,
-            "hidden_size": 60,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 3,
-            "intermediate_size": 90,
-            "head_dim": 12,
-            "tie_word_embeddings": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        },
-    ),
-    "qwen3, biases, heads 8:1": (
-        "qwen3",
-        {
-            "num_hidden_layers": 1,
-            "hidden_size": 128,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 1,
-            "intermediate_size": 200,
-            "head_dim": 16,
-            "attention_bias": True,
-            "rms_norm_eps": 1e-5,
-        },
-    ),
-    "qwen3, head_dim of its own default": (
-        "qwen3",
-        {
-            "num_hidden_layers": 1,
-            "hidden_size": 48,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "intermediate_size": 64,
-        },
-    ),
-    "qwen3, linear rope, heads 9:3, head_dim 14": (
-        "qwen3",
-        {
-            "num_hidden_layers": 3,
-            "hidden_size": 72,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "intermediate_size": 111,
-            "head_dim": 14,
-            "rope_parameters": LINEAR_ROPE,
-        },
-    ),
     "opt, two layers": (
         "opt",
         {
@@ -211,48 +81,14 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "ffn_dim": 256,
         },
     ),
-    "opt, norms behind, embeddings narrower": (
-        "opt",
-        {
-            "num_hidden_layers": 2,
-            "hidden_size": 72,
-            "num_attention_heads": 6,
-            "ffn_dim": 130,
-            "word_embed_proj_dim": 56,
-            "do_layer_norm_before": False,
-            "init_std": 0.25,
-        },
-    ),
-    "opt, untied, embeddings wider": (
+    "opt, untied": (
         "opt",
         {
             "num_hidden_layers": 3,
             "hidden_size": 75,
             "num_attention_heads": 5,
             "ffn_dim": 99,
-            "word_embed_proj_dim": 64,
             "tie_word_embeddings": False,
-        },
-    ),
-    "opt, no biases, plain norms": (
-        "opt",
-        {
-            "num_hidden_layers": 2,
-            "hidden_size": 96,
-            "num_attention_heads": 3,
-            "ffn_dim": 200,
-            "enable_bias": False,
-            "layer_norm_elementwise_affine": False,
-        },
-    ),
-    "opt, no final norm, odd heads": (
-        "opt",
-        {
-            "num_hidden_layers": 1,
-            "hidden_size": 63,
-            "num_attention_heads": 3,
-            "ffn_dim": 64,
-            "_remove_final_layer_norm": True,
         },
     ),
 }

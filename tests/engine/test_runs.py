@@ -37,7 +37,6 @@ def run_of(
     return GenerationRun(
         sequence=sequence,
         params=SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0),
-        biases=None,
         penalties=None,
         logprobs=None,
         text=object.__new__(OutputText),

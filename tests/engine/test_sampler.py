@@ -153,3 +153,21 @@ def test_log_probabilities_do_not_depend_on_the_place_in_a_batch(vocab: int) -> 
         batch[place] = row
 
         assert logprobs_of(batch[place], 5, 20) == alone
+
+
+@settings(deadline=None)
+@given(min_p=st.floats(0.01, 1), temperature=st.floats(0.1, 2), seed=st.integers(0, 99))
+def test_min_p_keeps_what_transformers_keeps(min_p: float, temperature: float, seed: int) -> None:
+    """Tokens with at least this share of the likeliest one's probability, after the temperature."""
+    from transformers import MinPLogitsWarper
+
+    row = torch.randn(40, generator=torch.Generator().manual_seed(seed)) * 5
+    warped = MinPLogitsWarper(min_p)(torch.tensor([[0]]), row[None].double() / temperature)[0]
+    kept = set(torch.isfinite(warped).nonzero().flatten().tolist())
+
+    params = SamplingParams(temperature=temperature, min_p=min_p, seed=seed)
+    drawn = {sample(row, params, position) for position in range(200)}
+
+    assert drawn <= kept
+    # The likeliest is drawn, unless forty others share its place.
+    assert int(row.argmax()) in drawn or len(kept) > 10

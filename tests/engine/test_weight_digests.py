@@ -21,8 +21,6 @@ OPT = {
     "hidden_size": 72,
     "num_attention_heads": 6,
     "ffn_dim": 260,
-    "word_embed_proj_dim": 35,
-    "do_layer_norm_before": False,
     "vocab_size": 97,
 }
 LLAMA = {

@@ -145,7 +145,7 @@ def test_an_extra_that_is_installed_is_not_complained_of(monkeypatch: pytest.Mon
     monkeypatch.setitem(EXTRAS, "engine", ())
 
     check_extras("engine")
-    with pytest.raises(MissingExtraError, match=r"not installed: matplotlib, numpy; "):
+    with pytest.raises(MissingExtraError, match=r"not installed: matplotlib, numpy, scipy; "):
         check_extras("engine", "report")
 
 
@@ -155,7 +155,8 @@ def test_a_replay_without_matplotlib_still_writes_its_numbers(tmp_path: Path) ->
     report: dict[str, Any] = {"schema_version": 1}
 
     assert command._write_page(report, tmp_path / "report.html").endswith(
-        "report.html: not installed: matplotlib, numpy; to install: pip install 'kvrs[report]')"
+        "report.html: not installed: matplotlib, numpy, scipy; to install: "
+        "pip install 'kvrs[report]')"
     )
     assert not (tmp_path / "report.html").exists()
 

@@ -109,7 +109,7 @@ def test_the_peak_is_stable_where_three_bins_keep_nine_tenths_of_it() -> None:
     [(1, 12.706), (4, 2.776), (30, 2.042), (40, 2.021), (60, 2.000), (1000, 1.962)],
 )
 def test_quantiles_of_t_are_those_of_the_tables(degrees: int, quantile: float) -> None:
-    """To the third digit, within the table and beyond it."""
+    """To the third digit."""
     assert t975(degrees) == pytest.approx(quantile, abs=6e-4)
     assert t975(degrees) > t975(degrees + 0.5) > t975(degrees + 1)
 

@@ -114,10 +114,10 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("presence_penalty", *_EVERYWHERE, of_output=True),
     BodyField("frequency_penalty", *_EVERYWHERE, of_output=True),
     BodyField("repetition_penalty", *_EVERYWHERE, of_output=True),
-    BodyField("logit_bias", _U, _R, _U, of_output=True, neutral=({},)),
-    BodyField("allowed_token_ids", _U, _R, _U, of_output=True),
+    BodyField("logit_bias", _R, _R, _U, of_output=True, neutral=({},)),
+    BodyField("allowed_token_ids", _R, _R, _U, of_output=True),
     # A word of several tokens may begin before the seam.
-    BodyField("bad_words", _U, _R, _U, seam=_INEXACT, of_output=True, neutral=([],)),
+    BodyField("bad_words", _R, _R, _U, seam=_INEXACT, of_output=True, neutral=([],)),
     BodyField("watermarking", *_VLLM_ONLY, seam=_INEXACT, of_output=True, neutral=(False,)),
     BodyField("response_format", _U, _R, _P, seam=_LEFT_OUT, neutral=({"type": "text"},)),
     BodyField("structured_outputs", *_VLLM_ONLY, seam=_LEFT_OUT, of_output=True),

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 
 from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.proxy.wire.journal import Journal
-from kvrs.text.chat import ChatOutput
 from kvrs.text.output import OutputText, StopStrings, TextDelta
 
 # More than an engine's detokeniser and ours can differ by, beside what either holds back for a stop
@@ -43,7 +42,7 @@ class Continuation:
     """
 
     def __init__(self, journal: Journal, tokenizer: Tokenizer) -> None:
-        self._text = _machine(journal, tokenizer)
+        self._text = OutputText(tokenizer, journal.parsed.request.stop_strings)
         replayed = self._feed(journal.output_ids, is_end=False)
         written = len(replayed.delta.text)
         held_back = (
@@ -76,7 +75,7 @@ class Continuation:
             piece = msgspec.structs.replace(
                 piece,
                 delta=delta,
-                finish_reason=self._reason(finish_reason),
+                finish_reason=finish_reason,
                 stop_reason=stop_reason,
             )
         return msgspec.structs.replace(piece, delta=self._unsent(piece.delta))
@@ -84,7 +83,7 @@ class Continuation:
     def end(self) -> Piece:
         """The end of a stream that has all its ids: what was held back, and why it ends."""
         if self.ended:
-            return Piece([], self._unsent(TextDelta("")), self._reason("stop"), self._ended_by)
+            return Piece([], self._unsent(TextDelta("")), "stop", self._ended_by)
         return Piece([], self._unsent(self._text.finish()), "length")
 
     def _feed(self, token_ids: Sequence[int], *, is_end: bool) -> Piece:
@@ -95,14 +94,8 @@ class Continuation:
                 break
             delta = delta.then(self._text.feed(token_id))
             if delta.stopped is not None:
-                return Piece(
-                    list(token_ids[:count]), delta, self._reason("stop"), delta.stopped, offsets
-                )
+                return Piece(list(token_ids[:count]), delta, "stop", delta.stopped, offsets)
         return Piece(list(token_ids), delta, offsets=offsets)
-
-    def _reason(self, finish_reason: str) -> str:
-        called = isinstance(self._text, ChatOutput) and self._text.called
-        return "tool_calls" if called and finish_reason == "stop" else finish_reason
 
     def _unsent(self, delta: TextDelta) -> TextDelta:
         text, self._lacks = self._lacks + delta.text, ""
@@ -148,18 +141,3 @@ class EngineText:
     def end(self) -> Piece:
         """The end of a stream that has all its ids."""
         return Piece([], TextDelta(self._stops.finish("")), "length")
-
-
-def _machine(journal: Journal, tokenizer: Tokenizer) -> OutputText | ChatOutput:
-    request = journal.parsed.request
-    # The chat of a plain engine is plain text; the embedded engine uses this very machine.
-    if not isinstance(request, ChatRequest) or journal.text_sent is not None:
-        return OutputText(tokenizer, request.stop_strings)
-    return ChatOutput(
-        tokenizer,
-        request.stop_strings,
-        stream=journal.stream,
-        prompt_ids=journal.prompt_ids or [],
-        tools=request.may_call_tools,
-        parallel_tool_calls=request.parallel_tool_calls is not False,
-    )

@@ -19,8 +19,6 @@ from kvrs.protocol.openai.chunks import (
     ChatChunkChoice,
     ChatDelta,
     Choice,
-    FunctionCall,
-    ToolCall,
     Usage,
 )
 from kvrs.protocol.openai.fields import EMBEDDED, ApiKind
@@ -68,13 +66,7 @@ CURRENT: ContextVar[RequestContext | None] = ContextVar("CURRENT", default=None)
 
 
 def _chat_delta(delta: TextDelta) -> ChatDelta:
-    calls = [
-        ToolCall(call.id, FunctionCall(call.name, call.arguments), index=call.index)
-        for call in delta.tool_calls
-    ]
-    says_nothing = not delta.text and (delta.reasoning or calls or not delta.is_content)
-    content = None if says_nothing else delta.text
-    return ChatDelta(content=content, reasoning_content=delta.reasoning or None, tool_calls=calls)
+    return ChatDelta(content=delta.text)
 
 
 class Endpoint(msgspec.Struct, frozen=True):

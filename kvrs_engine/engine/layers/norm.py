@@ -15,13 +15,10 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rows / torch.sqrt(mean_square + eps) * weight
 
 
-def layer_norm(rows: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Rows less their mean, divided by their standard deviation (Ba et al. 2016); then, if any,
-    weight and bias.
+def layer_norm(rows: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Rows less their mean, divided by their standard deviation, times `weight`, and `bias` (Ba et
+    al. 2016).
     """
     centred = rows - fold_sum(rows) / rows.shape[-1]
     variance = fold_sum(centred * centred) / rows.shape[-1]
-    normed = centred / torch.sqrt(variance + eps)
-    if weight is not None:
-        normed = normed * weight
-    return normed if bias is None else normed + bias
+    return centred / torch.sqrt(variance + eps) * weight + bias

@@ -18,11 +18,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     """Radians per position, `[head_dim / 2]`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / (theta**exponents)
-    if scaling is None:
-        return plain
-    if scaling.kind == "linear":
-        return plain / scaling.factor
-    return _llama3(plain, scaling)
+    return plain if scaling is None else _llama3(plain, scaling)
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:

@@ -23,7 +23,6 @@ from kvrs_engine.engine.models.decoder import (
     Layer,
     LayerNorm,
     Norm,
-    Projection,
     RmsNorm,
 )
 
@@ -114,27 +113,15 @@ def _moved(decoder: Decoder, move: Move) -> Decoder:
     assert decoder.head is not None
     tokens = move(decoder.embedding.tokens)
     positions = decoder.embedding.positions
-    embedding = Embedding(
-        tokens,
-        _moved_projection(decoder.embedding.projection, move),
-        None if positions is None else move(positions),
-    )
+    embedding = Embedding(tokens, None if positions is None else move(positions))
     layers = [_moved_layer(layer, move) for layer in decoder.layers]
     final_norm = None if decoder.final_norm is None else _moved_norm(decoder.final_norm, move)
-    projection = _moved_projection(decoder.projection, move)
     head = (
         _columns(decoder.head, tokens, move)
         if _same_memory(decoder.embedding.tokens, decoder.head.matrix)
         else _moved_columns(decoder.head, move)
     )
-    return replace(
-        decoder,
-        embedding=embedding,
-        layers=layers,
-        final_norm=final_norm,
-        projection=projection,
-        head=head,
-    )
+    return replace(decoder, embedding=embedding, layers=layers, final_norm=final_norm, head=head)
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
@@ -170,14 +157,7 @@ def _moved_experts(experts: Experts, move: Move) -> Experts:
 def _moved_norm(norm: Norm, move: Move) -> Norm:
     if isinstance(norm, RmsNorm):
         return RmsNorm(move(norm.weight), norm.eps)
-    weight, bias = norm.weight, norm.bias
-    return LayerNorm(
-        None if weight is None else move(weight), None if bias is None else move(bias), norm.eps
-    )
-
-
-def _moved_projection(projection: Projection | None, move: Move) -> Projection | None:
-    return None if projection is None else Projection(move(projection.weight.t()).t())
+    return LayerNorm(move(norm.weight), move(norm.bias), norm.eps)
 
 
 def _moved_columns(units: ColumnUnits, move: Move) -> ColumnUnits:

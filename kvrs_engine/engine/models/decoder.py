@@ -4,7 +4,7 @@ Families differ in which parts they are made of (`loading.py`), not in how these
 decoder may be the share that one rank of an instance has: some layers, and of these some units.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -18,18 +18,7 @@ from kvrs_engine.engine.layers.experts import Experts, RoutedSums
 from kvrs_engine.engine.layers.norm import layer_norm, rms_norm
 from kvrs_engine.engine.layers.rotary import RotaryTable, rotate
 from kvrs_engine.engine.layers.step import BatchStep
-from kvrs_engine.engine.layers.tiles import linear
 from kvrs_engine.engine.layers.units import CANONICAL, ColumnUnits, Form, Mlp, RowUnits
-
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """One matrix `[in, out]` that is no unit: every process that needs it has a copy."""
-
-    weight: Tensor
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return linear(rows, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +32,8 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
-    weight: Tensor | None
-    bias: Tensor | None
+    weight: Tensor
+    bias: Tensor
     eps: float
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -56,14 +45,11 @@ Norm = RmsNorm | LayerNorm
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    tokens: Tensor  # [vocab, embedding]
-    projection: Projection | None  # To the hidden size, where embeddings are narrower.
+    tokens: Tensor  # [vocab, hidden]
     positions: Tensor | None  # [positions, hidden], where positions are learned.
 
     def __call__(self, step: BatchStep) -> Tensor:
         rows = self.tokens.index_select(0, step.token_ids)
-        if self.projection is not None:
-            rows = self.projection(rows)
         return (
             rows
             if self.positions is None
@@ -195,10 +181,8 @@ class Decoder:
     rotary: RotaryTable | None
     first_layer: int
     layers: Sequence[Layer]
-    norm_first: bool
-    final_norm: Norm | None
-    projection: Projection | None  # Back to the width of the embeddings, where they are narrower.
-    head: ColumnUnits | None  # None: other ranks have the last layers.
+    final_norm: Norm | None  # None: other ranks have the last layers.
+    head: ColumnUnits | None  # As the norm.
     forms: Forms
 
     def forward(self, step: BatchStep, pool: KvStore) -> Tensor:
@@ -226,8 +210,8 @@ class Decoder:
             feed_units = partial(
                 layer.feed, layer=index, step=step, forms=self.forms, exchange=exchange
             )
-            hidden = self.add(hidden, layer.attention_norm, attend_units)
-            hidden = self.add(hidden, layer.mlp_norm, feed_units)
+            hidden = hidden + attend_units(layer.attention_norm(hidden))
+            hidden = hidden + feed_units(layer.mlp_norm(hidden))
         return hidden
 
     def logits(self, hidden: Tensor, step: BatchStep) -> Tensor:
@@ -238,9 +222,5 @@ class Decoder:
 
     def last(self, hidden: Tensor) -> Tensor:
         """Input of the head's units."""
-        if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
-        return hidden if self.projection is None else self.projection(hidden)
-
-    def add(self, hidden: Tensor, norm: Norm, block: Callable[[Tensor], Tensor]) -> Tensor:
-        return hidden + block(norm(hidden)) if self.norm_first else norm(hidden + block(hidden))
+        assert self.final_norm is not None, "this rank has units of the head"
+        return self.final_norm(hidden)

@@ -20,7 +20,7 @@ from kvrs_engine.elastic import grain
 from kvrs_engine.elastic.shares import Share
 from kvrs_engine.elastic.units import Unit, UnitKind
 from kvrs_engine.engine.layers.units import ColumnUnits, RowUnits
-from kvrs_engine.engine.models.decoder import Decoder, Norm, Projection, RmsNorm
+from kvrs_engine.engine.models.decoder import Decoder, Norm, RmsNorm
 
 _DIGEST_BYTES = 32
 _TREE = 3  # Version of what hashes are made of.
@@ -70,10 +70,10 @@ def leaves(decoder: Decoder, share: Share | None) -> dict[str, bytes]:
     """
     embedding, found = decoder.embedding, {}
     if embedding is not None:
-        projection = _matrix(embedding.projection)
-        found["embedding"] = _leaf(embedding.tokens, projection, embedding.positions)
+        # In the place of the second tensor there was another one in models that are not served.
+        found["embedding"] = _leaf(embedding.tokens, None, embedding.positions)
     if decoder.head is not None:
-        found["end"] = _leaf(*_of_norm(decoder.final_norm), _matrix(decoder.projection))
+        found["end"] = _leaf(*_of_norm(decoder.final_norm), None)
         rows = _of_columns(decoder.head)
         places = range(len(rows)) if share is None else share.vocabulary
         found |= {f"vocabulary {at}": leaf for at, leaf in zip(places, rows, strict=True)}
@@ -127,10 +127,6 @@ def _of_norm(norm: Norm | None) -> tuple[Tensor | None, ...]:
     if norm is None:
         return (None,)
     return (norm.weight,) if isinstance(norm, RmsNorm) else (norm.weight, norm.bias)
-
-
-def _matrix(projection: Projection | None) -> Tensor | None:
-    return None if projection is None else projection.weight.t()
 
 
 def _leaf(*tensors: Tensor | None) -> bytes:

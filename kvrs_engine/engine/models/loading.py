@@ -12,7 +12,6 @@ from kvrs_engine.elastic.shares import Share
 from kvrs_engine.engine.layers.experts import Experts, Router
 from kvrs_engine.engine.layers.proofs import Proofs
 from kvrs_engine.engine.layers.rotary import RotaryTable, inverse_frequencies
-from kvrs_engine.engine.layers.tiles import check_tile_products
 from kvrs_engine.engine.layers.units import ColumnUnits, Mlp, RowUnits, gated_silu
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.models.decoder import (
@@ -23,7 +22,6 @@ from kvrs_engine.engine.models.decoder import (
     Layer,
     LayerNorm,
     Norm,
-    Projection,
     RmsNorm,
 )
 from kvrs_engine.engine.models.forms import choose_forms
@@ -154,10 +152,6 @@ def proven(decoder: Decoder, proofs: Proofs | None = None) -> Decoder:
     Raises:
         KvrsError: there are none.
     """
-    into = None if decoder.embedding is None else decoder.embedding.projection
-    for projection in (into, decoder.projection):
-        if projection is not None:
-            check_tile_products(projection.weight)
     return replace(decoder, forms=choose_forms(decoder.layers, decoder.head, proofs))
 
 
@@ -183,28 +177,16 @@ class _DecoderLoader:
         self._names = names_of(config, weights)
 
     def decoder(self, positions: int) -> Decoder:
-        config, share, trunk = self._config, self._share, self._names.trunk
-        narrow = config.embedding != config.hidden
-        embedding, back = None, None
+        share, trunk = self._share, self._names.trunk
+        embedding = None
         if share.is_first:
-            into = (
-                self._projection(f"{trunk}.project_in", config.embedding, config.hidden)
-                if narrow
-                else None
-            )
-            embedding = Embedding(self._tokens(), into, self._learned_positions())
-        if share.is_last and narrow:
-            back = self._projection(f"{trunk}.project_out", config.hidden, config.embedding)
+            embedding = Embedding(self._tokens(), self._learned_positions())
         return Decoder(
             embedding=embedding,
             rotary=self.rotary(positions) if positions else None,
             first_layer=share.layers.start,
             layers=[self._layer(index) for index in share.layers],
-            norm_first=config.norm_first,
-            final_norm=self._norm(f"{trunk}.{self._names.final_norm}")
-            if config.final_norm and share.is_last
-            else None,
-            projection=back,
+            final_norm=self._norm(f"{trunk}.{self._names.final_norm}") if share.is_last else None,
             head=self._head(embedding) if share.is_last else None,
             forms=Forms(),
         )
@@ -212,15 +194,15 @@ class _DecoderLoader:
     def _tokens(self) -> Tensor:
         config = self._config
         name = f"{self._names.trunk}.embed_tokens.weight"
-        return self._tensor(name, config.vocab, config.embedding)
+        return self._tensor(name, config.vocab, config.hidden)
 
     def _head(self, embedding: Embedding | None) -> ColumnUnits:
         """Rows of the head; where these are the embeddings', in their memory if all are here."""
         config, tiles = self._config, self._grain.vocabulary
         if not self._share.vocabulary:
-            return ColumnUnits.of(torch.empty(0, config.embedding, device=self._device), [])
+            return ColumnUnits.of(torch.empty(0, config.hidden, device=self._device), [])
         if not config.tied_embeddings:
-            rows = self._tensor("lm_head.weight", config.vocab, config.embedding)
+            rows = self._tensor("lm_head.weight", config.vocab, config.hidden)
         else:
             rows = self._tokens() if embedding is None else embedding.tokens
         own = [tiles[place] for place in self._share.vocabulary]
@@ -298,14 +280,10 @@ class _DecoderLoader:
 
     def _norm(self, name: str) -> Norm:
         config = self._config
-        weight = self._tensor(f"{name}.weight", config.hidden) if config.norm_affine else None
+        weight = self._tensor(f"{name}.weight", config.hidden)
         if config.norm == "layer":
-            return LayerNorm(
-                weight,
-                self._tensor(f"{name}.bias", config.hidden) if config.norm_affine else None,
-                config.norm_eps,
-            )
-        assert weight is not None, "a root mean square norm has weights"
+            bias = self._tensor(f"{name}.bias", config.hidden)
+            return LayerNorm(weight, bias, config.norm_eps)
         return RmsNorm(weight, config.norm_eps)
 
     def rotary(self, positions: int) -> RotaryTable | None:
@@ -325,9 +303,6 @@ class _DecoderLoader:
         rows = config.max_positions + _OPT_POSITIONS_OFFSET
         table = self._tensor(f"{self._names.trunk}.embed_positions.weight", rows, config.hidden)
         return table[_OPT_POSITIONS_OFFSET:]
-
-    def _projection(self, name: str, inner: int, outer: int) -> Projection:
-        return Projection(self._tensor(f"{name}.weight", outer, inner).t())
 
     def _column_units(
         self,

@@ -56,13 +56,11 @@ def _shapes(config: ModelConfig) -> set[tuple[int, int]]:
     shapes = {
         (hidden, (shared + 2) * config.head_dim),
         (shared * config.head_dim, hidden),
-        *((config.embedding, len(tile)) for tile in config.grain.vocabulary),
+        *((hidden, len(tile)) for tile in config.grain.vocabulary),
     }
     if config.experts is not None:
         shapes.add((hidden, config.experts.count))
     for tile in (*config.grain.mlp, *config.grain.dense_mlp):
         wide = len(tile) * (2 if config.mlp == "gated silu" else 1)
         shapes |= {(hidden, wide), (len(tile), hidden)}
-    if config.embedding != hidden:
-        shapes |= {(config.embedding, hidden), (hidden, config.embedding)}
     return shapes

@@ -139,7 +139,7 @@ class UnitBlocks:
             case UnitKind.VOCABULARY:
                 name = f"{names.trunk}.embed_tokens" if config.tied_embeddings else "lm_head"
                 tile = self._grain.vocabulary[unit.place]
-                return _Stored([(name, config.vocab, tile)], config.embedding, False, None)
+                return _Stored([(name, config.vocab, tile)], config.hidden, False, None)
             case UnitKind.COMMON | UnitKind.CELLS:
                 raise AssertionError(f"{unit} has no block of weights")
 

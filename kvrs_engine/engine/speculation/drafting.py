@@ -5,7 +5,6 @@ have room ahead of what was verified.
 import time
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
@@ -35,10 +34,14 @@ class Drafting:
         batch = self.batches.next()
         if not batch:
             return []
-        logits = iter(self._execute([chunk for _, _, chunk in batch]))
+        logits = iter(self._execute([chunk for _, chunk in batch]))
         choices = [
-            _choose(next(logits), stream.choice, chunk.first_position + len(chunk.token_ids))
-            for stream, _, chunk in batch
+            sample(
+                next(logits),
+                _params(stream.choice),
+                chunk.first_position + len(chunk.token_ids),
+            )
+            for stream, chunk in batch
             if chunk.logits
         ]
         return self.batches.advanced(batch, choices)
@@ -49,15 +52,6 @@ class Drafting:
         if self._pace is not None:
             time.sleep(max(0.0, began_s + self._pace.batch_s(chunks) - time.monotonic()))
         return logits
-
-
-def _choose(row: Tensor, choice: DraftChoice, position: int) -> tuple[int, int]:
-    """The token that logits `[vocab]` choose there, and the one that they would without it."""
-    params = _params(choice)
-    draft = sample(row, params, position)
-    others = row.clone()
-    others[draft] = -torch.inf
-    return draft, sample(others, params, position)
 
 
 def _params(choice: DraftChoice) -> SamplingParams:

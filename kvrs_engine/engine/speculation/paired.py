@@ -8,6 +8,7 @@ comes. Nothing waits for them.
 import asyncio
 import hashlib
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
@@ -21,6 +22,8 @@ from kvrs.protocol.speculation import (
     Burst,
     DraftChoice,
     DraftOffer,
+    Reload,
+    ReloadNotice,
     SpeculationReport,
     in_messages,
 )
@@ -33,6 +36,25 @@ log = logging.getLogger(__name__)
 _OFFER_S = 5.0  # Within which a helper says what it is.
 NEVER = WSCloseCode.UNSUPPORTED_DATA  # No instance of this cluster takes drafts of such a model.
 _NOT_NOW = WSCloseCode.POLICY_VIOLATION
+
+
+class ReloadNotices:
+    """Other instances that are being started again, by their own notices."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._notices: dict[InstanceId, tuple[ReloadNotice, float]] = {}  # Until when.
+
+    def note(self, notice: ReloadNotice) -> None:
+        self._notices[notice.instance] = notice, self._clock() + notice.for_s
+
+    def now(self) -> dict[InstanceId, Reload]:
+        now_s = self._clock()
+        return {
+            name: notice.reload
+            for name, (notice, until_s) in self._notices.items()
+            if until_s > now_s
+        }
 
 
 class PairedDrafts(DraftSource):

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from kvrs.config.file import Config
-from kvrs.config.speculation import DraftSourceName, DraftTime
+from kvrs.config.speculation import DraftSourceName
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
 from kvrs.net.proving import ProvingConnector, instance_keys
@@ -68,14 +68,8 @@ class Restart:
         self._logged: tuple[ReloadState, InstanceId | None] | None = None
         self.skipped = ""  # Why no drafts are made.
         speculation, engine = config.speculation, config.cluster.engine
-        self.is_announced = start > 1 and (
-            speculation.source is DraftSourceName.DRAFT
-            or (
-                speculation.source is DraftSourceName.LOOKUP
-                and speculation.when is DraftTime.RELOAD
-            )
-        )
-        self._helps = self.is_announced and speculation.source is DraftSourceName.DRAFT
+        self.is_announced = start > 1 and speculation.source is DraftSourceName.DRAFT
+        self._helps = self.is_announced
         draft = Path(speculation.draft or "")
         self._draft_reading = reading_of(draft, engine.disk_bytes_per_s, speculation.pace)
         before = self._draft_reading if self._helps else None

@@ -24,7 +24,6 @@ from kvrs.config.file import parse_config
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.speculation import SpeculationReport
 from kvrs_engine.elastic import waiting
 from kvrs_engine.elastic.plans import Move
 from kvrs_engine.elastic.reforming import ReformingPhase
@@ -39,6 +38,7 @@ from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.ports import instance_client
+from tests.engine.guesses import Guesses
 from tests.engine.ranks.test_rank_group import SETTINGS, group_of
 from tests.engine.serving import SECRET
 
@@ -392,14 +392,14 @@ async def test_drafts_are_verified_where_ranks_are_lost(
     tiny_model: Path, list_alone: list[list[int]], ranks: dict[str, int]
 ) -> None:
     """Batches with drafts, of two stages two at a time, are dropped and computed again."""
-    drafted: list[SpeculationReport] = []
+    guesses = Guesses(list_alone)
 
     through = await answers_of(
-        tiny_model, ranks, ["kill", "lose_device"], fields=LIST, drafted=drafted
+        tiny_model, ranks, ["kill", "lose_device"], fields=LIST, drafts=guesses
     )
 
     assert through == list_alone
-    assert 0 < drafted[0].accepted <= drafted[0].proposed
+    assert 0 < guesses.accepted < guesses.proposed
 
 
 async def answers_of(
@@ -412,20 +412,20 @@ async def answers_of(
     fields: Mapping[str, Any] = MappingProxyType({}),
     elastic: Mapping[str, Any] = MappingProxyType({}),
     tables: list[PrefillTable] | None = None,
-    drafted: list[SpeculationReport] | None = None,
+    drafts: Guesses | None = None,
 ) -> list[list[int]]:
-    """`lost`: of how many streams cells were lost; `tables`: of the instance's prefill; `drafted`:
-    what has become of its drafts, without which it makes none.
-    """
+    """`lost`: of how many streams cells were lost; `tables`: of the instance's prefill."""
     nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both", **ranks}]}]
     config = parse_config(
         {
             "cluster": {"model": str(model), "engine": {"pages": 512}, "nodes": nodes},
             "elastic": dict(elastic),
-            "speculation": {} if drafted is None else {"source": "lookup", "when": "always"},
         }
     )
     instance = EngineInstance(config, InstanceId("e0"), 1, SECRET)
+    if drafts is not None:
+        instance.core._drafts = drafts
+        instance.core.hooks.append(drafts)
     async with asyncio.timeout(600), instance_client(make_app(instance), SECRET) as client:
         await instance.start()
         watching = asyncio.create_task(watch(client, reports if reports is not None else []))
@@ -439,10 +439,7 @@ async def answers_of(
                 lost.append(len(instance.core.missing_pages))
             if tables is not None:
                 tables.append(instance.prefill)
-            found = list(await asyncio.gather(*tasks))
-            if drafted is not None and (report := instance.load().speculation) is not None:
-                drafted.append(report)
-            return found
+            return list(await asyncio.gather(*tasks))
         finally:
             watching.cancel()
             await instance.close()

@@ -74,9 +74,6 @@ class Cluster:
         async with self._http.post(f"{self._url('d0')}/kvrs/v1/reload", data=body) as answer:
             return answer.status
 
-    async def until_active(self, active: bool) -> None:
-        await self.until(lambda report: report.active is active)
-
 
 @asynccontextmanager
 async def asking(processes: Processes) -> AsyncIterator[Cluster]:

@@ -31,7 +31,7 @@ SCHEMA = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 40, "maxIt
 JSON = {"type": "json_schema", "json_schema": {"name": "list", "schema": SCHEMA}}
 KINDS: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 0.8, "seed": 5, "top_p": 0.95},
-    "penalties": {"frequency_penalty": 0.3, "presence_penalty": 0.2, "logit_bias": {"77": 2}},
+    "penalties": {"frequency_penalty": 0.3, "presence_penalty": 0.2},
     "JSON": {"response_format": JSON},
 }
 

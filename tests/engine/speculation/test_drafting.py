@@ -51,9 +51,7 @@ def test_drafts_of_the_model_itself_are_all_right(
         while len(ids) < 100:
             while drafting.batches.has_work:
                 for burst in drafting.step():
-                    bursts.came(
-                        burst.position, burst.token_ids, burst.begins_anew, burst.is_alternative
-                    )
+                    bursts.came(burst.position, burst.token_ids, burst.begins_anew)
             drafts = bursts.proposal(ids, DEPTH)
             assert len(drafts) == DEPTH
             chunk = Chunk(

@@ -30,7 +30,7 @@ async def ids(
     return found
 
 
-@pytest.mark.parametrize("source", ["lookup", "draft", "off"])
+@pytest.mark.parametrize("source", ["draft", "off"])
 @pytest.mark.parametrize("heat", [0.0, 1.0])
 async def test_drafts_of_a_request_are_verified_while_its_source_is_silent(
     tiny_model: Path, source: str, heat: float
@@ -62,7 +62,7 @@ async def test_drafts_that_cannot_be_any_are_refused(
     tiny_model: Path, drafts: list[Any], named: str
 ) -> None:
     """The engine serves on."""
-    async with serving(tiny_model, speculation={"source": "lookup"}) as (_, client):
+    async with serving(tiny_model) as (_, client):
         params = {"stream": "s", "attempt": 1, "prompt_tokens": 3, "drafts": drafts}
         body = {"prompt": [1, 2, 3], "max_tokens": 3, "kvrs": params}
         async with client.post("/v1/completions", json=body) as answer:
@@ -81,7 +81,8 @@ async def test_a_draft_behind_which_nothing_is_a_number_spoils_no_token(
     the page; zero times what is no number is none.
     """
     write_turning_model(tmp_path / "model")
-    async with serving(tmp_path / "model", speculation={"source": "lookup"}) as (instance, client):
+    speculation = {"source": "draft", "draft": str(tmp_path / "model")}
+    async with serving(tmp_path / "model", speculation=speculation) as (instance, client):
         whole = await ids(client, [], heat, [], attempt=1)
         for right in range(3):
             drafts = [*whole[CUT + 1 :][:right], *[BAD_ID] * 5]

@@ -32,7 +32,7 @@ def config(tmp_path: Path, draft_bytes: int, source: str = "draft", **engine: An
 
 @pytest.mark.parametrize(
     ("source", "start", "is_announced"),
-    [("draft", 1, False), ("draft", 2, True), ("lookup", 2, True), ("off", 2, False)],
+    [("draft", 1, False), ("draft", 2, True), ("off", 2, False)],
 )
 def test_only_a_further_start_is_announced(
     tmp_path: Path, source: str, start: int, is_announced: bool

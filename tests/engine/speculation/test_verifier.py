@@ -3,18 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import aiohttp
 import pytest
 
 from kvrs.protocol.tags import page_tags
-from kvrs_engine.engine import random_model
-from kvrs_engine.engine.hooks import DraftSource, StepHook
+from kvrs_engine.engine.hooks import StepHook
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.kv_pool import KvPool
 from kvrs_engine.engine.requests import GenerationRun
+from tests.engine.guesses import Guesses
 from tests.engine.serving import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
@@ -37,38 +36,11 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "frequency_penalty": 0.6,
         "repetition_penalty": 1.1,
     },
-    "biases": {"temperature": 0, "logit_bias": {"7": 4.0}, "bad_words": ["ka", "lo ve"]},
     "stop": {"temperature": 1.0, "seed": 7, "stop": ["e", "un"]},
     "min_tokens": {"temperature": 1.0, "seed": 8, "min_tokens": 20, "stop_token_ids": [*range(99)]},
     "logprobs": {"temperature": 0.7, "seed": 9, "logprobs": 3},
     "json": {"temperature": 1.0, "seed": 10, "response_format": JSON, "max_tokens": 200},
 }
-
-
-class Guesses(DraftSource):
-    """Drafts of random length, of which most go on as the calm stream did, and some do not."""
-
-    def __init__(self) -> None:
-        self.calm: list[list[int]] = []
-        self.random = Random(3)
-        self.proposed = self.accepted = 0
-
-    @property
-    def active(self) -> bool:
-        return True
-
-    def propose(self, run: GenerationRun, most: int) -> list[int]:
-        here = run.sequence.token_ids
-        calm = next((ids for ids in self.calm if ids[: len(here)] == here), here)
-        drafts = calm[len(here) : len(here) + self.random.randint(0, min(most, 8))]
-        return [
-            token_id if self.random.random() < 0.8 else self.random.randrange(512)
-            for token_id in drafts
-        ]
-
-    def verified(self, run: GenerationRun, proposed: int, accepted: int) -> None:
-        self.proposed += proposed
-        self.accepted += accepted
 
 
 class Filled(StepHook):
@@ -128,11 +100,8 @@ async def test_answers_with_drafts_are_those_without(engines: list[Engine], kind
     (calm, calm_client), (other, client) = engines
     asked = bodies(REQUESTS[kind])
     expected = await asyncio.gather(*(answer(calm_client, body) for body in asked))
-    guesses = Guesses()
-    guesses.calm = [
-        [*body["prompt"], *found["choices"][0]["token_ids"]]
-        for body, found in zip(asked, expected, strict=True)
-    ]
+    guesses = Guesses([found["choices"][0]["token_ids"] for found in expected])
+    histories = [[*body["prompt"], *ids] for body, ids in zip(asked, guesses.outputs, strict=True)]
     core = other.core
     core._drafts = guesses
     filled = Filled(other)
@@ -151,7 +120,7 @@ async def test_answers_with_drafts_are_those_without(engines: list[Engine], kind
     other.core.scheduler.check()
     told = [
         (page, filled.pages[tag])
-        for ids in guesses.calm
+        for ids in histories
         for tag, page in zip(page_tags(calm.root(""), ids, PAGE), _pages(calm, ids), strict=True)
         if page is not None and tag in filled.pages
     ]
@@ -159,35 +128,12 @@ async def test_answers_with_drafts_are_those_without(engines: list[Engine], kind
     assert all(mine == theirs for mine, theirs in told), "KV of wrong drafts is in a checkpoint"
     pairs = [
         pair
-        for ids in guesses.calm
+        for ids in histories
         for pair in zip(_pages(calm, ids), _pages(other, ids), strict=True)
         if None not in pair
     ]
     assert pairs
     assert all(mine == theirs for mine, theirs in pairs)
-
-
-async def test_lookup_proposes_what_a_stream_repeats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model with small weights goes round in circles."""
-    monkeypatch.setattr(random_model, "INITIALIZER_RANGE", 0.05)
-    model = tmp_path / "model"
-    random_model.write_tiny_model(model, seed=0)
-    asked = bodies({"temperature": 0, "max_tokens": 150})
-    lookup = {"source": "lookup", "when": "always", "depth": 3}
-    async with serving(model) as (_, calm_client), serving(model, speculation=lookup) as other:
-        instance, client = other
-        expected = await asyncio.gather(*(answer(calm_client, body) for body in asked))
-
-        found = await asyncio.gather(*(answer(client, body) for body in asked))
-
-        assert [*map(_told, found)] == [*map(_told, expected)]
-        report = instance.load().speculation
-    assert report is not None
-    assert report.active
-    assert report.steps < report.proposed <= 3 * report.steps
-    assert 8 * 150 / 4 < report.accepted <= report.proposed
 
 
 def _told(found: dict[str, Any]) -> dict[str, Any]:

@@ -223,35 +223,23 @@ async def test_echo_of_ids_without_a_tokenizer_is_refused(build: ProxyClusterBui
 
 
 async def test_a_whole_chat_gathers_all_parts_of_the_message(build: ProxyClusterBuilder) -> None:
-    """Reasoning, content, calls and log probabilities, as the engine's own whole answers have them;
-    through a cut.
+    """Content, ids and log probabilities, as the engine's own whole answers have them; through a
+    cut.
     """
     system = await build()
     system.script.cuts["cut"] = Cut(Fault.ERROR, 9)
-    messages = [{"role": "user", "content": "play all/tokens."}]
+    messages = [{"role": "user", "content": "play latin."}]
 
     answer = await whole(
-        system,
-        **CHAT | {"messages": messages},
-        tools=TOOLS,
-        logprobs=True,
-        return_token_ids=True,
-        user="cut",
+        system, **CHAT | {"messages": messages}, logprobs=True, return_token_ids=True, user="cut"
     )
 
     assert not system.script.cuts
     assert answer["object"] == "chat.completion"
-    assert answer["prompt_token_ids"] == list(b"user: play all/tokens.\n")
+    assert answer["prompt_token_ids"] == list(b"user: play latin.\n")
     (choice,) = answer["choices"]
-    (call,) = choice["message"].pop("tool_calls")
-    assert choice["message"] == {
-        "content": "\nAh. ",
-        "role": "assistant",
-        "reasoning_content": "é?",
-    }
-    assert call["function"] == {"name": "f", "arguments": '{"q": "é"}'}
-    assert (call["type"], choice["finish_reason"]) == ("function", "tool_calls")
-    assert choice["token_ids"] == vocabulary().spell("all/tokens", SCENARIOS["all/tokens"])
+    assert choice["message"] == {"content": SCENARIOS["latin"], "role": "assistant"}
+    assert choice["token_ids"] == vocabulary().spell("latin", SCENARIOS["latin"])
     assert [entry["token"] for entry in choice["logprobs"]["content"]] == [
         f"t{i}" for i in choice["token_ids"]
     ]
@@ -259,7 +247,9 @@ async def test_a_whole_chat_gathers_all_parts_of_the_message(build: ProxyCluster
 
 
 async def test_calls_that_come_in_pieces_are_put_together() -> None:
-    """Some engines send the arguments of a call in pieces; the index identifies the call."""
+    """Some engines send the arguments of a call in pieces; the index identifies the call. Reasoning
+    comes before.
+    """
     client = WholeClient()
     pieces: list[dict[str, Any]] = [
         {"index": 1, "id": "b", "type": "function", "function": {"name": "g", "arguments": ""}},
@@ -267,21 +257,15 @@ async def test_calls_that_come_in_pieces_are_put_together() -> None:
         {"index": 1, "function": {"arguments": "{}"}},
         {"index": 0, "function": {"arguments": ":1}"}},
     ]
-    for piece in pieces:
-        client.send(
-            [
-                msgspec.json.encode(
-                    {"choices": [{"delta": {"tool_calls": [piece]}, "token_ids": [1]}]}
-                )
-            ]
-        )
+    for delta in ({"reasoning_content": "é?"}, *({"tool_calls": [piece]} for piece in pieces)):
+        client.send([msgspec.json.encode({"choices": [{"delta": delta, "token_ids": [1]}]})])
 
     parsed = read(CHAT_ENDPOINT, msgspec.json.encode(CHAT))
     message = client.choice(Journal(StreamId("1"), parsed, arrived_s=0.0, prompt_ids=[1]), 0, None)[
         "message"
     ]
 
-    assert message["content"] is None
+    assert (message["content"], message["reasoning_content"]) == (None, "é?")
     assert [(call["id"], call["function"]) for call in message["tool_calls"]] == [
         ("a", {"name": "f", "arguments": '{"x":1}'}),
         ("b", {"name": "g", "arguments": "{}"}),

@@ -90,26 +90,19 @@ async def test_usage_says_what_the_first_attempt_had_cached(
     assert unknown.usage.prompt_tokens_details is None
 
 
-async def test_the_helper_for_streams_puts_tool_calls_together(
+async def test_the_helper_for_streams_puts_a_message_together(
     system: ProxyCluster, client: openai.AsyncOpenAI
 ) -> None:
-    """The package's own accumulation of deltas, through a cut in the middle of the call."""
-    whole = await client.chat.completions.create(**chat("all/tokens", tools=TOOLS))
-    cut(system, 20)
+    """The package's own accumulation of deltas, through a cut."""
+    whole = await client.chat.completions.create(**chat("latin", tools=TOOLS))
+    cut(system, 9)
 
-    async with client.chat.completions.stream(**chat("all/tokens", tools=TOOLS)) as stream:
+    async with client.chat.completions.stream(**chat("latin", tools=TOOLS)) as stream:
         streamed = await stream.get_final_completion()
 
     assert not system.script.cuts
     for answer in (whole, streamed):
-        message = answer.choices[0].message
-        assert message.content == "\nAh. "
-        assert message.tool_calls is not None
-        (call,) = message.tool_calls
-        assert call.type == "function"
-        assert (call.function.name, call.function.arguments) == ("f", '{"q": "é"}')
-        assert answer.choices[0].finish_reason == "tool_calls"
-        assert getattr(message, "reasoning_content", None) == "é?"
+        assert answer.choices[0].message.content == SCENARIOS["latin"]
 
 
 async def test_log_probabilities_and_choices_of_a_chat(
@@ -228,7 +221,7 @@ async def test_several_choices_stream_side_by_side(
             texts[choice.index] += choice.delta.content or ""
 
     assert not system.script.cuts
-    assert set(texts.values()) == {"\n\nIt is 56."}
+    assert set(texts.values()) == {SCENARIOS["thought"]}
 
 
 async def test_a_chat_that_is_wrong_is_a_bad_request(

@@ -1,14 +1,10 @@
 """Traces: what a request, its calls and its recoveries become at a collector."""
 
-import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
@@ -16,19 +12,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId, StreamId
-from kvrs.proxy.server import Proxy
 from kvrs.proxy.streams.spans import RequestTracer
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, RequestContext, read
-from kvrs_engine.engine.instance import EngineInstance
-from kvrs_engine.engine.random_model import write_tiny_model
-from kvrs_engine.engine.server import serve_http
-from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Fault
-from tests.agent.agents import SECRET
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.tracing.collector import Collector, collecting, facts_of
 
@@ -52,42 +41,6 @@ async def asked(system: ProxyCluster, flags: str | None = "01", **fields: Any) -
     async with system.http.post(url, json=REQUEST | fields, headers=headers) as answer:
         await answer.read()
         return answer.status
-
-
-@asynccontextmanager
-async def engines(directory: Path) -> AsyncIterator[Proxy]:
-    """A proxy and two embedded engines, ready; all have ended when the block is left."""
-    write_tiny_model(directory / "tiny", seed=0)
-    ports = iter(free_ports(4))
-    names = {"p0": "prefill", "d0": "decode"}
-    instances = [
-        {"id": name, "role": role, "port": next(ports), "page_port": next(ports)}
-        for name, role in names.items()
-    ]
-    config = parse_config(
-        {
-            "proxy": {"port": 0, "admin_port": 0, "load_interval_s": 0.05, "self_test": False},
-            "cluster": {
-                "model": str(directory / "tiny"),
-                "nodes": [{"id": "n0", "instances": instances}],
-                "engine": {"max_model_len": 128},
-            },
-        }
-    )
-    async with AsyncExitStack() as stack:
-        for name in names:
-            engine = EngineInstance(config, InstanceId(name), 1, SECRET)
-            await stack.enter_async_context(serve_http(engine, allow_faults=False))
-        proxy = Proxy(config, SECRET)
-        await proxy.start()
-        stack.push_async_callback(proxy.close)
-        async with asyncio.timeout(180), aiohttp.ClientSession() as http:
-            while True:
-                async with http.get(f"http://127.0.0.1:{proxy.port}/readyz") as answer:
-                    if answer.status == 200:
-                        break
-                await asyncio.sleep(0.02)
-        yield proxy
 
 
 def sent(system: ProxyCluster) -> list[str]:
@@ -203,52 +156,6 @@ async def test_the_resource_names_the_proxy(
         "prefill p0",
         "text_completion scripted",
     ]
-
-
-async def test_an_embedded_engine_shows_what_a_call_went_through(
-    collector: Collector, tmp_path: Path
-) -> None:
-    """One trace from the client to the engines: pages are fetched from prefill, and decode of the
-    run ends with the call.
-    """
-    async with engines(tmp_path) as proxy:
-        body = REQUEST | {"model": None, "prompt": [*range(5, 45)], "stream": True}
-        url = f"http://127.0.0.1:{proxy.port}/v1/completions"
-        async with aiohttp.ClientSession() as http:
-            for sampled in ("01", "00"):
-                given = {"traceparent": f"00-{TRACE}-{SPAN}-{sampled}"}
-                async with http.post(url, json=body, headers=given) as answer:
-                    assert (await answer.read()).endswith(b"data: [DONE]\n\n")
-
-    def below(parent: Span) -> dict[str, Span]:
-        own = [span for span in collector.spans if span.parent_span_id == parent.span_id]
-        assert {span.trace_id.hex() for span in own} == {TRACE}
-        assert len({span.name for span in own}) == len(own)
-        return {span.name: span for span in own}
-
-    (request,) = collector.named("text_completion")
-    calls = below(request)
-    assert calls.keys() == {"prefill p0", "decode d0"}
-    for name, call in calls.items():
-        ((run_name, run),) = below(call).items()
-        assert (run_name, run.kind) == (f"run {name[-2:]}", Span.SPAN_KIND_SERVER)
-        assert call.start_time_unix_nano <= run.start_time_unix_nano
-        parts = below(run)
-        for part in parts.values():
-            assert run.start_time_unix_nano <= part.start_time_unix_nano
-            assert part.start_time_unix_nano <= part.end_time_unix_nano <= run.end_time_unix_nano
-        if name == "prefill p0":
-            assert parts.keys() == {"queue", "prefill"}
-            continue
-        assert parts.keys() == {"queue", "fetch", "prefill", "decode"}
-        assert parts["queue"].end_time_unix_nano == parts["fetch"].start_time_unix_nano
-        assert parts["prefill"].end_time_unix_nano == parts["decode"].start_time_unix_nano
-        assert parts["fetch"].end_time_unix_nano <= parts["prefill"].start_time_unix_nano
-        facts = facts_of(run)
-        assert (facts["kvrs.attempt"], facts["kvrs.history_tokens"]) == (1, 40)
-        assert facts["gen_ai.usage.output_tokens"] == 6
-        (event,) = run.events
-        assert event.name == "first_token"
 
 
 async def test_engines_are_told_of_a_trace_that_the_sampler_leaves_out(
