@@ -14,7 +14,6 @@ import torch
 
 from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
-from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
@@ -303,16 +302,3 @@ def test_the_pace_of_a_long_table_is_noted(tmp_path: Path, tiny_model: Path) -> 
         tokens = (len(noted.seconds) - 1) * noted.step_tokens
         assert tokens > 1024
         assert noted.seconds[-1] == pytest.approx(prefill_table(pace).seconds_for(tokens))
-
-
-def test_more_memory_than_there_is_is_refused_at_the_start(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    """With the bytes that are missing, and nothing left behind."""
-    written = anchored_document(tmp_path, tiny_model)
-    written["cluster"]["engine"] |= {"pages": 1 << 24, "page_size_tokens": 256}
-    agent = AgentProcess(tmp_path, written)
-    with ended(agent):
-        agent.start()
-        with pytest.raises(ConfigError, match=r"state_plane: memory of 'e0': \d+ bytes; allowed"):
-            instance_of(agent.config, 1)

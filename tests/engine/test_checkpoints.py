@@ -25,14 +25,12 @@ from kvrs.transfer.peers import (
     Peer,
     StoreCode,
     StoredPages,
-    TrafficClass,
 )
 from kvrs_engine.engine.checkpoints import Checkpointer
 from kvrs_engine.engine.kv_pool import KvPool
 from kvrs_engine.engine.requests import GenerationRun
 from kvrs_engine.scheduling import sequences
 from kvrs_engine.scheduling.pages import PageManager
-from kvrs_engine.scheduling.sources import PullSource
 
 PAGE = 4
 GEOMETRY = KvGeometry(layers=1, kv_heads=1, head_dim=2, dtype_bytes=4, page_size_tokens=PAGE)
@@ -48,11 +46,9 @@ class Agents:
         self.reserved: set[tuple[InstanceId, StreamId]] = set()
         self.tags: dict[tuple[InstanceId, StreamId], list[Tag]] = {}
         self.bytes: dict[Tag, bytes] = {}
-        self.latest: dict[tuple[InstanceId, StreamId], tuple[int, int]] = {}
         self.received: list[Tag] = []
         self.offers = 0
         self.stalled = 0
-        self.page_s = 0.0  # For which it takes a page.
         self.stall: asyncio.Future[None] | None = None
         self.on_store: Callable[[], None] = lambda: None
 
@@ -62,12 +58,8 @@ class Agents:
         self.offers += 1
         await self._suffer(peer.instance, "offers")
         key = (peer.instance, claim.stream)
-        order = (claim.owner_epoch, claim.attempt)
-        if order < self.latest.get(key, order):
-            return HeldPages(StoreCode.FENCED, 0)
         if self.mood[peer.instance] == "full":
             return HeldPages(StoreCode.FULL, 0)
-        self.latest[key] = order
         self.reserved.add(key)
         held = self.tags.setdefault(key, [])
         common = 0
@@ -82,14 +74,12 @@ class Agents:
 
     async def _take(self, agent: InstanceId, stored: StoredPages) -> HeldPages:
         key = (agent, stored.claim.stream)
-        if (stored.claim.owner_epoch, stored.claim.attempt) < self.latest.get(key, (0, 0)):
-            return HeldPages(StoreCode.FENCED, 0)
         held = self.tags.get(key, [])
         if key not in self.reserved or stored.first_page > len(held):
             return HeldPages(StoreCode.OK, len(held))
         del held[stored.first_page :]
         for tag, page in zip(stored.tags, stored.pages, strict=True):
-            await asyncio.sleep(self.page_s)
+            await asyncio.sleep(0)
             self.bytes[tag] = bytes(page)
             self.received.append(tag)
             held.append(tag)
@@ -148,23 +138,20 @@ class World:
         self,
         stream: str,
         *to: InstanceId,
-        attempt: int = 1,
         history: int = 0,
         prefill_only: bool = False,
-        handed_over: bool = False,
     ) -> sequences.Sequence:
         sequence = sequences.Sequence(
             StreamId(stream),
-            (0, attempt),
+            (0, 1),
             [7] * max(1, history * PAGE + 1),
             0,
             root_tag("m", stream),
             prefill_only,
         )
-        source = PullSource(InstanceId("p"), None, range(0), TrafficClass.HANDOFF, StreamId(stream))
         sequence.extend_tags(PAGE)
         self.sequences.append(sequence)
-        self.checkpointer.began(run_of(sequence, to or (A,), (source,) if handed_over else ()))
+        self.checkpointer.began(run_of(sequence, to or (A,)))
         return sequence
 
     def fill(self, sequence: sequences.Sequence, pages: int) -> None:
@@ -208,11 +195,7 @@ def bytes_of(tag: Tag) -> bytes:
     return random.Random(tag).randbytes(GEOMETRY.page_bytes)
 
 
-def run_of(
-    sequence: sequences.Sequence,
-    agents: Sequence[InstanceId] = (),
-    sources: tuple[PullSource, ...] = (),
-) -> GenerationRun:
+def run_of(sequence: sequences.Sequence, agents: Sequence[InstanceId] = ()) -> GenerationRun:
     nothing: Any = None
     return GenerationRun(
         sequence=sequence,
@@ -224,7 +207,7 @@ def run_of(
         min_tokens=0,
         end_token_ids=frozenset(),
         stop_token_ids=frozenset(),
-        sources=sources,
+        sources=(),
         checkpoints=tuple(CheckpointTarget(agent, 1000) for agent in agents),
     )
 
@@ -355,34 +338,6 @@ async def test_an_agent_that_does_not_take_pages_holds_up_no_stream(mood: str) -
         assert world.checkpointer.lag_pages == 0
 
 
-@pytest.mark.parametrize("mood", ["dead", "full"])
-async def test_a_stream_that_no_agent_takes_is_counted_unprotected_until_it_ends(mood: str) -> None:
-    async with working(World()) as world:
-        world.agents.mood[A] = mood
-        world.fill(world.begin("other", B), 1)
-        sequence = world.begin("s")
-        world.fill(sequence, 2)
-
-        await eventually(lambda: world.checkpointer.unprotected == 1)
-        world.end(sequence)
-        assert world.checkpointer.unprotected == 0
-
-
-async def test_a_stream_that_found_no_room_is_brought_when_there_is_some() -> None:
-    """Other streams have ended there, or another process has taken over."""
-    async with working(World()) as world:
-        world.agents.mood[A] = "full"
-        sequence = world.begin("s")
-        world.fill(sequence, 2)
-        await eventually(lambda: world.checkpointer.unprotected == 1)
-
-        world.agents.mood[A] = "well"
-        await eventually(lambda: len(world.agents.received) == 2)
-
-        world.assert_held(sequence, 2)
-        assert world.checkpointer.unprotected == 0
-
-
 @pytest.mark.parametrize("empty", [False, True])
 async def test_an_agent_that_is_back_is_offered_its_pages_again(empty: bool) -> None:
     """It is sent what it lost, and nothing that it kept."""
@@ -404,135 +359,39 @@ async def test_an_agent_that_is_back_is_offered_its_pages_again(empty: bool) -> 
         assert world.checkpointer.unprotected == 0
 
 
-async def test_an_agent_that_was_replaced_unnoticed_is_brought_everything() -> None:
-    """No connection broke on our side; only its answer shows that it has nothing of the
-    stream.
-    """
+async def test_what_a_prefill_computed_goes_on_being_sent_while_it_is_retained() -> None:
     async with working(World()) as world:
-        sequence = world.begin("s")
-        world.fill(sequence, 5)
-        await world.settled()
-        world.agents.die(A, empty=True)
-        world.agents.mood[A] = "well"
-
-        world.fill(sequence, 1)
-        await eventually(lambda: len(world.agents.tags.get((A, sequence.stream), [])) == 6)
-
-        world.assert_held(sequence, 6)
-
-
-async def test_an_agent_that_was_replaced_between_offer_and_first_page_is_brought_everything() -> (
-    None
-):
-    """Its reservation is gone, and it cannot have less than nothing: that nothing is taken
-    must be enough of a sign.
-    """
-    async with working(World()) as world:
-        world.agents.mood[A] = "stalls at stores"
-        sequence = world.begin("s")
-        world.fill(sequence, 3)
-        await eventually(lambda: world.agents.stalled == 1)
-        world.agents.die(A, empty=True)
-        world.agents.mood[A] = "well"
-
-        assert world.agents.stall is not None
-        world.agents.stall.set_result(None)
-        await world.settled()
-
-        world.assert_held(sequence, 3)
-
-
-async def test_a_superseded_attempt_sends_nothing_more() -> None:
-    """Its successor may write elsewhere: the agent alone knows."""
-    async with working(World()) as world:
-        old = world.begin("s", attempt=1)
-        world.fill(old, 2)
-        await world.settled()
-        world.agents.latest[A, old.stream] = (0, 2)
-
-        world.fill(old, 2)
-        await world.settled()
-
-        world.assert_held(old, 2)
-        assert world.checkpointer.unprotected == 1
-
-
-class TestHandOff:
-    """Prefill and decode instances are two checkpointers; here they share the world, so as to share
-    the agent.
-    """
-
-    async def test_the_prompt_is_sent_once_though_both_are_at_it(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        # Prefill takes many rounds, in which decode looks again and again, each time after several.
-        world = World(staging_pages=1)
-        world.agents.page_s = 0.01
-        monkeypatch.setattr(backlog, "LOOK_AGAIN_S", 0.1)
-        decode = Checkpointer(
-            world.pages,
-            world.pool,
-            world.agents,
-            AGENTS,
-            BackupSettings(gather_s=0.0, staging_pages=1),
-            clock=world.now_s,
-            released=lambda: None,
+        world.agents.mood[A] = "dead"
+        kept, given_up = (
+            world.begin(stream, history=6, prefill_only=True) for stream in ("kept", "given up")
         )
-        async with working(world):
-            task = asyncio.create_task(decode.run())
-            prompt = world.begin("s", history=20, prefill_only=True)
-            world.fill(prompt, 20)
-            theirs, world.checkpointer = world.checkpointer, decode
-            answer = world.begin("s", history=20, handed_over=True)
-            answer.pages, answer.computed_tokens = list(prompt.pages), 20 * PAGE
-            for page in answer.pages:
-                world.pages.pin(page)
-            decode.filled(run_of(answer))
-            world.checkpointer = theirs
-            world.end(prompt, retained=True)
-            await world.settled()
-            world.checkpointer = decode
-            world.fill(answer, 3)
-            await world.settled()
+        for sequence in (kept, given_up):
+            world.fill(sequence, 6)
+        world.end(kept, retained=True)
+        world.end(given_up)
+        await eventually(lambda: world.agents.offers > 1)
 
-            world.assert_held(answer, 23)
-            assert len(world.agents.received) == 23
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            world.checkpointer = theirs
+        world.agents.mood[A] = "well"
+        await world.settled()
 
-    async def test_what_a_prefill_computed_goes_on_being_sent_while_it_is_retained(self) -> None:
-        async with working(World()) as world:
-            world.agents.mood[A] = "dead"
-            kept, given_up = (
-                world.begin(stream, history=6, prefill_only=True) for stream in ("kept", "given up")
-            )
-            for sequence in (kept, given_up):
-                world.fill(sequence, 6)
-            world.end(kept, retained=True)
-            world.end(given_up)
-            await eventually(lambda: world.agents.offers > 1)
+        world.assert_held(kept, 6)
+        assert (A, given_up.stream) not in world.agents.tags
+        assert world.checkpointer.unprotected == 0
 
-            world.agents.mood[A] = "well"
-            await world.settled()
 
-            world.assert_held(kept, 6)
-            assert (A, given_up.stream) not in world.agents.tags
-            assert world.checkpointer.unprotected == 0
+async def test_a_prompt_that_was_cached_is_brought_all_the_same() -> None:
+    """No batch filled a page of it, so its end is the first event."""
+    async with working(World()) as world:
+        first = world.begin("s", B, history=3, prefill_only=True)
+        world.fill(first, 3)
+        again = world.begin("s", A, history=3, prefill_only=True)
+        again.computed_tokens = 3 * PAGE + 1
+        self_pages = list(first.pages)
+        world.pages.retain(again.stream, self_pages, 3 * PAGE, until_s=1e9)
+        world.checkpointer.ended(run_of(again))
+        await world.settled()
 
-    async def test_a_prompt_that_was_cached_is_brought_all_the_same(self) -> None:
-        """No batch filled a page of it, so its end is the first event."""
-        async with working(World()) as world:
-            first = world.begin("s", B, history=3, prefill_only=True)
-            world.fill(first, 3)
-            again = world.begin("s", A, history=3, prefill_only=True)
-            again.computed_tokens = 3 * PAGE + 1
-            self_pages = list(first.pages)
-            world.pages.retain(again.stream, self_pages, 3 * PAGE, until_s=1e9)
-            world.checkpointer.ended(run_of(again))
-            await world.settled()
-
-            world.assert_held(again, 3, A)
+        world.assert_held(again, 3, A)
 
 
 async def test_pages_that_were_evicted_are_sent_when_they_are_computed_again() -> None:
@@ -588,7 +447,7 @@ async def test_without_agents_it_waits_for_ever_and_does_nothing() -> None:
     sequence = sequences.Sequence(
         StreamId("s"), (0, 1), [1], 0, root_tag("m", ""), prefill_only=False
     )
-    idle.began(run_of(sequence, [A], ()))
+    idle.began(run_of(sequence, [A]))
     idle.filled(run_of(sequence))
     idle.ended(run_of(sequence))
 

@@ -14,7 +14,7 @@ from kvrs.config.file import Config, parse_config
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Capability
-from kvrs.protocol.page_messages import CheckpointClaim, StoreCode
+from kvrs.protocol.page_messages import CheckpointClaim
 from kvrs.protocol.tags import Tag, page_tags
 from kvrs.transfer import checkpoint_backlog as backlog
 from kvrs.transfer import checkpoint_sender
@@ -349,41 +349,6 @@ async def test_decode_goes_on_whatever_the_agent_does(
                     assert store.held_bytes == 0
 
 
-async def test_an_agent_that_comes_up_late_gets_everything(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """The stream began without protection, and is protected as soon as there is an agent to protect
-    it.
-    """
-    ids, port = prompt_of(2, 100), free_ports(1)[0]
-    config = cluster(tiny_model, port)
-    async with asyncio.timeout(180), engine(config, "d0") as (decode, client):
-        answer = asyncio.create_task(ask(client, "s", ids, 400))
-        await eventually(lambda: decode.checkpointer.lag_pages > 6)
-        assert decode.checkpointer.unprotected == 1
-
-        async with agent(tmp_path / "store", port) as (store, _):
-            await eventually(lambda: store.held(StreamId("s")) > 8)
-            assert decode.checkpointer.unprotected == 0
-            await answer
-            await eventually(lambda: decode.checkpointer.lag_pages == 0)
-
-
-async def test_an_agent_that_is_replaced_gets_everything_again(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """The new one has nothing, and must get new offers."""
-    ids, port = prompt_of(3, 100), free_ports(1)[0]
-    config = cluster(tiny_model, port)
-    async with asyncio.timeout(180), engine(config, "d0") as (_, client):
-        answer = asyncio.create_task(ask(client, "s", ids, 400))
-        async with agent(tmp_path / "first", port) as (store, _):
-            await eventually(lambda: store.held(StreamId("s")) > 7)
-        async with agent(tmp_path / "second", port) as (store, _):
-            await eventually(lambda: store.held(StreamId("s")) > 9)
-        await answer
-
-
 async def test_a_page_that_is_damaged_on_its_way_is_sent_again(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -406,29 +371,6 @@ async def test_a_page_that_is_damaged_on_its_way_is_sent_again(
             assert len(store.sent) > len(set(store.sent))
             decode.pages.release(ours)
             store.unpin(theirs)
-
-
-async def test_an_older_attempt_is_shut_out_by_its_successor(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """Both run, on two engines that do not know of each other; only the later one's pages are
-    taken.
-    """
-    ids = prompt_of(5, 64)
-    async with asyncio.timeout(180), agent(tmp_path / "store") as (store, port):
-        config = cluster(tiny_model, port)
-        async with engine(config, "d0") as (old, to_old), engine(config, "p1") as (_, to_new):
-            first = asyncio.create_task(ask(to_old, "s", ids, 300))
-            await eventually(lambda: store.held(StreamId("s")) > 4)
-            second = asyncio.create_task(
-                ask(to_new, "s", ids, 60, temperature=1.0, seed=9, kvrs={"attempt": 2})
-            )
-            await eventually(lambda: old.checkpointer.unprotected == 1)
-            sent = len(store.sent)
-            await asyncio.gather(first, second)
-
-            assert [stream for stream, _ in store.sent[sent:]].count(StreamId("s")) <= 8
-            assert store.offer(CheckpointClaim(StreamId("s"), 0, 1), 1, ()).code is StoreCode.FENCED
 
 
 @pytest.mark.parametrize(

@@ -103,40 +103,6 @@ async def test_the_front_is_computed_while_the_back_is_fetched(
     world.assert_computed(range(split_page * P), range(11 * P, len(history)), after=len(history))
 
 
-async def test_a_back_that_comes_before_the_front_is_computed_waits_for_it(world: World) -> None:
-    """Back first: the executor is still at the front's first chunk when all of the back is
-    there.
-    """
-    history = await world.run_undisturbed()
-    world.target.may_compute.clear()
-
-    run = await world.target.begin(body(history, sources=[source("e1", 4, 11)]))
-    await world.target.until(lambda: bool(run.sequence.arrived))
-    assert (run.sequence.phase, run.sequence.computed_tokens) == (SequencePhase.RUNNING, 0)
-    world.target.may_compute.set()
-
-    world.assert_exact(await world.target.rest_of(run))
-    world.assert_computed(range(4 * P), range(11 * P, len(history)), after=len(history))
-
-
-async def test_two_sources_bring_what_each_has(world: World) -> None:
-    """The prompt from one, what was produced since from the other; only the unfinished page is
-    computed.
-    """
-    history = await world.run_undisturbed()
-
-    rest = await world.target.answer(
-        body(history, sources=[source("e1", 0, 6), source("e2", 6, 11)])
-    )
-
-    world.assert_exact(rest)
-    assert [(peer, len(request.tags)) for peer, request in world.target.asked] == [
-        ("e1", 6),
-        ("e2", 5),
-    ]
-    world.assert_computed(range(11 * P, len(history)), after=len(history))
-
-
 async def test_what_lies_before_between_and_behind_sources_is_computed(world: World) -> None:
     """In any order of the list: sources are asked in the order of their pages."""
     history = await world.run_undisturbed()
@@ -150,24 +116,6 @@ async def test_what_lies_before_between_and_behind_sources_is_computed(world: Wo
     world.assert_computed(
         range(2 * P), range(5 * P, 7 * P), range(9 * P, len(history)), after=len(history)
     )
-
-
-async def test_a_source_begins_where_the_last_one_ended(world: World) -> None:
-    """The first one has less than announced; the second one has that too."""
-    history = await world.run_undisturbed()
-    world.holder.instance.pages.reset_cache()
-    await world.holder.answer(body(PROMPT[: 3 * P + 1], stream="short", prompt_tokens=0))
-
-    rest = await world.target.answer(
-        body(history, sources=[source("e1", 0, 8), source("e2", 0, 11)])
-    )
-
-    world.assert_exact(rest)
-    assert [(peer, len(request.tags)) for peer, request in world.target.asked] == [
-        ("e1", 8),
-        ("e2", 8),
-    ]
-    world.assert_computed(range(11 * P, len(history)), after=len(history))
 
 
 async def test_promised_pages_that_are_missing_are_computed(world: World) -> None:

@@ -270,19 +270,6 @@ async def test_pages_that_are_lent_at_a_stage_are_lent_at_the_others_too() -> No
     world.pages.check()
 
 
-async def test_what_a_loan_lacks_at_another_stage_is_taken_of_spare_pages() -> None:
-    """Not beyond the part that may be lent."""
-    world = World()
-    second = await world.ask(wanted=replace_pages(10))
-    first = await world.ask(stage=world.first_stage)
-
-    assert isinstance(second, list)
-    assert isinstance(first, list)
-    assert first[:10] == second
-    assert len({*first}) == world.loans.held_pages == PAGES // 2
-    world.pages.check()
-
-
 @pytest.mark.parametrize("is_wanted", [True, False])
 async def test_a_page_with_parts_of_all_stages_is_lent_at_each(is_wanted: bool) -> None:
     """For what is in it or for what comes into it: no copy, and nothing is left of it."""
@@ -305,25 +292,6 @@ async def test_a_page_with_parts_of_all_stages_is_lent_at_each(is_wanted: bool) 
     assert world.pages.match(tags) == []
     world.pages.check()
     assert world.pages.free_pages == PAGES
-
-
-async def test_a_page_into_which_a_part_comes_is_not_lent_again() -> None:
-    """It is lent at one stage, and another instance's host writes into its part of the other."""
-    world = World()
-    world.pages.replicas.most = PAGES
-    filled(world.pages, 1)
-    (tag,) = page_tags(root_tag("s"), range(16), 16)
-    whole = world.stage.cells | world.first_stage.cells
-    lent = await world.ask(wanted=LoanWanted(8, 4, 0.5, [tag]))
-    page = world.pages.parts.expect(StreamId("s"), tag, whole)
-    assert page is not None
-    assert page == lent[0]
-
-    assert page not in await world.ask(stage=world.first_stage)
-    world.pages.parts.leave(page, whole)
-    await world.over(1, world.first_stage)
-    assert page in await world.ask(stage=world.first_stage)
-    world.pages.check()
 
 
 async def test_pages_without_memory_are_given_up_while_a_stage_is_borrowed() -> None:

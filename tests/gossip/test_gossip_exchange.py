@@ -61,25 +61,6 @@ def test_facts_of_one_node_reach_all_others() -> None:
         assert node.clock_s(5.0) == pytest.approx(read.slots[writer.id, "d3"].written_s, abs=0.1)
 
 
-def test_a_withdrawn_fact_is_gone_at_all_nodes() -> None:
-    """Also after its tombstone was forgotten, and at a node that was partitioned meanwhile."""
-    net = cluster(4, GossipSettings(tombstone_s=5.0))
-    writer, away = net.nodes[NodeId("n1")], NodeId("n3")
-    net.run(5.0)
-    publish(net, writer, "gone", 1)
-    publish(net, writer, "kept", 2)
-    net.run(10.0)
-    net.cut = lambda a, b: away in (a, b)
-    writer.gossip.withdraw(FactKind.SLOTS, "gone", writer.clock_s(net.now_s))
-    net.run(60.0)
-
-    net.cut = None
-    net.run(120.0)
-
-    for node in net.nodes.values():
-        assert [name for owner, name in node.gossip.facts.slots if owner == writer.id] == ["kept"]
-
-
 def test_facts_of_a_dead_node_are_gone_and_back_once_it_is_alive() -> None:
     """A decision never uses the last facts of a dead node; those of a stopped node return at
     once.

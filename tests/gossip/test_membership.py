@@ -1,5 +1,4 @@
 import asyncio
-import random
 import socket
 from typing import Any
 
@@ -7,10 +6,8 @@ import pytest
 import uvloop
 
 from kvrs.gossip import detector, membership
-from kvrs.gossip.authenticator import Address
 from kvrs.gossip.facts import FactKind, HolderFact, LinkFact, Superseded
 from kvrs.gossip.membership import Membership, parse_address
-from kvrs.gossip.transport import Transport
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from tests.gossip.gatherings import gathering, until
@@ -96,27 +93,6 @@ async def test_the_only_agent_is_a_member_again_after_a_restart(*, leaves: bool)
         )
 
 
-async def test_a_clock_that_was_set_back_keeps_no_node_out() -> None:
-    """The epoch of a process is the wall clock at its start: a process with too low an epoch gets
-    the higher one as an answer, and exceeds it.
-    """
-    async with gathering() as system:
-        one, two = await system.add(A), await system.add(B)
-        await until(lambda: B in statuses(one) and A in statuses(two))
-        port, epoch = system.port_of(two), one.members[B].epoch
-        await system.kill(two)
-        await until(lambda: one.is_dead(B))
-
-        again = await system.add(B, epoch=epoch - 3600 * 10**9, port=port)
-        await until(
-            lambda: statuses(one)[B] is Status.ALIVE and statuses(again).get(A) is Status.ALIVE
-        )
-        again.publish("agent-n1", HolderFact(1, 1))
-        await until(lambda: (B, "agent-n1") in one.facts.holders)
-
-        assert one.members[B].epoch == again.describe()["epoch"] == epoch + 1
-
-
 async def test_the_older_of_two_processes_with_one_name_stops_and_reports_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -133,74 +109,6 @@ async def test_the_older_of_two_processes_with_one_name_stops_and_reports_it(
         assert older.describe()["over"]
         assert not one.is_dead(B)
         assert not older.is_dead(A)
-
-
-async def test_packets_without_the_secret_are_rejected_and_counted() -> None:
-    """Gossip influences decisions, so only holders of the secret take part; an older secret of the
-    keyring is accepted.
-    """
-    async with gathering() as system:
-        one = await system.add(A, ring=(b"the secret of today....", b"the secret of yesterday"))
-        await system.add(B, ring=(b"somebody else's secret.",))
-        await until(lambda: one.drops().get("key", 0) > 0)
-        two = await system.add(C, ring=(b"the secret of yesterday", b"the secret of today...."))
-
-        await until(lambda: C in statuses(one) and A in statuses(two))
-
-        assert B not in statuses(one)
-
-
-async def test_a_secret_is_rotated_without_a_gap() -> None:
-    """Appended everywhere, then moved to the front, then alone: after every step all are members of
-    all.
-    """
-    old, new = b"the secret of yesterday", b"the secret of today...."
-    async with gathering() as system:
-        members = {name: await system.add(name, ring=(old,)) for name in (A, B, C)}
-        for ring in ((old, new), (new, old), (new,)):
-            for name, member in members.items():
-                await system.leave(member)
-                members[name] = await system.add(name, ring=ring, port=system.port_of(member))
-                await until(
-                    lambda: all(
-                        statuses(each) == dict.fromkeys((A, B, C), Status.ALIVE)
-                        for each in members.values()
-                    )
-                )
-
-        assert system.deaths() == set()
-
-
-async def test_deaths_and_only_deaths_are_detected_on_a_bad_network(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Datagrams are lost, doubled, damaged, cut, and overtake each other."""
-    draw, send = random.Random(3), Transport._send_datagram
-
-    def disturb(self: Transport, address: Address, packet: bytes) -> None:
-        for _ in range(draw.choices((0, 1, 2), weights=(5, 85, 10))[0]):
-            changed = bytearray(packet)
-            if draw.random() < 0.1:
-                changed[draw.randrange(len(changed))] ^= 0x55
-            if draw.random() < 0.05:
-                del changed[draw.randrange(len(changed)) :]
-            late_s = draw.uniform(0, 0.02)
-            asyncio.get_running_loop().call_later(late_s, send, self, address, bytes(changed))
-
-    monkeypatch.setattr(Transport, "_send_datagram", disturb)
-    async with gathering() as system:
-        one, two, three = [await system.add(name) for name in (A, B, C)]
-        await until(lambda: all(each.sent["packets"] > 200 for each in (one, two, three)))
-        false_deaths, port = system.deaths(), system.port_of(three)
-        await system.kill(three)
-        await until(lambda: one.is_dead(C) and two.is_dead(C))
-        await system.add(C, port=port)
-        await until(lambda: statuses(one)[C] is statuses(two)[C] is Status.ALIVE)
-        dropped = one.drops()
-
-    assert false_deaths == set()
-    assert dropped["malformed"] == 0
-    assert min(dropped["forged"], dropped["replayed"]) > 0
 
 
 @pytest.mark.parametrize(

@@ -1,83 +1,68 @@
 """Claims about the predicted wait for admission."""
 
+from collections.abc import Iterable
+
 import pytest
 
 from kvrs_engine.scheduling.admission_wait import AdmissionWaitEstimator
 
 
-def test_while_there_are_places_no_request_waits() -> None:
-    """However often some come free."""
+def observed(rows: Iterable[tuple[float, int, bool]]) -> AdmissionWaitEstimator:
+    """`rows`: a time, how many sequences have departed by then, and whether the engine is full."""
     estimator = AdmissionWaitEstimator()
-
-    for departures in range(5):
-        estimator.observe(float(departures), departures, full=False)
-
-    assert estimator.expected_s(9.0, waiting=0, running=4) == 0.0
+    for now_s, departures, full in rows:
+        estimator.observe(now_s, departures, full=full)
+    return estimator
 
 
-def test_a_newcomer_waits_for_one_release_more_than_there_are_before_it() -> None:
-    """Every two seconds one departs: the first in the queue is admitted next."""
-    estimator = AdmissionWaitEstimator()
-
-    for departures in range(5):
-        estimator.observe(2.0 * departures, departures, full=True)
-
-    assert estimator.expected_s(8.0, waiting=0, running=4) == pytest.approx(2.0)
-    assert estimator.expected_s(8.0, waiting=3, running=4) == pytest.approx(8.0)
+def each(every_s: float, at_once: int = 1) -> list[tuple[float, int, bool]]:
+    """Five looks at a full engine from which so many depart at once."""
+    return [(every_s * look, at_once * look, True) for look in range(5)]
 
 
-def test_several_releases_at_once_count_as_several() -> None:
-    """Two in four seconds are one in two."""
-    estimator = AdmissionWaitEstimator()
-
-    for round_ in range(5):
-        estimator.observe(4.0 * round_, 2 * round_, full=True)
-
-    assert estimator.expected_s(16.0, waiting=1, running=4) == pytest.approx(4.0)
+PLACES = [(float(look), look, False) for look in range(5)]
+PAUSED = [(0.0, 0, True), (1.0, 1, False), (1000.0, 4, False), (2000.0, 4, True)]
+NEW_PACE = [(0.0, 0, True), (100.0, 1, True), *((99.0 + n, n, True) for n in range(2, 14))]
 
 
-def test_the_time_in_which_there_were_places_does_not_count() -> None:
-    """Departures while none waits do not measure the interval of a full engine."""
-    estimator = AdmissionWaitEstimator()
-    estimator.observe(0.0, 0, full=True)
-    estimator.observe(1.0, 1, full=False)
-    estimator.observe(1000.0, 4, full=False)
-
-    estimator.observe(2000.0, 4, full=True)
-
-    assert estimator.expected_s(2000.0, waiting=0, running=4) == pytest.approx(1.0)
+@pytest.mark.parametrize(
+    ("rows", "now_s", "waiting", "running", "expected_s"),
+    [
+        pytest.param(PLACES, 9.0, 0, 4, 0.0, id="none waits while there are places"),
+        pytest.param(each(2.0), 8.0, 0, 4, 2.0, id="the first in the queue waits for one release"),
+        pytest.param(each(2.0), 8.0, 3, 4, 8.0, id="and the fourth for four"),
+        pytest.param(
+            each(4.0, 2), 16.0, 1, 4, 4.0, id="two at once in four seconds are one in two"
+        ),
+        pytest.param(PAUSED, 2000.0, 0, 4, 1.0, id="the time with places does not count"),
+        # Streams that began together end together: for 20 s none of 64 departs.
+        pytest.param(each(0.5), 22.0, 70, 64, 55.0, id="an overdue departure is waited for once"),
+        # Also the first interval ever, of which no end was seen.
+        pytest.param([(5.0, 0, True)], 12.0, 1, 4, 8.75, id="an open interval is as long as it is"),
+        pytest.param([(5.0, 0, True), (12.0, 1, True)], 12.0, 0, 4, 7.0, id="until it ends"),
+        pytest.param([(5.0, 0, True), (12.0, 1, True)], 32.0, 0, 4, 20.0, id="and then the next"),
+    ],
+)
+def test_the_wait_follows_from_departures_of_a_full_engine(
+    rows: list[tuple[float, int, bool]],
+    now_s: float,
+    waiting: int,
+    running: int,
+    expected_s: float,
+) -> None:
+    assert observed(rows).expected_s(now_s, waiting, running) == pytest.approx(expected_s)
 
 
 def test_newer_intervals_weigh_more() -> None:
     """After ten of a new pace hardly a tenth of the old one is left."""
-    estimator = AdmissionWaitEstimator()
-    estimator.observe(0.0, 0, full=True)
-    estimator.observe(100.0, 1, full=True)
-
-    for departures in range(2, 14):
-        estimator.observe(99.0 + departures, departures, full=True)
-
-    assert 1.0 < estimator.expected_s(112.0, waiting=0, running=4) < 10.0
-
-
-def test_an_overdue_departure_is_waited_for_once() -> None:
-    """Streams that began together end together: for 20 s none of 64 departs, of which two a second
-    did before. Those 70 that wait do not wait for it 70 times.
-    """
-    estimator = AdmissionWaitEstimator()
-    for departures in range(5):
-        estimator.observe(0.5 * departures, departures, full=True)
-
-    assert estimator.expected_s(22.0, waiting=70, running=64) == pytest.approx(20.0 + 70 * 0.5)
+    assert 1.0 < observed(NEW_PACE).expected_s(112.0, waiting=0, running=4) < 10.0
 
 
 def test_a_pause_is_no_part_of_an_interval() -> None:
     """Every half second one departs. In a pause of four seconds none can, and the eight that wait
     do not wait for it eight times.
     """
-    estimator = AdmissionWaitEstimator()
-    for departures in range(5):
-        estimator.observe(0.5 * departures, departures, full=True)
+    estimator = observed(each(0.5))
 
     estimator.pause(2.25)
     estimator.pause(3.0)  # Another rank is lost.
@@ -100,15 +85,3 @@ def test_an_engine_that_fills_up_in_a_pause_is_full_from_its_end_on() -> None:
     estimator.go_on(9.0)
 
     assert estimator.expected_s(10.0, waiting=1, running=4) == pytest.approx(1.25)
-
-
-def test_an_interval_that_lasts_is_as_long_as_it_is_already() -> None:
-    """Also the first one ever, of which no end was seen."""
-    estimator = AdmissionWaitEstimator()
-    estimator.observe(5.0, 0, full=True)
-    assert estimator.expected_s(12.0, waiting=1, running=4) == pytest.approx(7.0 + 7.0 / 4)
-
-    estimator.observe(12.0, 1, full=True)
-
-    assert estimator.expected_s(12.0, waiting=0, running=4) == pytest.approx(7.0)
-    assert estimator.expected_s(32.0, waiting=0, running=4) == pytest.approx(20.0)

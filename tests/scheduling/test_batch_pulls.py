@@ -60,18 +60,6 @@ def test_a_tail_is_not_pulled_behind_a_gap() -> None:
     assert (pull.spans, pull.tail_index) == ((range(2),), None)
 
 
-def test_what_did_not_arrive_is_computed() -> None:
-    """A pull that breaks off leaves a leading run; only that is registered and used."""
-    batches, pages = scheduler()
-    one = sequence(15, pull_pages=3, pull_tail=True)
-    submit(batches, one)
-
-    batches.pulled(one, range(1))
-
-    assert len(pages.match(one.tags)) == 1
-    assert shape(step(batches)) == [(one, 4, 11, 1)]
-
-
 def test_abort_while_waiting_leaves_the_queue() -> None:
     """Nothing was owned, nothing is left, and the next is not held up."""
     batches, pages = scheduler(pages=4)
@@ -86,23 +74,6 @@ def test_abort_while_waiting_leaves_the_queue() -> None:
     batches.admit()
     assert behind.phase is SequencePhase.RUNNING
     pages.check()
-    batches.check()
-
-
-def test_abort_while_pulling_keeps_the_pages_until_the_pull_has_ended() -> None:
-    """The socket may still be writing into them."""
-    batches, pages = scheduler(pages=4)
-    one = sequence(13, pull_pages=3)
-    submit(batches, one)
-
-    batches.finish(one)
-
-    assert (one.phase, batches.pulling, batches.queued_tokens) == (SequencePhase.FINISHED, 0, 0)
-    assert pages.free_pages == 0
-    batches.check()
-    batches.pulled(one, range(3))
-    assert pages.free_pages == 4
-    assert pages.match(one.tags) == []
     batches.check()
 
 

@@ -58,42 +58,6 @@ def test_what_is_pulled_costs_no_place_in_line() -> None:
     assert sorted([computed, first, second], key=order) == [first, second, computed]
 
 
-def test_a_recovery_does_not_turn_out_who_is_running() -> None:
-    """It stands behind all whose history is computed: one pause more for a second client would be
-    no gain.
-    """
-    batches, _ = scheduler(pages=6)
-    running, recovered = sequence(7), sequence(7, first=100, attempt=2)
-    submit(batches, running)
-    step(batches)
-    submit(batches, recovered)
-    while recovered.phase is SequencePhase.RUNNING:
-        step(batches)
-
-    assert (running.phase, recovered.phase) == (SequencePhase.RUNNING, SequencePhase.WAITING)
-
-
-def test_recoveries_without_end_do_not_starve_a_new_one() -> None:
-    """Four tokens of them for each of its own, then it is its turn."""
-    batches, _ = scheduler(max_batch_tokens=8)
-    new = sequence(20)
-    batches.add(new)
-    passed_by = 0
-
-    for number in range(1000):
-        while batches.waiting_by_queue[Queue.RECOMPUTE] < 2:
-            batches.add(sequence(10, first=100 * (number + 1), attempt=2, prefill_only=True))
-        batches.admit()
-        batch = batches.next_batch()
-        passed_by += sum(len(chunk.token_ids) for one, chunk in batch if one is not new)
-        for done in batches.complete(batch, {one: [7] for one, chunk in batch if chunk.logits}):
-            batches.finish(done)
-        if len(new.token_ids) > new.history_tokens:
-            break
-
-    assert 4 * 20 - 10 <= passed_by <= 4 * 20 + 8  # The last batch may have had room for more.
-
-
 def test_a_head_that_is_passed_is_tried_again_by_what_it_saw_itself() -> None:
     """Not by the free pages before the sequence that passed it took some."""
     batches, pages = scheduler(pages=10)

@@ -3,7 +3,7 @@ sources.
 """
 
 from kvrs_engine.scheduling.sequences import Queue, SequencePhase
-from tests.scheduling.batch_steps import P, scheduler, sequence, shape, step, submit
+from tests.scheduling.batch_steps import scheduler, sequence, shape, step, submit
 
 
 def test_the_front_is_computed_while_the_back_is_fetched() -> None:
@@ -41,34 +41,6 @@ def test_a_back_that_comes_first_waits_for_the_front() -> None:
     assert shape(step(batches)) == [(one, 0, 3, 0)]
     assert shape(step(batches)) == [(one, 3, 1, 0)]
     assert shape(step(batches)) == [(one, 12, 2, 1)]
-
-
-def test_the_back_may_come_while_the_front_is_in_flight() -> None:
-    """The executor has its chunk; what has arrived meanwhile counts from the end of it on."""
-    batches, _ = scheduler()
-    one = sequence(13, pulls=(range(1, 3),))
-    submit(batches, one)
-    batch = batches.next_batch()
-
-    batches.pulled(one, range(1, 3))
-
-    assert (one.phase, one.computed_tokens) == (SequencePhase.RUNNING, 0)
-    batches.complete(batch, {})
-    batches.check()
-    assert one.computed_tokens == 12
-    assert shape(step(batches)) == [(one, 12, 1, 1)]
-
-
-def test_what_did_not_come_is_computed_and_what_came_is_not() -> None:
-    """Only the middle of a back comes: before and behind it everything is computed, in order."""
-    batches, _ = scheduler()
-    one = sequence(21, pulls=(range(1, 5),))
-    submit(batches, one)
-
-    batches.pulled(one, range(2, 3))
-
-    assert shape(step(batches)) == [(one, 0, 8, 0)]
-    assert shape(step(batches)) == [(one, 12, 9, 1)]
 
 
 def test_several_sources_are_told_of_one_by_one() -> None:
@@ -130,33 +102,6 @@ def test_others_get_their_tokens_while_one_is_split() -> None:
     assert (batches.pulling, batches.running) == (1, 1)
 
 
-def test_abort_of_a_split_sequence_waits_for_the_batch_and_for_the_pull() -> None:
-    """Whichever of the two is over last gives the pages back."""
-    for pull_ends_first in (True, False):
-        batches, pages = scheduler(pages=5)
-        one = sequence(17, pulls=(range(2, 4),))
-        submit(batches, one)
-        batch = batches.next_batch()
-
-        batches.finish(one)
-
-        assert pages.free_pages == 0
-        batches.check()
-        if pull_ends_first:
-            batches.pulled(one, range(2, 4))
-            assert pages.free_pages == 0
-            batches.complete(batch, {})
-        else:
-            batches.complete(batch, {})
-            assert pages.free_pages == 0
-            batches.pulled(one, range(2, 3), more_from=3)
-            assert pages.free_pages == 0
-            batches.pulled(one, range(3, 4))
-        assert pages.free_pages == 5
-        assert pages.match(one.tags) == []
-        batches.check()
-
-
 def test_abort_when_the_back_has_come_gives_the_pages_back_at_once() -> None:
     """Nothing is written any more; what came stays findable."""
     batches, pages = scheduler(pages=5)
@@ -168,43 +113,6 @@ def test_abort_when_the_back_has_come_gives_the_pages_back_at_once() -> None:
 
     assert (pages.free_pages, batches.queued_tokens) == (5, 0)
     assert len(pages.match(one.tags[2:])) == 2
-
-
-def test_a_split_sequence_is_preempted_as_soon_as_its_pull_is_over() -> None:
-    """Before that a socket may be writing; then it loses what it has, front and back, and comes
-    back to compute.
-    """
-    batches, pages = scheduler(pages=8, max_batch_tokens=1, max_running=3)
-    older, one = sequence(P), sequence(4 * P + 1, first=100, pulls=(range(1, 4),))
-    submit(batches, older)
-    submit(batches, one)
-    while len(older.pages) < 3 or older.computed_tokens < 3 * P:
-        step(batches)
-    assert one.phase is SequencePhase.SPLIT
-    # The older one needs a page, and no sequence can be preempted for it.
-    assert shape(step(batches)) == [(one, 0, 1, 0)]
-    batches.pulled(one, range(1, 3))
-    assert one.arrived == (range(4, 12),)
-
-    batch = step(batches)
-
-    assert [chosen for chosen, _ in batch] == [older]
-    assert batches.waiting == 1
-    assert (one.pages, len(one.arrived), len(one.pulls)) == ([], 0, 0)
-    assert len(pages.match(one.tags[1:3])) == 2
-
-
-def test_a_tail_behind_a_back_is_part_of_it() -> None:
-    """Full pages and the partial one arrive in one piece, and only the last position is left."""
-    batches, _ = scheduler()
-    one = sequence(15, pulls=(range(1, 3),), pull_tail=True)
-
-    [pull] = submit(batches, one)
-    step(batches)
-    batches.pulled(one, range(1, 3), tail=True)
-
-    assert (pull.spans, pull.tail_index, pull.tail_tokens) == ((range(1, 3),), 3, 2)
-    assert shape(step(batches)) == [(one, 14, 1, 1)]
 
 
 def test_places_are_counted_as_they_are_given_back() -> None:

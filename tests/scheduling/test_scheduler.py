@@ -1,4 +1,4 @@
-"""Claims about the batch scheduler, one by one."""
+"""Claims about the batch scheduler that its machine (`test_scheduler_machine.py`) does not make."""
 
 from functools import partial
 
@@ -30,19 +30,6 @@ def test_prefill_is_cut_into_chunks_and_only_the_last_wants_logits() -> None:
         [(one, 14, 1, 1)],
     ]
     assert one.token_ids[14:] == [7, 7]
-
-
-def test_decode_steps_go_before_prefill() -> None:
-    """Running streams do not wait for a latest's prompt."""
-    batches, _ = scheduler(max_batch_tokens=8)
-    late_prompt, streaming = sequence(20, first=100), sequence(3)
-    submit(batches, streaming)
-    step(batches)
-    submit(batches, late_prompt)
-
-    batch = step(batches)
-
-    assert shape(batch) == [(streaming, 3, 1, 1), (late_prompt, 0, 7, 0)]
 
 
 def test_prefill_is_first_come_first_served() -> None:
@@ -109,36 +96,6 @@ def test_a_stream_has_one_draft_while_a_prompt_wants_more(
 
     assert [chunk.drafts for _, chunk in batch] == [*drafts, 0]
     assert shape(batch)[-1][:3] == (late_prompt, 0, prefill)
-
-
-def test_a_chunk_names_all_pages_up_to_its_end() -> None:
-    """The executor needs the pages of the past as well as those that it fills."""
-    batches, _ = scheduler(max_batch_tokens=6)
-    one = sequence(14)
-    submit(batches, one)
-
-    (_, first), (_, second) = step(batches)[0], step(batches)[0]
-
-    assert first.pages == one.pages[:2]
-    assert second.pages == one.pages[:3]
-    assert second.token_ids == [6, 7, 8, 9, 10, 11]
-
-
-def test_a_prefill_only_sequence_is_done_when_all_is_computed() -> None:
-    """It wants no logits and produces nothing; `complete` returns it."""
-    batches, _ = scheduler(max_batch_tokens=6)
-    one = sequence(8, prefill_only=True)
-    submit(batches, one)
-    first = batches.next_batch()
-    early = batches.complete(first, {})
-
-    second = batches.next_batch()
-    done = batches.complete(second, {})
-
-    assert shape(second) == [(one, 6, 2, 0)]
-    assert (early, done) == ([], [one])
-    assert one.uncomputed_tokens == 0
-    assert len(one.token_ids) == 8
 
 
 def test_a_common_prefix_is_computed_once() -> None:
@@ -214,18 +171,6 @@ def test_a_finished_hand_off_is_retained_with_its_partial_page() -> None:
     pages.check()
 
 
-def test_a_page_is_findable_only_when_all_of_it_is_computed() -> None:
-    """Its tag is known beforehand, its content is not."""
-    batches, pages = scheduler(max_batch_tokens=6)
-    one = sequence(8)
-    submit(batches, one)
-
-    step(batches)
-
-    assert len(one.tags) == 2
-    assert pages.match(one.tags) == one.pages[:1]
-
-
 def test_admission_is_first_come_first_served() -> None:
     """A small sequence does not overtake a big one that does not fit yet."""
     batches, _ = scheduler(pages=4)
@@ -295,23 +240,6 @@ def test_what_can_never_fit_is_refusable() -> None:
         batches.add(sequence(17))
 
 
-def test_a_lone_sequence_that_just_fits_finishes() -> None:
-    """All pages are given to it, also those that cache and leases hold."""
-    batches, pages = scheduler(pages=4)
-    before, one = sequence(12, first=100, prefill_only=True), sequence(7)
-    submit(batches, before)
-    step(batches)
-    batches.finish(before, retain_until_s=100.0)
-    submit(batches, one)
-
-    for _ in range(10):
-        step(batches)
-
-    assert len(one.token_ids) == 17
-    assert len(one.pages) == pages.pages
-    assert pages.retained_page(S, 0) is None
-
-
 def crowded() -> tuple[BatchScheduler, PageManager, Sequence, Sequence]:
     """Two streams own all six pages, and the next decode step of the older one needs a seventh."""
     batches, pages = scheduler(pages=6)
@@ -322,24 +250,6 @@ def crowded() -> tuple[BatchScheduler, PageManager, Sequence, Sequence]:
     assert pages.free_pages == 0
     assert older.computed_tokens == younger.computed_tokens == 12
     return batches, pages, older, younger
-
-
-def test_the_youngest_is_preempted_when_pages_run_short() -> None:
-    """It keeps what it has produced and goes to the front of the queue."""
-    batches, _, older, younger = crowded()
-    behind = sequence(1, first=200)
-    batches.add(behind)
-    history = list(younger.token_ids)
-
-    batch = step(batches)
-
-    assert shape(batch) == [(older, 12, 1, 1)]
-    assert (younger.phase, younger.pages, younger.computed_tokens) == (SequencePhase.WAITING, [], 0)
-    assert younger.token_ids == history
-    batches.finish(older)
-    batches.admit()
-    assert younger.phase is SequencePhase.RUNNING
-    assert behind.phase is SequencePhase.RUNNING
 
 
 def test_a_preempted_sequence_finds_its_own_pages_again() -> None:
@@ -353,26 +263,6 @@ def test_a_preempted_sequence_finds_its_own_pages_again() -> None:
     assert younger.computed_tokens == 8  # Its third page was the one that the older needed.
     assert shape(step(batches)) == [(younger, 8, 5, 1)]
     assert younger.token_ids == [*range(100, 107), *[7] * 7]
-
-
-def test_a_pull_in_progress_cannot_be_preempted_but_its_turn_comes() -> None:
-    """An older one that finds none to preempt waits where it is, until the younger has what it
-    pulls.
-    """
-    batches, pages = scheduler(pages=5)
-    older, puller = sequence(4), sequence(12, first=100, pull_pages=2)
-    submit(batches, older)
-    submit(batches, puller)
-    for _ in range(5):
-        step(batches)
-    assert pages.free_pages == 0
-
-    stalled = batches.next_batch()
-    batches.pulled(puller, range(2))
-
-    assert stalled == []
-    assert shape(step(batches)) == [(older, 8, 1, 1)]
-    assert puller.phase is SequencePhase.WAITING
 
 
 def test_a_preempted_sequence_does_not_pull_again() -> None:
@@ -392,28 +282,6 @@ def test_a_preempted_sequence_does_not_pull_again() -> None:
 
     assert pulls == []
     assert shape(step(batches)) == [(puller, 0, 12, 1)]
-
-
-def test_age_survives_preemption() -> None:
-    """A preempted sequence that comes back is still older than one that was admitted meanwhile."""
-    batches, _ = scheduler(pages=6)
-    oldest, middle, youngest = (
-        sequence(4),
-        sequence(4, first=100),
-        sequence(8, first=200, pull_pages=1),
-    )
-    submit(batches, oldest, middle)
-    step(batches)
-    submit(batches, youngest)
-    while middle.phase is SequencePhase.RUNNING:
-        step(batches)
-    assert youngest.phase is SequencePhase.PULLING
-    batches.pulled(youngest, range(1))
-
-    batches.finish(oldest)
-    batches.admit()
-
-    assert [one for one, _, _, _ in shape(step(batches))] == [middle, youngest]
 
 
 def test_no_request_is_admitted_while_another_has_no_page_to_go_on() -> None:

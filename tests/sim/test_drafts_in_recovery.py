@@ -10,7 +10,6 @@ import pytest
 
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
-from kvrs.ids import InstanceId
 from kvrs_engine.scheduling.pace import Pace
 from kvrs_lab.faults.language import parse_faults
 from kvrs_lab.sim.case import SimulateOptions, make_world
@@ -103,50 +102,6 @@ def test_drafts_make_streams_shorter() -> None:
 
     assert quick.tokens == slow.tokens
     assert quick.span_s < slow.span_s
-
-
-def test_instances_that_only_prefill_get_no_drafts() -> None:
-    """However long new requests wait there: their streams decode elsewhere."""
-    parted = config(roles=["prefill", "decode", "decode"])
-    _, world = run(parted, DRAFT, (2.0, "w2"))
-    found = accepted(world)
-    assert found["w0"] == 0
-    assert found["w1"] > 0
-
-
-def test_a_draft_that_no_instance_wants_is_not_loaded() -> None:
-    """All decode instances fail: the last one is back as soon as without drafts."""
-    alone = ["prefill", "prefill", "decode"]
-    with_drafts, without = (
-        run(settings, draft, (2.0, "w2"))[0]
-        for settings, draft in ((config(roles=alone), DRAFT), (config("off", roles=alone), None))
-    )
-    assert with_drafts.span_s == without.span_s
-
-
-def test_a_helper_leaves_a_partner_that_ends() -> None:
-    """Its streams go to another one."""
-    _, world = run(config(), DRAFT, (2.0, "w2"))
-    first = next(name for name, count in accepted(world).items() if count)
-    world = world_of(config(), DRAFT, (2.0, "w2"))
-
-    def drains() -> None:
-        world.cluster.engines[InstanceId(first)].draining = True
-
-    world.cluster.clock.after(4.0, drains)
-    world.run()
-    other = ({"w0", "w1"} - {first}).pop()
-    assert accepted(world)[other] > 0
-
-
-def test_a_helper_whose_partner_dies_takes_another_one() -> None:
-    _, world = run(config(), DRAFT, (2.0, "w2"))
-    first = next(name for name, count in accepted(world).items() if count)
-    other = ({"w0", "w1"} - {first}).pop()
-
-    _, world = run(config(), DRAFT, (2.0, "w2"), (4.0, first))
-
-    assert accepted(world)[other] > 0
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])

@@ -21,10 +21,11 @@ from kvrs_lab.sim.fault_scenarios import (
 )
 from kvrs_lab.sim.streams import Arrival
 from kvrs_lab.sim.world import World
+from kvrs_testkit.examples import FACTOR
 from kvrs_testkit.random_worlds import KINDS, in_turn
 from tests.sim.stepwise import assert_same_step_by_step, outcome_told
 
-SEEDS = range(6)
+SEEDS = range(FACTOR)
 LONG_S = 120.0
 
 
@@ -40,6 +41,7 @@ def test_no_kind_of_death_costs_a_stream(seed: int) -> None:
     assert outcome.never_due == []
 
 
+@pytest.mark.nightly
 def test_every_kind_of_death_hits_streams() -> None:
     """Guards the test above."""
     hit: Counter[str] = Counter()
@@ -79,7 +81,7 @@ def half_dead(name: str, seed: int) -> World:
     return World(parse_config(document), arrivals, [death], seed=seed, proxies=3)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(FACTOR))
 @pytest.mark.parametrize("name", [HUNG, CUT_OFF, PROXY_FROZEN, PAGES_STALL, ONE_WAY])
 def test_streams_go_on_elsewhere_while_something_is_half_dead(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch

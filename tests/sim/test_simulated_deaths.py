@@ -2,7 +2,6 @@
 more of them.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -29,12 +28,14 @@ from kvrs_lab.sim.fault_scenarios import FAULT_SCENARIOS
 from kvrs_lab.sim.process import InvariantError
 from kvrs_lab.sim.proxy import SimShell
 from kvrs_lab.sim.world import World
+from kvrs_testkit.examples import FACTOR
 from kvrs_testkit.random_worlds import contended, in_turn, peers, poisoned, scenario, sick
+from tests.sim.drawn import seeds
 from tests.sim.stepwise import Drawn, assert_same_step_by_step, outcome_told
 
-SEEDS = int(os.environ.get("KVRS_SIM_SEEDS", "160"))
+SEEDS = seeds(48)
 BLOCKS = 8
-COMPARED = range(24)
+COMPARED = range(6)
 
 
 @cache
@@ -60,7 +61,7 @@ def test_invariants_hold_under_every_death(block: int) -> None:
 def test_invariants_hold_with_replicas_at_peers() -> None:
     """No page is found that is not there, and streams go on where theirs are."""
     outcomes = [outcome_told(peers, seed) for seed in COMPARED]
-    outcomes += [peers(seed).run() for seed in range(COMPARED.stop, 40)]
+    outcomes += [peers(seed).run() for seed in range(COMPARED.stop, 20 * FACTOR)]
 
     recoveries = sum((outcome.recoveries for outcome in outcomes), Counter[str]())
     assert recoveries[Option.REUSE.value] > 5
@@ -68,7 +69,7 @@ def test_invariants_hold_with_replicas_at_peers() -> None:
 
 @pytest.mark.parametrize(
     ("drawn", "seeds"),
-    [(scenario, COMPARED), (peers, COMPARED), (contended, range(6)), (sick, range(6))],
+    [(scenario, COMPARED), (peers, COMPARED), (contended, range(3)), (sick, range(3))],
 )
 def test_a_world_is_the_same_step_by_step(
     drawn: Drawn, seeds: range, monkeypatch: pytest.MonkeyPatch
@@ -85,11 +86,12 @@ def test_rare_worlds_hold_the_invariants(make: Callable[[int], World], seed: int
     make(seed).run()
 
 
+@pytest.mark.nightly
 def test_generated_worlds_cover_every_death_event_and_action() -> None:
     """Guards the test above: every death, option and kind of end must really occur, every event
     that a proxy can raise and every action that a policy can ask for, and late tokens.
     """
-    outcomes = [outcome_of(seed) for seed in range(min(SEEDS, 160))]
+    outcomes = [outcome_of(seed) for seed in range(160)]
 
     ended = sum((outcome.ended for outcome in outcomes), Counter[str]())
     ended += poisoned(0).run().ended  # No outage refuses a stream as poison.
@@ -125,7 +127,7 @@ def test_generated_worlds_cover_every_death_event_and_action() -> None:
     assert ended["complete"] > sum(ended.values()) / 2
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_event_log_of_a_simulated_proxy_can_be_run_again(seed: int) -> None:
     """The policy is pure: what it was told is all that its answers depend on."""
     world = scenario(seed, keep_log=True)

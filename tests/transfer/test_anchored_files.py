@@ -132,21 +132,6 @@ def child(work: Callable[[], object]) -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
-def test_a_process_that_is_dying_is_waited_for(
-    directory: StoreDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its memory is torn down before its locks end."""
-    monkeypatch.setattr("kvrs.transfer.anchors.files._DYING_S", 30.0)
-    with attaching(directory) as files:
-        _, fd = files.memory(E0, 1, KIND, SIZE)
-    os.pwrite(fd, b"KV", PAGES_AT)
-    with child(lambda: time.sleep(0.3)):
-        os.close(fd)
-        with memory(directory, 2) as (is_new, again):
-            assert not is_new
-            assert os.pread(again, 2, PAGES_AT) == b"KV"
-
-
 def test_processes_attach_one_after_another(
     directory: StoreDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -265,39 +265,6 @@ async def test_a_page_that_is_evicted_while_it_is_copied_is_not_used(
     assert (result.gone, result.error) == (True, None)
 
 
-@pytest.mark.parametrize("times", [1, 2])
-async def test_a_cancelled_pull_writes_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
-    """The threads have ended when the call has, and have left the rest, however often it was
-    cancelled.
-    """
-    reached, go_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        reached.set()
-        assert go_on.wait(60)
-
-    Interrupted(monkeypatch, 2, wait)
-    views = [memoryview(bytearray(PAGE_BYTES)) for _ in range(PAGES)]
-    async with node(tmp_path) as each:
-        each.put(S)
-        asked = PullRequest(tags(S, PAGES))
-        pulling = asyncio.create_task(each.puller.pull(each.mapped_only, asked, views, None))
-        assert await asyncio.to_thread(reached.wait, 60)
-        for _ in range(times):
-            pulling.cancel()
-            for _ in range(3):
-                await asyncio.sleep(0)
-        assert not pulling.done()
-        go_on.set()
-        with suppress(asyncio.CancelledError):
-            await pulling
-        assert pulling.cancelled()
-
-    assert sum(any(view[:TAG_BYTES]) for view in views) < PAGES
-
-
 @pytest.mark.parametrize(
     ("engine", "secret", "why"),
     [

@@ -356,17 +356,6 @@ async def test_a_cut_link_carries_no_checkpoints() -> None:
         assert await h.pusher.store(h.peer, [range_of(A, 1, 1)]) == [HeldPages(StoreCode.OK, 2)]
 
 
-async def test_a_short_cut_in_the_middle_of_a_page_costs_time_only() -> None:
-    """A fault may begin and end within a frame."""
-    settings = TransferSettings(link_bytes_per_s=400_000.0, stall_timeout_s=10.0)
-    async with agent_store(settings=settings) as h:
-        storing = asyncio.create_task(h.pusher.store(h.peer, [range_of(A, 0, 40)]))
-        await until(lambda: len(h.sink.visible) >= 3)
-        h.links.faults.hold(N1, 0, asyncio.get_running_loop().time() + 0.1)
-
-        assert await storing == [HeldPages(StoreCode.OK, 40)]
-
-
 STORE = frames.encode_store(
     StoreFrame(
         1,

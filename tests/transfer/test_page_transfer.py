@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,15 +104,12 @@ class Relay:
     server_port: int = 0
     port: int = 0
     connections: int = 0
-    flip_at: int | None = (
-        # Offset of a byte to damage among those that the server sends after the hand-shake ...
-        None
-    )
+    # Offset of a byte to damage among those that the server sends after the hand-shake ...
+    flip_at: int | None = None
     flip_asked_at: int | None = None  # ... and among those that the puller sends.
     cut_at: int | None = None  # After so many bytes after the hand-shake the connection ends.
-    hold_at: int | None = (
-        None  # After so many bytes after the hand-shake nothing passes until `release` is set.
-    )
+    # After so many bytes after the hand-shake nothing passes until `release` is set.
+    hold_at: int | None = None
     release: asyncio.Event = field(default_factory=asyncio.Event)
     held: asyncio.Event = field(default_factory=asyncio.Event)
     asked: bytearray = field(default_factory=bytearray)
@@ -249,17 +247,6 @@ async def test_a_run_and_its_tail_arrive_whole() -> None:
     )
 
 
-async def test_a_prompt_shorter_than_a_page_is_handed_off_by_its_tail_alone() -> None:
-    """There may be no full page at all."""
-    pages = Pages(tails={(STREAM, 0): bytearray(content(4))})
-    tail = memoryview(bytearray(PAGE_BYTES))
-    async with world(pages) as w:
-        result = await w.puller.pull(w.peer, PullRequest((), STREAM, tail_index=0), [], tail)
-
-    assert (result.full_pages, result.tail, result.error) == (0, True, None)
-    assert bytes(tail) == content(4)
-
-
 @pytest.mark.parametrize("held", [0, 1, 3])
 async def test_pages_that_are_gone_end_the_run_without_an_error(held: int) -> None:
     """The receiver keeps the leading run and computes from there on; the connection stays good."""
@@ -284,26 +271,29 @@ async def test_pages_that_came_are_counted_by_kind() -> None:
         assert w.puller.pulled_bytes[TrafficClass.RECOVERY] == 2 * PAGE_BYTES
 
 
-async def test_a_tail_that_is_gone_leaves_the_full_pages() -> None:
-    """The tail comes last, so its loss costs less than a page of computing."""
-    async with world(holding(2)) as w:
-        result = await w.puller.pull(
-            w.peer, PullRequest(tags(2), STREAM, 2), buffers(2), memoryview(bytearray(PAGE_BYTES))
-        )
-
-    assert (result.full_pages, result.tail, result.gone, result.error) == (2, False, True, None)
-
-
-async def test_a_tail_behind_missing_pages_is_not_sent() -> None:
-    """KV without what precedes it is of no use."""
-    pages = holding(1)
-    pages.tails[STREAM, 2] = bytearray(content(9))
+@pytest.mark.parametrize(
+    ("held", "asked", "has_tail", "full_pages", "tail_comes"),
+    [
+        pytest.param(0, 0, True, 0, True, id="a prompt shorter than a page is its tail alone"),
+        pytest.param(2, 2, False, 2, False, id="without its tail the full pages come"),
+        pytest.param(1, 2, True, 1, False, id="behind missing pages a tail is of no use"),
+    ],
+)
+async def test_a_tail_comes_last_and_only_behind_all_pages(
+    held: int, asked: int, has_tail: bool, full_pages: int, tail_comes: bool
+) -> None:
+    """So its loss costs less than a page of computing."""
+    pages = holding(held)
+    if has_tail:
+        pages.tails[STREAM, asked] = bytearray(content(9))
     tail = memoryview(bytearray(PAGE_BYTES))
     async with world(pages) as w:
-        result = await w.puller.pull(w.peer, PullRequest(tags(2), STREAM, 2), buffers(2), tail)
+        request = PullRequest(tags(asked), STREAM, tail_index=asked)
+        result = await w.puller.pull(w.peer, request, buffers(asked), tail)
 
-    assert (result.full_pages, result.tail, result.gone) == (1, False, True)
-    assert bytes(tail) == bytes(PAGE_BYTES)
+    assert (result.full_pages, result.tail, result.error) == (full_pages, tail_comes, None)
+    assert result.gone is not tail_comes
+    assert bytes(tail) == (content(9) if tail_comes else bytes(PAGE_BYTES))
 
 
 async def test_pulls_one_after_another_use_one_connection() -> None:
@@ -326,17 +316,6 @@ async def test_pulls_at_the_same_time_do_not_mix() -> None:
         assert w.relay.connections == 3
 
 
-async def test_another_epoch_than_expected_pulls_nothing() -> None:
-    """Pages of an epoch that is over may differ from what the registry names."""
-    async with world(holding(2)) as w:
-        result = await w.pull(2, epoch=SERVER.epoch - 1)
-
-        assert (result.full_pages, result.bytes) == (0, 0)
-        assert result.error is not None
-        assert "epoch 7" in result.error
-        assert w.pages.requests == 0
-
-
 async def test_a_connection_does_not_outlive_the_epoch_it_was_made_in() -> None:
     """A fenced instance is met again by a new hand-shake; the pull does not notice."""
     async with world(holding(2)) as w:
@@ -352,79 +331,88 @@ async def test_a_connection_does_not_outlive_the_epoch_it_was_made_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("client", "secret", "instance", "epoch", "reason"),
     [
-        ({"fingerprint": "another"}, "fingerprints differ"),
-        ({"page_bytes": 2 * PAGE_BYTES}, "page_bytes differ"),
-        ({"page_cells": 2}, "page_cells differ"),
+        pytest.param(
+            {"fingerprint": "another"}, SECRET, "p0", None, "fingerprints differ", id="model"
+        ),
+        pytest.param(
+            {"page_bytes": 2 * PAGE_BYTES}, SECRET, "p0", None, "page_bytes differ", id="page size"
+        ),
+        pytest.param({"page_cells": 2}, SECRET, "p0", None, "page_cells differ", id="cells"),
+        # A port may have been given to another instance since the registry was read.
+        pytest.param({}, SECRET, "p9", None, "'p0'", id="another instance"),
+        # Pages of an epoch that is over may differ from what the registry names.
+        pytest.param({}, SECRET, "p0", SERVER.epoch - 1, "epoch 7", id="another epoch"),
+        # A stranger learns that it is one, not what the cluster runs.
+        pytest.param(
+            {"fingerprint": "another"},
+            b"another secret, as long",
+            "p0",
+            None,
+            "refused by the peer: authentication failed",
+            id="a stranger",
+        ),
     ],
 )
-async def test_pages_that_would_not_fit_are_refused_at_the_hand_shake(
-    change: dict[str, str | int], reason: str
+async def test_what_does_not_fit_is_refused_before_any_page_is_named(
+    client: dict[str, Any], secret: bytes, instance: str, epoch: int | None, reason: str
 ) -> None:
-    """Before any page is named, with the reason."""
-    client = Identity(
-        CLIENT.instance,
-        CLIENT.node,
-        CLIENT.epoch,
-        fingerprint=str(change.get("fingerprint", CLIENT.fingerprint)),
-        page_bytes=int(change.get("page_bytes", CLIENT.page_bytes)),
-        page_cells=int(change.get("page_cells", CLIENT.page_cells)),
-    )
-    async with world(holding(2), client=client) as w:
-        result = await w.puller.pull(
-            w.peer, PullRequest(tags(1)), [memoryview(bytearray(client.page_bytes))], None
-        )
+    """By the end that sees it, with the reason."""
+    own = replace(CLIENT, **client)
+    async with world(holding(2), client=own, secret=secret) as w:
+        peer = replace(w.peer, instance=InstanceId(instance))
+        into = [memoryview(bytearray(own.page_bytes))]
+        result = await w.puller.pull(peer, PullRequest(tags(1)), into, None, epoch)
 
+        assert (result.full_pages, result.bytes, w.pages.requests) == (0, 0, 0)
         assert result.error is not None
         assert reason in result.error
-        assert w.pages.requests == 0
+        assert "fingerprint" in reason or "fingerprint" not in result.error
 
 
-async def test_without_the_secret_nothing_is_pulled_and_nothing_is_told() -> None:
-    """A stranger learns that it is one, not what the cluster runs."""
-    client = replace(CLIENT, fingerprint="another")
-    async with world(holding(2), client=client, secret=b"another secret, as long") as w:
-        result = await w.pull(2)
-
-        assert result.error == "refused by the peer: authentication failed"
-        assert w.pages.requests == 0
-
-
-async def test_an_instance_that_is_not_the_one_that_was_meant_is_not_pulled_from() -> None:
-    """A port may have been given to another instance since the registry was read."""
-    async with world(holding(2)) as w:
-        wrong = replace(w.peer, instance=InstanceId("p9"))
-
-        result = await w.puller.pull(wrong, PullRequest(tags(2)), buffers(2), None)
-
-        assert result.error is not None
-        assert "'p0'" in result.error
-        assert w.pages.requests == 0
-
-
-@pytest.mark.parametrize("page", [0, 2])
-async def test_a_flipped_bit_ends_the_run_before_the_damaged_page(
-    page: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("harm", "verified", "error"),
+    [
+        pytest.param({"flip_at": START_BYTES + 17}, 0, "checksum", id="a bit of the first page"),
+        pytest.param(
+            {"flip_at": 2 * FRAME_BYTES + START_BYTES + 17}, 2, "checksum", id="a bit of the third"
+        ),
+        pytest.param({"cut_at": 0}, 0, "connection closed", id="cut before anything came"),
+        pytest.param({"cut_at": START_BYTES - 1}, 0, "connection closed", id="in a header"),
+        pytest.param({"cut_at": FRAME_BYTES - 1}, 0, "connection closed", id="in a page"),
+        pytest.param({"cut_at": FRAME_BYTES}, 1, "connection closed", id="at the end of a page"),
+        pytest.param(
+            {"cut_at": 2 * FRAME_BYTES + START_BYTES}, 2, "connection closed", id="behind a header"
+        ),
+        pytest.param({"cut_at": 3 * FRAME_BYTES + 7}, 3, "connection closed", id="in the last"),
+        # An open connection does not prove that its peer works.
+        pytest.param({"hold_at": 2 * FRAME_BYTES + 100}, 2, "stalled", id="silence"),
+    ],
+)
+async def test_harm_on_the_way_leaves_the_pages_that_came_whole(
+    harm: dict[str, int], verified: int, error: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only pages whose checksum is right count; the connection is not used again, and the
-    damage is logged and counted.
+    """Only pages whose checksum is right count, and the connection is not used again. Damage is
+    logged and counted.
     """
-    async with world(holding(4)) as w:
-        w.relay.flip_at = page * FRAME_BYTES + START_BYTES + 17
+    is_damage = error == "checksum"
+    into = buffers(4)
+    async with world(holding(4), TransferSettings(stall_timeout_s=1.0)) as w:
+        for what, at in harm.items():
+            setattr(w.relay, what, at)
+        result = await w.pull(4, into)
+        w.relay.flip_at = w.relay.cut_at = w.relay.hold_at = None
+        again = await w.pull(4)
 
-        damaged = await w.pull(4)
-        w.relay.flip_at = None
-        whole = await w.pull(4)
-
-        assert damaged.full_pages == page
-        assert damaged.error is not None
-        assert damaged.error.startswith("checksum")
-        assert (whole.full_pages, w.relay.connections) == (4, 2)
-        assert w.puller.damaged_pages == 1
-        assert [
-            record.levelname for record in caplog.records if record.name == "kvrs.transfer.puller"
-        ] == ["WARNING"]
+        assert (result.full_pages, result.gone) == (verified, False)
+        assert result.error is not None
+        assert error in result.error
+        assert [bytes(page) for page in into[:verified]] == list(map(content, range(verified)))
+        assert (again.full_pages, w.relay.connections) == (4, 2)
+        assert w.puller.damaged_pages == is_damage
+        own = [each.levelname for each in caplog.records if each.name == "kvrs.transfer.puller"]
+        assert own == ["WARNING"] * is_damage
 
 
 @pytest.mark.parametrize(
@@ -459,73 +447,31 @@ async def test_a_question_with_a_flipped_bit_is_not_answered(flip_at: int) -> No
     assert [bytes(page) for page in again] == [content(index) for index in (*range(5), 99)]
 
 
-async def test_a_question_that_is_damaged_on_an_idle_connection_is_asked_again_on_a_new_one() -> (
-    None
-):
-    """The connection is replaced like one that is found dead; the pull does not notice."""
+FIRST_QUESTION_BYTES = len(encode_pull(PullFrame(1, PullRequest(tags(1))))) + SESSION_MAC_BYTES
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        pytest.param({"flip_asked_at": FIRST_QUESTION_BYTES + TAG_AT + TAG_BYTES - 1}, id="damage"),
+        pytest.param({"cut_at": FRAME_BYTES + START_BYTES}, id="closed"),
+    ],
+)
+async def test_harm_to_an_idle_connection_costs_a_new_one_and_no_pages(
+    harm: dict[str, int],
+) -> None:
+    """The peer may be fine: the connection is replaced, and the pull does not notice."""
     into = buffers(1)
     async with world(holding(2)) as w:
-        first_bytes = len(encode_pull(PullFrame(1, PullRequest(tags(1))))) + SESSION_MAC_BYTES
-        w.relay.flip_asked_at = first_bytes + TAG_AT + TAG_BYTES - 1
+        for what, at in harm.items():
+            setattr(w.relay, what, at)
         await w.pull(1)
+        w.relay.cut_at = None
 
         result = await w.pull(1, into)
 
         assert (result.full_pages, result.error, w.relay.connections) == (1, None, 2)
         assert bytes(into[0]) == content(0)
-
-
-@pytest.mark.parametrize(
-    ("cut_at", "verified"),
-    [
-        (0, 0),
-        (START_BYTES - 1, 0),
-        (FRAME_BYTES - 1, 0),
-        (FRAME_BYTES, 1),
-        (2 * FRAME_BYTES + START_BYTES, 2),
-        (3 * FRAME_BYTES + 7, 3),
-    ],
-)
-async def test_a_connection_that_is_cut_leaves_the_pages_that_came_whole(
-    cut_at: int, verified: int
-) -> None:
-    """Wherever it is cut: in a page, at its end, or within a frame's header."""
-    into = buffers(4)
-    async with world(holding(4)) as w:
-        w.relay.cut_at = cut_at
-
-        result = await w.pull(4, into)
-
-        assert (result.full_pages, result.gone) == (verified, False)
-        assert result.error == "connection closed by the peer"
-        assert w.puller.damaged_pages == 0
-        assert [bytes(page) for page in into[:verified]] == [
-            content(index) for index in range(verified)
-        ]
-
-
-async def test_a_peer_that_falls_silent_is_given_up() -> None:
-    """An open connection does not prove that its peer works."""
-    async with world(holding(4), TransferSettings(stall_timeout_s=1.0)) as w:
-        w.relay.hold_at = 2 * FRAME_BYTES + 100
-
-        result = await w.pull(4)
-
-        assert result.full_pages == 2
-        assert result.error is not None
-        assert "stalled" in result.error
-
-
-async def test_a_connection_that_died_while_it_was_idle_costs_a_new_one_and_no_pages() -> None:
-    """A connection that is found closed when it is used again is replaced: the peer may be fine."""
-    async with world(holding(2)) as w:
-        w.relay.cut_at = 2 * FRAME_BYTES + START_BYTES  # Right after the whole first answer.
-        await w.pull(2)
-        w.relay.cut_at = None
-
-        result = await w.pull(2)
-
-        assert (result.full_pages, result.error, w.relay.connections) == (2, None, 2)
 
 
 async def test_no_listener_is_an_error_and_not_an_exception() -> None:
@@ -583,18 +529,6 @@ async def test_after_a_cancelled_pull_nothing_writes_into_its_buffers() -> None:
         assert (again.full_pages, w.relay.connections) == (8, 2)
 
 
-async def test_pages_are_unpinned_when_the_receiver_leaves() -> None:
-    """A receiver that is gone must not hold pages of the sender."""
-    settings = TransferSettings(link_bytes_per_s=100_000.0)
-    async with world(holding(400), settings) as w:
-        pulling = asyncio.create_task(w.pull(400))
-        await until(lambda: w.pages.pinned == 1)
-
-        pulling.cancel()
-
-        await until(lambda: w.pages.pinned == 0)
-
-
 async def test_a_server_that_closes_unpins_and_ends_its_pulls() -> None:
     """`world` checks the pins; the receiver keeps what it has."""
     settings = TransferSettings(link_bytes_per_s=200_000.0)
@@ -626,31 +560,6 @@ async def test_a_puller_that_closes_ends_its_pulls() -> None:
 
         assert result.error is not None
         assert afterwards.error == "this end is closed"
-
-
-async def test_two_pulls_over_a_limited_link_share_it() -> None:
-    """When the first of two equal pulls is done, the other is nearly so."""
-    settings = TransferSettings(link_bytes_per_s=2_000_000.0)
-    into = [buffers(60), buffers(60)]
-    async with world(holding(60), settings) as w:
-        pulling = [asyncio.create_task(w.pull(60, own)) for own in into]
-        await asyncio.wait(pulling, return_when=asyncio.FIRST_COMPLETED)
-        arrived = [
-            sum(bytes(page) == content(index) for index, page in enumerate(own)) for own in into
-        ]
-        await asyncio.gather(*pulling)
-
-    assert min(arrived) >= 45
-
-
-async def test_within_a_node_nothing_is_limited() -> None:
-    """There is no link. At this limit the pages would take hours."""
-    settings = TransferSettings(link_bytes_per_s=100.0)
-    neighbour = replace(CLIENT, node=SERVER.node)
-    async with world(holding(100), settings, neighbour) as w:
-        result = await w.pull(100)
-
-    assert (result.full_pages, result.error) == (100, None)
 
 
 async def test_a_limited_link_is_measured_as_what_it_is() -> None:

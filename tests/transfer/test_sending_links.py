@@ -116,21 +116,6 @@ async def test_on_a_slow_link_a_handoff_overtakes_a_recovery() -> None:
     assert meanwhile <= 3 + 20
 
 
-async def test_a_checkpoint_has_what_is_left_of_a_slow_link() -> None:
-    """And between two nodes others do not count."""
-    settings = TransferSettings(link_bytes_per_s=4_000_000.0, stall_timeout_s=10.0)
-    async with agent_store(settings=settings) as h:
-        with (
-            stream_to_nowhere() as stream,
-            h.links.to(N0).sending(stream, HANDOFF),
-            h.links.to(N1).sending(stream, HANDOFF),
-        ):
-            # Both are open, but neither wants to send anything.
-            assert await h.pusher.store(h.peer, [range_of(A, 0, 20)]) == [
-                HeldPages(StoreCode.OK, 20)
-            ]
-
-
 async def test_without_a_limit_a_checkpoint_waits_for_a_handoff_and_keeps_its_agent() -> None:
     """However long that takes, in the middle of a page too: single bytes show the agent that its
     peer is there.
@@ -153,25 +138,6 @@ async def test_without_a_limit_a_checkpoint_waits_for_a_handoff_and_keeps_its_ag
         assert h.sink.begun == 1
     assert meanwhile[0] is False
     assert meanwhile[1] < 50
-
-
-async def test_without_a_limit_a_handoff_to_another_node_does_not_matter() -> None:
-    """Another link."""
-    async with agent_store() as h:
-        with stream_to_nowhere() as stream, h.links.to(N0).sending(stream, HANDOFF):
-            assert await h.pusher.store(h.peer, [range_of(A, 0, 3)]) == [HeldPages(StoreCode.OK, 3)]
-
-
-async def test_handoffs_do_not_wait() -> None:
-    """Open checkpoints and recoveries do not hold them up."""
-    link = SendingLink(SendingFaults(), N1, None, stall_timeout_s=10.0)
-    with (
-        stream_to_nowhere() as stream,
-        link.sending(stream, CHECKPOINT),
-        link.sending(stream, RECOVERY),
-    ):
-        assert await link.turn(HANDOFF, 1000) == 1000
-        assert await link.turn(RECOVERY, 1000) == 1000
 
 
 async def test_a_sender_that_is_cancelled_leaves_the_line() -> None:

@@ -1,4 +1,4 @@
-"""Reservations of a checkpoint store, and the slots that they get."""
+"""Reservations and slots of a checkpoint store, beyond what its machine asks."""
 
 from kvrs.ids import StreamId
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
@@ -32,31 +32,6 @@ def filled(capacity: int, stream: StreamId, pages: tuple[Tag, ...]) -> Checkpoin
     assert book.offer(claim, len(pages), pages, until_s=10.0) == HeldPages(OK, 0)
     assert store(book, claim, 0, pages) == HeldPages(OK, len(pages))
     return book
-
-
-def test_reservations_are_accepted_up_to_the_capacity() -> None:
-    """The sum of what is reserved never exceeds what there is, whatever of it is filled."""
-    book = CheckpointBook(10)
-
-    answers = [
-        book.offer(CheckpointClaim(stream, 0, 1), need, (), until_s=10.0).code
-        for stream, need in ((S, 6), (T, 5), (U, 4))
-    ]
-
-    assert answers == [OK, FULL, OK]
-    assert book.reserved_slots == 10
-    book.check()
-
-
-def test_an_offer_that_is_made_again_changes_nothing() -> None:
-    """A writer that lost the answer asks once more."""
-    book = filled(10, S, tags(1, 4))
-
-    again = book.offer(CheckpointClaim(S, 0, 1), 4, tags(1, 4), until_s=5.0)
-
-    assert again == HeldPages(OK, 4)
-    assert book.reserved_slots == 4
-    assert book.expire(9.0) == []  # Nor does it shorten the lease.
 
 
 def test_a_page_that_is_here_already_is_kept_and_not_received_again() -> None:
@@ -103,22 +78,6 @@ def test_a_run_may_begin_where_another_one_is_still_arriving() -> None:
     book.check()
 
 
-def test_what_was_not_committed_is_free_again() -> None:
-    """A connection that breaks leaves no trace but the pages that were whole."""
-    book = CheckpointBook(4)
-    claim, pages = CheckpointClaim(S, 0, 1), tags(1, 4)
-    book.offer(claim, 4, (), until_s=10.0)
-    incoming = book.begin(claim, 0, pages)
-    book.commit(incoming, 0)
-
-    held = book.end(incoming)
-
-    assert held == HeldPages(OK, 1)
-    assert book.held_slots == 1
-    assert store(book, claim, 1, pages[1:]) == HeldPages(OK, 4)
-    book.check()
-
-
 def test_a_page_that_arrives_twice_at_once_is_received_once() -> None:
     """Prefill and decode may both send a prompt's page: what was reserved for it has room for
     one.
@@ -149,27 +108,6 @@ def test_a_page_that_two_streams_bring_at_once_is_kept_once() -> None:
     assert kept == [0, None]
     assert [book.end(incoming) for incoming in ranges] == [HeldPages(OK, 1), HeldPages(OK, 1)]
     assert book.held_slots == 1
-    book.check()
-
-
-def test_a_page_that_is_arriving_uses_up_the_room_of_its_stream() -> None:
-    """Though another stream has brought an equal one meanwhile: two slots for one page would be one
-    too many.
-    """
-    book = CheckpointBook(2)
-    page = tags(0, 1)
-    for stream in (S, T):
-        book.offer(CheckpointClaim(stream, 0, 1), 1, (), until_s=10.0)
-    arriving = book.begin(CheckpointClaim(S, 0, 1), 0, page)
-    store(book, CheckpointClaim(T, 0, 1), 0, page)
-
-    book.offer(CheckpointClaim(S, 0, 1), 1, page, until_s=10.0)
-    book.check()
-    book.release([T], until_s=20.0)
-
-    assert book.offer(CheckpointClaim(U, 0, 1), 1, (), until_s=10.0).code is OK
-    assert store(book, CheckpointClaim(U, 0, 1), 0, tags(1, 1)) == HeldPages(OK, 1)
-    assert book.end(arriving).pages == 0  # Its page was evicted for another stream.
     book.check()
 
 
@@ -218,16 +156,6 @@ def test_a_stream_that_ended_is_not_reserved_for_again() -> None:
     book.check()
 
 
-def test_a_stream_without_a_reservation_has_nothing_here() -> None:
-    """After a restart its writer must begin anew, with an offer."""
-    book = CheckpointBook(4)
-
-    incoming = book.begin(CheckpointClaim(S, 0, 1), 0, tags(1, 2))
-
-    assert incoming.slots == [None, None]
-    assert book.end(incoming) == HeldPages(OK, 0)
-
-
 def test_more_than_was_reserved_is_not_taken() -> None:
     """The room of others is theirs, filled or not."""
     book = CheckpointBook(10)
@@ -249,25 +177,6 @@ def test_only_pages_without_a_reservation_make_room_least_recently_used_first() 
 
     assert len(book.match(tags(1, 2))) == 1
     assert len(book.match(tags(2, 2))) == 2
-    book.check()
-
-
-def test_a_page_that_is_read_is_never_overwritten() -> None:
-    """Nor does reading take reserved room: a page which only a reader would keep counts as
-    gone instead.
-    """
-    book = filled(4, S, tags(1, 2))
-    book.release([S], until_s=20.0)
-    read = book.match(tags(1, 2))
-
-    assert book.offer(CheckpointClaim(T, 0, 1), 3, (), until_s=10.0).code is FULL
-    assert book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=10.0).code is OK
-    incoming = book.begin(CheckpointClaim(T, 0, 1), 0, tags(2, 2))
-    assert not set(incoming.slots) & set(read)
-    book.end(incoming)
-    book.unpin(read)
-    book.offer(CheckpointClaim(U, 0, 1), 2, (), until_s=10.0)
-    assert book.match(tags(1, 2)) == []
     book.check()
 
 
@@ -347,21 +256,6 @@ def test_pages_that_an_attempt_has_yet_to_compute_are_not_those_of_the_one_befor
     book.check()
 
 
-def test_a_lease_that_is_not_renewed_ends() -> None:
-    """A proxy that died releases nothing."""
-    book = filled(4, S, tags(1, 2))
-    book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=10.0)
-
-    unknown = book.renew([S, U], until_s=20.0)
-    ended = book.expire(10.0)
-
-    assert unknown == [U]
-    assert ended == [T]
-    assert book.streams() == {S: 2}
-    assert book.expire(20.0) == [S]
-    assert book.held_slots == 2  # Still there for readers, until the room is needed.
-
-
 def test_a_run_outlives_the_reservation_that_it_was_meant_for() -> None:
     """Its slots are busy until the connection lets go of them; what arrived whole is kept as long
     as there is room.
@@ -377,25 +271,6 @@ def test_a_run_outlives_the_reservation_that_it_was_meant_for() -> None:
     assert book.offer(CheckpointClaim(T, 0, 1), 1, (), until_s=10.0).code is OK
     assert book.end(incoming) == HeldPages(OK, 0)
     assert book.held_slots == 1
-    book.check()
-
-
-def test_a_run_of_an_earlier_reservation_is_none_of_the_next_one() -> None:
-    """The stream came back while an old connection was still writing for it."""
-    book = CheckpointBook(4)
-    book.offer(CheckpointClaim(S, 0, 1), 2, (), until_s=10.0)
-    old = book.begin(CheckpointClaim(S, 0, 1), 0, tags(1, 2))
-    book.release([S], until_s=20.0)
-    book.offer(CheckpointClaim(S, 0, 2), 2, (), until_s=10.0)
-    new = book.begin(CheckpointClaim(S, 0, 2), 0, tags(1, 2))
-
-    book.commit(old, 0)
-    book.end(old)
-    book.check()
-    for position in (0, 1):
-        book.commit(new, position)
-
-    assert book.end(new) == HeldPages(OK, 2)
     book.check()
 
 
@@ -444,46 +319,6 @@ def test_stores_of_a_process_share_the_numbers_of_their_slots() -> None:
 
     assert one == [399, 399, 399]
     assert all(slot is same for slot, same in zip(one, other, strict=True))
-
-
-def test_a_page_that_is_here_gives_no_room_to_those_before_it() -> None:
-    """It is held before slots are taken for the others of its range."""
-    book = filled(2, S, tags(1, 2))
-    book.release([S], until_s=20.0)
-    book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=10.0)
-
-    incoming = book.begin(CheckpointClaim(T, 0, 1), 0, (tags(3, 1)[0], tags(1, 2)[1]))
-
-    assert incoming.slots == [0, None]
-    book.end(incoming)
-    book.check()
-
-
-def test_a_page_that_another_connection_still_reads_stays_a_stray() -> None:
-    """Two read a page that no reservation keeps; the first that is done does not free it."""
-    book = filled(4, S, tags(1, 1))
-    read = [book.match(tags(1, 1)) for _ in range(2)]
-    book.release([S], until_s=20.0)
-
-    book.unpin(read[0])
-
-    book.check()
-    book.unpin(read[1])
-    book.check()
-
-
-def test_pages_of_a_former_attempt_that_are_read_are_not_taken_for_the_writers_own() -> None:
-    """Their slots are not free yet: a range of the new attempt ends before them."""
-    old, new = tags(1, 3), tags(2, 3, shared=0)
-    book = filled(6, S, old)
-    read = book.match(old)
-
-    later = book.begin(CheckpointClaim(S, 0, 2), 0, new)
-
-    assert later.slots == [None, None, None]
-    assert book.end(later).pages == 0
-    book.unpin(read)
-    book.check()
 
 
 def test_a_fence_of_a_stream_that_was_never_here_ends_too() -> None:

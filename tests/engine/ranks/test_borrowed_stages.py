@@ -223,43 +223,6 @@ def test_an_owner_that_starts_anew_has_its_stage_back(
             assert same_bytes(own.execute([chunk]), logits)
 
 
-def test_a_donor_that_dies_leaves_the_stage_to_its_own_host(
-    config: Config, tiny_model: Path, tmp_path: Path
-) -> None:
-    """Without the cells that were computed at the donor. One that is stopped is found at the limit
-    of a batch, and lends again when it goes on.
-    """
-    worker = Worker(tiny_model, config.cluster.engine)
-    first, second, _ = chunks()
-    with hosts_of(config, tmp_path, D0, D1) as hosts, ExitStack() as stack:
-        own, other = (stack.enter_context(closing(head_of(config, of=name))) for name in (D0, D1))
-        books, lender = Books(own), Books(other)
-        os.kill(hosts[D0, 1], signal.SIGKILL)
-        until(lambda: bool(own.loans))
-        mended(books)
-        own.execute([first])
-        own.predict = lambda chunks: 0.1
-        os.kill(hosts[D1, 1], signal.SIGSTOP)
-        with pytest.raises(RanksLostError, match="has not answered"):
-            own.execute([second])
-        until(lambda: not own.loans)
-        os.kill(hosts[D1, 1], signal.SIGCONT)
-        own.predict = None
-        until(lambda: bool(own.loans))
-        mended(books)
-        own.execute([first])
-        os.kill(hosts[D1, 1], signal.SIGKILL)
-        until(lambda: not own.loans and None in lender.over)
-        with hosting(config, tmp_path, 1, D0):
-            own.on_lost()
-            with pytest.raises(RanksLostError, match="has lost cells"):
-                own.execute([second])
-            books.mend()
-            for chunk in (first, second):
-                assert same_bytes(own.execute([chunk]), worker.execute([chunk]))
-    assert not books.ended.is_set()
-
-
 # What comes over the links of a borrower.
 
 WANTED = LoanWanted(PAGES, 8, 0.5)

@@ -24,7 +24,6 @@ from kvrs.config.file import parse_config
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
-from kvrs_engine.elastic import waiting
 from kvrs_engine.elastic.plans import Move
 from kvrs_engine.elastic.reforming import ReformingPhase
 from kvrs_engine.elastic.ways.base import Way
@@ -119,19 +118,6 @@ def when_moving(
         then()
 
     group.processes.fetch = hooked  # type: ignore[method-assign]
-
-
-def stop_when_moving(group: RankGroup) -> list[int]:
-    """Stop a rank before it is ordered to move anything; its process, once that is done."""
-    stopped: list[int] = []
-
-    def stop(moves: list[Move]) -> None:
-        pid = group.pids[moves[0].target]
-        os.kill(pid, signal.SIGSTOP)
-        stopped.append(pid)
-
-    when_moving(group, before=stop)
-    return stopped
 
 
 def damage(group: RankGroup, move: Move) -> None:
@@ -345,21 +331,6 @@ async def test_streams_go_on_in_their_attempts(
     assert [was for was, now in pairwise(told) if was != now].count(True) >= 2
 
 
-async def test_streams_go_on_without_a_rank_that_hangs_in_mid_move(
-    tiny_model: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is ended, and what it had is used as of any process that has died; streams have the tokens
-    of one process.
-    """
-    monkeypatch.setattr(waiting, "HUNG_S", 3.0)
-    done: list[Reformed] = []
-
-    through = await answers_of(tiny_model, {"tp": 3}, ["kill_and_stop"], done=done)
-
-    assert through == alone
-    assert (done[0].way, done[0].degree) == (Way.RESHARD, 1)
-
-
 async def test_a_device_without_cells_takes_nothing_from_streams(
     tiny_model: Path, alone: list[list[int]]
 ) -> None:
@@ -459,11 +430,6 @@ async def befall(instance: EngineInstance, client: aiohttp.ClientSession, fault:
         await leave(client, instance.epoch, rank)
     elif fault == "kill":
         os.kill(pid, signal.SIGKILL)
-    elif fault == "kill_and_stop":
-        hung = stop_when_moving(group)
-        os.kill(pid, signal.SIGKILL)
-        while not hung or Path(f"/proc/{hung[0]}").exists() or group.reforming:
-            await asyncio.sleep(0.01)
     else:
         instance.lose_device(rank)
     while group.pids.get(rank) == pid:

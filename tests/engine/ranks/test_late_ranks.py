@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kvrs.errors import RanksLostError
-from kvrs_engine.elastic import waiting
-from kvrs_engine.elastic.layouts import Layout, even
+from kvrs_engine.elastic.layouts import even
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.ranks import group as groups
@@ -87,32 +86,6 @@ def test_a_rank_that_wakes_while_the_others_re_form_leaves_its_batch_and_joins(
         compute_again(group, worker)
 
         assert {0: pids[0], 2: pids[2]}.items() <= group.pids.items()
-    finally:
-        group.close()
-
-
-def test_a_rank_that_hangs_never_runs_again(
-    tiny_model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is dead before the batch counts as lost, so nothing goes on beside it; what it would have
-    written to pages and to sums is written nowhere.
-    """
-    group, worker = group_of(tiny_model, tp=2), Worker(tiny_model, SETTINGS)
-    lost = group.pids[1]
-    try:
-        compute_again(group, worker)
-        old = formation_of(group).memory.lines[1]
-        summed = old.summed.value
-        with soon_given_up(group), stopped_in_a_batch(group, 1):
-            pass
-        with suppress(ProcessLookupError):
-            os.kill(lost, signal.SIGCONT)
-        until(lambda: not Path(f"/proc/{lost}").exists())
-        group.on_lost()
-
-        assert old.summed.value == summed
-        assert "a rank hangs in a batch" in caplog.text
-        compute_again(group, worker)
     finally:
         group.close()
 
@@ -201,35 +174,6 @@ def test_a_rank_that_hangs_in_the_probe_is_killed(
         assert not Path(f"/proc/{pids[1]}").exists()
         assert group.pids[0] == pids[0]
         assert group.reformer.done[0].degree == 1
-    finally:
-        group.close()
-
-
-def test_ranks_that_have_joined_in_vain_keep_what_they_had(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank that comes back hangs as all join: the others serve as before, and have what that one
-    was to compute.
-    """
-    group, worker = group_of(tiny_model, tp=2), Worker(tiny_model, SETTINGS)
-    monkeypatch.setattr(waiting, "HUNG_S", 3.0)
-    first, form = group.pids, group.form
-
-    def stopping(epoch: int, layout: Layout) -> RankFormation:
-        if len(layout.ranks) == 2:
-            monkeypatch.setattr(group, "form", form)
-            os.kill(group.pids[1], signal.SIGSTOP)
-        return form(epoch, layout)
-
-    try:
-        compute_again(group, worker)
-        monkeypatch.setattr(group, "form", stopping)
-        os.kill(first[1], signal.SIGKILL)
-        until(lambda: len(group.reformer.done) >= 2)
-        compute_again(group, worker)
-
-        assert [each.degree for each in group.reformer.done[:2]] == [1, 1]
-        assert group.pids[0] == first[0]
     finally:
         group.close()
 

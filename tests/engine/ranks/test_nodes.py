@@ -277,23 +277,6 @@ async def test_an_instance_on_two_nodes_has_the_bytes_of_one_process(
             head.close()
 
 
-def test_an_instance_with_all_stages_in_hosts_has_the_bytes_of_one_process(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """Its own process has no rank."""
-    config = config_of(tiny_model, hosts=2)
-    worker = Worker(tiny_model, config.cluster.engine)
-    with hosting(config, tmp_path, 0) as first, hosting(config, tmp_path, 1) as second:
-        head = head_of(config)
-        try:
-            assert head.fingerprint == worker.fingerprint
-            assert [parent_of(head.pids[rank]) for rank in (0, 1)] == [first.pid, second.pid]
-            for chunk in chunks():
-                assert same_bytes(head.execute([chunk]), worker.execute([chunk]))
-        finally:
-            head.close()
-
-
 def test_stages_on_nodes_compute_different_batches_at_a_time(
     tiny_model: Path, tmp_path: Path
 ) -> None:

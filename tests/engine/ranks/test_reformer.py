@@ -66,41 +66,6 @@ def test_a_rank_that_is_lost_while_the_others_join_is_done_without_too() -> None
         assert group.ended is None
 
 
-def test_two_ranks_that_are_lost_at_once_are_both_done_without() -> None:
-    """Whichever is told first, and with their devices."""
-    with scripted() as group:
-        group.processes.hooks["fetch"] = then(lambda: group.lose(0, device=True))
-        group.lose(3, device=True)
-        group.until(lambda: len(group.done) >= 1)
-
-        assert group.done[0].degree == 2
-        group.until_serving(*ALL)
-        assert group.processes.starts == {0: 1, 3: 1}
-
-
-def test_a_rank_that_dies_each_time_it_joins_is_waited_for_twice_as_long() -> None:
-    """Each death stops the others for a moment, so it must not come in a loop."""
-    with scripted() as group:
-        waits: list[float] = []
-
-        def die(layout: Layout) -> None:
-            if 3 in layout.ranks:
-                waits.append(group.machine.waiting.missing[3].wait_s)
-                group.lose(3)
-                group.hurry(3)
-            if len(waits) < 3:
-                group.processes.hooks["form"] = die
-
-        group.processes.hooks["form"] = die
-        group.lose(3)
-        group.until(lambda: len(group.done) >= 5)
-
-        assert waits == pytest.approx([waits[0], 2 * waits[0], 4 * waits[0]])
-        assert [each.degree for each in group.done] == [3, 3, 3, 3, 4]
-        assert group.processes.starts == {3: 4}
-        assert group.machine.waiting.missing == {}
-
-
 def test_nothing_is_done_while_a_move_is_awaited() -> None:
     """A rank that is due meanwhile is started when the others serve: until then the thread sleeps,
     and does not look again and again.
@@ -133,18 +98,6 @@ def test_nothing_is_done_while_a_move_is_awaited() -> None:
         group.until_serving(*ALL)
 
 
-def test_without_memory_for_what_is_lost_the_instance_ends_and_says_how_much() -> None:
-    """And its streams leave, as from an instance that has died."""
-    with scripted() as group:
-        group.processes.room_bytes = 100
-        group.lose(1, device=True)
-        group.until(lambda: group.ended is not None)
-
-        assert "no room for" in str(group.ended)
-        assert group.machine.phase is ReformingPhase.GIVEN_UP
-        assert group.done == []
-
-
 def test_without_memory_for_a_rank_that_joins_the_others_serve_on() -> None:
     """Nothing is lost by it; the rank is tried again."""
     with scripted() as group:
@@ -167,21 +120,6 @@ def test_without_memory_for_a_rank_that_joins_the_others_serve_on() -> None:
 
         assert group.ended is None
         assert [each.way for each in group.done] == [Way.RESHARD, Way.RESIZE]
-
-
-def test_without_memory_for_a_formation_no_rank_is_blamed() -> None:
-    """After a loss the instance ends and says how much is missing."""
-    with scripted() as group:
-        no_formation(group, times=1)
-        group.lose(3)
-        group.until(lambda: group.ended is not None)
-
-        assert "no room for 9 bytes" in str(group.ended)
-        seats = group.processes.seats
-        assert [rank for rank in ALL if seats[rank].process.has_ended] == [3]
-        assert group.order(2, leaves=True) == (
-            "the ranks do not compute any more; allowed: while they serve"
-        )
 
 
 def test_without_memory_for_a_formation_of_more_the_others_serve_on() -> None:
@@ -310,42 +248,6 @@ def test_a_lost_rank_is_awaited_where_steps_without_it_are_slower(
         assert group.done[0].way is way
 
 
-def test_with_fewer_ranks_than_the_least_it_waits_for_the_lost_ones() -> None:
-    """It serves with as many again, of which those that were not lost are the same processes."""
-    with scripted(min_ranks=3) as group:
-        first = dict(group.processes.seats)
-        group.processes.hooks["fetch"] = then(lambda: group.lose(2))
-        group.lose(3)
-        group.until(lambda: len(group.done) >= 1)
-
-        assert group.done[0].way is Way.RESTART
-        assert group.processes.starts == {2: 1, 3: 1}
-        assert group.done[0].degree == 4
-        assert all(group.processes.seats[rank] is first[rank] for rank in (0, 1))
-
-
-def test_a_rank_that_is_needed_and_dies_each_time_ends_the_instance() -> None:
-    """Which names it, and not one that was started beside it and lives."""
-    with scripted(min_ranks=4) as group:
-
-        def die(layout: Layout) -> None:
-            group.processes.hooks["form"] = die
-            group.lose(3)
-
-        def lose_both(layout: Layout) -> None:
-            group.processes.hooks["form"] = die
-            group.lose(2)
-            group.lose(3)
-
-        group.processes.hooks["form"] = lose_both
-        group.lose(3)
-        group.until(lambda: group.ended is not None)
-
-        assert str(group.ended) == "rank 3 was started 3 times and has died each time"
-        assert group.processes.starts == {2: 1, 3: 3}
-        assert group.done == []
-
-
 def test_a_rank_leaves_by_order_and_comes_back_by_order() -> None:
     """The others serve until they have what it had, and read none of it from the host; it is not
     started again before it is told to.
@@ -389,31 +291,6 @@ def test_a_re_forming_is_recorded_while_its_layout_serves_and_before_it_has_ende
 
         assert group.layout.ranks == ALL
         assert seen == [(0, True), (1, True)]
-
-
-def test_a_rank_that_is_to_leave_does_so_after_a_loss() -> None:
-    """One of the others is lost in mid-move: then that comes first."""
-    with scripted() as group:
-        group.processes.hooks["fetch"] = then(lambda: group.lose(0))
-
-        assert group.order(3, leaves=True) is None
-        group.until_serving(0, 1, 2)
-
-        ways = [each.way for each in group.done]
-        assert ways[0] is Way.RESHARD
-        assert set(ways[1:]) == {Way.RESIZE}
-        assert group.processes.starts == {0: 1}
-
-
-def test_a_rank_that_dies_as_it_leaves_is_not_started_again() -> None:
-    with scripted() as group:
-        group.processes.hooks["fetch"] = then(lambda: group.lose(3))
-
-        assert group.order(3, leaves=True) is None
-        group.until_serving(0, 1, 2)
-
-        assert group.done[-1].way is Way.RESHARD
-        assert group.processes.starts == {}
 
 
 def test_a_lost_rank_that_is_told_to_leave_is_not_started_again() -> None:
@@ -505,30 +382,6 @@ def test_a_rank_that_hangs_as_the_ranks_re_form_is_killed(
         assert group.processes.starts == {3: 1, hung[0].rank: 1}
         kept = {rank for rank, seat in group.processes.seats.items() if seat is first[rank]}
         assert kept == {0, 1, 2} - {hung[0].rank}
-
-
-def test_a_rank_that_hangs_as_it_joins_is_killed_and_the_others_serve_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(waiting, "HUNG_S", 0.02)
-    with scripted() as group:
-        hung: list[ScriptedSeat] = []
-
-        def loads(seat: ScriptedSeat) -> None:
-            hung.append(seat)
-            group.processes.hooks["fetch"] = then(lambda: setattr(seat, "is_silent", True))
-
-        group.processes.hooks["load"] = loads
-        group.lose(3)
-        group.until(lambda: len(group.done) >= 2)
-
-        assert hung[0].process.has_ended
-        assert [each.degree for each in group.done[:2]] == [3, 3]
-        assert group.ended is None
-        group.until(lambda: 3 in group.machine.waiting.missing)
-        group.hurry(3)
-        group.until_serving(*ALL)
-        assert group.processes.starts == {3: 2}
 
 
 def test_a_rank_that_hangs_as_it_loads_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process]
 P = 16
 PAGES = 64
 TOKENS = 90
-LONG = 180  # Longer than the ring takes to be laid again.
 PATIENCE_S = 300.0
 
 
@@ -87,10 +86,6 @@ class Member:
     @property
     def stages(self) -> list[StageInfo]:
         return self.instance.load().stages
-
-    @property
-    def targets(self) -> list[str | None]:
-        return [stage.replica_to for stage in self.stages]
 
     @property
     def restarts(self) -> list[RestartReport]:
@@ -242,42 +237,6 @@ async def test_a_borrower_computes_what_no_replica_has_and_nothing_else(
             lender.instance.pages.reset_cache()
 
 
-async def test_replicas_give_way_and_come_again(tiny_model: Path, tmp_path: Path) -> None:
-    """Pages that a neighbour has given up for its own streams are sent again with the next one, or
-    computed.
-    """
-    async with group_of(tiny_model, tmp_path) as group:
-        own, other = group.members
-        pages = other.instance.pages
-        tokens = await expected(other, 1)
-
-        async def fill() -> None:
-            """Streams of its own take all but what is left of a few replicas. The sender hears of
-            the last part before the books do, which have a pin until then.
-            """
-            await other.engine.until(lambda: pages.free_pages == PAGES)
-            taken = pages.allocate(PAGES - 3)
-            assert taken is not None
-            pages.release(taken)
-
-        run = await own.engine.begin(body("a", 1))
-        first = await own.stopped(run, 100)
-        assert len(pages.replicas) == first
-        await fill()
-        assert (len(pages.replicas), pages.replicas.dropped) == (3, first - 3)
-        own.engine.may_compute.set()
-        count = await own.stopped(run, 130)
-        assert len(pages.replicas) == count
-        assert all(stage.replica_dropped_pages > 0 for stage in own.stages)
-        await fill()
-        own.engine.computed.clear()
-        group.kill("d0", 1)
-        own.engine.may_compute.set()
-        assert await own.engine.rest_of(run) == tokens
-        assert own.engine.computed[0].start == 3 * P
-        assert own.restarts[-1].adopted_pages == 3
-
-
 async def test_a_host_that_is_back_gets_what_a_neighbour_has(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -303,72 +262,6 @@ async def test_a_host_that_is_back_gets_what_a_neighbour_has(
         assert own.engine.computed[0].start == count * P
         assert own.restarts[-1].adopted_pages == 0
         assert own.restarts[-1].recomputed_tokens <= 2 * P
-
-
-WHOLE = [["d1", "d1"], ["d2", "d2"], ["d0", "d0"]]
-
-
-async def test_the_ring_of_a_stage_leaves_out_what_is_lost_and_what_is_lent(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """Others take the next, and a second loss finds its pages there; it is as before once the hosts
-    are back.
-    """
-    async with group_of(tiny_model, tmp_path, members=3) as group:
-        d0, d1, d2 = group.members
-        tokens = [await expected(d0, each, LONG) for each in range(3)]
-        runs = [
-            await one.engine.begin(body(one.name, each, tokens=LONG))
-            for each, one in enumerate(group.members)
-        ]
-        counts = [await one.stopped(run, 90) for one, run in zip(group.members, runs, strict=True)]
-        assert [one.targets for one in group.members] == WHOLE
-
-        group.kill("d0", 1)
-        d0.engine.may_compute.set()
-        await d0.engine.until(lambda: d0.borrows)
-        # Until it has computed there is nothing to send.
-        await d0.engine.until(lambda: runs[0].sequence.computed_tokens >= 90)
-        d0.engine.may_compute.clear()
-        assert d0.ranks.loans[1].lender == "d1"
-        d2.engine.may_compute.set()
-        await d2.engine.until(lambda: "'d1' lends the stage" in str(d2.stages[1].unprotected))
-        d2.engine.may_compute.clear()
-        assert "d0-stage-1" in str(d2.stages[1].unprotected)
-        assert d2.targets == ["d0", None]
-        await d0.engine.until(lambda: d0.targets == ["d1", "d2"])
-        assert d1.targets == ["d2", "d2"]
-
-        d1.engine.computed.clear()
-        group.kill("d1", 0)
-        d1.engine.may_compute.set()
-        await d1.engine.until(lambda: d1.borrows)
-        assert d1.ranks.loans[0].lender == "d2"
-        for one in (d0, d2):
-            one.engine.may_compute.set()
-        for one, run, each in zip(group.members, runs, tokens, strict=True):
-            assert await one.engine.rest_of(run) == each
-        assert d1.engine.computed[0].start == counts[1] * P
-        assert d1.restarts[-1].adopted_pages == counts[1]
-
-        await group.start("d0", 1)
-        await group.start("d1", 0)
-        for one in (d0, d1):
-            await one.engine.until(lambda one=one: not one.ranks.loans)  # type: ignore[misc]
-        again = asyncio.create_task(follow(group, tokens))
-        await d0.engine.until(lambda: [one.targets for one in group.members] == WHOLE)
-        again.cancel()
-
-
-async def follow(group: Group, tokens: list[list[int]]) -> None:
-    """One stream after the other at each, until cancelled."""
-    number = 0
-    while True:
-        number += 1
-        for each, one in enumerate(group.members):
-            asked = body(f"{one.name} {number}", each, tokens=LONG)
-            assert await one.engine.answer(asked) == tokens[each]
-            one.instance.pages.reset_cache()
 
 
 def sent(member: Member) -> list[int]:

@@ -1,0 +1,10 @@
+"""How many worlds a test draws at random."""
+
+import os
+
+from kvrs_testkit.examples import FACTOR
+
+
+def seeds(count: int) -> int:
+    """So many in `make test` and ten times as many in `make test-all`, or KVRS_SIM_SEEDS."""
+    return int(os.environ.get("KVRS_SIM_SEEDS", count * FACTOR))
