@@ -7,6 +7,8 @@ from hypothesis import settings
 FACTOR = int(os.environ.get("KVRS_EXAMPLES", "1"))
 
 
-def examples(count: int, **others: int) -> settings:
+def examples(count: int, *, stateful_step_count: int = 50) -> settings:
     """Settings without a deadline of a property or a machine, with `count` examples by default."""
-    return settings(max_examples=count * FACTOR, deadline=None, **others)
+    return settings(
+        max_examples=count * FACTOR, deadline=None, stateful_step_count=stateful_step_count
+    )
