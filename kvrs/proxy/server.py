@@ -59,14 +59,11 @@ class Proxy:
         older: Sequence[bytes] = (),
         read: Callable[[], Config] | None = None,
         supervisor: Supervisor | None = None,
-        beside: Callable[[], Sequence[Config]] = tuple,
     ) -> None:
         """`older`: secrets that are accepted besides the one in use; `read` reads the file of the
-        configuration again; `supervisor`: of this worker, one of several at the clients' port;
-        `beside`: the configurations in use of other models that this process serves.
+        configuration again; `supervisor`: of this worker, one of several at the clients' port.
         """
         self._config = config
-        self._beside = beside
         self._supervisor = supervisor
         self.reloads = Reloads(config, read or (lambda: config))
         self._ring = [secret, *older]
@@ -94,7 +91,7 @@ class Proxy:
         """
         _check_addresses(self._config)
         check_pods(self._config.cluster.services)
-        self._capacity = capacity_of(self._config, self._beside())
+        self._capacity = capacity_of(self._config)
         try:
             self._tls = TlsOfPorts.load(self._config)
             self._links = links = ProxyLinks(self._config, self._ring[0], self._tls)
@@ -166,7 +163,7 @@ class Proxy:
             parts.mirror.peers.news.tell,
         )
         reloaded = None if self._supervisor is None else self._supervisor.reload_all
-        admin = Admin(source, self.reloads, self._config.security, reloaded, self._beside)
+        admin = Admin(source, self.reloads, self._config.security, reloaded)
         self.admin_port = await self._listen(admin.application(), "admin_port")
 
     async def _join(self, gossip_view: GossipView) -> None:

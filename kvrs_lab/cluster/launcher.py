@@ -78,8 +78,6 @@ class Cluster:
 
     _admin_token: bytes | None = None  # Of the proxies' admin ports.
     _fleet: Sequence[Mapping[str, Any]] = ()  # As the proxies had it last.
-    _new_signals = EndingSignals
-    _taken: set[int] | None = None  # Ports of other clusters of this process.
     _untold: str | None = None  # Why processes are not told of it, which is tried again.
 
     def __init__(
@@ -115,10 +113,9 @@ class Cluster:
             self._asked,
             self._proxy_settings,
             nodes_too=self._remote is None,
-            taken=self._taken,
         )
         self._proxy_settings = [config.proxy, *(other.proxy for other in others)]
-        self._signals = self._new_signals()
+        self._signals = EndingSignals()
         self._run = RunDirectory()
         self._ray = LoopbackRay(config, self._run)  # Runs for DistServe only.
         self._environment: dict[str, str] = {}  # Of instances, agents and servers, beside ours.
@@ -270,10 +267,6 @@ class Cluster:
         counts = " and ".join(f"{count} {kind}s" for kind, count in kinds.items())
         self._progress(f"starting {counts}")
         self.supervisor.start(self.processes.values(), self.config)
-        self._bring_up()
-
-    def _bring_up(self) -> None:
-        """Wait for the processes that were started, and start the proxies."""
         supervisor = self.supervisor
         wait_ready(self.processes, supervisor.status, supervisor.log_tail, self._progress)
         self._start_proxies()
@@ -285,7 +278,7 @@ class Cluster:
         Raises:
             ConfigError: it differs in more than a running cluster can change; nothing has changed.
         """
-        if faults := self.faults_of_renewal(config):
+        if faults := self._faults_of_renewal(config):
             raise ConfigError(faults)
         self._launch = launch
         kept = [
@@ -304,7 +297,7 @@ class Cluster:
             proxy.settings = settings
         self._write_files()
 
-    def faults_of_renewal(self, config: Config) -> list[str]:
+    def _faults_of_renewal(self, config: Config) -> list[str]:
         """Those for which `renew` refuses it."""
         asked = self._asked
         fixed = [
@@ -357,9 +350,6 @@ class Cluster:
     def _write_files(self) -> None:
         config = with_added(self.config, self._fleet)
         self.supervisor.learn(config)
-        self._write_proxies(config)
-
-    def _write_proxies(self, config: Config) -> None:
         for settings in self._proxy_settings:
             self._run.write_config(config.model_copy(update={"proxy": settings}), settings.id)
 

@@ -14,14 +14,11 @@ from kvrs.errors import ConfigError, KvrsError
 from kvrs.net.admin import AdminError
 from kvrs_lab.cluster.fault_injection import rows_of
 from kvrs_lab.cluster.launcher import Cluster
-from kvrs_lab.cluster.models import ModelClusters
 from kvrs_lab.cluster.processes import Kind, Process, hosts_of, instances_in
 from kvrs_lab.cluster.proxies import ProxyProcess
 
 LOOK_INTERVAL_S = 0.5
 _RESTART_LOOK_S = 0.1
-
-AnyCluster = Cluster | ModelClusters
 
 
 class Upkeep:
@@ -47,7 +44,7 @@ class Upkeep:
     def restart(self) -> None:
         self._requested += 1
 
-    def run(self, cluster: AnyCluster) -> None:
+    def run(self, cluster: Cluster) -> None:
         """Raises LaunchError: the cluster cannot go on."""
         self._starts = _starts(cluster)
         while not self.stop.wait(LOOK_INTERVAL_S):
@@ -60,7 +57,7 @@ class Upkeep:
                 self._restart_all(cluster)
                 self._starts = _starts(cluster)
 
-    def _report_faults(self, cluster: AnyCluster) -> None:
+    def _report_faults(self, cluster: Cluster) -> None:
         """Report, once each, proxies that cannot be restarted while others serve."""
         faults = {
             proxy.settings.id: proxy.status.fault
@@ -71,7 +68,7 @@ class Upkeep:
             self._say(f"{faults[name]}\nit is restarted from time to time; the other proxies serve")
         self._reported = set(faults)
 
-    def _report_ends(self, cluster: AnyCluster) -> None:
+    def _report_ends(self, cluster: Cluster) -> None:
         former, self._starts = self._starts, _starts(cluster)
         ended = {name for name, count in self._starts.items() if count > former.get(name, count)}
         for proxy in cluster.proxies:
@@ -81,7 +78,7 @@ class Upkeep:
             if process.name in ended:
                 self._say(f"{process.label} ended and is started again")
 
-    def _restart_all(self, cluster: AnyCluster) -> None:
+    def _restart_all(self, cluster: Cluster) -> None:
         try:
             cluster.renew(self._read_config(), self._read_launch())
         except (ConfigError, OSError) as error:
@@ -105,7 +102,7 @@ class Upkeep:
             self._say("a rolling restart is under way already: the request is ignored")
 
 
-def _starts(cluster: AnyCluster) -> dict[str, int]:
+def _starts(cluster: Cluster) -> dict[str, int]:
     """How often each process was started."""
     found = {proxy.settings.id: proxy.status.starts for proxy in cluster.proxies}
     return found | {name: each.starts for name, each in cluster.supervisor.status().items()}
@@ -126,7 +123,7 @@ class RollingRestart:
     """
 
     def __init__(
-        self, cluster: AnyCluster, say: Callable[[str], None], goes_on: Callable[[], bool]
+        self, cluster: Cluster, say: Callable[[str], None], goes_on: Callable[[], bool]
     ) -> None:
         """`goes_on` is polled; when it returns False, no further process is restarted."""
         self._cluster = cluster

@@ -20,22 +20,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ int ((.Values.config.proxy).workers | default 1) }}
 {{- end }}
 
-{{- /* How many admin and peer ports a pod has: one for each worker, or for each model. */}}
-{{- define "kvrs.processes" -}}
-{{- $models := len (.Values.config.models | default list) }}
-{{- if gt $models 9 }}
-{{- fail (printf "config.models: got %d models; allowed: 9 in one release, by the ports" $models) }}
-{{- end }}
-{{- max (int (include "kvrs.workers" .)) $models }}
-{{- end }}
-
 {{- /* Namespaces of the pods that proxies watch, as JSON. */}}
 {{- define "kvrs.namespaces" -}}
 {{- $found := list }}
-{{- range prepend (.Values.config.models | default list) .Values.config }}
-{{- range (.cluster).services }}
+{{- range .Values.config.cluster.services }}
 {{- if .pods }}{{- $found = append $found (.namespace | default "default") }}{{ end }}
-{{- end }}
 {{- end }}
 {{- $found | uniq | toJson }}
 {{- end }}
@@ -67,12 +56,5 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- $given := (.Values.config.security).hosts | default list }}
 {{- $own := dict "proxy" $proxy "security" (dict "hosts" (concat $given $hosts)) }}
-{{- $made := mustMergeOverwrite (deepCopy .Values.config) $own }}
-{{- if .Values.config.models }}
-{{- if .Values.config.cluster.nodes }}
-{{- fail "config.cluster.nodes: given beside config.models; allowed: [], and the nodes of each in config.models" }}
-{{- end }}
-{{- $_ := unset $made.cluster "nodes" }}
-{{- end }}
-{{- toYaml $made }}
+{{- toYaml (mustMergeOverwrite (deepCopy .Values.config) $own) }}
 {{- end }}

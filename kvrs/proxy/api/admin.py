@@ -5,7 +5,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -127,17 +127,14 @@ class Admin:
         reloads: Reloads,
         security: SecuritySettings,
         reloaded: Callable[[], None] | None,
-        beside: Callable[[], Sequence[Config]],
     ) -> None:
-        """`reloaded` is called after each reload that was asked for here; `beside`: the
-        configurations in use of the process's other models.
-        """
+        """`reloaded` is called after each reload that was asked for here."""
         # One of them is required; none: no token is.
         self._tokens = read_admin_tokens(security, os.environ)
         reloads.add(ReloadingPart("admin_token", self._prepare_tokens))
         self._source = source
         self._reloads = reloads
-        self._reloaded, self._beside = reloaded, beside
+        self._reloaded = reloaded
         self._large = LargeWork()
         self._page = (Path(__file__).parent / "ui.html").read_bytes()
 
@@ -207,7 +204,7 @@ class Admin:
         """All proxies use it from now on; it is kept as the file would have it."""
         try:
             body = await request.read()
-            name, nodes = with_instance(self._reloads.config, body, self._beside())
+            name, nodes = with_instance(self._reloads.config, body)
         except RequestError as fault:
             return error(fault.status, str(fault), param=fault.param)
 

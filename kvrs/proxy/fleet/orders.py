@@ -2,7 +2,7 @@
 ended, as the admin port takes them.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -114,11 +114,9 @@ class _NewInstance(msgspec.Struct):
     agent: dict[str, Any] | None = None
 
 
-def with_instance(
-    config: Config, body: bytes, beside: Sequence[Config] = ()
-) -> tuple[InstanceId, Nodes]:
+def with_instance(config: Config, body: bytes) -> tuple[InstanceId, Nodes]:
     """An instance, and `cluster.nodes` with it: the body has its keys, and `node`; a new node may
-    have `agent`. `beside`: of other models, whose ids and nodes are theirs.
+    have `agent`.
 
     Raises RequestError: the body is no instance, or its id is taken.
     """
@@ -130,16 +128,6 @@ def with_instance(
         ) from None
     if any(asked.id == instance.id for _, instance in config.cluster.instances()):
         raise RequestError(f"{asked.id} is there already", param="id", status=409)
-    for other in beside:
-        theirs = {"id": asked.id, "node": asked.node}
-        for param, name in theirs.items():
-            if name in other.cluster.member_ids:
-                raise RequestError(
-                    f"{name} is of the model {other.cluster.served_name!r}; allowed: ids that no "
-                    f"other model has",
-                    param=param,
-                    status=409,
-                )
     instance = {key: value for key, value in fields.items() if key not in ("node", "agent")}
     nodes = nodes_of(config)
     node = next((each for each in nodes if each["id"] == asked.node), None)
