@@ -109,8 +109,7 @@ class Proxy:
             keys = scoped_keys(self._ring, self._config.proxy.id, Scope.PROXY)
             await self._listen(make_app(parts.mirror), "peer_port", keys)
         await asyncio.gather(parts.services.look_up(), parts.peer_names.look_up())
-        await parts.mirror.peers.meet()
-        await parts.follower.follow()
+        await parts.mirror.peers.meet_first()
         if self._supervisor is None:
             await self._listen_to_clients()
         await self._listen_to_operators(parts)
@@ -139,7 +138,6 @@ class Proxy:
             keep(TaskKind.SLOTS, driver.slots.run),
             keep(TaskKind.SELF_TESTS, SelfTester(driver, driver.clock).run),
             keep(TaskKind.KEYS, parts.tenants.run),
-            keep(TaskKind.FLEET, parts.follower.run),
             keep(TaskKind.FLEET, parts.services.run),
             keep(TaskKind.FLEET, parts.peer_names.run),
             observe_lag(metrics.loop_lag.observe),
@@ -159,8 +157,7 @@ class Proxy:
             parts.metrics,
             parts.gossip_view,
             self._describe,
-            self.reloads,
-            parts.mirror.peers.news.tell,
+            parts.mirror.peers,
         )
         reloaded = None if self._supervisor is None else self._supervisor.reload_all
         admin = Admin(source, self.reloads, self._config.security, reloaded)

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -43,7 +42,6 @@ from kvrs_lab.cluster.processes import (
     Process,
     Progress,
     processes_of,
-    with_added,
 )
 from kvrs_lab.cluster.proxies import ProxyProcess
 from kvrs_lab.cluster.remote import RemoteSupervisor
@@ -77,7 +75,6 @@ class Cluster:
     """A running cluster; a context manager that leaves nothing behind."""
 
     _admin_token: bytes | None = None  # Of the proxies' admin ports.
-    _fleet: Sequence[Mapping[str, Any]] = ()  # As the proxies had it last.
     _untold: str | None = None  # Why processes are not told of it, which is tried again.
 
     def __init__(
@@ -316,9 +313,8 @@ class Cluster:
         ]
 
     def follow_fleet(self) -> None:
-        """Tell all processes, and proxies that start later, of instances and agents that were
-        added at a proxy since: they fetch pages from these, and send checkpoints there. Nodes that
-        were lost with their machines are placed again, and the proxies told.
+        """Place nodes that were lost with their machines again, and tell all processes where they
+        are now: they fetch pages from them, and send checkpoints there.
 
         Raises:
             LaunchError: Ray does not answer any more.
@@ -327,18 +323,11 @@ class Cluster:
         if self._remote is not None and (config := self._remote.look(self.config)) is not None:
             self.config, is_news = config, True
             self._behind = {*range(len(self.proxies))}
-        for proxy in self.proxies:
-            with contextlib.suppress(AdminError):
-                nodes = proxy.admin.nodes()
-                is_news = is_news or nodes != self._fleet
-                self._fleet = nodes
-                break
         if is_news:
             try:
                 self._write_files()
                 self._untold = None
-            # A port of a process of ours, which was removed; or a disk is full.
-            except (ConfigError, OSError) as error:
+            except OSError as error:  # A disk is full.
                 if self._untold != str(error):
                     self._progress(f"instances are not told of others: {error}")
                 self._untold = str(error)
@@ -348,10 +337,9 @@ class Cluster:
                 self._behind.discard(number)
 
     def _write_files(self) -> None:
-        config = with_added(self.config, self._fleet)
-        self.supervisor.learn(config)
+        self.supervisor.learn(self.config)
         for settings in self._proxy_settings:
-            self._run.write_config(config.model_copy(update={"proxy": settings}), settings.id)
+            self._run.write_config(self.config.model_copy(update={"proxy": settings}), settings.id)
 
     def _start_proxies(self) -> None:
         self._progress(

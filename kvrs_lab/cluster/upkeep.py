@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from kvrs.config.file import Config
 from kvrs.config.origin import UpCommand
@@ -118,8 +117,7 @@ class _StoppedError(KvrsError):
 
 class RollingRestart:
     """`run` restarts proxies, then instances with the hosts of their stages, then agents. Each has
-    to be up in the state of every proxy before the next one. Those that were removed at the proxies
-    are left as they are.
+    to be up in the state of every proxy before the next one.
     """
 
     def __init__(
@@ -164,18 +162,14 @@ class RollingRestart:
         self._until_new(is_new, proxy.settings.id, drain_s, self._start_s)
 
     def _restart(self, process: Process) -> None:
-        former: list[set[int]] | None = None
+        known: list[set[int]] = []
 
         def is_known() -> bool:
-            nonlocal former
-            former = self._pids(process)
-            return former is None or all(former)
+            nonlocal known
+            known = self._pids(process)
+            return all(known)
 
         self._until(is_known, process.label, self._start_s)
-        if former is None:
-            self._say(f"{process.label} was removed, and is not restarted")
-            return
-        known = former
         for host in hosts_of(self._cluster.config, process):
             self._cluster.end(host)  # It goes on until the instance has ended.
         self._cluster.end(process.name)
@@ -183,28 +177,25 @@ class RollingRestart:
         def is_new() -> bool:
             if fault := self._cluster.supervisor.status()[process.name].fault:
                 raise RestartError(f"{process.label}: {fault}")
-            if (found := self._pids(process)) is None:
-                return True
+            found = self._pids(process)
             return all(new and not new & old for new, old in zip(found, known, strict=True))
 
         drain_s = self._cluster.config.cluster.drain_s
         self._until_new(is_new, process.label, drain_s, process.start_timeout_s)
 
-    def _pids(self, process: Process) -> list[set[int]] | None:
-        """The process ids of a process in the state of each proxy, under all of its names; None: an
-        operator has had all proxies remove it.
+    def _pids(self, process: Process) -> list[set[int]]:
+        """The process ids of a process in the state of each proxy, under all of its names; empty
+        where a proxy does not answer.
         """
         names = instances_in(self._cluster.config, process) or [process.name]
-        found: list[list[Any] | None] = []
+        found: list[set[int]] = []
         for number in range(len(self._cluster.proxies)):
             try:
                 rows = rows_of(self._cluster.state(number))
-                found.append([rows[name]["pid"] for name in names if name in rows])
+                found.append({rows[name]["pid"] for name in names if name in rows} - {None})
             except AdminError:
-                found.append(None)
-        if all(pids == [] for pids in found):
-            return None
-        return [{*(pids or ())} - {None} for pids in found]
+                found.append(set())
+        return found
 
     def _until_new(
         self, is_new: Callable[[], bool], name: str, drain_s: float, start_s: float
