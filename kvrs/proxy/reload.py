@@ -14,7 +14,6 @@ import msgspec
 
 from kvrs.config.file import Config, config_digest, parse_config
 from kvrs.config.origin import ConfigFile
-from kvrs.config.proxy import PeerSettings
 from kvrs.core.fleet.services import Found, Nodes, with_services
 from kvrs.errors import ConfigError
 
@@ -49,7 +48,6 @@ class Reloads:
         """`read` reads the file again, and raises ConfigError."""
         self.config = config
         self.found: Found = {}
-        self.found_peers: list[PeerSettings] = []  # Of `proxy.numbered_peers`.
         self._file_config = config
         self._read = read
         self._origin = read if isinstance(read, ConfigFile) else None
@@ -82,8 +80,7 @@ class Reloads:
         def read() -> Config:
             files.append(found := self._read())
             below = with_services(nodes_of(found), found.cluster.services, self.found)
-            with_all = with_peers(found, [*found.proxy.peers, *self.found_peers])
-            return with_nodes(with_all, below)
+            return with_nodes(found, below)
 
         result = await self._logged(self._take(read))
         self._file_config = files[0]
@@ -107,16 +104,6 @@ class Reloads:
 
         await self._take(read)
         self.found = found
-
-    async def follow_peers(self, found: list[PeerSettings]) -> None:
-        """Take over the peers that have a name now, beside those of the file.
-
-        Raises:
-            ConfigError: they cannot be; nothing has changed.
-        """
-        peers = [*self._file_config.proxy.peers, *found]
-        await self._take(lambda: with_peers(self.config, peers))
-        self.found_peers = found
 
     async def _logged(self, change: Awaitable[ReloadResult]) -> ReloadResult:
         try:
@@ -163,15 +150,6 @@ class Reloads:
 
 def nodes_of(config: Config) -> Nodes:
     return [node.model_dump(mode="json") for node in config.cluster.nodes]
-
-
-def with_peers(config: Config, peers: list[PeerSettings]) -> Config:
-    """Raises ConfigError: they have faults."""
-    if peers == config.proxy.peers:
-        return config
-    document = _plain(config)
-    document["proxy"]["peers"] = [peer.model_dump(mode="json") for peer in peers]
-    return parse_config(document)
 
 
 def with_nodes(config: Config, nodes: Nodes) -> Config:

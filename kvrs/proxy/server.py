@@ -108,7 +108,7 @@ class Proxy:
         if self._config.proxy.peer_port:
             keys = scoped_keys(self._ring, self._config.proxy.id, Scope.PROXY)
             await self._listen(make_app(parts.mirror), "peer_port", keys)
-        await asyncio.gather(parts.services.look_up(), parts.peer_names.look_up())
+        await parts.services.look_up()
         await parts.mirror.peers.meet_first()
         if self._supervisor is None:
             await self._listen_to_clients()
@@ -139,7 +139,6 @@ class Proxy:
             keep(TaskKind.SELF_TESTS, SelfTester(driver, driver.clock).run),
             keep(TaskKind.KEYS, parts.tenants.run),
             keep(TaskKind.FLEET, parts.services.run),
-            keep(TaskKind.FLEET, parts.peer_names.run),
             observe_lag(metrics.loop_lag.observe),
             parts.mirror.run(),
             *([parts.gossip_view.run()] if self._config.gossip.enabled else []),

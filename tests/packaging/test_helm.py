@@ -34,7 +34,7 @@ TEMPLATES = sorted((CHART / "templates").iterdir())
 WHOLE = (
     *("config", "resources", "podAnnotations", "nodeSelector", "tolerations", "affinity"),
     *("service.annotations", "probes.startup", "probes.readiness", "probes.liveness"),
-    *("podLabels", "lifecycle", "autoscaling", "networkPolicy", "podMonitor", "prometheusRule"),
+    *("podLabels", "lifecycle", "networkPolicy", "podMonitor", "prometheusRule"),
     "dashboard",
 )
 
@@ -81,7 +81,7 @@ def test_templates_use_values_that_exist_and_all_of_them() -> None:
                 break
     assert {*paths_of(document)} <= used() | {path.rpartition(".")[0] for path in used()}
     text = "".join(path.read_text() for path in TEMPLATES)
-    for name in ("autoscaling", "networkPolicy", "podMonitor", "prometheusRule", "dashboard"):
+    for name in ("networkPolicy", "podMonitor", "prometheusRule", "dashboard"):
         for key in document[name]:
             assert re.search(rf"[.$a-zA-Z ]\.{key}\b", text), f"{name}.{key}"
 
@@ -196,23 +196,20 @@ def test_pods_are_restricted_and_guarded(name: str, tmp_path: Path) -> None:
 @needs_helm
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_one_file_serves_each_pod(name: str, tmp_path: Path) -> None:
-    """With its own id and the others as possible peers, also one more than there are now: the
-    number changes without an edited file.
-    """
+    """With its own id and the others as peers."""
     manifests = found(example(name))
-    replicas = manifests["StatefulSet", "east"]["spec"].get("replicas", 6)
+    replicas = manifests["StatefulSet", "east"]["spec"]["replicas"]
 
-    for number in range(replicas + 1):
+    for number in range(replicas):
         pod = f"east-{number}"
         service = manifests["Service", "east-peers"]
         assert service["spec"]["clusterIP"] == "None"
         assert service["spec"]["publishNotReadyAddresses"] is True
         config = config_in(manifests, tmp_path, pod)
         assert config.proxy.id == pod
-        assert config.proxy.numbered_peers is not None
-        others = config.proxy.numbered_peers.others(config.proxy.id)
+        others = config.proxy.peers
         wanted = {f"east-{other}" for other in range(replicas)} - {pod}
-        assert wanted <= {one.id for one in others}
+        assert wanted == {one.id for one in others}
         assert {one.host for one in others} == {f"{one.id}.east-peers" for one in others}
         full = f"{pod}.east-peers.prod.svc.cluster.local"
         assert {f"{pod}.east-peers", full} <= {*config.security.hosts}
@@ -314,17 +311,8 @@ def test_prometheus_and_grafana_get_the_rules_and_the_dashboard() -> None:
 
 @pytest.mark.process
 @needs_helm
-def test_the_number_of_proxies_may_follow_the_load() -> None:
-    """Then no replicas stand in the StatefulSet, which an upgrade would set back."""
-    manifests = found(example("elastic-values.yaml"))
-
-    scaler = manifests["HorizontalPodAutoscaler", "east"]["spec"]
-
-    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 6)
-    assert scaler["scaleTargetRef"]["name"] == "east"
-    assert "replicas" not in manifests["StatefulSet", "east"]["spec"]
-    assert not any(kind == "HorizontalPodAutoscaler" for kind, _ in found({}))
-    with pytest.raises(ChartError, match="9 proxies of 4 workers; allowed: 33 processes in all"):
+def test_more_processes_than_peers_may_be_are_refused() -> None:
+    with pytest.raises(ChartError, match="9 proxies of 4 workers; allowed: 32 processes in all"):
         rendered({"replicas": 9, "config": {"proxy": {"workers": 4}}})
 
 

@@ -24,7 +24,6 @@ from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.fleet.orders import ProxyDrains
-from kvrs.proxy.fleet.peer_names import PeerNames
 from kvrs.proxy.fleet.services import ServiceNames
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
@@ -93,7 +92,6 @@ class Parts(msgspec.Struct, frozen=True):
     gossip_view: GossipView
     fleet: Fleet
     services: ServiceNames
-    peer_names: PeerNames
 
 
 def build(
@@ -158,7 +156,6 @@ def build(
         gossip_view,
         fleet,
         ServiceNames(reloads),
-        PeerNames(reloads, lambda: mirror.peers.live_ids),
     )
 
 
