@@ -250,7 +250,6 @@ def _main() -> None:
     # What forked processes need.
     import kvrs.agent.__main__
     import kvrs.cli
-    import kvrs.proxy.models.process
     import kvrs.proxy.server  # noqa: F401
     import kvrs_engine.engine.__main__
     import kvrs_engine.engine.ranks.host
@@ -259,7 +258,6 @@ def _main() -> None:
     import kvrs_engine.engine.tiny  # noqa: F401
     import kvrs_lab.cli
     import kvrs_lab.cluster.hosted
-    import kvrs_lab.cluster.models
     import kvrs_lab.cluster.upkeep  # noqa: F401
 
     tend(given.parent, socket.socket(fileno=given.line), _run)

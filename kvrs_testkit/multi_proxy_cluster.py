@@ -181,10 +181,8 @@ async def open_proxy_group(
     count: int = 2,
     *,
     proxy: dict[str, Any] | None = None,
-    numbered: bool = False,
     **settings: Any,
 ) -> AsyncIterator[MultiProxyCluster]:
-    """`numbered`: they are peers by `proxy.numbered_peers`, each at an address of its own."""
     async with AsyncExitStack() as stack:
         system = await stack.enter_async_context(open_proxy_cluster(**settings))
         ports = free_ports(2 * count)
@@ -200,15 +198,8 @@ async def open_proxy_group(
                 "id": f"proxy-{n}",
                 "port": ports[n],
                 "peer_port": ports[count + n],
-                "peers": [] if numbered else peers,
+                "peers": peers,
             }
-            if numbered:
-                section |= {"peer_host": f"127.0.1.1{n}", "peer_port": ports[count]}
-                section["numbered_peers"] = {
-                    "id": "proxy-*",
-                    "host": "127.0.1.1*",
-                    "peer_port": ports[count],
-                }
             configs.append(parse_config(document | {"proxy": section | (proxy or {})}))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         group = MultiProxyCluster(system, configs, [None] * count, http)

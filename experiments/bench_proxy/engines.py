@@ -37,7 +37,6 @@ class Instance:
     node: str
     listens: bool = True  # Else from the order `listen` on.
     queued: int = 0  # What it reports: more streams than it can run at a time.
-    model: str = MODEL
     is_vllm: bool = False  # Else it speaks the instance protocol.
 
     def lines(self) -> str:
@@ -49,7 +48,7 @@ class Instance:
             role=self.role,
             epoch=_EPOCH,
             pid=1,
-            model=self.model,
+            model=MODEL,
             fingerprint="bench",
             geometry=_GEOMETRY,
             max_model_len=131_072,

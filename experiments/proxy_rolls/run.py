@@ -71,19 +71,17 @@ class Proxies:
         self._files = []
         for number, port in enumerate(ports[:count]):
             (directory := folder / str(number)).mkdir()
-            peers = {
-                "id": "proxy-*",
-                "host": "127.0.1.1*",
-                "peer_port": ports[count],
-                "most": count,
-            }
+            peers = [
+                {"id": f"proxy-{each}", "host": f"127.0.1.1{each}", "peer_port": ports[count]}
+                for each in range(count)
+            ]
             own: dict[str, Any] = {
                 "id": f"proxy-{number}",
                 "port": port,
                 "admin_port": ports[count + 1 + number],
                 "peer_host": f"127.0.1.1{number}",
                 "peer_port": ports[count],
-                "numbered_peers": peers,
+                "peers": peers,
                 "drain_delay_s": drain_delay_s,
                 "drain_s": 60.0,
             }

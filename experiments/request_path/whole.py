@@ -23,9 +23,8 @@ from kvrs.proxy.api.app import ClientApi
 from kvrs.proxy.api.observing import RequestObserver
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.cluster import open_backends
-from kvrs.proxy.fleet.orders import StandingOrders
+from kvrs.proxy.fleet.orders import ProxyDrains
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.reload import Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.wire.pool import Access, EngineLinks, Pool
@@ -128,9 +127,7 @@ class Proxy:
             kept=control.policy.kept,
             stop=driver.end_early,
             count=lambda outcome: None,
-            orders=StandingOrders(
-                control.orders, Reloads(config, lambda: config).orders, clock, lambda: None
-            ),
+            drains=ProxyDrains(control, clock),
         )
         api = ClientApi(
             config.proxy,

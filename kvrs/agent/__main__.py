@@ -56,7 +56,7 @@ def main() -> int:
     collect_nothing_yet()
     try:
         run_agent(
-            partial(load_config, arguments.config, os.environ, member=arguments.node),
+            partial(load_config, arguments.config, os.environ),
             arguments.node,
         )
     except ConfigError as error:

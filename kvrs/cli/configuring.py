@@ -13,7 +13,7 @@ from kvrs import tables
 from kvrs.cli.common import console, faults_in
 from kvrs.config.cluster import Backend
 from kvrs.config.commented import commented_yaml, flow, shown_path
-from kvrs.config.file import Config, checked, configs_of, load_config, load_source
+from kvrs.config.file import Config, checked, load_config, load_source
 from kvrs.config.other_proxies import faults_between
 from kvrs.config.source import Source, leaves
 from kvrs.errors import ConfigError
@@ -49,9 +49,7 @@ def check(files: Files, elsewhere: Elsewhere = False) -> None:
     if faults:
         raise ConfigError(faults)
     for file, (_, config) in found.items():
-        configs = configs_of(config).values() if config.models else (config,)
-        remarks = (line for one in configs for line in remarks_on(one, elsewhere=elsewhere))
-        for line in dict.fromkeys(remarks):
+        for line in dict.fromkeys(remarks_on(config, elsewhere=elsewhere)):
             console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
         console.print(f"{file} is valid", style="green", markup=False, soft_wrap=True)
 
@@ -62,25 +60,21 @@ def _check_one(file: Path, elsewhere: bool, found: dict[str, tuple[Source, Confi
 
     config = checked(source := load_source(file, os.environ))
     found[str(file)] = source, config
-    check_all(config, source, lambda each: faults_of(each, os.environ, elsewhere=elsewhere))
+    check_all(source, faults_of(config, os.environ, elsewhere=elsewhere))
 
 
 def show(
     file: ShownFile = None,
     preset: opt.Preset = None,
-    model: opt.OneModel = None,
     as_json: opt.Json = False,
 ) -> None:
     """Print the configuration in effect as YAML, and where each value comes from."""
     source = load_source(file, os.environ, preset)
-    asked = load_config(file, os.environ, preset, model=model)
+    asked = load_config(file, os.environ, preset)
     config, defaults = (each.model_dump(mode="json") for each in (asked, Config()))
     constants = dict(leaves(defaults))
-    names = [each.name for each in checked(source).models]
-    own = ("models", names.index(model)) if model is not None else ()
     origins = {
-        path: source.place_of((*own, *path))
-        or source.place_of(path)
+        path: source.place_of(path)
         # A value that stands nowhere is a constant, or one that a profile sets.
         or ("gossip.profile" if path[0] == "gossip" and value != constants[path] else "default")
         for path, value in leaves(config)

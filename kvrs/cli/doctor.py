@@ -38,7 +38,6 @@ AdminUrl = Annotated[
 
 def doctor(
     config: CheckedFile = None,
-    model: opt.OneModel = None,
     admin_url: AdminUrl = None,
     as_json: opt.Json = False,
 ) -> None:
@@ -50,7 +49,7 @@ def doctor(
     # What the checks of other modules would log is among the findings.
     for package in ("kvrs", "kvrs_engine"):
         logging.getLogger(package).addHandler(logging.NullHandler())
-    settings = load_config(config, os.environ, model=model)
+    settings = load_config(config, os.environ)
     answer = ask(settings, os.environ, url=admin_url)
     if config is None and (line := _command_line(answer)) is not None:
         settings = line.read(os.environ)

@@ -8,7 +8,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,7 @@ from kvrs.cli.common import faults_in
 from kvrs.config.cluster import Backend
 from kvrs.config.distserve import check_home
 from kvrs.config.exposure import check_exposure, notes
-from kvrs.config.file import ENV_NAME, Config, configs_of, read_admin_tokens, read_secrets
-from kvrs.config.models import faults_of_all
+from kvrs.config.file import ENV_NAME, Config, read_admin_tokens, read_secrets
 from kvrs.config.settings import HOST_OF_PORT, is_numeric
 from kvrs.config.source import Source
 from kvrs.config.tenants import read_tenants
@@ -53,15 +52,9 @@ def faults_of_start(config: Config, environ: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys([*found, *_faults_of_proxy_here(config, environ)]))
 
 
-def check_all(config: Config, source: Source, faults_of_one: Callable[[Config], list[str]]) -> None:
-    """Check the configuration, or that of each of its models.
-
-    Raises:
-        ConfigError: with the places of the faults in the file.
-    """
-    configs = configs_of(config).values() if config.models else (config,)
-    found = [*map(faults_of_one, configs)]
-    if faults := faults_of_all(config.models, found) if config.models else found[0]:
+def check_all(source: Source, faults: Sequence[str]) -> None:
+    """Raises ConfigError: there are faults; with their places in the file."""
+    if faults:
         raise ConfigError([source.located(fault) for fault in faults])
 
 

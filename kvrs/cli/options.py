@@ -69,9 +69,6 @@ NoEnv = Annotated[
 LaunchJson = Annotated[str | None, typer.Option("--launch", hidden=True)]  # From `kvrs up`.
 # A `WorkerPlan`, from the proxy that starts this one as a worker.
 WorkerJson = Annotated[str | None, typer.Option("--worker", hidden=True)]
-OneModel = Annotated[
-    str | None, typer.Option("--model", help="Model to use, if the file has several")
-]
 Preset = Annotated[
     presets.SystemPreset | None,
     typer.Option(help="Settings in place of defaults (kvrs docs presets)"),

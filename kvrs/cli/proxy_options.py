@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvrs.config.command_line import CommandLine
 from kvrs.config.exposure import needs_secret
-from kvrs.config.file import ENV_NAME, Config, configs_of, read_secrets
+from kvrs.config.file import ENV_NAME, Config, read_secrets
 from kvrs.errors import ConfigError
 
 
@@ -48,7 +48,6 @@ def secrets_of_proxy(config: Config, environ: MutableMapping[str, str]) -> list[
         ConfigError: it needs one that others know, and there is none; or one is not usable.
     """
     is_set = config.security.secret_file is not None or ENV_NAME in environ
-    models = configs_of(config).values() if config.models else (config,)
-    if not is_set and not any(map(needs_secret, models)):
+    if not is_set and not needs_secret(config):
         environ[ENV_NAME] = secrets.token_hex(32)
     return read_secrets(config.security, environ)

@@ -15,7 +15,6 @@ from kvrs.config.cluster import Backend
 from kvrs.config.file import (
     Config,
     checked,
-    configs_of,
     load_config,
     load_source,
 )
@@ -43,7 +42,6 @@ def proxy(
 
     from kvrs.cli.feasibility import check_all, faults_of_start
     from kvrs.process.logs import log_to_stderr
-    from kvrs.proxy.models.process import serve_models
     from kvrs.proxy.process.workers import Supervisor, supervise
     from kvrs.proxy.server import serve
 
@@ -57,7 +55,7 @@ def proxy(
         source = load_source(config, environ) if line is None else line.source(environ)
         given = with_proxy(checked(source), asked)
         if launched is None:  # Files that `kvrs up` has written have every key.
-            check_all(given, source, lambda each: faults_of_start(each, os.environ))
+            check_all(source, faults_of_start(given, os.environ))
         return given
 
     def read_config() -> Config:
@@ -66,8 +64,7 @@ def proxy(
 
     file = ConfigFile(config, read_config, launched, line)
     settings = read_config()
-    models = configs_of(settings) if settings.models else {"": settings}
-    if faults := [fault for each in models.values() for fault in _without_ports(each)]:
+    if faults := [*_without_ports(settings)]:
         raise ConfigError(faults)
     facts = {} if plan is None else {"worker": settings.proxy.id}
     log_to_stderr(**settings.logs.options, **facts)
@@ -77,9 +74,6 @@ def proxy(
         command = (sys.executable, "-m", "kvrs", *sys.argv[1:], "--worker")
         raise typer.Exit(supervise(settings, command))
     watched = config if settings.proxy.reload_on_change else None
-    if settings.models:
-        uvloop.run(serve_models(settings, secret, older, file, watched))
-        return
     supervisor = None if plan is None else Supervisor()
     uvloop.run(serve(settings, secret, older, file, watched, supervisor))
 
@@ -112,7 +106,7 @@ def agent(
     from kvrs.agent.__main__ import run_agent
     from kvrs.agent.node import node_of
 
-    read = partial(load_config, config, os.environ, member=node)
+    read = partial(load_config, config, os.environ)
     settings = read()
     given = node_of(settings, NodeId(node)).agent
     if not (given.port and given.page_port):

@@ -54,14 +54,13 @@ Once = Annotated[bool, typer.Option("--once", help="Print it once, for scripts")
 def top(
     url: AdminUrl = None,
     config: AdminConfig = None,
-    model: opt.OneModel = None,
     once: Once = False,
     as_json: opt.Json = False,
 ) -> None:
     """Show instances, streams and recoveries of a proxy every second; q or Ctrl-C ends it."""
     from kvrs.net.admin import AdminClient
 
-    client = AdminClient.of(load_config(config, os.environ, model=model), os.environ, url)
+    client = AdminClient.of(load_config(config, os.environ), os.environ, url)
     if as_json or once or not sys.stdout.isatty():
         found, console = client.overview(), Console()
         shown = screen(found, client.url, 1000)

@@ -80,11 +80,8 @@ def _faults_of_names(config: "Config") -> Iterator[str]:
     proxies = [*config.proxy.names, *(peer.id for peer in config.proxy.every_peer())]
     for name, count in _repeated(proxies):
         yield f"proxy.peers: id {name!r} is used {count} times; allowed: once, proxy.id included"
-    here, numbered = config.proxy.peer_host, config.proxy.numbered_peers
-    others = [] if numbered is None else numbered.others(config.proxy.id)
-    if numbered is not None:
-        yield from numbered.faults(config.proxy)
-    for peer in [*config.proxy.peers, *others] if is_loopback(here) else ():
+    here = config.proxy.peer_host
+    for peer in config.proxy.peers if is_loopback(here) else ():
         if not is_loopback(peer.host):
             yield (
                 f"proxy.peer_host: got {here!r}, with proxy {peer.id!r} at {peer.host!r}; allowed: "

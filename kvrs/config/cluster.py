@@ -299,14 +299,6 @@ class ClusterSettings(Settings):
         found = {instance.role for _, instance in self.instances()}
         return found | {service.role for service in self.services}
 
-    @property
-    def member_ids(self) -> set[str]:
-        """Ids of the nodes, the instances and the hosts of their stages."""
-        found: set[str] = {node.id for node in self.nodes}
-        for _, instance in self.instances():
-            found |= {instance.id, *map(instance.stage_host_id, instance.remote_stages)}
-        return found
-
     def instances(self) -> Iterator[tuple[NodeSettings, InstanceSettings]]:
         return ((node, instance) for node in self.nodes for instance in node.instances)
 

@@ -41,7 +41,7 @@ def needs_secret(config: Config) -> bool:
     of ours or a connector in vLLM. Else the proxy can draw one for itself.
     """
     proxy, cluster = config.proxy, config.cluster
-    has_peers = bool(proxy.peers or proxy.numbered_peers or proxy.peer_port)
+    has_peers = bool(proxy.peers or proxy.peer_port)
     has_connectors = any(each.connector_port for _, each in cluster.instances())
     is_ours = cluster.backend is not Backend.VLLM
     return is_ours or has_peers or has_connectors or config.agents_run

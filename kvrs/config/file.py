@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 from pydantic import Field, ValidationError
 
-from kvrs.config import models as several
 from kvrs.config.across_sections import faults_across_sections
 from kvrs.config.backup import AgentSettings, BackupSettings, StatePlaneSettings
 from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
@@ -92,10 +91,6 @@ class Config(Settings):
     """Logs of proxies and agents to stderr, and of the processes of `kvrs up` to their files
     (docs/guide/monitoring.md#logs).
     """
-    models: list[several.ModelSettings] = Field(default=[], max_length=several.MAX_MODELS)
-    """Several models at one port for clients (docs/guide/models.md). Sections of an entry lie over
-    those of the file, key by key. Empty: one model, that of `cluster`.
-    """
 
     def url_of(self, process: InstanceSettings | AgentSettings) -> str:
         """URL at which an instance or agent speaks kvrs's own protocol."""
@@ -126,57 +121,25 @@ def parse_config(document: Any) -> Config:
         config = Config.model_validate({} if document is None else document)
     except ValidationError as error:
         raise ConfigError(faults_of(error, Config)) from None
-    if config.models:
-        configs_of(config)
-    elif faults := list(faults_across_sections(config)):
+    if faults := list(faults_across_sections(config)):
         raise ConfigError(faults)
     return config
-
-
-def configs_of(config: Config) -> dict[str, Config]:
-    """The whole configuration of each of `models`, by name. Raises ConfigError."""
-    faults = list(several.faults_of_entries(config, config.models)) if config.models else []
-    found: dict[str, Config] = {}
-    wrong: list[list[str]] = []
-    for index, model in enumerate(config.models if not faults else ()):
-        wrong.append([])
-        try:
-            found[model.name] = parse_config(several.document_for(config, config.models, index))
-        except ConfigError as error:
-            wrong[-1] = error.faults
-    faults += several.faults_of_all(config.models, wrong)
-    if faults or (faults := list(several.faults_between(found))):
-        raise ConfigError(faults)
-    return found
 
 
 def load_config(
     path: Path | None,
     environ: Mapping[str, str] | None = None,
     preset: SystemPreset | None = None,
-    *,
-    model: str | None = None,
-    member: str | None = None,
 ) -> Config:
     """Read and check a YAML file; without one, the defaults. What it does not set is the preset's.
 
     With an environment, its variables replace `${NAME}` and override settings
-    (docs/guide/configuration.md). Files that kvrs has written are read without. Of a file with
-    `models`, the configuration is that of one `model`, or of the one with the `member`, a node or
-    an instance.
+    (docs/guide/configuration.md). Files that kvrs has written are read without.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or holds faults; or none of several
-            models is meant.
+        ConfigError: the file cannot be read, is not YAML, or holds faults.
     """
-    config = checked(source := load_source(path, environ, preset))
-    if not config.models and model is None:
-        return config
-    try:
-        found = configs_of(config)
-        return several.of_member(found, member) if member else several.of_model(found, model)
-    except ConfigError as error:
-        raise ConfigError(f"{source.name}: {error}") from None
+    return checked(load_source(path, environ, preset))
 
 
 def load_source(
@@ -216,14 +179,7 @@ def checked(source: Source) -> Config:
 
 def dump_config(config: Config) -> str:
     """YAML that `parse_config` reads back as an equal object."""
-    return dump_yaml(document_of(config))
-
-
-def document_of(config: Config) -> dict[str, Any]:
-    """The document that `parse_config` reads back; with `models`, what an entry leaves to the file
-    is left out.
-    """
-    return config.model_dump(mode="json", exclude_unset=bool(config.models))
+    return dump_yaml(config.model_dump(mode="json"))
 
 
 def config_digest(config: Config) -> str:

@@ -17,7 +17,6 @@ class UpCommand(msgspec.Struct, frozen=True):
     pid: int
     file: str | None  # The one that it was given; None: it has none.
     digest: str  # Of the configuration of that file.
-    of_models: dict[str, str] = {}  # Likewise, where the file has several models.
 
 
 class ConfigFile(msgspec.Struct, frozen=True):

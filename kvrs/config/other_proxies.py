@@ -13,7 +13,7 @@ def faults_between(proxies: Mapping[str, ProxySettings]) -> Iterator[tuple[str, 
     for (file, one), (of_other, other) in permutations(proxies.items(), 2):
         if one.id == other.id:
             yield file, f"proxy.id: got {one.id!r}, as in {of_other}; allowed: an id of its own"
-        elif one.numbered_peers is None:  # Those are alike in all files.
+        else:
             yield from ((file, fault) for fault in _faults_of_entry(one, other, of_other))
 
 

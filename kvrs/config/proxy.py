@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvrs.config.settings import NAME, Host, Settings
@@ -87,61 +87,6 @@ class PeerSettings(Settings):
         """Its processes, each as a peer."""
         for offset, name in enumerate(names_of(self.id, self.workers)):
             yield PeerSettings(id=name, host=self.host, peer_port=self.peer_port + offset)
-
-
-class NumberedPeersSettings(Settings):
-    id: str = Field(min_length=2, max_length=MAX_ID)
-    """Ids of all proxies, with `*` for the number: `kvrs-*` stands for kvrs-0, kvrs-1, ..."""
-    host: str = Field(min_length=2)
-    """Their names, with `*` for the number. A proxy whose name DNS does not have is no peer."""
-    peer_port: int = Field(ge=1, le=65535)
-    """`proxy.peer_port` of each."""
-    workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
-    """`proxy.workers` of each."""
-    most: int = Field(default=8, ge=2, le=MAX_PEERS)
-    """How many there may be at a time: numbers go from 0 to one less."""
-
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
-        for key in ("id", "host"):
-            if (got := getattr(self, key)).count("*") != 1:
-                raise ValueError(f"{key}: got {got!r}; allowed: a name with one *")
-        self.peer(self.most - 1)
-        if self.most * self.workers > MAX_PEERS + 1:
-            raise ValueError(
-                f"most: got {self.most} with workers: {self.workers}; allowed: "
-                f"{MAX_PEERS + 1} processes in all"
-            )
-        return self
-
-    def peer(self, number: int) -> PeerSettings:
-        return PeerSettings(
-            id=self.id.replace("*", str(number)),
-            host=self.host.replace("*", str(number)),
-            peer_port=self.peer_port,
-            workers=self.workers,
-        )
-
-    def others(self, me: str) -> list[PeerSettings]:
-        """All that there may be but the proxy `me`, or the proxy that `me` is a worker of."""
-        own = (me, proxy_of_worker(me))
-        return [one for one in map(self.peer, range(self.most)) if one.id not in own]
-
-    def faults(self, proxy: "ProxySettings") -> Iterator[str]:
-        """Differences of a proxy from what the others know of it."""
-        if len(self.others(proxy.id)) == self.most:
-            yield (
-                f"proxy.id: got {proxy.id!r} with proxy.numbered_peers; allowed: "
-                f"{self.peer(0).id} to {self.peer(self.most - 1).id}"
-            )
-        elif proxy.id in {self.peer(number).id for number in range(self.most)}:
-            for key in ("peer_port", "workers"):
-                got, wanted = getattr(proxy, key), getattr(self, key)
-                if got != wanted:
-                    yield (
-                        f"proxy.numbered_peers.{key}: got {wanted}; allowed: proxy.{key} of each "
-                        f"of these proxies, {got} here"
-                    )
 
 
 class ProxySettings(Settings):
@@ -233,11 +178,8 @@ class ProxySettings(Settings):
     peer_port: int = Field(default=0, ge=0, le=65535)
     """Port for the other proxies (docs/guide/proxies.md). 0: none."""
     peers: list[PeerSettings] = Field(default=[], max_length=MAX_PEERS)
-    """The other proxies, each as {id: proxy-1, host: 127.0.0.1, peer_port: 8012, workers: 1}."""
-    numbered_peers: NumberedPeersSettings | None = None
-    """Peers that come and go under numbered names, such as pods of a StatefulSet: {id: kvrs-*,
-    host: kvrs-*.kvrs-peers, peer_port: 8002}. Each proxy has the same section, and one of these
-    ids.
+    """The other proxies, each as {id: proxy-1, host: 127.0.0.1, peer_port: 8012, workers: 1}. The
+    entry of this proxy itself is left out, so that all proxies may have the same list.
     """
     mirror: MirrorMode = Field(default=MirrorMode.ASYNC, strict=False)
     """Mirroring of streams with an Idempotency-Key to a peer. sync: no token is sent to the client
@@ -265,6 +207,18 @@ class ProxySettings(Settings):
     """Each process of an instance computes a few tokens once, to test that KV moves and streams are
     continued exactly (docs/guide/backends.md). false: capabilities are taken as declared.
     """
+
+    @field_validator("peers")
+    @classmethod
+    def _without_itself(cls, peers: list[PeerSettings], info: ValidationInfo) -> list[PeerSettings]:
+        own = {key: info.data.get(key) for key in ("id", "peer_port", "workers")}
+        for peer in peers:
+            if peer.id == own["id"] and peer.model_dump(include={*own}) != own:
+                raise ValueError(
+                    f"{peer.id!r} is this proxy, with peer_port {own['peer_port']} and workers "
+                    f"{own['workers']}; allowed: an entry with these, or none"
+                )
+        return [peer for peer in peers if peer.id != own["id"]]
 
     @property
     def names(self) -> list[str]:

@@ -22,7 +22,6 @@ from kvrs.core.books.links import LinkBounds
 from kvrs.core.fleet.drains import Drains
 from kvrs.core.fleet.gpus import Gpus
 from kvrs.core.fleet.known import Agents, Instances, Replays
-from kvrs.core.fleet.orders import DrainOrders
 from kvrs.core.fleet.self_tests import SelfTests
 from kvrs.core.fleet.silence import InstanceProgress
 from kvrs.core.model import actions as act
@@ -134,7 +133,6 @@ class Control(Generic[S]):
         )
         self.fences = FenceTable()
         self.drains = Drains(self.instances, self.produced_on, self.tell)
-        self.orders = DrainOrders(config.proxy.id, self.instances, self.drains)
         self._links = LinkBounds(config.transfer.link)
         self._has_peers = bool(config.proxy.peers)
         self.gpus = Gpus(self.instances.known)

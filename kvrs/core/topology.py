@@ -62,7 +62,6 @@ class Topology:
         control.instances.remove(known)
         for book in (control.self_tests, control.leases, control.drains, control.gpus):
             book.forget(known.id)
-        control.orders.forget(known.id)
         control.tell(ev.InstanceRemoved(known.id, {}), now_s)
 
     def remove_agent(self, known: Agent, now_s: float) -> None:

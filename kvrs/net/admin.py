@@ -108,14 +108,6 @@ class AdminClient:
         """
         return self.read("overview", "instances", "streams", "recoveries", "policy")
 
-    def nodes(self) -> Any:
-        """`cluster.nodes` as the proxy has them now, with the orders of operators.
-
-        Raises:
-            AdminError: as `state`.
-        """
-        return self.read("instances", "nodes")["nodes"]
-
     def reload(self) -> None:
         """Have the proxy read its file again.
 

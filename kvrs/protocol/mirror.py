@@ -9,7 +9,7 @@ proxy; the copy grants no claim while its holder sees the sender live.
 from array import array
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -129,25 +129,13 @@ class BatchAnswer(msgspec.Struct):
     acks: list[UpdateAck]  # In the order of the updates.
 
 
-class StandingOrder(msgspec.Struct, frozen=True):
-    """The last order of an operator about an instance, with the highest version."""
-
-    instance: InstanceId
-    version: Natural
-    given_at: Name  # The proxy, by which orders of equal version are told apart.
-    moves_in_s: Seconds | None = None  # None: it is not to be drained any more.
-
-
-class FleetOrder(msgspec.Struct, frozen=True):
-    """The last order of an operator about whether there is an instance, with the highest version.
-
-    `node`: of `cluster.nodes`, with this instance alone; None: it is removed.
+class DrainOrder(msgspec.Struct, frozen=True):
+    """Body of `POST /kvrs/v1/mirror/drain`, by which a worker passes an operator's order on to the
+    other workers of its proxy.
     """
 
     instance: InstanceId
-    version: Natural
-    given_at: Name  # The proxy, by which orders of equal version are told apart.
-    node: dict[str, Any] | None = None
+    drain_s: Seconds | None  # What runs there is moved after it. None: the end of the drain.
 
 
 class Hello(msgspec.Struct, omit_defaults=True):
@@ -158,8 +146,7 @@ class Hello(msgspec.Struct, omit_defaults=True):
     id: Name
     run: Name
     leaving: bool = False  # It is about to end: its streams and records go to other proxies.
-    orders: list[StandingOrder] = []
-    fleet: list[FleetOrder] = []
+    drains: list[DrainOrder] = []  # Those that another worker of this proxy begins at its start.
 
 
 class Lookup(msgspec.Struct):

@@ -7,24 +7,17 @@ gets its settings as an event, so that an event log runs again with the settings
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from kvrs.config.file import Config, config_digest, parse_config
 from kvrs.config.origin import ConfigFile
-from kvrs.config.proxy import PeerSettings
-from kvrs.core.fleet.fleet_orders import FleetOrders, Nodes
-from kvrs.core.fleet.services import Found, with_services
+from kvrs.core.fleet.services import Found, Nodes, with_services
 from kvrs.errors import ConfigError
-from kvrs.ids import InstanceId
-from kvrs.protocol.mirror import FleetOrder
 
 log = logging.getLogger(__name__)
-
-# Between two tries to carry out an order that was given at another proxy.
-_AGAIN_S = 1.0
 
 Apply = Callable[[], None]
 
@@ -48,18 +41,14 @@ class ReloadResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Reloads:
     """One per proxy. `config` is the configuration in use: the file's, with the addresses `found`
-    of its services over it, and `orders` over both.
+    of its services over it.
     """
 
     def __init__(self, config: Config, read: Callable[[], Config]) -> None:
         """`read` reads the file again, and raises ConfigError."""
         self.config = config
-        awaited = [service.id for service in config.cluster.services]
-        self.orders = FleetOrders(config.proxy.id, nodes_of(config), awaited)
         self.found: Found = {}
-        self.found_peers: list[PeerSettings] = []  # Of `proxy.numbered_peers`.
         self._file_config = config
-        self._file: Nodes = self.orders.nodes
         self._read = read
         self._origin = read if isinstance(read, ConfigFile) else None
         self._parts: list[ReloadingPart] = []
@@ -72,10 +61,9 @@ class Reloads:
         return {
             "policy": self.config.policy.name.value,
             "config_digest": config_digest(self.config),
-            # Of the file that an operator edits, without what was found or ordered since.
+            # Of the file that an operator edits, without what was found since.
             "source_digest": config_digest(self._file_config) if launch is None else launch.digest,
             "command_line": None if line is None else msgspec.to_builtins(line),
-            "orders_aside": self.orders.aside,  # Why they are not carried out here.
         }
 
     def add(self, part: ReloadingPart) -> None:
@@ -92,13 +80,10 @@ class Reloads:
         def read() -> Config:
             files.append(found := self._read())
             below = with_services(nodes_of(found), found.cluster.services, self.found)
-            with_all = with_peers(found, [*found.proxy.peers, *self.found_peers])
-            return with_nodes(with_all, self.orders.over(below))
+            return with_nodes(found, below)
 
         result = await self._logged(self._take(read))
         self._file_config = files[0]
-        self._file = nodes_of(files[0])
-        self._read_below()
         if (origin := self._origin) is None:
             return result
         if origin.note is not None:
@@ -114,73 +99,11 @@ class Reloads:
         """
 
         def read() -> Config:
-            below = with_services(self._file, self.config.cluster.services, found)
-            return with_nodes(self.config, self.orders.over(below))
+            own = nodes_of(self._file_config)
+            return with_nodes(self.config, with_services(own, self.config.cluster.services, found))
 
         await self._take(read)
         self.found = found
-        self._read_below()
-
-    async def follow_peers(self, found: list[PeerSettings]) -> None:
-        """Take over the peers that have a name now, beside those of the file.
-
-        Raises:
-            ConfigError: they cannot be; nothing has changed.
-        """
-        peers = [*self._file_config.proxy.peers, *found]
-        await self._take(lambda: with_peers(self.config, peers))
-        self.found_peers = found
-
-    def _read_below(self) -> None:
-        """Tell the orders what they lie over."""
-        services = self.config.cluster.services
-        awaited = [service.id for service in services if service.id not in self.found]
-        self.orders.read(with_services(self._file, services, self.found), awaited)
-
-    async def order(self, order: FleetOrder) -> ReloadResult:
-        """Carry out an order about the fleet.
-
-        Raises:
-            ConfigError: it cannot be; nothing has changed.
-        """
-
-        def read() -> Config:
-            return with_nodes(self.config, self.orders.over(new=order))
-
-        result = await self._logged(self._take(read))
-        self.orders.take([order])
-        return result
-
-    async def follow_orders(self) -> bool:
-        """Carry out those that `orders` has got from other proxies, all at once, or else each that
-        can be; the others are set aside. Whether anything has changed.
-        """
-        orders = self.orders
-        waiting = orders.changing(nodes_of(self.config))
-        if not waiting or await self._follow_but(()) is None:
-            orders.aside.clear()
-            return bool(waiting)
-        orders.aside = {name: orders.aside.get(name, "it is not tried yet") for name in waiting}
-        has_changed = False
-        for name in waiting:
-            others = orders.aside.keys() - {name}
-            cause = await self._follow_but(others)
-            if name not in orders.aside:  # A newer one has come.
-                continue
-            if cause is None:
-                del orders.aside[name]
-                has_changed = True
-            else:
-                orders.aside[name] = cause
-        return has_changed
-
-    async def _follow_but(self, aside: Container[InstanceId]) -> str | None:
-        """Carry out the other orders; why they cannot be."""
-        try:
-            await self._take(lambda: with_nodes(self.config, self.orders.over(aside=aside)))
-        except ConfigError as error:
-            return str(error)
-        return None
 
     async def _logged(self, change: Awaitable[ReloadResult]) -> ReloadResult:
         try:
@@ -229,15 +152,6 @@ def nodes_of(config: Config) -> Nodes:
     return [node.model_dump(mode="json") for node in config.cluster.nodes]
 
 
-def with_peers(config: Config, peers: list[PeerSettings]) -> Config:
-    """Raises ConfigError: they have faults."""
-    if peers == config.proxy.peers:
-        return config
-    document = _plain(config)
-    document["proxy"]["peers"] = [peer.model_dump(mode="json") for peer in peers]
-    return parse_config(document)
-
-
 def with_nodes(config: Config, nodes: Nodes) -> Config:
     """Raises ConfigError: they have faults."""
     document = _plain(config)
@@ -280,38 +194,3 @@ def _merged(config: Config, found: Config, paths: Sequence[str]) -> Config:
             into, of = into[each], of[each]
         into[key] = of[key]
     return parse_config(document)
-
-
-class FleetFollower:
-    """Carries out orders about the fleet that were given at other proxies. One that cannot be
-    carried out now, since it would take the last instance of a role that is up, or an instance of
-    that id is still being removed, is set aside and tried again.
-    """
-
-    def __init__(self, reloads: Reloads) -> None:
-        self._reloads = reloads
-        self._news = asyncio.Event()
-        self._logged: dict[InstanceId, str] = {}
-
-    def heard(self) -> None:
-        """There are new ones."""
-        self._news.set()
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            while not await self.follow():
-                await asyncio.sleep(_AGAIN_S)
-
-    async def follow(self) -> bool:
-        """Carry out the orders that are known; False: some could not be carried out yet."""
-        await self._reloads.follow_orders()
-        orders = self._reloads.orders
-        for instance, cause in orders.aside.items():
-            if self._logged.get(instance) != cause:
-                extra = {"instance": instance, "cause": cause}
-                log.warning("order not carried out yet", extra=extra)
-        self._logged = {**orders.aside}
-        return not orders.aside

@@ -59,14 +59,11 @@ class Proxy:
         older: Sequence[bytes] = (),
         read: Callable[[], Config] | None = None,
         supervisor: Supervisor | None = None,
-        beside: Callable[[], Sequence[Config]] = tuple,
     ) -> None:
         """`older`: secrets that are accepted besides the one in use; `read` reads the file of the
-        configuration again; `supervisor`: of this worker, one of several at the clients' port;
-        `beside`: the configurations in use of other models that this process serves.
+        configuration again; `supervisor`: of this worker, one of several at the clients' port.
         """
         self._config = config
-        self._beside = beside
         self._supervisor = supervisor
         self.reloads = Reloads(config, read or (lambda: config))
         self._ring = [secret, *older]
@@ -94,7 +91,7 @@ class Proxy:
         """
         _check_addresses(self._config)
         check_pods(self._config.cluster.services)
-        self._capacity = capacity_of(self._config, self._beside())
+        self._capacity = capacity_of(self._config)
         try:
             self._tls = TlsOfPorts.load(self._config)
             self._links = links = ProxyLinks(self._config, self._ring[0], self._tls)
@@ -111,9 +108,8 @@ class Proxy:
         if self._config.proxy.peer_port:
             keys = scoped_keys(self._ring, self._config.proxy.id, Scope.PROXY)
             await self._listen(make_app(parts.mirror), "peer_port", keys)
-        await asyncio.gather(parts.services.look_up(), parts.peer_names.look_up())
-        await parts.mirror.peers.meet()
-        await parts.follower.follow()
+        await parts.services.look_up()
+        await parts.mirror.peers.meet_first()
         if self._supervisor is None:
             await self._listen_to_clients()
         await self._listen_to_operators(parts)
@@ -142,9 +138,7 @@ class Proxy:
             keep(TaskKind.SLOTS, driver.slots.run),
             keep(TaskKind.SELF_TESTS, SelfTester(driver, driver.clock).run),
             keep(TaskKind.KEYS, parts.tenants.run),
-            keep(TaskKind.FLEET, parts.follower.run),
             keep(TaskKind.FLEET, parts.services.run),
-            keep(TaskKind.FLEET, parts.peer_names.run),
             observe_lag(metrics.loop_lag.observe),
             parts.mirror.run(),
             *([parts.gossip_view.run()] if self._config.gossip.enabled else []),
@@ -162,11 +156,10 @@ class Proxy:
             parts.metrics,
             parts.gossip_view,
             self._describe,
-            self.reloads,
-            parts.mirror.peers.news.tell,
+            parts.mirror.peers,
         )
         reloaded = None if self._supervisor is None else self._supervisor.reload_all
-        admin = Admin(source, self.reloads, self._config.security, reloaded, self._beside)
+        admin = Admin(source, self.reloads, self._config.security, reloaded)
         self.admin_port = await self._listen(admin.application(), "admin_port")
 
     async def _join(self, gossip_view: GossipView) -> None:

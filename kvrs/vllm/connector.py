@@ -136,7 +136,7 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
         """
         options = _options((self._kv_transfer_config.kv_connector_extra_config or {}).get("kvrs"))
         name = InstanceId(options.instance)
-        config = load_config(Path(options.config), member=name)
+        config = load_config(Path(options.config))
         node, settings = _instance(config, name)
         ring = read_secrets(config.security, os.environ)
         page_bytes = self._geometry.page_bytes

@@ -25,7 +25,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     check_extras("engine")
     from kvrs_engine.engine.server import serve
 
-    read = partial(load_config, arguments.config, os.environ, member=arguments.instance)
+    read = partial(load_config, arguments.config, os.environ)
     config = read()
     log_to_stderr(**config.logs.options)
     stop, at_once = asyncio.Event(), asyncio.Event()

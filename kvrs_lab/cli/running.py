@@ -20,7 +20,6 @@ from kvrs.config.file import (
     Config,
     checked,
     config_digest,
-    configs_of,
     load_source,
     parse_config,
 )
@@ -29,12 +28,10 @@ from kvrs.config.policy import PolicyName
 from kvrs.config.presets import SystemPreset
 from kvrs.config.source import Source, lay_over
 from kvrs.config.speculation import DraftSourceName
-from kvrs.config.workers import with_proxy
 from kvrs.errors import ConfigError, check_extras
 
 if TYPE_CHECKING:
     from kvrs_lab.cluster.launcher import Cluster
-    from kvrs_lab.cluster.models import ModelClusters
 
 
 def demo(
@@ -88,7 +85,6 @@ def up(
     """Run a cluster behind its proxies until Ctrl-C; without --config, with the preset best."""
     from kvrs.tracing.settings import trace_settings
     from kvrs_lab.cluster.launcher import Cluster
-    from kvrs_lab.cluster.models import ModelClusters
     from kvrs_lab.cluster.upkeep import Upkeep
 
     of_proxy = {"port": port, "admin_port": admin_port, "workers": workers}
@@ -123,12 +119,7 @@ def up(
     # Not SIGHUP, as daemons do: a terminal that is closed must not leave a cluster behind. A start
     # fulfils what is requested before its end.
     signal.signal(signal.SIGUSR1, lambda *_: None)
-    started = (
-        ModelClusters(settings, say, read_launch())
-        if settings.models
-        else Cluster(settings, say, proxies, ray, read_launch())
-    )
-    with started as cluster:
+    with Cluster(settings, say, proxies, ray, read_launch()) as cluster:
         signal.signal(signal.SIGUSR1, lambda *_: upkeep.restart())
         for line in _addresses(cluster):
             say(line)
@@ -137,27 +128,19 @@ def up(
         say("ending")
 
 
-def _addresses(cluster: "Cluster | ModelClusters") -> Iterator[str]:
-    """A line for each proxy, or for each model of the one proxy."""
-    from kvrs_lab.cluster.launcher import Cluster
-
-    if isinstance(cluster, Cluster):
-        rows = [("", *urls) for urls in zip(cluster.urls, cluster.admin_urls, strict=True)]
-    else:
-        urls = cluster.admin_urls.items()
-        rows = [(f", model {name}", cluster.urls[0], admin_url) for name, admin_url in urls]
-    for number, (whose, url, admin_url) in enumerate(rows):
-        what = "or at" if number and not whose else "kvrs is up:"
+def _addresses(cluster: "Cluster") -> Iterator[str]:
+    """A line for each proxy."""
+    for number, (url, admin_url) in enumerate(zip(cluster.urls, cluster.admin_urls, strict=True)):
+        what = "or at" if number else "kvrs is up:"
         pages = f"{admin_url}/kvrs/v1/state, {admin_url}/ui (page)"
-        yield f"{what} {url}/v1 (OpenAI API), {pages}{whose}"
+        yield f"{what} {url}/v1 (OpenAI API), {pages}"
 
 
 def _launch(config: Path | None, environ: Mapping[str, str] | None) -> UpCommand:
     """The row that proxies show for this process, with the file as `kvrs doctor` reads it."""
     file = None if config is None else str(config.resolve())
     settings = checked(load_source(config, environ))
-    of_models = {name: config_digest(own) for name, own in configs_of(settings).items()}
-    return UpCommand(os.getpid(), file, config_digest(settings), of_models)
+    return UpCommand(os.getpid(), file, config_digest(settings))
 
 
 def _up_config(
@@ -185,17 +168,6 @@ def _up_config(
     if draft is not None:
         source = _with_draft(source, draft)
     given = checked(source)
-    if given.models:
-        others = {
-            "--proxies": proxies if proxies > 1 else None,
-            "--model": model,
-            "--draft": draft,
-            "--backend": backend,
-            "--distserve-home": distserve_home,
-            "--ray": ray,
-            **{f"--{key}": value for key, value in of_instances.items()},
-        }
-        return _up_models(given, source, of_proxy, others)
     document = given.model_dump(mode="json")
     # The slots of a target are shared out among several proxies by the agents, which need gossip.
     if proxies > 1 and "enabled" not in given.gossip.model_fields_set:
@@ -219,26 +191,6 @@ def _up_config(
             document["proxy"][key] = value
     _set_degrees(document, of_instances)
     asked = parse_config(document)
-    _check_exposure(asked, source)
-    return asked
-
-
-def _up_models(
-    given: Config,
-    source: Source,
-    of_proxy: Mapping[str, int | None],
-    others: Mapping[str, object],
-) -> Config:
-    """The settings of several models, with those of the proxy that the command line has. Raises
-    ConfigError: it has `others`.
-    """
-    if faults := [
-        f"{option}: got {value} beside models; allowed: the setting in the file, for each model"
-        for option, value in others.items()
-        if value is not None
-    ]:
-        raise ConfigError(faults)
-    asked = with_proxy(given, of_proxy)
     _check_exposure(asked, source)
     return asked
 
@@ -297,7 +249,7 @@ def _check_exposure(config: Config, source: Source) -> None:
     """Raises ConfigError, with the places in the file."""
     from kvrs.cli.feasibility import check_all
 
-    check_all(config, source, lambda each: faults_in(partial(check_exposure, each, os.environ)))
+    check_all(source, [*faults_in(partial(check_exposure, config, os.environ))])
 
 
 def _set_degrees(document: dict[str, Any], of_instances: Mapping[str, int | None]) -> None:

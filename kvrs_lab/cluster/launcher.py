@@ -12,7 +12,6 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -43,7 +42,6 @@ from kvrs_lab.cluster.processes import (
     Process,
     Progress,
     processes_of,
-    with_added,
 )
 from kvrs_lab.cluster.proxies import ProxyProcess
 from kvrs_lab.cluster.remote import RemoteSupervisor
@@ -77,9 +75,6 @@ class Cluster:
     """A running cluster; a context manager that leaves nothing behind."""
 
     _admin_token: bytes | None = None  # Of the proxies' admin ports.
-    _fleet: Sequence[Mapping[str, Any]] = ()  # As the proxies had it last.
-    _new_signals = EndingSignals
-    _taken: set[int] | None = None  # Ports of other clusters of this process.
     _untold: str | None = None  # Why processes are not told of it, which is tried again.
 
     def __init__(
@@ -115,10 +110,9 @@ class Cluster:
             self._asked,
             self._proxy_settings,
             nodes_too=self._remote is None,
-            taken=self._taken,
         )
         self._proxy_settings = [config.proxy, *(other.proxy for other in others)]
-        self._signals = self._new_signals()
+        self._signals = EndingSignals()
         self._run = RunDirectory()
         self._ray = LoopbackRay(config, self._run)  # Runs for DistServe only.
         self._environment: dict[str, str] = {}  # Of instances, agents and servers, beside ours.
@@ -270,10 +264,6 @@ class Cluster:
         counts = " and ".join(f"{count} {kind}s" for kind, count in kinds.items())
         self._progress(f"starting {counts}")
         self.supervisor.start(self.processes.values(), self.config)
-        self._bring_up()
-
-    def _bring_up(self) -> None:
-        """Wait for the processes that were started, and start the proxies."""
         supervisor = self.supervisor
         wait_ready(self.processes, supervisor.status, supervisor.log_tail, self._progress)
         self._start_proxies()
@@ -285,7 +275,7 @@ class Cluster:
         Raises:
             ConfigError: it differs in more than a running cluster can change; nothing has changed.
         """
-        if faults := self.faults_of_renewal(config):
+        if faults := self._faults_of_renewal(config):
             raise ConfigError(faults)
         self._launch = launch
         kept = [
@@ -304,7 +294,7 @@ class Cluster:
             proxy.settings = settings
         self._write_files()
 
-    def faults_of_renewal(self, config: Config) -> list[str]:
+    def _faults_of_renewal(self, config: Config) -> list[str]:
         """Those for which `renew` refuses it."""
         asked = self._asked
         fixed = [
@@ -323,9 +313,8 @@ class Cluster:
         ]
 
     def follow_fleet(self) -> None:
-        """Tell all processes, and proxies that start later, of instances and agents that were
-        added at a proxy since: they fetch pages from these, and send checkpoints there. Nodes that
-        were lost with their machines are placed again, and the proxies told.
+        """Place nodes that were lost with their machines again, and tell all processes where they
+        are now: they fetch pages from them, and send checkpoints there.
 
         Raises:
             LaunchError: Ray does not answer any more.
@@ -334,18 +323,11 @@ class Cluster:
         if self._remote is not None and (config := self._remote.look(self.config)) is not None:
             self.config, is_news = config, True
             self._behind = {*range(len(self.proxies))}
-        for proxy in self.proxies:
-            with contextlib.suppress(AdminError):
-                nodes = proxy.admin.nodes()
-                is_news = is_news or nodes != self._fleet
-                self._fleet = nodes
-                break
         if is_news:
             try:
                 self._write_files()
                 self._untold = None
-            # A port of a process of ours, which was removed; or a disk is full.
-            except (ConfigError, OSError) as error:
+            except OSError as error:  # A disk is full.
                 if self._untold != str(error):
                     self._progress(f"instances are not told of others: {error}")
                 self._untold = str(error)
@@ -355,13 +337,9 @@ class Cluster:
                 self._behind.discard(number)
 
     def _write_files(self) -> None:
-        config = with_added(self.config, self._fleet)
-        self.supervisor.learn(config)
-        self._write_proxies(config)
-
-    def _write_proxies(self, config: Config) -> None:
+        self.supervisor.learn(self.config)
         for settings in self._proxy_settings:
-            self._run.write_config(config.model_copy(update={"proxy": settings}), settings.id)
+            self._run.write_config(self.config.model_copy(update={"proxy": settings}), settings.id)
 
     def _start_proxies(self) -> None:
         self._progress(

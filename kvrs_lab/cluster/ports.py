@@ -71,11 +71,9 @@ def resolve_all(
     proxies: Sequence[ProxySettings],
     *,
     nodes_too: bool = True,
-    taken: set[int] | None = None,
 ) -> list[Config]:
     """The same for several proxies of one cluster: a configuration for each, in which the others
-    are its peers. Without `nodes_too` instances and agents are on other machines. No port is chosen
-    that is `taken` by other clusters of this process; those that are chosen are added.
+    are its peers. Without `nodes_too` instances and agents are on other machines.
 
     Raises:
         ConfigError: a given port is in use, or given twice; the message names it.
@@ -83,7 +81,7 @@ def resolve_all(
     document = config.model_dump(mode="json")
     sections = [proxy.model_dump(mode="json") for proxy in proxies]
     nodes = document["cluster"]["nodes"] if nodes_too else []
-    _choose(_wanted(config, nodes, sections), set() if taken is None else taken)
+    _choose(_wanted(config, nodes, sections))
     for section in sections if len(sections) > 1 else ():
         section["peers"] = [
             {
@@ -127,12 +125,12 @@ def _wanted(config: Config, nodes: list[Any], sections: list[Any]) -> list[tuple
     return wanted
 
 
-def _choose(wanted: list[tuple[Any, str, str]], taken: set[int]) -> None:
+def _choose(wanted: list[tuple[Any, str, str]]) -> None:
     """Replace every port 0 by a free port; raises ConfigError for given ports that are not
     available.
     """
     faults: list[str] = []
-    taken |= {port for section, key, _ in wanted if section[key] for port in _span(section, key)}
+    taken = {port for section, key, _ in wanted if section[key] for port in _span(section, key)}
     names: dict[tuple[str, int], str] = {}
     with contextlib.ExitStack() as held:
         for section, key, name in wanted:

@@ -1,14 +1,14 @@
 """The processes of a cluster beside the proxies, by backend."""
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from enum import StrEnum
-from typing import Any, NoReturn, assert_never
+from typing import NoReturn, assert_never
 
 import msgspec
 
 from kvrs.config.cluster import Backend
-from kvrs.config.file import Config, parse_config
+from kvrs.config.file import Config
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId, NodeId
 
@@ -122,30 +122,6 @@ def has_spare(config: Config, process: Process) -> bool:
         return False
     _, instance = config.cluster.find(process.name)
     return instance.ranks == 1
-
-
-def with_added(config: Config, nodes: Sequence[Mapping[str, Any]]) -> Config:
-    """The configuration with the instances and nodes that `nodes`, in plain data with all keys,
-    have beside its own. Its own ones stay as they are: their processes go on until the end of the
-    run.
-
-    Raises:
-        ConfigError: together they have faults.
-    """
-    document = config.model_dump(mode="json")
-    own = {node["id"]: node for node in document["cluster"]["nodes"]}
-    ids = {instance["id"] for node in own.values() for instance in node["instances"]}
-    is_changed = False
-    for node in nodes:
-        added = [dict(instance) for instance in node["instances"] if instance["id"] not in ids]
-        if not added:
-            continue
-        is_changed = True
-        if node["id"] in own:
-            own[node["id"]]["instances"] += added
-        else:
-            document["cluster"]["nodes"].append({**node, "instances": added})
-    return parse_config(document) if is_changed else config
 
 
 def gpus_of(config: Config) -> int | None:

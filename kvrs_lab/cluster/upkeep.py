@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from kvrs.config.file import Config
 from kvrs.config.origin import UpCommand
@@ -14,14 +13,11 @@ from kvrs.errors import ConfigError, KvrsError
 from kvrs.net.admin import AdminError
 from kvrs_lab.cluster.fault_injection import rows_of
 from kvrs_lab.cluster.launcher import Cluster
-from kvrs_lab.cluster.models import ModelClusters
 from kvrs_lab.cluster.processes import Kind, Process, hosts_of, instances_in
 from kvrs_lab.cluster.proxies import ProxyProcess
 
 LOOK_INTERVAL_S = 0.5
 _RESTART_LOOK_S = 0.1
-
-AnyCluster = Cluster | ModelClusters
 
 
 class Upkeep:
@@ -47,7 +43,7 @@ class Upkeep:
     def restart(self) -> None:
         self._requested += 1
 
-    def run(self, cluster: AnyCluster) -> None:
+    def run(self, cluster: Cluster) -> None:
         """Raises LaunchError: the cluster cannot go on."""
         self._starts = _starts(cluster)
         while not self.stop.wait(LOOK_INTERVAL_S):
@@ -60,7 +56,7 @@ class Upkeep:
                 self._restart_all(cluster)
                 self._starts = _starts(cluster)
 
-    def _report_faults(self, cluster: AnyCluster) -> None:
+    def _report_faults(self, cluster: Cluster) -> None:
         """Report, once each, proxies that cannot be restarted while others serve."""
         faults = {
             proxy.settings.id: proxy.status.fault
@@ -71,7 +67,7 @@ class Upkeep:
             self._say(f"{faults[name]}\nit is restarted from time to time; the other proxies serve")
         self._reported = set(faults)
 
-    def _report_ends(self, cluster: AnyCluster) -> None:
+    def _report_ends(self, cluster: Cluster) -> None:
         former, self._starts = self._starts, _starts(cluster)
         ended = {name for name, count in self._starts.items() if count > former.get(name, count)}
         for proxy in cluster.proxies:
@@ -81,7 +77,7 @@ class Upkeep:
             if process.name in ended:
                 self._say(f"{process.label} ended and is started again")
 
-    def _restart_all(self, cluster: AnyCluster) -> None:
+    def _restart_all(self, cluster: Cluster) -> None:
         try:
             cluster.renew(self._read_config(), self._read_launch())
         except (ConfigError, OSError) as error:
@@ -105,7 +101,7 @@ class Upkeep:
             self._say("a rolling restart is under way already: the request is ignored")
 
 
-def _starts(cluster: AnyCluster) -> dict[str, int]:
+def _starts(cluster: Cluster) -> dict[str, int]:
     """How often each process was started."""
     found = {proxy.settings.id: proxy.status.starts for proxy in cluster.proxies}
     return found | {name: each.starts for name, each in cluster.supervisor.status().items()}
@@ -121,12 +117,11 @@ class _StoppedError(KvrsError):
 
 class RollingRestart:
     """`run` restarts proxies, then instances with the hosts of their stages, then agents. Each has
-    to be up in the state of every proxy before the next one. Those that were removed at the proxies
-    are left as they are.
+    to be up in the state of every proxy before the next one.
     """
 
     def __init__(
-        self, cluster: AnyCluster, say: Callable[[str], None], goes_on: Callable[[], bool]
+        self, cluster: Cluster, say: Callable[[str], None], goes_on: Callable[[], bool]
     ) -> None:
         """`goes_on` is polled; when it returns False, no further process is restarted."""
         self._cluster = cluster
@@ -167,18 +162,14 @@ class RollingRestart:
         self._until_new(is_new, proxy.settings.id, drain_s, self._start_s)
 
     def _restart(self, process: Process) -> None:
-        former: list[set[int]] | None = None
+        known: list[set[int]] = []
 
         def is_known() -> bool:
-            nonlocal former
-            former = self._pids(process)
-            return former is None or all(former)
+            nonlocal known
+            known = self._pids(process)
+            return all(known)
 
         self._until(is_known, process.label, self._start_s)
-        if former is None:
-            self._say(f"{process.label} was removed, and is not restarted")
-            return
-        known = former
         for host in hosts_of(self._cluster.config, process):
             self._cluster.end(host)  # It goes on until the instance has ended.
         self._cluster.end(process.name)
@@ -186,28 +177,25 @@ class RollingRestart:
         def is_new() -> bool:
             if fault := self._cluster.supervisor.status()[process.name].fault:
                 raise RestartError(f"{process.label}: {fault}")
-            if (found := self._pids(process)) is None:
-                return True
+            found = self._pids(process)
             return all(new and not new & old for new, old in zip(found, known, strict=True))
 
         drain_s = self._cluster.config.cluster.drain_s
         self._until_new(is_new, process.label, drain_s, process.start_timeout_s)
 
-    def _pids(self, process: Process) -> list[set[int]] | None:
-        """The process ids of a process in the state of each proxy, under all of its names; None: an
-        operator has had all proxies remove it.
+    def _pids(self, process: Process) -> list[set[int]]:
+        """The process ids of a process in the state of each proxy, under all of its names; empty
+        where a proxy does not answer.
         """
         names = instances_in(self._cluster.config, process) or [process.name]
-        found: list[list[Any] | None] = []
+        found: list[set[int]] = []
         for number in range(len(self._cluster.proxies)):
             try:
                 rows = rows_of(self._cluster.state(number))
-                found.append([rows[name]["pid"] for name in names if name in rows])
+                found.append({rows[name]["pid"] for name in names if name in rows} - {None})
             except AdminError:
-                found.append(None)
-        if all(pids == [] for pids in found):
-            return None
-        return [{*(pids or ())} - {None} for pids in found]
+                found.append(set())
+        return found
 
     def _until_new(
         self, is_new: Callable[[], bool], name: str, drain_s: float, start_s: float

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvrs.cli.cluster_checks import ProxyAnswer, ask, cluster_findings
 from kvrs.cli.feasibility import faults_of
 from kvrs.cli.findings import Finding, Level
 from kvrs.cli.machine_checks import machine_findings
-from kvrs.config.file import Config, parse_config
+from kvrs.config.file import Config, load_config, parse_config
 from kvrs_testkit.awaited import forked
 from kvrs_testkit.certificates import MISSING, Authority
 from kvrs_testkit.free_ports import free_ports
@@ -284,14 +285,14 @@ async def test_an_instance_that_is_not_there_is_a_failure(tmp_path: Path) -> Non
     """
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    async with open_proxy_cluster(pairs=1) as system:
+    file = tmp_path / "kvrs.yaml"
+    async with open_proxy_cluster(pairs=1, read=partial(load_config, file)) as system:
         document = config_of(system)
         missing = {"id": "d9", "role": "decode", "port": port}
         document["cluster"]["nodes"][0]["instances"].append(missing)
-        file = tmp_path / "kvrs.yaml"
         file.write_text(json.dumps(document))
-        order = f"http://127.0.0.1:{system.proxy.admin_port}/kvrs/v1/instances"
-        async with system.http.post(order, json={"node": "n0", **missing}) as answer:
+        reload = f"http://127.0.0.1:{system.proxy.admin_port}/kvrs/v1/reload"
+        async with system.http.post(reload) as answer:
             assert answer.status == 200, await answer.text()
 
         async def ran(*command: str) -> tuple[int | None, str]:

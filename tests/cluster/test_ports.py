@@ -238,21 +238,3 @@ def test_ports_are_chosen_on_ipv6_hosts_too() -> None:
     ((_, found),) = resolved.cluster.instances()
     assert found.port
     assert found.page_port
-
-
-def test_clusters_of_one_process_choose_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing listens at those of the first one yet when those of the second one are chosen."""
-    monkeypatch.setattr(ports, "LAST_PORT", ports.FIRST_PORT + 100)
-    config, taken = parse_config({"proxy": {"port": 0, "admin_port": 0}}), set[int]()
-
-    def chosen() -> set[int]:
-        (resolved,) = ports.resolve_all(config, [config.proxy], taken=taken)
-        instances = [instance for _, instance in resolved.cluster.instances()]
-        proxy = resolved.proxy
-        own = {proxy.port, proxy.admin_port}
-        return own | {port for each in instances for port in (each.port, each.page_port)}
-
-    first, second = chosen(), chosen()
-
-    assert first.isdisjoint(second)
-    assert first | second == taken

@@ -10,7 +10,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import yaml
 from kvrs_lab.cluster.guard import members
 from kvrs_lab.demo import PACE
 from kvrs_testkit.resuming import Clients, Had, Load, Way, bodies, is_exact, quiet_run, verdict
-from tests.cluster.launches import END_S, Launch, ask, is_running, until
+from tests.cluster.launches import END_S, Launch, is_running, until
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -173,43 +173,6 @@ async def test_a_file_of_another_cluster_restarts_nothing(started: Launch) -> No
 
     (started.directory / "config.yaml").write_text(text)
     assert pids(started) == before
-
-
-@pytest.mark.nightly
-async def test_a_removed_instance_holds_no_rolling_restart_up(started: Launch) -> None:
-    """It stays out after the restart of both proxies, and can be added again."""
-    before, (_, admin_url) = pids(started), started.all_urls[0]
-    answer = await asyncio.to_thread(ask, "GET", f"{admin_url}/kvrs/v1/instances")
-    (node,) = (each for each in answer["nodes"] if each["id"] == "n1")
-    (instance,) = node["instances"]
-    printed = len(started.output)
-
-    await asyncio.to_thread(ask, "DELETE", f"{admin_url}/kvrs/v1/instances/b1")
-    await until_all(started, lambda names: not {"b1", "agent-n1"} & names)
-    started.process.send_signal(signal.SIGUSR1)
-    await until_printed(started, "all processes were restarted", printed)
-    after = pids(started)
-    body = {"node": "n1", "agent": node["agent"], **instance}
-    await asyncio.to_thread(ask, "POST", f"{admin_url}/kvrs/v1/instances", body)
-    await until_all(started, lambda names: {"b1", "agent-n1"} <= names)
-
-    assert before.keys() - after.keys() == {"b1", "agent-n1"}
-    assert [name for name in after if before[name] == after[name]] == []
-    assert "instance b1 was removed, and is not restarted" in started.output
-    assert pids(started)["b1"] == before["b1"]
-
-
-async def until_all(launch: Launch, holds: Callable[[set[str]], bool]) -> None:
-    """Wait until it holds for the names of what is up, at each proxy."""
-    async with asyncio.timeout(3 * END_S):
-        for _, admin_url in launch.all_urls:
-            while not holds(up_at(await asyncio.to_thread(state_of, admin_url))):
-                await asyncio.sleep(0.1)
-
-
-def up_at(state: Any) -> set[str]:
-    rows = [*state["instances"], *state["agents"]]
-    return {row["id"] for row in rows if row["health"] == "up"}
 
 
 def change_file(launch: Launch, **sections: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from kvrs.cli import app
+from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 
 
@@ -82,3 +83,20 @@ def test_faults_of_all_files_are_shown_at_once(tmp_path: Path) -> None:
         "proxy.worker: unknown ke",
         "proxy.peers: lacks 'a', ",
     ]
+
+
+def test_one_list_of_peers_serves_all_proxies(tmp_path: Path) -> None:
+    """A proxy leaves its own entry out."""
+    peers = [{"id": "a", "peer_port": 9000}, {"id": "b", "peer_port": 9010}]
+
+    result = check(tmp_path, proxy("a", 9000, *peers), proxy("b", 9010, *peers))
+
+    assert result.exit_code == 0, result.output
+
+
+def test_an_own_entry_that_says_something_else_is_refused() -> None:
+    """It may be meant for another proxy."""
+    section = {"id": "a", "peer_port": 9000, "peers": [{"id": "a", "peer_port": 9010}]}
+
+    with pytest.raises(ConfigError, match="'a' is this proxy, with peer_port 9000 and workers 1"):
+        parse_config({"proxy": section})

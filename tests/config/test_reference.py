@@ -43,7 +43,7 @@ def test_the_chart_takes_the_names_of_the_settings_and_no_other() -> None:
         {"policy": {"recovery": {"wait": 3}}},
         {"cluster": {"nodes": [{"id": "n0", "instances": [{"id": "p0", "prot": 1}]}]}},
         {"proxy": {"tls": {"certificate": "a"}}},
-        {"models": [{"name": "a", "policy": {"nam": "rom"}}]},
+        {"policy": {"nam": "rom"}},
     ]
     for wrong in misspelt:
         (error,) = validator.iter_errors({"config": wrong})

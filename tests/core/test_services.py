@@ -4,8 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvrs.config.cluster import InstanceSettings, NodeSettings, ServiceSettings
-from kvrs.core.fleet.fleet_orders import FleetOrders, Nodes
-from kvrs.core.fleet.services import changed, newer, single_changes, with_services
+from kvrs.core.fleet.services import Nodes, changed, newer, single_changes, with_services
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
 
@@ -64,21 +63,3 @@ def test_changes_one_by_one_add_before_they_remove() -> None:
     for service, address in steps:
         found = {**changed(found, service, address)}
     assert found == wanted
-
-
-def test_an_order_that_removes_an_address_waits_for_the_name() -> None:
-    """A proxy that hears of it before its first look-up does not take it for done; when the address
-    has gone from the name, and only then, the name counts again.
-    """
-    name = InstanceId("decode-10.0.0.3")
-    with_it = with_services(FILE, [DECODE], {"decode": frozenset(("10.0.0.3",))})
-    orders = FleetOrders("a", FILE, ["decode"])
-    orders.take([orders.new(name, None, wall_s=1e9)])
-
-    orders.read(with_it)
-    removed = _names(orders.over())
-    orders.read(FILE)
-    orders.read(with_it)
-
-    assert removed == ["d0"]
-    assert _names(orders.over()) == ["d0", name]

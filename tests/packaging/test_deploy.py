@@ -62,12 +62,10 @@ def test_each_pod_has_a_configuration_that_can_run(tmp_path: Path) -> None:
     found = configs(tmp_path)
 
     for name, config in found.items():
-        numbered = config.proxy.numbered_peers
-        assert numbered is not None
-        others = {peer.id: peer.host for peer in numbered.others(name)}
+        others = {peer.id: peer.host for peer in config.proxy.peers}
         service = pods["spec"]["serviceName"]
         assert config.proxy.id == name
-        assert found.keys() - {name} <= others.keys()
+        assert found.keys() - {name} == others.keys()
         assert others == {other: f"{other}.{service}" for other in others}
         assert f"{name}.{service}" in config.security.hosts
         assert [*faults_of_proxy(config, ENVIRONMENT)] == []

@@ -14,7 +14,7 @@ import yaml
 
 from kvrs import __version__
 from kvrs.config.exposure import faults_of_proxy
-from kvrs.config.file import Config, checked, configs_of, load_source, parse_config
+from kvrs.config.file import Config, checked, load_source, parse_config
 from tests.packaging.charts import (
     CHART,
     ENVIRONMENT,
@@ -34,7 +34,7 @@ TEMPLATES = sorted((CHART / "templates").iterdir())
 WHOLE = (
     *("config", "resources", "podAnnotations", "nodeSelector", "tolerations", "affinity"),
     *("service.annotations", "probes.startup", "probes.readiness", "probes.liveness"),
-    *("podLabels", "lifecycle", "autoscaling", "networkPolicy", "podMonitor", "prometheusRule"),
+    *("podLabels", "lifecycle", "networkPolicy", "podMonitor", "prometheusRule"),
     "dashboard",
 )
 
@@ -61,17 +61,11 @@ def used() -> set[str]:
     return set(re.findall(r"\.Values\.([A-Za-z0-9_.]*[A-Za-z0-9_])", text))
 
 
-def configs_in(
-    manifests: dict[tuple[str, str], Any], directory: Path, pod: str
-) -> dict[str, Config]:
-    """The configuration of one pod, as its proxy reads it, by what its id ends in: one for each
-    model.
-    """
+def config_in(manifests: dict[tuple[str, str], Any], directory: Path, pod: str) -> Config:
+    """The configuration of one pod, as its proxy reads it."""
     path = directory / "kvrs.yaml"
     path.write_text(manifests["ConfigMap", "east"]["data"]["kvrs.yaml"])
-    config = checked(load_source(path, ENVIRONMENT | {"KVRS_POD": pod}))
-    models = zip(config.models, configs_of(config).values(), strict=True)
-    return {f"-{model.suffix}": each for model, each in models} or {"": config}
+    return checked(load_source(path, ENVIRONMENT | {"KVRS_POD": pod}))
 
 
 def test_templates_use_values_that_exist_and_all_of_them() -> None:
@@ -87,7 +81,7 @@ def test_templates_use_values_that_exist_and_all_of_them() -> None:
                 break
     assert {*paths_of(document)} <= used() | {path.rpartition(".")[0] for path in used()}
     text = "".join(path.read_text() for path in TEMPLATES)
-    for name in ("autoscaling", "networkPolicy", "podMonitor", "prometheusRule", "dashboard"):
+    for name in ("networkPolicy", "podMonitor", "prometheusRule", "dashboard"):
         for key in document[name]:
             assert re.search(rf"[.$a-zA-Z ]\.{key}\b", text), f"{name}.{key}"
 
@@ -162,14 +156,13 @@ def test_pods_are_restricted_and_guarded(name: str, tmp_path: Path) -> None:
     """
     manifests = found(example(name))
     pods = manifests["StatefulSet", "east"]["spec"]
-    spec, configs = pods["template"]["spec"], configs_in(manifests, tmp_path, "east-0")
+    spec, config = pods["template"]["spec"], config_in(manifests, tmp_path, "east-0")
     (container,) = spec["containers"]
-    proxies = [config.proxy for config in configs.values()]
-    proxy, labels = proxies[0], pods["template"]["metadata"]["labels"].items()
+    proxy, labels = config.proxy, pods["template"]["metadata"]["labels"].items()
 
     assert findings_of_restricted(spec) == []
     assert spec["automountServiceAccountToken"] is ("serviceAccountName" in spec)
-    has_labels = any(one.pods for each in configs.values() for one in each.cluster.services)
+    has_labels = any(one.pods for one in config.cluster.services)
     assert ("serviceAccountName" in spec) == has_labels
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     spread = {each["topologyKey"]: each for each in spec["topologySpreadConstraints"]}
@@ -187,7 +180,7 @@ def test_pods_are_restricted_and_guarded(name: str, tmp_path: Path) -> None:
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
     admin = [port for name, port in ports.items() if name.startswith("admin")]
     assert (ports["clients"], ports["peers"]) == (proxy.port, proxy.peer_port)
-    assert admin == [port for each in proxies for port in each.ports_of("admin_port")]
+    assert admin == [*proxy.ports_of("admin_port")]
     environment = {each["name"] for each in container["env"]}
     assert {"KVRS_SECRET", "KVRS_ADMIN_TOKEN", "KVRS_KEYS", "KVRS_VLLM_API_KEY"} <= environment
     selectors = [pods["selector"]["matchLabels"]]
@@ -203,28 +196,24 @@ def test_pods_are_restricted_and_guarded(name: str, tmp_path: Path) -> None:
 @needs_helm
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_one_file_serves_each_pod(name: str, tmp_path: Path) -> None:
-    """With its own id and the others as possible peers, also one more than there are now: the
-    number changes without an edited file.
-    """
+    """With its own id and the others as peers."""
     manifests = found(example(name))
-    replicas = manifests["StatefulSet", "east"]["spec"].get("replicas", 6)
+    replicas = manifests["StatefulSet", "east"]["spec"]["replicas"]
 
-    for number in range(replicas + 1):
+    for number in range(replicas):
         pod = f"east-{number}"
         service = manifests["Service", "east-peers"]
         assert service["spec"]["clusterIP"] == "None"
         assert service["spec"]["publishNotReadyAddresses"] is True
-        for suffix, config in configs_in(manifests, tmp_path, pod).items():
-            assert config.proxy.id == pod + suffix
-            assert config.proxy.numbered_peers is not None
-            others = config.proxy.numbered_peers.others(config.proxy.id)
-            wanted = {f"east-{other}{suffix}" for other in range(replicas)} - {pod + suffix}
-            assert wanted <= {one.id for one in others}
-            hosts = {f"{one.id.removesuffix(suffix)}.east-peers" for one in others}
-            assert {one.host for one in others} == hosts
-            full = f"{pod}.east-peers.prod.svc.cluster.local"
-            assert {f"{pod}.east-peers", full} <= {*config.security.hosts}
-            assert [*faults_of_proxy(config, ENVIRONMENT)] == []
+        config = config_in(manifests, tmp_path, pod)
+        assert config.proxy.id == pod
+        others = config.proxy.peers
+        wanted = {f"east-{other}" for other in range(replicas)} - {pod}
+        assert wanted == {one.id for one in others}
+        assert {one.host for one in others} == {f"{one.id}.east-peers" for one in others}
+        full = f"{pod}.east-peers.prod.svc.cluster.local"
+        assert {f"{pod}.east-peers", full} <= {*config.security.hosts}
+        assert [*faults_of_proxy(config, ENVIRONMENT)] == []
 
 
 @pytest.mark.process
@@ -322,17 +311,8 @@ def test_prometheus_and_grafana_get_the_rules_and_the_dashboard() -> None:
 
 @pytest.mark.process
 @needs_helm
-def test_the_number_of_proxies_may_follow_the_load() -> None:
-    """Then no replicas stand in the StatefulSet, which an upgrade would set back."""
-    manifests = found(example("elastic-values.yaml"))
-
-    scaler = manifests["HorizontalPodAutoscaler", "east"]["spec"]
-
-    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 6)
-    assert scaler["scaleTargetRef"]["name"] == "east"
-    assert "replicas" not in manifests["StatefulSet", "east"]["spec"]
-    assert not any(kind == "HorizontalPodAutoscaler" for kind, _ in found({}))
-    with pytest.raises(ChartError, match="9 proxies of 4 workers; allowed: 33 processes in all"):
+def test_more_processes_than_peers_may_be_are_refused() -> None:
+    with pytest.raises(ChartError, match="9 proxies of 4 workers; allowed: 32 processes in all"):
         rendered({"replicas": 9, "config": {"proxy": {"workers": 4}}})
 
 
@@ -355,37 +335,12 @@ def test_proxies_may_list_the_pods_of_their_services_and_nothing_else() -> None:
 
 @pytest.mark.process
 @needs_helm
-def test_a_pod_has_a_port_for_each_model(tmp_path: Path) -> None:
-    """For operators, for peers and for Prometheus; namespaces of all models are watched."""
-    own = example("models-values.yaml")
-    manifests = found(own)
-    configs = configs_in(manifests, tmp_path, "east-0")
-
-    monitor = manifests["PodMonitor", "east-kvrs"]["spec"]["podMetricsEndpoints"]
-    assert [each["port"] for each in monitor] == ["admin", "admin-1"]
-    rules = manifests["NetworkPolicy", "east"]["spec"]["ingress"]
-    by_port = {rule["ports"][0]["port"]: rule["ports"] for rule in rules}
-    assert [each["port"] for each in by_port[8001]] == [8001, 8011]
-    (peers,) = by_port[8002]
-    wanted = [config.proxy.peer_port for config in configs.values()]
-    assert [peers["port"], peers["endPort"]] == wanted == [8002, 8003]
-    assert [each.proxy.admin_port for each in configs.values()] == [8001, 8011]
-    assert manifests["Role", "east-pods"]["metadata"]["namespace"] == "engines"
-    models = own["config"]["models"]
-    with pytest.raises(ChartError, match=r"config\.models: got 10 models; allowed: 9"):
-        rendered({"config": {"cluster": {"nodes": []}, "models": models * 5}})
-    with pytest.raises(ChartError, match=r"config\.cluster\.nodes: given beside"):
-        rendered({"config": {"models": models}})
-
-
-@pytest.mark.process
-@needs_helm
 def test_helm_keeps_values_as_they_are(tmp_path: Path) -> None:
     """Large numbers above all, which it reads as floating-point ones."""
     proxy = {"mirror_bytes": 268435456, "event_log_bytes": 10737418240, "keep_alive_s": 7.5}
     own = {"config": {"proxy": proxy, "transfer": {"link_bytes_per_s": 3.125e9}}}
 
-    (config,) = configs_in(found(own), tmp_path, "east-1").values()
+    config = config_in(found(own), tmp_path, "east-1")
 
     assert {key: getattr(config.proxy, key) for key in proxy} == proxy
     assert config.transfer.link_bytes_per_s == 3.125e9

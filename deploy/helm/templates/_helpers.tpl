@@ -20,35 +20,29 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ int ((.Values.config.proxy).workers | default 1) }}
 {{- end }}
 
-{{- /* How many admin and peer ports a pod has: one for each worker, or for each model. */}}
-{{- define "kvrs.processes" -}}
-{{- $models := len (.Values.config.models | default list) }}
-{{- if gt $models 9 }}
-{{- fail (printf "config.models: got %d models; allowed: 9 in one release, by the ports" $models) }}
-{{- end }}
-{{- max (int (include "kvrs.workers" .)) $models }}
-{{- end }}
-
 {{- /* Namespaces of the pods that proxies watch, as JSON. */}}
 {{- define "kvrs.namespaces" -}}
 {{- $found := list }}
-{{- range prepend (.Values.config.models | default list) .Values.config }}
-{{- range (.cluster).services }}
+{{- range .Values.config.cluster.services }}
 {{- if .pods }}{{- $found = append $found (.namespace | default "default") }}{{ end }}
-{{- end }}
 {{- end }}
 {{- $found | uniq | toJson }}
 {{- end }}
 
-{{- /* How many proxies there may be: kvrs takes 33 processes, workers included. */}}
-{{- define "kvrs.most" -}}
+{{- /* All proxies, as the `peers` of each: kvrs takes 32 processes, workers included. */}}
+{{- define "kvrs.peers" -}}
 {{- $workers := int (include "kvrs.workers" .) }}
-{{- $wanted := int (ternary .Values.autoscaling.maxReplicas .Values.replicas .Values.autoscaling.enabled) }}
-{{- $room := div 33 $workers }}
-{{- if gt $wanted (int $room) }}
-{{- fail (printf "%d proxies of %d workers; allowed: 33 processes in all" $wanted $workers) }}
+{{- $count := int .Values.replicas }}
+{{- if gt (mul $count $workers) 32 }}
+{{- fail (printf "%d proxies of %d workers; allowed: 32 processes in all" $count $workers) }}
 {{- end }}
-{{- max 2 $wanted (min 8 $room) }}
+{{- $peers := list }}
+{{- range until $count }}
+{{- $id := printf "%s-%d" $.Release.Name . }}
+{{- $peer := dict "id" $id "host" (printf "%s.%s-peers" $id $.Release.Name) "peer_port" 8002 "workers" $workers }}
+{{- $peers = append $peers $peer }}
+{{- end }}
+{{- $peers | toJson }}
 {{- end }}
 
 {{- /* The configuration of all pods: that of the values, with what follows from the chart. */}}
@@ -56,23 +50,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $service := printf "%s-peers" .Release.Name }}
 {{- $full := printf "${KVRS_POD}.%s.%s.svc" $service .Release.Namespace }}
 {{- $hosts := list (printf "${KVRS_POD}.%s" $service) $full (printf "%s.%s" $full .Values.clusterDomain) }}
-{{- $peers := dict "id" (printf "%s-*" .Release.Name) "host" (printf "%s-*.%s" .Release.Name $service) }}
-{{- $_ := set $peers "peer_port" 8002 }}
-{{- $_ := set $peers "workers" (int (include "kvrs.workers" .)) }}
-{{- $_ := set $peers "most" (int (include "kvrs.most" .)) }}
-{{- $proxy := dict "id" "${KVRS_POD}" "numbered_peers" $peers }}
+{{- $proxy := dict "id" "${KVRS_POD}" "peers" (include "kvrs.peers" . | fromJsonArray) }}
 {{- range $port, $number := dict "" 8000 "admin_" 8001 "peer_" 8002 }}
 {{- $_ := set $proxy (printf "%shost" $port) "0.0.0.0" }}
 {{- $_ := set $proxy (printf "%sport" $port) $number }}
 {{- end }}
 {{- $given := (.Values.config.security).hosts | default list }}
 {{- $own := dict "proxy" $proxy "security" (dict "hosts" (concat $given $hosts)) }}
-{{- $made := mustMergeOverwrite (deepCopy .Values.config) $own }}
-{{- if .Values.config.models }}
-{{- if .Values.config.cluster.nodes }}
-{{- fail "config.cluster.nodes: given beside config.models; allowed: [], and the nodes of each in config.models" }}
-{{- end }}
-{{- $_ := unset $made.cluster "nodes" }}
-{{- end }}
-{{- toYaml $made }}
+{{- toYaml (mustMergeOverwrite (deepCopy .Values.config) $own) }}
 {{- end }}

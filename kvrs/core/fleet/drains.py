@@ -89,6 +89,14 @@ class Drains:
         load = self._instances.known[instance].load
         return instance in self._ordered or (load is not None and load.draining)
 
+    def moves_in_s(self, now_s: float) -> dict[InstanceId, float]:
+        """Times until what runs at them is moved, of all but those that are removed."""
+        return {
+            name: max(0.0, at_s - now_s)
+            for name, at_s in self._ordered.items()
+            if not self.leaves(name)
+        }
+
     def describe(self, instance: InstanceId, now_s: float) -> dict[str, Any] | None:
         """None: it is not drained by an operator."""
         moves_at_s = self._ordered.get(instance)

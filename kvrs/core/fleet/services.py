@@ -1,13 +1,14 @@
 """Instances that are addresses of host names: `cluster.services`. Pure.
 
-The addresses lie over `cluster.nodes` of the file, and orders of operators lie over both.
+The addresses lie over `cluster.nodes` of the file.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from kvrs.config.cluster import ServiceSettings
-from kvrs.core.fleet.fleet_orders import Nodes
 
+Nodes = list[dict[str, Any]]  # `cluster.nodes` in plain data, with all keys.
 Found = Mapping[str, frozenset[str]]  # Numeric addresses by id of the service.
 
 

@@ -1,11 +1,9 @@
 """The operator's port, which is not the clients': state, metrics, reload."""
 
-import asyncio
 import math
 import os
 import re
-import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -18,32 +16,26 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvrs.config.file import Config, SecuritySettings, read_admin_tokens
-from kvrs.core.fleet.fleet_orders import node_of
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
 from kvrs.net.http import HEALTHZ, answer, error, require_token
 from kvrs.process.large_work import LargeWork
-from kvrs.protocol.mirror import FleetOrder
+from kvrs.protocol.mirror import DrainOrder
 from kvrs.proxy.api.overview import overview
 from kvrs.proxy.api.state import describe, measure
 from kvrs.proxy.fleet.orders import (
-    DrainOrder,
     Exited,
     RankOrder,
-    check_there,
     note_exit,
-    obey,
     parse_exit,
     pass_on,
-    with_instance,
 )
+from kvrs.proxy.mirror.peers import Peers
 from kvrs.proxy.reload import (
     Apply,
     ReloadingPart,
     ReloadResult,
     Reloads,
-    nodes_of,
-    with_nodes,
 )
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
@@ -72,16 +64,13 @@ class AdminSource:
         metrics: Metrics,
         gossip_view: GossipView,
         proxy: Callable[[], dict[str, Any]],
-        reloads: Reloads,
-        ordered: Callable[[], None],
+        peers: Peers,
     ) -> None:
-        """`ordered` is called after an order that the other proxies have to hear of."""
         self._driver = driver
         self._metrics = metrics
         self._gossip_view = gossip_view
         self._proxy = proxy
-        self._ordered = ordered
-        self._reloads = reloads
+        self._peers = peers
 
     def state(self) -> dict[str, Any]:
         return describe(self._driver, self._gossip_view, self._proxy(), self._driver.clock())
@@ -90,10 +79,10 @@ class AdminSource:
         measure(self._driver, self._gossip_view, self._metrics)
         return self._metrics.registry
 
-    def drain_instance(self, order: DrainOrder) -> None:
-        """Raises RequestError."""
-        obey(self._driver.control, order, self._driver.clock(), time.time())
-        self._ordered()
+    async def drain_instance(self, order: DrainOrder) -> None:
+        """Raises RequestError: this proxy cannot obey; its other workers are not told."""
+        self._peers.drains.obey(order)
+        await self._peers.pass_on(order)
 
     async def order_rank(self, order: RankOrder) -> None:
         """Raises RequestError."""
@@ -102,12 +91,6 @@ class AdminSource:
     def note_exit(self, exited: Exited) -> None:
         """Raises RequestError."""
         note_exit(self._driver.control, exited, self._driver.clock())
-
-    async def change_fleet(self, order: FleetOrder) -> ReloadResult:
-        """Raises ConfigError."""
-        result = await self._reloads.order(order)
-        self._ordered()
-        return result
 
 
 class _Collected(Collector):
@@ -127,17 +110,14 @@ class Admin:
         reloads: Reloads,
         security: SecuritySettings,
         reloaded: Callable[[], None] | None,
-        beside: Callable[[], Sequence[Config]],
     ) -> None:
-        """`reloaded` is called after each reload that was asked for here; `beside`: the
-        configurations in use of the process's other models.
-        """
+        """`reloaded` is called after each reload that was asked for here."""
         # One of them is required; none: no token is.
         self._tokens = read_admin_tokens(security, os.environ)
         reloads.add(ReloadingPart("admin_token", self._prepare_tokens))
         self._source = source
         self._reloads = reloads
-        self._reloaded, self._beside = reloaded, beside
+        self._reloaded = reloaded
         self._large = LargeWork()
         self._page = (Path(__file__).parent / "ui.html").read_bytes()
 
@@ -149,9 +129,6 @@ class Admin:
         app.router.add_get("/kvrs/v1/state", self._state)
         app.router.add_get("/kvrs/v1/overview", self._overview)
         app.router.add_post("/kvrs/v1/reload", self._reload)
-        app.router.add_get("/kvrs/v1/instances", self._instances)
-        app.router.add_post("/kvrs/v1/instances", self._add_instance)
-        app.router.add_delete("/kvrs/v1/instances/{id}", self._remove_instance)
         app.router.add_post("/kvrs/v1/drain/{id}", self._drain)
         app.router.add_delete("/kvrs/v1/drain/{id}", self._end_drain)
         app.router.add_post(_RANK, partial(self._order_rank, leaves=True))
@@ -198,40 +175,6 @@ class Admin:
             self._reloaded()
         return response
 
-    async def _instances(self, _: web.Request) -> web.Response:
-        """The fleet in use, as `cluster.nodes` of a file."""
-        body = msgspec.json.encode({"nodes": nodes_of(self._reloads.config)})
-        return web.Response(body=body, content_type="application/json")
-
-    async def _add_instance(self, request: web.Request) -> web.Response:
-        """All proxies use it from now on; it is kept as the file would have it."""
-        try:
-            body = await request.read()
-            name, nodes = with_instance(self._reloads.config, body, self._beside())
-        except RequestError as fault:
-            return error(fault.status, str(fault), param=fault.param)
-
-        async def add() -> ReloadResult:
-            config = await asyncio.to_thread(with_nodes, self._reloads.config, nodes)
-            return await self._change_fleet(name, node_of(nodes_of(config), name))
-
-        return await self._answer(add())
-
-    async def _remove_instance(self, request: web.Request) -> web.Response:
-        """Its streams may end within `cluster.drain_s` and are moved then, as at a drain."""
-        name = InstanceId(request.match_info["id"])
-        try:
-            check_there(self._reloads.config, name)
-        except RequestError as fault:
-            return error(fault.status, str(fault), param=fault.param)
-        return await self._answer(self._change_fleet(name, None))
-
-    async def _change_fleet(
-        self, instance: InstanceId, node: dict[str, Any] | None
-    ) -> ReloadResult:
-        order = self._reloads.orders.new(instance, node, time.time())
-        return await self._source.change_fleet(order)
-
     async def _answer(self, change: Awaitable[ReloadResult]) -> web.Response:
         try:
             return answer(await change)
@@ -257,7 +200,7 @@ class Admin:
 
     async def _order(self, order: DrainOrder) -> web.Response:
         try:
-            self._source.drain_instance(order)
+            await self._source.drain_instance(order)
         except RequestError as fault:
             return error(fault.status, str(fault), param=fault.param)
         return answer({"instance": order.instance, "drain_s": order.drain_s})

@@ -110,12 +110,6 @@ class ClientBodies:
                 status=415,
             )
         held.allow(request.content_length or 0)
-        if BODY in request:
-            given = request[BODY]
-            del request[BODY]
-            held.allow(len(given))
-            held.resize(len(given))
-            return given
         content, connection = request.content, request.protocol
         if content.is_eof():  # All of it came with the head, or right behind it.
             whole = content.read_nowait()

@@ -29,43 +29,27 @@ def add_health(
             raise RequestError("the version is not known yet: no instance is up", status=503)
         return json_response(msgspec.json.encode({"version": found}))
 
-    add_probes(
-        app, draining, instances.ready, lambda: readiness(instances), lambda: len(driver.streams)
-    )
-    app.router.add_get("/version", version)
-
-
-def add_probes(
-    app: web.Application,
-    leaving: Callable[[], bool],
-    is_ready: Callable[[], bool],
-    text: Callable[[], str],
-    streams: Callable[[], int],
-) -> None:
-    """Add the routes that tell whether new streams are taken. `text`: of /readyz; `streams`: how
-    many are open.
-    """
-
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
     async def readyz(_: web.Request) -> web.Response:
-        if leaving():
+        if draining():
             return web.Response(text="shutting down\n", status=503)
-        return web.Response(text=text(), status=200 if is_ready() else 503)
+        return web.Response(text=readiness(instances), status=200 if instances.ready() else 503)
 
     async def health(_: web.Request) -> web.Response:
         """Answer as `readyz`, without a text."""
-        return web.Response(text="", status=200 if is_ready() and not leaving() else 503)
+        return web.Response(text="", status=200 if instances.ready() and not draining() else 503)
 
     async def load(_: web.Request) -> web.Response:
         """Open streams."""
-        return json_response(msgspec.json.encode({"server_load": streams()}))
+        return json_response(msgspec.json.encode({"server_load": len(driver.streams)}))
 
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/health", health)
     app.router.add_get("/load", load)
+    app.router.add_get("/version", version)
 
 
 def readiness(instances: Instances) -> str:

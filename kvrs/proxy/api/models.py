@@ -13,12 +13,6 @@ from kvrs.proxy.api.admission import find_model
 from kvrs.proxy.api.answers import json_response
 
 
-def list_models(instances: Instances, created: int) -> list[dict[str, Any]]:
-    """All names that are served; `created`: since then, in Unix seconds."""
-    served = instances.names.served(instances.model)
-    return [_described(instances, each, created) for each in served.values()]
-
-
 def _described(instances: Instances, model: ServedName, created: int) -> dict[str, Any]:
     found = {"id": model.name, "object": "model", "created": created, "owned_by": "kvrs"}
     # The rest as vLLM has it: clients fit their requests to the length.
@@ -33,7 +27,8 @@ def add_models(app: web.Application, instances: Instances) -> None:
     created = int(time.time())
 
     async def models(_: web.Request) -> web.Response:
-        listed = list_models(instances, created)
+        served = instances.names.served(instances.model)
+        listed = [_described(instances, each, created) for each in served.values()]
         return json_response(msgspec.json.encode({"object": "list", "data": listed}))
 
     async def model(request: web.Request) -> web.Response:

@@ -21,7 +21,6 @@ from kvrs.errors import RequestError
 from kvrs.protocol.mirror import BYTES_PER_ID
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.openai.chunks import sse as framed
-from kvrs.protocol.openai.response_ids import response_id
 from kvrs.protocol.openai.responses import (
     CANCELLED,
     ID,
@@ -318,7 +317,7 @@ class ResponsesApi:
 
     async def _new(self, request: web.Request, call: ClientCall) -> BegunResponse:
         await self._admissions.read_body(call)
-        name = response_id(secrets.token_bytes(24), self._driver.control.instances.served_name)
+        name = f"resp_{secrets.token_hex(24)}"
         stored = Stored(name, int(time.time()), call.body)
         asked = await self._parse(call, stored.body)
         call.resume = self._resume(request, stored.id, stored.encode())

@@ -2,31 +2,19 @@
 ended, as the admin port takes them.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
-from msgspec import structs
 
-from kvrs.config.file import Config
 from kvrs.core.control import Control
-from kvrs.core.fleet.fleet_orders import FleetOrders, Nodes
-from kvrs.core.fleet.orders import DrainOrders
 from kvrs.core.model import events as ev
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import ExitReport, RankRequest
-from kvrs.protocol.mirror import Hello
+from kvrs.protocol.mirror import DrainOrder
 from kvrs.proxy.backends.backend import Backend
-from kvrs.proxy.reload import nodes_of
 from kvrs.proxy.wire.peer import UNREADABLE
-
-
-class DrainOrder(msgspec.Struct, frozen=True):
-    """Drain the instance: what runs there is moved after `drain_s`. None: the end of that."""
-
-    instance: InstanceId
-    drain_s: float | None
 
 
 class RankOrder(msgspec.Struct, frozen=True):
@@ -37,7 +25,7 @@ class RankOrder(msgspec.Struct, frozen=True):
     leaves: bool
 
 
-def obey(control: Control[Any], order: DrainOrder, now_s: float, wall_s: float) -> None:
+def obey(control: Control[Any], order: DrainOrder, now_s: float) -> None:
     """Raises RequestError: there is no such instance, it is being removed, or its streams would
     have nowhere to go.
     """
@@ -49,42 +37,36 @@ def obey(control: Control[Any], order: DrainOrder, now_s: float, wall_s: float) 
             param="id",
             status=409,
         )
-    if order.drain_s is not None and (fault := control.drains.fault(name)) is not None:
+    if order.drain_s is None:
+        control.drains.end(name, now_s)
+        return
+    if (fault := control.drains.fault(name)) is not None:
         raise RequestError(
             f"{name} is not drained: {fault}; allowed: while one is up", param="id", status=409
         )
-    control.orders.give(name, order.drain_s, now_s, wall_s)
+    control.drains.begin(name, order.drain_s, now_s)
 
 
-class StandingOrders:
-    """The orders of a proxy, by its clock, as the other proxies exchange them. `heard` is called
-    with new ones about the fleet.
-    """
+class ProxyDrains:
+    """The drains of a proxy by its clock, as the workers of one proxy exchange them."""
 
-    def __init__(
-        self,
-        drains: DrainOrders,
-        fleet: FleetOrders,
-        clock: Callable[[], float],
-        heard: Callable[[], None],
-    ) -> None:
-        self._drains = drains
-        self._fleet = fleet
+    def __init__(self, control: Control[Any], clock: Callable[[], float]) -> None:
+        self._control = control
         self._clock = clock
-        self._heard = heard
 
-    def tell(self, me: Hello) -> Hello:
-        """The hello of this proxy, with all orders."""
-        drains = self._drains.shown(self._clock())
-        return structs.replace(me, orders=drains, fleet=self._fleet.shown())
+    def shown(self) -> list[DrainOrder]:
+        moves_in_s = self._control.drains.moves_in_s(self._clock())
+        return [DrainOrder(name, drain_s) for name, drain_s in moves_in_s.items()]
 
-    def take(self, hello: Hello) -> bool:
-        """True if the other proxy has an order that was not known here."""
-        is_new = self._drains.take(hello.orders, self._clock())
-        if self._fleet.take(hello.fleet):
-            self._heard()
-            return True
-        return is_new
+    def obey(self, order: DrainOrder) -> None:
+        """Raises RequestError, as the function."""
+        obey(self._control, order, self._clock())
+
+    def begin(self, orders: Iterable[DrainOrder]) -> None:
+        """Begin those of another worker, before this one serves."""
+        for order in orders:
+            if order.drain_s is not None and self._control.instances.is_present(order.instance):
+                self._control.drains.begin(order.instance, order.drain_s, self._clock())
 
 
 async def pass_on(
@@ -106,55 +88,6 @@ async def pass_on(
         raise RequestError(f"{name} does not answer: {fault}", param="id", status=503) from None
     if answer.refused is not None:
         raise RequestError(f"{name} refuses: {answer.refused}", param="rank", status=409)
-
-
-class _NewInstance(msgspec.Struct):
-    node: str
-    id: str
-    agent: dict[str, Any] | None = None
-
-
-def with_instance(
-    config: Config, body: bytes, beside: Sequence[Config] = ()
-) -> tuple[InstanceId, Nodes]:
-    """An instance, and `cluster.nodes` with it: the body has its keys, and `node`; a new node may
-    have `agent`. `beside`: of other models, whose ids and nodes are theirs.
-
-    Raises RequestError: the body is no instance, or its id is taken.
-    """
-    try:
-        asked, fields = msgspec.json.decode(body, type=_NewInstance), msgspec.json.decode(body)
-    except UNREADABLE as fault:
-        raise RequestError(
-            f"{fault}; allowed: the keys of an instance (id, role, host, port, ...) and its node"
-        ) from None
-    if any(asked.id == instance.id for _, instance in config.cluster.instances()):
-        raise RequestError(f"{asked.id} is there already", param="id", status=409)
-    for other in beside:
-        theirs = {"id": asked.id, "node": asked.node}
-        for param, name in theirs.items():
-            if name in other.cluster.member_ids:
-                raise RequestError(
-                    f"{name} is of the model {other.cluster.served_name!r}; allowed: ids that no "
-                    f"other model has",
-                    param=param,
-                    status=409,
-                )
-    instance = {key: value for key, value in fields.items() if key not in ("node", "agent")}
-    nodes = nodes_of(config)
-    node = next((each for each in nodes if each["id"] == asked.node), None)
-    if node is not None and asked.agent is not None:
-        raise RequestError(f"node {asked.node} has its agent", param="agent", status=409)
-    if node is None:
-        node = {"id": asked.node, "instances": [], "agent": asked.agent or {}}
-        nodes.append(node)
-    node["instances"].append(instance)
-    return InstanceId(asked.id), nodes
-
-
-def check_there(config: Config, instance: str) -> None:
-    """Raises RequestError: there is none of that id."""
-    check_named(instance, [each.id for _, each in config.cluster.instances()])
 
 
 def check_named(instance: str, names: Collection[str]) -> None:

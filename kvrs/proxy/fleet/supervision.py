@@ -21,7 +21,7 @@ class TaskKind(StrEnum):
     LEASES = "leases"
     CHECKPOINT_LEASES = "checkpoint_leases"
     SLOTS = "slots"
-    FLEET = "fleet"  # Follows orders of other proxies about instances, and names of services.
+    FLEET = "fleet"  # Follows names and pods of services.
     KEYS = "keys"  # Follows the file of API keys.
     SELF_TESTS = "self_tests"
 

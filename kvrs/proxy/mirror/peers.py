@@ -18,6 +18,7 @@ from kvrs.protocol.mirror import (
     BatchAnswer,
     Claim,
     ClaimAnswer,
+    DrainOrder,
     Hello,
     Lookup,
     LookupAnswer,
@@ -26,7 +27,7 @@ from kvrs.protocol.mirror import (
     Update,
 )
 from kvrs.protocol.proof import WRONG_DOOR
-from kvrs.proxy.fleet.orders import StandingOrders
+from kvrs.proxy.fleet.orders import ProxyDrains
 from kvrs.proxy.mirror.records import PresentPeers
 from kvrs.proxy.wire.peer import Peer, UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
@@ -99,6 +100,9 @@ class ProxyPeer(Peer):
     async def drop(self, key: str) -> LookupAnswer:
         return await self._ask(f"{PATH}/drop", Lookup(key), LookupAnswer)
 
+    async def drain(self, order: DrainOrder) -> Hello:
+        return await self._ask(f"{PATH}/drain", order, Hello)
+
     async def claim(self, claim: Claim) -> ClaimAnswer:
         return await self._ask(f"{PATH}/claim", claim, ClaimAnswer, retry=False)
 
@@ -149,9 +153,7 @@ class Found(msgspec.Struct, frozen=True):
 
 class Peers:
     """All other proxies. `lost` is called for each run of a peer that ended or is out of reach,
-    `changed` for each that begins or is about to end. Orders travel with every hello, so that the
-    others have them at once, one that is out of reach when it is back, and one that starts before
-    its first request.
+    `changed` for each that begins or is about to end.
     """
 
     def __init__(
@@ -160,14 +162,14 @@ class Peers:
         peers: Mapping[str, ProxyPeer],
         lost: Callable[[str], None],
         changed: Callable[[], None],
-        orders: StandingOrders,
+        drains: ProxyDrains,
     ) -> None:
         self.me = me
         self.known = dict(peers)
-        self.news = News()  # Told where a hello has something new, which the others get at once.
+        self.news = News()  # Told where the hello has changed, which the others get at once.
         self._lost = lost
         self._changed = changed
-        self._orders = orders
+        self.drains = drains
         self._send: Callable[[ProxyPeer], Coroutine[Any, Any, None]] | None = None
         self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
@@ -192,7 +194,7 @@ class Peers:
 
     def hello(self) -> Hello:
         """The hello of this proxy."""
-        return self._orders.tell(self.me)
+        return msgspec.structs.replace(self.me, drains=self.drains.shown())
 
     @property
     def live(self) -> list[ProxyPeer]:
@@ -210,11 +212,7 @@ class Peers:
     @property
     def staying(self) -> set[str]:
         """The live peers that go on when this proxy ends. Its own workers end with it."""
-        return {
-            peer.id
-            for peer in self.live
-            if not peer.leaving and not are_workers_of_one(peer.id, self.me.id)
-        }
+        return {peer.id for peer in self.live if not peer.leaving and not self._is_own(peer)}
 
     @property
     def present(self) -> PresentPeers:
@@ -272,8 +270,6 @@ class Peers:
             log.info("proxy leaves", extra={"proxy": peer.id})
             peer.ending = hello.run
             self._changed()
-        if self._orders.take(hello):
-            self.news.tell()
 
     def on_answer(self, peer: ProxyPeer, run: str) -> None:
         if peer.run == run:
@@ -323,19 +319,48 @@ class Peers:
             logged = cause
             await asyncio.sleep(_RECONNECT_S)
 
-    async def meet(self) -> None:
-        """Exchange hellos with every peer once. Before the first request, this proxy knows by it
-        which are up, and they know that it is another run; before the last, which are to end too.
+    async def meet_first(self) -> None:
+        """Exchange hellos before the first request: this proxy knows by it which peers are up, and
+        begins the drains of another worker of its proxy.
         """
-        await asyncio.gather(*map(self._meet, self.known.values()))
+        found = await self.meet()
+        own = (hello for peer, hello in found.items() if self._is_own(self.known[peer]))
+        if (hello := next(own, None)) is not None:
+            self.drains.begin(hello.drains)
 
-    async def _meet(self, peer: ProxyPeer) -> None:
+    async def meet(self) -> dict[str, Hello]:
+        """Exchange hellos with every peer once, by which they know that this is another run. Before
+        the last one ends, this proxy knows by it which are to end too. Those that answered.
+        """
+        peers = [*self.known.values()]
+        found = zip(peers, await asyncio.gather(*map(self._meet, peers)), strict=True)
+        return {peer.id: hello for peer, hello in found if hello is not None}
+
+    async def pass_on(self, order: DrainOrder) -> None:
+        """Have the other workers of this proxy obey too."""
+        own = [peer for peer in self.live if self._is_own(peer)]
+        for answer in await asyncio.gather(
+            *(peer.drain(order) for peer in own), return_exceptions=True
+        ):
+            if isinstance(answer, UpstreamError):
+                log.warning("order not passed on", extra={"cause": str(answer)})
+            elif isinstance(answer, BaseException):
+                raise answer
+
+    def _is_own(self, peer: ProxyPeer) -> bool:
+        """It is another worker of this proxy."""
+        return are_workers_of_one(peer.id, self.me.id)
+
+    async def _meet(self, peer: ProxyPeer) -> Hello | None:
         try:
-            self._heard(peer, await peer.hello(self.hello()))
+            hello = await peer.hello(self.hello())
         except UpstreamError as error:
             cause = _cause(peer, error)
             self.fail(peer, cause)
             log.warning("proxy not reached", extra={"proxy": peer.id, "cause": cause})
+            return None
+        self._heard(peer, hello)
+        return hello
 
 
 def _cause(peer: ProxyPeer, error: UpstreamError) -> str:

@@ -31,7 +31,7 @@ from kvrs.protocol.mirror import (
     Update,
     UpdateAck,
 )
-from kvrs.proxy.fleet.orders import StandingOrders
+from kvrs.proxy.fleet.orders import ProxyDrains
 from kvrs.proxy.mirror import failures
 from kvrs.proxy.mirror.book import CopyQueue, RecordBook
 from kvrs.proxy.mirror.headers import ResumeRequest
@@ -136,13 +136,13 @@ class Mirror:
         kept: Callable[[StreamId], tuple[ev.Kept, ...]],
         stop: Callable[[StreamId, Failed], None],
         count: Callable[[str], None],
-        orders: StandingOrders,
+        drains: ProxyDrains,
     ) -> None:
         self.name = name
         self._id = settings.id
         self.book = RecordBook(max_bytes=settings.mirror_bytes, tenant_share=_TENANT_SHARE)
         me = Hello(settings.id, name)
-        self.peers = Peers(me, peers, self._peer_lost, self._peers_changed, orders)
+        self.peers = Peers(me, peers, self._peer_lost, self._peers_changed, drains)
         self._sync = settings.mirror is MirrorMode.SYNC
         self.clock = clock
         self._texts = texts

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from kvrs.errors import RequestError
 from kvrs.net import http
-from kvrs.protocol.mirror import Batch, BatchAnswer, Claim, Hello, Lookup, LookupAnswer
+from kvrs.protocol.mirror import Batch, BatchAnswer, Claim, DrainOrder, Hello, Lookup, LookupAnswer
 from kvrs.protocol.secrets import Scope
 from kvrs.proxy.mirror.peers import PATH
 from kvrs.proxy.mirror.replication import Mirror
@@ -46,10 +46,15 @@ def make_app(mirror: Mirror) -> web.Application:
     async def drop(request: web.Request) -> web.Response:
         return _answer(drop_own(mirror, _decode(await request.read(), Lookup).key))
 
+    async def drain(request: web.Request) -> web.Response:
+        mirror.peers.drains.obey(_decode(await request.read(), DrainOrder))
+        return _answer(mirror.peers.hello())
+
     app = http.new_app(Scope.PROXY)
     app.add_routes([web.get(PATH, watch), web.post(PATH, take), web.post(f"{PATH}/hello", hello)])
     app.add_routes([web.post(f"{PATH}/lookup", lookup), web.post(f"{PATH}/claim", claim)])
     app.add_routes([web.post(f"{PATH}/read", read), web.post(f"{PATH}/drop", drop)])
+    app.add_routes([web.post(f"{PATH}/drain", drain)])
     return app
 
 

@@ -23,12 +23,11 @@ from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from kvrs.proxy.backends.model_files import ModelFiles
-from kvrs.proxy.fleet.orders import StandingOrders
-from kvrs.proxy.fleet.peer_names import PeerNames
+from kvrs.proxy.fleet.orders import ProxyDrains
 from kvrs.proxy.fleet.services import ServiceNames
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.reload import Apply, FleetFollower, ReloadingPart, Reloads
+from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.metrics import Metrics
@@ -92,9 +91,7 @@ class Parts(msgspec.Struct, frozen=True):
     api: ClientApi
     gossip_view: GossipView
     fleet: Fleet
-    follower: FleetFollower
     services: ServiceNames
-    peer_names: PeerNames
 
 
 def build(
@@ -113,13 +110,12 @@ def build(
     """
     clock = time.monotonic
     metrics = metrics_of(config)
-    metrics.orders_aside.set_function(lambda: len(reloads.orders.aside))
     files = ModelFiles(config.cluster.model)
     backends = open_backends(config, links.engines, ring[0], files)
     agents = links.new_agents()
     event_log = new_event_log(config, reloads)
     driver = Driver(config, backends, agents, metrics, clock, time.time, event_log, files)
-    control, follower = driver.control, FleetFollower(reloads)
+    control = driver.control
     mirror = Mirror(
         config.proxy,
         driver.run_id,
@@ -129,7 +125,7 @@ def build(
         kept=control.policy.kept,
         stop=driver.end_early,
         count=lambda outcome: metrics.resumes.labels(outcome).inc(),
-        orders=StandingOrders(control.orders, reloads.orders, clock, follower.heard),
+        drains=ProxyDrains(control, clock),
     )
     metrics.streams.peers_unreached.set_function(lambda: mirror.peers.unreached)
     tenants, settings, large = Tenants(config, ring, clock), capacity.settings, links.engines.large
@@ -159,9 +155,7 @@ def build(
         api,
         gossip_view,
         fleet,
-        follower,
         ServiceNames(reloads),
-        PeerNames(reloads, lambda: mirror.peers.live_ids),
     )
 
 

@@ -76,10 +76,6 @@ class Metrics:
         self.event_loop_tasks = gauge(
             "kvrs_event_loop_tasks", "Tasks of the event loop that are not done."
         )
-        self.orders_aside = gauge(
-            "kvrs_fleet_orders_aside",
-            "Orders about instances, given at other proxies, that cannot be carried out here now.",
-        )
         self.unprotected = gauge(
             "kvrs_streams_unprotected", "Open streams that should have a checkpoint and have none."
         )

@@ -1,7 +1,6 @@
 """The clients and streams for which a proxy's descriptors are enough."""
 
 import logging
-from collections.abc import Sequence
 
 import msgspec
 
@@ -26,22 +25,21 @@ class Capacity(msgspec.Struct, frozen=True):
     others: ConnectionLimits  # Of the admin port, and of the port for other proxies.
 
 
-def capacity_of(config: Config, beside: Sequence[Config] = ()) -> Capacity:
-    """The bounds of one model; models `beside` it are in the same process, at the same port.
+def capacity_of(config: Config) -> Capacity:
+    """The bounds of a proxy.
 
     Half of the descriptors is for clients. A quarter is for streams, each of which has one
     request to an instance at a time; the rest is for connections that are kept for the next one.
     """
-    settings, all_of_them = config.proxy, [config, *beside]
-    left = descriptors_left(sum(map(_own_descriptors, all_of_them)))
-    streams = min(settings.max_streams, left // 4 // len(all_of_them))
+    settings = config.proxy
+    left = descriptors_left(_own_descriptors(config))
+    streams = min(settings.max_streams, left // 4)
     if streams < settings.max_streams:
         log.warning(
             "the limit of descriptors lowers proxy.max_streams", extra={"max_streams": streams}
         )
     # More than there can be streams: the others are refused by name.
-    most = sum(each.proxy.max_streams for each in all_of_them)
-    clients = min(2 * most + _MORE_CLIENTS, left // 2)
+    clients = min(2 * settings.max_streams + _MORE_CLIENTS, left // 2)
     # One address leaves some to the others; a gateway in front may be the only one.
     return Capacity(
         settings.model_copy(update={"max_streams": streams}),

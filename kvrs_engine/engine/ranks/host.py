@@ -287,7 +287,7 @@ def _load_s(directory: Path, config: Config, instance: InstanceSettings) -> floa
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    config = load_config(arguments.config, os.environ, member=arguments.instance)
+    config = load_config(arguments.config, os.environ)
     log_to_stderr(**config.logs.options)
     stop, at_once = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

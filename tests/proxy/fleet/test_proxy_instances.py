@@ -169,6 +169,21 @@ async def test_of_two_models_only_one_is_served(build: ProxyClusterBuilder) -> N
     } == {False}
 
 
+async def test_an_instance_of_another_name_than_the_served_one_is_refused(
+    build: ProxyClusterBuilder,
+) -> None:
+    """Its requests would be answered under a name that clients did not ask for."""
+
+    def prepare(instances: dict[str, Scripted]) -> None:
+        instances["d1"].model = "other"
+
+    system = await build(pairs=2, wait=False, prepare=prepare, cluster={"served_name": "scripted"})
+
+    await system.until_health(d1="refused", d0="up")
+    (shown,) = [i for i in (await system.state())["instances"] if i["id"] == "d1"]
+    assert shown["reason"] == "model is 'other', cluster.served_name says 'scripted'"
+
+
 async def test_an_instance_that_is_not_the_configured_one_is_refused(
     build: ProxyClusterBuilder,
 ) -> None:

@@ -11,14 +11,12 @@ from kvrs.config.proxy import ProxySettings
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import (
     AckStatus,
-    Hello,
     StreamEvent,
     StreamHeader,
     UpdateAck,
     pack_ids,
 )
 from kvrs.proxy.backends.model_files import ModelFiles
-from kvrs.proxy.fleet.orders import StandingOrders
 from kvrs.proxy.mirror.book import RecordBook
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.outbox import Outbox
@@ -237,17 +235,6 @@ async def test_an_internal_error_while_writing_ends_the_stream() -> None:
     assert keyed.failure.status == 500
 
 
-class _NoOrders(StandingOrders):
-    def __init__(self) -> None:
-        pass
-
-    def tell(self, me: Hello) -> Hello:
-        return me
-
-    def take(self, hello: Hello) -> bool:
-        return False
-
-
 async def test_an_ended_stream_is_not_kept_for_a_full_mirror() -> None:
     """It has an unsent update, but no mirror any more."""
     keyed = keyed_stream(Client(), 3, [])
@@ -260,7 +247,7 @@ async def test_an_ended_stream_is_not_kept_for_a_full_mirror() -> None:
         kept=lambda _: (),
         stop=lambda *_: None,
         count=lambda _: None,
-        orders=_NoOrders(),
+        drains=None,  # type: ignore[arg-type]  # No peer is greeted.
     )
     keyed.outbox.assign("m")
     keyed.close()

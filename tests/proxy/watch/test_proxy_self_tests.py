@@ -2,10 +2,14 @@
 
 import asyncio
 import itertools
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvrs.config.file import load_config
 from kvrs.core.fleet import self_tests as book
 from kvrs.net.admin import AdminClient, AdminError, AdminPort
 from kvrs.protocol.instance import Capability
@@ -158,7 +162,7 @@ async def test_an_instance_serves_while_it_is_tested(build: ProxyClusterBuilder)
 
 
 async def test_an_instance_that_is_removed_within_its_test_ends_that_alone(
-    build: ProxyClusterBuilder,
+    build: ProxyClusterBuilder, tmp_path: Path
 ) -> None:
     """Services come and go; a bug of tests would end the proxy at the third time."""
 
@@ -175,11 +179,15 @@ async def test_an_instance_that_is_removed_within_its_test_ends_that_alone(
     async def is_over() -> bool:
         return not system.proxy.parts.driver.control.self_tests._running
 
-    system = await build(proxy=ON, prepare=prepare, cluster_drain_s=0.0)
+    path = tmp_path / "kvrs.yaml"
+    read = partial(load_config, path)
+    system = await build(proxy=ON, prepare=prepare, cluster_drain_s=0.0, read=read)
     await system.until(is_tested)
-    url = f"http://127.0.0.1:{system.proxy.admin_port}/kvrs/v1/instances/d1"
-    async with system.http.delete(url) as answer:
-        assert answer.status == 200
+    document = system.proxy.reloads.config.model_dump(mode="json")
+    for node in document["cluster"]["nodes"]:
+        node["instances"] = [each for each in node["instances"] if each["id"] != "d1"]
+    path.write_bytes(msgspec.json.encode(document))
+    await system.proxy.reload()
     await system.until(is_gone)
     assert system.script.gate is not None
     system.script.gate.set()
