@@ -75,7 +75,10 @@ PURE = {
         for name in (*("meter", "limiter", "send_faults", "store.book", "store.store_slots"),)
     ),
     *(f"kvrs.gossip.{name}" for name in ("authenticator", "detector", "exchange", "facts")),
-    *(f"kvrs.gossip.{name}" for name in ("members", "node", "probes", "sender", "wire")),
+    *(
+        f"kvrs.gossip.{name}"
+        for name in ("members", "node", "parameters", "probes", "sender", "wire")
+    ),
     *(f"kvrs.agent.{name}" for name in ("gpu_health", "record_publisher", "slots")),
     *(f"kvrs.proxy.mirror.{name}" for name in ("book", "ending", "outbox", "records", "roles")),
     *(f"kvrs_engine.{name}" for name in ("scheduling", "elastic")),

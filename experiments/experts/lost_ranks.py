@@ -170,7 +170,6 @@ def config(model: str, ranks: int, way: str) -> Config:
             "cluster": {
                 "model": model,
                 "allow_faults": True,
-                "start_timeout_s": WAIT_S,
                 "engine": {"pages": 2048, "max_running": RUNNING},
                 "nodes": [{"id": "n0", "instances": [{"id": "b0", "role": "both", "tp": ranks}]}],
             },

@@ -74,16 +74,12 @@ def show(
     """Print the configuration in effect as YAML, and where each value comes from."""
     source = load_source(file, os.environ, preset)
     asked = load_config(file, os.environ, preset, model=model)
-    config, defaults = (each.model_dump(mode="json") for each in (asked, Config()))
-    constants = dict(leaves(defaults))
+    config = asked.model_dump(mode="json")
     names = [each.name for each in checked(source).models]
     own = ("models", names.index(model)) if model is not None else ()
     origins = {
-        path: source.place_of((*own, *path))
-        or source.place_of(path)
-        # A value that stands nowhere is a constant, or one that a profile sets.
-        or ("gossip.profile" if path[0] == "gossip" and value != constants[path] else "default")
-        for path, value in leaves(config)
+        path: source.place_of((*own, *path)) or source.place_of(path) or "default"
+        for path, _ in leaves(config)
     }
     if as_json:
         found = {"config": config, "from": {shown_path(path): origins[path] for path in origins}}

@@ -367,9 +367,8 @@ def _hosts(config: Config) -> Iterator[str]:
     yield from (peer.host for peer in proxy.peers)
     yield from config.security.hosts
     for node in config.cluster.nodes:
-        yield from (node.agent.host, node.agent.pages_at, node.agent.gossip_at)
-        for instance in node.instances:
-            yield from (instance.host, instance.pages_at)
+        yield node.agent.host
+        yield from (instance.host for instance in node.instances)
     yield from (service.host for service in config.cluster.services if service.host is not None)
 
 

@@ -42,8 +42,6 @@ class StageHostSettings(Settings):
     """Address of the stage's port, as the instance reaches it."""
     port: int = Field(default=0, ge=0, le=65535)
     """Where the instance sends batches and pages. 0: any free port, chosen once by `kvrs up`."""
-    bind: Host | None = None
-    """Where its port listens. null: at `host`."""
 
 
 def stage_host_id(instance: str, stage: int) -> InstanceId:
@@ -64,8 +62,6 @@ class InstanceSettings(Settings):
     """Port of the HTTP API. 0: any free port, chosen once by `kvrs up`."""
     page_port: int = Field(default=0, ge=0, le=65535)
     """Where its pages are pulled from. 0: any free port, chosen once by `kvrs up`."""
-    page_host: Host | None = None
-    """Address of the page port. null: `host`."""
     connector_port: int | None = Field(default=None, ge=1, le=65535)
     """With `cluster.backend: vllm`: port of the kvrs connector in it, for the proxies. null: it has
     none.
@@ -152,10 +148,6 @@ class InstanceSettings(Settings):
         remote = self.remote_stages
         stages = range(self.stage_count)
         return [remote[stage].node if stage in remote else own for stage in stages]
-
-    @property
-    def pages_at(self) -> str:
-        return self.page_host or self.host
 
     def bound(self, host: str) -> str:
         """Where the port listens that others reach at `host`."""
@@ -279,10 +271,6 @@ class ClusterSettings(Settings):
     """The embedded engine; other engines bring their own settings."""
     allow_faults: bool = False
     """Instances obey POST /kvrs/v1/faults: slow or cut links, damaged pages. For experiments only.
-    """
-    start_timeout_s: float = Field(default=120.0, ge=1, le=86400)
-    """The longest time that `kvrs up` waits for processes that start. A server of DistServe, which
-    may have weights to convert, has 1,800 s at least.
     """
     drain_s: float = Field(default=30.0, ge=0, le=3600)
     """The longest time that a draining instance waits for its streams to be moved."""

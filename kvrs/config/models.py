@@ -32,8 +32,7 @@ MAX_MODELS = 32
 # Settings of the process and of its one port for clients.
 _OF_THE_PROCESS = (
     *("id", "host", "port", "workers", "allow_anonymous", "allowed_origins", "tls"),
-    *("body_timeout_s", "idle_timeout_s", "unfinished_body_bytes", "drain_delay_s", "drain_s"),
-    "reload_on_change",
+    *("idle_timeout_s", "drain_delay_s", "drain_s", "reload_on_change"),
 )
 # Distance between those of two models.
 _PORTS = {"admin_port": ADMIN_PORT_STEP, "peer_port": 1, "gossip_port": 1}

@@ -185,15 +185,8 @@ class ProxySettings(Settings):
     """A request with a larger body gets 413."""
     body_budget_bytes: int = Field(default=512 << 20, ge=2048)
     """Memory for requests that are open, of which one client address gets three quarters. Beyond it
-    new requests get 503 with Retry-After.
-    """
-    unfinished_body_bytes: int = Field(default=128_000_000, ge=0)
-    """Memory for bodies above 64 kB of which the end has not come. Beyond it those that make least
-    progress get 408; the only one is never cut.
-    """
-    body_timeout_s: float = Field(default=10.0, gt=0)
-    """A client that sends nothing of a body for this long is cut off, however long the whole body
-    takes; so is one that after six times as long has sent less than 240 bytes/s in the mean.
+    new requests get 503 with Retry-After. A quarter as much is for bodies above 64 kB of which the
+    end has not come: beyond it those that make least progress get 408; the only one is never cut.
     """
     idle_timeout_s: float = Field(default=100.0, ge=1, le=3600)
     """A client's connection is closed after so long without a request. More than the time after
@@ -201,8 +194,6 @@ class ProxySettings(Settings):
     GCLB), as it would otherwise send a request to one that is being closed. A first request has
     20 s.
     """
-    write_timeout_s: float = Field(default=30.0, gt=0)
-    """A client that does not read for this long is cut off."""
     keep_alive_s: float | None = Field(default=10.0, ge=0.1, le=3600)
     """A stream without an event for so long gets an SSE comment, so that proxies in front do not
     cut it; the first one begins the response, after which errors are events. null: none.
@@ -223,10 +214,6 @@ class ProxySettings(Settings):
     event_log: str | None = None
     """A file for the policy's events and actions as JSON lines, to replay an incident (`kvrs
     explain --log`).
-    """
-    event_log_bytes: int = Field(default=1 << 30, ge=65536)
-    """Total size of the event log and its older parts, FILE.1.gz, FILE.2.gz, ...; the oldest are
-    removed.
     """
     peer_host: Host = "127.0.0.1"
     """Address the port for the other proxies listens on."""
@@ -265,6 +252,11 @@ class ProxySettings(Settings):
     """Each process of an instance computes a few tokens once, to test that KV moves and streams are
     continued exactly (docs/guide/backends.md). false: capabilities are taken as declared.
     """
+
+    @property
+    def unfinished_body_bytes(self) -> int:
+        """Memory for bodies above 64 kB of which the end has not come."""
+        return self.body_budget_bytes // 4
 
     @property
     def names(self) -> list[str]:

@@ -27,7 +27,7 @@ HOST_OF_PORT = {
     "port": "host",
     "admin_port": "admin_host",
     "peer_port": "peer_host",
-    "page_port": "page_host",
+    "page_port": "host",
     "gossip_port": "gossip_host",
 }
 

@@ -17,7 +17,7 @@ from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.net.admin import AdminClient
 from kvrs_lab.cluster.launcher import STOP_TIMEOUT_S, Cluster
-from kvrs_lab.cluster.processes import LaunchError, Process, Progress
+from kvrs_lab.cluster.processes import START_TIMEOUT_S, LaunchError, Process, Progress
 from kvrs_lab.cluster.proxies import ProxyProcess
 from kvrs_lab.cluster.signals import EndingSignals
 from kvrs_lab.cluster.supervised import ProcessStatus, StartWait, wait_ready
@@ -166,7 +166,7 @@ class ModelClusters:
         proxy = self._first.new_proxy(self._write_file())
         self.proxies = [proxy]
         proxy.start()
-        wait = StartWait(self._first.config.cluster.start_timeout_s, self._progress)
+        wait = StartWait(START_TIMEOUT_S, self._progress)
         while not proxy.status.has_served:
             self.check()
             if wait.is_over([proxy.settings.id]):
@@ -203,7 +203,6 @@ class ModelClusters:
         clusters = [cluster.config.cluster for cluster in self.by_name.values()]
         changes = {
             "nodes": [node for each in clusters for node in each.nodes],
-            "start_timeout_s": max(each.start_timeout_s for each in clusters),
             "drain_s": max(each.drain_s for each in clusters),
         }
         first = self._first.config

@@ -15,7 +15,7 @@ from kvrs.net.admin import AdminError
 from kvrs_lab.cluster.fault_injection import rows_of
 from kvrs_lab.cluster.launcher import Cluster
 from kvrs_lab.cluster.models import ModelClusters
-from kvrs_lab.cluster.processes import Kind, Process, hosts_of, instances_in
+from kvrs_lab.cluster.processes import START_TIMEOUT_S, Kind, Process, hosts_of, instances_in
 from kvrs_lab.cluster.proxies import ProxyProcess
 
 LOOK_INTERVAL_S = 0.5
@@ -130,7 +130,6 @@ class RollingRestart:
     ) -> None:
         """`goes_on` is polled; when it returns False, no further process is restarted."""
         self._cluster = cluster
-        self._start_s = cluster.config.cluster.start_timeout_s
         self._say = say
         self._goes_on = goes_on
 
@@ -144,7 +143,7 @@ class RollingRestart:
         cluster = self._cluster
         try:
             # Wait for processes that are being restarted already.
-            self._until(lambda: not cluster.down(), "the restart has not begun", self._start_s)
+            self._until(lambda: not cluster.down(), "the restart has not begun", START_TIMEOUT_S)
             for proxy in cluster.proxies:
                 self._restart_proxy(proxy)
             for kinds in ((Kind.INSTANCE, Kind.SERVER), (Kind.AGENT,)):
@@ -164,7 +163,7 @@ class RollingRestart:
             return proxy.pid != former and not self._cluster.down()
 
         drain_s = proxy.settings.drain_delay_s + proxy.settings.drain_s
-        self._until_new(is_new, proxy.settings.id, drain_s, self._start_s)
+        self._until_new(is_new, proxy.settings.id, drain_s, START_TIMEOUT_S)
 
     def _restart(self, process: Process) -> None:
         former: list[set[int]] | None = None
@@ -174,7 +173,7 @@ class RollingRestart:
             former = self._pids(process)
             return former is None or all(former)
 
-        self._until(is_known, process.label, self._start_s)
+        self._until(is_known, process.label, START_TIMEOUT_S)
         if former is None:
             self._say(f"{process.label} was removed, and is not restarted")
             return

@@ -21,18 +21,17 @@ def config(*arguments: str | Path) -> Result:
 @pytest.fixture
 def tuned(tmp_path: Path) -> Path:
     path = tmp_path / "tuned.yaml"
-    path.write_text("policy:\n  name: rom\ngossip: {enabled: true, profile: wan}\n")
+    path.write_text("policy:\n  name: rom\ngossip: {enabled: true, probe_interval_s: 2.5}\n")
     return path
 
 
 def test_show_names_the_origin_of_each_value(tuned: Path) -> None:
-    """Line of the file, profile or default; the text is the whole configuration as YAML."""
+    """Line of the file or default; the text is the whole configuration as YAML."""
     shown = config("show", tuned).stdout
 
     assert "  name: rom  # tuned.yaml:2\n" in shown
     assert "  handoff: own_pair  # default\n" in shown
-    assert "  probe_interval_s: 2.5  # gossip.profile\n" in shown
-    assert "  relays: 3  # default\n" in shown
+    assert "  probe_interval_s: 2.5  # tuned.yaml:3\n" in shown
     assert yaml.safe_load(shown) == load_config(tuned).model_dump(mode="json")
 
 
@@ -105,16 +104,18 @@ def test_show_never_prints_a_secret(tuned: Path, monkeypatch: pytest.MonkeyPatch
 def test_diff_names_what_differs_in_effect(tuned: Path, tmp_path: Path) -> None:
     """A default that is written out does not; the exit status is that of diff(1)."""
     other = tmp_path / "other.yaml"
-    other.write_text("policy: {name: rom, slots_max: 32, handshake_s: 0.5}\ngossip: {profile: wan}")
+    other.write_text(
+        "policy: {name: rom, slots_max: 32, correction_max: 1.5}\ngossip: {probe_interval_s: 2.5}"
+    )
 
     found = config("diff", tuned, other, "--json")
 
     assert found.exit_code == 1
     assert json.loads(found.stdout) == [
-        {"key": "policy.handshake_s", "first": 0.002, "second": 0.5},
+        {"key": "policy.correction_max", "first": 4.0, "second": 1.5},
         {"key": "gossip.enabled", "first": True, "second": False},
     ]
-    assert "policy.handshake_s" in config("diff", tuned, other).stdout
+    assert "policy.correction_max" in config("diff", tuned, other).stdout
     assert config("diff", tuned, tuned).exit_code == 0
 
 

@@ -49,8 +49,6 @@ def faults_of(document: dict[str, Any], **environ: str) -> list[str]:
         (nodes(instance_bind="{}"), "instance 'd0': bind", ENV_NAME),
         (nodes(bind="{}"), "agent of node 'n0': bind", ENV_NAME),
         (nodes(host="{}"), "agent of node 'n0': host", ENV_NAME),
-        (nodes(page_host="{}"), "agent of node 'n0': page_host", ENV_NAME),
-        (nodes(gossip_host="{}"), "agent of node 'n0': gossip_host", ENV_NAME),
     ],
 )
 def test_each_port_beyond_loopback_is_refused_without_its_credential(

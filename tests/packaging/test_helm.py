@@ -382,7 +382,7 @@ def test_a_pod_has_a_port_for_each_model(tmp_path: Path) -> None:
 @needs_helm
 def test_helm_keeps_values_as_they_are(tmp_path: Path) -> None:
     """Large numbers above all, which it reads as floating-point ones."""
-    proxy = {"mirror_bytes": 268435456, "event_log_bytes": 10737418240, "keep_alive_s": 7.5}
+    proxy = {"mirror_bytes": 268435456, "body_budget_bytes": 10737418240, "keep_alive_s": 7.5}
     own = {"config": {"proxy": proxy, "transfer": {"link_bytes_per_s": 3.125e9}}}
 
     (config,) = configs_in(found(own), tmp_path, "east-1").values()

@@ -30,7 +30,7 @@ from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.reload import Apply, FleetFollower, ReloadingPart, Reloads
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.event_log import EventLog
+from kvrs.proxy.streams.event_log import EVENT_LOG_BYTES, EventLog
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.fleet import Fleet, FleetLinks
 from kvrs.proxy.watch.gossip_view import GossipView
@@ -180,7 +180,7 @@ def new_event_log(config: Config, reloads: Reloads) -> EventLog | None:
         used = reloads.config
         return header_line(used.policy, used.slo, used.backup, part)
 
-    return EventLog(Path(settings.event_log), settings.event_log_bytes, header, time.time)
+    return EventLog(Path(settings.event_log), EVENT_LOG_BYTES, header, time.time)
 
 
 def policy_part(reloads: Reloads, driver: Driver) -> ReloadingPart:
