@@ -27,7 +27,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constr
 	@touch $@
 
 demo: .venv/.demo
-	$(BIN)/kvrs demo
+	$(BIN)/kvrs lab demo
 
 # How long a first try takes: a fresh clone, its installation with pip's cache, and the demo.
 time-demo: install

@@ -1,4 +1,6 @@
-"""`kvrs demo`: kill a decode instance of a cluster under load, and compare with a run without."""
+"""`kvrs lab demo`: kill a decode instance of a cluster under load, and compare with a run
+without.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The command line. Each command checks its input, then calls the package that does the work.
 
 Packages that a command needs are imported inside it, so that `kvrs --version` and completion stay
-fast. Commands of the laboratory are found by name (`extras.py`).
+fast. Those of the laboratory are a group that its package adds (`extras.py`).
 """
 
 import os

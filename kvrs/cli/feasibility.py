@@ -121,7 +121,7 @@ def _faults_of_proxy_here(config: Config, environ: Mapping[str, str]) -> Iterato
     yield from faults_in(partial(check_shared_ports, config))
     yield from faults_in(partial(check_pods, config.cluster.services))
     for key, path, read in private_files(config, environ):
-        # Where there is none, `kvrs up` makes a secret for itself.
+        # Where there is none, `kvrs lab up` makes a secret for itself.
         if path is not None or key != "security.secret_file" or ENV_NAME in environ:
             yield from faults_in(read)
     for _, _, load in tls_sections(config):

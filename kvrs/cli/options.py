@@ -66,7 +66,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 NoEnv = Annotated[
     bool, typer.Option("--no-env", help="Without settings and ${NAME} from the environment")
 ]
-LaunchJson = Annotated[str | None, typer.Option("--launch", hidden=True)]  # From `kvrs up`.
+LaunchJson = Annotated[str | None, typer.Option("--launch", hidden=True)]  # From `kvrs lab up`.
 # A `WorkerPlan`, from the proxy that starts this one as a worker.
 WorkerJson = Annotated[str | None, typer.Option("--worker", hidden=True)]
 OneModel = Annotated[

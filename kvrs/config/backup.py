@@ -35,11 +35,11 @@ class AgentSettings(Settings):
     resolved for each new connection.
     """
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the HTTP API. 0: any free port, chosen once by `kvrs up`."""
+    """Port of the HTTP API. 0: any free port, chosen once by `kvrs lab up`."""
     page_port: int = Field(default=0, ge=0, le=65535)
-    """Where checkpoints are stored and fetched. 0: any free port, chosen once by `kvrs up`."""
+    """Where checkpoints are stored and fetched. 0: any free port, chosen once by `kvrs lab up`."""
     gossip_port: int = Field(default=0, ge=0, le=65535)
-    """UDP and TCP. 0: any free port, chosen once by `kvrs up`."""
+    """UDP and TCP. 0: any free port, chosen once by `kvrs lab up`."""
     bind: Host | None = None
     """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
 

@@ -18,7 +18,7 @@ from kvrs.protocol.instance import Role
 class Backend(StrEnum):
     """The engine that the instances of a cluster run."""
 
-    EMBEDDED = "embedded"  # kvrs_engine/engine; `kvrs up` starts it.
+    EMBEDDED = "embedded"  # kvrs_engine/engine; `kvrs lab up` starts it.
     # With what `distserve_patches` adds. A node's prefill and decode instance are one server.
     DISTSERVE = "distserve"
     VLLM = "vllm"  # As its project ships it; started by others.
@@ -41,7 +41,9 @@ class StageHostSettings(Settings):
     host: Host = "127.0.0.1"
     """Address of the stage's port, as the instance reaches it."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Where the instance sends batches and pages. 0: any free port, chosen once by `kvrs up`."""
+    """Where the instance sends batches and pages. 0: any free port, chosen once by `kvrs lab
+    up`.
+    """
 
 
 def stage_host_id(instance: str, stage: int) -> InstanceId:
@@ -59,9 +61,9 @@ class InstanceSettings(Settings):
     is resolved for each new connection.
     """
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the HTTP API. 0: any free port, chosen once by `kvrs up`."""
+    """Port of the HTTP API. 0: any free port, chosen once by `kvrs lab up`."""
     page_port: int = Field(default=0, ge=0, le=65535)
-    """Where its pages are pulled from. 0: any free port, chosen once by `kvrs up`."""
+    """Where its pages are pulled from. 0: any free port, chosen once by `kvrs lab up`."""
     connector_port: int | None = Field(default=None, ge=1, le=65535)
     """With `cluster.backend: vllm`: port of the kvrs connector in it, for the proxies. null: it has
     none.
@@ -175,8 +177,8 @@ class NodeSettings(Settings):
     agent: AgentSettings = AgentSettings()
     """The node's agent, which runs with backup or gossip."""
     ray: str | None = Field(default=None, min_length=1, max_length=256)
-    """For `kvrs up --ray`: a resource of Ray. The node lies on any machine that has it, in place of
-    the one at `host`, and takes 1 of it.
+    """For `kvrs lab up --ray`: a resource of Ray. The node lies on any machine that has it, in
+    place of the one at `host`, and takes 1 of it.
     """
 
     @property

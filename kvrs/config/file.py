@@ -89,7 +89,7 @@ class Config(Settings):
     (docs/guide/security.md).
     """
     logs: LogSettings = LogSettings()
-    """Logs of proxies and agents to stderr, and of the processes of `kvrs up` to their files
+    """Logs of proxies and agents to stderr, and of the processes of `kvrs lab up` to their files
     (docs/guide/monitoring.md#logs).
     """
     models: list[several.ModelSettings] = Field(default=[], max_length=several.MAX_MODELS)

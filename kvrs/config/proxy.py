@@ -235,7 +235,7 @@ class ProxySettings(Settings):
     drain_delay_s: float = Field(default=0.0, ge=0, le=300)
     """How long new requests are still taken after SIGTERM, while /readyz says 503, so that load
     balancers learn of it before requests are refused. A second SIGTERM, or SIGINT, ends it. 0 suits
-    clients that repeat a refused request, and `kvrs up`.
+    clients that repeat a refused request, and `kvrs lab up`.
     """
     drain_s: float = Field(default=600.0, ge=0, le=3600)
     """How long streams without a key, and all streams if no other proxy stays, may run to their

@@ -14,12 +14,12 @@ from kvrs_lab.sim.goals import Goal
 from kvrs_lab.traces.presets import PRESETS
 from kvrs_lab.traces.records import Api
 
-# Groups of the options of `kvrs replay`.
+# Groups of the options of `kvrs lab replay`.
 TRACE = "The trace, and what is done to it"
 REQUESTS = "The requests"
 FAULTS = "Faults, and the comparison with a run without them"
 REPORT = "The report"
-# A group of `kvrs explain`.
+# A group of `kvrs lab explain`.
 ELASTIC = "The loss of ranks"
 DRAFT = "Drafts while a model loads again"
 
@@ -103,7 +103,6 @@ TracePreset = Annotated[
     str | None,
     typer.Option(
         "--trace-preset",
-        "--preset",
         help=f"Or a generated trace: {', '.join(PRESETS)}",
         rich_help_panel=TRACE,
     ),

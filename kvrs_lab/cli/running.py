@@ -1,4 +1,4 @@
-"""Commands that run a cluster: the demo, and `kvrs up`."""
+"""Commands that run a cluster: the demo, and `kvrs lab up`."""
 
 import os
 import signal

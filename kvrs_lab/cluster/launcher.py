@@ -317,7 +317,7 @@ class Cluster:
             if key not in RENEWED
         ]
         return [
-            f"{key}: changed; allowed: its former value, or another `kvrs up`"
+            f"{key}: changed; allowed: its former value, or another `kvrs lab up`"
             for key, old, new in fixed
             if old != new
         ]

@@ -266,7 +266,7 @@ class ModelClusters:
         if list(configs) != list(self.by_name):
             raise ConfigError(
                 f"models: got {', '.join(configs) or 'none'}; allowed: {', '.join(self.by_name)}, "
-                "in this order, or another `kvrs up`"
+                "in this order, or another `kvrs lab up`"
             )
         faults = [
             f"model {name!r}: {fault}"

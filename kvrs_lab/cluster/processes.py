@@ -12,7 +12,7 @@ from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId, NodeId
 
-# The longest time that `kvrs up` waits for processes that start.
+# The longest time that `kvrs lab up` waits for processes that start.
 START_TIMEOUT_S = 600.0
 _CONVERSION_S = 1800.0  # DistServe converts the weights of a model before it loads them first.
 
@@ -73,7 +73,7 @@ def _processes(config: Config) -> Iterator[Process]:
                 yield Process(name, node.id, Kind.SERVER, server_s)
         case Backend.VLLM:
             raise ConfigError(
-                "cluster.backend: got 'vllm'; allowed for `kvrs up`: 'embedded', "
+                "cluster.backend: got 'vllm'; allowed for `kvrs lab up`: 'embedded', "
                 "'distserve' (see `kvrs docs vllm`)"
             )
         case _:

@@ -1,4 +1,4 @@
-"""The main loop of `kvrs up` while its cluster runs, and rolling restarts: every process of the
+"""The main loop of `kvrs lab up` while its cluster runs, and rolling restarts: every process of the
 cluster is restarted, one at a time, without a failed stream.
 """
 

@@ -1,4 +1,4 @@
-"""`kvrs replay`: drive an OpenAI endpoint with a trace, inject faults if given, compare with a
+"""`kvrs lab replay`: drive an OpenAI endpoint with a trace, inject faults if given, compare with a
 clean run, and write the report.
 """
 

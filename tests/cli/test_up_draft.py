@@ -1,4 +1,4 @@
-"""`kvrs up --draft`: the draft model of the command line, beside files and presets."""
+"""`kvrs lab up --draft`: the draft model of the command line, beside files and presets."""
 
 import json
 from pathlib import Path

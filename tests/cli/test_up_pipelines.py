@@ -1,4 +1,4 @@
-"""`kvrs up --pipelines`: instances of one group, with a node for each stage."""
+"""`kvrs lab up --pipelines`: instances of one group, with a node for each stage."""
 
 from pathlib import Path
 from typing import Any

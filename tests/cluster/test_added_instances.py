@@ -82,8 +82,8 @@ def test_a_file_that_cannot_be_written_ends_no_cluster(up: Launch) -> None:
 def test_a_stream_leaves_an_added_instance_for_one_that_was_there(
     up: Launch, tmp_path: Path
 ) -> None:
-    """`kvrs up` has told its processes of the new instance: the one that was there fetches the KV
-    of prompt and output from it, and computes neither again.
+    """`kvrs lab up` has told its processes of the new instance: the one that was there fetches the
+    KV of prompt and output from it, and computes neither again.
     """
     client, admin = up.urls
     port, page_port = free_ports(2)

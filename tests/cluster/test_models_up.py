@@ -1,4 +1,4 @@
-"""`kvrs up` with `models`: real instances of two models behind one proxy, one of which dies."""
+"""`kvrs lab up` with `models`: real instances of two models behind one proxy, one of which dies."""
 
 import asyncio
 import os

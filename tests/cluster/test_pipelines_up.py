@@ -1,4 +1,4 @@
-"""A cluster of `kvrs up --pipelines`, and faults that name the hosts of its stages."""
+"""A cluster of `kvrs lab up --pipelines`, and faults that name the hosts of its stages."""
 
 import asyncio
 from collections.abc import Iterator

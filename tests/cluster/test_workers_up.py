@@ -1,5 +1,5 @@
-"""`kvrs up --proxies 2 --workers 2`: every worker is a peer of those of the other proxy, and any of
-them serves.
+"""`kvrs lab up --proxies 2 --workers 2`: every worker is a peer of those of the other proxy, and
+any of them serves.
 """
 
 import asyncio

@@ -226,7 +226,7 @@ def test_a_process_finds_its_model_by_its_id(file: Path) -> None:
 def test_a_command_for_one_model_asks_which(file: Path, tmp_path: Path) -> None:
     """The file that `show` prints is one that every command takes."""
     run = CliRunner(env={"KVRS_SECRET": ""}).invoke
-    refused = run(app, ["simulate", "--config", str(file)])
+    refused = run(app, ["lab", "simulate", "--config", str(file)])
     shown = run(app, ["config", "show", str(file), "--model", "org/b-1.5"])
     one = tmp_path / "one.yaml"
     one.write_text(shown.stdout)
@@ -247,7 +247,7 @@ def load_config_of(file: Path) -> Config:
 
 def test_up_refuses_options_that_are_settings_of_each_model(file: Path) -> None:
     options = ["--tp", "2", "--proxies", "2", "--ray", "127.0.0.1:1"]
-    found = CliRunner().invoke(app, ["up", "--config", str(file), *options])
+    found = CliRunner().invoke(app, ["lab", "up", "--config", str(file), *options])
 
     assert isinstance(found.exception, ConfigError)
     assert [fault.partition(";")[0] for fault in found.exception.faults] == [

@@ -1,4 +1,4 @@
-"""`kvrs replay` as a whole, against a server that answers what it was asked, or not quite."""
+"""`kvrs lab replay` as a whole, against a server that answers what it was asked, or not quite."""
 
 import asyncio
 import json

@@ -93,12 +93,12 @@ def test_commands_of_the_base_work(install: Install, tmp_path: Path) -> None:
     assert install.run("kvrs", "--version").stdout == f"kvrs {kvrs.__version__}\n"
     for command in (
         ("config", "check", str(config)),
-        ("explain", *profile),
-        ("simulate", "--requests", "5"),
+        ("lab", "explain", *profile),
+        ("lab", "simulate", "--requests", "5"),
     ):
         ended = install.run("kvrs", *command)
         assert ended.returncode == 0, ended.stderr
-    assert "pip install 'kvrs[engine,report]'" in install.run("kvrs", "demo").stderr
+    assert "pip install 'kvrs[engine,report]'" in install.run("kvrs", "lab", "demo").stderr
 
 
 def test_pages_that_messages_name_are_in_the_wheel(install: Install) -> None:

@@ -1,4 +1,4 @@
-"""`kvrs tune`: a search in the simulator, and a gain that only a held-out load may show."""
+"""`kvrs lab tune`: a search in the simulator, and a gain that only a held-out load may show."""
 
 import json
 from collections import Counter

@@ -1,10 +1,10 @@
 """The common part of the recovery options: the case that is weighed, and its sources of KV.
 
 One file beside this one per option: its estimate (predicted seconds), its plan (how an attempt
-carries it out) and its terms (how `kvrs explain` shows the estimate). Costs follow DESIGN section
-5, which generalises `MIGRATE_COST` and `RECOMPUTE_COST` of seed KVRS: each is a sum of queue,
-hand-shake, bytes / bandwidth and prefill time. Every option takes a fixed number of operations,
-whatever the length of the history.
+carries it out) and its terms (how `kvrs lab explain` shows the estimate). Costs follow DESIGN
+section 5, which generalises `MIGRATE_COST` and `RECOMPUTE_COST` of seed KVRS: each is a sum of
+queue, hand-shake, bytes / bandwidth and prefill time. Every option takes a fixed number of
+operations, whatever the length of the history.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
