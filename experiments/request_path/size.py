@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,8 @@ from kvrs.config.cluster import Backend
 from kvrs.config.file import Config, parse_config
 from kvrs.config.first_file import first_file
 from kvrs.config.settings import Settings, parse_yaml
-from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.api.observing import RequestObserver
+from kvrs.proxy.process.parts import metrics_of
 
 BEFORE = "f178affe"  # The packages were parted, and nothing was removed yet.
 # What each package may import of the others.
@@ -240,9 +242,9 @@ def _options(context: Any, command: Any) -> Iterator[str]:
 def families_before_vllm() -> list[str]:
     """The metric families of a proxy with the first file for vLLM, without a report of any."""
     config = parse_config(parse_yaml(first_file(Backend.VLLM)))
-    instances = {instance.id: instance.role for _, instance in config.cluster.instances()}
-    agents = [node.agent_id for node in config.cluster.nodes]
-    text = generate_latest(Metrics(instances, agents).registry).decode()
+    registry = metrics_of(config).registry
+    RequestObserver(registry, time.monotonic, logs_access=False)
+    text = generate_latest(registry).decode()
     return [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
 
 

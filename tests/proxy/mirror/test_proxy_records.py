@@ -136,7 +136,7 @@ async def test_a_stream_that_cannot_recover_in_time_fails_at_once(
 async def test_a_settled_recovery_reports_its_costs_and_regret(
     build: ProxyClusterBuilder,
 ) -> None:
-    """Raw, predicted and real cost and regret: in the state and in the metrics."""
+    """Raw, predicted and real cost and regret, in the state."""
     system = await build(policy={"name": "always_recompute"})
     system.script.faults = {3: Fault.RESET}
 
@@ -146,12 +146,7 @@ async def test_a_settled_recovery_reports_its_costs_and_regret(
     others = [each["total_s"] for each in row["estimates"] if each["option"] != row["option"]]
     assert row["raw_s"] > 0
     assert row["regret_s"] >= row["real_s"] - min(others) - 0.1
-    metrics = await system.metrics()
-    assert 'kvrs_recovery_regret_seconds_count{option="recompute"} 1.0' in metrics
-    regret = await system.count("kvrs_recovery_regret_seconds_sum", option="recompute")
-    gain = await system.count("kvrs_recovery_gain_seconds_sum", option="recompute")
-    assert regret - gain == pytest.approx(row["regret_s"])
-    assert 'kvrs_recovery_correction_ratio{option="recompute"}' in metrics
+    assert 'kvrs_recovery_correction_ratio{option="recompute"}' in await system.metrics()
 
 
 async def test_a_recovery_that_failed_settles_nothing(build: ProxyClusterBuilder) -> None:
