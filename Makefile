@@ -141,7 +141,7 @@ format: install
 
 # The example and docs/guide/configuration.md, from the settings classes.
 reference: install
-	$(BIN)/python -m kvrs.config.reference
+	$(BIN)/python -m tools.reference
 
 # The plain manifest is the chart's, for those without helm. This needs helm itself.
 manifests:

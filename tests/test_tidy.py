@@ -61,7 +61,8 @@ ALLOWED_ROOTS = {
     "distserve_patches": {"distserve_patches", "kvrs_engine", "kvrs"},
     "kvrs_testkit": {"kvrs_testkit", *_ALL_OF_KVRS},
     "experiments": {"experiments", "kvrs_testkit", *_ALL_OF_KVRS},
-    "tests": {"experiments", "tests", "kvrs_testkit", *_ALL_OF_KVRS},
+    "tests": {"experiments", "tests", "kvrs_testkit", "tools", *_ALL_OF_KVRS},
+    "tools": {"tools", "kvrs"},
 }
 MOST_TOP_MODULES = 8
 
@@ -365,7 +366,7 @@ def test_a_recovery_option_is_named_in_few_files() -> None:
 
 
 # Folders whose docstrings are checked, and words that answer a noun which the reader has to guess.
-WORDED = (*PRODUCT, "kvrs_testkit", "tests", "experiments")
+WORDED = (*PRODUCT, "kvrs_testkit", "tests", "experiments", "tools")
 FRAGMENT = re.compile(r"\W*(Of|Beside|As|Whether|What)\b")
 
 # A module's docstring that begins with a participle, a pronoun or a preposition has no subject.

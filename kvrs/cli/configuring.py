@@ -123,6 +123,6 @@ def init(file: NewFile, backend: Situation = Backend.EMBEDDED) -> None:
 
 def schema() -> None:
     """Print the JSON schema of configuration files, for editors and other checkers."""
-    from kvrs.config.reference import json_schema, with_commands
+    from kvrs.config.schema import json_schema, with_commands
 
     print(with_commands(json.dumps(json_schema(), indent=2)))

@@ -9,7 +9,16 @@ from pydantic_core import PydanticCustomError
 
 from kvrs.config.backup import AgentSettings
 from kvrs.config.engine import EngineSettings
-from kvrs.config.settings import NAME, Host, Settings, netloc
+from kvrs.config.settings import (
+    DISTSERVE,
+    EMBEDDED,
+    EMBEDDED_OR_DISTSERVE,
+    NAME,
+    VLLM,
+    Host,
+    Settings,
+    netloc,
+)
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId, along_ring
 from kvrs.protocol.instance import Role
@@ -64,24 +73,26 @@ class InstanceSettings(Settings):
     """Port of the HTTP API. 0: any free port, chosen once by `kvrs lab up`."""
     page_port: int = Field(default=0, ge=0, le=65535)
     """Where its pages are pulled from. 0: any free port, chosen once by `kvrs lab up`."""
-    connector_port: int | None = Field(default=None, ge=1, le=65535)
-    """With `cluster.backend: vllm`: port of the kvrs connector in it, for the proxies. null: it has
-    none.
-    """
+    connector_port: int | None = Field(default=None, ge=1, le=65535, json_schema_extra=VLLM)
+    """Port of the kvrs connector in it, for the proxies. null: it has none."""
     bind: Host | None = None
     """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
-    tp: int = Field(default=1, ge=1, le=MAX_RANKS)
+    tp: int = Field(default=1, ge=1, le=MAX_RANKS, json_schema_extra=EMBEDDED)
     """Ranks that compute each layer together, each some of its heads and tiles (tensor parallel).
     """
-    pp: int = Field(default=1, ge=1, le=MAX_RANKS)
+    pp: int = Field(default=1, ge=1, le=MAX_RANKS, json_schema_extra=EMBEDDED)
     """Stages, each of `tp` ranks and of as many layers as the others (pipeline parallel)."""
     stages: list[Annotated[list[int], Field(min_length=2, max_length=2)]] | None = Field(
-        default=None, min_length=1, max_length=MAX_RANKS
+        default=None, min_length=1, max_length=MAX_RANKS, json_schema_extra=EMBEDDED
     )
     """The layers [first, end) of each stage, in place of equally many. null: by `pp`."""
-    shares: list[Annotated[int, Field(ge=1)]] | None = None
+    shares: list[Annotated[int, Field(ge=1)]] | None = Field(
+        default=None, json_schema_extra=EMBEDDED
+    )
     """The shares of a stage's ranks in each layer, as [3, 1]. null: equal ones."""
-    stage_hosts: list[StageHostSettings] = Field(default=[], max_length=MAX_RANKS)
+    stage_hosts: list[StageHostSettings] = Field(
+        default=[], max_length=MAX_RANKS, json_schema_extra=EMBEDDED
+    )
     """For each of the last stages, or for all, in their order, the process that has its ranks. The
     stages before have theirs below the instance's own process. A host outlives that process, and
     keeps the stage's weights for the next one; a lost host is waited for, or that of another
@@ -91,7 +102,9 @@ class InstanceSettings(Settings):
     """Profile whose time its steps take, by name, or the path of one, as `cluster.engine.pace`,
     which it is where this is null.
     """
-    group: str | None = Field(default=None, min_length=1, max_length=64, pattern=NAME)
+    group: str | None = Field(
+        default=None, min_length=1, max_length=64, pattern=NAME, json_schema_extra=EMBEDDED
+    )
     """Instances of one group lend each other the hosts of their stages: a lost host's stage is also
     computed by that of another instance, until there is a new one. They have `stage_hosts` for all
     stages, and are divided equally. null: it lends and borrows nothing.
@@ -259,7 +272,7 @@ class ClusterSettings(Settings):
     """The engine of the instances: embedded, distserve (docs/guide/distserve.md) or vllm
     (docs/guide/vllm.md).
     """
-    distserve: DistServeSettings = DistServeSettings()
+    distserve: DistServeSettings = Field(default=DistServeSettings(), json_schema_extra=DISTSERVE)
     """Settings of the distserve backend."""
     model: str | None = None
     """A Hugging Face directory; before vLLM also a name in the cache of the Hugging Face hub. null:
@@ -269,8 +282,10 @@ class ClusterSettings(Settings):
     """Name of the model for clients. With vLLM, one of its --served-model-name. null: the name of
     the directory, or vLLM's first name.
     """
-    engine: EngineSettings = EngineSettings()
-    """The embedded engine; other engines bring their own settings."""
+    engine: EngineSettings = Field(
+        default=EngineSettings(), json_schema_extra=EMBEDDED_OR_DISTSERVE
+    )
+    """The engine; DistServe reads its pace and its seed."""
     allow_faults: bool = False
     """Instances obey POST /kvrs/v1/faults: slow or cut links, damaged pages. For experiments only.
     """
@@ -278,8 +293,8 @@ class ClusterSettings(Settings):
     """The longest time that a draining instance waits for its streams to be moved."""
     nodes: list[NodeSettings] = Field(default_factory=lambda: demo_nodes(2))
     """The machines, each with its instances and its agent."""
-    services: list[ServiceSettings] = Field(default=[], max_length=64)
-    """With backend vllm, host names that are looked up every 5 s: each address is an instance, on
+    services: list[ServiceSettings] = Field(default=[], max_length=64, json_schema_extra=VLLM)
+    """Host names that are looked up every 5 s: each address is an instance, on
     a node of its own, beside those of `nodes` (docs/guide/fleet.md).
     """
 

@@ -2,7 +2,7 @@
 
 from kvrs.config.cluster import Backend
 from kvrs.config.commented import KeyPath, comment, commented_yaml
-from kvrs.config.reference import description
+from kvrs.config.schema import description
 from kvrs.config.settings import parse_yaml
 
 _HEADERS = {

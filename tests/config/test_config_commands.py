@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from kvrs.cli import app
 from kvrs.config.file import Config, load_config, parse_config
 from kvrs.config.presets import SystemPreset
-from kvrs.config.reference import json_schema, with_commands
+from kvrs.config.schema import json_schema, with_commands
 from kvrs.errors import ConfigError
 
 
