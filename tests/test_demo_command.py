@@ -23,7 +23,6 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DemoOptions:
         policy=PolicyName.AUTO,
         requests=30,
         trace=None,
-        skip_bad_lines=False,
         fault=None,
         seed=0,
         out=tmp_path / "out",

@@ -5,10 +5,10 @@ commands, metric families.
 Lines are those of Python files. Equal functions are those of five lines or more with the same
 statements. A circle is a set of files that import each other, also for types alone. Settings are
 the keys that have a value, each once, also where a list has several sections with this key. An
-option counts for each command that has it; `--help` and those of completion do not. Metric families
-are those that /metrics of a proxy in front of vLLM names, the library's own about the process
-included. The settings, options and families of before are counted by the program of then, in a
-checkout of its own.
+option counts for each command that has it; `--help`, those of completion and hidden ones do not.
+Metric families are those that /metrics of a proxy in front of vLLM names, the library's own about
+the process included. The settings, options and families of before are counted by the program of
+then, in a checkout of its own.
 """
 
 import ast
@@ -231,7 +231,8 @@ def options_of_commands() -> Iterator[str]:
 
 def _options(context: Any, command: Any) -> Iterator[str]:
     for parameter in command.params:
-        if parameter.param_type_name == "option" and "completion" not in parameter.name:
+        is_shown = parameter.param_type_name == "option" and not parameter.hidden
+        if is_shown and "completion" not in parameter.name:
             yield f"{context.command_path} {parameter.opts[0]}"
     names = command.list_commands(context) if hasattr(command, "commands") else ()
     for name in names:

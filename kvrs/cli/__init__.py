@@ -47,7 +47,6 @@ for command in (
 for of_files in (
     configuring.check,
     configuring.show,
-    configuring.diff,
     configuring.init,
     configuring.schema,
 ):

@@ -94,7 +94,6 @@ Workers = Annotated[
 ProfileOut = Annotated[
     Path, typer.Option(help="The table, as JSON; `profiles.prefill` takes its path")
 ]
-Label = Annotated[str | None, typer.Option(help="Name of the table; default: model and machine")]
 LongestTokens = Annotated[
     int | None, typer.Option(min=1, help="Default: the limit of the model, at most 1,024")
 ]

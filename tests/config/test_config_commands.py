@@ -101,62 +101,6 @@ def test_show_never_prints_a_secret(tuned: Path, monkeypatch: pytest.MonkeyPatch
     assert "correct-horse" not in config("show", tuned).output
 
 
-def test_diff_names_what_differs_in_effect(tuned: Path, tmp_path: Path) -> None:
-    """A default that is written out does not; the exit status is that of diff(1)."""
-    other = tmp_path / "other.yaml"
-    other.write_text(
-        "policy: {name: rom, slots_max: 32, correction_max: 1.5}\ngossip: {probe_interval_s: 2.5}"
-    )
-
-    found = config("diff", tuned, other, "--json")
-
-    assert found.exit_code == 1
-    assert json.loads(found.stdout) == [
-        {"key": "policy.correction_max", "first": 4.0, "second": 1.5},
-        {"key": "gossip.enabled", "first": True, "second": False},
-    ]
-    assert "policy.correction_max" in config("diff", tuned, other).stdout
-    assert config("diff", tuned, tuned).exit_code == 0
-
-
-def test_diff_shows_list_items_that_only_one_file_has(tmp_path: Path) -> None:
-    """A third node differs as its keys."""
-    one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
-    one.write_text("security: {hosts: [a]}")
-    two.write_text("proxy: {peers: [{id: proxy-1, peer_port: 9}]}")
-
-    found = {each["key"]: each for each in json.loads(config("diff", one, two, "--json").stdout)}
-
-    assert found["proxy.peers.0.peer_port"] == {"key": "proxy.peers.0.peer_port", "second": 9}
-    assert found["proxy.peers"] == {"key": "proxy.peers", "first": []}
-    assert found["security.hosts"] == {"key": "security.hosts", "first": ["a"], "second": []}
-
-
-@pytest.mark.parametrize("columns", ["80", None])
-def test_diff_never_cuts_a_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: str | None
-) -> None:
-    """Two long keys that begin alike can be told apart on a narrow terminal, and in a pipe each row
-    is one line.
-    """
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if columns is not None:
-        monkeypatch.setenv("COLUMNS", columns)
-    files = [tmp_path / name for name in ("a-rather-long-name.yaml", "another-long-name.yaml")]
-    for file, port in zip(files, (9000, 9100), strict=True):
-        instance = {"id": "b0", "role": "both", "port": port, "page_port": port + 1}
-        nodes = [{"id": "n0", "instances": [instance]}]
-        file.write_text(json.dumps({"cluster": {"nodes": nodes}}))
-
-    shown = config("diff", *files).stdout
-
-    rows = [line for line in shown.splitlines() if "cluster.nodes.0.instances.0." in line]
-    assert [row.split()[0].rpartition(".")[2] for row in rows] == ["port", "page_port"]
-    assert "…" not in shown
-    if columns is None:
-        assert [row.split()[1:] for row in rows] == [["9000", "9100"], ["9001", "9101"]]
-
-
 def test_init_writes_a_file_and_keeps_one_that_exists(tmp_path: Path) -> None:
     """Nothing is overwritten."""
     path = tmp_path / "kvrs.yaml"
