@@ -81,7 +81,7 @@ Model = Annotated[
 ]
 ProfiledUrl = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="A vLLM that runs and is idle, as http://HOST:PORT"),
+    typer.Option(metavar="URL", help="vLLM: one that runs and is idle, as http://HOST:PORT"),
 ]
 Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Port of the OpenAI API [8000]")]
 AdminPort = Annotated[
@@ -97,4 +97,4 @@ ProfileOut = Annotated[
 LongestTokens = Annotated[
     int | None, typer.Option(min=1, help="Default: the limit of the model, at most 1,024")
 ]
-MaxBatchTokens = Annotated[int, typer.Option(min=1, help="Tokens per step of a chunked prefill")]
+MaxBatchTokens = Annotated[int, typer.Option(min=1, help="Embedded engine: tokens per step")]

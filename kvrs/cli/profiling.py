@@ -17,9 +17,13 @@ def profile(
     out: opt.ProfileOut,
     url: opt.ProfiledUrl = None,
     model: opt.Model = None,
-    device: Annotated[opt.Device, typer.Option(help="Where it computes")] = opt.Device.CPU,
+    device: Annotated[
+        opt.Device, typer.Option(help="Embedded engine: where it computes")
+    ] = opt.Device.CPU,
     longest_tokens: opt.LongestTokens = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Largest decode batch")] = 16,
+    max_batch: Annotated[
+        int, typer.Option(min=1, help="Embedded engine: largest decode batch")
+    ] = 16,
     max_batch_tokens: opt.MaxBatchTokens = 256,
     repeats: Annotated[int, typer.Option(min=1, help="Per point; the median counts")] = 3,
 ) -> None:

@@ -48,8 +48,8 @@ Pipelines = Annotated[
     typer.Option(
         min=2,
         max=MAX_NODES // 2,
-        help="Start so many pipeline-parallel instances, of --pp stages, that can borrow each "
-        "other's stages; a node for each stage",
+        help="Embedded engine: so many instances of --pp stages, that can borrow each other's "
+        "stages; a node for each stage",
     ),
 ]
 Proxies = Annotated[
@@ -63,11 +63,11 @@ Ray = Annotated[
 ]
 Tp = Annotated[
     int | None,
-    typer.Option(min=1, max=64, help="Ranks per stage of every instance (tensor parallel) [1]"),
+    typer.Option(min=1, max=64, help="Embedded engine: ranks per stage of every instance [1]"),
 ]
 Pp = Annotated[
     int | None,
-    typer.Option(min=1, max=64, help="Stages of every instance (pipeline parallel) [1]"),
+    typer.Option(min=1, max=64, help="Embedded engine: stages of every instance [1]"),
 ]
 Url = Annotated[str, typer.Option(help="Base of an OpenAI endpoint, such as http://127.0.0.1:8000")]
 ReplayTrace = Annotated[
