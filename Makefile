@@ -27,7 +27,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constr
 	@touch $@
 
 demo: .venv/.demo
-	$(BIN)/kvrs demo
+	$(BIN)/kvrs lab demo
 
 # How long a first try takes: a fresh clone, its installation with pip's cache, and the demo.
 time-demo: install
@@ -141,7 +141,7 @@ format: install
 
 # The example and docs/guide/configuration.md, from the settings classes.
 reference: install
-	$(BIN)/python -m kvrs.config.reference
+	$(BIN)/python -m tools.reference
 
 # The plain manifest is the chart's, for those without helm. This needs helm itself.
 manifests:

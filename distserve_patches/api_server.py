@@ -225,7 +225,7 @@ def _check(flags: argparse.Namespace, config: Config, node: NodeSettings) -> Non
     for instance in node.instances:
         for key, host, port in (
             ("port", instance.bound(instance.host), instance.port),
-            ("page_port", instance.bound(instance.pages_at), instance.page_port),
+            ("page_port", instance.bound(instance.host), instance.page_port),
         ):
             name = f"instance {instance.id}"
             if not port:

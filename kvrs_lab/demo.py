@@ -1,4 +1,6 @@
-"""`kvrs demo`: kill a decode instance of a cluster under load, and compare with a run without."""
+"""`kvrs lab demo`: kill a decode instance of a cluster under load, and compare with a run
+without.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,10 +67,9 @@ class DemoOptions:
     policy: PolicyName
     requests: int
     trace: Path | None
-    skip_bad_lines: bool
     fault: Path | None
-    seed: int
     out: Path
+    seed: int = 0  # Of the model, the trace and the choice of victims.
 
 
 def run_demo(options: DemoOptions) -> bool:
@@ -152,7 +153,7 @@ def _requests(options: DemoOptions, console: Console) -> list[ReplayRequest]:
     if options.trace is None:
         trace = generate(GeneratorSettings(requests=options.requests), options.seed)
     else:
-        loaded = load_trace(options.trace, options.skip_bad_lines)
+        loaded = load_trace(options.trace)
         if loaded.skipped:
             console.print(
                 f"  {loaded.skipped} bad lines of {options.trace} were skipped",

@@ -1,6 +1,6 @@
 """Python modules as processes that one nursery of this process forks
-(`kvrs_engine.engine.nursery`), as `kvrs up` has its engines forked: what a module imports takes a
-processor up to three seconds, in every process that `python -m` runs.
+(`kvrs_engine.engine.nursery`), as `kvrs lab up` has its engines forked: what a module imports takes
+a processor up to three seconds, in every process that `python -m` runs.
 
     process = ForkedProcess("kvrs_engine.engine", "--config", path, environment=os.environ, ...)
 

@@ -8,9 +8,9 @@ _given: set[int] = set()
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that follow each other. As those of `kvrs up` they lie below the range from
-    which the system takes ports for outgoing connections, and other processes choose others: none
-    is in use when the test listens there.
+    """Ports of loopback that follow each other. As those of `kvrs lab up` they lie below the range
+    from which the system takes ports for outgoing connections, and other processes choose others:
+    none is in use when the test listens there.
     """
     with ExitStack() as held:
         first = _bind_all(held, "127.0.0.1", range(count), _given)

@@ -6,7 +6,6 @@ convergence by `assert_agreed`.
 import random
 from collections import Counter
 
-from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.facts import (
     Event,
     Fact,
@@ -16,6 +15,7 @@ from kvrs.gossip.facts import (
     SlotsFact,
     kind_of,
 )
+from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs_testkit.gossip_net import GossipNet, Observer, SimNode
@@ -26,10 +26,8 @@ State = tuple[int, int, Status]
 class ChaosNetwork:
     def __init__(self, seed: int, observer: Observer | None = None) -> None:
         self.draw = random.Random(seed)
-        settings = GossipSettings(
-            reconnect_interval_s=2.0, tombstone_s=self.draw.choice((1.0, 20.0))
-        )
-        self.net = GossipNet(settings, seed, on_wire=True, observer=self._observe)
+        parameters = Parameters(tombstone_s=self.draw.choice((1.0, 20.0)))
+        self.net = GossipNet(parameters, seed, on_wire=True, observer=self._observe)
         self.names = [f"n{i}" for i in range(self.draw.randint(2, 10))]
         self.seeds = {NodeId(name): f"{name}:7" for name in self.names}
         self.epochs = dict.fromkeys(self.names, 1)

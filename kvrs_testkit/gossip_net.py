@@ -14,9 +14,9 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
-from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.facts import Event
 from kvrs.gossip.node import Gossip
+from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.sender import Send
 from kvrs.gossip.wire import MAX_PACKET_BYTES, Packet, decode, encode
 from kvrs.ids import NodeId
@@ -45,7 +45,7 @@ Observer = Callable[[float, SimNode, Event], None]
 class GossipNet:
     def __init__(
         self,
-        settings: GossipSettings,
+        parameters: Parameters,
         seed: int,
         *,
         on_wire: bool = False,
@@ -54,7 +54,7 @@ class GossipNet:
         """`on_wire`: every packet is encoded and decoded, and its bytes are counted; that takes
         half of the time again.
         """
-        self.settings = settings
+        self.parameters = parameters
         self.random = random.Random(seed)
         self.nodes: dict[NodeId, SimNode] = {}
         self.now_s = 0.0
@@ -82,7 +82,7 @@ class GossipNet:
         offset_s = self.random.uniform(0, 1e6)
         clock_s = offset_s + rate * self.now_s
         gossip = Gossip(
-            node_id, f"{name}:7", epoch, self.settings, self.random.random, clock_s, seeds
+            node_id, f"{name}:7", epoch, self.parameters, self.random.random, clock_s, seeds
         )
         node = SimNode(node_id, gossip, offset_s=offset_s, rate=rate)
         self.nodes[node_id] = node
@@ -174,7 +174,7 @@ class GossipNet:
             data = encode(packet)
             node.sent_bytes += len(data)
             # What the transport would have to cut in pieces is a mistake of its sender.
-            most = MAX_PACKET_BYTES if stream else self.settings.packet_bytes
+            most = MAX_PACKET_BYTES if stream else self.parameters.packet_bytes
             assert len(data) <= most, (len(data), packet)
         target = self.nodes.get(to)
         if target is None or (self.cut is not None and self.cut(node.id, to)):

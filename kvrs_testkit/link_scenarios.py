@@ -11,13 +11,12 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from kvrs.config.transfer import TransferSettings
 from kvrs.ids import NodeId
 from kvrs.profiles import catalog
 from kvrs.protocol.frames import MAX_PROBE_BYTES
-from kvrs.transfer.meter import LinkMeter, lower_bound
+from kvrs.transfer.meter import PROBE_BYTES, TIME_CONSTANT_S, LinkMeter, lower_bound
 
-SETTINGS = TransferSettings(probe_interval_s=0.25)
+PROBE_INTERVAL_S = 0.25
 TIME_CONSTANTS = 5
 BAR_PROBES = 0.01
 
@@ -104,7 +103,7 @@ class SampledMeter(LinkMeter):
     """Also keeps every sample, for the rules beside it."""
 
     def __init__(self) -> None:
-        super().__init__(SETTINGS.link, 1 << 15)
+        super().__init__(1 << 15)
         self.samples: list[float] = []
 
     def _take_sample(self, link: Any) -> None:
@@ -128,7 +127,7 @@ class Trial:
 
     def settled_error(self, name: str) -> float | None:
         """The mean from five time constants after a step to the next one."""
-        wait_s = TIME_CONSTANTS * SETTINGS.link.time_constant_s
+        wait_s = TIME_CONSTANTS * TIME_CONSTANT_S
         edges = [step.at_s for step in self.scenario.steps] + list(self.scenario.cross or ())
         found = [
             error
@@ -201,9 +200,9 @@ class VirtualLink:
         return self.trial
 
     def _probe(self) -> None:
-        meter, bounds = self._meter, (SETTINGS.probe_bytes, MAX_PROBE_BYTES)
+        meter, bounds = self._meter, (PROBE_BYTES, MAX_PROBE_BYTES)
         size = meter.probe_bytes(SOURCE, *bounds)
-        if not meter.may_probe(SOURCE, size, SETTINGS.probe_interval_s, 1, self._now_s):
+        if not meter.may_probe(SOURCE, size, PROBE_INTERVAL_S, 1, self._now_s):
             return
         self._send_probe(size, follows=False)
         while (more := meter.follow_up_bytes(SOURCE, *bounds)) is not None and not self.is_over:
@@ -244,7 +243,7 @@ class VirtualLink:
                 seen[OURS].append(measured.bytes_per_s)
                 for name, rule in self._others.items():
                     seen[name].append(rule(samples))
-                seen[BOUND].append(lower_bound(measured, SETTINGS.link))
+                seen[BOUND].append(lower_bound(measured))
                 seen[PRESENT].append(self._scenario.rate(self._looked_s))
             self._looked_s += LOOK_S
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvrs.config.backup import BackupMode, Placement
 from kvrs.config.cluster import pipeline_nodes
 from kvrs.config.file import Config, parse_config
-from kvrs.config.policy import Degraded, Dispatch, Failing, Handoff, PolicyName
+from kvrs.config.policy import Dispatch, Failing, Handoff, PolicyName
 from kvrs.protocol.instance import Role
 from kvrs_lab.faults.language import parse_faults
 from kvrs_lab.sim.fault_scenarios import (
@@ -60,9 +60,7 @@ def peers(seed: int, *, keep_log: bool = False) -> World:
     """The same with replicas at peers, where there are some."""
     rng = Random(seed)
     config = random_config(rng, seed, [each for each in CLUSTERS if len(each) > 1])
-    backup = config.backup.model_copy(
-        update={"mode": BackupMode.PEER, "peer_share": rng.choice([0.1, 0.5, 1.0])}
-    )
+    backup = config.backup.model_copy(update={"mode": BackupMode.PEER})
     config = config.model_copy(update={"backup": backup})
     return drawn_world(rng, config, seed, keep_log=keep_log)
 
@@ -158,8 +156,7 @@ def pipelines(seed: int, *, deaths: int = 3, keep_log: bool = False) -> World:
             "nodes": nodes,
         },
         "elastic": {
-            # With the least pages a stream may not find room; with the largest gain none lends.
-            "lend_pages": rng.choice([0.3, 0.5, 1.0]),
+            # With the largest gain none lends.
             "least_gain": rng.choice([0.0, 0.1, 1.0]),
         },
     }
@@ -451,7 +448,6 @@ def random_config(
         "policy": {
             "name": name.value,
             "gpu": {
-                "degraded": rng.choice(list(Degraded)).value,
                 "failing": rng.choice(list(Failing)).value,
             },
             "handoff": rng.choice(list(Handoff)).value,

@@ -139,7 +139,7 @@ sys.addaudithook(_check_markers)
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The directory of the model that `kvrs up` generates where none is given, which takes a
+    """The directory of the model that `kvrs lab up` generates where none is given, which takes a
     process with torch each time. Its prefill is noted, which each instance would measure.
     """
     from kvrs_engine.engine.random_model import write_tiny_model

@@ -27,7 +27,7 @@ def test_version_is_the_package_s_own() -> None:
     assert (shown.exit_code, shown.stdout) == (0, f"kvrs {kvrs.__version__}\n")
 
 
-@pytest.mark.parametrize("arguments", [["-h"], ["demo", "-h"], ["config", "check", "-h"]])
+@pytest.mark.parametrize("arguments", [["-h"], ["lab", "demo", "-h"], ["config", "check", "-h"]])
 def test_help_has_a_short_option_everywhere(arguments: list[str]) -> None:
     """`-h` and `--help` are the same, also below a group of commands."""
     short = CliRunner().invoke(app, arguments)
@@ -42,7 +42,7 @@ def test_help_has_a_short_option_everywhere(arguments: list[str]) -> None:
 )
 def test_as_many_proxies_as_there_cannot_be_are_refused(proxies: str, words: str) -> None:
     """Before anything starts."""
-    ran = CliRunner().invoke(app, ["up", "--proxies", proxies], terminal_width=200)
+    ran = CliRunner().invoke(app, ["lab", "up", "--proxies", proxies], terminal_width=200)
 
     assert ran.exit_code == 2
     assert f"Input should be {words}" in ran.output
@@ -66,7 +66,7 @@ def test_help_of_every_command_is_one_sentence_on_one_line() -> None:
 
 def test_help_of_every_command_has_an_example_that_parses() -> None:
     """Copied from there, a command runs: its options exist."""
-    for prefix, group in (("", app), ("", lab_app), ("config ", config_app)):
+    for prefix, group in (("", app), ("lab ", lab_app), ("config ", config_app)):
         for command in group.registered_commands:
             assert command.callback is not None
             name = prefix + (command.name or command.callback.__name__)
@@ -82,16 +82,14 @@ def test_help_of_every_command_has_an_example_that_parses() -> None:
 
 def test_options_of_a_replay_are_grouped() -> None:
     """31 options in one list are not read."""
-    shown = CliRunner().invoke(app, ["replay", "--help"], terminal_width=120).stdout
+    shown = CliRunner().invoke(app, ["lab", "replay", "--help"], terminal_width=120).stdout
 
     assert all(title in shown for title in (opt.TRACE, opt.REQUESTS, opt.FAULTS, opt.REPORT))
     assert "mooncake-conversation" in shown
 
 
 def test_options_are_called_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ports and --no-env of `up` are those of `proxy`; a trace's preset has a name of its own, and
-    the one that it had.
-    """
+    """Ports of `up` are those of `proxy`; a trace's preset has a name of its own."""
     file = tmp_path / "kvrs.yaml"
     file.write_text("proxy: {host: 0.0.0.0, admin_port: 9001}")
     monkeypatch.setenv("KVRS_PROXY__PORT", "x")
@@ -100,14 +98,10 @@ def test_options_are_called_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return str(CliRunner().invoke(app, [*command]).exception)
 
     config = ("--config", str(file))
-    assert "KVRS_PROXY__PORT" in refusal("up", *config)
-    assert "KVRS_PROXY__PORT" not in (alone := refusal("up", *config, "--no-env"))
-    assert "proxy.host" in alone
+    assert "KVRS_PROXY__PORT" in refusal("lab", "up", *config)
     assert "port 9001 is used" in refusal("proxy", *config, "--no-env", "--port", "9001")
-    replay = ("replay", "--url", "http://127.0.0.1:1", "--out", str(tmp_path))
-    named = [refusal(*replay, flag, "none") for flag in ("--trace-preset", "--preset")]
-    assert named[0] == named[1]
-    assert "mooncake-conversation" in named[0]
+    replay = ("lab", "replay", "--url", "http://127.0.0.1:1", "--out", str(tmp_path))
+    assert "mooncake-conversation" in refusal(*replay, "--trace-preset", "none")
 
 
 @pytest.mark.parametrize(
@@ -142,14 +136,13 @@ def test_the_command_line_loads_only_what_every_command_needs() -> None:
 def test_replay_takes_secret_and_certificates_from_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For faults at instances with `security.tls`; a secret file of its own comes first."""
+    """For faults at instances with `security.tls`."""
     ca = certificates.Authority(tmp_path)
-    secrets = {name: tmp_path / name for name in ("of the file", "of the option")}
-    for name, file in secrets.items():
-        file.write_text(f"the secret {name}")
-        file.chmod(0o600)
+    secret = tmp_path / "secret"
+    secret.write_text("the secret of the file")
+    secret.chmod(0o600)
     config = tmp_path / "kvrs.yaml"
-    security = {"secret_file": str(secrets["of the file"]), "tls": ca.issue("n0").section(ca.cert)}
+    security = {"secret_file": str(secret), "tls": ca.issue("n0").section(ca.cert)}
     config.write_text(json.dumps({"security": security}))
     given: list[ReplayOptions] = []
 
@@ -158,15 +151,11 @@ def test_replay_takes_secret_and_certificates_from_the_configuration(
         return True
 
     monkeypatch.setattr("kvrs_lab.load.command.run_replay", run)
-    base = ["replay", "--url", "http://127.0.0.1:9", "--preset", "conversation"]
-    for more in ([], ["--secret-file", str(secrets["of the option"])]):
-        ran = CliRunner().invoke(app, [*base, "--config", str(config), *more])
-        assert ran.exit_code == 0, ran.output
+    base = ["lab", "replay", "--url", "http://127.0.0.1:9", "--trace-preset", "conversation"]
+    ran = CliRunner().invoke(app, [*base, "--config", str(config)])
 
-    assert [each.secret for each in given] == [
-        b"the secret of the file",
-        b"the secret of the option",
-    ]
+    assert ran.exit_code == 0, ran.output
+    assert [each.secret for each in given] == [b"the secret of the file"]
     assert all(each.tls is not None for each in given)
 
 

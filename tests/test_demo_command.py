@@ -1,4 +1,4 @@
-"""`kvrs demo`: mistakes are reported before anything is started."""
+"""`kvrs lab demo`: mistakes are reported before anything is started."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,6 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DemoOptions:
         policy=PolicyName.AUTO,
         requests=30,
         trace=None,
-        skip_bad_lines=False,
         fault=None,
         seed=0,
         out=tmp_path / "out",
@@ -56,7 +55,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_the_start(
 
 
 def test_a_trace_of_any_known_format_will_do(options: DemoOptions, tmp_path: Path) -> None:
-    """The first line of a file tells its format, as for `kvrs replay`."""
+    """The first line of a file tells its format, as for `kvrs lab replay`."""
     path = tmp_path / "azure.csv"
     rows = "".join(
         f"2023-11-16 18:17:{second:02}.0000000,{100 + second},9\n" for second in range(30)

@@ -58,7 +58,7 @@ def nursery_of(up: "UpCluster") -> int:
 
 
 class UpCluster:
-    """`kvrs up` in a process of its own, with the run directory that its processes share."""
+    """`kvrs lab up` in a process of its own, with the run directory that its processes share."""
 
     def __init__(self, tmp_path: Path, *arguments: str) -> None:
         self.port, self.admin_port = free_ports(2)
@@ -72,7 +72,7 @@ class UpCluster:
     def wait(self) -> None:
         wait_until(
             lambda: self.process.poll() is not None or b"kvrs is up" in self.log.read_bytes(),
-            "kvrs up reports that it is up",
+            "kvrs lab up reports that it is up",
         )
         assert self.process.poll() is None, self.log.read_text()
         (run_directory,) = re.findall(r"logs are in (\S+)", self.log.read_text())

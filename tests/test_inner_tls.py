@@ -163,7 +163,7 @@ async def test_a_cluster_serves_over_tls_and_no_stranger_gets_a_connection(
 
 
 async def test_faults_and_emptied_caches_reach_instances_over_tls(tmp_path: Path) -> None:
-    """`kvrs replay --config` sends them so; the secret without a certificate is not enough."""
+    """`kvrs lab replay --config` sends them so; the secret without a certificate is not enough."""
     ca = Authority(tmp_path)
     section = ca.issue("n0").section(ca.cert)
     certificates = tls.Certificates("security.tls", PeerTlsSettings.model_validate(section))

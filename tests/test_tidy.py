@@ -61,7 +61,8 @@ ALLOWED_ROOTS = {
     "distserve_patches": {"distserve_patches", "kvrs_engine", "kvrs"},
     "kvrs_testkit": {"kvrs_testkit", *_ALL_OF_KVRS},
     "experiments": {"experiments", "kvrs_testkit", *_ALL_OF_KVRS},
-    "tests": {"experiments", "tests", "kvrs_testkit", *_ALL_OF_KVRS},
+    "tests": {"experiments", "tests", "kvrs_testkit", "tools", *_ALL_OF_KVRS},
+    "tools": {"tools", "kvrs"},
 }
 MOST_TOP_MODULES = 8
 
@@ -75,7 +76,10 @@ PURE = {
         for name in (*("meter", "limiter", "send_faults", "store.book", "store.store_slots"),)
     ),
     *(f"kvrs.gossip.{name}" for name in ("authenticator", "detector", "exchange", "facts")),
-    *(f"kvrs.gossip.{name}" for name in ("members", "node", "probes", "sender", "wire")),
+    *(
+        f"kvrs.gossip.{name}"
+        for name in ("members", "node", "parameters", "probes", "sender", "wire")
+    ),
     *(f"kvrs.agent.{name}" for name in ("gpu_health", "record_publisher", "slots")),
     *(f"kvrs.proxy.mirror.{name}" for name in ("book", "ending", "outbox", "records", "roles")),
     *(f"kvrs_engine.{name}" for name in ("scheduling", "elastic")),
@@ -362,7 +366,7 @@ def test_a_recovery_option_is_named_in_few_files() -> None:
 
 
 # Folders whose docstrings are checked, and words that answer a noun which the reader has to guess.
-WORDED = (*PRODUCT, "kvrs_testkit", "tests", "experiments")
+WORDED = (*PRODUCT, "kvrs_testkit", "tests", "experiments", "tools")
 FRAGMENT = re.compile(r"\W*(Of|Beside|As|Whether|What)\b")
 
 # A module's docstring that begins with a participle, a pronoun or a preposition has no subject.

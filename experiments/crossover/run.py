@@ -26,8 +26,7 @@ from experiments.distserve_servers import add_option, check_option, processes_fo
 from experiments.record import Record
 from experiments.rig import Rig, draw, session_for
 from kvrs.config.file import Config, parse_config
-from kvrs.config.policy import PolicySettings
-from kvrs.core.model.estimates import Option
+from kvrs.core.model.estimates import HANDSHAKE_S, Option
 from kvrs.core.model.member import Member
 from kvrs.core.options.migrate import estimate_fetch
 from kvrs.core.options.recompute import estimate_handed_off
@@ -121,7 +120,7 @@ def rom_pick(prefill: Member, target: Member, cell: Cell) -> Option:
 
 def auto_pick(prefill: Member, target: Member, cell: Cell) -> Option:
     """The decision of `auto`, which counts the tokens behind the prompt."""
-    bytes_per_s, handshake_s = cell.gbit_per_s / 8 * 1e9, PolicySettings().handshake_s
+    bytes_per_s, handshake_s = cell.gbit_per_s / 8 * 1e9, HANDSHAKE_S
     history, size_bytes = cell.prompt_tokens + cell.produced_tokens, target.bytes_per_token
     transfer_s = handshake_s + cell.prompt_tokens * size_bytes / bytes_per_s
     history_s = target.prefill.seconds_for(history)

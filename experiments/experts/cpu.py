@@ -92,10 +92,9 @@ def measured(
     """Rows of all ranks, and of those that are left once one has gone."""
     experts = ExpertSettings(
         layout="split" if variant == "split" else "whole",
-        rebalance=variant == "on",
         after_s=_AFTER_S,
         half_life_s=1e6,
-        room_share=1.0,
+        room_share=1.0 if variant == "on" else 0.0,
     )
     group = group_of(directory, RANKS, options.rows, experts)
     try:

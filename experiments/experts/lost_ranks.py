@@ -3,10 +3,10 @@ restart that loads all weights (AnchorTP, Table I).
 
     python -m experiments.experts.lost_ranks [--tiny]
 
-Real: `kvrs up` with one instance of a generated Mixtral with 1 GB of weights, of 8 and of 4 ranks,
-of which two are lost with their memory, one after the other: the first once a quarter or half of
-the requests were sent, the second a fixed time later. In place the other ranks go on, and a lost
-one is told to stay away, so that the second loss meets the ranks without it; for the restart
+Real: `kvrs lab up` with one instance of a generated Mixtral with 1 GB of weights, of 8 and of 4
+ranks, of which two are lost with their memory, one after the other: the first once a quarter or
+half of the requests were sent, the second a fixed time later. In place the other ranks go on, and a
+lost one is told to stay away, so that the second loss meets the ranks without it; for the restart
 `elastic.enabled` is false, so a loss ends the instance, which is started again. Requests are to
 come faster than they are served: each row has how many were open, at the loss or at the peak behind
 it, whichever is less. TTP of the first loss counts up to the second. Tokens are compared with those
@@ -170,7 +170,6 @@ def config(model: str, ranks: int, way: str) -> Config:
             "cluster": {
                 "model": model,
                 "allow_faults": True,
-                "start_timeout_s": WAIT_S,
                 "engine": {"pages": 2048, "max_running": RUNNING},
                 "nodes": [{"id": "n0", "instances": [{"id": "b0", "role": "both", "tp": ranks}]}],
             },

@@ -36,7 +36,6 @@ from experiments.record import Record
 from experiments.rig import Rig, draw, session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName
-from kvrs.config.transfer import LinkSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId
@@ -195,7 +194,7 @@ class Bench:
         (link,) = found
         measured = Measurement(link.bytes_per_s, link.spread, link.age_s)
         victim.reported_bytes_per_s = link.bytes_per_s
-        victim.bound_bytes_per_s = lower_bound(measured, LinkSettings())
+        victim.bound_bytes_per_s = lower_bound(measured)
 
     async def _carry_out(self, plan: act.Plan, prompt_tokens: int) -> float:
         """Seconds until the first new token."""

@@ -5,10 +5,10 @@ commands, metric families.
 Lines are those of Python files. Equal functions are those of five lines or more with the same
 statements. A circle is a set of files that import each other, also for types alone. Settings are
 the keys that have a value, each once, also where a list has several sections with this key. An
-option counts for each command that has it; `--help` and those of completion do not. Metric families
-are those that /metrics of a proxy in front of vLLM names, the library's own about the process
-included. The settings, options and families of before are counted by the program of then, in a
-checkout of its own.
+option counts for each command that has it; `--help`, those of completion and hidden ones do not.
+Metric families are those that /metrics of a proxy in front of vLLM names, the library's own about
+the process included. The settings, options and families of before are counted by the program of
+then, in a checkout of its own.
 """
 
 import ast
@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,8 @@ from kvrs.config.cluster import Backend
 from kvrs.config.file import Config, parse_config
 from kvrs.config.first_file import first_file
 from kvrs.config.settings import Settings, parse_yaml
-from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.api.observing import RequestObserver
+from kvrs.proxy.process.parts import metrics_of
 
 BEFORE = "f178affe"  # The packages were parted, and nothing was removed yet.
 # What each package may import of the others.
@@ -229,7 +231,8 @@ def options_of_commands() -> Iterator[str]:
 
 def _options(context: Any, command: Any) -> Iterator[str]:
     for parameter in command.params:
-        if parameter.param_type_name == "option" and "completion" not in parameter.name:
+        is_shown = parameter.param_type_name == "option" and not parameter.hidden
+        if is_shown and "completion" not in parameter.name:
             yield f"{context.command_path} {parameter.opts[0]}"
     names = command.list_commands(context) if hasattr(command, "commands") else ()
     for name in names:
@@ -240,9 +243,9 @@ def _options(context: Any, command: Any) -> Iterator[str]:
 def families_before_vllm() -> list[str]:
     """The metric families of a proxy with the first file for vLLM, without a report of any."""
     config = parse_config(parse_yaml(first_file(Backend.VLLM)))
-    instances = {instance.id: instance.role for _, instance in config.cluster.instances()}
-    agents = [node.agent_id for node in config.cluster.nodes]
-    text = generate_latest(Metrics(instances, agents).registry).decode()
+    registry = metrics_of(config).registry
+    RequestObserver(registry, time.monotonic, logs_access=False)
+    text = generate_latest(registry).decode()
     return [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
 
 

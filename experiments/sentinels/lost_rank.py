@@ -116,7 +116,7 @@ def play(way: str, seed: int, join_s: float = JOIN_S) -> Row:
 
 
 def ladder_s() -> dict[str, float]:
-    """`kvrs explain --elastic`: the same by arithmetic alone, without scheduling."""
+    """`kvrs lab explain --elastic`: the same by arithmetic alone, without scheduling."""
     found: dict[str, float] = {}
     for has_backup in (False, True):
         question = ElasticQuestion(

@@ -2,8 +2,8 @@
 
     python -m experiments.simulator.cluster [--streams 800] [--kills 8] [--rate 8] [--logs DIR]
 
-The cluster is that of `kvrs demo`: two pairs of instances that compute a tiny model, each step of
-which takes the time of a profile. Links carry its pages in the time that those of the profile's
+The cluster is that of `kvrs lab demo`: two pairs of instances that compute a tiny model, each step
+of which takes the time of a profile. Links carry its pages in the time that those of the profile's
 model take in the simulator. Decisions that differ are taken apart by their inputs (`causes.py`).
 """
 

@@ -20,6 +20,7 @@ from kvrs.config.file import Config
 from kvrs.errors import GossipError
 from kvrs.gossip.facts import HolderFact
 from kvrs.gossip.membership import Membership
+from kvrs.gossip.parameters import Parameters
 from kvrs.ids import InstanceId
 from kvrs.net.http import naming_port
 from kvrs.net.proving import Address, ProvingConnector, instance_keys
@@ -46,7 +47,9 @@ class NodeGossip:
         self._instances: dict[InstanceId, InstanceSettings] = {}
         self._group: asyncio.TaskGroup | None = None
         self._http: aiohttp.ClientSession | None = None
-        self.membership = Membership(agent.node.id, config.gossip, ring)
+        self.membership = Membership(
+            agent.node.id, Parameters(probe_interval_s=config.gossip.probe_interval_s), ring
+        )
         # The health of GPUs is read at every publication.
         self._monitor = GpuMonitor(open_sensor, lambda _: None, time.monotonic)
         self._failed = False
@@ -54,7 +57,7 @@ class NodeGossip:
     async def start(self) -> None:
         """Raises ConfigError: its port is in use."""
         settings, me = self._agent.node.agent, self.membership.id
-        host, port = settings.gossip_at, settings.gossip_port
+        host, port = settings.host, settings.gossip_port
         bind, config = settings.bound(host), self._config
         with naming_port(f"agent of node {me}", "gossip_port", bind, port):
             seeds = gossip_seeds(config.cluster, config.proxy, me)

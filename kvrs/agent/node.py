@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 _EXPIRE_S = 0.25
 # Period at which memory that no process uses is looked for.
 _ORPHANS_S = 1.0
+# Memory that no process has used for this long is given back.
+_ORPHAN_S = 60.0
 
 
 class NodeAgent:
@@ -83,7 +85,7 @@ class NodeAgent:
         self.tls = load_certificates("security.tls", config.security.tls)
         self._secret = secret
         self.fences = FenceSender(*self._instances_of(config), self.tls)
-        self._orphan_s = config.state_plane.orphan_s
+        self._orphan_s = _ORPHAN_S
         # None: instances own their memory.
         self.anchors = AnchoredFiles(directory) if config.state_plane.enabled else None
         self._page_port = 0
@@ -152,7 +154,7 @@ class NodeAgent:
     async def start(self) -> None:
         """Start to serve pages; the caller serves HTTP."""
         self._page_port = await self.page_server.start(
-            self.node.agent.bound(self.node.agent.pages_at), self.node.agent.page_port
+            self.node.agent.bound(self.node.agent.host), self.node.agent.page_port
         )
         if self._keeps:
             listener = listen_in(self._directory.path, PAGES_SOCKET, socket.SOCK_STREAM)

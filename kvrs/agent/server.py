@@ -95,7 +95,7 @@ async def _serve(
     if agent.tls is not None:
         tasks.append(asyncio.create_task(agent.tls.run()))
     try:
-        with naming_port(name, "page_port", settings.bound(settings.pages_at), settings.page_port):
+        with naming_port(name, "page_port", settings.bound(settings.host), settings.page_port):
             await agent.start()
         with naming_port(name, "port", bind := settings.bound(settings.host), settings.port):
             await port.open(bind, settings.port)

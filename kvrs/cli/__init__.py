@@ -1,7 +1,7 @@
 """The command line. Each command checks its input, then calls the package that does the work.
 
 Packages that a command needs are imported inside it, so that `kvrs --version` and completion stay
-fast. Commands of the laboratory are found by name (`extras.py`).
+fast. Those of the laboratory are a group that its package adds (`extras.py`).
 """
 
 import os
@@ -47,7 +47,6 @@ for command in (
 for of_files in (
     configuring.check,
     configuring.show,
-    configuring.diff,
     configuring.init,
     configuring.schema,
 ):

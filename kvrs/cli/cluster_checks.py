@@ -103,7 +103,7 @@ def _no_state(answer: ProxyAnswer) -> Finding:
         if answer.is_locked:
             remedy = f"give its admin token ({ADMIN_ENV_NAME}), or its file as --config"
         return bad("proxy", value, "the admin port of a kvrs proxy", remedy)
-    return doubtful("proxy", value, "a proxy that runs", "kvrs proxy --config FILE, or kvrs up")
+    return doubtful("proxy", value, "a proxy that runs", "kvrs proxy --config FILE, or kvrs lab up")
 
 
 def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterator[Finding]:
@@ -128,7 +128,7 @@ def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterato
 
 
 def _digest(config: Config, row: Mapping[str, Any]) -> Finding:
-    """By the proxy's own file, or the one that the `kvrs up` was given that started it."""
+    """By the proxy's own file, or the one that the `kvrs lab up` was given that started it."""
     running, here = str(row["config_digest"]), config_digest(config)
     if here in (running, row.get("source_digest")):
         return good("configuration in use", f"{here}, as here")
@@ -136,8 +136,8 @@ def _digest(config: Config, row: Mapping[str, Any]) -> Finding:
         "configuration in use",
         f"{running}, here {here}",
         "the same configuration",
-        "give the file of the proxy, or of its `kvrs up`, as --config; if it has changed, reload "
-        "or restart the proxy, or send USR1 to its `kvrs up`",
+        "give the file of the proxy, or of its `kvrs lab up`, as --config; if it has changed, "
+        "reload or restart the proxy, or send USR1 to its `kvrs lab up`",
     )
 
 

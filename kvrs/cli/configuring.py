@@ -1,4 +1,4 @@
-"""`kvrs config`: configuration files checked, shown, compared and written; nothing is started."""
+"""`kvrs config`: configuration files checked, shown and written; nothing is started."""
 
 import json
 import os
@@ -9,21 +9,17 @@ from typing import Annotated
 import typer
 
 import kvrs.cli.options as opt
-from kvrs import tables
 from kvrs.cli.common import console, faults_in
 from kvrs.config.cluster import Backend
-from kvrs.config.commented import commented_yaml, flow, shown_path
+from kvrs.config.commented import commented_yaml, shown_path
 from kvrs.config.file import Config, checked, load_config, load_source
 from kvrs.config.other_proxies import faults_between
 from kvrs.config.source import Source, leaves
 from kvrs.errors import ConfigError
 
-DIFFERENT = 1  # The exit status of `diff`, as that of diff(1).
-
 File = Annotated[Path, typer.Argument(help="YAML file")]
 Files = Annotated[list[Path], typer.Argument(help="YAML file, or the files of several proxies")]
 ShownFile = Annotated[Path | None, typer.Argument(help="YAML file; without it, the defaults")]
-Other = Annotated[Path, typer.Argument(help="YAML file to compare with")]
 NewFile = Annotated[Path, typer.Argument(help="File to be written; one that exists is kept")]
 Elsewhere = Annotated[
     bool,
@@ -70,39 +66,13 @@ def show(
 ) -> None:
     """Print the configuration in effect as YAML, and where each value comes from."""
     source = load_source(file, os.environ, preset)
-    asked = load_config(file, os.environ, preset)
-    config, defaults = (each.model_dump(mode="json") for each in (asked, Config()))
-    constants = dict(leaves(defaults))
-    origins = {
-        path: source.place_of(path)
-        # A value that stands nowhere is a constant, or one that a profile sets.
-        or ("gossip.profile" if path[0] == "gossip" and value != constants[path] else "default")
-        for path, value in leaves(config)
-    }
+    config = load_config(file, os.environ, preset).model_dump(mode="json")
+    origins = {path: source.place_of(path) or "default" for path, _ in leaves(config)}
     if as_json:
         found = {"config": config, "from": {shown_path(path): origins[path] for path in origins}}
         print(json.dumps(found, indent=2))
     else:
         print(commented_yaml(config, origins.get).rstrip())
-
-
-def diff(first: File, second: Other, as_json: opt.Json = False) -> None:
-    """Print what two files configure differently, whatever they look like."""
-    sides = {
-        name: dict(leaves(checked(load_source(path, os.environ)).model_dump(mode="json")))
-        for name, path in (("first", first), ("second", second))
-    }
-    rows = []
-    for path in sides["first"] | sides["second"]:
-        values = {name: side[path] for name, side in sides.items() if path in side}
-        if len(values) == 1 or values["first"] != values["second"]:
-            shown = values if as_json else {name: flow(values[name]) for name in values}
-            rows.append({"key": shown_path(path), **shown})
-    if rows or as_json:
-        tables.show(rows, as_json=as_json)
-    else:
-        console.print("no difference in effect", style="green")
-    raise typer.Exit(DIFFERENT if rows else 0)
 
 
 def init(file: NewFile, backend: Situation = Backend.EMBEDDED) -> None:
@@ -121,6 +91,6 @@ def init(file: NewFile, backend: Situation = Backend.EMBEDDED) -> None:
 
 def schema() -> None:
     """Print the JSON schema of configuration files, for editors and other checkers."""
-    from kvrs.config.reference import json_schema, with_commands
+    from kvrs.config.schema import json_schema, with_commands
 
     print(with_commands(json.dumps(json_schema(), indent=2)))

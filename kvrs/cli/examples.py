@@ -12,7 +12,10 @@ _EXAMPLES = {
         "kvrs incidents events.jsonl",
         "kvrs incidents events.jsonl 3 --what-if always_recompute",
     ],
-    "top": ["kvrs top --config kvrs.yaml", "kvrs top --url http://127.0.0.1:8001 --once --json"],
+    "top": [
+        "kvrs top --config kvrs.yaml",
+        "kvrs top --admin-url http://127.0.0.1:8001 --once --json",
+    ],
     "doctor": ["kvrs doctor --config kvrs.yaml", "kvrs doctor --json"],
     "docs": ["kvrs docs vllm", "kvrs docs | less"],
     "key": ["kvrs key team-a"],
@@ -22,7 +25,6 @@ _EXAMPLES = {
     ],
     "config check": ["kvrs config check kvrs.yaml"],
     "config show": ["KVRS_PROXY__PORT=8080 kvrs config show kvrs.yaml"],
-    "config diff": ["kvrs config diff kvrs.yaml new.yaml"],
     "config init": ["kvrs config init vllm.yaml --for vllm"],
     "config schema": ["kvrs config schema > kvrs.schema.json"],
 }

@@ -1,8 +1,8 @@
-"""Commands of the other packages: found by name, and imported when they are used.
+"""Commands of the other packages: found by entry points, and imported when they are used.
 
-kvrs imports neither the engine nor the laboratory. The commands of the laboratory are listed here;
-another distribution adds a command by an entry point of the group `kvrs.commands`, which has the
-command's name and loads a `typer.Typer` with that command.
+kvrs imports neither the engine nor the laboratory. A distribution adds a command, or a group of
+them, by an entry point of the group `kvrs.commands`, which has the command's name and loads a
+`typer.Typer`; `kvrs lab` is one.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import typer
+from rich.markup import escape
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from kvrs.errors import MissingExtraError, check_extras
+from kvrs.errors import ConfigError, MissingExtraError, check_extras
 
 GROUP = "kvrs.commands"
 
-# Those of the application in `kvrs_lab.cli`.
-OF_LAB = ("demo", "up", "replay", "simulate", "compare", "tune", "report", "explain")
+# Commands of earlier versions, which the laboratory has now.
+MOVED = ("demo", "up", "replay", "simulate", "compare", "tune", "report", "explain")
+
+_EXTRAS = {"kvrs_engine": "engine", "kvrs_lab": "lab"}  # By package.
+_ANY_ARGUMENTS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 class OfEngine(Protocol):
@@ -40,7 +44,10 @@ def of_engine() -> OfEngine:
         MissingExtraError: the engine is not installed.
     """
     check_extras("engine")
-    engine: OfEngine = _imported("kvrs_engine", "engine")
+    try:
+        engine: OfEngine = import_module("kvrs_engine.cli")
+    except ModuleNotFoundError as error:
+        raise _missing(error) from None
     return engine
 
 
@@ -48,45 +55,39 @@ class Commands(TyperGroup):
     """The commands of kvrs, and those of other packages after them, imported when asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        for name in (*OF_LAB, *_registered()):
+        for name in _registered():
             self._add(name)
         return super().list_commands(ctx)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in MOVED:
+            raise ConfigError(f"kvrs {cmd_name} is now kvrs lab {cmd_name}")
         self._add(cmd_name)
-        if cmd_name not in self.commands:
-            self.list_commands(ctx)  # The error suggests names that are alike.
         return super().get_command(ctx, cmd_name)
 
     def _add(self, name: str) -> None:
         """Import a command of another package, if there is one of this name."""
-        if name not in self.commands and (command := _command(name)) is not None:
-            self.commands[name] = command
-
-
-def _command(name: str) -> Any:
-    """The command; where its package is not installed, one that says how to install it."""
-    if name in OF_LAB:
+        load = _registered().get(name)
+        if name in self.commands or load is None:
+            return
         try:
-            app = _imported("kvrs_lab", "lab").app
-        except MissingExtraError as error:
-            app = _without(name, error)
-    elif (load := _registered().get(name)) is not None:
-        app = load()
-    else:
-        return None
-    return get_group(app).commands.get(name)
+            app = load()
+        except ModuleNotFoundError as error:
+            app = _without(name, _missing(error))
+        group = get_group(app)
+        command: Any = group if len(group.commands) > 1 else group.commands[name]
+        command.name = name
+        self.commands[name] = command
 
 
-def _imported(package: str, extra: str) -> Any:
-    try:
-        return import_module(f"{package}.cli")
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        raise MissingExtraError(
-            f"not installed: {package}; to install: pip install 'kvrs[{extra}]'"
-        ) from None
+def _missing(error: ModuleNotFoundError) -> MissingExtraError:
+    """The error for a package of kvrs that is not installed. Raises `error`: it is of another."""
+    if error.name not in _EXTRAS:
+        raise error
+    package = error.name
+    return MissingExtraError(
+        f"not installed: {package}; to install: pip install 'kvrs[{_EXTRAS[package]}]'"
+    )
 
 
 def _without(name: str, error: MissingExtraError) -> typer.Typer:
@@ -94,14 +95,13 @@ def _without(name: str, error: MissingExtraError) -> typer.Typer:
         raise error
 
     app = typer.Typer()
-    ignored = {"ignore_unknown_options": True, "allow_extra_args": True}
-    app.command(name, help=f"{error}.", context_settings=ignored)(command)
+    app.command(name, help=escape(f"{error}."), context_settings=_ANY_ARGUMENTS)(command)
     return app
 
 
 @cache
 def _registered() -> dict[str, Callable[[], typer.Typer]]:
-    """The commands of other distributions, each with the function that loads it."""
+    """The commands of other packages, each with the function that loads it."""
     from importlib.metadata import entry_points
 
     return {point.name: point.load for point in entry_points(group=GROUP)}

@@ -114,7 +114,7 @@ def _faults_of_proxy_here(config: Config, environ: Mapping[str, str]) -> Iterato
     yield from faults_in(partial(check_shared_ports, config))
     yield from faults_in(partial(check_pods, config.cluster.services))
     for key, path, read in private_files(config, environ):
-        # Where there is none, `kvrs up` makes a secret for itself.
+        # Where there is none, `kvrs lab up` makes a secret for itself.
         if path is not None or key != "security.secret_file" or ENV_NAME in environ:
             yield from faults_in(read)
     for _, _, load in tls_sections(config):
@@ -360,9 +360,8 @@ def _hosts(config: Config) -> Iterator[str]:
     yield from (peer.host for peer in proxy.peers)
     yield from config.security.hosts
     for node in config.cluster.nodes:
-        yield from (node.agent.host, node.agent.pages_at, node.agent.gossip_at)
-        for instance in node.instances:
-            yield from (instance.host, instance.pages_at)
+        yield node.agent.host
+        yield from (instance.host for instance in node.instances)
     yield from (service.host for service in config.cluster.services if service.host is not None)
 
 

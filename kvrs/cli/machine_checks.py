@@ -186,7 +186,7 @@ def _secret(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
         yield good("secret", "none is needed: no peer, agent or connector shares it")
     else:
         allowed = f"security.secret_file, or {ENV_NAME}, of {MIN_SECRET_BYTES} bytes or more"
-        remedy = f"export {ENV_NAME}=$(openssl rand -hex 32); `kvrs up` makes its own"
+        remedy = f"export {ENV_NAME}=$(openssl rand -hex 32); `kvrs lab up` makes its own"
         yield doubtful("secret", "none", allowed, remedy)
 
 

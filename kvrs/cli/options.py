@@ -66,7 +66,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 NoEnv = Annotated[
     bool, typer.Option("--no-env", help="Without settings and ${NAME} from the environment")
 ]
-LaunchJson = Annotated[str | None, typer.Option("--launch", hidden=True)]  # From `kvrs up`.
+LaunchJson = Annotated[str | None, typer.Option("--launch", hidden=True)]  # From `kvrs lab up`.
 # A `WorkerPlan`, from the proxy that starts this one as a worker.
 WorkerJson = Annotated[str | None, typer.Option("--worker", hidden=True)]
 Preset = Annotated[
@@ -78,7 +78,7 @@ Model = Annotated[
 ]
 ProfiledUrl = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="A vLLM that runs and is idle, as http://HOST:PORT"),
+    typer.Option(metavar="URL", help="vLLM: one that runs and is idle, as http://HOST:PORT"),
 ]
 Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Port of the OpenAI API [8000]")]
 AdminPort = Annotated[
@@ -91,8 +91,7 @@ Workers = Annotated[
 ProfileOut = Annotated[
     Path, typer.Option(help="The table, as JSON; `profiles.prefill` takes its path")
 ]
-Label = Annotated[str | None, typer.Option(help="Name of the table; default: model and machine")]
 LongestTokens = Annotated[
     int | None, typer.Option(min=1, help="Default: the limit of the model, at most 1,024")
 ]
-MaxBatchTokens = Annotated[int, typer.Option(min=1, help="Tokens per step of a chunked prefill")]
+MaxBatchTokens = Annotated[int, typer.Option(min=1, help="Embedded engine: tokens per step")]

@@ -15,22 +15,19 @@ _FOLDERS = ("guide", "research")
 _SUFFIX = ".md"
 
 Page = Annotated[str | None, typer.Argument(help="Name of a page; without it, a list of all")]
-AsPath = Annotated[bool, typer.Option("--path", help="Print the path of the page in its place")]
 
 
-def docs(page: Page = None, as_path: AsPath = False) -> None:
+def docs(page: Page = None) -> None:
     """Print a page of the documentation, or a list of its pages."""
     known = pages()
     if page is None:
         for name, file in sorted(known.items()):
-            print(f"{name:<16}{file if as_path else title(file)}")
+            print(f"{name:<16}{title(file)}")
         return
     name = page.rpartition("/")[2].partition("#")[0].removesuffix(_SUFFIX)
     if name not in known:
         raise ConfigError(f"got {page!r}; allowed: {', '.join(sorted(known))}")
-    print(known[name] if as_path else known[name].read_text(encoding="utf-8"), end="")
-    if as_path:
-        print()
+    print(known[name].read_text(encoding="utf-8"), end="")
 
 
 def pages() -> dict[str, Path]:

@@ -17,24 +17,26 @@ def profile(
     out: opt.ProfileOut,
     url: opt.ProfiledUrl = None,
     model: opt.Model = None,
-    label: opt.Label = None,
-    device: Annotated[opt.Device, typer.Option(help="Where it computes")] = opt.Device.CPU,
+    device: Annotated[
+        opt.Device, typer.Option(help="Embedded engine: where it computes")
+    ] = opt.Device.CPU,
     longest_tokens: opt.LongestTokens = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Largest decode batch")] = 16,
+    max_batch: Annotated[
+        int, typer.Option(min=1, help="Embedded engine: largest decode batch")
+    ] = 16,
     max_batch_tokens: opt.MaxBatchTokens = 256,
     repeats: Annotated[int, typer.Option(min=1, help="Per point; the median counts")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the generated model")] = 0,
 ) -> None:
     """Measure the embedded engine on this machine or, with --url, prefills of a running vLLM."""
     given = locals()
     if url is not None:
-        engine_only = ("device", "max_batch", "max_batch_tokens", "seed")
+        engine_only = ("device", "max_batch", "max_batch_tokens")
         sources = {each: context.get_parameter_source(each) for each in engine_only}
         asked = [key for key, source in sources.items() if source and source.name == "COMMANDLINE"]
         if asked:
             option = f"--{asked[0].replace('_', '-')}"
             raise ConfigError(f"{option}: given beside --url; allowed: for the embedded engine")
-        _profile_vllm(url, out, model, label, longest_tokens, repeats)
+        _profile_vllm(url, out, model, longest_tokens, repeats)
         return
     say(f"profile: {of_engine().profile(given)}")
 
@@ -43,7 +45,6 @@ def _profile_vllm(
     url: str,
     out: Path,
     model: Path | None,
-    label: str | None,
     longest_tokens: int | None,
     repeats: int,
 ) -> None:
@@ -55,7 +56,6 @@ def _profile_vllm(
         url=url,
         out=out,
         model=None if model is None else str(model),
-        label=label,
         longest_tokens=longest_tokens,
         repeats=repeats,
     )

@@ -41,7 +41,7 @@ _COLOURS = {"up": "green"} | dict.fromkeys(
 AdminUrl = Annotated[
     str | None,
     typer.Option(
-        "--url", help="The proxy's admin port; default: that of the configuration, on this machine"
+        help="The proxy's admin port; default: that of the configuration, on this machine"
     ),
 ]
 AdminConfig = Annotated[
@@ -52,7 +52,7 @@ Once = Annotated[bool, typer.Option("--once", help="Print it once, for scripts")
 
 
 def top(
-    url: AdminUrl = None,
+    admin_url: AdminUrl = None,
     config: AdminConfig = None,
     once: Once = False,
     as_json: opt.Json = False,
@@ -60,7 +60,7 @@ def top(
     """Show instances, streams and recoveries of a proxy every second; q or Ctrl-C ends it."""
     from kvrs.net.admin import AdminClient
 
-    client = AdminClient.of(load_config(config, os.environ), os.environ, url)
+    client = AdminClient.of(load_config(config, os.environ), os.environ, admin_url)
     if as_json or once or not sys.stdout.isatty():
         found, console = client.overview(), Console()
         shown = screen(found, client.url, 1000)

@@ -22,7 +22,7 @@ def addresses_of(
     addresses = [
         address
         for each in listeners
-        for address in ((each.host, each.port), (each.pages_at, each.page_port))
+        for address in ((each.host, each.port), (each.host, each.page_port))
     ]
     addresses += [
         (instance.host, instance.connector_port)
@@ -67,7 +67,7 @@ def gossip_members(
     node's name, and the proxy, or each of its workers.
     """
     agents = ((node.id, node.agent) for node in cluster.nodes)
-    yield from ((node, agent.gossip_at, agent.gossip_port) for node, agent in agents)
+    yield from ((node, agent.host, agent.gossip_port) for node, agent in agents)
     for name, port in zip(proxy.names, proxy.ports_of("gossip_port"), strict=True):
         yield NodeId(name), proxy.gossip_host, port
 
@@ -106,7 +106,7 @@ def faults_of_gossip(cluster: ClusterSettings, proxy: ProxySettings) -> Iterator
         )
     elif len(versions) == 2:
         yield f"gossip: {versions[4]}, and {versions[6]}; allowed: IPv4 or IPv6, the same for all"
-    binds = {str(node.id): (node.agent.gossip_at, node.agent.bind) for node in cluster.nodes}
+    binds = {str(node.id): (node.agent.host, node.agent.bind) for node in cluster.nodes}
     binds[proxy.id] = proxy.gossip_host, proxy.gossip_bind
     for name, (host, bind) in binds.items():
         known = None if bind is None else _version(bind)

@@ -10,6 +10,10 @@ from pydantic import Field, field_validator
 from kvrs.config.settings import Host, Settings, netloc
 from kvrs.protocol.instance import Role
 
+# Share of an instance's pages that replicas of other instances' streams may have, with mode peer.
+# They are given up before anything of its own.
+PEER_SHARE = 0.5
+
 
 class BackupMode(StrEnum):
     OFF = "off"
@@ -31,25 +35,13 @@ class AgentSettings(Settings):
     resolved for each new connection.
     """
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the HTTP API. 0: any free port, chosen once by `kvrs up`."""
+    """Port of the HTTP API. 0: any free port, chosen once by `kvrs lab up`."""
     page_port: int = Field(default=0, ge=0, le=65535)
-    """Where checkpoints are stored and fetched. 0: any free port, chosen once by `kvrs up`."""
+    """Where checkpoints are stored and fetched. 0: any free port, chosen once by `kvrs lab up`."""
     gossip_port: int = Field(default=0, ge=0, le=65535)
-    """UDP and TCP. 0: any free port, chosen once by `kvrs up`."""
-    page_host: Host | None = None
-    """Address of the page port. null: `host`."""
-    gossip_host: Host | None = None
-    """Address of the gossip port. null: `host`."""
+    """UDP and TCP. 0: any free port, chosen once by `kvrs lab up`."""
     bind: Host | None = None
     """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
-
-    @property
-    def pages_at(self) -> str:
-        return self.page_host or self.host
-
-    @property
-    def gossip_at(self) -> str:
-        return self.gossip_host or self.host
 
     def bound(self, host: str) -> str:
         """Where the port listens that others reach at `host`."""
@@ -77,10 +69,6 @@ class BackupSettings(Settings):
     host_to_device_bytes_per_s: float = Field(default=26e9, gt=0)
     """Assumed rate from an agent's memory into instances of its node, until these have measured it.
     """
-    peer_share: float = Field(default=0.5, gt=0, le=1)
-    """Share of an instance's pages that replicas of other instances' streams may have, with mode
-    peer. They are given up before anything of its own.
-    """
     staging_pages: int = Field(default=64, ge=1, le=65536)
     """Pages that an instance holds for sending at a time."""
     gather_s: float = Field(default=0.05, ge=0, le=10)
@@ -101,7 +89,7 @@ class BackupSettings(Settings):
     def replica_share(self, role: Role) -> float:
         """Share of the pages of an instance of that role that replicas may have."""
         is_kept = self.mode is BackupMode.PEER and role is not Role.PREFILL
-        return self.peer_share if is_kept else 0.0
+        return PEER_SHARE if is_kept else 0.0
 
     @field_validator("mode", mode="before")
     @classmethod
@@ -116,7 +104,3 @@ class StatePlaneSettings(Settings):
     `backup.directory`: a process that is started again finds both there, and the instances of a
     node share one copy of the weights. Only for the embedded engine on a CPU.
     """
-    wait_s: float = Field(default=10.0, gt=0, le=600)
-    """How long an instance that starts waits for its node's agent; then its memory is its own."""
-    orphan_s: float = Field(default=60.0, gt=0, le=86400)
-    """Memory that no process has used for this long is given back."""

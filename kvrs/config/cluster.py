@@ -9,7 +9,16 @@ from pydantic_core import PydanticCustomError
 
 from kvrs.config.backup import AgentSettings
 from kvrs.config.engine import EngineSettings
-from kvrs.config.settings import NAME, Host, Settings, netloc
+from kvrs.config.settings import (
+    DISTSERVE,
+    EMBEDDED,
+    EMBEDDED_OR_DISTSERVE,
+    NAME,
+    VLLM,
+    Host,
+    Settings,
+    netloc,
+)
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId, along_ring
 from kvrs.protocol.instance import Role
@@ -18,7 +27,7 @@ from kvrs.protocol.instance import Role
 class Backend(StrEnum):
     """The engine that the instances of a cluster run."""
 
-    EMBEDDED = "embedded"  # kvrs_engine/engine; `kvrs up` starts it.
+    EMBEDDED = "embedded"  # kvrs_engine/engine; `kvrs lab up` starts it.
     # With what `distserve_patches` adds. A node's prefill and decode instance are one server.
     DISTSERVE = "distserve"
     VLLM = "vllm"  # As its project ships it; started by others.
@@ -41,9 +50,9 @@ class StageHostSettings(Settings):
     host: Host = "127.0.0.1"
     """Address of the stage's port, as the instance reaches it."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Where the instance sends batches and pages. 0: any free port, chosen once by `kvrs up`."""
-    bind: Host | None = None
-    """Where its port listens. null: at `host`."""
+    """Where the instance sends batches and pages. 0: any free port, chosen once by `kvrs lab
+    up`.
+    """
 
 
 def stage_host_id(instance: str, stage: int) -> InstanceId:
@@ -61,29 +70,29 @@ class InstanceSettings(Settings):
     is resolved for each new connection.
     """
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the HTTP API. 0: any free port, chosen once by `kvrs up`."""
+    """Port of the HTTP API. 0: any free port, chosen once by `kvrs lab up`."""
     page_port: int = Field(default=0, ge=0, le=65535)
-    """Where its pages are pulled from. 0: any free port, chosen once by `kvrs up`."""
-    page_host: Host | None = None
-    """Address of the page port. null: `host`."""
-    connector_port: int | None = Field(default=None, ge=1, le=65535)
-    """With `cluster.backend: vllm`: port of the kvrs connector in it, for the proxies. null: it has
-    none.
-    """
+    """Where its pages are pulled from. 0: any free port, chosen once by `kvrs lab up`."""
+    connector_port: int | None = Field(default=None, ge=1, le=65535, json_schema_extra=VLLM)
+    """Port of the kvrs connector in it, for the proxies. null: it has none."""
     bind: Host | None = None
     """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
-    tp: int = Field(default=1, ge=1, le=MAX_RANKS)
+    tp: int = Field(default=1, ge=1, le=MAX_RANKS, json_schema_extra=EMBEDDED)
     """Ranks that compute each layer together, each some of its heads and tiles (tensor parallel).
     """
-    pp: int = Field(default=1, ge=1, le=MAX_RANKS)
+    pp: int = Field(default=1, ge=1, le=MAX_RANKS, json_schema_extra=EMBEDDED)
     """Stages, each of `tp` ranks and of as many layers as the others (pipeline parallel)."""
     stages: list[Annotated[list[int], Field(min_length=2, max_length=2)]] | None = Field(
-        default=None, min_length=1, max_length=MAX_RANKS
+        default=None, min_length=1, max_length=MAX_RANKS, json_schema_extra=EMBEDDED
     )
     """The layers [first, end) of each stage, in place of equally many. null: by `pp`."""
-    shares: list[Annotated[int, Field(ge=1)]] | None = None
+    shares: list[Annotated[int, Field(ge=1)]] | None = Field(
+        default=None, json_schema_extra=EMBEDDED
+    )
     """The shares of a stage's ranks in each layer, as [3, 1]. null: equal ones."""
-    stage_hosts: list[StageHostSettings] = Field(default=[], max_length=MAX_RANKS)
+    stage_hosts: list[StageHostSettings] = Field(
+        default=[], max_length=MAX_RANKS, json_schema_extra=EMBEDDED
+    )
     """For each of the last stages, or for all, in their order, the process that has its ranks. The
     stages before have theirs below the instance's own process. A host outlives that process, and
     keeps the stage's weights for the next one; a lost host is waited for, or that of another
@@ -93,7 +102,9 @@ class InstanceSettings(Settings):
     """Profile whose time its steps take, by name, or the path of one, as `cluster.engine.pace`,
     which it is where this is null.
     """
-    group: str | None = Field(default=None, min_length=1, max_length=64, pattern=NAME)
+    group: str | None = Field(
+        default=None, min_length=1, max_length=64, pattern=NAME, json_schema_extra=EMBEDDED
+    )
     """Instances of one group lend each other the hosts of their stages: a lost host's stage is also
     computed by that of another instance, until there is a new one. They have `stage_hosts` for all
     stages, and are divided equally. null: it lends and borrows nothing.
@@ -153,10 +164,6 @@ class InstanceSettings(Settings):
         stages = range(self.stage_count)
         return [remote[stage].node if stage in remote else own for stage in stages]
 
-    @property
-    def pages_at(self) -> str:
-        return self.page_host or self.host
-
     def bound(self, host: str) -> str:
         """Where the port listens that others reach at `host`."""
         return self.bind or host
@@ -183,8 +190,8 @@ class NodeSettings(Settings):
     agent: AgentSettings = AgentSettings()
     """The node's agent, which runs with backup or gossip."""
     ray: str | None = Field(default=None, min_length=1, max_length=256)
-    """For `kvrs up --ray`: a resource of Ray. The node lies on any machine that has it, in place of
-    the one at `host`, and takes 1 of it.
+    """For `kvrs lab up --ray`: a resource of Ray. The node lies on any machine that has it, in
+    place of the one at `host`, and takes 1 of it.
     """
 
     @property
@@ -265,7 +272,7 @@ class ClusterSettings(Settings):
     """The engine of the instances: embedded, distserve (docs/guide/distserve.md) or vllm
     (docs/guide/vllm.md).
     """
-    distserve: DistServeSettings = DistServeSettings()
+    distserve: DistServeSettings = Field(default=DistServeSettings(), json_schema_extra=DISTSERVE)
     """Settings of the distserve backend."""
     model: str | None = None
     """A Hugging Face directory; before vLLM also a name in the cache of the Hugging Face hub. null:
@@ -275,21 +282,19 @@ class ClusterSettings(Settings):
     """Name of the model for clients. With vLLM, one of its --served-model-name. null: the name of
     the directory, or vLLM's first name.
     """
-    engine: EngineSettings = EngineSettings()
-    """The embedded engine; other engines bring their own settings."""
+    engine: EngineSettings = Field(
+        default=EngineSettings(), json_schema_extra=EMBEDDED_OR_DISTSERVE
+    )
+    """The engine; DistServe reads its pace and its seed."""
     allow_faults: bool = False
     """Instances obey POST /kvrs/v1/faults: slow or cut links, damaged pages. For experiments only.
-    """
-    start_timeout_s: float = Field(default=120.0, ge=1, le=86400)
-    """The longest time that `kvrs up` waits for processes that start. A server of DistServe, which
-    may have weights to convert, has 1,800 s at least.
     """
     drain_s: float = Field(default=30.0, ge=0, le=3600)
     """The longest time that a draining instance waits for its streams to be moved."""
     nodes: list[NodeSettings] = Field(default_factory=lambda: demo_nodes(2))
     """The machines, each with its instances and its agent."""
-    services: list[ServiceSettings] = Field(default=[], max_length=64)
-    """With backend vllm, host names that are looked up every 5 s: each address is an instance, on
+    services: list[ServiceSettings] = Field(default=[], max_length=64, json_schema_extra=VLLM)
+    """Host names that are looked up every 5 s: each address is an instance, on
     a node of its own, beside those of `nodes` (docs/guide/fleet.md).
     """
 

@@ -57,11 +57,6 @@ class ExpertSettings(Settings):
     each rank has parts of every expert, so that none has more to do whatever is chosen, and all
     compute for every expert; for models whose experts are wide enough to have parts.
     """
-    rebalance: bool = True
-    """Ranks get copies of experts that are chosen often, and share the rows of these, where that
-    makes the ranks that have most to do faster. No bit of a result depends on it. Not for instances
-    with `stage_hosts`.
-    """
     after_s: float = Field(default=2.0, ge=0.1, le=3600)
     """Least seconds between two changes of copies, and after any other change of the ranks."""
     half_life_s: float = Field(default=30.0, ge=0.1, le=1e6)
@@ -69,7 +64,10 @@ class ExpertSettings(Settings):
     an instance that is started again knows what was chosen before.
     """
     room_share: float = Field(default=0.1, ge=0, le=8)
-    """Memory of a rank for copies, as a part of that of its own weights; 0: there are no copies."""
+    """Memory of a rank for copies of experts that are chosen often, as a part of that of its own
+    weights. Ranks share the rows of these, where that makes the ranks that have most to do faster.
+    No bit of a result depends on it. Not for instances with `stage_hosts`. 0: there are no copies.
+    """
 
 
 class ElasticSettings(Settings):
@@ -87,8 +85,6 @@ class ElasticSettings(Settings):
     """With fewer ranks an instance does not serve: it starts the lost ones again, or ends. At most
     the ranks of the smallest instance of several ranks.
     """
-    lend_pages: float = Field(default=0.5, gt=0, le=1)
-    """The largest part of its KV pages that an instance of a group lends, at each of its stages."""
     least_gain: float = Field(default=0.1, ge=0, le=1)
     """The least gain for which a stage is lent: min(1, (1 - busy share of the donor's stage) / busy
     share of the lost one).

@@ -89,16 +89,15 @@ def _hosts_with_secret(config: Config) -> Iterator[tuple[str, str]]:
         for instance in ours:
             hosts += [
                 (f"cluster.nodes: instance {instance.id!r}: {key}", getattr(instance, key))
-                for key in ("host", "page_host", "bind")
+                for key in ("host", "bind")
             ]
             hosts += [
-                (f"cluster.nodes: instance {instance.id!r}: stage {stage}: {key}", value)
+                (f"cluster.nodes: instance {instance.id!r}: stage {stage}: host", host.host)
                 for stage, host in instance.remote_stages.items()
-                for key, value in (("host", host.host), ("bind", host.bind))
             ]
         hosts += [
             (f"cluster.nodes: agent of node {node.id!r}: {key}", getattr(node.agent, key))
-            for key in ("host", "page_host", "gossip_host", "bind")
+            for key in ("host", "bind")
         ]
     return ((key, host) for key, host in hosts if host is not None and not is_loopback(host))
 

@@ -23,7 +23,7 @@ from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.presets import SystemPreset
 from kvrs.config.profiles import ProfileSettings
 from kvrs.config.proxy import ProxySettings
-from kvrs.config.settings import Settings, dump_yaml, faults_of, netloc, read_private
+from kvrs.config.settings import EMBEDDED, Settings, dump_yaml, faults_of, netloc, read_private
 from kvrs.config.source import Source, lay_over, read_source
 from kvrs.config.speculation import SpeculationSettings
 from kvrs.config.tls import PeerTlsSettings
@@ -71,12 +71,16 @@ class Config(Settings):
     """How KV pages move between nodes."""
     backup: BackupSettings = BackupSettings()
     """Checkpoints of KV in the host memory of the nodes' agents."""
-    state_plane: StatePlaneSettings = StatePlaneSettings()
+    state_plane: StatePlaneSettings = Field(
+        default=StatePlaneSettings(), json_schema_extra=EMBEDDED
+    )
     """Memory of weights and KV that outlives the processes of instances."""
-    elastic: ElasticSettings = ElasticSettings()
+    elastic: ElasticSettings = Field(default=ElasticSettings(), json_schema_extra=EMBEDDED)
     """Reaction of an instance of several ranks to the loss of some."""
-    speculation: SpeculationSettings = SpeculationSettings()
-    """Tokens that are proposed to the embedded engine and verified several a step."""
+    speculation: SpeculationSettings = Field(
+        default=SpeculationSettings(), json_schema_extra=EMBEDDED
+    )
+    """Tokens that are proposed and verified several a step."""
     gossip: GossipSettings = GossipSettings()
     """Membership and facts, among agents and proxies (docs/guide/gossip.md); seconds are of a
     node's own time, without the time it was stopped.
@@ -88,7 +92,7 @@ class Config(Settings):
     (docs/guide/security.md).
     """
     logs: LogSettings = LogSettings()
-    """Logs of proxies and agents to stderr, and of the processes of `kvrs up` to their files
+    """Logs of proxies and agents to stderr, and of the processes of `kvrs lab up` to their files
     (docs/guide/monitoring.md#logs).
     """
 

@@ -2,18 +2,18 @@
 
 from kvrs.config.cluster import Backend
 from kvrs.config.commented import KeyPath, comment, commented_yaml
-from kvrs.config.reference import description
+from kvrs.config.schema import description
 from kvrs.config.settings import parse_yaml
 
 _HEADERS = {
-    Backend.EMBEDDED: "kvrs with its embedded engine, on this machine: `kvrs up --config FILE` "
+    Backend.EMBEDDED: "kvrs with its embedded engine, on this machine: `kvrs lab up --config FILE` "
     "starts two nodes, each with a prefill and a decode instance, and a proxy.",
     Backend.VLLM: "kvrs in front of vLLM, one prefill and two decode instances that are already up "
     "(`kvrs docs vllm` has their command lines). To be changed: hosts and ports. Then "
     "`kvrs proxy --config FILE`. The model is the one that vLLM names; where its files are not on "
     "this machine, `kvrs doctor` says what that costs.",
     Backend.DISTSERVE: "kvrs in front of DistServe, two servers on this machine, without a GPU: "
-    "`kvrs up --config FILE` (`kvrs docs distserve`). To be changed: home, the checkout.",
+    "`kvrs lab up --config FILE` (`kvrs docs distserve`). To be changed: home, the checkout.",
 }
 _REST = (
     "`kvrs config check FILE` reports what is wrong with it. Keys that are not here have their "

@@ -1,5 +1,5 @@
-"""The origin of a proxy's configuration: a file, which `kvrs up` may have written, or its command
-line.
+"""The origin of a proxy's configuration: a file, which `kvrs lab up` may have written, or its
+command line.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,9 @@ from kvrs.config.file import Config
 
 
 class UpCommand(msgspec.Struct, frozen=True):
-    """A `kvrs up`, which writes a file for each of its proxies, with the ports that it chose."""
+    """A `kvrs lab up`, which writes a file for each of its proxies, with the ports that it
+    chose.
+    """
 
     pid: int
     file: str | None  # The one that it was given; None: it has none.
@@ -38,8 +40,8 @@ class ConfigFile(msgspec.Struct, frozen=True):
         if self.launch is None:
             return None
         if self.launch.file is None:
-            return "this proxy was started by kvrs up without a file: only its options count"
+            return "this proxy was started by kvrs lab up without a file: only its options count"
         return (
-            f"this proxy was started by kvrs up: kill -USR1 {self.launch.pid} reads "
+            f"this proxy was started by kvrs lab up: kill -USR1 {self.launch.pid} reads "
             f"{self.launch.file}, and restarts all processes"
         )

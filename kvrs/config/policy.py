@@ -6,6 +6,10 @@ from pydantic import Field
 
 from kvrs.config.settings import Settings
 
+# Future tokens whose slow-down at a degraded instance is added to its cost: with fewer ranks each
+# token takes longer. An instance that chooses how it goes on looks as far ahead.
+LOOKAHEAD_TOKENS = 32
+
 
 class PolicyName(StrEnum):
     ALWAYS_MIGRATE = "always_migrate"
@@ -32,13 +36,6 @@ class Dispatch(StrEnum):
     LEAST_LOADED = "least_loaded"  # To the instances with the fewest streams.
 
 
-class Degraded(StrEnum):
-    """Treatment of an instance with a GPU that is slower than it should be, or has a repair due."""
-
-    IGNORE = "ignore"
-    DRAIN = "drain"  # It gets no new streams, as long as there is another one.
-
-
 class Failing(StrEnum):
     """Treatment of an instance with a GPU that is likely to fail with all its streams."""
 
@@ -47,10 +44,6 @@ class Failing(StrEnum):
 
 
 class GpuSettings(Settings):
-    degraded: Degraded = Field(default=Degraded.IGNORE, strict=False)
-    """An instance with a GPU that is slower than it should be, or has a repair due: ignore, or
-    drain (no new streams as long as there is another instance).
-    """
     failing: Failing = Field(default=Failing.MOVE, strict=False)
     """An instance with a GPU that is likely to fail: drain, or move (its streams are recovered
     elsewhere while it still runs). Where the GPU is that of one rank, this rank leaves instead, if
@@ -69,8 +62,6 @@ class RecoverySettings(Settings):
     """
     gather_s: float = Field(default=0.01, ge=0, le=10)
     """Losses within this time are handled as one event."""
-    retry_pause_s: float = Field(default=0.05, ge=0, le=60)
-    """Pause before the only instance left is tried again; doubles with each try, up to 2 s."""
     max_attempts: int = Field(default=8, ge=1, le=100)
     """Failures of one stream without a token in between. Moves and busy answers do not count."""
     poison_deaths: int = Field(default=3, ge=2, le=10)
@@ -105,18 +96,6 @@ class PolicySettings(Settings):
     """A transfer that outlives its slot is given up and decided again."""
     assumed_link_bytes_per_s: float = Field(default=1.25e9, gt=0)
     """Assumed bandwidth of a link that has not been measured. The default is 10 Gbit/s."""
-    lookahead_tokens: int = Field(default=32, ge=0, le=100_000)
-    """Number of future tokens whose slow-down at a degraded instance is added to its cost: with
-    fewer ranks each token takes longer. An instance that chooses how it goes on uses the value of
-    its start. 0: only the next token counts.
-    """
-    replay_tokens_max: int = Field(default=1024, ge=0, le=1_000_000)
-    """Longest output that is generated once more after a cut, one token a step, where nothing else
-    continues the stream exactly and the engine can do it. A stream with more goes on inexactly. 0:
-    never.
-    """
-    handshake_s: float = Field(default=0.002, ge=0, le=10)
-    """Time to connect, authenticate and ask before the first page moves."""
     admission: AdmissionSettings = AdmissionSettings()
     """Admission of new requests."""
     recovery: RecoverySettings = RecoverySettings()

@@ -130,15 +130,8 @@ class ProxySettings(Settings):
     """A request with a larger body gets 413."""
     body_budget_bytes: int = Field(default=512 << 20, ge=2048)
     """Memory for requests that are open, of which one client address gets three quarters. Beyond it
-    new requests get 503 with Retry-After.
-    """
-    unfinished_body_bytes: int = Field(default=128_000_000, ge=0)
-    """Memory for bodies above 64 kB of which the end has not come. Beyond it those that make least
-    progress get 408; the only one is never cut.
-    """
-    body_timeout_s: float = Field(default=10.0, gt=0)
-    """A client that sends nothing of a body for this long is cut off, however long the whole body
-    takes; so is one that after six times as long has sent less than 240 bytes/s in the mean.
+    new requests get 503 with Retry-After. A quarter as much is for bodies above 64 kB of which the
+    end has not come: beyond it those that make least progress get 408; the only one is never cut.
     """
     idle_timeout_s: float = Field(default=100.0, ge=1, le=3600)
     """A client's connection is closed after so long without a request. More than the time after
@@ -146,8 +139,6 @@ class ProxySettings(Settings):
     GCLB), as it would otherwise send a request to one that is being closed. A first request has
     20 s.
     """
-    write_timeout_s: float = Field(default=30.0, gt=0)
-    """A client that does not read for this long is cut off."""
     keep_alive_s: float | None = Field(default=10.0, ge=0.1, le=3600)
     """A stream without an event for so long gets an SSE comment, so that proxies in front do not
     cut it; the first one begins the response, after which errors are events. null: none.
@@ -169,10 +160,6 @@ class ProxySettings(Settings):
     """A file for the policy's events and actions as JSON lines, to replay an incident (`kvrs
     explain --log`).
     """
-    event_log_bytes: int = Field(default=1 << 30, ge=65536)
-    """Total size of the event log and its older parts, FILE.1.gz, FILE.2.gz, ...; the oldest are
-    removed.
-    """
     peer_host: Host = "127.0.0.1"
     """Address the port for the other proxies listens on."""
     peer_port: int = Field(default=0, ge=0, le=65535)
@@ -190,7 +177,7 @@ class ProxySettings(Settings):
     drain_delay_s: float = Field(default=0.0, ge=0, le=300)
     """How long new requests are still taken after SIGTERM, while /readyz says 503, so that load
     balancers learn of it before requests are refused. A second SIGTERM, or SIGINT, ends it. 0 suits
-    clients that repeat a refused request, and `kvrs up`.
+    clients that repeat a refused request, and `kvrs lab up`.
     """
     drain_s: float = Field(default=600.0, ge=0, le=3600)
     """How long streams without a key, and all streams if no other proxy stays, may run to their
@@ -219,6 +206,11 @@ class ProxySettings(Settings):
                     f"{own['workers']}; allowed: an entry with these, or none"
                 )
         return [peer for peer in peers if peer.id != own["id"]]
+
+    @property
+    def unfinished_body_bytes(self) -> int:
+        """Memory for bodies above 64 kB of which the end has not come."""
+        return self.body_budget_bytes // 4
 
     @property
     def names(self) -> list[str]:

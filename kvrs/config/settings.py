@@ -27,10 +27,17 @@ HOST_OF_PORT = {
     "port": "host",
     "admin_port": "admin_host",
     "peer_port": "peer_host",
-    "page_port": "page_host",
+    "page_port": "host",
     "gossip_port": "gossip_host",
 }
 
+# Marks a setting that only some engines read, by the names of these (`Backend`), for
+# `json_schema_extra` of a field: first files for others leave it out, and its description says so.
+ENGINES = "engines"
+EMBEDDED: dict[str, Any] = {ENGINES: ["embedded"]}
+DISTSERVE: dict[str, Any] = {ENGINES: ["distserve"]}
+EMBEDDED_OR_DISTSERVE: dict[str, Any] = {ENGINES: ["embedded", "distserve"]}
+VLLM: dict[str, Any] = {ENGINES: ["vllm"]}
 
 # The form of the name of a process or node, which is also a part of paths and of file names.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"

@@ -42,7 +42,6 @@ def worker_config(config: Config, plan: WorkerPlan) -> Config:
             "peers": [*workers, *proxy.every_peer()],
             "max_streams": proxy.max_streams // count,
             "body_budget_bytes": proxy.body_budget_bytes // count,
-            "unfinished_body_bytes": proxy.unfinished_body_bytes // count,
             "mirror_bytes": proxy.mirror_bytes // count,
             "event_log": None if log is None else _event_log(log, worker),
         }

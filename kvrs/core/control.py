@@ -29,6 +29,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.member import Member
 from kvrs.core.model.reports import changes_decision, changes_ranks
 from kvrs.core.model.streams import CannotContinue, Complete, LiveStream, Outcome
+from kvrs.core.options.replay import REPLAY_TOKENS_MAX
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.gpus import GpuHealth, GpuState
@@ -133,7 +134,7 @@ class Control(Generic[S]):
         )
         self.fences = FenceTable()
         self.drains = Drains(self.instances, self.produced_on, self.tell)
-        self._links = LinkBounds(config.transfer.link)
+        self._links = LinkBounds()
         self._has_peers = bool(config.proxy.peers)
         self.gpus = Gpus(self.instances.known)
         self._can_give_end = can_give_end
@@ -186,11 +187,11 @@ class Control(Generic[S]):
         """Where a stream of at most so many output tokens (None: as many as there is room for)
         could have them generated again.
         """
-        found, most = self.instances.replays(), self.policy.replay_tokens_max
+        found = self.instances.replays()
         longest = self.instances.max_model_len if max_tokens is None else max_tokens
-        if not most or found is Replays.NOWHERE:
+        if found is Replays.NOWHERE:
             return Replays.NOWHERE
-        is_bounded = longest is not None and longest <= most
+        is_bounded = longest is not None and longest <= REPLAY_TOKENS_MAX
         return found if is_bounded else Replays.SOMEWHERE
 
     def end(self, live: S, outcome: Outcome, now_s: float) -> None:

@@ -12,7 +12,7 @@ from kvrs.core.books.waiting import SlotBook, is_past
 from kvrs.core.dispatch import targets_for
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
-from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.events import Promise
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import Member
@@ -67,7 +67,7 @@ class Decisions:
         if prefill is not decode:
             size_bytes = tokens * prefill.bytes_per_token
             link = self._view.links.get((prefill.node, decode.node), self._view.assumed_link)
-            transfer_s = self._settings.handshake_s + size_bytes / link.bytes_per_s
+            transfer_s = HANDSHAKE_S + size_bytes / link.bytes_per_s
         total_s = queue_s + compute_s + transfer_s
         source = None if prefill is decode else prefill.id
         estimate = Estimate(

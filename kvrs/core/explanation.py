@@ -16,7 +16,7 @@ from math import inf, isfinite
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
 from kvrs.core.books.waiting import SlotBook
 from kvrs.core.model.cluster_view import Agent, ClusterView
-from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
 from kvrs.core.options.base import Books, Case, Term
@@ -255,7 +255,7 @@ def _hand_off(question: Question, how: Handoff) -> WeighedHandoff:
     )
     remote = HandoffCandidate(InstanceId("target"), question.target_queue_s, question.bytes_per_s)
     kv_bytes = question.prompt_tokens * question.geometry.bytes_per_token
-    costs = kv_bytes, question.settings.handshake_s
+    costs = kv_bytes, HANDSHAKE_S
     own_s, remote_s = (hand_off_s(how, each, *costs) for each in (own, remote))
     return WeighedHandoff(how, own_s, remote_s, choose_hand_off(how, own, [remote], *costs) is own)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import assert_never
 
-from kvrs.config.policy import Degraded, Failing, GpuSettings, PolicySettings
+from kvrs.config.policy import Failing, GpuSettings, PolicySettings
 from kvrs.core.books.incident_book import LostInstance
 from kvrs.core.defences import quarantine
 from kvrs.core.ledger import Ledger
@@ -315,10 +315,8 @@ class InstanceEvents:
 def treatment_of(settings: GpuSettings, state: GpuState) -> Failing | None:
     """How to treat an instance with an unhealthy GPU; None: like any other."""
     match state:
-        case GpuState.HEALTHY:
+        case GpuState.HEALTHY | GpuState.DEGRADED:
             return None
-        case GpuState.DEGRADED:
-            return Failing.DRAIN if settings.degraded is Degraded.DRAIN else None
         case GpuState.FAILING:
             return settings.failing
         case _:

@@ -196,10 +196,6 @@ class RecoveryPolicy:
         """By target: slots that are held, streams that wait for one, and the limit."""
         return self.slot_book.snapshot()
 
-    @property
-    def replay_tokens_max(self) -> int:
-        return self._settings.replay_tokens_max
-
     def _reload(self, policy: PolicySettings, slo: SloSettings) -> None:
         self._settings = policy
         self._view.reload(policy.assumed_link_bytes_per_s)

@@ -11,6 +11,7 @@ import msgspec
 from kvrs.config.policy import Handoff, PolicySettings
 from kvrs.core.defences.quarantine import keeps_out
 from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.estimates import HANDSHAKE_S
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.ids import InstanceId
@@ -274,7 +275,7 @@ def starts_at(
     others = (
         member for member in _able(view, stream, prefill, planned) if _takes(view, member, stream)
     )
-    return _soonest(view, stream, prefill, planned, others, settings)
+    return _soonest(view, stream, prefill, planned, others, settings.handoff)
 
 
 def hand_off_to(
@@ -306,7 +307,7 @@ def hand_off_to(
         return next(others, None if keeps_out(view, planned, stream) else planned)
     if settings.handoff is Handoff.OWN_PAIR:
         return planned
-    return _soonest(view, stream, prefill, planned, others, settings)
+    return _soonest(view, stream, prefill, planned, others, settings.handoff)
 
 
 def _able(view: ClusterView, stream: Stream, prefill: Member, planned: Member) -> Iterator[Member]:
@@ -331,14 +332,14 @@ def _soonest(
     prefill: Member,
     planned: Member,
     others: Iterable[Member],
-    settings: PolicySettings,
+    how: Handoff,
 ) -> Member:
     found = choose_hand_off(
-        settings.handoff,
+        how,
         _candidate(view, prefill, planned),
         [_candidate(view, prefill, member) for member in islice(others, _CANDIDATES_MAX)],
         stream.history_tokens * prefill.bytes_per_token,
-        settings.handshake_s,
+        HANDSHAKE_S,
     )
     return view.members[found.instance]
 

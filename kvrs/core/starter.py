@@ -233,9 +233,8 @@ class Starter:
         is_by_option = (
             recovery.was_connected and not attempt.resumed and attempt.option is not Option.START
         )
-        pause_s = self._settings.recovery.retry_pause_s
         jitter = fraction(stream.id, recovery.failures)
-        recovery.back_off(attempt.option if is_by_option else None, pause_s, jitter, now_s)
+        recovery.back_off(attempt.option if is_by_option else None, jitter, now_s)
 
     def _place(
         self,

@@ -264,7 +264,7 @@ class Steps:
         was_connected = event.failure is not ev.FailureKind.BUSY
         if is_slow:
             outliers.keep_to_asked(stream, event)
-            stream.recovery.take_for_slow(self._settings.recovery.retry_pause_s, now_s)
+            stream.recovery.take_for_slow(now_s)
         elif was_connected or event.abrupt:
             stream.recovery.suspect(event.instance, was_connected=was_connected)
         if event.abrupt and event.instance in self._ledger.view.members:

@@ -5,10 +5,10 @@ Member updates are exchanged as well as records, so that updates which piggyback
 the end, also after a partition.
 """
 
-from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.detector import Detector
 from kvrs.gossip.facts import FactRecord, RecordChanged, start_for
 from kvrs.gossip.members import Member, Random
+from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.wire import (
     HEADER_BYTES,
     MAX_PACKET_BYTES,
@@ -35,7 +35,7 @@ class Exchange:
     def __init__(
         self,
         detector: Detector,
-        settings: GossipSettings,
+        parameters: Parameters,
         seeds: dict[NodeId, str],
         random: Random,
         now_s: float,
@@ -43,12 +43,12 @@ class Exchange:
         self._detector = detector
         self._members = detector.members
         self._facts = detector.facts
-        self._settings = settings
+        self._parameters = parameters
         self._seeds = seeds
         self._random = random
         self._after = ""  # Last id of the last digest.
         self._sync_at_s = self._synced_s = self._busy_until_s = now_s
-        self._reconnect_at_s = now_s + settings.reconnect_interval_s
+        self._reconnect_at_s = now_s + parameters.reconnect_interval_s
         self._first = True
 
     @property
@@ -60,12 +60,12 @@ class Exchange:
         if now_s >= self._sync_at_s:
             self._synced_s = now_s
             share = _BUSY_SHARE if now_s < self._busy_until_s else 1.0
-            self._sync_at_s = now_s + share * self._settings.sync_interval_s * (
+            self._sync_at_s = now_s + share * self._parameters.sync_interval_s * (
                 0.9 + 0.2 * self._random()
             )
             self._sync(now_s)
         if now_s >= self._reconnect_at_s:
-            self._reconnect_at_s = now_s + self._settings.reconnect_interval_s
+            self._reconnect_at_s = now_s + self._parameters.reconnect_interval_s
             self._reconnect()
 
     def sync_now(self, now_s: float) -> None:
@@ -76,12 +76,12 @@ class Exchange:
             # The first digests go over a stream, whose answers have room for everything.
             self._first = False
             seeds = list(self._seeds)
-            for _ in range(min(self._settings.fanout, len(seeds))):
+            for _ in range(min(self._parameters.fanout, len(seeds))):
                 self._send_digest(seeds.pop(int(self._random() * len(seeds))), MAX_PACKET_BYTES)
             return
         peers = self._members.random_peers(1)
         if peers:
-            self._send_digest(peers[0].id, self._settings.packet_bytes)
+            self._send_digest(peers[0].id, self._parameters.packet_bytes)
         elif self._seeds:
             self._reconnect()
         self._forget(now_s)
@@ -103,7 +103,7 @@ class Exchange:
 
     def _forget(self, now_s: float) -> None:
         """Forget the members that are dead for long."""
-        table, before_s = self._members.table, now_s - self._settings.forget_s
+        table, before_s = self._members.table, now_s - self._parameters.forget_s
         if len(self._members.peers) + 1 < len(table):
             for member in list(table.values()):
                 if not member.reachable and member.since_s < before_s:
@@ -112,7 +112,7 @@ class Exchange:
     # Digests.
 
     def _send_digest(self, node: NodeId, room_bytes: int) -> None:
-        me, stream = self._detector.me, room_bytes > self._settings.packet_bytes
+        me, stream = self._detector.me, room_bytes > self._parameters.packet_bytes
         # With this node's address, for the answer.
         updates = (me.update,)
         known, until = self._digest_part(room_bytes - HEADER_BYTES - me.update_bytes)
@@ -161,7 +161,7 @@ class Exchange:
         for record in delta.records:
             self._apply_record(record, clock_s)
         if delta.records:
-            interval_s = self._settings.sync_interval_s
+            interval_s = self._parameters.sync_interval_s
             self._busy_until_s = now_s + _BUSY_INTERVALS * interval_s
             self._sync_at_s = min(self._sync_at_s, self._synced_s + _BUSY_SHARE * interval_s)
         if delta.wants:
@@ -221,7 +221,7 @@ class Exchange:
     ) -> None:
         if not lacking and not wants:
             return
-        me, own_bytes = self._detector.me, self._settings.packet_bytes
+        me, own_bytes = self._detector.me, self._parameters.packet_bytes
         room_bytes = own_bytes if room_bytes <= own_bytes else min(room_bytes, MAX_PACKET_BYTES)
         room = room_bytes - HEADER_BYTES
         asked, room = _as_fits(wants, room)
@@ -275,7 +275,7 @@ class Exchange:
         """Members that are dead for long are not sent: nodes that have forgotten them would get
         them again and again.
         """
-        return member.reachable or now_s - member.since_s < self._settings.forget_s / 2
+        return member.reachable or now_s - member.since_s < self._parameters.forget_s / 2
 
 
 def _as_fits(wants: list[KnownMember], room: int) -> tuple[tuple[KnownMember, ...], int]:

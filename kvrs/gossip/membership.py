@@ -26,7 +26,6 @@ from typing import Any, assert_never
 
 from msgspec.structs import asdict
 
-from kvrs.config.gossip import GossipSettings
 from kvrs.config.settings import is_numeric
 from kvrs.errors import GossipError
 from kvrs.gossip.authenticator import RUN_BYTES, Address, Keyring, PacketAuthenticator
@@ -41,6 +40,7 @@ from kvrs.gossip.facts import (
 )
 from kvrs.gossip.members import Member
 from kvrs.gossip.node import Gossip
+from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.sender import Send
 from kvrs.gossip.transport import Limits, Transport
 from kvrs.gossip.wire import MemberUpdate, Push, Status, decode, encode
@@ -61,7 +61,7 @@ class Membership:
     def __init__(
         self,
         me: NodeId,
-        settings: GossipSettings,
+        parameters: Parameters,
         ring: Sequence[bytes],
         on_event: Callable[[Event], None] = lambda _: None,
         *,
@@ -71,14 +71,14 @@ class Membership:
         self.id = me
         self.malformed = 0  # Authentic packets that could not be decoded.
         self.sent: Counter[str] = Counter()  # Packets and bytes, before they are sealed.
-        self._settings = settings
+        self._parameters = parameters
         self._on_event = on_event
         self._clock = time.monotonic
         self._epoch = time.time_ns() if epoch is None else epoch
         self._authenticator = PacketAuthenticator(
             me, self._epoch, secrets.token_bytes(RUN_BYTES), Keyring(ring)
         )
-        limits = Limits(datagram_payload_bytes=settings.packet_bytes)
+        limits = Limits(datagram_payload_bytes=parameters.packet_bytes)
         self._transport = Transport(
             self._authenticator,
             self._address_of,
@@ -117,7 +117,7 @@ class Membership:
         bound = await self._transport.start(here, port)
         address, draw = f"{told}:{bound}", random.SystemRandom().random
         self._gossip = Gossip(
-            self.id, address, self._epoch, self._settings, draw, self._clock(), seeds
+            self.id, address, self._epoch, self._parameters, draw, self._clock(), seeds
         )
         self._execute(self._gossip.tick(self._clock()))
         self._look_ups = asyncio.create_task(self._look_up_lost(family))
@@ -217,7 +217,7 @@ class Membership:
 
     async def _look_up_lost(self, family: socket.AddressFamily) -> None:
         while self._named_seeds:
-            await asyncio.sleep(self._settings.reconnect_interval_s)
+            await asyncio.sleep(self._parameters.reconnect_interval_s)
             await self._look_up(filter(self._is_lost, self._named_seeds), family)
 
     async def _look_up(self, seeds: Iterable[NodeId], family: socket.AddressFamily) -> None:

@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from math import inf
 from typing import assert_never
 
-from kvrs.config.gossip import GossipSettings
 from kvrs.errors import GossipError
 from kvrs.gossip.detector import Detector
 from kvrs.gossip.exchange import Exchange
 from kvrs.gossip.facts import Event, Fact, FactKind, FactRecord, encode_fact, kind_of
 from kvrs.gossip.members import Member, Random
+from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.sender import Send
 from kvrs.gossip.wire import (
     MAX_ADDRESS_CHARS,
@@ -54,7 +54,7 @@ class Gossip:
         me: NodeId,
         address: str,
         epoch: int,
-        settings: GossipSettings,
+        parameters: Parameters,
         random: Random,
         now_s: float,
         seeds: Mapping[NodeId, str] | None = None,
@@ -66,19 +66,19 @@ class Gossip:
         assert 0 < len(me) <= MAX_NAME_CHARS
         assert len(address) <= MAX_ADDRESS_CHARS
         self.id = me
-        self._settings = settings
+        self._parameters = parameters
         self._seeds = {node: where for node, where in (seeds or {}).items() if node != me}
         self._detector = Detector(
-            MemberUpdate(me, epoch, 0, Status.ALIVE, address), settings, random, now_s
+            MemberUpdate(me, epoch, 0, Status.ALIVE, address), parameters, random, now_s
         )
         self.facts = self._detector.facts
-        self._exchange = Exchange(self._detector, settings, self._seeds, random, now_s)
+        self._exchange = Exchange(self._detector, parameters, self._seeds, random, now_s)
         self._record = self._detector.me.record = FactRecord()
         self._own_s = now_s
         self._missed_s = 0.0  # now_s less this is the node's own time.
-        self._late_s = settings.probe_interval_s * _LATE_SHARE
+        self._late_s = parameters.probe_interval_s * _LATE_SHARE
         self._due_s = now_s
-        self._collect_at_s = now_s + settings.tombstone_s
+        self._collect_at_s = now_s + parameters.tombstone_s
 
     # Driven by the transport.
 
@@ -127,8 +127,8 @@ class Gossip:
         if own_s >= self._exchange.due_s:
             self._exchange.tick(own_s)
         if own_s >= self._collect_at_s:
-            self._collect_at_s = own_s + self._settings.tombstone_s
-            self._record.collect(now_s - self._settings.tombstone_s)
+            self._collect_at_s = own_s + self._parameters.tombstone_s
+            self._record.collect(now_s - self._parameters.tombstone_s)
             self._detector.me.record_changed()
         return self._take_sends()
 
@@ -213,7 +213,7 @@ class Gossip:
             missed_s = own_s - max(self._due_s, self._own_s)
             self._missed_s += missed_s
             own_s -= missed_s
-            if missed_s > self._settings.probe_interval_s and not self._detector.over:
+            if missed_s > self._parameters.probe_interval_s and not self._detector.over:
                 self._detector.on_wakeup(own_s)
                 self._exchange.sync_now(own_s)
         self._own_s = own_s

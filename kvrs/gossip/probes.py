@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.members import Member, Members
+from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.sender import PacketSender
 from kvrs.gossip.wire import Ack, IndirectAck, Nack, Ping, PingReq, text_bytes
 from kvrs.ids import NodeId
@@ -50,7 +50,7 @@ class Prober:
     """
 
     def __init__(
-        self, me: Member, members: Members, sender: PacketSender, settings: GossipSettings
+        self, me: Member, members: Members, sender: PacketSender, parameters: Parameters
     ) -> None:
         # Lifeguard's local health score: 0 is healthy. A node whose own probes fail where those of
         # others do not, or that has to refute, gives other members more time.
@@ -58,7 +58,7 @@ class Prober:
         self._me = me
         self._members = members
         self._sender = sender
-        self._settings = settings
+        self._parameters = parameters
         self._probes: dict[int, Probe] = {}  # By number; at most one per target.
         self._relayed: dict[int, _Relayed] = {}  # By number, in the order of their nacks.
         self._seq = 0
@@ -70,13 +70,13 @@ class Prober:
         return min(nack_s, min((probe.due_s for probe in self._probes.values()), default=inf))
 
     def worsen_health(self, by: int = 1) -> None:
-        self.health = min(self._settings.health_max, self.health + by)
+        self.health = min(self._parameters.health_max, self.health + by)
 
     def probe(self, target: Member, now_s: float) -> None:
         """Begin a probe, unless one of this member is in progress."""
         if any(probe.target == target.id for probe in self._probes.values()):
             return
-        gap_s = self._settings.probe_interval_s * (1 + self.health) / _WAVES
+        gap_s = self._parameters.probe_interval_s * (1 + self.health) / _WAVES
         probe = Probe(target.id, target.epoch, self._next_seq(), gap_s)
         self._probes[probe.seq] = probe
         self.next_wave(probe, now_s)
@@ -100,7 +100,7 @@ class Prober:
         sender.send(target.id, Ping(me.epoch, me.incarnation, probe.seq, is_last, updates), is_last)
         if probe.waves > 0:
             excluded = (target.id, *probe.relays)
-            relays = self._members.random_peers(self._settings.relays, but=excluded)
+            relays = self._members.random_peers(self._parameters.relays, but=excluded)
             probe.relays += tuple(relay.id for relay in relays)
             room = sender.room - text_bytes(target.id)
             for relay in relays:
@@ -162,7 +162,7 @@ class Prober:
             self._send_nack(sender, request.seq)
             return
         me, seq = self._me, self._next_seq()
-        nack_s = now_s + self._settings.probe_interval_s / _WAVES * _NACK_SHARE
+        nack_s = now_s + self._parameters.probe_interval_s / _WAVES * _NACK_SHARE
         self._relayed[seq] = _Relayed(target.id, sender, request.seq, nack_s)
         if len(self._relayed) > _MAX_RELAYED:
             del self._relayed[next(iter(self._relayed))]

@@ -8,8 +8,8 @@ from math import ceil, inf, log10
 
 import msgspec
 
-from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.members import Member, Members
+from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.wire import HEADER_BYTES, MemberUpdate, Packet, Push, Status
 from kvrs.ids import NodeId
 
@@ -37,13 +37,13 @@ class PacketSender:
     most one per member, always of its present state.
     """
 
-    def __init__(self, me: Member, members: Members, settings: GossipSettings) -> None:
+    def __init__(self, me: Member, members: Members, parameters: Parameters) -> None:
         self.sends: list[Send] = []
-        self.room = settings.packet_bytes - HEADER_BYTES
+        self.room = parameters.packet_bytes - HEADER_BYTES
         self.push_at_s = inf
         self._me = me
         self._members = members
-        self._settings = settings
+        self._parameters = parameters
         self._broadcasts: dict[NodeId, _Broadcast] = {}
         self._limit = 0  # Packets that an update is piggybacked on.
 
@@ -55,8 +55,8 @@ class PacketSender:
         self._broadcasts.pop(member.id, None)
         self._broadcasts[member.id] = _Broadcast(member)
         count = len(self._members.peers) + 2
-        self._limit = self._settings.retransmit_mult * max(1, ceil(log10(count)))
-        self.push_at_s = min(self.push_at_s, now_s + self._settings.gossip_interval_s)
+        self._limit = self._parameters.retransmit_mult * max(1, ceil(log10(count)))
+        self.push_at_s = min(self.push_at_s, now_s + self._parameters.gossip_interval_s)
 
     def forget(self, member: Member) -> None:
         self._broadcasts.pop(member.id, None)
@@ -79,7 +79,7 @@ class PacketSender:
 
     def push(self, now_s: float) -> None:
         """Send new updates to some peers; what does not fit waits for the next push."""
-        peers = self._members.random_peers(self._settings.fanout)
+        peers = self._members.random_peers(self._parameters.fanout)
         new = [broadcast for broadcast in self._broadcasts.values() if broadcast.pushes]
         # Without peers the updates wait.
         if peers and (pushed := self._fitting(new, self.room)):
@@ -91,7 +91,7 @@ class PacketSender:
                 broadcast.pushes -= 1
                 self._end_if_sent(broadcast)
         waits = any(broadcast.pushes for broadcast in new)
-        self.push_at_s = now_s + self._settings.gossip_interval_s if waits else inf
+        self.push_at_s = now_s + self._parameters.gossip_interval_s if waits else inf
 
     def _fitting(self, broadcasts: Iterable[_Broadcast], room: int) -> list[_Broadcast]:
         """Those that fit, the least often sent first."""

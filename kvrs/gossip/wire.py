@@ -26,7 +26,7 @@ MAX_SUSPECTORS = 8
 MAX_UPDATES = 2048
 MAX_ENTRIES = 256  # Of one node's record.
 MAX_VALUE_BYTES = 512
-MAX_PACKET_BYTES = 65536  # Over a stream; datagrams are bounded by `gossip.packet_bytes`.
+MAX_PACKET_BYTES = 65536  # Over a stream; datagrams are bounded by `Parameters.packet_bytes`.
 
 MAX_NUMBER = (1 << 63) - 1  # What msgspec can compare.
 

@@ -280,7 +280,7 @@ class AdminPort:
             raise AdminError(
                 url,
                 "needs the cluster's secret",
-                "--secret-file, or the environment's KVRS_SECRET",
+                "--config, or the environment's KVRS_SECRET",
             )
         self._keys[address_of(base)] = scoped_key(self.secret, Scope.ADMIN, name)
         try:

@@ -20,6 +20,7 @@ from kvrs.config.file import Config
 from kvrs.config.settings import HOST_OF_PORT
 from kvrs.errors import ConfigError
 from kvrs.gossip.membership import Membership
+from kvrs.gossip.parameters import Parameters
 from kvrs.ids import NodeId
 from kvrs.net.broken_http import no_note
 from kvrs.net.direct import DirectServer
@@ -165,8 +166,9 @@ class Proxy:
     async def _join(self, gossip_view: GossipView) -> None:
         config = self._config
         host, port = config.proxy.gossip_host, config.proxy.gossip_port
+        parameters = Parameters(probe_interval_s=config.gossip.probe_interval_s)
         self._membership = membership = Membership(
-            NodeId(config.proxy.id), config.gossip, self._ring, gossip_view.heard
+            NodeId(config.proxy.id), parameters, self._ring, gossip_view.heard
         )
         bind = config.proxy.gossip_bind or host
         with naming_port("proxy", "gossip_port", bind, port):

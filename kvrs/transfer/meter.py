@@ -22,13 +22,13 @@ noise and near 0 for noise without a trend.
 A step is believed at once: a sample that is far off is the new rate. The next one refutes it, if it
 agrees with the rate before, which then holds again; else the spread begins anew. Until then the
 spread after a step upwards is the step, so that decisions still count on the lower rate. They
-take `lower_bound`: rate - spread - rate * drift * sqrt(age).
+take `lower_bound`: rate - spread - rate * DRIFT * sqrt(age).
 
 Times are those of arrival, which may lie before the bytes are read, without those in which the
 sender waited for the reader (`arrivals.py`). Probes are for links without traffic of their own:
 long enough that a rate is seen in them, and all that are sent over a link together take no more
 than a share of what it carries. Their first half is not measured. A probe that tells of another
-rate, or is the first of all, is followed at once by one that takes `probe_s` at that rate; the next
+rate, or is the first of all, is followed at once by one that takes `PROBE_S` at that rate; the next
 pause is longer for it.
 """
 
@@ -36,8 +36,22 @@ from dataclasses import dataclass
 from math import exp, inf, sqrt
 from typing import NamedTuple
 
-from kvrs.config.transfer import LinkSettings
 from kvrs.ids import NodeId
+
+# Time constant of the moving average: five of these after a step the estimate is within 1 % of the
+# rate.
+TIME_CONSTANT_S = 2.0
+
+# How long a probe takes by the estimate, its smallest size, and the largest part of a link's
+# capacity that all probes over it take together.
+PROBE_S = 0.03
+PROBE_BYTES = 65536
+PROBE_SHARE = 0.01
+
+# Decisions count on the estimate less its spread, and less this share of it times the root of the
+# seconds without a measurement; but at least on that share of the estimate.
+DRIFT = 0.01
+LEAST_SHARE = 0.1
 
 # A shorter time measures the clock and the scheduler rather than the link.
 _MIN_SAMPLE_S = 1e-6
@@ -68,13 +82,13 @@ class Measurement(NamedTuple):
     age_s: float  # Of the last sample.
 
 
-def lower_bound(measured: Measurement, settings: LinkSettings) -> float:
+def lower_bound(measured: Measurement) -> float:
     """Bytes per second that the link carries at least, by a measurement of that age; more than
     0. Links change as a random walk does, so the margin grows with the root of the age.
     """
     rate, spread, age_s = measured
-    margin = spread + rate * settings.drift * sqrt(max(0.0, age_s))
-    return max(rate * settings.least_share, rate - margin)
+    margin = spread + rate * DRIFT * sqrt(max(0.0, age_s))
+    return max(rate * LEAST_SHARE, rate - margin)
 
 
 @dataclass(slots=True)
@@ -115,8 +129,7 @@ class _MeteredLink:
 class LinkMeter:
     """The bandwidth from every source node: a moving average over time, and its spread."""
 
-    def __init__(self, settings: LinkSettings, min_sample_bytes: int) -> None:
-        self._settings = settings
+    def __init__(self, min_sample_bytes: int) -> None:
         self._min_sample_bytes = min_sample_bytes
         self._links: dict[NodeId, _MeteredLink] = {}
 
@@ -184,7 +197,7 @@ class LinkMeter:
         }
 
     def probe_bytes(self, source: NodeId, least: int, most: int) -> int:
-        """The size of a probe that the link is expected to need `probe_s` for; larger where nothing
+        """The size of a probe that the link is expected to need `PROBE_S` for; larger where nothing
         was seen in the last ones.
         """
         link = self._links.get(source)
@@ -195,14 +208,14 @@ class LinkMeter:
         if link.bytes_per_s is None:
             return min(grown, max(least, _MAX_BLIND_BYTES))
         slowest = min(link.bytes_per_s, link.latest_bytes_per_s)
-        wanted = int(slowest * self._settings.probe_s)
+        wanted = int(slowest * PROBE_S)
         return max(least, min(most, wanted * growth))
 
     def follow_up_bytes(self, source: NodeId, least: int, most: int) -> int | None:
         """The size of a probe that follows the last one at once; None: it has shown enough.
 
         What shows nothing of an unknown link is over at once, and a larger one follows. What tells
-        of another rate is confirmed or refuted by one that takes `probe_s` at that rate.
+        of another rate is confirmed or refuted by one that takes `PROBE_S` at that rate.
         """
         link = self._links.get(source)
         if link is None:
@@ -212,14 +225,14 @@ class LinkMeter:
             return size_bytes if size_bytes > link.probe_bytes else None
         if link.blind or not link.is_doubtful or link.probes > _MAX_FOLLOW_UPS:
             return None
-        wanted = int(link.latest_bytes_per_s * self._settings.probe_s)
+        wanted = int(link.latest_bytes_per_s * PROBE_S)
         return max(least, min(most, wanted, link.probe_bytes * _FOLLOW_UP_GROWTH))
 
     def may_probe(
         self, source: NodeId, size_bytes: int, interval_s: float, probers: int, now_s: float
     ) -> bool:
         """A probe is due: the link was not measured for `interval_s`, and `probers` that all probe
-        like this take at most `probe_share` of it.
+        like this take at most `PROBE_SHARE` of it.
         """
         if self.unmeasured_s(source, now_s) < interval_s:
             return False
@@ -231,7 +244,7 @@ class LinkMeter:
         # A link that has become slow counts as slow at once, before the estimate has followed.
         slowest = min(link.bytes_per_s, link.latest_bytes_per_s)
         return now_s - link.probed_s >= link.probes * size_bytes * _PROBE_OVERHEAD * probers / (
-            self._settings.probe_share * slowest
+            PROBE_SHARE * slowest
         )
 
     def probe_begins(
@@ -259,7 +272,7 @@ class LinkMeter:
             link.begin_anew(rate, rate * _FIRST_SPREAD)
             link.is_doubtful = True
             return
-        constants = max(0.0, link.last_s - link.measured_s) / self._settings.time_constant_s
+        constants = max(0.0, link.last_s - link.measured_s) / TIME_CONSTANT_S
         is_step = _is_far(rate, estimate)
         if is_step and before is not None and not _is_far(rate, before[0]):  # Refuted.
             link.begin_anew(*before)

@@ -20,7 +20,7 @@ from kvrs.protocol.session import SEALED_ANSWER_BYTES
 from kvrs.transfer.connections import ConnectionPool, PageConnection
 from kvrs.transfer.handshake import page_key
 from kvrs.transfer.mapped import PageMapper
-from kvrs.transfer.meter import LinkMeter, Measurement
+from kvrs.transfer.meter import PROBE_BYTES, LinkMeter, Measurement
 from kvrs.transfer.peers import Identity, Peer, PullRequest, PullResult
 from kvrs.transfer.stream import Filling
 
@@ -76,7 +76,7 @@ class PagePuller:
     ) -> None:
         self._settings = settings
         self._clock = clock
-        self._meter = LinkMeter(settings.link, min(settings.probe_bytes, _MIN_SAMPLE_BYTES))
+        self._meter = LinkMeter(min(PROBE_BYTES, _MIN_SAMPLE_BYTES))
         self._pool = ConnectionPool(identity, page_key(secret), settings.stall_timeout_s)
         self._mapper = PageMapper(
             identity, page_key(secret), settings.stall_timeout_s, self._meter, clock
@@ -133,7 +133,7 @@ class PagePuller:
         if peer.directory is not None:
             await self._mapper.probe(peer)
         meter, interval_s = self._meter, self._settings.probe_interval_s
-        least, most = self._settings.probe_bytes, frames.MAX_PROBE_BYTES
+        least, most = PROBE_BYTES, frames.MAX_PROBE_BYTES
         size_bytes = meter.probe_bytes(peer.node, least, most)
         if not meter.may_probe(peer.node, size_bytes, interval_s, probers, self._clock()):
             return

@@ -33,7 +33,7 @@ async def probe_links(
 def peers_of(config: Config) -> dict[InstanceId, Peer]:
     """Where pages may come from and go to: all instances, then the agents if there are any."""
     peers = [
-        Peer(instance=instance.id, node=node.id, host=instance.pages_at, port=instance.page_port)
+        Peer(instance=instance.id, node=node.id, host=instance.host, port=instance.page_port)
         for node, instance in config.cluster.instances()
     ]
     return {peer.instance: peer for peer in peers} | agents_of(config)
@@ -47,7 +47,7 @@ def agents_of(config: Config) -> dict[InstanceId, Peer]:
         node.agent_id: Peer(
             instance=node.agent_id,
             node=node.id,
-            host=node.agent.pages_at,
+            host=node.agent.host,
             port=node.agent.page_port,
         )
         for node in config.cluster.nodes

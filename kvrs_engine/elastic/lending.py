@@ -12,6 +12,8 @@ from dataclasses import dataclass
 FEW_PAGES = 8
 MOST_ROUNDS = 4
 
+# The largest part of its KV pages that an instance of a group lends, at each of its stages.
+LEND_PAGES = 0.5
 _WINDOW_S = 5.0
 
 
@@ -54,8 +56,7 @@ class Lender:
     spare_pages: int  # That no stream holds, or that are lent at other stages.
     lent_pages: int  # By now, at that stage; and others that no stream has, which it cannot lend.
     busy: float  # The share of the time in which the stage computes.
-    lend_pages: float  # Section `elastic`, as `least_gain`.
-    least_gain: float
+    least_gain: float  # Section `elastic`.
     refusal: str | None = None  # Why it can lend nothing now.
 
 
@@ -71,7 +72,7 @@ def terms(lender: Lender, pages: int, least_pages: int, busy: float) -> int | st
             f"its stage computes {lender.busy:.0%} of the time, which leaves a gain of "
             f"{gain:.2f}; allowed: {lender.least_gain} (elastic.least_gain) or above"
         )
-    most = min(int(lender.lend_pages * lender.pages) - lender.lent_pages, lender.spare_pages)
+    most = min(int(LEND_PAGES * lender.pages) - lender.lent_pages, lender.spare_pages)
     if most < least_pages:
         return f"{most} pages could be lent; allowed: {least_pages} or more"
     return min(most, pages)

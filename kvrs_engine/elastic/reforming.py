@@ -62,7 +62,7 @@ class RankOffered:
 
 @dataclass(frozen=True, slots=True)
 class LoadShifted:
-    """Other copies of experts would pay than there are (`experts.rebalance`)."""
+    """Other copies of experts would pay than there are (`rebalance`)."""
 
     layout: Layout  # Of the same ranks and owners.
 

@@ -46,6 +46,10 @@ log = logging.getLogger(__name__)
 _MAX_NOTED = 128  # Points of a prefill table: of published ones a ledger's note cannot hold all.
 
 
+# The longest time that an instance waits for its node's agent; then its memory is its own.
+_AGENT_WAIT_S = 10.0
+
+
 class TakenOverError(KvrsError):
     """A later process has this instance: this one must not serve any more."""
 
@@ -103,9 +107,7 @@ class AnchoredMemory:
         directory = store_directory(config.backup.directory, secret, node)
         reserved_bytes = config.backup.reserved_bytes
         self._instance = instance
-        self._attaching = partial(
-            AnchoredFiles.of_agent, directory, config.state_plane.wait_s, reserved_bytes
-        )
+        self._attaching = partial(AnchoredFiles.of_agent, directory, _AGENT_WAIT_S, reserved_bytes)
 
     def decoder(
         self, config: ModelConfig, weights: Weights, directory: Path, positions: int

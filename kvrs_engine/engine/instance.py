@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from kvrs.config.file import Config
+from kvrs.config.policy import LOOKAHEAD_TOKENS
 from kvrs.config.speculation import DraftSourceName
 from kvrs.errors import ConfigError, RequestError, TransferError
 from kvrs.ids import InstanceId
@@ -111,9 +112,7 @@ class LoadedModel:
             reading.begin()
             worker = RanksOnNodes(config, node.id, settings, layout, secret, epoch)
         else:
-            worker = RankGroup(
-                directory, engine, layout, config.elastic, config.policy.lookahead_tokens
-            )
+            worker = RankGroup(directory, engine, layout, config.elastic, LOOKAHEAD_TOKENS)
             if (loads := worker.reformer.loads) is not None:
                 store = store_directory(config.backup.directory, secret, node.id)
                 notes = RoutingNotes(store, instance_id)

@@ -211,7 +211,7 @@ class PagePort:
     async def start(self) -> None:
         """Open the page port."""
         settings = self._place.settings
-        await self.server.start(settings.bound(settings.pages_at), settings.page_port)
+        await self.server.start(settings.bound(settings.host), settings.page_port)
         if self._lends:
             try:
                 listener = listen_in(

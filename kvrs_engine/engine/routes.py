@@ -228,7 +228,7 @@ class InstanceHandlers:
             do_remote_prefill=True,
             remote_engine_id=settings.id,
             remote_block_ids=[tag.hex() for tag in run.sequence.tags],
-            remote_host=settings.pages_at,
+            remote_host=settings.host,
             remote_port=settings.page_port,
             remote_request_id=run.sequence.stream,
         )

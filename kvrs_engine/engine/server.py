@@ -127,7 +127,7 @@ async def serve_http(
     tls = load_certificates("security.tls", instance.security.tls)
     port = HttpPort(app, limits, shutdown_timeout_s=0.5, names=names, keys=keys, tls=tls)
     try:
-        with naming_port(name, "page_port", settings.bound(settings.pages_at), settings.page_port):
+        with naming_port(name, "page_port", settings.bound(settings.host), settings.page_port):
             await instance.start()
         with naming_port(name, "port", bind := settings.bound(settings.host), settings.port):
             await port.open(bind, settings.port)

@@ -240,7 +240,6 @@ class StageLoans(StepHook):
             spare_pages=self._pages.free_pages - self._pages.leased_pages + again,
             lent_pages=self.held_pages - again,
             busy=stage.busy(time.monotonic()),
-            lend_pages=self._elastic.lend_pages,
             least_gain=self._elastic.least_gain,
             refusal=refusal,
         )

@@ -1,4 +1,4 @@
-"""Commands of the laboratory, which `kvrs` finds by name (`kvrs.cli.extras`)."""
+"""Commands of the laboratory, `kvrs lab`, which `kvrs` finds by an entry point."""
 
 import typer
 
@@ -6,7 +6,10 @@ from kvrs.cli.examples import examples as epilog_of
 from kvrs_lab.cli import explaining, measuring, running
 from kvrs_lab.cli.examples import EXAMPLES
 
-app = typer.Typer()
+app = typer.Typer(
+    no_args_is_help=True,
+    help="The laboratory: clusters on this machine, replays, simulations and reports.",
+)
 for command in (
     running.demo,
     running.up,

@@ -1,31 +1,35 @@
 """Examples below the help of each command of the laboratory."""
 
 EXAMPLES = {
-    "demo": ["kvrs demo --policy rom --requests 100"],
+    "demo": ["kvrs lab demo --policy rom --requests 100"],
     "up": [
-        "kvrs up --nodes 3",
-        "kvrs up --config kvrs.yaml --proxies 2",
-        "kvrs up --pipelines 2 --pp 2",
+        "kvrs lab up --nodes 3",
+        "kvrs lab up --config kvrs.yaml --proxies 2",
+        "kvrs lab up --pipelines 2 --pp 2",
     ],
     "replay": [
-        "kvrs replay --url http://127.0.0.1:8000 --trace-preset mooncake-conversation",
-        "kvrs replay --url http://127.0.0.1:8000 --trace conversation_trace.jsonl --window 0:500 "
-        "--rate 10 --oracle",
+        "kvrs lab replay --url http://127.0.0.1:8000 --trace-preset mooncake-conversation",
+        "kvrs lab replay --url http://127.0.0.1:8000 --trace conversation_trace.jsonl "
+        "--window 0:500 --rate 10 --oracle",
     ],
-    "simulate": ["kvrs simulate --config kvrs.yaml --deaths 3 --seeds 20"],
+    "simulate": ["kvrs lab simulate --config kvrs.yaml --deaths 3 --seeds 20"],
     "compare": [
-        "kvrs compare --policies auto,rom,always_recompute --deaths 3 --seeds 20",
-        "kvrs compare --policies auto,rom --trace conversation_trace.jsonl --fault faults.yaml",
+        "kvrs lab compare --policies auto,rom,always_recompute --deaths 3 --seeds 20",
+        "kvrs lab compare --policies auto,rom --trace conversation_trace.jsonl --fault faults.yaml",
     ],
     "tune": [
-        "kvrs tune --space space.yaml --goal recovery_p99 --deaths 3 --jobs 2",
-        "kvrs tune --space space.yaml --goal goodput --trace conversation_trace.jsonl",
+        "kvrs lab tune --space space.yaml --goal recovery_p99 --deaths 3 --jobs 2",
+        "kvrs lab tune --space space.yaml --goal goodput --trace conversation_trace.jsonl",
     ],
-    "report": ["kvrs report out/replay --out page", "kvrs report out/auto out/rom --out page"],
+    "report": [
+        "kvrs lab report out/replay --out page",
+        "kvrs lab report out/auto out/rom --out page",
+    ],
     "explain": [
-        "kvrs explain --profile opt-13b-a100-kvrs-seed --prompt-tokens 1477 --bandwidth 25Gbit/s",
-        "kvrs explain --log events.jsonl",
-        "kvrs explain --elastic llama-3.1-70b-h100-vllm-tp8 --tp 8 --lost 1 --backup host",
-        "kvrs explain --profile llama-3.1-70b-a100-vllm-tp4 --draft llama-3.1-8b-a100-vllm-tp1",
+        "kvrs lab explain --profile opt-13b-a100-kvrs-seed --prompt-tokens 1477 "
+        "--bandwidth 25Gbit/s",
+        "kvrs lab explain --log events.jsonl",
+        "kvrs lab explain --elastic llama-3.1-70b-h100-vllm-tp8 --tp 8 --lost 1 --backup host",
+        "kvrs lab explain --profile llama-3.1-70b-a100-vllm-tp4 --draft llama-3.1-8b-a100-vllm-tp1",
     ],
 }

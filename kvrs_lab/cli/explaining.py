@@ -1,4 +1,4 @@
-"""`kvrs explain`: one decision, taken apart."""
+"""`kvrs lab explain`: one decision, taken apart."""
 
 from collections.abc import Set
 from typing import Annotated
@@ -14,7 +14,7 @@ from kvrs.protocol.connector import STAGING_BYTES
 from kvrs.tables import show
 from kvrs_lab.explain.elastic import KvBackup
 
-# Parameters of `kvrs explain` that only `--elastic` has, and those that it has as well.
+# Parameters of `kvrs lab explain` that only `--elastic` has, and those that it has as well.
 _OF_ELASTIC = frozenset(
     ("elastic", "tp", "lost", "requests", "context", "backup", "zipf", "room_share")
 )

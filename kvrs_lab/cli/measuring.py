@@ -18,33 +18,24 @@ def replay(
     trace: opt.ReplayTrace = None,
     preset: opt.TracePreset = None,
     requests: opt.Requests = 100,
-    skip_bad_lines: opt.SkipBadLines = False,
     window: opt.Window = None,
     sample: opt.Sample = None,
-    time_scale: opt.TimeScale = 1.0,
     rate: opt.Rate = None,
-    jitter: opt.Jitter = 0.0,
     length_scale: opt.LengthScale = 1.0,
     max_input: opt.MaxInput = None,
     max_output: opt.MaxOutput = None,
-    write_trace: opt.WriteTrace = None,
     api: opt.Endpoint = Api.COMPLETIONS,
     model: opt.ReplayModel = None,
     plain: opt.Plain = False,
     text_prompts: opt.TextPrompts = False,
-    vocab_size: opt.VocabSize = 512,
-    temperature: opt.Temperature = 0.0,
     seed: opt.ReplaySeed = 0,
-    timeout_s: opt.TimeoutS = 300.0,
     repeat: opt.Repeat = 1,
     oracle: opt.Oracle = False,
     fault: opt.ReplayFault = None,
     admin_url: opt.AdminUrl = None,
     config: opt.ReplayConfig = None,
-    secret_file: opt.SecretFile = None,
     slo_ttft: opt.SloTtft = 2.0,
     slo_tpot: opt.SloTpot = 0.2,
-    slo_tbt: opt.SloTbt = None,
     out: opt.Out = Path("out/replay"),
     json: base.Json = False,
 ) -> None:
@@ -58,22 +49,18 @@ def replay(
     from kvrs_lab.report.metrics import Slo
 
     settings = Config() if config is None else checked(load_source(config, os.environ))
-    security = settings.security
-    if secret_file is not None:
-        security = security.model_copy(update={"secret_file": secret_file})
-    secret = None
+    security, secret = settings.security, None
     if security.secret_file is not None or ENV_NAME in os.environ:
         secret = read_secret(security, os.environ)
     options = filled(
         ReplayOptions,
         given,
         window=None if window is None else parse_window(window),
-        jitter_s=jitter,
         dialect=filled(Dialect, given, api_key=os.environ.get("OPENAI_API_KEY")),
         secret=secret,
         admin=None if admin_url is None else AdminClient.of(settings, os.environ, admin_url),
         tls=load_certificates("security.tls", security.tls),
-        slo=Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, tbt_s=slo_tbt),
+        slo=Slo(ttft_s=slo_ttft, tpot_s=slo_tpot),
     )
     raise typer.Exit(0 if run_replay(options, inject_faults, check_faults) else 1)
 
@@ -83,8 +70,6 @@ def simulate(
     trace: opt.SimulateTrace = None,
     requests: opt.SimulatedStreams = None,
     rate: opt.SimulatedRate = None,
-    pace: opt.SimulatedPace = None,
-    first_token: opt.SimulatedFirstToken = None,
     fault: opt.SimulatedFault = None,
     deaths: opt.RandomDeaths = 0,
     seed: opt.FirstSeed = 0,
@@ -92,12 +77,8 @@ def simulate(
     proxies: opt.SimulateProxies = 1,
     jobs: opt.Jobs = 1,
     ray: opt.SweepRay = None,
-    acceptance: opt.SimulatedAcceptance = 0.6,
     policy: opt.Policies = None,
     oracle: opt.SimulatedOracle = False,
-    slo_ttft: opt.SloTtft = 2.0,
-    slo_tpot: opt.SloTpot = 0.2,
-    slo_tbt: opt.SloTbt = None,
     out: opt.SimulationOut = None,
     json: base.Json = False,
 ) -> None:
@@ -105,12 +86,10 @@ def simulate(
     given = locals()
     if ray is not None:
         check_extras("sweep")
-    from kvrs_lab.report.metrics import Slo
     from kvrs_lab.sim.case import SimulateOptions
     from kvrs_lab.sim.command import run_simulation
 
-    slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, tbt_s=slo_tbt)
-    options = filled(SimulateOptions, given, policy=tuple(policy or ()), slo=slo)
+    options = filled(SimulateOptions, given, policy=tuple(policy or ()))
     raise typer.Exit(run_simulation(options))
 
 
@@ -120,19 +99,11 @@ def compare(
     trace: opt.SimulateTrace = None,
     requests: opt.SimulatedStreams = None,
     rate: opt.SimulatedRate = None,
-    pace: opt.SimulatedPace = None,
-    first_token: opt.SimulatedFirstToken = None,
     fault: opt.SimulatedFault = None,
     deaths: opt.RandomDeaths = 0,
-    seed: opt.FirstSeed = 0,
     seeds: opt.ComparedSeeds = 10,
-    proxies: opt.SimulateProxies = 1,
     jobs: opt.Jobs = 1,
     ray: opt.SweepRay = None,
-    acceptance: opt.SimulatedAcceptance = 0.6,
-    slo_ttft: opt.SloTtft = 2.0,
-    slo_tpot: opt.SloTpot = 0.2,
-    slo_tbt: opt.SloTbt = None,
     out: opt.SimulationOut = None,
     json: base.Json = False,
 ) -> None:
@@ -140,12 +111,10 @@ def compare(
     given = locals()
     if ray is not None:
         check_extras("sweep")
-    from kvrs_lab.report.metrics import Slo
     from kvrs_lab.sim.case import SimulateOptions
     from kvrs_lab.sim.comparison import parse_policies, run_comparison
 
-    slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, tbt_s=slo_tbt)
-    options = filled(SimulateOptions, given, policy=parse_policies(policies), slo=slo)
+    options = filled(SimulateOptions, given, policy=parse_policies(policies))
     raise typer.Exit(run_comparison(options))
 
 
@@ -158,30 +127,18 @@ def tune(
     held_out: opt.TuneHeldOut = None,
     requests: opt.SimulatedStreams = None,
     rate: opt.SimulatedRate = None,
-    pace: opt.SimulatedPace = None,
-    first_token: opt.SimulatedFirstToken = None,
     fault: opt.SimulatedFault = None,
     deaths: opt.RandomDeaths = 0,
-    seed: opt.FirstSeed = 0,
     seeds: opt.TuneSeeds = 5,
-    held_out_seeds: opt.TuneHeldOutSeeds = 10,
     jobs: opt.Jobs = 1,
-    proxies: opt.SimulateProxies = 1,
-    acceptance: opt.SimulatedAcceptance = 0.6,
-    slo_ttft: opt.SloTtft = 2.0,
-    slo_tpot: opt.SloTpot = 0.2,
-    slo_tbt: opt.SloTbt = None,
-    json: base.Json = False,
 ) -> None:
     """Search for better values of settings in the simulator, and test them on a held-out load."""
     given = locals()
     check_extras("tune")
-    from kvrs_lab.report.metrics import Slo
     from kvrs_lab.sim.case import SimulateOptions
     from kvrs_lab.sim.tuning import TuneOptions, run_tuning
 
-    slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, tbt_s=slo_tbt)
-    case = filled(SimulateOptions, given, slo=slo)
+    case = filled(SimulateOptions, given)
     raise typer.Exit(run_tuning(filled(TuneOptions, given), case))
 
 

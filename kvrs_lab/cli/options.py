@@ -9,17 +9,16 @@ from kvrs.cli.options import POLICIES, POLICY
 from kvrs.config.policy import PolicyName
 from kvrs.core.explanation import CheckpointAt
 from kvrs_lab.explain.elastic import KvBackup
-from kvrs_lab.sim.first_token import FirstToken
 from kvrs_lab.sim.goals import Goal
 from kvrs_lab.traces.presets import PRESETS
 from kvrs_lab.traces.records import Api
 
-# Groups of the options of `kvrs replay`.
+# Groups of the options of `kvrs lab replay`.
 TRACE = "The trace, and what is done to it"
 REQUESTS = "The requests"
 FAULTS = "Faults, and the comparison with a run without them"
 REPORT = "The report"
-# A group of `kvrs explain`.
+# A group of `kvrs lab explain`.
 ELASTIC = "The loss of ranks"
 DRAFT = "Drafts while a model loads again"
 
@@ -30,33 +29,15 @@ DemoTrace = Annotated[
     Path | None,
     typer.Option(help="A trace of a known format; lengths are scaled to the tiny model"),
 ]
-SkipBadLines = Annotated[
-    bool,
-    typer.Option(
-        "--skip-bad-lines",
-        help="Count a trace's bad lines, go on without them",
-        rich_help_panel=TRACE,
-    ),
-]
 DemoFault = Annotated[
     Path | None,
     typer.Option(help="YAML list of faults; without it, one decode instance is killed"),
-]
-DemoSeed = Annotated[
-    int, typer.Option(min=0, help="Seed of the model, the trace and the choice of victims")
 ]
 Out = Annotated[
     Path, typer.Option(help="Directory of report.json and report.html", rich_help_panel=REPORT)
 ]
 DemoConfig = Annotated[
     Path | None, typer.Option(help="YAML file; without it, the cluster of the demo")
-]
-Draft = Annotated[
-    Path | None,
-    typer.Option(
-        help="Hugging Face directory of a small model; an instance that is started again makes "
-        "drafts with it while its own model loads"
-    ),
 ]
 Nodes = Annotated[
     int | None,
@@ -67,12 +48,9 @@ Pipelines = Annotated[
     typer.Option(
         min=2,
         max=MAX_NODES // 2,
-        help="Start so many pipeline-parallel instances, of --pp stages, that can borrow each "
-        "other's stages; a node for each stage",
+        help="Embedded engine: so many instances of --pp stages, that can borrow each other's "
+        "stages; a node for each stage",
     ),
-]
-DistserveHome = Annotated[
-    Path | None, typer.Option(help="Checkout of DistServe; default: DISTSERVE_HOME")
 ]
 Proxies = Annotated[
     int, typer.Option(min=1, max=8, help="How many proxies, each 10 ports above the one before it")
@@ -85,11 +63,11 @@ Ray = Annotated[
 ]
 Tp = Annotated[
     int | None,
-    typer.Option(min=1, max=64, help="Ranks per stage of every instance (tensor parallel) [1]"),
+    typer.Option(min=1, max=64, help="Embedded engine: ranks per stage of every instance [1]"),
 ]
 Pp = Annotated[
     int | None,
-    typer.Option(min=1, max=64, help="Stages of every instance (pipeline parallel) [1]"),
+    typer.Option(min=1, max=64, help="Embedded engine: stages of every instance [1]"),
 ]
 Url = Annotated[str, typer.Option(help="Base of an OpenAI endpoint, such as http://127.0.0.1:8000")]
 ReplayTrace = Annotated[
@@ -103,7 +81,6 @@ TracePreset = Annotated[
     str | None,
     typer.Option(
         "--trace-preset",
-        "--preset",
         help=f"Or a generated trace: {', '.join(PRESETS)}",
         rich_help_panel=TRACE,
     ),
@@ -121,10 +98,6 @@ Sample = Annotated[
 Rate = Annotated[
     float | None,
     typer.Option(help="Requests per second, in place of a time scale", rich_help_panel=TRACE),
-]
-Jitter = Annotated[
-    float,
-    typer.Option(help="Seconds; Mooncake's times come in batches of 3 s", rich_help_panel=TRACE),
 ]
 LengthScale = Annotated[
     float,
@@ -173,33 +146,15 @@ ReplayConfig = Annotated[
         rich_help_panel=FAULTS,
     ),
 ]
-SecretFile = Annotated[
-    str | None,
-    typer.Option(
-        help="Secret of the cluster; default: --config, or KVRS_SECRET",
-        rich_help_panel=FAULTS,
-    ),
-]
 Requests = Annotated[
     int, typer.Option(min=1, help="How many requests of a preset", rich_help_panel=TRACE)
 ]
-TimeScale = Annotated[float, typer.Option(help="0.1: ten times as fast", rich_help_panel=TRACE)]
 MaxInput = Annotated[
     int | None, typer.Option(min=1, help="Longer prompts are cut", rich_help_panel=TRACE)
 ]
 MaxOutput = Annotated[
     int | None, typer.Option(min=1, help="Longer outputs are cut", rich_help_panel=TRACE)
 ]
-WriteTrace = Annotated[
-    Path | None, typer.Option(help="File for the shaped trace", rich_help_panel=TRACE)
-]
-VocabSize = Annotated[
-    int, typer.Option(min=16, help="Prompt ids are below it", rich_help_panel=REQUESTS)
-]
-Temperature = Annotated[
-    float, typer.Option(min=0, max=2, help="0: greedy", rich_help_panel=REQUESTS)
-]
-TimeoutS = Annotated[float, typer.Option(help="Time limit of a stream", rich_help_panel=REQUESTS)]
 Repeat = Annotated[
     int, typer.Option(min=1, help="Runs; means get 95 % intervals", rich_help_panel=FAULTS)
 ]
@@ -208,10 +163,6 @@ AdminUrl = Annotated[
 ]
 SloTtft = Annotated[float, typer.Option(help="Seconds; counts for goodput", rich_help_panel=REPORT)]
 SloTpot = Annotated[float, typer.Option(help="Seconds; counts for goodput", rich_help_panel=REPORT)]
-SloTbt = Annotated[
-    float | None,
-    typer.Option(help="Seconds; longest time between two tokens", rich_help_panel=REPORT),
-]
 SimulateTrace = Annotated[
     Path | None,
     typer.Option(help="JSON or CSV of a known format, as for `replay`; without it, generated"),
@@ -221,14 +172,6 @@ SimulatedStreams = Annotated[
 ]
 SimulatedRate = Annotated[
     float | None, typer.Option(help="Requests per second; default: the trace's own, or 8")
-]
-SimulatedPace = Annotated[
-    str | None,
-    typer.Option(help="Profile (a name, or the path of one) of instances without one of their own"),
-]
-SimulatedFirstToken = Annotated[
-    FirstToken | None,
-    typer.Option(help="Where the first token comes from; default: by cluster.backend"),
 ]
 Jobs = Annotated[int, typer.Option(min=1, help="Processes that simulate seeds")]
 SweepRay = Annotated[
@@ -262,7 +205,6 @@ TuneHeldOut = Annotated[
         "seeds"
     ),
 ]
-TuneHeldOutSeeds = Annotated[int, typer.Option(min=2, help="Pairs of runs of that test")]
 Compared = Annotated[
     str, typer.Option(metavar="A,B,...", help=f"Policies, with commas between: {POLICIES}")
 ]
@@ -275,10 +217,6 @@ SimulationOut = Annotated[
 ]
 PageOut = Annotated[
     Path | None, typer.Option(help="Directory for the page: report.html, or compare.html")
-]
-SimulatedAcceptance = Annotated[
-    float,
-    typer.Option(help="Probability that a draft is right (speculation.source: draft)"),
 ]
 SimulateProxies = Annotated[
     int, typer.Option(min=1, help="How many proxies, each with a policy and a view of its own")

@@ -1,9 +1,8 @@
-"""Commands that run a cluster: the demo, and `kvrs up`."""
+"""Commands that run a cluster: the demo, and `kvrs lab up`."""
 
 import os
 import signal
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,8 +25,7 @@ from kvrs.config.file import (
 from kvrs.config.origin import UpCommand
 from kvrs.config.policy import PolicyName
 from kvrs.config.presets import SystemPreset
-from kvrs.config.source import Source, lay_over
-from kvrs.config.speculation import DraftSourceName
+from kvrs.config.source import Source
 from kvrs.errors import ConfigError, check_extras
 
 if TYPE_CHECKING:
@@ -41,9 +39,7 @@ def demo(
     ] = PolicyName.AUTO,
     requests: Annotated[int, typer.Option(min=1, max=2000, help="How many streams to replay")] = 60,
     trace: opt.DemoTrace = None,
-    skip_bad_lines: opt.SkipBadLines = False,
     fault: opt.DemoFault = None,
-    seed: opt.DemoSeed = 0,
     out: opt.Out = Path("out/demo"),
 ) -> None:
     """Start a cluster, kill a decode instance under load, compare every stream token by token."""
@@ -54,9 +50,7 @@ def demo(
         policy=policy,
         requests=requests,
         trace=trace,
-        skip_bad_lines=skip_bad_lines,
         fault=fault,
-        seed=seed,
         out=out,
     )
     raise typer.Exit(0 if run_demo(options) else 1)
@@ -65,7 +59,6 @@ def demo(
 def up(
     config: opt.DemoConfig = None,
     model: base.Model = None,
-    draft: opt.Draft = None,
     nodes: opt.Nodes = None,
     pipelines: opt.Pipelines = None,
     port: base.Port = None,
@@ -73,35 +66,28 @@ def up(
     backend: Annotated[
         Backend | None, typer.Option(help="Kind of engine; default: embedded")
     ] = None,
-    distserve_home: opt.DistserveHome = None,
     proxies: opt.Proxies = 1,
-    workers: base.Workers = None,
     preset: base.Preset = None,
     tp: opt.Tp = None,
     pp: opt.Pp = None,
     ray: opt.Ray = None,
-    no_env: base.NoEnv = False,
 ) -> None:
     """Run a cluster behind its proxies until Ctrl-C; without --config, with the preset best."""
     from kvrs.tracing.settings import trace_settings
     from kvrs_lab.cluster.launcher import Cluster
     from kvrs_lab.cluster.upkeep import Upkeep
 
-    of_proxy = {"port": port, "admin_port": admin_port, "workers": workers}
-    environ = None if no_env else os.environ
+    of_proxy = {"port": port, "admin_port": admin_port}
     read_config = partial(
         _up_config,
-        environ,
         config,
         preset,
         proxies,
         model,
-        draft,
         nodes,
         pipelines,
         of_proxy,
         backend,
-        distserve_home,
         {"tp": tp, "pp": pp},
         ray,
     )
@@ -109,7 +95,7 @@ def up(
     needed = "engine" if ray is None else "ray"
     check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else needed)
     trace_settings(os.environ)  # Raises ConfigError, as every process of the cluster would.
-    read_launch = partial(_launch, config, environ)
+    read_launch = partial(_launch, config)
     upkeep = Upkeep(say, read_config, read_launch)
     # From here on every ending signal takes the same path, which always cleans up.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -136,25 +122,22 @@ def _addresses(cluster: "Cluster") -> Iterator[str]:
         yield f"{what} {url}/v1 (OpenAI API), {pages}"
 
 
-def _launch(config: Path | None, environ: Mapping[str, str] | None) -> UpCommand:
+def _launch(config: Path | None) -> UpCommand:
     """The row that proxies show for this process, with the file as `kvrs doctor` reads it."""
     file = None if config is None else str(config.resolve())
-    settings = checked(load_source(config, environ))
+    settings = checked(load_source(config, os.environ))
     return UpCommand(os.getpid(), file, config_digest(settings))
 
 
 def _up_config(
-    environ: Mapping[str, str] | None,
     config: Path | None,
     preset: SystemPreset | None,
     proxies: int,
     model: Path | None,
-    draft: Path | None,
     nodes: int | None,
     pipelines: int | None,
     of_proxy: Mapping[str, int | None],
     backend: Backend | None,
-    distserve_home: Path | None,
     of_instances: Mapping[str, int | None],
     ray: str | None = None,
 ) -> Config:
@@ -164,9 +147,7 @@ def _up_config(
     is_plain = preset is None and config is None and backend in (None, Backend.EMBEDDED)
     if is_plain:
         preset = SystemPreset.BEST
-    source = load_source(config, environ, preset, backend)
-    if draft is not None:
-        source = _with_draft(source, draft)
+    source = load_source(config, os.environ, preset, backend)
     given = checked(source)
     document = given.model_dump(mode="json")
     # The slots of a target are shared out among several proxies by the agents, which need gossip.
@@ -180,12 +161,6 @@ def _up_config(
         document["cluster"]["model"] = _directory("--model", model)
     if backend is not None:
         document["cluster"]["backend"] = backend.value
-    if distserve_home is not None:
-        if document["cluster"]["backend"] != Backend.DISTSERVE:
-            raise ConfigError(
-                "--distserve-home: given without --backend distserve; allowed: both, or neither"
-            )
-        document["cluster"]["distserve"]["home"] = str(distserve_home.resolve())
     for key, value in of_proxy.items():
         if value is not None:
             document["proxy"][key] = value
@@ -224,16 +199,6 @@ def _asked_nodes(
             f"nodes; allowed: at most {opt.MAX_NODES}"
         )
     return pipeline_nodes(pipelines, stages, tp)
-
-
-def _with_draft(source: Source, draft: Path) -> Source:
-    """The same with the draft of the command line: before its check, which asks for one."""
-    drafts = {"source": DraftSourceName.DRAFT.value, "draft": _directory("--draft", draft)}
-    named = replace(source, document={"speculation": drafts})
-    if source.document is None or isinstance(source.document, Mapping):
-        lay_over(named, source)
-        return named
-    return source  # A fault of the document, found by its check.
 
 
 def _directory(option: str, model: Path) -> str:

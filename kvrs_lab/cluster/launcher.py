@@ -38,6 +38,7 @@ from kvrs_lab.cluster.loopback_ray import LoopbackRay
 from kvrs_lab.cluster.placing import faults_of_ray, faults_without_ray
 from kvrs_lab.cluster.ports import resolve_all, several_proxies
 from kvrs_lab.cluster.processes import (
+    START_TIMEOUT_S,
     LaunchError,
     Process,
     Progress,
@@ -47,7 +48,7 @@ from kvrs_lab.cluster.proxies import ProxyProcess
 from kvrs_lab.cluster.remote import RemoteSupervisor
 from kvrs_lab.cluster.run_directory import RunDirectory
 from kvrs_lab.cluster.signals import EndingSignals
-from kvrs_lab.cluster.supervised import START_TIMEOUT, MachineSupervisor, StartWait, wait_ready
+from kvrs_lab.cluster.supervised import MachineSupervisor, StartWait, wait_ready
 from kvrs_lab.cluster.victims import closing_process, open_processes
 
 STOP_TIMEOUT_S = 15.0
@@ -214,12 +215,11 @@ class Cluster:
         """Wait until every proxy sees every instance, agent and other proxy up; the seconds it
         took. `timeout_s`: None, as long as a process may take to start.
         """
-        limit_s = self.config.cluster.start_timeout_s if timeout_s is None else timeout_s
+        limit_s = START_TIMEOUT_S if timeout_s is None else timeout_s
         started_s = time.monotonic()
         while down := self.down():
             if time.monotonic() - started_s > limit_s:
-                setting = f" ({START_TIMEOUT})" if timeout_s is None else ""
-                raise LaunchError(f"after {limit_s:.0f} s{setting} these are not up: {down}")
+                raise LaunchError(f"after {limit_s:.0f} s these are not up: {down}")
             self.check()
             time.sleep(0.1)
         return time.monotonic() - started_s
@@ -307,7 +307,7 @@ class Cluster:
             if key not in RENEWED
         ]
         return [
-            f"{key}: changed; allowed: its former value, or another `kvrs up`"
+            f"{key}: changed; allowed: its former value, or another `kvrs lab up`"
             for key, old, new in fixed
             if old != new
         ]
@@ -357,7 +357,7 @@ class Cluster:
                 )
             )
             self.proxies[-1].start()
-        wait = StartWait(self.config.cluster.start_timeout_s, self._progress)
+        wait = StartWait(START_TIMEOUT_S, self._progress)
         for proxy in self.proxies:
             while not proxy.status.has_served:
                 self.check()

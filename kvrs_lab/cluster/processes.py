@@ -12,6 +12,8 @@ from kvrs.config.file import Config
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId, NodeId
 
+# The longest time that `kvrs lab up` waits for processes that start.
+START_TIMEOUT_S = 600.0
 _CONVERSION_S = 1800.0  # DistServe converts the weights of a model before it loads them first.
 
 Progress = Callable[[str], object]  # Takes a line about what is done.
@@ -57,7 +59,7 @@ def processes_of(config: Config) -> list[Process]:
 
 
 def _processes(config: Config) -> Iterator[Process]:
-    cluster, start_s = config.cluster, config.cluster.start_timeout_s
+    cluster, start_s = config.cluster, START_TIMEOUT_S
     match cluster.backend:
         case Backend.EMBEDDED:
             for node, instance in cluster.instances():
@@ -67,11 +69,11 @@ def _processes(config: Config) -> Iterator[Process]:
                     yield Process(name, host.node, Kind.STAGE, start_s)
         case Backend.DISTSERVE:
             for node in cluster.nodes:
-                name, server_s = InstanceId(f"server-{node.id}"), max(start_s, _CONVERSION_S)
+                name, server_s = InstanceId(f"server-{node.id}"), _CONVERSION_S
                 yield Process(name, node.id, Kind.SERVER, server_s)
         case Backend.VLLM:
             raise ConfigError(
-                "cluster.backend: got 'vllm'; allowed for `kvrs up`: 'embedded', "
+                "cluster.backend: got 'vllm'; allowed for `kvrs lab up`: 'embedded', "
                 "'distserve' (see `kvrs docs vllm`)"
             )
         case _:

@@ -22,7 +22,7 @@ from kvrs.protocol.secrets import derive
 from kvrs_lab.cluster.exits import Ended
 from kvrs_lab.cluster.guard import PATIENCE_S
 from kvrs_lab.cluster.placing import Machine, faults_of_ray, host_of, moved, place
-from kvrs_lab.cluster.processes import LaunchError, Process, Progress, processes_of
+from kvrs_lab.cluster.processes import START_TIMEOUT_S, LaunchError, Process, Progress, processes_of
 from kvrs_lab.cluster.run_directory import RunDirectory
 from kvrs_lab.cluster.supervised import MachineSupervisor, ProcessStatus
 
@@ -142,7 +142,7 @@ class RemoteSupervisor:
         for node, reference in started.items():
             where = f"node {node} at {placed[node].address}"
             try:
-                fault = ray.get(reference, timeout=config.cluster.start_timeout_s)
+                fault = ray.get(reference, timeout=START_TIMEOUT_S)
             except ray.exceptions.RayError as error:
                 raise LaunchError(f"{where}: {_last_line(error)}") from None
             if fault is not None:

@@ -40,7 +40,6 @@ from kvrs_lab.cluster.run_directory import RunDirectory
 # How often a process is started, in all, that ends during its start without a reason of its own.
 STARTS = 3
 LOOK_INTERVAL_S = 0.05
-START_TIMEOUT = "cluster.start_timeout_s"  # The setting, as errors name it.
 # After a start of an instance or agent that did not get as far as serving.
 PAUSES_S = (0.5,)
 _SAY_INTERVAL_S = 10.0
@@ -312,7 +311,7 @@ class StartWait:
     def __init__(self, timeout_s: float, progress: Progress) -> None:
         self._timeout_s, self._progress = timeout_s, progress
         self._began_s = self._said_s = time.monotonic()
-        self.limit = f"{timeout_s:.0f} s ({START_TIMEOUT})"
+        self.limit = f"{timeout_s:.0f} s"
 
     def is_over(self, waiting: Iterable[str]) -> bool:
         now_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""The main loop of `kvrs up` while its cluster runs, and rolling restarts: every process of the
+"""The main loop of `kvrs lab up` while its cluster runs, and rolling restarts: every process of the
 cluster is restarted, one at a time, without a failed stream.
 """
 
@@ -13,7 +13,7 @@ from kvrs.errors import ConfigError, KvrsError
 from kvrs.net.admin import AdminError
 from kvrs_lab.cluster.fault_injection import rows_of
 from kvrs_lab.cluster.launcher import Cluster
-from kvrs_lab.cluster.processes import Kind, Process, hosts_of, instances_in
+from kvrs_lab.cluster.processes import START_TIMEOUT_S, Kind, Process, hosts_of, instances_in
 from kvrs_lab.cluster.proxies import ProxyProcess
 
 LOOK_INTERVAL_S = 0.5
@@ -125,7 +125,6 @@ class RollingRestart:
     ) -> None:
         """`goes_on` is polled; when it returns False, no further process is restarted."""
         self._cluster = cluster
-        self._start_s = cluster.config.cluster.start_timeout_s
         self._say = say
         self._goes_on = goes_on
 
@@ -139,7 +138,7 @@ class RollingRestart:
         cluster = self._cluster
         try:
             # Wait for processes that are being restarted already.
-            self._until(lambda: not cluster.down(), "the restart has not begun", self._start_s)
+            self._until(lambda: not cluster.down(), "the restart has not begun", START_TIMEOUT_S)
             for proxy in cluster.proxies:
                 self._restart_proxy(proxy)
             for kinds in ((Kind.INSTANCE, Kind.SERVER), (Kind.AGENT,)):
@@ -159,7 +158,7 @@ class RollingRestart:
             return proxy.pid != former and not self._cluster.down()
 
         drain_s = proxy.settings.drain_delay_s + proxy.settings.drain_s
-        self._until_new(is_new, proxy.settings.id, drain_s, self._start_s)
+        self._until_new(is_new, proxy.settings.id, drain_s, START_TIMEOUT_S)
 
     def _restart(self, process: Process) -> None:
         known: list[set[int]] = []
@@ -169,7 +168,7 @@ class RollingRestart:
             known = self._pids(process)
             return all(known)
 
-        self._until(is_known, process.label, self._start_s)
+        self._until(is_known, process.label, START_TIMEOUT_S)
         for host in hosts_of(self._cluster.config, process):
             self._cluster.end(host)  # It goes on until the instance has ended.
         self._cluster.end(process.name)

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from kvrs.config.backup import BackupMode, BackupSettings
-from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.config.policy import LOOKAHEAD_TOKENS, PolicySettings, SloSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
@@ -288,7 +288,7 @@ class _Case:
                 join_s=0.0,
                 restart_s=0.0,
                 replace_s=0.0,
-                lookahead_tokens=_SETTINGS.lookahead_tokens,
+                lookahead_tokens=LOOKAHEAD_TOKENS,
                 step_s=lambda layout: self._token_s * shares(layout, self._units).weights / full,
             ),
         )

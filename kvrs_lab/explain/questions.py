@@ -1,4 +1,4 @@
-"""The questions of `kvrs explain`: from the options of its command line to the documents that
+"""The questions of `kvrs lab explain`: from the options of its command line to the documents that
 answer them. Bytes, seconds and tokens throughout.
 """
 

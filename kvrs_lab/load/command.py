@@ -1,4 +1,4 @@
-"""`kvrs replay`: drive an OpenAI endpoint with a trace, inject faults if given, compare with a
+"""`kvrs lab replay`: drive an OpenAI endpoint with a trace, inject faults if given, compare with a
 clean run, and write the report.
 """
 
@@ -36,13 +36,10 @@ from kvrs_lab.traces.mooncake import (
     at_rate,
     check_lasts,
     clip,
-    jitter,
     replay_requests,
     sample,
     scale_lengths,
-    scale_time,
     window,
-    write_mooncake,
 )
 from kvrs_lab.traces.presets import PRESETS
 from kvrs_lab.traces.records import ReplayRequest
@@ -65,22 +62,16 @@ class ReplayOptions:
     trace: Path | None = None
     preset: str | None = None
     requests: int = 100
-    skip_bad_lines: bool = False
     # In this order: a window by number of request, a sample of it, times, lengths.
     window: tuple[int, int] | None = None
     sample: int | None = None
-    time_scale: float = 1.0
-    rate: float | None = None  # Requests per second; in place of a time scale.
-    jitter_s: float = 0.0
+    rate: float | None = None  # Requests per second; None: the trace's own.
     length_scale: float = 1.0
     max_input: int | None = None
     max_output: int | None = None
-    # File for the trace that is replayed (before lengths are scaled).
-    write_trace: Path | None = None
     dialect: Dialect = Dialect()  # noqa: RUF009 - frozen
     vocab_size: int = SMALLEST_VOCAB_SIZE
     first_token: int = FIRST_ORDINARY_TOKEN
-    temperature: float = 0.0
     seed: int = 0
     timeout_s: float = 300.0
     repeat: int = 1
@@ -172,42 +163,18 @@ def load_requests(
     """
     _check(options)
     trace = _source(options)
-    if trace.skipped and console is not None:
-        console.print(
-            f"  {trace.skipped} bad lines of {options.trace} were skipped",
-            style="yellow",
-            markup=False,
-        )
     if options.window is not None:
         first, end = options.window
         trace = window(trace, end - first, first)
     if options.sample is not None:
         trace = sample(trace, options.sample, options.seed)
-    if options.jitter_s:
-        trace = jitter(trace, options.jitter_s, options.seed)
-    trace = (
-        scale_time(trace, options.time_scale)
-        if options.rate is None
-        else at_rate(trace, options.rate)
-    )
-    stretched_by = (
-        f"--time-scale: got {options.time_scale}"
-        if options.rate is None
-        else f"--rate: got {options.rate}"
-    )
-    check_lasts(trace, stretched_by)
-    if options.write_trace is not None:
-        _keep_trace(trace, options.write_trace)
+    if options.rate is not None:
+        trace = at_rate(trace, options.rate)
+        check_lasts(trace, f"--rate: got {options.rate}")
     trace = scale_lengths(trace, options.length_scale) if options.length_scale != 1 else trace
     trace = clip(trace, options.max_input or _LARGEST_LENGTH, options.max_output or _LARGEST_LENGTH)
     trace = _for_server(trace, options, served, console)
-    requests = replay_requests(trace, options.vocab_size, options.seed, options.first_token)
-    if options.temperature:
-        return [
-            replace(r, temperature=options.temperature, seed=options.seed + i)
-            for i, r in enumerate(requests)
-        ]
-    return requests
+    return replay_requests(trace, options.vocab_size, options.seed, options.first_token)
 
 
 def _for_server(
@@ -230,27 +197,12 @@ def _for_server(
     return trace
 
 
-def _keep_trace(trace: Trace, path: Path) -> None:
-    try:
-        write_mooncake(trace, path)
-    except OSError as error:
-        raise ConfigError(
-            f"--write-trace: {path}: {error.strerror}; allowed: a file that can be written"
-        ) from None
-
-
 def _check(options: ReplayOptions) -> None:
     mistakes = [*_numbers_out_of_range(options)]
     if (options.trace is None) == (options.preset is None):
-        mistakes.append("allowed: exactly one of --trace and --preset")
+        mistakes.append("allowed: exactly one of --trace and --trace-preset")
     if options.preset is not None and options.preset not in PRESETS:
-        mistakes.append(f"--preset: got {options.preset!r}; allowed: {', '.join(PRESETS)}")
-    if options.rate is not None and options.time_scale != 1:
-        mistakes.append("--rate and --time-scale both stretch the times; allowed: one of them")
-    if options.vocab_size - options.first_token < 2:
-        mistakes.append(
-            f"--vocab-size: got {options.vocab_size}; allowed: at least {options.first_token + 2}"
-        )
+        mistakes.append(f"--trace-preset: got {options.preset!r}; allowed: {', '.join(PRESETS)}")
     if not has_origin(options.url):
         mistakes.append(f"--url: got {options.url!r}; allowed: http://HOST... or https://HOST...")
     if mistakes:
@@ -259,24 +211,18 @@ def _check(options: ReplayOptions) -> None:
 
 def _numbers_out_of_range(options: ReplayOptions) -> Iterator[str]:
     positive = (
-        ("--time-scale", options.time_scale),
         ("--rate", options.rate),
-        ("--timeout-s", options.timeout_s),
         ("--slo-ttft", options.slo.ttft_s),
         ("--slo-tpot", options.slo.tpot_s),
-        ("--slo-tbt", options.slo.tbt_s),
     )
     yield from numbers_out_of_range(positive, zero=False)
-    yield from numbers_out_of_range([("--jitter", options.jitter_s)], zero=True)
-    if not 0 <= options.temperature <= 2:
-        yield f"--temperature: got {options.temperature}; allowed: 0 to 2"
     if not 0 < options.length_scale <= 1:
         yield f"--length-scale: got {options.length_scale}; allowed: above 0, up to 1"
 
 
 def _source(options: ReplayOptions) -> Trace:
     if options.trace is not None:
-        return load_trace(options.trace, options.skip_bad_lines)
+        return load_trace(options.trace)
     assert options.preset is not None
     return generate(
         replace(PRESETS[options.preset].settings, requests=options.requests), options.seed
@@ -382,9 +328,7 @@ def _report(
         "trace": options.trace.name if options.trace else f"preset {options.preset}",
         "window": None if options.window is None else f"{options.window[0]}:{options.window[1]}",
         "sample": options.sample,
-        "time_scale": options.time_scale,
         "rate": options.rate,
-        "jitter_s": options.jitter_s,
         "length_scale": options.length_scale,
         "max_input": options.max_input,
         "max_output": options.max_output,
@@ -394,7 +338,6 @@ def _report(
         "longest_output_tokens": max((each.max_tokens for each in requests), default=None),
         "api": options.dialect.api.value,
         "model": options.dialect.model,
-        "temperature": options.temperature,
         "seed": options.seed,
         "fault": options.fault.name if options.fault else None,
         "caches_at_the_start": caches,

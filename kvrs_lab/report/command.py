@@ -1,4 +1,4 @@
-"""`kvrs report`: one report drawn again, or several beside each other."""
+"""`kvrs lab report`: one report drawn again, or several beside each other."""
 
 import json
 from collections.abc import Callable, Sequence

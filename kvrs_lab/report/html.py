@@ -75,7 +75,7 @@ def render_html(report: Report) -> str:
             _made_with(report),
         )
     )
-    return _page(f"kvrs report: {_VERDICTS[report['exact']]}", body)
+    return _page(f"kvrs lab report: {_VERDICTS[report['exact']]}", body)
 
 
 def render_comparison(names: Sequence[str], reports: Sequence[Report]) -> str:

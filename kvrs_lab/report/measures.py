@@ -188,6 +188,6 @@ def load_report(path: Path, schema_version: int) -> Report:
         msgspec.convert(report, _Compared)
     except msgspec.ValidationError as error:
         raise ReportError(
-            f"{file}: {error}; it was not written by `kvrs replay` or `kvrs demo`"
+            f"{file}: {error}; it was not written by `kvrs lab replay` or `kvrs lab demo`"
         ) from None
     return dict(report)

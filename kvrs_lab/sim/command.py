@@ -1,5 +1,5 @@
-"""`kvrs simulate`: a configuration's cluster in virtual time, hit by a file's faults or at random,
-for one seed or many, under one policy or several.
+"""`kvrs lab simulate`: a configuration's cluster in virtual time, hit by a file's faults or at
+random, for one seed or many, under one policy or several.
 """
 
 import json

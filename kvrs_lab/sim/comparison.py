@@ -1,4 +1,4 @@
-"""`kvrs compare`: policies under the same arrivals and faults, and which of them is better.
+"""`kvrs lab compare`: policies under the same arrivals and faults, and which of them is better.
 
 The runs of one seed are a pair: they differ by the policy only, so that the interval is that of
 their differences.
@@ -71,7 +71,7 @@ def run_comparison(options: SimulateOptions) -> int:
         raise ConfigError("--fault, --deaths: missing; allowed: one of them, to recover from")
     config, faults, found = simulate_policies(options)
     if hollow := [policy.value for policy, each in found.items() if not each.by_seed]:
-        raise KvrsError(f"all runs of {', '.join(hollow)} violated an invariant: kvrs simulate")
+        raise KvrsError(f"all runs of {', '.join(hollow)} violated an invariant: kvrs lab simulate")
     comparisons = compare(found)
     document = described(options, config, found) | {"comparison": _document(found, comparisons)}
     if options.out is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvrs.config.file import Config
-from kvrs.config.policy import Degraded, Dispatch, Failing, PolicyName
+from kvrs.config.policy import Dispatch, Failing, PolicyName
 from kvrs.core.model.member import Health
 from kvrs.core.topology import Topology
 from kvrs.protocol.gpus import GpuHealth, GpuState
@@ -323,7 +323,7 @@ class Disturbances:
     def _reload(self) -> None:
         """Every proxy gets other settings, each at its own moment."""
         rng, config = self._cluster.rng, self._cluster.config
-        gpu = {"degraded": rng.choice(list(Degraded)), "failing": rng.choice(list(Failing))}
+        gpu = {"failing": rng.choice(list(Failing))}
         policy = {
             "name": rng.choice(list(PolicyName)),
             "dispatch": rng.choice(list(Dispatch)),

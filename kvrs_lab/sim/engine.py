@@ -20,7 +20,7 @@ from kvrs.protocol.instance import (
 )
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
-from kvrs.transfer.meter import LinkMeter
+from kvrs.transfer.meter import PROBE_BYTES, LinkMeter
 from kvrs_engine.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs_engine.scheduling.fair_queue import order
 from kvrs_engine.scheduling.pages import MOVED_KEPT_S, PageManager
@@ -89,9 +89,7 @@ class SimEngine(SimPagePool, RankedEngine):
             lambda sequence, index: self.received(sequence.pages[index], sequence.tags[index]),
         )
         self.places = AdmissionWaitEstimator()
-        self.meter = LinkMeter(
-            self._site.config.transfer.link, self._site.config.transfer.probe_bytes
-        )
+        self.meter = LinkMeter(PROBE_BYTES)
         self.backlog = CheckpointBacklog(self._size)
         self.checkpoint_sender = SimCheckpointSender(self, self._site)
         share = self._site.config.backup.replica_share(self.role)

@@ -1,4 +1,4 @@
-"""Goals of `kvrs tune`; imports nothing, for the command line."""
+"""Goals of `kvrs lab tune`; imports nothing, for the command line."""
 
 from enum import StrEnum
 

@@ -41,7 +41,6 @@ class LentStages:
             spare_pages=own.free_pages - own.leased_pages + len(again),
             lent_pages=unused_pages + len(here),
             busy=self._passage.busy(host.stage),
-            lend_pages=elastic.lend_pages,
             least_gain=elastic.least_gain,
             refusal=refusal,
         )

@@ -11,6 +11,7 @@ from typing import assert_never
 
 import msgspec
 
+from kvrs.config.policy import LOOKAHEAD_TOKENS
 from kvrs.protocol.instance import ReformingReport
 from kvrs.protocol.parts import Cell
 from kvrs_engine.elastic.experts import rebalance
@@ -73,7 +74,7 @@ class SimRanks:
                 join_s=model.join_s,
                 restart_s=model.restart_s,
                 back_s=model.grows_after_s + model.join_s,
-                lookahead_tokens=site.config.policy.lookahead_tokens,
+                lookahead_tokens=LOOKAHEAD_TOKENS,
                 step_s=self._step_s,
             ),
         )

@@ -1,4 +1,4 @@
-"""`kvrs tune`: values of settings that the simulator finds to be better than those of a
+"""`kvrs lab tune`: values of settings that the simulator finds to be better than those of a
 configuration.
 
 Optuna's TPE sampler (Bergstra et al., NeurIPS 2011) proposes values within a space; each proposal

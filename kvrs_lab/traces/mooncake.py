@@ -211,8 +211,7 @@ def at_rate(trace: Trace, requests_per_s: float) -> Trace:
     span_s = arrivals_s[-1] - arrivals_s[0]
     if span_s == 0 and len(arrivals_s) > 1:
         raise TraceError(
-            f"all {len(arrivals_s)} requests arrive at the same moment: they have no "
-            f"rate; jitter them first (--jitter S)"
+            f"all {len(arrivals_s)} requests arrive at the same moment: they have no rate"
         )
     factor = (len(arrivals_s) - 1) / requests_per_s / span_s if span_s else 1.0
     moved = (

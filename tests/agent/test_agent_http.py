@@ -12,6 +12,7 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError, TransferError
 from kvrs.gossip.membership import Membership
+from kvrs.gossip.parameters import Parameters
 from kvrs.ids import NodeId, StreamId
 from kvrs.net.proving import UnprovenError
 from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate
@@ -330,7 +331,7 @@ async def test_an_agent_listens_at_its_bind_and_is_reached_by_name(tmp_path: Pat
     agent |= {"host": "localhost", "bind": "0.0.0.0", "gossip_port": free_ports(1)[0]}
     written["proxy"] = {"port": 0, "admin_port": 0}
     config = parse_config(written)
-    other = Membership(NodeId("other"), config.gossip, [SECRET])
+    other = Membership(NodeId("other"), Parameters(), [SECRET])
     async with running(config), session(config) as client, Engine(config) as engine:
         info = await ask(client, "/kvrs/v1/agent", AgentInfo)
         held = await engine.offer("s", 1)

@@ -1,13 +1,14 @@
 """Commands of other packages on the command line of kvrs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from kvrs.cli import app, extras
-from kvrs.errors import MissingExtraError
+from kvrs.errors import ConfigError, MissingExtraError
 from kvrs_lab.cli import app as lab_app
 
 ADDED = """import typer
@@ -30,31 +31,36 @@ def forgotten() -> Iterator[None]:
     extras._registered.cache_clear()
 
 
-def test_the_list_of_names_is_that_of_the_laboratory() -> None:
-    """A command that is not listed would not be found."""
+def test_commands_of_earlier_versions_are_those_of_the_laboratory() -> None:
     commands = [each.callback for each in lab_app.registered_commands]
 
-    assert tuple(each.__name__ for each in commands if each is not None) == extras.OF_LAB
+    assert tuple(each.__name__ for each in commands if each is not None) == extras.MOVED
 
 
-@pytest.mark.parametrize("name", extras.OF_LAB)
-def test_a_command_of_a_package_that_is_missing_names_its_extra(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Its options are not checked, which only the package could."""
-
-    def fail(module: str) -> None:
-        package = module.partition(".")[0]
-        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-
-    monkeypatch.setattr(extras, "import_module", fail)
-
+@pytest.mark.parametrize("name", extras.MOVED)
+def test_a_command_that_has_moved_is_refused_with_its_new_name(name: str) -> None:
     error = CliRunner().invoke(app, [name, "--seed", "3"]).exception
+
+    assert isinstance(error, ConfigError)
+    assert str(error) == f"kvrs {name} is now kvrs lab {name}"
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options are not checked, which only the package could; the list of commands has the line."""
+
+    def load() -> typer.Typer:
+        raise ModuleNotFoundError("No module named 'kvrs_lab'", name="kvrs_lab")
+
+    found: dict[str, Callable[[], typer.Typer]] = {"lab": load}
+    monkeypatch.setattr(extras, "_registered", lambda: found)
+
+    error = CliRunner().invoke(app, ["lab", "up", "--seed", "3"]).exception
     listed = CliRunner().invoke(app, ["--help"], terminal_width=200)
 
     assert isinstance(error, MissingExtraError)
     assert str(error) == "not installed: kvrs_lab; to install: pip install 'kvrs[lab]'"
-    assert (listed.exit_code, f" {name} " in listed.stdout) == (0, True)
+    assert listed.exit_code == 0
+    assert "pip install 'kvrs[lab]'" in listed.stdout
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -77,8 +83,7 @@ def test_another_distribution_adds_a_command(
 
 
 def test_a_name_of_no_command_is_refused_with_those_that_are_alike() -> None:
-    """Names of the laboratory are among them."""
-    ran = CliRunner().invoke(app, ["replays"])
+    ran = CliRunner().invoke(app, ["lab", "replays"])
 
     assert ran.exit_code == 2
     assert "Did you mean 'replay'?" in ran.output

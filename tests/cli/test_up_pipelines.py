@@ -1,4 +1,4 @@
-"""`kvrs up --pipelines`: instances of one group, with a node for each stage."""
+"""`kvrs lab up --pipelines`: instances of one group, with a node for each stage."""
 
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,7 @@ def asked(
 ) -> Config:
     ports = {"port": 0, "admin_port": 0, "workers": None}
     degrees = {"tp": tp, "pp": pp}
-    return _up_config(
-        None, config, None, proxies, None, None, nodes, pipelines, ports, backend, None, degrees
-    )
+    return _up_config(config, None, proxies, None, nodes, pipelines, ports, backend, degrees)
 
 
 def test_each_stage_has_a_node_of_its_own() -> None:
@@ -85,4 +83,4 @@ def test_what_it_cannot_stand_beside_is_named(given: dict[str, Any], said: str) 
 
 def test_nodes_beside_a_file_are_named_as_before(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--nodes: got 2 beside --config; allowed: one of them"):
-        _up_config(None, tmp_path / "f", None, 1, None, None, 2, None, {}, None, None, {})
+        _up_config(tmp_path / "f", None, 1, None, 2, None, {}, None, {})

@@ -1,4 +1,4 @@
-"""`kvrs up` as a process of its own, for tests of how clusters start, run and end."""
+"""`kvrs lab up` as a process of its own, for tests of how clusters start, run and end."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def _heed_hangups() -> None:
 
 
 class Launch:
-    """`kvrs up` in a process group of its own, as a terminal would start it."""
+    """`kvrs lab up` in a process group of its own, as a terminal would start it."""
 
     def __init__(
         self,
@@ -81,6 +81,7 @@ class Launch:
             sys.executable,
             "-m",
             "kvrs",
+            "lab",
             "up",
             "--port",
             "0",

@@ -1,5 +1,5 @@
-"""`kvrs up --backend distserve`: two real servers behind the proxy, and deaths of several kinds in
-the middle of a stream.
+"""`kvrs lab up --backend distserve`: two real servers behind the proxy, and deaths of several kinds
+in the middle of a stream.
 """
 
 import contextlib

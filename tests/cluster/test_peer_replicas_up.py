@@ -1,4 +1,6 @@
-"""`kvrs up` with `backup.mode: peer`: streams of a killed instance go on where their pages are."""
+"""`kvrs lab up` with `backup.mode: peer`: streams of a killed instance go on where their pages
+are.
+"""
 
 import asyncio
 import os

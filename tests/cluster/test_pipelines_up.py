@@ -1,4 +1,4 @@
-"""A cluster of `kvrs up --pipelines`, and faults that name the hosts of its stages."""
+"""A cluster of `kvrs lab up --pipelines`, and faults that name the hosts of its stages."""
 
 import asyncio
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ KILL: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def cluster(tiny_llama: str) -> Iterator[Cluster]:
-    ports, degrees = {"port": 0, "admin_port": 0, "workers": None}, {"tp": None, "pp": 2}
-    asked = _up_config(None, None, None, 1, None, None, None, 2, ports, None, None, degrees)
+    ports, degrees = {"port": 0, "admin_port": 0}, {"tp": None, "pp": 2}
+    asked = _up_config(None, None, 1, None, None, 2, ports, None, degrees)
     document = asked.model_dump(mode="json")
     document["backup"]["mode"] = "off"
     document["cluster"]["model"] = tiny_llama

@@ -1,5 +1,5 @@
-"""`kvrs up --proxies 2`: any proxy serves, killed processes restart, and all can be restarted under
-load.
+"""`kvrs lab up --proxies 2`: any proxy serves, killed processes restart, and all can be restarted
+under load.
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""`kvrs up` with drafts: an instance that is killed helps the other one while it loads again."""
+"""`kvrs lab up` with drafts: an instance that is killed helps the other one while it loads
+again.
+"""
 
 import json
 import os

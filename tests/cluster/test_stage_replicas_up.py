@@ -35,8 +35,8 @@ STAGES = 2
 
 @pytest.fixture(scope="module")
 def cluster(tiny_llama: str) -> Iterator[Cluster]:
-    """The cluster of `kvrs up --pipelines 2 --pp 2`. Each instance has room for two streams, and
-    others wait there, so those of a victim stay.
+    """The cluster of `kvrs lab up --pipelines 2 --pp 2`. Each instance has room for two streams,
+    and others wait there, so those of a victim stay.
     """
     size_bytes = sum(file.stat().st_size for file in Path(tiny_llama).glob("*.safetensors"))
     engine = {"pages": 256, "max_running": 2, "disk_bytes_per_s": size_bytes / LOAD_S}

@@ -1,4 +1,4 @@
-"""`kvrs up` as an operator meets it at a terminal: its file, its signals and what it prints."""
+"""`kvrs lab up` as an operator meets it at a terminal: its file, its signals and what it prints."""
 
 import json
 import os
@@ -53,13 +53,13 @@ def test_a_reload_below_up_says_which_file_counts(up: Launch) -> None:
 
     assert answer["file"] == str(up.run_directory / "proxy-0.yaml")
     assert answer["note"] == (
-        f"this proxy was started by kvrs up: kill -USR1 {up.process.pid} reads {file_of(up)}, and "
-        f"restarts all processes"
+        f"this proxy was started by kvrs lab up: kill -USR1 {up.process.pid} reads {file_of(up)}, "
+        f"and restarts all processes"
     )
 
 
 def test_the_file_of_up_is_that_of_its_proxy_for_doctor(up: Launch) -> None:
-    """Ports and the like that `kvrs up` chose are no difference; another value is one."""
+    """Ports and the like that `kvrs lab up` chose are no difference; another value is one."""
     _, admin = up.urls
     state = ask("GET", f"{admin}/kvrs/v1/state")
 

@@ -1,5 +1,5 @@
-"""`kvrs up --proxies 2 --workers 2`: every worker is a peer of those of the other proxy, and any of
-them serves.
+"""`kvrs lab up --proxies 2` with `proxy.workers: 2`: every worker is a peer of those of the other
+proxy, and any of them serves.
 """
 
 import asyncio
@@ -34,10 +34,12 @@ def state_of(admin_url: str) -> Any:
         return json.load(answer)
 
 
-async def test_workers_of_several_proxies_are_one_cluster(tmp_path: Path, tiny_llama: str) -> None:
+async def test_workers_of_several_proxies_are_one_cluster(
+    tmp_path: Path, tiny_llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Streams of a killed worker, and of a killed supervisor, go on without a lost token."""
-    of_proxies = ("--proxies", "2", "--workers", "2")
-    launch = Launch(tmp_path, "--model", tiny_llama, *of_proxies, forked=True)
+    monkeypatch.setenv("KVRS_PROXY__WORKERS", "2")
+    launch = Launch(tmp_path, "--model", tiny_llama, "--proxies", "2", forked=True)
     try:
         await asyncio.to_thread(launch.wait_for_output, "Ctrl-C ends it")
         admins = [workers_of(admin) for _, admin in launch.all_urls]

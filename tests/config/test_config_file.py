@@ -91,7 +91,7 @@ def test_unknown_keys_deep_in_a_list_name_what_is_allowed_there() -> None:
 
     assert fault.startswith(
         "cluster.nodes.0.instances.1.prot: unknown key; allowed: bind, connector_port, group, "
-        "host, id, pace, page_host, page_port, port, pp, role, shares, stage_hosts, stages, tp"
+        "host, id, pace, page_port, port, pp, role, shares, stage_hosts, stages, tp"
     )
 
 

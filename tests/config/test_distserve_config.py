@@ -50,5 +50,5 @@ def test_a_gpu_keeps_no_pace() -> None:
 
 
 def test_the_demos_nodes_will_do() -> None:
-    """So `kvrs up --backend distserve` needs no file."""
+    """So `kvrs lab up --backend distserve` needs no file."""
     assert parse_config({"cluster": {"backend": "distserve"}}).cluster.backend == "distserve"

@@ -49,8 +49,6 @@ def faults_of(document: dict[str, Any], **environ: str) -> list[str]:
         (nodes(instance_bind="{}"), "instance 'd0': bind", ENV_NAME),
         (nodes(bind="{}"), "agent of node 'n0': bind", ENV_NAME),
         (nodes(host="{}"), "agent of node 'n0': host", ENV_NAME),
-        (nodes(page_host="{}"), "agent of node 'n0': page_host", ENV_NAME),
-        (nodes(gossip_host="{}"), "agent of node 'n0': gossip_host", ENV_NAME),
     ],
 )
 def test_each_port_beyond_loopback_is_refused_without_its_credential(
@@ -109,14 +107,14 @@ def test_a_short_token_is_none() -> None:
 def test_the_commands_refuse_what_is_exposed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`kvrs config check` finds it before `kvrs up` does."""
+    """`kvrs config check` finds it before `kvrs lab up` does."""
     monkeypatch.delenv(ENV_NAME, raising=False)
     monkeypatch.delenv(ADMIN_ENV_NAME, raising=False)
     file = tmp_path / "kvrs.yaml"
     file.write_text("proxy: {host: 0.0.0.0, admin_host: 0.0.0.0, peer_host: 0.0.0.0}")
 
     checked = CliRunner().invoke(app, ["config", "check", "--elsewhere", str(file)])
-    started = CliRunner().invoke(app, ["up", "--config", str(file)])
+    started = CliRunner().invoke(app, ["lab", "up", "--config", str(file)])
 
     for result in (checked, started):
         assert isinstance(result.exception, ConfigError)

@@ -99,6 +99,6 @@ def test_members_may_be_named_and_listen_elsewhere() -> None:
     config = parse_config(ON | {"cluster": {"nodes": nodes}, "proxy": proxy})
 
     (node,) = config.cluster.nodes
-    assert node.agent.bound(node.agent.gossip_at) == "0.0.0.0"
+    assert node.agent.bound(node.agent.host) == "0.0.0.0"
     seeds = [gossip_seeds(config.cluster, config.proxy, NodeId(me)) for me in ("n0", "proxy-0")]
     assert seeds == [{"proxy-0": "kvrs-0.peers:7001"}, {"n0": "n0.agents:7000"}]

@@ -104,9 +104,6 @@ def test_a_group_has_the_name_of_a_process(name: str) -> None:
         parse_config(document(pipeline("d0", group=name), pipeline("d1", group=name)))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("lend_pages", 0.0), ("lend_pages", 1.1), ("least_gain", -0.1)]
-)
-def test_parts_are_parts(key: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"elastic\.{key}: got {value}"):
-        parse_config({"elastic": {key: value}})
+def test_a_gain_is_a_part() -> None:
+    with pytest.raises(ConfigError, match=r"elastic\.least_gain: got -0\.1"):
+        parse_config({"elastic": {"least_gain": -0.1}})

@@ -59,12 +59,6 @@ def test_what_peers_cannot_be_is_refused_by_name(
         parse_config(document(nodes, **sections))
 
 
-@pytest.mark.parametrize("share", [0, -1, 1.5])
-def test_a_share_is_a_part(share: float) -> None:
-    with pytest.raises(ConfigError, match="peer_share"):
-        parse_config(document(TWO, backup={"mode": "peer", "peer_share": share}))
-
-
 def test_other_engines_keep_nothing_for_each_other() -> None:
     cluster = {"nodes": TWO, "backend": "distserve", "model": "/m"}
     with pytest.raises(ConfigError, match="got 'peer' with backend 'distserve'"):

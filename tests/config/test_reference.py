@@ -11,11 +11,13 @@ from jsonschema import Draft7Validator, Draft202012Validator  # type: ignore[imp
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config, load_config
 from kvrs.config.first_file import first_file
-from kvrs.config.reference import chart_schema, description, example, json_schema, markdown
+from kvrs.config.schema import description, engines_of, json_schema
 from kvrs.config.source import leaves
+from tools.reference import chart_schema, example, markdown
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide"
+MOST_SETTINGS = 25  # Of a first file.
 CHART_SCHEMA = ROOT / "deploy" / "helm" / "values.schema.json"
 
 
@@ -92,10 +94,17 @@ def test_the_schema_refuses_what_the_program_refuses(document: Any) -> None:
 
 @pytest.mark.parametrize("backend", Backend)
 def test_a_first_file_is_valid_and_has_comments(backend: Backend, tmp_path: Path) -> None:
-    """The file has the requested backend; a comment explains each section."""
+    """The file has the requested backend and few settings, none of another engine; a comment
+    explains each section.
+    """
     path = tmp_path / "kvrs.yaml"
     path.write_text(first_file(backend))
 
-    assert load_config(path).cluster.backend is backend
+    config = load_config(path)
+    given = [path for path, _ in leaves(config.model_dump(mode="json", exclude_unset=True))]
+
+    assert config.cluster.backend is backend
+    assert all(backend in engines_of(each) for each in given if engines_of(each))
+    assert len(given) <= MOST_SETTINGS
     assert "policy:  # Admission, hand-off and recovery" in path.read_text()
     assert max(len(line) for line in path.read_text().splitlines()) <= 100

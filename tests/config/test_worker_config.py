@@ -102,7 +102,6 @@ def test_workers_are_proxies_and_peers_of_each_other() -> None:
                 "peers": [{"id": "other", "host": "10.0.0.2", "peer_port": 9000, "workers": 2}],
                 "peer_host": "10.0.0.1",
                 "max_streams": 101,
-                "unfinished_body_bytes": 101,
                 "gossip_port": 7000,
                 "event_log": "/logs/events.jsonl",
             },
@@ -121,7 +120,6 @@ def test_workers_are_proxies_and_peers_of_each_other() -> None:
     assert (worker.proxy.peer_port, worker.proxy.gossip_port) == (9001, 7001)
     assert worker.proxy.admin_port == 8011
     assert (worker.proxy.max_streams, worker.policy.slots_max) == (50, 4)
-    assert worker.proxy.unfinished_body_bytes == 50
     assert worker.proxy.event_log == "/logs/events.1.jsonl"
     assert parse_config(worker.model_dump(mode="json")) == worker
 

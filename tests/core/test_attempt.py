@@ -279,7 +279,7 @@ def test_a_request_that_two_instances_were_silent_at_gets_longer_at_the_next(
     short_s = attempt.limit_s(0.0, 0.0)
 
     for _ in range(2):
-        live.recovery.take_for_slow(0.05, 0.0)
+        live.recovery.take_for_slow(0.0)
 
     assert attempt.limit_s(0.0, 0.0) == pytest.approx(16 * short_s)
 
@@ -302,7 +302,7 @@ def test_a_request_that_no_other_instance_could_take_gets_longer(
 def test_a_slow_request_says_nothing_of_its_instance() -> None:
     driver = Driver()
     live = driver.stream()
-    live.recovery.take_for_slow(0.05, 0.0)
+    live.recovery.take_for_slow(0.0)
     attempt = attempt_of(driver, live)
     attempt.begin()
 

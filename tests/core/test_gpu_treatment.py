@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.config.policy import Degraded, Failing, GpuSettings
+from kvrs.config.policy import Failing, GpuSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import ClusterView
@@ -54,7 +54,6 @@ def test_streams_leave_a_failing_gpu_while_it_still_runs() -> None:
     ("settings", "state"),
     [
         (GpuSettings(failing=Failing.DRAIN), GpuState.FAILING),
-        (GpuSettings(degraded=Degraded.DRAIN), GpuState.DEGRADED),
     ],
 )
 def test_a_drained_instance_gets_nothing_new_and_keeps_what_it_has(

@@ -1,13 +1,11 @@
 import pytest
 
-from kvrs.config.transfer import LinkSettings
 from kvrs.core.books.links import LinkBounds
 from kvrs.core.model import events as ev
 from kvrs.ids import NodeId
 from kvrs.transfer.meter import Measurement, lower_bound
 
 A, B = NodeId("n0"), NodeId("n1")
-LINK = LinkSettings()
 
 
 def told(event: ev.LinkMeasured | None) -> float | None:
@@ -20,11 +18,11 @@ def test_the_policy_is_told_what_a_link_carries_at_least() -> None:
     """
     measured = Measurement(1e9, 1e8, 4.0)
 
-    event = LinkBounds(LINK).measured(A, B, measured, now_s=10.0)
+    event = LinkBounds().measured(A, B, measured, now_s=10.0)
 
     assert (
         event
-        == ev.LinkMeasured(A, B, lower_bound(measured, LINK))
+        == ev.LinkMeasured(A, B, lower_bound(measured))
         == ev.LinkMeasured(A, B, 1e9 - 1e8 - 2e7)
     )
 
@@ -33,20 +31,20 @@ def test_the_newest_measurement_counts_from_any_source() -> None:
     """Gossip is older than a direct report, and may be the only word on a link whose target is
     gone.
     """
-    links = LinkBounds(LINK)
+    links = LinkBounds()
     links.measured(A, B, Measurement(1e9, 0.0, 0.0), now_s=100.0)
 
     older = links.measured(A, B, Measurement(5e8, 0.0, 10.0), now_s=101.0)
     newer = links.measured(A, B, Measurement(2e8, 0.0, 1.0), now_s=102.0)
 
-    assert (told(older), told(newer)) == (None, lower_bound(Measurement(2e8, 0.0, 1.0), LINK))
+    assert (told(older), told(newer)) == (None, lower_bound(Measurement(2e8, 0.0, 1.0)))
 
 
 def test_the_same_measurement_is_told_again_only_when_its_age_has_cost_it_something() -> None:
     """Reports come four times a second; every event is logged, and none of these changes a
     decision.
     """
-    links = LinkBounds(LINK)
+    links = LinkBounds()
 
     events = [
         links.measured(A, B, Measurement(1e9, 0.0, age_s / 4), now_s=age_s / 4)
@@ -63,7 +61,7 @@ def test_a_measurement_that_looks_half_a_second_older_may_be_the_same(
     older_s: float, *, counts: bool
 ) -> None:
     """Reports travel."""
-    links = LinkBounds(LINK)
+    links = LinkBounds()
     links.measured(A, B, Measurement(1e9, 0.0, 0.0), now_s=100.0)
 
     event = links.measured(A, B, Measurement(5e8, 0.0, older_s), now_s=100.0)

@@ -383,8 +383,8 @@ def test_an_instance_that_failed_a_stream_is_tried_again_after_2_s_at_most() -> 
     """The pause doubles until then, and is up to a quarter shorter by jitter."""
     recovery, waits_s = RecoveryState(), []
 
-    for jitter in (0.0, 0.0, 0.0, 0.0, 1.0):
-        recovery.back_off(None, 0.4, jitter, 10.0)
+    for jitter in (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0):
+        recovery.back_off(None, jitter, 10.0)
         waits_s.append(recovery.retry_at_s - 10.0)
 
-    assert waits_s == pytest.approx([0.4, 0.8, 1.6, 2.0, 1.5])
+    assert waits_s == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 1.5])

@@ -10,7 +10,6 @@ import pytest
 
 from kvrs.config.policy import (
     AdmissionSettings,
-    Degraded,
     Dispatch,
     Failing,
     GpuSettings,
@@ -38,12 +37,9 @@ OTHER = PolicySettings(
     slots_max=3,
     slot_lease_s=7.0,
     assumed_link_bytes_per_s=1e6,
-    lookahead_tokens=5,
-    replay_tokens_max=5,
-    handshake_s=0.5,
     admission=AdmissionSettings(wait_s=4.0),
-    recovery=RecoverySettings(wait_s=3.0, gather_s=0.5, retry_pause_s=0.1, max_attempts=3),
-    gpu=GpuSettings(degraded=Degraded.DRAIN, failing=Failing.DRAIN),
+    recovery=RecoverySettings(wait_s=3.0, gather_s=0.5, max_attempts=3),
+    gpu=GpuSettings(failing=Failing.DRAIN),
 )
 OTHER_SLO = SloSettings(abort=True, ttft_s=1.0, recovery_gap_s=2.0, deadline_s=3.0)
 

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
-from kvrs.config.policy import PolicyName, RecoverySettings, SloSettings
+from kvrs.config.policy import PolicyName, SloSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.reports import changes_decision
+from kvrs.core.options import base
 from kvrs.core.rules.base import Rule, cases_of
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import ReformingReport
@@ -434,14 +435,17 @@ def test_an_instance_that_ends_in_mid_move_is_lost_like_any_other() -> None:
     assert len(of(actions, act.Start)) == 2
 
 
-def test_look_ahead_counts_the_slower_tokens_of_fewer_ranks() -> None:
+def test_look_ahead_counts_the_slower_tokens_of_fewer_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With a step twice as long, 32 tokens later the other instance is ahead; 0 looks at the next
     token only.
     """
-    far, near = two_pairs("s"), two_pairs("s", lookahead_tokens=0)
+    far, near = two_pairs("s"), two_pairs("s")
     event = reforming("d0", 0.02, decode_factor=2.0, token_s=0.05)
 
     leaves = far.handle(event, at_s=1.0)
+    monkeypatch.setattr(base, "LOOKAHEAD_TOKENS", 0)
     stays = near.handle(event, at_s=1.0)
 
     assert only(leaves, act.Start).plan.decode == "d1"
@@ -607,19 +611,6 @@ def test_load_reports_meanwhile_do_not_hide_the_wait() -> None:
     (after,) = harness.policy.snapshot()["instances"]
 
     assert (during["queue_s"], after["queue_s"]) == (pytest.approx(4.0), pytest.approx(0.5))
-
-
-def test_settings_that_are_reloaded_count() -> None:
-    harness = two_pairs("s")
-    policy = harness.policy._settings.model_copy(
-        update={"recovery": RecoverySettings(gather_s=0.0), "lookahead_tokens": 0}
-    )
-    harness.handle(ev.SettingsReloaded(policy, SloSettings()))
-
-    event = reforming("d0", 0.02, decode_factor=9.0, token_s=0.01)
-    actions = harness.handle(event, at_s=1.0)
-
-    assert only(actions, act.Stay).stream == S
 
 
 def test_the_terms_of_a_stay_add_up() -> None:

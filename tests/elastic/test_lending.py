@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs_engine.elastic.lending import BusyShare, Lender, terms
+from kvrs_engine.elastic.lending import LEND_PAGES, BusyShare, Lender, terms
 
-LENDER = Lender(pages=100, spare_pages=80, lent_pages=0, busy=0.2, lend_pages=0.5, least_gain=0.1)
+LENDER = Lender(pages=100, spare_pages=80, lent_pages=0, busy=0.2, least_gain=0.1)
 
 
 def lender(**changed: object) -> Lender:
@@ -54,18 +54,17 @@ def test_a_loan_is_refused_with_what_is_allowed(
     pages=st.integers(1, 1000),
     spare=st.integers(0, 1000),
     lent=st.integers(0, 1000),
-    share=st.floats(0.01, 1),
     wanted=st.integers(1, 1000),
     least=st.integers(1, 1000),
 )
 def test_no_loan_is_beyond_what_is_spare_allowed_or_wanted(
-    pages: int, spare: int, lent: int, share: float, wanted: int, least: int
+    pages: int, spare: int, lent: int, wanted: int, least: int
 ) -> None:
-    one = lender(pages=pages, spare_pages=spare, lent_pages=lent, lend_pages=share)
+    one = lender(pages=pages, spare_pages=spare, lent_pages=lent)
     found = terms(one, wanted, min(least, wanted), 0.5)
     if isinstance(found, int):
         assert min(least, wanted) <= found <= min(wanted, spare)
-        assert found + lent <= share * pages
+        assert found + lent <= LEND_PAGES * pages
 
 
 def test_the_busy_share_is_that_of_the_last_seconds() -> None:

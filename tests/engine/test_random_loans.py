@@ -21,7 +21,7 @@ class Instance:
     """The world of loans, own streams of it, and pages into which parts come."""
 
     def __init__(self, seed: int) -> None:
-        self.rng, self.world = Random(seed), World(lend_pages=0.75)
+        self.rng, self.world = Random(seed), World()
         self.pages = self.world.pages
         self.pages.replicas.most = PAGES // 2
         self.whole = self.world.stage.cells | self.world.first_stage.cells

@@ -15,6 +15,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.stages import StageLent
 from kvrs.protocol.tags import page_tags, root_tag
+from kvrs_engine.elastic import lending
 from kvrs_engine.elastic.ways.base import Way
 from kvrs_engine.engine.core import EngineCore
 from kvrs_engine.engine.ranks.link import LendPages, LoanAsked, LoanWanted, RefuseLoan
@@ -172,8 +173,11 @@ async def test_pages_that_are_lent_are_used_by_no_stream_until_the_loan_is_over(
     world.pages.check()
 
 
-async def test_a_loan_takes_the_cache_and_no_page_of_a_stream() -> None:
-    world = World(lend_pages=1.0)
+async def test_a_loan_takes_the_cache_and_no_page_of_a_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lending, "LEND_PAGES", 1.0)
+    world = World()
     filled(world.pages, 10)
     held = world.pages.allocate(12)
     assert held is not None

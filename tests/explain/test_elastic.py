@@ -1,4 +1,4 @@
-"""`kvrs explain --elastic`: bytes and seconds of the loss of a rank."""
+"""`kvrs lab explain --elastic`: bytes and seconds of the loss of a rank."""
 
 import json
 from functools import cache
@@ -18,8 +18,8 @@ EXPERTS = ("--elastic", "mixtral-8x22b-h100-vllm-tp8")
 
 @cache
 def explained(*options: str) -> str:
-    """The output of `kvrs explain` with these options."""
-    result = CliRunner(env={"COLUMNS": None}).invoke(app, ["explain", *options])
+    """The output of `kvrs lab explain` with these options."""
+    result = CliRunner(env={"COLUMNS": None}).invoke(app, ["lab", "explain", *options])
     if result.exception is not None:
         raise result.exception
     return result.stdout

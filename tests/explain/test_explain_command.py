@@ -1,4 +1,4 @@
-"""`kvrs explain` at the command line."""
+"""`kvrs lab explain` at the command line."""
 
 import gzip
 import json
@@ -30,8 +30,8 @@ ROM = ("--policy", "rom")
 
 
 def explained(*options: str) -> str:
-    """The output of `kvrs explain` with these options."""
-    result = CliRunner(env={"COLUMNS": None}).invoke(app, ["explain", *options])
+    """The output of `kvrs lab explain` with these options."""
+    result = CliRunner(env={"COLUMNS": None}).invoke(app, ["lab", "explain", *options])
     if result.exception is not None:
         raise result.exception
     return result.stdout
@@ -193,7 +193,7 @@ def written(path: Path, lines: list[str]) -> Path:
 
 
 def shown_log(path: Path) -> tuple[bool, str]:
-    result = CliRunner(env={"COLUMNS": None}).invoke(app, ["explain", "--log", str(path)])
+    result = CliRunner(env={"COLUMNS": None}).invoke(app, ["lab", "explain", "--log", str(path)])
     return result.exit_code == 0, result.stdout
 
 
@@ -374,7 +374,7 @@ def test_a_file_that_is_no_log_is_named(tmp_path: Path, content: bytes | None, s
 )
 def test_an_option_of_another_question_is_refused(arguments: list[str], unused: str) -> None:
     """It would change nothing, as if the answer did not depend on it."""
-    result = CliRunner().invoke(app, ["explain", *arguments])
+    result = CliRunner().invoke(app, ["lab", "explain", *arguments])
 
     assert isinstance(result.exception, ConfigError)
     assert f"{unused}, which does not use it; allowed: " in str(result.exception)

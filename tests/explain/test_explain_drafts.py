@@ -1,4 +1,4 @@
-"""`kvrs explain --draft`: what a draft model is worth while an instance loads again."""
+"""`kvrs lab explain --draft`: what a draft model is worth while an instance loads again."""
 
 import json
 
@@ -9,7 +9,7 @@ from kvrs.cli import app
 from kvrs_engine.elastic.assistance import accepted_tokens, assistance, reload_times
 
 MODEL, DRAFT = "llama-3.1-70b-a100-vllm-tp4", "llama-3.1-8b-a100-vllm-tp1"
-ASKED = ["explain", "--profile", MODEL, "--draft", DRAFT]
+ASKED = ["lab", "explain", "--profile", MODEL, "--draft", DRAFT]
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.facts import Event, MemberChanged
 from kvrs.gossip.membership import Membership
+from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 
 HOST = "127.0.0.1"
 RING = (b"a secret of the tests",)
-QUICK = {
-    "probe_interval_s": 0.1,
-    "gossip_interval_s": 0.02,
-    "sync_interval_s": 0.1,
-    "reconnect_interval_s": 0.3,
-}
+PROBE_INTERVAL_S = 0.05
+QUICK = {"probe_interval_s": PROBE_INTERVAL_S}
 
 
 class Gathering:
@@ -37,7 +33,7 @@ class Gathering:
         me = NodeId(name)
         received = self.received.setdefault(me, [])
         member = Membership(
-            me, GossipSettings.model_validate(QUICK), ring, received.append, epoch=epoch
+            me, Parameters(probe_interval_s=PROBE_INTERVAL_S), ring, received.append, epoch=epoch
         )
         bound = await member.start(
             host, port, {node: where for node, where in self.seeds.items() if node != me}

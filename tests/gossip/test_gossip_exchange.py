@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from kvrs.config.gossip import GossipSettings
 from kvrs.errors import GossipError
 from kvrs.gossip.facts import FactKind, FailureFact, HolderFact, InstanceFact, SlotsFact
 from kvrs.gossip.node import Gossip
+from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.wire import (
     MAX_ENTRIES,
     Delta,
@@ -27,7 +27,7 @@ from tests.gossip.gossip_cluster import SETTINGS, alive, dead
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 
 
-def cluster(count: int, settings: GossipSettings = SETTINGS, seed: int = 0) -> GossipNet:
+def cluster(count: int, settings: Parameters = SETTINGS, seed: int = 0) -> GossipNet:
     net = GossipNet(settings, seed, on_wire=True)
     for i in range(count):
         net.add(f"n{i}", {NodeId("n0"): "n0:7"})
@@ -102,7 +102,7 @@ def test_members_and_records_reach_all_nodes_in_packets_of_bounded_size(
     count: int,
 ) -> None:
     """With more members and entries than fit into a packet; the network asserts every size."""
-    net = cluster(count, GossipSettings(packet_bytes=1024))
+    net = cluster(count, Parameters(packet_bytes=1024))
     for node in net.nodes.values():
         for i in range(3):
             node.gossip.publish(
@@ -227,7 +227,7 @@ def test_a_digest_without_differences_gets_no_answer() -> None:
 
 def test_long_dead_members_are_not_sent_to_nodes_that_forgot_them() -> None:
     """After half of `forget_s` they are left out, otherwise they would circulate for ever."""
-    net = cluster(3, GossipSettings(forget_s=20.0))
+    net = cluster(3, Parameters(forget_s=20.0))
     net.run(5.0)
     node, dead = net.nodes[NodeId("n0")], net.nodes[NodeId("n2")]
     net.kill(dead)

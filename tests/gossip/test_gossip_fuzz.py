@@ -6,15 +6,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvrs.config.gossip import GossipSettings
 from kvrs.gossip import wire
 from kvrs.gossip.node import Gossip
+from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.wire import Packet, Status, decode, encode
 from kvrs.ids import NodeId
 from kvrs_testkit.examples import examples
 
 NAMES = [NodeId(name) for name in ("me", "a", "b", "c", "d")]
-SETTINGS = GossipSettings(members_max=4)
+SETTINGS = Parameters(members_max=4)
 
 nodes = st.sampled_from(NAMES)
 numbers = st.sampled_from((0, 1, 2, 3, 4, 1 << 31, (1 << 63) - 1))

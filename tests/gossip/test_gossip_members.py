@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.facts import MemberChanged, Superseded
 from kvrs.gossip.members import Member, Members
 from kvrs.gossip.node import Gossip
+from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.wire import MemberUpdate, Push, Status
 from kvrs.ids import NodeId
 from tests.gossip.gossip_cluster import SETTINGS, A, B, C, D, E, GossipCluster, alive, dead, suspect
@@ -134,7 +134,7 @@ def test_events_report_changes_of_members() -> None:
 
 def test_a_full_table_forgets_only_dead_members_for_new_ones() -> None:
     """An invented name never removes a member that is alive."""
-    system = GossipCluster(B, C, D, settings=GossipSettings(members_max=4))
+    system = GossipCluster(B, C, D, settings=Parameters(members_max=4))
     system.receive(B, alive(E))
     assert E not in system.node.members
 
@@ -146,7 +146,7 @@ def test_a_full_table_forgets_only_dead_members_for_new_ones() -> None:
 
 def test_dead_members_are_forgotten() -> None:
     """After `forget_s`; long before they are not sent any more."""
-    system = GossipCluster(B, C, settings=GossipSettings(forget_s=20.0))
+    system = GossipCluster(B, C, settings=Parameters(forget_s=20.0))
     system.receive(B, dead(C, B))
 
     system.pass_time(15.0)

@@ -4,7 +4,6 @@ kernel.
 
 import pytest
 
-from kvrs.config.transfer import LinkSettings
 from kvrs.transfer.meter import Measurement, lower_bound
 from kvrs_testkit.networks import Network
 from tests.networks.cluster_on_hosts import FRONTS, NODES, Clients, ClusterOnHosts
@@ -17,7 +16,7 @@ pytestmark = [
 ]
 
 BYTES_PER_S = 3e6
-TRANSFER = {"probe_interval_s": 0.25, "probe_bytes": 1 << 16}
+TRANSFER = {"probe_interval_s": 0.25}
 
 
 async def test_a_link_is_measured_and_used_by_its_lower_bound(
@@ -52,7 +51,7 @@ async def test_a_link_is_measured_and_used_by_its_lower_bound(
     # The hand-off of the answer may have been measured in between.
     assert (
         used
-        <= 1.05 * lower_bound(Measurement(report.bytes_per_s, report.spread, 0.0), LinkSettings())
+        <= 1.05 * lower_bound(Measurement(report.bytes_per_s, report.spread, 0.0))
         < report.bytes_per_s
     )
     assert len(answer) == 8

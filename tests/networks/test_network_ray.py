@@ -1,4 +1,6 @@
-"""`kvrs up --ray`: the nodes of a file on the machines of a Ray cluster, which share no files."""
+"""`kvrs lab up --ray`: the nodes of a file on the machines of a Ray cluster, which share no
+files.
+"""
 
 import json
 import re
@@ -100,7 +102,7 @@ def listening(machines: RayOnHosts, host: str) -> set[str]:
 
 
 class Up:
-    """`kvrs up --ray` on n0; each machine has the secret in a file of its own."""
+    """`kvrs lab up --ray` on n0; each machine has the secret in a file of its own."""
 
     def __init__(self, machines: RayOnHosts, directory: Path) -> None:
         self._machines = machines
@@ -113,7 +115,7 @@ class Up:
                 path.chmod(0o600)
         own = machines.files("n0") / "cluster.yaml"
         own.write_text(yaml.safe_dump(document(machines)))
-        command = ["kvrs", "up", "--config", "/tmp/cluster.yaml", "--ray", machines.address]
+        command = ["kvrs", "lab", "up", "--config", "/tmp/cluster.yaml", "--ray", machines.address]
         self.process = machines.spawn("n0", self._log, [sys.executable, "-m", *command])
 
     @property
@@ -212,7 +214,17 @@ def test_without_a_secret_on_the_machines_nothing_starts(tmp_path: Path) -> None
     config.write_text(yaml.safe_dump({"cluster": {"nodes": [node]}}))
 
     done = subprocess.run(
-        [sys.executable, "-m", "kvrs", "up", "--config", str(config), "--ray", "127.0.0.1:1"],
+        [
+            sys.executable,
+            "-m",
+            "kvrs",
+            "lab",
+            "up",
+            "--config",
+            str(config),
+            "--ray",
+            "127.0.0.1:1",
+        ],
         capture_output=True,
         text=True,
         timeout=WAIT_S,

@@ -123,9 +123,9 @@ def test_a_proxy_without_traces_needs_no_extra_of_traces() -> None:
 @pytest.mark.parametrize(
     ("arguments", "extras"),
     [
-        (["demo"], "engine,report"),
-        (["up"], "engine"),
-        (["up", "--backend", "distserve"], "distserve"),
+        (["lab", "demo"], "engine,report"),
+        (["lab", "up"], "engine"),
+        (["lab", "up", "--backend", "distserve"], "distserve"),
         (["profile", "--out", "p.json"], "engine"),
     ],
 )

@@ -55,7 +55,7 @@ async def test_a_proxy_that_is_stopped_ends_streams_with_an_error(
 async def test_a_proxy_outlives_signals_that_have_no_meaning_to_it(
     build: ProxyClusterBuilder, tmp_path: Path
 ) -> None:
-    """`kvrs up` restarts on SIGUSR1; to a proxy alone it must not be the end."""
+    """`kvrs lab up` restarts on SIGUSR1; to a proxy alone it must not be the end."""
     system = await build()
     async with process(system, tmp_path) as (proxy, url), aiohttp.ClientSession() as http:
         proxy.send_signal(signal.SIGUSR1)

@@ -364,7 +364,7 @@ def test_both_colour_schemes_reach_the_plots() -> None:
 
 @pytest.fixture
 def kept(tmp_path: Path) -> list[Path]:
-    """Two runs as `kvrs replay` keeps them; the second took twice as long."""
+    """Two runs as `kvrs lab replay` keeps them; the second took twice as long."""
     paths = [tmp_path / "auto", tmp_path / "r$o$m <b>"]
     for path, report in zip(paths, (exact_report(), broken_report()), strict=True):
         write_report(report, path / "report.json")
@@ -374,7 +374,7 @@ def kept(tmp_path: Path) -> list[Path]:
 def test_the_page_of_one_report_is_drawn_again(kept: list[Path], tmp_path: Path) -> None:
     """From report.json alone, the same page."""
     out = tmp_path / "page"
-    result = CliRunner().invoke(app, ["report", str(kept[0]), "--out", str(out)])
+    result = CliRunner().invoke(app, ["lab", "report", str(kept[0]), "--out", str(out)])
 
     assert result.exit_code == 0, result.output
     report = json.loads((kept[0] / "report.json").read_text())
@@ -391,9 +391,9 @@ def test_reports_in_80_columns_keep_the_names_of_their_rows(
         path.rename(name)
     monkeypatch.setenv("COLUMNS", "80")
 
-    narrow = CliRunner().invoke(app, ["report", *map(str, names)]).output
+    narrow = CliRunner().invoke(app, ["lab", "report", *map(str, names)]).output
     monkeypatch.delenv("COLUMNS")
-    piped = CliRunner().invoke(app, ["report", *map(str, names)]).output
+    piped = CliRunner().invoke(app, ["lab", "report", *map(str, names)]).output
 
     assert "streams completed" in narrow
     assert "recoveries, run 1" in narrow
@@ -404,7 +404,7 @@ def test_reports_in_80_columns_keep_the_names_of_their_rows(
 def test_several_reports_are_laid_over_each_other(kept: list[Path], tmp_path: Path) -> None:
     """One page, nothing from outside, names escaped, a line per run in each plot."""
     out = tmp_path / "page"
-    result = CliRunner().invoke(app, ["report", *map(str, kept), "--out", str(out)])
+    result = CliRunner().invoke(app, ["lab", "report", *map(str, kept), "--out", str(out)])
 
     assert result.exit_code == 0, result.output
     page = (out / "compare.html").read_text()
@@ -422,7 +422,7 @@ def test_several_reports_are_laid_over_each_other(kept: list[Path], tmp_path: Pa
 
 def test_comparisons_are_json_too(kept: list[Path]) -> None:
     """Each measure with the values and the ratios to the first report."""
-    result = CliRunner().invoke(app, ["report", *map(str, kept), "--json"])
+    result = CliRunner().invoke(app, ["lab", "report", *map(str, kept), "--json"])
 
     found = json.loads(result.stdout)
     assert [each["name"] for each in found["reports"]] == ["auto", "r$o$m <b>"]
@@ -439,7 +439,9 @@ def test_a_report_that_lacks_what_the_page_shows_is_named(kept: list[Path], tmp_
     del report["throughput"]
     write_report(report, kept[0] / "report.json")
 
-    result = CliRunner().invoke(app, ["report", str(kept[0]), "--out", str(tmp_path / "page")])
+    result = CliRunner().invoke(
+        app, ["lab", "report", str(kept[0]), "--out", str(tmp_path / "page")]
+    )
 
     assert isinstance(result.exception, ReportError)
     assert "lacks what a page shows: 'throughput'" in str(result.exception)

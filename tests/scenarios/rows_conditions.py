@@ -163,16 +163,6 @@ CONDITION_ROWS = [
         expected=Expected(lost=set(), recovers=False, attempts=None, new_at=frozenset({"d0"})),
         not_real=SCRIPT,
     ),
-    Scenario(
-        name="gpu-degraded-drained",
-        rule="With `degraded: drain` it gets nothing new while another one has its role.",
-        becomes=(becomes("d0", Condition.GPU_DEGRADED),),
-        settings={"policy": {"gpu": {"degraded": "drain"}}},
-        load=SOME,
-        seeds=1,
-        expected=Expected(lost=set(), recovers=False, attempts=None, none_at=frozenset({"d0"})),
-        not_real=SCRIPT,
-    ),
     *(
         Scenario(
             name=f"fails-{role}",

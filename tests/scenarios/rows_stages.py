@@ -60,15 +60,6 @@ STAGE_ROWS = [
         expected=Expected(lost={"d0"}, left={"d0"}, stayed=set(), pause_s=1.0),
     ),
     _pipelines(
-        name="all-refuse",
-        rule="The own host is waited for; streams that need not wait leave.",
-        faults=(_host("d0", 1, 3.0),),
-        nodes=(BOTH, BOTH),
-        stages=2,
-        settings={"elastic": {"lend_pages": 0.01}},
-        expected=Expected(lost=set(), left={"d0"}, stayed=set(), pause_s=1.0),
-    ),
-    _pipelines(
         name="no-lender-and-nowhere-to-go",
         rule="Streams wait for the own host in their attempts.",
         faults=(*kill("d1", at_s=2.0), _host("d0", 1, 4.0)),

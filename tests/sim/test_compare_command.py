@@ -1,4 +1,4 @@
-"""`kvrs compare`, and `kvrs simulate` with several policies."""
+"""`kvrs lab compare`, and `kvrs lab simulate` with several policies."""
 
 import json
 from collections import Counter
@@ -115,7 +115,7 @@ def test_each_policy_decides_its_own_runs() -> None:
 
 def test_compare_prints_a_verdict_and_keeps_json(tmp_path: Path) -> None:
     """The file holds every seed, and what was compared."""
-    given = ["compare", "--policies", "rom,auto", "--deaths", "2", "--requests", "15"]
+    given = ["lab", "compare", "--policies", "rom,auto", "--deaths", "2", "--requests", "15"]
     result = CliRunner().invoke(app, [*given, "--seeds", "2", "--out", str(tmp_path)])
 
     assert result.exit_code == 0, result.output
@@ -128,7 +128,7 @@ def test_compare_prints_a_verdict_and_keeps_json(tmp_path: Path) -> None:
 
 def test_nothing_is_compared_without_deaths() -> None:
     """All policies are alike then."""
-    result = CliRunner().invoke(app, ["compare", "--policies", "rom,auto"])
+    result = CliRunner().invoke(app, ["lab", "compare", "--policies", "rom,auto"])
 
     assert isinstance(result.exception, ConfigError)
     assert "--fault, --deaths: missing" in str(result.exception)
@@ -136,7 +136,7 @@ def test_nothing_is_compared_without_deaths() -> None:
 
 def test_simulate_shows_several_policies_side_by_side(tmp_path: Path) -> None:
     """Or as JSON on stdout, and in a file."""
-    given = ["simulate", "--policy", "rom", "--policy", "auto", "--requests", "10"]
+    given = ["lab", "simulate", "--policy", "rom", "--policy", "auto", "--requests", "10"]
     shown = CliRunner().invoke(app, given)
     found = CliRunner().invoke(app, [*given, "--json", "--out", str(tmp_path)])
 

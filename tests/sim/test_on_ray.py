@@ -31,7 +31,7 @@ TRACE = '{"timestamp": %d, "input_length": 40, "output_length": 9, "hash_ids": [
 
 def simulated(env: dict[str, str], *arguments: str) -> tuple[int, Any]:
     """Its status, and its document or what it says is wrong."""
-    command = [sys.executable, "-m", "kvrs", "simulate", "--json", *arguments]
+    command = [sys.executable, "-m", "kvrs", "lab", "simulate", "--json", *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
 

@@ -1,4 +1,4 @@
-"""`kvrs simulate`: what it prints, and what it says with its exit status."""
+"""`kvrs lab simulate`: what it prints, and what it says with its exit status."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Clients in `kvrs simulate`: latencies, goodput, a row per request, the report."""
+"""Clients in `kvrs lab simulate`: latencies, goodput, a row per request, the report."""
 
 import csv
 import json

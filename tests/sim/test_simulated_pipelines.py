@@ -14,6 +14,7 @@ from kvrs.core.model.estimates import Option
 from kvrs.core.staying import Staying
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import ReformingReport
+from kvrs_engine.elastic import lending
 from kvrs_lab.faults.language import parse_faults
 from kvrs_lab.sim.cluster import Outcome
 from kvrs_lab.sim.fault_scenarios import STAGE_SCENARIOS, named_deaths
@@ -121,6 +122,22 @@ def test_a_stream_that_stays_keeps_its_attempt() -> None:
     assert {live.journal.attempt for live in stayed} == {1}
     assert proxy.log is not None
     assert rerun(proxy.log).difference is None
+
+
+def test_without_a_lender_the_own_host_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All refuse: a loan that has no room for the longest stream is none."""
+    monkeypatch.setattr(lending, "LEND_PAGES", 0.01)
+    found = world((D0, 1, KILL_S))
+
+    def look() -> object:
+        report = pipeline(found, D0).load()
+        return None if report is None else (report.way, round(report.ready_in_s, 1))
+
+    seen = seen_at(found, look, KILL_S + 0.1, KILL_S + LOAD_S + 1.0)
+    outcome = found.run()
+
+    assert seen == [("wait", 2.9), None]
+    assert outcome.ended == {"complete": 16}
 
 
 def test_a_stage_that_always_computes_is_not_lent() -> None:

@@ -1,4 +1,4 @@
-"""`kvrs tune`: a search in the simulator, and a gain that only a held-out load may show."""
+"""`kvrs lab tune`: a search in the simulator, and a gain that only a held-out load may show."""
 
 import json
 from collections import Counter
@@ -66,7 +66,7 @@ def test_values_that_change_nothing_are_no_gain(
     tmp_path: Path, case: SimulateOptions, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without faults nothing recovers, whatever the settings of recoveries are."""
-    given = options(tmp_path, "policy.lookahead_tokens: {low: 0, high: 64}\n", trials=2)
+    given = options(tmp_path, "policy.slots_max: {low: 8, high: 64}\n", trials=2)
 
     assert run_tuning(given, case) == 0
 
@@ -86,7 +86,7 @@ def test_noise_is_no_gain(
 
     rng = Random(7)
     monkeypatch.setattr(tuning, "cost", noisy)
-    given = options(tmp_path, "policy.handshake_s: {low: 0.001, high: 0.1, log: true}\n")
+    given = options(tmp_path, "policy.recovery.gather_s: {low: 0.001, high: 0.1, log: true}\n")
     quick = replace(case, requests=1)
 
     found = Tuning(given, quick).run()
@@ -140,7 +140,10 @@ def test_a_stream_that_was_lost_counts_as_a_long_pause() -> None:
         ("policy.name: [auto, fast]\n", r"space\.yaml: .*: policy\.name: got 'fast'; "),
         ("policy.nmae: [auto]\n", r"space\.yaml: .*: policy\.nmae: unknown key; "),
         ("policy.slots_max: {low: 5, high: 5}\n", r"policy\.slots_max: got low 5 and high 5; all"),
-        ("policy.handshake_s: {low: 0, high: 1, log: true}\n", r"allowed: low below high, above 0"),
+        (
+            "policy.recovery.gather_s: {low: 0, high: 1, log: true}\n",
+            r"allowed: low below high, above 0",
+        ),
         ("policy.slots_max: {low: 5}\n", r"space\.yaml: Object missing required field `high`"),
         ("preset: [kvrs, fast]\n", r"space\.yaml: preset: got 'fast'; allowed: best, "),
         ("{}\n", r"space\.yaml: no settings; allowed: one or more$"),

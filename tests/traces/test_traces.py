@@ -137,7 +137,7 @@ def test_a_rate_changes_the_speed_but_not_the_shape_of_arrivals() -> None:
     trace = at_rate(arrivals(0.0, 3.0, 4.0), requests_per_s=8.0)
 
     assert [request.arrival_s for request in trace.requests] == pytest.approx([0.0, 0.1875, 0.25])
-    with pytest.raises(TraceError, match="jitter"):
+    with pytest.raises(TraceError, match="no rate"):
         at_rate(arrivals(2.0, 2.0), 1.0)
 
 

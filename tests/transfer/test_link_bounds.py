@@ -1,13 +1,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.config.transfer import LinkSettings
 from kvrs.ids import NodeId
 from kvrs.transfer.meter import LinkMeter, Measurement, lower_bound
 from kvrs_testkit.examples import examples
 
 A = NodeId("a")
-LINK = LinkSettings()
 RATES = st.floats(1e3, 1e11)
 
 
@@ -33,7 +31,7 @@ def test_a_bound_sinks_with_age_and_spread_and_never_to_nothing(
     now.
     """
     young, old = (
-        lower_bound(Measurement(rate, rate * share, at_s), LINK) for at_s in (age_s, age_s + more_s)
+        lower_bound(Measurement(rate, rate * share, at_s)) for at_s in (age_s, age_s + more_s)
     )
 
     assert rate * 0.0999 <= old <= young <= rate
@@ -43,8 +41,8 @@ def test_a_steady_link_is_trusted_more_with_every_sample_and_a_fickle_one_less()
     """The spread is what the samples differ by, so the bound is near the rate only where they
     agree.
     """
-    steady, fickle = LinkMeter(LINK, 1000), LinkMeter(LINK, 1000)
-    first = lower_bound(Measurement(1e8, 0.25e8, 0.0), LINK)
+    steady, fickle = LinkMeter(1000), LinkMeter(1000)
+    first = lower_bound(Measurement(1e8, 0.25e8, 0.0))
     now_s = 0.0
 
     for turn in range(30):
@@ -55,7 +53,7 @@ def test_a_steady_link_is_trusted_more_with_every_sample_and_a_fickle_one_less()
         steady.measurements(now_s).values(),
         fickle.measurements(now_s).values(),
     )
-    assert lower_bound(trusted, LINK) > 0.97e8 > first > lower_bound(doubted, LINK) > 0.1e8
+    assert lower_bound(trusted) > 0.97e8 > first > lower_bound(doubted) > 0.1e8
 
 
 @examples(60)
@@ -69,7 +67,7 @@ def test_probes_of_all_who_probe_take_no_more_than_a_hundredth_of_a_link(
     rate: float, probers: int, interval_s: float, slower: list[float]
 ) -> None:
     """However slow it is, however many share it, and when it becomes slower."""
-    meters = [LinkMeter(LINK, 1000) for _ in range(probers)]
+    meters = [LinkMeter(1000) for _ in range(probers)]
     size_bytes, now_s, carried_bytes, sent = 65536, 0.0, 0.0, 0
     for meter in meters:  # The first probe: nothing is known of the link yet.
         now_s = sample(meter, size_bytes, rate, now_s, probe=True)
@@ -93,7 +91,7 @@ def test_probes_of_all_who_probe_take_no_more_than_a_hundredth_of_a_link(
 
 def test_a_link_with_traffic_of_its_own_needs_no_probe() -> None:
     """Transfers measure it for nothing."""
-    meter = LinkMeter(LINK, 1000)
+    meter = LinkMeter(1000)
     now_s = sample(meter, 1 << 20, 1e9, 0.0)
 
     due = [meter.may_probe(A, 65536, 2.0, 1, now_s + later_s) for later_s in (0.0, 1.9, 2.0)]

@@ -564,9 +564,7 @@ async def test_a_puller_that_closes_ends_its_pulls() -> None:
 
 async def test_a_limited_link_is_measured_as_what_it_is() -> None:
     """Pulls and probes find the limit, as they would find a slow network's rate."""
-    settings = TransferSettings(
-        link_bytes_per_s=1_000_000.0, probe_interval_s=0.01, probe_bytes=1 << 16
-    )
+    settings = TransferSettings(link_bytes_per_s=1_000_000.0, probe_interval_s=0.01)
     async with world(holding(30), settings) as w:
         await w.puller.probe(w.peer)
         by_probe = w.puller.links()[SERVER.node].bytes_per_s

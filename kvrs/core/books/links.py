@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from kvrs.config.transfer import LinkSettings
 from kvrs.core.model import events as ev
 from kvrs.ids import NodeId
 from kvrs.transfer.meter import Measurement, lower_bound
@@ -23,8 +22,7 @@ class _Link:
 class LinkBounds:
     """Instances report what they measured, agents publish it by gossip: the newest counts."""
 
-    def __init__(self, settings: LinkSettings) -> None:
-        self._settings = settings
+    def __init__(self) -> None:
         self._links: dict[tuple[NodeId, NodeId], _Link] = {}
 
     def measured(
@@ -38,7 +36,7 @@ class LinkBounds:
         elif measured_s < link.measured_s - _SAME_S:
             return None
         link.measured_s = max(link.measured_s, measured_s)
-        bound = lower_bound(measured, self._settings)
+        bound = lower_bound(measured)
         if abs(bound - link.reported_bytes_per_s) <= _STEP * link.reported_bytes_per_s:
             return None
         link.reported_bytes_per_s = bound

@@ -6,6 +6,9 @@ import msgspec
 
 from kvrs.ids import InstanceId
 
+# Time to connect, authenticate and ask before the first page moves.
+HANDSHAKE_S = 0.002
+
 
 class Option(StrEnum):
     START = "start"  # Not a recovery: a new stream, or one that had no KV and no token yet.

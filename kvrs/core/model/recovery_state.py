@@ -11,7 +11,8 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId
 
-# Between two tries of the same instance, which double from `recovery.retry_pause_s`.
+# Between two tries of the same instance: the first pause, and the longest, as they double.
+RETRY_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 _JITTER = 0.25
 
@@ -75,24 +76,24 @@ class RecoveryState:
         """The instance as a whole is lost by this cause: the stream is a victim like the others."""
         self.suspect_instance, self.cause = None, cause
 
-    def back_off(self, failed: Option | None, pause_s: float, jitter: float, now_s: float) -> None:
+    def back_off(self, failed: Option | None, jitter: float, now_s: float) -> None:
         """The suspected instance still runs: try another option, and that instance after a pause
         that doubles with every failure, and is shorter by `jitter` (0 to 1) of a quarter.
         """
         self.suspect_instance = None
         if failed is not None:
             self.removed |= {failed}
-        pause_s = min(LONGEST_PAUSE_S, pause_s * 2**self.failures)
+        pause_s = min(LONGEST_PAUSE_S, RETRY_PAUSE_S * 2**self.failures)
         self.retry_at_s = now_s + pause_s * (1 - _JITTER * jitter)
         self.failures += 1
 
-    def take_for_slow(self, pause_s: float, now_s: float) -> None:
+    def take_for_slow(self, now_s: float) -> None:
         """Its silence is no fault of instances. One of those that it was silent at may be about to
         answer; others are asked only where these are gone.
         """
         self.slow_attempts += 1
         self.suspect_instance = None
-        self.retry_at_s = now_s + pause_s
+        self.retry_at_s = now_s + RETRY_PAUSE_S
 
     def note_overflow(self, by: RefusedBy) -> None:
         """Its logits are no numbers there."""

@@ -1,21 +1,21 @@
 """The common part of the recovery options: the case that is weighed, and its sources of KV.
 
 One file beside this one per option: its estimate (predicted seconds), its plan (how an attempt
-carries it out) and its terms (how `kvrs explain` shows the estimate). Costs follow DESIGN section
-5, which generalises `MIGRATE_COST` and `RECOMPUTE_COST` of seed KVRS: each is a sum of queue,
-hand-shake, bytes / bandwidth and prefill time. Every option takes a fixed number of operations,
-whatever the length of the history.
+carries it out) and its terms (how `kvrs lab explain` shows the estimate). Costs follow DESIGN
+section 5, which generalises `MIGRATE_COST` and `RECOMPUTE_COST` of seed KVRS: each is a sum of
+queue, hand-shake, bytes / bandwidth and prefill time. Every option takes a fixed number of
+operations, whatever the length of the history.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from kvrs.config.policy import PolicySettings
+from kvrs.config.policy import LOOKAHEAD_TOKENS, PolicySettings
 from kvrs.core.books.waiting import SlotBook
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
-from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.ids import InstanceId
@@ -111,9 +111,9 @@ def usable_pages(stream: Stream, target: Member) -> int:
     return min(pages, max(room, 0 if own is None else own.pages))
 
 
-def lookahead_s(settings: PolicySettings, stream: Stream, target: Member) -> float:
+def lookahead_s(stream: Stream, target: Member) -> float:
     """Extra time that the next tokens of the stream take there, compared with all its ranks."""
-    tokens = settings.lookahead_tokens
+    tokens = LOOKAHEAD_TOKENS
     if stream.most_tokens is not None:
         tokens = min(tokens, max(0, stream.most_tokens - stream.history_tokens))
     return tokens * target.slower_token_s
@@ -123,7 +123,7 @@ def lookahead_s(settings: PolicySettings, stream: Stream, target: Member) -> flo
 
 
 def handshake_term(case: Case) -> Term:
-    return Term("handshake", case.books.settings.handshake_s, "connect, authenticate, ask")
+    return Term("handshake", HANDSHAKE_S, "connect, authenticate, ask")
 
 
 def transfer(case: Case, source: InstanceId, pages: int) -> tuple[float, str]:
@@ -143,7 +143,7 @@ def hand_off_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     size_bytes = case.history_tokens * source.bytes_per_token
     how = division(f"hand-off {where}", size_bytes, view.bytes_per_s(source.node, target.node))
     yield handshake_term(case)
-    yield Term("hand-off", estimate.transfer_s - case.books.settings.handshake_s, how)
+    yield Term("hand-off", estimate.transfer_s - HANDSHAKE_S, how)
 
 
 def tail(case: Case, prefix_pages: int) -> str:

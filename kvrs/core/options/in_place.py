@@ -28,7 +28,7 @@ def estimate_stay(books: Books, stream: Stream, home: Member) -> Estimate:
     if transfer_s or compute_s:  # A stream that lacks nothing takes its step beside the others.
         queue_s += reforming.ahead_s
     raw_s = queue_s + transfer_s + compute_s
-    later_s = lookahead_s(books.settings, stream, home)
+    later_s = lookahead_s(stream, home)
     return Estimate(
         reforming.option,
         home.id,

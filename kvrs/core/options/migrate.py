@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
-from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, Stream
 from kvrs.core.options.base import (
@@ -62,7 +62,7 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
 
 
 def _cached(case: Case, holder: Holder) -> Estimate:
-    there, target, settings = holder.member, case.target, case.books.settings
+    there, target = holder.member, case.target
     return estimate_cached(
         there,
         target,
@@ -71,7 +71,7 @@ def _cached(case: Case, holder: Holder) -> Estimate:
         bytes_per_s=case.books.view.bytes_per_s(there.node, target.node),
         queue_s=there.queue_s,
         target_queue_s=target.queue_s,
-        handshake_s=settings.handshake_s,
+        handshake_s=HANDSHAKE_S,
         factor=case.factor(_MIGRATE),
     )
 
@@ -166,7 +166,7 @@ def weigh_fetch(case: Case, option: Option, source: KvSource, estimates: list[Es
     target, wait_s = case.target, case.slot_wait_s
     if source.drain_s > wait_s:
         wait_s = source.drain_s
-    transfer_s = case.books.settings.handshake_s + source.pages * source.page_s
+    transfer_s = HANDSHAKE_S + source.pages * source.page_s
     pages, second = source.pages, None
     if len(case.sources) > 1 and pages < case.wanted_pages:
         second, pages, more_s = extension(case, source, pages, wait_s + transfer_s)
@@ -248,7 +248,7 @@ def extension(
         return None, pages, 0.0
     size, table = case.target.page_size_tokens, case.target.prefill
     promised, history = max(best.pages, pages + 1), case.history_tokens
-    wait_s = max(0.0, best.drain_s - elapsed_s) + case.books.settings.handshake_s
+    wait_s = max(0.0, best.drain_s - elapsed_s) + HANDSHAKE_S
     saved_s = table.extra(pages * size, history - pages * size) - table.extra(
         promised * size, history - promised * size
     )
@@ -296,7 +296,7 @@ def fetch_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     prefix = has = case.pages_of(estimate.source)
     rest_s = estimate.transfer_s
     if estimate.source is not None:
-        handshake_s = case.books.settings.handshake_s
+        handshake_s = HANDSHAKE_S
         transfer_s, how = transfer(case, estimate.source, has)
         yield handshake_term(case)
         yield Term("transfer", transfer_s, how)

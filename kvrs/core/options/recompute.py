@@ -10,7 +10,7 @@ from math import inf
 
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
-from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import (
@@ -55,7 +55,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             factor,
             prefill.queue_s,
             queue_s,
-            books.settings.handshake_s,
+            HANDSHAKE_S,
             view.links.get((prefill.node, target.node), view.assumed_link).bytes_per_s,
         )
         # A server with a prefill instance of its own computes nowhere else.

@@ -19,12 +19,14 @@ from kvrs.core.options.migrate import MIGRATE
 from kvrs.core.options.recompute import RECOMPUTE
 
 _REPLAY = Option.REPLAY
+# The longest output that is generated once more, one token a step. A stream with more goes on
+# inexactly, where nothing else continues it exactly.
+REPLAY_TOKENS_MAX = 1024
 
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
     stream, target = case.stream, case.target
-    most = case.books.settings.replay_tokens_max
-    if not (target.replays and stream.produced_tokens <= most):
+    if not (target.replays and stream.produced_tokens <= REPLAY_TOKENS_MAX):
         return
     prompt, found = _prompt_of(case), list[Estimate]()
     if prompt.wanted_pages:

@@ -51,7 +51,7 @@ class Rule:
                 if needs is None or needs(case):
                     estimate(case, estimates)
             if case.target.slower_token_s:
-                later_s = lookahead_s(books.settings, stream, case.target)
+                later_s = lookahead_s(stream, case.target)
                 estimates[weighed:] = [_later(each, later_s) for each in estimates[weighed:]]
         return estimates
 

@@ -192,7 +192,7 @@ class Admissions:
             self._check_room(streams, call.found is not None)
         self._open_journals(call)
         if parsed.request.stream:
-            call.client = SseClient(call.request, self._settings.write_timeout_s, _head_of(call))
+            call.client = SseClient(call.request, _head_of(call))
         parsed.hold(call.held)
         if isinstance(call.request, DirectRequest):
             call.request.headers = NO_HEADERS

@@ -59,7 +59,7 @@ class ClientApi:
             clock,
             settings.keep_alive_s,
         )
-        self._responses = ResponsesApi(serving, backend, settings, driver, mirror, tenants)
+        self._responses = ResponsesApi(serving, backend, driver, mirror, tenants)
 
     def application(self) -> web.Application:
         pages = [] if self._pages is None else [self._pages.middleware()]

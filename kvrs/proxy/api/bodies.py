@@ -35,6 +35,9 @@ BODY = web.RequestKey("body", bytes)
 # Smaller pieces are put together to such parts.
 _PART_BYTES = 16 << 10
 
+# A client that sends nothing of a body for this long is cut off.
+BODY_TIMEOUT_S = 10.0
+
 
 class _ComingBody:
     """A body that is being read. `timeout` ends the reading, also when it is cut.
@@ -90,7 +93,6 @@ class ClientBodies:
         self.unfinished = UnfinishedBodies[_ComingBody | DirectConnection](
             settings.unfinished_body_bytes
         )
-        self._settings = settings
         self._metrics = metrics
         self._clock = clock
         metrics.unfinished_bytes.set_function(lambda: self.unfinished.held_bytes)
@@ -124,7 +126,7 @@ class ClientBodies:
         self, content: StreamReader, connection: object, held: RequestUsage
     ) -> bytes:
         counted = connection if isinstance(connection, HttpConnection) else None
-        loop, pause_s, body = asyncio.get_running_loop(), self._settings.body_timeout_s, None
+        loop, pause_s, body = asyncio.get_running_loop(), BODY_TIMEOUT_S, None
         began_s, step_bytes = loop.time(), 0
         try:
             async with asyncio.timeout(pause_s) as timeout:

@@ -16,7 +16,6 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
-from kvrs.config.proxy import ProxySettings
 from kvrs.errors import RequestError
 from kvrs.protocol.mirror import BYTES_PER_ID
 from kvrs.protocol.openai.chunks import error_body
@@ -75,7 +74,6 @@ class ResponsesApi:
         self,
         serving: Serving,
         backend: str,
-        settings: ProxySettings,
         driver: Driver,
         mirror: Mirror,
         tenants: Tenants,
@@ -83,7 +81,6 @@ class ResponsesApi:
         self._serving = serving
         self._admissions = serving.admissions
         self._backend = backend
-        self._settings = settings
         self._driver = driver
         self._mirror = mirror
         self._tenants = tenants
@@ -263,7 +260,7 @@ class ResponsesApi:
         self, request: web.Request, running: RunningResponse, after: int
     ) -> web.StreamResponse:
         """Send the events behind a position, those to come too."""
-        sse = SseClient(request, self._settings.write_timeout_s, dict)
+        sse = SseClient(request, dict)
         reader = ResponseReader(sse, self._translator(running.stored, running.asked), after)
         client, keyed, task = running.client, running.keyed, running.task
         gone = asyncio.ensure_future(reader.gone.wait())
@@ -305,7 +302,7 @@ class ResponsesApi:
         if after is None:
             return self._answer(record)
         stored = Stored.decode(record.header.request)
-        sse = SseClient(request, self._settings.write_timeout_s, dict)
+        sse = SseClient(request, dict)
         reader = ResponseReader(sse, self._translator(stored, _asked(stored)), after)
         try:
             reader.send([event.data for event in record.events])

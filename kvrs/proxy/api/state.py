@@ -1,6 +1,5 @@
 """The document of `/kvrs/v1/state`: plain data, for people and tests."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -67,7 +66,6 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
     """Set the series that need not be set at every change."""
     control = driver.control
     metrics.tokens.follow(control.progress.tokens)
-    metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
     metrics.streams.lacks_tokenizer.set(lacks_tokenizer(driver))
     metrics.unprotected.set(control.checkpoints.count_unprotected())
     if control.instances.model is not None:

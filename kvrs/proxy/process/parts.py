@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from kvrs.config.cluster import NodeSettings
+from kvrs.config.cluster import Backend, NodeSettings
 from kvrs.config.file import Config
 from kvrs.config.proxy import PeerSettings
 from kvrs.core.books.agent_slots import slot_share
@@ -29,8 +29,8 @@ from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.event_log import EventLog
-from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.streams.event_log import EVENT_LOG_BYTES, EventLog
+from kvrs.proxy.streams.metrics import Metrics, Shown
 from kvrs.proxy.watch.fleet import Fleet, FleetLinks
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.wire.capacity import Capacity
@@ -162,7 +162,15 @@ def build(
 def metrics_of(config: Config) -> Metrics:
     instances = (instance for _, instance in config.cluster.instances())
     agents = (node.agent_id for node in config.cluster.nodes) if config.agents_run else ()
-    return Metrics({instance.id: instance.role for instance in instances}, agents)
+    return Metrics(
+        {instance.id: instance.role for instance in instances},
+        agents,
+        Shown(
+            ranks=config.cluster.backend is Backend.EMBEDDED,
+            agents=config.agents_run,
+            gossip=config.gossip.enabled,
+        ),
+    )
 
 
 def new_event_log(config: Config, reloads: Reloads) -> EventLog | None:
@@ -174,7 +182,7 @@ def new_event_log(config: Config, reloads: Reloads) -> EventLog | None:
         used = reloads.config
         return header_line(used.policy, used.slo, used.backup, part)
 
-    return EventLog(Path(settings.event_log), settings.event_log_bytes, header, time.time)
+    return EventLog(Path(settings.event_log), EVENT_LOG_BYTES, header, time.time)
 
 
 def policy_part(reloads: Reloads, driver: Driver) -> ReloadingPart:

@@ -73,6 +73,10 @@ class Client(Protocol):
         """Call this once, when a client that is blocked is so no more."""
 
 
+# A client that does not read for this long is cut off.
+WRITE_TIMEOUT_S = 30.0
+
+
 @dataclass(slots=True, eq=False)
 class SseClient:
     """A client that gets a stream. Headers are sent with the first event, or with a comment that
@@ -80,7 +84,6 @@ class SseClient:
     """
 
     request: ClientRequest
-    write_timeout_s: float
     head: Callable[[], Mapping[str, str]]  # Headers beside the usual ones, asked for as it begins.
     blocked: bool = False
     was_silent: bool = False  # Since the last look at it.
@@ -198,7 +201,7 @@ class SseClient:
             self._patience = None
         if not has_room:
             loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(self.write_timeout_s, self._give_up)
+            self._patience = loop.call_later(WRITE_TIMEOUT_S, self._give_up)
             return
         waiting, self._waiting = self._waiting, ()
         for resume in waiting:
@@ -207,7 +210,7 @@ class SseClient:
     def _give_up(self) -> None:
         # The loss of its connection cancels the request, and with it the stream.
         assert self.transport is not None
-        self._gone = f"the client did not read for {self.write_timeout_s} s"
+        self._gone = f"the client did not read for {WRITE_TIMEOUT_S} s"
         self.transport.abort()
 
 

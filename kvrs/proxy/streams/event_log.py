@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 _WRITE_INTERVAL_S = 0.5  # Events of this time are lost when the process is killed.
 _MOST_PENDING = 200_000  # Beyond this the disk is taken for dead.
 
+EVENT_LOG_BYTES = 1 << 30  # Of a proxy's log with its older parts.
 _PARTS = 16  # At least so many fit into the log.
 _MOST_PART_BYTES = 32 << 20  # Compressed in about half a second.
 COMPRESS_LEVEL = 1

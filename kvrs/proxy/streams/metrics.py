@@ -7,14 +7,13 @@ address that it scrapes.
 import platform
 from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    GCCollector,
     Info,
-    PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
 )
@@ -41,7 +40,6 @@ from kvrs.proxy.streams.stream_metrics import (
     TallySeries,
     durations_of,
 )
-from kvrs.proxy.wire.peer import descriptor_waits
 
 # Without a series `_created` for each counter and histogram.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # The library has no annotation.
@@ -58,13 +56,27 @@ def _requests(registry: CollectorRegistry) -> dict[str, Tally]:
     return {outcome: counter.of(outcome) for outcome in OUTCOMES_OF_REQUESTS}
 
 
+class Shown(NamedTuple):
+    """Series that are hidden where a proxy does not have what they are about."""
+
+    ranks: bool  # And what else only the embedded engine reports.
+    agents: bool
+    gossip: bool
+
+
+ALL = Shown(ranks=True, agents=True, gossip=True)
+
+
 class Metrics:
     """All series. Those whose labels are known at the start exist from the start."""
 
     def __init__(
-        self, workers: Mapping[InstanceId, Role], agents: Iterable[InstanceId] = ()
+        self,
+        workers: Mapping[InstanceId, Role],
+        agents: Iterable[InstanceId] = (),
+        shown: Shown = ALL,
     ) -> None:
-        self.registry = process_registry()
+        self.registry, hidden = process_registry(), CollectorRegistry()
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
         durations = partial(durations_of, self.registry, buckets=SECONDS)
@@ -73,9 +85,6 @@ class Metrics:
             "kvrs_resumes", "Requests that resume a stream, by outcome.", ["outcome"]
         )
         self.streams = StreamMetrics(self.registry)
-        self.event_loop_tasks = gauge(
-            "kvrs_event_loop_tasks", "Tasks of the event loop that are not done."
-        )
         self.unprotected = gauge(
             "kvrs_streams_unprotected", "Open streams that should have a checkpoint and have none."
         )
@@ -103,7 +112,7 @@ class Metrics:
             "kvrs_worker_streams", "Open streams of this proxy at the worker.", ["worker", "role"]
         )
         self._roles: dict[InstanceId, Role] = {}
-        self.reports = ReportSeries(self.registry)
+        self.reports = ReportSeries(self.registry, self.registry if shown.ranks else hidden)
         self.links = gauge(
             "kvrs_link_bytes_per_second",
             "Measured bandwidth of the link between two nodes.",
@@ -115,7 +124,7 @@ class Metrics:
             ["worker"],
         )
         self._task_failures = counter("kvrs_task_failures", "Tasks that a bug ended.", ["task"])
-        self.agents = AgentMetrics(self.registry, agents)
+        self.agents = AgentMetrics(self.registry if shown.agents else hidden, agents)
         self.slots = counter(
             "kvrs_slots",
             "Recovery slots by outcome; local: granted by this proxy, since no agent answered.",
@@ -124,7 +133,7 @@ class Metrics:
         self.hand_offs = given_up_counter(self.registry)
         self.recoveries = RecoveryMetrics(self.registry)
         self.admission = AdmissionMetrics(self.registry)
-        self.gossip = GossipMetrics(self.registry)
+        self.gossip = GossipMetrics(self.registry if shown.gossip else hidden)
         self._create_series()
         self.add_workers(workers)
 
@@ -168,11 +177,9 @@ class Metrics:
 
 
 def process_registry() -> CollectorRegistry:
-    """A registry with what is known of this process: its version, memory, CPU and collections."""
+    """A registry with what is known of this process: its version, memory and CPU."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    PlatformCollector(registry=registry)
-    GCCollector(registry=registry)
     build = Info("kvrs_build", "Version of kvrs that runs, and of Python.", registry=registry)
     build.info({"version": __version__, "python": platform.python_version()})
     return registry
@@ -193,14 +200,6 @@ class RecoveryMetrics:
             "kvrs_recovery_predicted_seconds", "Predicted duration of a recovery."
         )
         self._real = series("kvrs_recovery_real_seconds", "Measured duration of a recovery.")
-        self._regret = series(
-            "kvrs_recovery_regret_seconds",
-            "Duration of a recovery beyond the shortest prediction of another option, or 0.",
-        )
-        self._gain = series(
-            "kvrs_recovery_gain_seconds",
-            "Shortest prediction of another option beyond the duration of a recovery, or 0.",
-        )
         self.correction = Gauge(
             "kvrs_recovery_correction_ratio",
             "Learned factor on the predictions of an option.",
@@ -217,9 +216,6 @@ class RecoveryMetrics:
         if recovery.real_s is not None:
             self._predicted.by_value[option].observe(recovery.predicted_s)
             self._real.by_value[option].observe(recovery.real_s)
-        if recovery.regret_s is not None:
-            self._regret.by_value[option].observe(max(0.0, recovery.regret_s))
-            self._gain.by_value[option].observe(max(0.0, -recovery.regret_s))
 
 
 class AgentMetrics:
@@ -271,11 +267,6 @@ class AdmissionMetrics:
             "Unfinished bodies that were cut (408) because they took up the memory for them.",
             registry=registry,
         )
-        Gauge(
-            "kvrs_descriptor_wait_seconds",
-            "Time that calls of this process have waited for descriptors, in all.",
-            registry=registry,
-        ).set_function(lambda: descriptor_waits.seconds)
         self.given_up = Counter(
             "kvrs_streams_given_up", "Streams given up, by reason.", ["reason"], registry=registry
         )
@@ -288,10 +279,6 @@ class GossipMetrics:
         gauge, counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
         self._members = gauge("kvrs_gossip_members", "Members of the group by status.", ["status"])
         self._health = gauge("kvrs_gossip_health", "Lifeguard local health score (0 = healthy).")
-        self._packets = Total(counter("kvrs_gossip_sent_packets", "Packets sent."))
-        self._bytes = Total(
-            counter("kvrs_gossip_sent_bytes", "Bytes sent, without their authentication.")
-        )
         self._dropped = Total(
             counter("kvrs_gossip_dropped_packets", "Packets dropped, by reason.", ["reason"])
         )
@@ -303,8 +290,6 @@ class GossipMetrics:
         for status in Status:
             self._members.labels(status.name.lower()).set(membership.count(status))
         self._health.set(membership.health)
-        self._packets.follow(membership.sent["packets"])
-        self._bytes.follow(membership.sent["bytes"])
         for reason, count in membership.drops().items():
             self._dropped.follow(count, reason)
         self._unread.follow(membership.facts.unread)

@@ -28,6 +28,7 @@ class Reported(NamedTuple):
     labels: tuple[str, ...] = ()
     has_role: bool = False  # Its one label is the role of the worker.
     in_groups: bool = False  # Only workers of a group have it.
+    of_engine: bool = False  # Only the embedded engine reports it.
     from_start: tuple[Labels, ...] = ()  # It is 0 for these before the first report.
 
     def values(self, known: Member) -> Mapping[Labels, float]:
@@ -92,12 +93,6 @@ GAUGES = (
         has_role=True,
     ),
     Reported(
-        "kvrs_worker_running_requests",
-        "Requests of all proxies that the worker computes.",
-        lambda load: load.running,
-        has_role=True,
-    ),
-    Reported(
         "kvrs_worker_free_pages",
         "KV pages of the worker that are free.",
         lambda load: load.free_pages,
@@ -114,24 +109,28 @@ GAUGES = (
         "Ranks that compute, of a worker that has several.",
         lambda load: load.degree if load.full_degree else None,
         has_role=True,
+        of_engine=True,
     ),
     Reported(
         "kvrs_worker_full_degree",
         "Ranks that a worker of several was configured with.",
         lambda load: load.full_degree or None,
         has_role=True,
+        of_engine=True,
     ),
     Reported(
         "kvrs_instance_expert_skew",
         "Load of the rank with most to do over the mean one, for experts chosen lately.",
         lambda load: None if load.experts is None else load.experts.skew,
         has_role=True,
+        of_engine=True,
     ),
     Reported(
         "kvrs_instance_expert_copies",
         "Copies of experts, beside their owners'.",
         lambda load: None if load.experts is None else load.experts.copies,
         has_role=True,
+        of_engine=True,
     ),
     Reported(
         "kvrs_checkpoint_lag_pages",
@@ -142,29 +141,28 @@ GAUGES = (
         "kvrs_replica_pages",
         "Pages that the worker keeps for other ones.",
         lambda load: _replicas(load, load.replica_pages),
+        of_engine=True,
     ),
     Reported(
         "kvrs_replica_lag_pages",
         "Full pages of which the stage's part is not at its target yet.",
         lambda load: _ring(load, lambda stage: stage.replica_lag_pages),
         labels=("stage",),
+        of_engine=True,
     ),
     Reported(
         "kvrs_lent_pages",
         "Pages of its stages that the worker lends others.",
         lambda load: sum(each.pages for each in load.lends),
         in_groups=True,
+        of_engine=True,
     ),
     Reported(
         "kvrs_borrowed_stages",
         "Stages of the worker that the host of another one computes.",
         lambda load: sum(each.donor is not None for each in load.stages),
         in_groups=True,
-    ),
-    Reported(
-        "kvrs_connector_lag_pages",
-        "Full pages of protected streams that agents have not got from vLLM yet.",
-        _of_connector(lambda report: report.lag_pages),
+        of_engine=True,
     ),
     Reported(
         "kvrs_connector_pinned_blocks",
@@ -183,6 +181,7 @@ TOTALS = (
         "kvrs_worker_rank_deaths",
         "Ranks that a worker of several has lost, and goes on without.",
         lambda load: load.rank_deaths if load.full_degree else None,
+        of_engine=True,
     ),
     Reported(
         "kvrs_worker_kv_bytes",
@@ -208,6 +207,7 @@ TOTALS = (
         "kvrs_expert_rebalances",
         "Changes of copies of experts on the worker's ranks.",
         lambda load: None if load.experts is None else load.experts.rebalances,
+        of_engine=True,
     ),
     Reported(
         "kvrs_damaged_pages",
@@ -216,26 +216,10 @@ TOTALS = (
         from_start=((),),
     ),
     Reported(
-        "kvrs_replica_dropped_pages",
-        "Pages of other workers that the worker gave up for its own streams.",
-        lambda load: _replicas(load, load.replica_dropped_pages),
-    ),
-    Reported(
-        "kvrs_replica_sent_bytes",
-        "Parts that the stage has brought there.",
-        lambda load: _ring(load, lambda stage: stage.replica_sent_bytes),
-        labels=("stage",),
-    ),
-    Reported(
-        "kvrs_replica_refused_pages",
-        "Of these, what was not taken or not kept.",
-        lambda load: _ring(load, lambda stage: stage.replica_dropped_pages),
-        labels=("stage",),
-    ),
-    Reported(
         "kvrs_adopted_pages",
         "Pages that streams of the worker went on with out of a donor's replicas.",
         lambda load: load.adopted_pages if _ring(load, lambda stage: 0) else None,
+        of_engine=True,
     ),
     Reported(
         "kvrs_connector_pages_saved",
@@ -272,12 +256,18 @@ class Total:
 class ReportSeries:
     """The series of both tables. Counters of a worker that is removed stay."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, common: CollectorRegistry, of_engine: CollectorRegistry) -> None:
+        """`of_engine`: for rows that only the embedded engine reports."""
+
+        def registry(row: Reported) -> CollectorRegistry:
+            return of_engine if row.of_engine else common
+
         self._gauges = [
-            (row, Gauge(row.name, row.help, row.all_labels, registry=registry)) for row in GAUGES
+            (row, Gauge(row.name, row.help, row.all_labels, registry=registry(row)))
+            for row in GAUGES
         ]
         self._totals = [
-            (row, Total(Counter(row.name, row.help, row.all_labels, registry=registry)))
+            (row, Total(Counter(row.name, row.help, row.all_labels, registry=registry(row))))
             for row in TOTALS
         ]
         self._shown: dict[tuple[str, InstanceId], tuple[Labels, ...]] = {}

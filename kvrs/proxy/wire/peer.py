@@ -229,20 +229,6 @@ class Peer:
                 raise lost(error) from None
 
 
-class DescriptorWaits:
-    """How long calls of this process have waited for descriptors, in all."""
-
-    def __init__(self) -> None:
-        self.pauses = 0
-
-    @property
-    def seconds(self) -> float:
-        return self.pauses * _DESCRIPTOR_PAUSE_S
-
-
-descriptor_waits = DescriptorWaits()  # Descriptors belong to the process, as this does.
-
-
 async def connect_with_descriptor(connect: Callable[[], Awaitable[T | None]], url: str) -> T:
     """Call `connect` until there is a descriptor for it: without one it returns None.
 
@@ -265,7 +251,6 @@ async def connect_with_descriptor(connect: Callable[[], Awaitable[T | None]], ur
 async def wait_for_descriptor() -> None:
     """Wait a moment for connections of others to end, which is no silence of the other side."""
     await asyncio.sleep(_DESCRIPTOR_PAUSE_S)
-    descriptor_waits.pauses += 1
     reset_timeout()
 
 

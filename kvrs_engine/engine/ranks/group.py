@@ -98,7 +98,7 @@ class RankGroup(StageRanks, StepHook):
         *,
         yields: bool = False,
     ) -> None:
-        """Start the ranks and wait until all can compute. `lookahead_tokens`: of section `policy`;
+        """Start the ranks and wait until all can compute. `lookahead_tokens`: as of the policy;
         `stages`: that have their ranks here, None: all; `yields`: the start yields to whatever else
         runs on the machine.
 

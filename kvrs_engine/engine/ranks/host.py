@@ -25,6 +25,7 @@ from typing import Any
 
 from kvrs.config.cluster import InstanceSettings, stage_host_id
 from kvrs.config.file import Config, load_config, read_secrets
+from kvrs.config.policy import LOOKAHEAD_TOKENS
 from kvrs.errors import (
     ConfigError,
     KvrsError,
@@ -129,7 +130,7 @@ class StageHost:
             settings,
             layout,
             config.elastic,
-            config.policy.lookahead_tokens,
+            LOOKAHEAD_TOKENS,
             range(stage, stage + 1),
             yields=True,  # Other instances of the node compute meanwhile.
         )
@@ -169,7 +170,7 @@ class StageHost:
         self._orders = StageOrders(self.group, self._sessions, self._model, self._load_s)
         self.group.on_change = lambda: loop.call_soon_threadsafe(self._orders.changed)
         self.group.on_end = lambda lost: loop.call_soon_threadsafe(self._finish, lost)
-        host, port = self._place.bind or self._place.host, self._place.port
+        host, port = self._place.host, self._place.port
         stopping = asyncio.create_task(self._stopped(stop))
         at_once_too = asyncio.create_task((at_once or asyncio.Event()).wait())
         try:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config
+from kvrs.config.policy import LOOKAHEAD_TOKENS
 from kvrs.errors import KvrsError, RanksLostError
 from kvrs.ids import NodeId
 from kvrs.protocol.geometry import KvGeometry
@@ -157,9 +158,9 @@ class RanksOnNodes(StepHook):
         own = Identity(instance.id, node, epoch, digest, page_bytes)
         try:
             if local := instance.own_stages:
-                lookahead, elastic = config.policy.lookahead_tokens, config.elastic
+                elastic = config.elastic
                 self.groups.append(
-                    RankGroup(directory, settings, layout, elastic, lookahead, local)
+                    RankGroup(directory, settings, layout, elastic, LOOKAHEAD_TOKENS, local)
                 )
             for stage, host in instance.remote_stages.items():
                 peer = Peer(instance.stage_host_id(stage), host.node, host.host, host.port)

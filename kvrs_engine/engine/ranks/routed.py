@@ -64,7 +64,7 @@ class RoutedLoads:
         self._note(now_s)
         tiles = self.tiles
         found = Rebalanced(layout, lacks_room=False)
-        if self._settings.rebalance:
+        if self._settings.room_share:
             found = rebalance(layout, self._units, tiles, self._room(layout))
         self._skew = skew(layout, self._units, tiles)
         self._reason = _NO_ROOM if found.lacks_room else ""

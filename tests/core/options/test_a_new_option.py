@@ -83,9 +83,9 @@ def test_it_is_explained_and_recovers_streams(tree: Path) -> None:
     """With no other file of the product changed."""
     profile = "opt-13b-a100-kvrs-seed"
     explained = json.loads(
-        run(tree, "explain", "--profile", profile, "--prompt-tokens", "1477", "--json")
+        run(tree, "lab", "explain", "--profile", profile, "--prompt-tokens", "1477", "--json")
     )
-    run(tree, "simulate", "--requests", "60", "--deaths", "8", "--seed", "3", "--out", "out")
+    run(tree, "lab", "simulate", "--requests", "60", "--deaths", "8", "--seed", "3", "--out", "out")
     outcome = json.loads((tree / "out" / "simulation.json").read_bytes())
 
     options = [each["option"] for each in explained["answer"]["options"]]

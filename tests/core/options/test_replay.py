@@ -8,6 +8,7 @@ from kvrs.config.policy import PolicyName
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.options import replay
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability
 from tests.core.policy_harness import PolicyHarness, instance_up, only
@@ -51,20 +52,23 @@ def test_a_stream_that_nothing_else_continues_exactly_is_replayed(name: PolicyNa
     "case",
     [
         {"needs_replay": False},
-        {"replay_tokens_max": 39},
-        {"replay_tokens_max": 0},
         {"name": PolicyName.ROM},
     ],
-    ids=["need-less", "too-long", "off", "rom"],
+    ids=["need-less", "rom"],
 )
 def test_others_are_not_replayed(case: dict[str, Any]) -> None:
-    """Those that another option continues exactly, and those with more than
-    `policy.replay_tokens_max`; `rom` is that of seed KVRS.
-    """
+    """Those that another option continues exactly; `rom` is that of seed KVRS."""
     harness = cut(**case)
 
     assert not replays_of(harness)
     assert not only(harness.actions, act.Start).plan.replays
+
+
+def test_a_long_output_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`REPLAY_TOKENS_MAX` bounds the pause."""
+    monkeypatch.setattr(replay, "REPLAY_TOKENS_MAX", 39)
+
+    assert not replays_of(cut())
 
 
 def test_it_costs_the_prompt_and_a_step_per_known_token() -> None:

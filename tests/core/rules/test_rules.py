@@ -10,6 +10,7 @@ from kvrs.core.books.waiting import SlotBook
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Holder, Stream
+from kvrs.core.options import base
 from kvrs.core.options.base import Books
 from kvrs.core.rules.auto import AUTO
 from kvrs.core.rules.base import cases_of, cheapest, sources_of
@@ -90,12 +91,14 @@ def test_no_option_within_the_budget_means_abort() -> None:
     )
 
 
-def test_tokens_at_a_slower_instance_count_for_the_choice_and_not_for_the_budget() -> None:
+def test_tokens_at_a_slower_instance_count_for_the_choice_and_not_for_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The budget is that of the next token."""
-    settings = PolicySettings(lookahead_tokens=4)
+    monkeypatch.setattr(base, "LOOKAHEAD_TOKENS", 4)
     view, target = ClusterView(1e9), member("d1")
     stream = Stream(StreamId("s"), 0, 64, 0.0, produced_tokens=8, prefilled=True)
-    books = Books(view, SlotBook(1), settings)
+    books = Books(view, SlotBook(1), PolicySettings())
     (usual,) = AUTO.weigh(books, stream, [target], 0.0)
 
     target.set_pace(2.0, 1.0, token_s=0.5)

@@ -151,7 +151,7 @@ def test_a_lost_expert_with_a_copy_costs_no_byte(
     loads = group.reformer.loads
     assert loads is not None
     # No further change of copies: one that is under way would bring more of them.
-    loads._settings = loads._settings.model_copy(update={"rebalance": False})
+    loads._settings = loads._settings.model_copy(update={"room_share": 0.0})
     while group.reforming:
         time.sleep(0.01)
     copies = group.layout.copies

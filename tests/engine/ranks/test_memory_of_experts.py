@@ -152,7 +152,7 @@ def compute_until_copied(group: RankGroup) -> None:
         except RanksLostError:
             group.on_lost()
         if group.layout.copies:
-            loads._settings = loads._settings.model_copy(update={"rebalance": False})
+            loads._settings = loads._settings.model_copy(update={"room_share": 0.0})
         assert time.monotonic() < until_s
         time.sleep(PAUSE_S)
 

@@ -19,6 +19,7 @@ import torch
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.engine import ElasticSettings, EngineSettings
 from kvrs.config.file import parse_config
+from kvrs.config.policy import LOOKAHEAD_TOKENS
 from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
@@ -244,15 +245,10 @@ def test_a_restart_is_predicted_without_what_the_start_did_once(
 def test_an_instance_looks_as_far_ahead_as_the_policy(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One number for both: `policy.lookahead_tokens`."""
+    """One number for both."""
     ranks = {"id": "d0", "role": "decode", "tp": 2}
     node = {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, ranks]}
-    config = parse_config(
-        {
-            "cluster": {"model": str(tiny_model), "nodes": [node]},
-            "policy": {"lookahead_tokens": 7},
-        }
-    )
+    config = parse_config({"cluster": {"model": str(tiny_model), "nodes": [node]}})
     given: list[object] = []
 
     def group(*arguments: object) -> RankGroup:
@@ -264,7 +260,7 @@ def test_an_instance_looks_as_far_ahead_as_the_policy(
     with pytest.raises(RanksLostError):
         LoadedModel.load(config, InstanceId("d0"), b"secret" * 8)
 
-    assert given[-1] == 7
+    assert given[-1] == LOOKAHEAD_TOKENS
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_stages_in_hosts_count_no_ranks_of_others() -> None:
 
 
 def test_ports_of_stage_hosts_are_addresses_of_the_cluster() -> None:
-    """Used once, and beyond loopback only with a secret; `kvrs up` chooses those that are 0."""
+    """Used once, and beyond loopback only with a secret; `kvrs lab up` chooses those that are 0."""
     divided = document(pp=2, port=9000, stage_hosts=[{"node": "n0", "port": 9000}])
     with pytest.raises(ConfigError, match=r"port 127\.0\.0\.1:9000 is used 2 times"):
         parse_config(divided)

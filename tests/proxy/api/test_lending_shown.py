@@ -123,7 +123,7 @@ async def test_top_names_the_donor(build: ProxyClusterBuilder) -> None:
     url = f"http://127.0.0.1:{system.proxy.admin_port}"
 
     running = await forked(
-        *("kvrs", "top", "--url", url, "--once"),
+        *("kvrs", "top", "--admin-url", url, "--once"),
         environment=os.environ,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -21,7 +21,7 @@ from tests.proxy.conftest import ProxyClusterBuilder
 pytestmark = [pytest.mark.process, pytest.mark.network]
 
 KIB = 1 << 10
-SMALL = {"max_body_bytes": 100 * KIB, "body_budget_bytes": 400 * KIB, "body_timeout_s": WITHIN_S}
+SMALL = {"max_body_bytes": 100 * KIB, "body_budget_bytes": 400 * KIB}
 
 
 @asynccontextmanager
@@ -139,7 +139,7 @@ async def test_the_body_with_least_progress_is_cut_when_there_is_no_room(
     """408 in OpenAI's form and the end of the connection, for the one that stalled first; those
     that came later, whole or not, and small ones are left alone.
     """
-    system = await build(pairs=1, proxy=SMALL | {"unfinished_body_bytes": 250 * KIB})
+    system = await build(pairs=1, proxy=SMALL | {"body_budget_bytes": 1000 * KIB})
     port = system.proxy.port
     async with (
         unfinished(port, 4, 60 * KIB, declared) as small,
@@ -172,7 +172,7 @@ async def test_requests_are_served_while_large_bodies_never_end(
     """The bodies would fill the budget of open requests. Small ones beside them, whose bytes come
     apart, are all served, by both paths of the port.
     """
-    system = await build(pairs=1, proxy=SMALL | {"unfinished_body_bytes": 200 * KIB})
+    system = await build(pairs=1, proxy=SMALL | {"body_budget_bytes": 800 * KIB})
     async with unfinished(system.proxy.port, 20, 95 * KIB, 100 * KIB):
         for length in ("Content-Length: 5", "Transfer-Encoding: chunked"):
             reader, writer = await asyncio.open_connection("127.0.0.1", system.proxy.port)
@@ -194,7 +194,7 @@ async def test_small_bodies_that_never_end_are_not_cut(
     build: ProxyClusterBuilder,
 ) -> None:
     """Bodies of up to 64 kB take nothing of the budget of larger ones."""
-    system = await build(pairs=1, proxy=SMALL | {"unfinished_body_bytes": 100 * KIB})
+    system = await build(pairs=1, proxy=SMALL)
     async with unfinished(system.proxy.port, 300, KIB, 64 * KIB):
         await until_unfinished(system, 300 * KIB, 400 * KIB)
 
@@ -238,7 +238,7 @@ async def test_memory_of_unfinished_bodies_is_bounded(
     """
     system, budget, size = await build(pairs=1), 32 << 20, 8 << 20
     async with (
-        process(system, tmp_path, max_body_bytes=size, unfinished_body_bytes=budget) as (
+        process(system, tmp_path, max_body_bytes=size, body_budget_bytes=4 * budget) as (
             proxy,
             url,
         ),

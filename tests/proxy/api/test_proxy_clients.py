@@ -15,7 +15,9 @@ from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.openai.structure import bytes_within
+from kvrs.proxy.api import bodies
 from kvrs.proxy.server import Proxy
+from kvrs.proxy.streams import clients
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import SECRET, Fault
 from kvrs_testkit.scripted_model import expected_ids, ids_of, text_of, vocabulary
@@ -78,9 +80,12 @@ async def test_a_client_that_leaves_before_the_first_byte_is_noticed_too(
     assert (await system.state())["streams"] == []
 
 
-async def test_a_client_that_does_not_read_is_cut_off(build: ProxyClusterBuilder) -> None:
-    """Its stream ends after `proxy.write_timeout_s`; others go on."""
-    system = await build(pairs=1, proxy={"write_timeout_s": 0.3})
+async def test_a_client_that_does_not_read_is_cut_off(
+    build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream ends after `WRITE_TIMEOUT_S`; others go on."""
+    monkeypatch.setattr(clients, "WRITE_TIMEOUT_S", 0.3)
+    system = await build(pairs=1)
     system.script.event_padding = 100_000
     reader, writer = await asyncio.open_connection("127.0.0.1", system.proxy.port, limit=1024)
     body = msgspec.json.encode(REQUEST | {"stream": True, "max_tokens": 1000})
@@ -222,9 +227,12 @@ async def test_broken_http_is_logged_without_what_was_sent(
     assert "private" not in caplog.text
 
 
-async def test_a_client_that_drips_its_body_is_cut_off(build: ProxyClusterBuilder) -> None:
-    """408 after `proxy.body_timeout_s`, then the end of the connection."""
-    system = await build(pairs=1, proxy={"body_timeout_s": 0.2})
+async def test_a_client_that_drips_its_body_is_cut_off(
+    build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """408 after `BODY_TIMEOUT_S`, then the end of the connection."""
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.2)
+    system = await build(pairs=1)
 
     answer = await raw(
         system, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
@@ -419,7 +427,7 @@ async def test_causes_do_not_quote_engines(
     build: ProxyClusterBuilder, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An engine may repeat the prompt in its error; logs and state must not."""
-    system = await build(policy={"recovery": {"max_attempts": 2, "retry_pause_s": 0.01}})
+    system = await build(policy={"recovery": {"max_attempts": 2}})
     for status, instance in zip((500, 501, 502, 504), system.instances.values(), strict=True):
         instance.refusal = (  # Not alike: it would be the request's.
             status,

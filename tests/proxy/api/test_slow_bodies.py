@@ -7,6 +7,7 @@ import pytest
 
 from kvrs.net.connections import ConnectionLimits
 from kvrs.net.http_connection import HttpConnection
+from kvrs.proxy.api import bodies
 from tests.proxy.conftest import ProxyClusterBuilder
 
 pytestmark = pytest.mark.network
@@ -16,10 +17,11 @@ REQUEST = {"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 async def test_a_client_that_sends_a_body_slowly_is_served(
-    build: ProxyClusterBuilder, is_chunked: bool
+    build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch, is_chunked: bool
 ) -> None:
-    """`proxy.body_timeout_s` is the longest pause, however long the whole body takes."""
-    system = await build(pairs=1, proxy={"body_timeout_s": 1.0})
+    """`BODY_TIMEOUT_S` is the longest pause, however long the whole body takes."""
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 1.0)
+    system = await build(pairs=1)
     body = msgspec.json.encode(REQUEST | {"user": "x" * 1000})
     pieces = [body[at : at + 300] for at in range(0, len(body), 300)]
     length = f"Content-Length: {len(body)}"
@@ -40,9 +42,12 @@ async def test_a_client_that_sends_a_body_slowly_is_served(
     assert answer == b"HTTP/1.1 200 OK\r\n"
 
 
-async def test_a_client_that_sends_byte_by_byte_is_cut_off(build: ProxyClusterBuilder) -> None:
+async def test_a_client_that_sends_byte_by_byte_is_cut_off(
+    build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It never pauses, and would hold its connection for hours."""
-    system = await build(pairs=1, proxy={"body_timeout_s": 0.1})
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.1)
+    system = await build(pairs=1)
     reader, writer = await asyncio.open_connection("127.0.0.1", system.proxy.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50000\r\n\r\n")
 
@@ -60,7 +65,8 @@ async def test_unfinished_bodies_give_way_to_other_clients(
     build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients that send nothing on cannot take all connections of the port."""
-    system = await build(pairs=1, proxy={"body_timeout_s": 60.0})
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 60.0)
+    system = await build(pairs=1)
     (port,) = [each for each in system.proxy._ports if each.port == system.proxy.port]
     monkeypatch.setattr(port._connections, "_limits", ConnectionLimits(4, 4))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50000\r\n\r\n{"

@@ -16,6 +16,7 @@ from kvrs.config.proxy import ProxySettings
 from kvrs.errors import ConfigError
 from kvrs.net import http, tls
 from kvrs.net.connections import ConnectionLimits
+from kvrs.proxy.streams import clients
 from kvrs_lab.cluster.proxies import ProxyProcess
 from kvrs_testkit.certificates import MISSING, Authority, Pair
 from kvrs_testkit.proxy_cluster import ProxyCluster
@@ -306,10 +307,11 @@ async def test_the_admin_port_has_a_certificate_of_its_own(
 
 
 async def test_a_client_that_does_not_read_is_cut_off_as_in_plain(
-    build: ProxyClusterBuilder, ca: Authority, served: Pair
+    build: ProxyClusterBuilder, ca: Authority, served: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Data that TLS has buffered counts as unread too, and the stream does not look complete."""
-    system = await build(pairs=1, proxy={"tls": served.section(), "write_timeout_s": 0.3})
+    monkeypatch.setattr(clients, "WRITE_TIMEOUT_S", 0.3)
+    system = await build(pairs=1, proxy={"tls": served.section()})
     system.script.event_padding = 100_000
     reader, writer = await asyncio.open_connection(
         "127.0.0.1", system.proxy.port, limit=1024, ssl=ca.client()

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.network, pytest.mark.process]
 
 
 def command(port: int, *more: str) -> tuple[str, ...]:
-    return ("kvrs", "top", "--url", f"http://127.0.0.1:{port}", *more)
+    return ("kvrs", "top", "--admin-url", f"http://127.0.0.1:{port}", *more)
 
 
 @pytest.mark.parametrize("more", [["--once"], ["--once", "--json"]])

@@ -110,7 +110,7 @@ async def test_an_answer_that_the_engine_gave_up_is_not_complete(
     vllms: Builder, reason: str
 ) -> None:
     """The client never sees it as an end."""
-    recovery = {"max_attempts": 2, "retry_pause_s": 0.001}
+    recovery = {"max_attempts": 2}
     system, _ = await odd_vllms(vllms, {"finish": reason}, policy={"recovery": recovery})
 
     status, body = await system.ask(CHAT | {"stream": True})

@@ -130,7 +130,7 @@ async def test_a_server_that_answers_wrongly_is_named(vllms: Builder, tmp_path: 
         (("--url", "x", "--out", "OUT/a.json"), "--url: got 'x'; allowed: http://HOST:PORT"),
         (("--url", "http://127.0.0.1:1", "--out", "OUT/a.yaml"), "--out: got "),
         (
-            ("--url", "http://127.0.0.1:1", "--out", "OUT/a.json", "--seed", "7"),
+            ("--url", "http://127.0.0.1:1", "--out", "OUT/a.json", "--max-batch", "7"),
             "--seed: given beside --url; allowed: for the embedded engine",
         ),
         (

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from kvrs.core import control
+from kvrs.core.options import replay
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import Arithmetic, Sampler
 from kvrs_testkit.sse import events_of
@@ -92,9 +94,13 @@ async def test_a_chat_is_sent_as_it_was(vllms: Builder) -> None:
     assert "prompt" not in body
 
 
-async def test_a_longer_output_is_marked_and_goes_on_without_its_grammar(vllms: Builder) -> None:
-    """`policy.replay_tokens_max` bounds the pause. What may be longer is not promised."""
-    system = await vllms(prepare=replaying, policy={"replay_tokens_max": 3})
+async def test_a_longer_output_is_marked_and_goes_on_without_its_grammar(
+    vllms: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`REPLAY_TOKENS_MAX` bounds the pause. What may be longer is not promised."""
+    for module in (control, replay):
+        monkeypatch.setattr(module, "REPLAY_TOKENS_MAX", 3)
+    system = await vllms(prepare=replaying)
     system.shared.faults = {4: Fault.RESET}
 
     _, mark, body = await answer(system, prompt=PROMPT, max_tokens=8, temperature=0, **JSON)
@@ -106,12 +112,12 @@ async def test_a_longer_output_is_marked_and_goes_on_without_its_grammar(vllms: 
 
 @pytest.mark.parametrize(("max_tokens", "status"), [(8, 200), (9, 400)])
 async def test_what_can_be_replayed_is_not_refused(
-    vllms: Builder, max_tokens: int, status: int
+    vllms: Builder, monkeypatch: pytest.MonkeyPatch, max_tokens: int, status: int
 ) -> None:
     """`proxy.inexact: refuse` lets in what goes on exactly, whatever happens."""
-    system = await vllms(
-        prepare=replaying, proxy={"inexact": "refuse"}, policy={"replay_tokens_max": 8}
-    )
+    for module in (control, replay):
+        monkeypatch.setattr(module, "REPLAY_TOKENS_MAX", 8)
+    system = await vllms(prepare=replaying, proxy={"inexact": "refuse"})
 
     asked = {"prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, **JSON}
     assert (await system.ask(asked))[0] == status
@@ -124,7 +130,7 @@ async def test_a_server_that_replays_no_more_ends_what_was_promised(
     """Its other tokens never reach the client, whose head had no mark: the stream ends with an
     error, and not inexactly.
     """
-    recovery = {"max_attempts": 3, "retry_pause_s": 0.001}
+    recovery = {"max_attempts": 3}
     system = await vllms(
         prepare=replaying, proxy={"inexact": inexact}, policy={"recovery": recovery}
     )

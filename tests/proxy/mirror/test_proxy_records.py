@@ -136,7 +136,7 @@ async def test_a_stream_that_cannot_recover_in_time_fails_at_once(
 async def test_a_settled_recovery_reports_its_costs_and_regret(
     build: ProxyClusterBuilder,
 ) -> None:
-    """Raw, predicted and real cost and regret: in the state and in the metrics."""
+    """Raw, predicted and real cost and regret, in the state."""
     system = await build(policy={"name": "always_recompute"})
     system.script.faults = {3: Fault.RESET}
 
@@ -146,12 +146,7 @@ async def test_a_settled_recovery_reports_its_costs_and_regret(
     others = [each["total_s"] for each in row["estimates"] if each["option"] != row["option"]]
     assert row["raw_s"] > 0
     assert row["regret_s"] >= row["real_s"] - min(others) - 0.1
-    metrics = await system.metrics()
-    assert 'kvrs_recovery_regret_seconds_count{option="recompute"} 1.0' in metrics
-    regret = await system.count("kvrs_recovery_regret_seconds_sum", option="recompute")
-    gain = await system.count("kvrs_recovery_gain_seconds_sum", option="recompute")
-    assert regret - gain == pytest.approx(row["regret_s"])
-    assert 'kvrs_recovery_correction_ratio{option="recompute"}' in metrics
+    assert 'kvrs_recovery_correction_ratio{option="recompute"}' in await system.metrics()
 
 
 async def test_a_recovery_that_failed_settles_nothing(build: ProxyClusterBuilder) -> None:
@@ -229,8 +224,9 @@ async def test_a_long_log_continues_in_other_files(
 ) -> None:
     """Old parts are numbered and compressed; all together can be run again."""
     monkeypatch.setattr(event_log, "_WRITE_INTERVAL_S", 0.01)
+    monkeypatch.setattr("kvrs.proxy.process.parts.EVENT_LOG_BYTES", 65536)
     path = tmp_path / "events"
-    system = await build(pairs=1, proxy={"event_log": str(path), "event_log_bytes": 65536})
+    system = await build(pairs=1, proxy={"event_log": str(path)})
 
     async def asked_on() -> bool:
         await asyncio.gather(*(system.complete(**REQUEST) for _ in range(5)))

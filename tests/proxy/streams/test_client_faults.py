@@ -142,7 +142,7 @@ async def test_logits_that_are_no_numbers_are_computed_once_more(
     """Elsewhere, with a salt by which no page of before is found; then the client is told so, with
     the engine's code.
     """
-    system = await build(pairs=3, policy={"recovery": {"retry_pause_s": 0.001}})
+    system = await build(pairs=3)
     for instance in system.instances.values():
         if instance.id[0] == stage:
             body = error_body("got nan", kind="server_error", code="not_a_number")
@@ -166,9 +166,7 @@ async def test_logits_that_are_no_numbers_are_computed_once_more(
 
 async def test_a_refusal_beside_a_failure_is_a_failure(build: ProxyClusterBuilder) -> None:
     """No instance has agreed with the first one, so the request is not known to be at fault."""
-    system = await build(
-        pairs=2, policy={"recovery": {"max_attempts": 3, "retry_pause_s": 0.001, "gather_s": 0.0}}
-    )
+    system = await build(pairs=2, policy={"recovery": {"max_attempts": 3, "gather_s": 0.0}})
     system.instances["p0"].refusal = 404, UNKNOWN
     system.instances["p1"].refusal = 500, b"{}"
 
@@ -184,7 +182,7 @@ async def test_a_refusal_of_a_continuation_is_no_fault_of_the_client(
     build: ProxyClusterBuilder,
 ) -> None:
     """The client's request was accepted: what an engine made of it since is none of its faults."""
-    system = await build(pairs=2, policy={"recovery": {"max_attempts": 2, "retry_pause_s": 0.001}})
+    system = await build(pairs=2, policy={"recovery": {"max_attempts": 2}})
     system.script.gate, system.script.gate_at = asyncio.Event(), 2
     task = asyncio.create_task(system.ask(TEXT | {"stream": True}))
     await system.until_streams_hold(2)

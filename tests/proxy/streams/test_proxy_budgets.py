@@ -50,9 +50,7 @@ async def test_streams_wait_while_every_survivor_is_busy(
     build: ProxyClusterBuilder, status: int
 ) -> None:
     """Busy answers count as no attempt, and the survivors are not overrun by tries."""
-    system = await build(
-        pairs=3, policy={"recovery": {"max_attempts": 2, "retry_pause_s": 0.001, "wait_s": 60.0}}
-    )
+    system = await build(pairs=3, policy={"recovery": {"max_attempts": 2, "wait_s": 60.0}})
     system.script.gate, system.script.gate_at = asyncio.Event(), 3
     asked = [asyncio.create_task(system.complete(**REQUEST, max_tokens=9)) for _ in range(12)]
     await system.until_streams_hold(3, count=12)

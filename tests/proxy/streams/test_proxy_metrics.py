@@ -19,7 +19,7 @@ from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 from kvrs.protocol.speculation import Reload, ReloadState, SpeculationReport
-from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.streams.metrics import Metrics, Shown
 from kvrs.proxy.streams.report_series import Total
 from kvrs.proxy.streams.stream_metrics import LONG_SECONDS, DurationSeries
 from kvrs.proxy.watch.watcher import _death_cause
@@ -64,6 +64,17 @@ def test_a_worker_that_was_never_reached_is_down() -> None:
     assert 'kvrs_worker_up{worker="d0"} 0.0' in text
 
 
+def test_what_a_proxy_does_not_have_is_not_shown() -> None:
+    """Before vLLM without agents there are no series of ranks, agents and gossip."""
+    metrics = Metrics({}, shown=Shown(ranks=False, agents=False, gossip=False))
+
+    text = generate_latest(metrics.registry).decode()
+
+    assert "kvrs_worker_queue_seconds" in text
+    for name in ("kvrs_worker_degree", "kvrs_agent_up", "kvrs_gossip_members"):
+        assert name not in text
+
+
 def test_names_and_help_follow_the_conventions() -> None:
     """`instance` is the scraper's own label; what only rises is a counter; help is a sentence."""
     families = list(text_string_to_metric_families(rendered()))
@@ -77,8 +88,6 @@ def test_names_and_help_follow_the_conventions() -> None:
     rising = {family.name for family in families if family.type == "counter"}
     assert {
         "kvrs_damaged_pages",
-        "kvrs_gossip_sent_packets",
-        "kvrs_gossip_sent_bytes",
         "kvrs_gossip_dropped_packets",
         "kvrs_gossip_unread_facts",
         "kvrs_worker_deaths",
@@ -235,7 +244,7 @@ async def test_the_load_of_a_worker_is_shown_while_it_reports(build: ProxyCluste
         return await system.count("kvrs_worker_kv_bytes_total", worker="d1", kind="handoff") == 4096
 
     await system.until(reported)
-    for name in ("queued_requests", "running_requests", "free_pages", "queue_seconds", "streams"):
+    for name in ("queued_requests", "free_pages", "queue_seconds", "streams"):
         assert await system.count(f"kvrs_worker_{name}", worker="d1", role="decode") >= 0
     assert 'kind="unknown"' not in await system.metrics()
     await system.instances["d1"].kill()
@@ -251,7 +260,6 @@ async def test_the_process_and_its_build_are_shown(build: ProxyClusterBuilder) -
     assert await system.count("kvrs_build_info", version=__version__) == 1
     assert await system.count("process_resident_memory_bytes") > 1 << 20
     assert await system.count("process_open_fds") > 3
-    assert await system.count("python_gc_collections_total") >= 0
 
 
 async def test_openmetrics_is_given_where_it_is_asked_for(build: ProxyClusterBuilder) -> None:

@@ -43,7 +43,7 @@ def names(registry: CollectorRegistry) -> set[str]:
 def test_each_row_has_a_sample_of_a_report_with_everything() -> None:
     """A row that reads nothing would be a series without a sample, for ever."""
     registry = CollectorRegistry()
-    series = ReportSeries(registry)
+    series = ReportSeries(registry, registry)
     known = Member(D0, N0, Role.DECODE, group="g", load=full_report(stage(0, "d1")))
 
     series.measure(known)
@@ -56,7 +56,7 @@ def test_a_gauge_ends_with_what_it_shows() -> None:
     Counters stay.
     """
     registry = CollectorRegistry()
-    series = ReportSeries(registry)
+    series = ReportSeries(registry, registry)
     known = Member(D0, N0, Role.DECODE, group="g", load=full_report(stage(0, "d1"), stage(1, "d1")))
     series.measure(known)
     lag, second = "kvrs_replica_lag_pages", {"worker": "d0", "stage": "1"}

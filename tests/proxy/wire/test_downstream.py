@@ -98,7 +98,7 @@ async def test_a_client_that_reads_again_has_lost_nothing(
     build: ProxyClusterBuilder, choices: int
 ) -> None:
     """The engine's bytes wait for it, and its silence is excused meanwhile."""
-    system = await build(pairs=1, proxy={"write_timeout_s": 30, "token_gap_s": 0.8})
+    system = await build(pairs=1, proxy={"token_gap_s": 0.8})
     system.script.event_padding = 200_000
     reader, writer = await asyncio.open_connection("127.0.0.1", system.proxy.port, limit=1024)
     tokens = 60

@@ -1,62 +1,27 @@
-"""The reference of all settings, made of the settings classes: JSON schema, commented example,
+"""The reference of all settings, made of the settings classes: the commented example,
 `docs/guide/configuration.md`, and the names of settings that the Helm chart takes.
 
-`python -m kvrs.config.reference` writes all but the first into `docs/guide` and `deploy/helm`.
+`python -m tools.reference` writes them into `docs/guide` and `deploy/helm`.
 """
 
-import ast
-import inspect
 import json
-import re
 import textwrap
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from kvrs.config.commented import WIDTH, KeyPath, comment, commented_yaml, flow
 from kvrs.config.file import Config
-from kvrs.config.settings import Settings, resolved
+from kvrs.config.schema import DOCS_PAGE, description, json_schema
+from kvrs.config.settings import resolved
 
 _HEADER = (
     "Every key of the configuration with its default. A file needs only what differs. "
     "`kvrs config check FILE` reports all mistakes at once, `kvrs config init` writes a first file."
 )
-_DOCS_PAGE = re.compile(r"docs/(guide|research)/(([a-z-]+)\.md(?:#[a-z]+)?)")
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[1]
 _GUIDE = _ROOT / "docs" / "guide"
 _CHART_SCHEMA = _ROOT / "deploy" / "helm" / "values.schema.json"
-
-
-@cache
-def json_schema() -> dict[str, Any]:
-    """The JSON schema (2020-12) of the YAML file, with what each key means."""
-    schema = Config.model_json_schema()
-    schema["title"] = "Configuration of kvrs"
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    for model in _models(Config):
-        described = schema if model is Config else schema["$defs"][model.__name__]
-        for key, text in _descriptions(model).items():
-            described["properties"][key]["description"] = text
-    return schema
-
-
-@cache
-def description(path: KeyPath) -> str | None:
-    """The meaning of a key; None: there is no such key."""
-    schema = json_schema()
-    node, text = schema, None
-    for part in path:
-        if isinstance(part, int):
-            node, text = resolved(schema, node.get("items", {})), None
-            continue
-        given = node.get("properties", {}).get(part)
-        if given is None:
-            return None
-        node, text = resolved(schema, given), with_commands(given["description"])
-    return text
 
 
 def chart_schema(schema: dict[str, Any]) -> dict[str, Any]:
@@ -104,49 +69,6 @@ def _of_first_items(path: KeyPath) -> str | None:
     return None if any(part for part in path if isinstance(part, int)) else description(path)
 
 
-def _models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    """The classes of a section and of all sections in it."""
-    yield model
-    for each in _settings_in(field.annotation for field in model.model_fields.values()):
-        yield from _models(each)
-
-
-def _settings_in(annotations: Any) -> Iterator[type[Settings]]:
-    for annotation in annotations:
-        if isinstance(annotation, type) and issubclass(annotation, Settings):
-            yield annotation
-        else:  # A list of sections, or a section or null.
-            yield from _settings_in(getattr(annotation, "__args__", ()))
-
-
-def _descriptions(model: type[BaseModel]) -> dict[str, str]:
-    """The docstring below each field of a class and of its bases, as one line each."""
-    found: dict[str, str] = {}
-    for base in reversed(model.__mro__):
-        if issubclass(base, Settings) and base is not Settings:
-            found |= _docstrings(base)
-    return found
-
-
-@cache
-def _docstrings(model: type[Settings]) -> dict[str, str]:
-    # Read here and not by pydantic's `use_attribute_docstrings`, which parses the source of every
-    # class at each start of each process.
-    (tree,) = ast.parse(inspect.getsource(model)).body
-    assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for field, below in zip(tree.body, tree.body[1:], strict=False):
-        match field, below:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                found[name] = " ".join(text.split())
-            case _:
-                pass
-    return found
-
-
 def _rows(
     schema: dict[str, Any], section: dict[str, Any], above: str, defaults: dict[str, Any]
 ) -> Iterator[str]:
@@ -176,14 +98,9 @@ def _titles(schema: dict[str, Any]) -> set[str]:
 
 def _with_links(text: str) -> str:
     """Names of pages as links that work in the guide."""
-    return _DOCS_PAGE.sub(
+    return DOCS_PAGE.sub(
         lambda page: f"[{page[2]}]({'' if page[1] == 'guide' else '../research/'}{page[2]})", text
     )
-
-
-def with_commands(text: str) -> str:
-    """Names of pages as the commands that print them, which an installation has."""
-    return _DOCS_PAGE.sub(lambda page: f"kvrs docs {page[3]}", text)
 
 
 def _default(value: Any) -> str:
@@ -244,7 +161,6 @@ settings classes in `kvrs/config` by `make reference`.
 | `kvrs config init FILE --for SITUATION` | writes a first file with comments |
 | `kvrs config check FILE ...` | reports everything that is wrong, and starts nothing |
 | `kvrs config show FILE` | prints the configuration in effect, and where each value comes from |
-| `kvrs config diff A B` | prints what two files configure differently; status 1: something |
 | `kvrs config schema` | prints the JSON schema, for editors and other checkers |
 
 `kvrs config check` also looks for what cannot work although every value is in its range: files,
@@ -289,9 +205,10 @@ cluster:
       port: ${PORT:-9000}
 ```
 
-`kvrs up`, `proxy`, `agent`, `simulate` and `config` read the environment; processes that `kvrs up`
-starts do not read it again. Secrets are no settings: `KVRS_SECRET`, `KVRS_ADMIN_TOKEN`, `KVRS_KEYS`
-and `KVRS_VLLM_API_KEY` are read where they are used, never shown, and refused in `${}`."""
+`kvrs lab up`, `proxy`, `agent`, `simulate` and `config` read the environment; processes that `kvrs
+lab up` starts do not read it again. Secrets are no settings: `KVRS_SECRET`, `KVRS_ADMIN_TOKEN`,
+`KVRS_KEYS` and `KVRS_VLLM_API_KEY` are read where they are used, never shown, and refused in
+`${}`."""
 
 
 def main() -> None:
