@@ -234,7 +234,7 @@ _OF_MEMBERS = (
 
 
 def _of_each(rows: list[Row], key: str) -> list[Row]:
-    """What rows of instances have under a key, with the instance."""
+    """The value of a key in each row of an instance, with the id and the role of the instance."""
     return [{**row[key], "id": row["id"], "role": row["role"]} for row in rows if row.get(key)]
 
 

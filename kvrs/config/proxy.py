@@ -1,12 +1,10 @@
 """Section `proxy` of the configuration."""
 
-import re
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from kvrs.config.settings import NAME, Host, Settings
 from kvrs.config.tls import TlsSettings
@@ -14,20 +12,9 @@ from kvrs.config.tls import TlsSettings
 MAX_WORKERS = 16
 MAX_PEERS = 32
 MAX_PORT = 65535
-MAX_ORIGINS = 256
 MAX_ID = 64  # Characters.
 ADMIN_PORT_STEP = 10  # Distance between the admin ports of consecutive workers.
 LEAST_MIRROR_BYTES = 1 << 20
-
-
-ANY_ORIGIN = "*"
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", re.ASCII)
-
-
-def _origin(text: str) -> str:
-    if text != ANY_ORIGIN and not _ORIGIN.fullmatch(text):
-        raise PydanticCustomError("origin", "allowed: *, or SCHEME://HOST[:PORT] without a path")
-    return text
 
 
 class Inexact(StrEnum):
@@ -102,12 +89,6 @@ class ProxySettings(Settings):
     """Proxies that share the clients' port (docs/guide/proxies.md#workers)."""
     allow_anonymous: bool = False
     """Clients beyond loopback need no key: for a gateway in front that authenticates them."""
-    allowed_origins: list[Annotated[str, AfterValidator(_origin)]] = Field(
-        default=[], max_length=MAX_ORIGINS
-    )
-    """Web pages that may use the clients' port (CORS), as https://chat.example.org; *: all. Their
-    requests need keys as others do.
-    """
     tls: TlsSettings | None = None
     """TLS of the client port (docs/guide/security.md#tls). null: plain HTTP."""
     admin_host: Host = "127.0.0.1"

@@ -31,6 +31,7 @@ REMOVED = {
     "policy.lookahead_tokens": "predictions count 32 tokens ahead",
     "policy.recovery.retry_pause_s": "the first pause is 0.05 s",
     "policy.replay_tokens_max": "at most 1,024 tokens are generated once more",
+    "proxy.allowed_origins": "have the gateway in front answer web pages of other sites (CORS)",
     "proxy.body_timeout_s": "a body may pause for 10 s",
     "proxy.event_log_bytes": "the event log takes at most 1 GiB",
     "proxy.numbered_peers": "name all proxies in proxy.peers; a proxy leaves its own entry out",

@@ -122,9 +122,8 @@ class Admin:
         self._page = (Path(__file__).parent / "ui.html").read_bytes()
 
     def application(self) -> web.Application:
-        authenticate = require_token(self._tokens, "the admin token", (HEALTHZ, UI, "/"))
+        authenticate = require_token(self._tokens, "the admin token", (HEALTHZ, UI))
         app = web.Application(middlewares=[authenticate] if self._tokens else [])
-        app.router.add_get("/", self._to_ui)
         app.router.add_get(UI, self._ui)
         app.router.add_get("/kvrs/v1/state", self._state)
         app.router.add_get("/kvrs/v1/overview", self._overview)
@@ -158,9 +157,6 @@ class Admin:
         }
         body = msgspec.json.encode(overview(self._source.state(), policy))
         return web.Response(body=body, content_type="application/json")
-
-    async def _to_ui(self, _: web.Request) -> web.Response:
-        return web.Response(status=302, headers={"Location": UI})
 
     async def _ui(self, _: web.Request) -> web.Response:
         """The page that shows the overview every second."""

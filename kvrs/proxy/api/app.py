@@ -14,7 +14,6 @@ from kvrs.proxy.api.answers import errors_as_openai
 from kvrs.proxy.api.generate import read_generate
 from kvrs.proxy.api.health import add_health
 from kvrs.proxy.api.models import add_models
-from kvrs.proxy.api.pages import AllowedPages
 from kvrs.proxy.api.passed import Passed
 from kvrs.proxy.api.responses import ResponsesApi
 from kvrs.proxy.api.serving import Read, Serving
@@ -43,8 +42,6 @@ class ClientApi:
         self._backend = backend
         self._driver = driver
         self._tenants = tenants
-        origins = settings.allowed_origins
-        self._pages = AllowedPages(origins) if origins else None
         self.admissions = admissions = Admissions(
             settings, backend, driver, mirror, metrics.admission, clock, tenants, large
         )
@@ -62,8 +59,7 @@ class ClientApi:
         self._responses = ResponsesApi(serving, backend, driver, mirror, tenants)
 
     def application(self) -> web.Application:
-        pages = [] if self._pages is None else [self._pages.middleware()]
-        app = web.Application(middlewares=[*pages, errors_as_openai, self._tenants.authenticate])
+        app = web.Application(middlewares=[errors_as_openai, self._tenants.authenticate])
         for path, parse in self._readers():
             app.router.add_post(path, partial(self.serving.in_full, parse))
         self._responses.add_to(app)
@@ -77,8 +73,6 @@ class ClientApi:
         paths: dict[str, Serve] = {
             path: partial(self.serving.directly, parse) for path, parse in self._readers()
         }
-        if self._pages is not None:
-            paths = self._pages.direct(paths)
         return DirectServer(paths, self.admissions.bodies.unfinished)
 
     def _readers(self) -> Iterator[tuple[str, Read]]:

@@ -18,7 +18,6 @@ from kvrs.net.direct import DirectConnection, DirectRequest
 from kvrs.net.http_connection import SERVER, HttpConnection
 from kvrs.protocol.mirror import StreamEvent
 from kvrs.proxy.wire.requests import (
-    HEADERS_KEY,
     REQUEST_ID,
     REQUEST_ID_KEY,
     ClientRequest,
@@ -180,8 +179,6 @@ class SseClient:
             lines += f"{name}: {value}\r\n"
         if (request_id := state.get(REQUEST_ID_KEY)) is not None:
             lines += f"{REQUEST_ID}: {request_id}\r\n"
-        for name, value in state.get(HEADERS_KEY, {}).items():
-            lines += f"{name}: {value}\r\n"
         if self._is_chunked:
             lines += _CHUNKED if self.keeps_open else _CHUNKED + _LAST_OF_CONNECTION
         version = f"HTTP/{request.version.major}.{request.version.minor}"

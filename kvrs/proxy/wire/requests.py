@@ -48,8 +48,6 @@ _FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dic
 TRACEPARENT = "traceparent"
 REQUEST_ID = "X-Request-Id"
 REQUEST_ID_KEY = web.RequestKey("request_id", str)
-# Further headers of the response, for those that write their head themselves.
-HEADERS_KEY: web.RequestKey[Mapping[str, str]] = web.RequestKey("headers", Mapping[str, str])
 
 ClientRequest = DirectRequest | web.Request
 

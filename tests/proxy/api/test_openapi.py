@@ -48,7 +48,7 @@ def value(draw: Random, depth: int = 0) -> Any:
 
 
 def served_paths(proxy: Proxy, is_admin: bool) -> set[tuple[str, str]]:
-    """Method and path of every route of a port; `/` only leads to the page."""
+    """Method and path of every route of a port."""
     (app,) = [
         port._runner.app
         for port in proxy._ports
@@ -57,7 +57,7 @@ def served_paths(proxy: Proxy, is_admin: bool) -> set[tuple[str, str]]:
     return {
         (route.method.lower(), str(route.resource.canonical))
         for route in app.router.routes()
-        if route.resource is not None and route.method != "HEAD" and route.resource.canonical != "/"
+        if route.resource is not None and route.method != "HEAD"
     }
 
 

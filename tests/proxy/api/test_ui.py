@@ -165,8 +165,6 @@ async def test_the_page_needs_no_token_and_holds_no_data(
 
     async with system.http.get(f"{url}/ui") as answer:
         page, policy = await answer.text(), answer.headers["Content-Security-Policy"]
-    async with system.http.get(f"{url}/", allow_redirects=False) as answer:
-        assert (answer.status, answer.headers["Location"]) == (302, "/ui")
     async with system.http.get(f"{url}/kvrs/v1/overview") as answer:
         refused = answer.status
     headers = {"Authorization": "Bearer only for the tests: a token"}
