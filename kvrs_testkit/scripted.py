@@ -470,7 +470,9 @@ class Scripted(ScriptedServer):
             if isinstance(choice, Choice):
                 choice.text += "x" * script.event_padding * len(fresh)
             elif self.parses:
-                choice.delta = ChatDelta(reasoning_content=choice.delta.content)
+                # The first tokens are a marker, of which a parser shows nothing.
+                text = choice.delta.content if position > len(fresh) else None
+                choice.delta = ChatDelta(reasoning_content=text)
             yield head.event(choice)
             await asyncio.sleep(script.pause_s)
         if script.finish_faults:

@@ -17,7 +17,7 @@ from kvrs.protocol.openai.chunks import (
     FunctionCall,
     ToolCall,
 )
-from kvrs.protocol.openai.fields import EMBEDDED
+from kvrs.protocol.openai.fields import EMBEDDED, VLLM
 from kvrs.protocol.openai.requests import (
     parse_chat_request,
     parse_completion_request,
@@ -41,12 +41,9 @@ def chat(**fields: Any) -> bytes:
     [
         ("best_of", 2, "1 or null"),
         ("suffix", "x", '"" or null'),
-        ("logit_bias", dict.fromkeys(range(1025), 1), "at most 1024"),
-        ("logit_bias", {"-1": 1}, "none of them negative"),
-        ("bad_words", [""], "none of them empty"),
-        ("bad_words", ["x"] * 1025, "at most 1024"),
-        ("bad_words", ["x" * 16_385], "16384 characters"),
-        ("allowed_token_ids", [], "not be empty"),
+        ("logit_bias", {"7": 1}, "{} or null"),
+        ("bad_words", ["x"], r"\[\] or null"),
+        ("allowed_token_ids", [7], "null"),
         ("min_p", 1.1, r"\[0.0, 1.0\]"),
         ("guided_json", {}, "null, or the field structured_outputs"),
         ("a_new_field", 1, "allowed: .*temperature, "),
@@ -80,6 +77,26 @@ def test_what_is_not_supported_is_refused_by_name(
         parse(body(**{field: value}))
 
     assert refusal.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("logit_bias", dict.fromkeys(range(1025), 1), "at most 1024"),
+        ("logit_bias", {"-1": 1}, "none of them negative"),
+        ("logit_bias", {"5": 101}, r"logit_bias\[5\]"),
+        ("bad_words", [""], "none of them empty"),
+        ("bad_words", ["x"] * 1025, "at most 1024"),
+        ("bad_words", ["x" * 16_385], "16384 characters"),
+        ("allowed_token_ids", [], "not be empty"),
+    ],
+)
+@pytest.mark.parametrize("body", [completion, chat])
+def test_biases_have_limits_at_vllm(body: Any, field: str, value: Any, allowed: str) -> None:
+    parse = parse_completion_request if body is completion else parse_chat_request
+
+    with pytest.raises(RequestError, match=allowed):
+        parse(body(**{field: value}), VLLM)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +172,6 @@ def test_completions_have_limits_of_their_own(fields: dict[str, Any], param: str
         ({"add_special_tokens": True}, "add_special_tokens"),
         ({"tools": {"f": 1}}, "tools"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
-        ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
         ({"max_tokens": 3, "max_completion_tokens": 0}, "max_tokens"),
         ({"min_tokens": 5, "max_completion_tokens": 4}, "min_tokens"),
         (
