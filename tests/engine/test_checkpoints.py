@@ -263,16 +263,6 @@ async def test_pages_arrive_whole_at_every_agent_and_the_lag_returns_to_zero() -
         assert world.checkpointer.unprotected == 0
 
 
-async def test_no_more_pages_are_pinned_than_allowed() -> None:
-    """However many wait; and a single budget serves all agents."""
-    async with working(World(staging_pages=3)) as world:
-        for index in range(4):
-            world.fill(world.begin(f"s{index}", A, B), 12)
-        await world.settled()
-
-        assert 0 < world.most_pinned <= 3
-
-
 async def test_an_agent_that_stalls_with_all_that_may_be_pinned_is_waited_for() -> None:
     """Its pages count until it has given up, or was given up."""
     async with working(World(staging_pages=4)) as world:

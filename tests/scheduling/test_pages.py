@@ -8,7 +8,7 @@ from kvrs.ids import StreamId
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs_engine.scheduling.pages import PageManager
 
-S = StreamId("s")
+S, OTHER = StreamId("s"), StreamId("other")
 P = 4  # Tokens per page.
 TAGS = page_tags(root_tag("model"), list(range(10 * P)), P)
 
@@ -30,6 +30,37 @@ def held(pages: PageManager, tags: list[Tag]) -> int:
     pages.release(run)
     pages.check()
     return len(run)
+
+
+def test_a_renewed_lease_outlives_the_others() -> None:
+    """The order in which leases lose pages follows their renewals."""
+    pages = PageManager(2, P)
+    first, second = computed_run(pages, TAGS[:2])
+    pages.retain(S, [first], tokens=P, until_s=10.0)
+    pages.retain(OTHER, [second], tokens=P, until_s=11.0)
+    pages.release([first, second])
+
+    unknown = pages.renew([S, StreamId("stranger")], until_s=20.0)
+    pages.allocate(1)
+
+    assert unknown == ["stranger"]
+    assert pages.retained_page(S, 0) == first
+    assert pages.retained_page(OTHER, 0) is None
+
+
+def test_expiry_ends_only_leases_whose_time_has_come() -> None:
+    """A renewal counts, also when the lease was made before one that ends earlier."""
+    pages = PageManager(2, P)
+    first, second = computed_run(pages, TAGS[:2])
+    pages.retain(S, [first], tokens=P, until_s=10.0)
+    pages.retain(OTHER, [second], tokens=P, until_s=12.0)
+    pages.renew([S], until_s=15.0)
+
+    pages.expire(12.0)
+
+    assert pages.retained_page(S, 0) == first
+    assert pages.retained_page(OTHER, 0) is None
+    pages.check()
 
 
 def test_a_second_release_is_our_bug() -> None:

@@ -288,23 +288,6 @@ def test_who_found_room_after_all_was_not_denied_it(host: StoreHost) -> None:
         assert changes.take()[1] == [T]
 
 
-def test_leases_are_renewed_and_given_back(host: StoreHost) -> None:
-    """Streams without a reservation are returned."""
-    store = filled(host, 2)
-
-    host.now_s = 8.0
-    unknown = store.renew([S, T], LEASE_S)
-    host.now_s = 17.0
-    store.expire()
-
-    assert unknown == [T]
-    assert store.held(S) == 2
-    store.release([S], LEASE_S)
-    assert store.held(S) == 0
-    assert read(store, tags(1, 2)) == 2
-    assert store.offer(CheckpointClaim(S, 0, 1), PAGE_BYTES, ()).code is StoreCode.FENCED
-
-
 def test_an_offer_is_weighed_against_all_leases_only_where_it_would_be_refused(
     host: StoreHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,15 +95,6 @@ async def test_runs_of_many_streams_travel_in_one_frame() -> None:
         assert len(h.sink.visible) == 44
 
 
-async def test_more_pages_than_one_system_call_takes() -> None:
-    """Many small pages in one frame."""
-    async with agent_store() as h:
-        assert await h.pusher.store(h.peer, [range_of(A, 0, 1500), range_of(B, 0, 1)]) == [
-            HeldPages(StoreCode.OK, 1500),
-            HeldPages(StoreCode.OK, 1),
-        ]
-
-
 @pytest.mark.parametrize("code", [StoreCode.FENCED, StoreCode.FULL])
 async def test_an_offer_that_is_refused_says_why(code: StoreCode) -> None:
     """And the connection stays good for others."""
@@ -236,25 +227,6 @@ async def test_pages_without_a_place_are_not_even_checked() -> None:
             HeldPages(StoreCode.FULL, 0),
             HeldPages(StoreCode.OK, 1),
         ]
-
-
-async def test_a_connection_that_died_while_it_was_idle_costs_a_new_one_and_no_pages() -> None:
-    """An agent that was started again, for example: the whole question is put again."""
-    async with agent_store() as h:
-        await h.offer(A)
-        h.sink.identity = replace(h.sink.identity, epoch=5)
-
-        assert await h.pusher.store(h.peer, [range_of(A, 0, 3)]) == [HeldPages(StoreCode.OK, 3)]
-        assert h.sink.begun == 1
-
-
-async def test_no_listener_is_told() -> None:
-    """The caller tries again later."""
-    async with agent_store() as h:
-        await h.server.close()
-
-        with pytest.raises(TransferError, match="cannot connect"):
-            await h.offer(A)
 
 
 async def test_an_agent_that_closes_ends_what_is_being_stored() -> None:

@@ -34,6 +34,17 @@ def filled(capacity: int, stream: StreamId, pages: tuple[Tag, ...]) -> Checkpoin
     return book
 
 
+def test_an_offer_that_is_made_again_changes_nothing() -> None:
+    """A writer that lost the answer asks once more."""
+    book = filled(10, S, tags(1, 4))
+
+    again = book.offer(CheckpointClaim(S, 0, 1), 4, tags(1, 4), until_s=5.0)
+
+    assert again == HeldPages(OK, 4)
+    assert book.reserved_slots == 4
+    assert book.expire(9.0) == []  # Nor does it shorten the lease.
+
+
 def test_a_page_that_is_here_already_is_kept_and_not_received_again() -> None:
     """Streams share the pages of a common beginning; each has them reserved."""
     book = filled(10, S, tags(1, 4, shared=2))
@@ -177,6 +188,25 @@ def test_only_pages_without_a_reservation_make_room_least_recently_used_first() 
 
     assert len(book.match(tags(1, 2))) == 1
     assert len(book.match(tags(2, 2))) == 2
+    book.check()
+
+
+def test_a_page_that_is_read_is_never_overwritten() -> None:
+    """Nor does reading take reserved room: a page which only a reader would keep counts as
+    gone instead.
+    """
+    book = filled(4, S, tags(1, 2))
+    book.release([S], until_s=20.0)
+    read = book.match(tags(1, 2))
+
+    assert book.offer(CheckpointClaim(T, 0, 1), 3, (), until_s=10.0).code is FULL
+    assert book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=10.0).code is OK
+    incoming = book.begin(CheckpointClaim(T, 0, 1), 0, tags(2, 2))
+    assert not set(incoming.slots) & set(read)
+    book.end(incoming)
+    book.unpin(read)
+    book.offer(CheckpointClaim(U, 0, 1), 2, (), until_s=10.0)
+    assert book.match(tags(1, 2)) == []
     book.check()
 
 

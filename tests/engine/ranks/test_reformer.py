@@ -384,6 +384,30 @@ def test_a_rank_that_hangs_as_the_ranks_re_form_is_killed(
         assert kept == {0, 1, 2} - {hung[0].rank}
 
 
+def test_a_rank_that_hangs_as_it_joins_is_killed_and_the_others_serve_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting, "HUNG_S", 0.02)
+    with scripted() as group:
+        hung: list[ScriptedSeat] = []
+
+        def loads(seat: ScriptedSeat) -> None:
+            hung.append(seat)
+            group.processes.hooks["fetch"] = then(lambda: setattr(seat, "is_silent", True))
+
+        group.processes.hooks["load"] = loads
+        group.lose(3)
+        group.until(lambda: len(group.done) >= 2)
+
+        assert hung[0].process.has_ended
+        assert [each.degree for each in group.done[:2]] == [3, 3]
+        assert group.ended is None
+        group.until(lambda: 3 in group.machine.waiting.missing)
+        group.hurry(3)
+        group.until_serving(*ALL)
+        assert group.processes.starts == {3: 2}
+
+
 def test_a_rank_that_hangs_as_it_loads_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others serve meanwhile."""
     monkeypatch.setattr(waiting, "HUNG_S", 0.02)
