@@ -80,7 +80,7 @@ async def test_events_are_numbered_without_a_gap_through_a_cut(
 async def test_a_response_has_the_same_items_however_it_is_read(
     system: ProxyCluster, client: openai.AsyncOpenAI
 ) -> None:
-    """Whether streamed, through a cut, or not, and when read again."""
+    """The items of a response are the same streamed through a cut, whole and read again."""
     system.script.faults[9] = Fault.RESET
     streamed = [
         event
