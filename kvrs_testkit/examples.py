@@ -1,4 +1,4 @@
-"""How many examples a property is asked: ten times as many in `make test-all` as in `make test`."""
+"""Number of examples of a property: ten times as many in `make test-all` as in `make test`."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""How many worlds a test draws at random."""
+"""Number of worlds that a test draws at random."""
 
 import os
 
@@ -6,5 +6,5 @@ from kvrs_testkit.examples import FACTOR
 
 
 def seeds(count: int) -> int:
-    """So many in `make test` and ten times as many in `make test-all`, or KVRS_SIM_SEEDS."""
+    """`count` in `make test` and ten times as many in `make test-all`, or KVRS_SIM_SEEDS."""
     return int(os.environ.get("KVRS_SIM_SEEDS", count * FACTOR))

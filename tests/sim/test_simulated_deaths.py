@@ -61,7 +61,7 @@ def test_invariants_hold_under_every_death(block: int) -> None:
 def test_invariants_hold_with_replicas_at_peers() -> None:
     """No page is found that is not there, and streams go on where theirs are."""
     outcomes = [outcome_told(peers, seed) for seed in COMPARED]
-    outcomes += [peers(seed).run() for seed in range(COMPARED.stop, 20 * FACTOR)]
+    outcomes += [peers(seed).run() for seed in range(COMPARED.stop, 40 * FACTOR)]
 
     recoveries = sum((outcome.recoveries for outcome in outcomes), Counter[str]())
     assert recoveries[Option.REUSE.value] > 5

@@ -1,4 +1,4 @@
-"""What a batch for the ranks of a stage may have, which check nothing themselves."""
+"""Limits of a batch for the ranks of a stage, which check nothing themselves."""
 
 import pytest
 
