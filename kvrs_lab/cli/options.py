@@ -182,7 +182,7 @@ SimulatedOracle = Annotated[
     bool, typer.Option("--oracle", help="Each seed again without the faults, for the report")
 ]
 SimulatedFault = Annotated[Path | None, typer.Option(help="YAML list of faults")]
-RandomDeaths = Annotated[int, typer.Option(min=0, help="Or so many random deaths of all kinds")]
+RandomDeaths = Annotated[int, typer.Option(min=0, help="Or so many random deaths")]
 FirstSeed = Annotated[int, typer.Option(min=0, help="Seed of the first simulation")]
 Seeds = Annotated[int, typer.Option(min=1, help="How many simulations, each with the next seed")]
 Policies = Annotated[

@@ -142,7 +142,6 @@ def make_world(
             has_ranks=any(
                 each.ranks > 1 and each.own_stages for _, each in config.cluster.instances()
             ),
-            proxies=options.proxies,
         )
     return World(
         config,

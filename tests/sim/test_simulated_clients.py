@@ -19,7 +19,7 @@ from kvrs.ids import StreamId
 from kvrs.profiles import catalog
 from kvrs_lab.report import metrics
 from kvrs_lab.report.metrics import Slo, goodput_per_s, tpot_s
-from kvrs_lab.sim import fault_scenarios, seeds
+from kvrs_lab.sim import seeds
 from kvrs_lab.sim.case import SimulateOptions, load_case, make_world
 from kvrs_lab.sim.clients import records_of
 from kvrs_lab.sim.command import run_simulation
@@ -28,7 +28,8 @@ from kvrs_lab.sim.first_token import FirstToken
 from kvrs_lab.sim.results import latencies
 from kvrs_lab.sim.seeds import ClientsView, Simulated, simulate
 from kvrs_lab.sim.streams import Arrival
-from kvrs_lab.sim.world import World
+from kvrs_testkit.death_scenarios import PROXY_KILLED
+from kvrs_testkit.disturbances import DisturbedWorld
 
 CONFIG = """
 cluster:
@@ -121,9 +122,9 @@ def test_a_terminal_is_shown_how_many_requests_have_ended(
 
 def test_clients_keep_their_tokens_when_their_proxy_dies(config: Path) -> None:
     """Every token is received once, at a time that does not go back."""
-    died = FaultEvent(fault_scenarios.PROXY_KILLED, 1.0)
+    died = FaultEvent(PROXY_KILLED, 1.0)
     arrivals = [Arrival(n / 10, (4, 5, n), 60, is_keyed=True) for n in range(20)]
-    world = World(load_config(config, {}), arrivals, [died], seed=0, proxies=2)
+    world = DisturbedWorld(load_config(config, {}), arrivals, [died], seed=0, proxies=2)
     world.run()
 
     records = records_of(world.arrivals, world.cluster.proxies)
