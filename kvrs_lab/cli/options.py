@@ -8,7 +8,6 @@ import typer
 from kvrs.cli.options import POLICIES, POLICY
 from kvrs.config.policy import PolicyName
 from kvrs.core.explanation import CheckpointAt
-from kvrs_lab.explain.elastic import KvBackup
 from kvrs_lab.sim.goals import Goal
 from kvrs_lab.traces.presets import PRESETS
 from kvrs_lab.traces.records import Api
@@ -18,9 +17,6 @@ TRACE = "The trace, and what is done to it"
 REQUESTS = "The requests"
 FAULTS = "Faults, and the comparison with a run without them"
 REPORT = "The report"
-# A group of `kvrs lab explain`.
-ELASTIC = "The loss of ranks"
-DRAFT = "Drafts while a model loads again"
 
 
 # Of a cluster without a file.
@@ -250,50 +246,6 @@ CheckpointTokens = Annotated[
     int, typer.Option(min=0, help="Of prompt and output, held by an agent")
 ]
 CheckpointPlace = Annotated[CheckpointAt, typer.Option(help="Node of that agent")]
-Elastic = Annotated[
-    str | None,
-    typer.Option(
-        help="The loss of ranks of an instance instead: its profile", rich_help_panel=ELASTIC
-    ),
-]
-ElasticTp = Annotated[int, typer.Option(help="Ranks of the instance", rich_help_panel=ELASTIC)]
-ElasticLost = Annotated[int, typer.Option(help="Ranks that are lost", rich_help_panel=ELASTIC)]
-ElasticRequests = Annotated[
-    int, typer.Option(help="Requests that it serves", rich_help_panel=ELASTIC)
-]
-ElasticContext = Annotated[
-    str, typer.Option(help="Tokens of each, as 16384 or 16k", rich_help_panel=ELASTIC)
-]
-ElasticZipf = Annotated[
-    float | None,
-    typer.Option(help="Exponent of the choice of experts [1]", rich_help_panel=ELASTIC),
-]
-ElasticRoomShare = Annotated[
-    float | None,
-    typer.Option(
-        help="Room for copies of experts, as a part of a rank's weights [0.1]",
-        rich_help_panel=ELASTIC,
-    ),
-]
-ElasticBackup = Annotated[
-    KvBackup, typer.Option(help="Where else their KV is", rich_help_panel=ELASTIC)
-]
-DraftProfile = Annotated[
-    str | None,
-    typer.Option(
-        help="A draft model while --profile loads again instead: its profile", rich_help_panel=DRAFT
-    ),
-]
-Acceptance = Annotated[
-    float, typer.Option(help="Probability that a draft is right", rich_help_panel=DRAFT)
-]
-Depth = Annotated[int, typer.Option(help="Drafts of a stream in a step", rich_help_panel=DRAFT)]
-AssistedBatch = Annotated[
-    int, typer.Option(help="Streams of the helped instance, of --context", rich_help_panel=DRAFT)
-]
-Disk = Annotated[
-    str, typer.Option(help="Rate at which weights are read: 2GB/s", rich_help_panel=DRAFT)
-]
 HostBandwidth = Annotated[
     str | None, typer.Option(help="From an agent's memory into an instance beside it")
 ]
