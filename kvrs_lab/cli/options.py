@@ -170,10 +170,6 @@ SimulatedRate = Annotated[
     float | None, typer.Option(help="Requests per second; default: the trace's own, or 8")
 ]
 Jobs = Annotated[int, typer.Option(min=1, help="Processes that simulate seeds")]
-SweepRay = Annotated[
-    str | None,
-    typer.Option("--ray", metavar="HOST:PORT", help="Simulate seeds on this Ray cluster, running"),
-]
 SimulatedOracle = Annotated[
     bool, typer.Option("--oracle", help="Each seed again without the faults, for the report")
 ]

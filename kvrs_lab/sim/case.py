@@ -58,7 +58,6 @@ class SimulateOptions:
     seed: int = 0
     seeds: int = 1  # So many, from `seed` on; a seed draws the trace, the victims and every delay.
     jobs: int = 1  # Processes that simulate seeds.
-    ray: str | None = None  # Or the address of a Ray cluster that does.
     proxies: int = 1
     acceptance: float = 0.6  # Of drafts, with `speculation.source: draft`.
     policy: Sequence[PolicyName] = ()  # One after the other; none: the configuration's.
