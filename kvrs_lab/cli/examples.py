@@ -23,7 +23,7 @@ EXAMPLES = {
     ],
     "report": [
         "kvrs lab report out/replay --out page",
-        "kvrs lab report out/auto out/rom --out page",
+        "kvrs lab report out/auto out/rom",
     ],
     "explain": [
         "kvrs lab explain --profile opt-13b-a100-kvrs-seed --prompt-tokens 1477 "

@@ -208,7 +208,7 @@ SimulationOut = Annotated[
     typer.Option(help="Directory for the outcomes as JSON, a row per request, and the report"),
 ]
 PageOut = Annotated[
-    Path | None, typer.Option(help="Directory for the page: report.html, or compare.html")
+    Path | None, typer.Option(help="Directory for the page of one report, report.html")
 ]
 SimulateProxies = Annotated[
     int, typer.Option(min=1, help="How many proxies, each with a policy and a view of its own")
