@@ -297,8 +297,8 @@ def test_agents_that_are_not_there_cannot_be_hit(config: Path, tmp_path: Path) -
 
 def test_a_trace_keeps_its_own_times(config: Path, tmp_path: Path) -> None:
     """Where no rate is asked for."""
-    trace = tmp_path / "trace.json"
-    trace.write_text("[[10, 30, 4], [11, 40, 2], [15, 9000, 3]]")
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival,input,output\n10,30,4\n11,40,2\n15,9000,3\n")
     loaded = load_config(config, {})
 
     for rate, times_s in ((None, [0, 1, 5]), (1.0, [0, 0.4, 2])):
