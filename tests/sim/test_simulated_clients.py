@@ -89,24 +89,6 @@ def test_rows_document_table_and_report_agree(
     assert (out / "report.html").is_file()
 
 
-def test_rows_of_requests_are_parquet_too_where_pyarrow_is_there(
-    config: Path, tmp_path: Path
-) -> None:
-    """The same rows, in their types."""
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    out = tmp_path / "out"
-
-    _, rows, _ = written(SimulateOptions(config=config, requests=20, out=out, seeds=2), out)
-
-    found = parquet.read_table(out / "requests.parquet").to_pylist()
-    assert [list(map(_as_text, row.values())) for row in found] == [[*row.values()] for row in rows]
-    assert all(isinstance(row["ttft_s"], float) for row in found)
-
-
-def _as_text(value: object) -> str:
-    return "" if value is None else str(value)
-
-
 def test_a_terminal_is_shown_how_many_requests_have_ended(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
