@@ -11,7 +11,6 @@ EXTRAS = {
     "report": _REPORT,
     "lab": (*_REPORT, "optuna"),
     "ray": (*_ENGINE, "ray"),
-    "sweep": ("ray",),
     "kubernetes": ("kubernetes_asyncio",),
     "tune": ("optuna",),
     "tracing": (

@@ -13,25 +13,24 @@ from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import Dispatch, Failing, Handoff, PolicyName
 from kvrs.protocol.instance import Role
 from kvrs_lab.faults.language import parse_faults
-from kvrs_lab.sim.fault_scenarios import (
-    FAULT_SCENARIOS,
+from kvrs_lab.sim.fault_scenarios import ONE_DEVICE, ONE_RANK, FaultEvent
+from kvrs_lab.sim.rank_model import PipelineModel
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
+from kvrs_testkit.death_scenarios import (
+    DEATH_SCENARIOS,
     LATE,
     LEAVES,
     MID_MOVE,
-    ONE_DEVICE,
-    ONE_RANK,
     PROXY_KILLED,
     SICK,
     STAGE_SCENARIOS,
     TOO_MANY_RANKS,
     TWO_RANKS,
-    FaultEvent,
     named_death,
     random_deaths,
 )
-from kvrs_lab.sim.rank_model import PipelineModel
-from kvrs_lab.sim.streams import Arrival
-from kvrs_lab.sim.world import World
+from kvrs_testkit.disturbances import DisturbedWorld
 
 PAGE_TOKENS = 16
 PAGE_BYTES = 819_200 * PAGE_TOKENS  # Of OPT-13B, whose clock they keep.
@@ -46,7 +45,7 @@ CLUSTERS: tuple[tuple[tuple[str, ...], ...], ...] = (
 _RANKS = (4, 1, 2, 1, 3, 1)  # Of every instance of a world, by its seed.
 MAX_MODEL_LEN = 480
 SPAN_S = 3.0  # Streams arrive in it, and deaths come.
-KINDS = (*FAULT_SCENARIOS, SICK)  # Of `in_turn`.
+KINDS = (*DEATH_SCENARIOS, SICK)  # Of `in_turn`.
 FIRST_S, TURN_S = 2.0, 3.0  # When the first of them comes, and how long after it the next one.
 
 
@@ -83,7 +82,7 @@ def drawn_world(rng: Random, config: Config, seed: int, *, keep_log: bool) -> Wo
         proxies=proxies,
     )
     arrivals.sort(key=lambda arrival: arrival.at_s)
-    return World(
+    return DisturbedWorld(
         config,
         arrivals,
         deaths,
@@ -100,7 +99,7 @@ def sick(seed: int, *, keep_log: bool = False) -> World:
     rng = Random(seed)
     arrivals = _poisson(rng, per_s=20.0, from_s=1.0, to_s=41.0, max_tokens=5)
     death = FaultEvent(SICK, 1.0)
-    return World(_pairs(3, {}), arrivals, [death], seed=seed, proxies=1, keep_log=keep_log)
+    return DisturbedWorld(_pairs(3, {}), arrivals, [death], seed=seed, proxies=1, keep_log=keep_log)
 
 
 def ranked(seed: int, *, deaths: int = 6, keep_log: bool = False) -> World:
@@ -127,7 +126,7 @@ def ranked(seed: int, *, deaths: int = 6, keep_log: bool = False) -> World:
         named_death(rng, name, rng.uniform(1.0, 12.0)) for name in rng.choices(names, k=deaths)
     ]
     drawn.sort(key=lambda death: death.at_s)
-    return World(
+    return DisturbedWorld(
         parse_config(document),
         arrivals,
         drawn,
@@ -170,7 +169,7 @@ def pipelines(seed: int, *, deaths: int = 3, keep_log: bool = False) -> World:
         for name in rng.choices([*STAGE_SCENARIOS], k=deaths)
     ]
     drawn.sort(key=lambda death: death.at_s)
-    return World(
+    return DisturbedWorld(
         config,
         arrivals,
         drawn,
@@ -205,7 +204,7 @@ def contended(seed: int, *, keep_log: bool = False) -> World:
         "backup": {"mode": BackupMode.BOTH.value},
     }
     config = _pairs(3, {}, settings)
-    return World(config, arrivals, deaths, seed=seed, proxies=3, keep_log=keep_log)
+    return DisturbedWorld(config, arrivals, deaths, seed=seed, proxies=3, keep_log=keep_log)
 
 
 def too_few_ranks(seed: int) -> World:
@@ -224,7 +223,7 @@ def too_few_ranks(seed: int) -> World:
     arrivals = _poisson(rng, per_s=4.0, from_s=1.0, to_s=6.0, max_tokens=100)
     death = named_death(rng, TOO_MANY_RANKS, rng.uniform(2.0, 5.0))
     config = parse_config({"cluster": {"nodes": nodes}})
-    return World(config, arrivals, [death], seed=seed, proxies=1, stay_away=0.0)
+    return DisturbedWorld(config, arrivals, [death], seed=seed, proxies=1, stay_away=0.0)
 
 
 def avalanche(seed: int, *, keep_log: bool = False) -> World:
@@ -240,7 +239,7 @@ def avalanche(seed: int, *, keep_log: bool = False) -> World:
         "whom": {"role": "decode", "pick": "busiest"},
     }
     death = FaultEvent("the busiest decode instance", 15.0, tuple(parse_faults([kill])))
-    world = World(config, arrivals, [death], seed=seed, proxies=1, keep_log=keep_log)
+    world = DisturbedWorld(config, arrivals, [death], seed=seed, proxies=1, keep_log=keep_log)
     for engine in world.cluster.engines.values():
         engine.most_calls = 10 if engine.role is Role.DECODE else None
     return world
@@ -255,7 +254,7 @@ def poisoned(seed: int, *, keep_log: bool = False) -> World:
         for asked, at_s in zip(arrivals[:3], (4.0, 4.0, rng.uniform(4.0, 12.0)), strict=True)
     ]
     arrivals.sort(key=lambda asked: asked.at_s)
-    return World(_pairs(6, {}), arrivals, [], seed=seed, proxies=1, keep_log=keep_log)
+    return DisturbedWorld(_pairs(6, {}), arrivals, [], seed=seed, proxies=1, keep_log=keep_log)
 
 
 def outage(
@@ -276,7 +275,7 @@ def outage(
     names = [instance.id for _, instance in config.cluster.instances()]
     deaths = [_killed(name, 3.0 + rng.uniform(0.0, spread_s)) for name in rng.sample(names, 4)]
     deaths.sort(key=lambda death: death.at_s)
-    return World(
+    return DisturbedWorld(
         config,
         arrivals,
         deaths,
@@ -314,7 +313,7 @@ def poisons_at_once(
     arrivals += [replace(asked, is_poison=n in poisons) for n, asked in enumerate(beside)]
     arrivals.sort(key=lambda asked: asked.at_s)
     settings = _refusing(poison_deaths) | {"proxy": {"load_interval_s": load_interval_s}}
-    return World(
+    return DisturbedWorld(
         _pairs(pairs, {}, settings),
         arrivals,
         [],
@@ -367,7 +366,7 @@ def in_turn(seed: int, *, keep_log: bool = False) -> World:
         "policy": {"name": name.value, "slots_max": 4, "handoff": Handoff.AUTO.value},
         "backup": {"mode": BackupMode.BOTH.value, "capacity_bytes": 4000 * PAGE_BYTES},
     }
-    return World(
+    return DisturbedWorld(
         parse_config(document),
         arrivals,
         deaths,

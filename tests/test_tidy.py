@@ -97,7 +97,7 @@ IMPURE_IMPORTS = {
 HOMES_OF_LIBRARIES = {
     "torch": ["kvrs_engine.engine", "kvrs.vllm"],
     "vllm": ["kvrs.vllm"],
-    "ray": ["kvrs_lab.cluster", "kvrs_lab.sim.on_ray"],
+    "ray": ["kvrs_lab.cluster"],
     "matplotlib": ["kvrs_lab.report"],
 }
 

@@ -13,21 +13,22 @@ from statistics import median
 from experiments.virtual_time import HOME, EqualStreams, grouped, patient, run_until, token_times
 from kvrs.config.file import Config
 from kvrs.core.model.estimates import Option
+from kvrs.profiles import catalog
 from kvrs_engine.elastic import on_demand
-from kvrs_engine.elastic.layouts import hybrid, staged
+from kvrs_engine.elastic.layouts import even, hybrid, staged
 from kvrs_engine.elastic.moving import LinkRates, schedule
 from kvrs_engine.elastic.plans import plan
 from kvrs_engine.elastic.shapes import SHAPES
+from kvrs_engine.elastic.speed import Degree, Speed, shares
 from kvrs_engine.elastic.units import Units
-from kvrs_lab.explain.elastic import ElasticQuestion, explain_elastic
 from kvrs_lab.sim.process import require
 from kvrs_lab.sim.rank_model import RankModel
 
 PROFILE, MODEL = "llama-3.1-70b-h100-vllm-tp8", "meta-llama/Llama-3.1-70B"
 RANKS, REQUESTS, CONTEXT_TOKENS = 8, 56, 16384
+KIN_RANKS = 4  # The degree that tells what does not shrink with the ranks.
 STREAMS = EqualStreams(PROFILE, RANKS, REQUESTS, CONTEXT_TOKENS, output_tokens=1500)
 RATES = LinkRates(host_bytes_per_s=50e9, peer_bytes_per_s=362.2e9)
-IN_LADDER = {"recompute": "recompute", "host": "host", "full": "on demand"}
 JOIN_S = 0.1  # Of ranks that form again.
 KEEPS_PAGES = ("host", "full")  # Ways with backups of pages.
 ORACLE = "oracle"  # Nothing is lost.
@@ -116,25 +117,25 @@ def play(way: str, seed: int, join_s: float = JOIN_S) -> Row:
 
 
 def ladder_s() -> dict[str, float]:
-    """`kvrs lab explain --elastic`: the same by arithmetic alone, without scheduling."""
-    found: dict[str, float] = {}
-    for has_backup in (False, True):
-        question = ElasticQuestion(
-            profile=PROFILE,
-            tp=RANKS,
-            lost=1,
-            requests=REQUESTS,
-            context_tokens=CONTEXT_TOKENS,
-            has_backup=has_backup,
-            host_bytes_per_s=RATES.host_bytes_per_s,
-            peer_bytes_per_s=RATES.peer_bytes_per_s,
-            bytes_per_s=12.5e9,
-        )
-        ladder = explain_elastic(question)["ladder"]
-        rungs = {rung["way"]: rung["total_s"] for rung in ladder}
-        found |= {
-            way: rungs[rung]
-            for way, rung in IN_LADDER.items()
-            if rung in rungs and has_backup is (way != "recompute")
-        }
-    return found
+    """The same by arithmetic alone, without scheduling: bytes of the rank that reads most, and
+    prompts one after another.
+    """
+    model = SHAPES[MODEL].units()
+    before = even(model, RANKS)
+    after = on_demand.reshaped(before, model, on_demand.survivors(before, [RANKS - 1]))
+    kv_bytes = REQUESTS * CONTEXT_TOKENS * catalog.profile(PROFILE).geometry.bytes_per_token
+    per_head = kv_bytes // (model.layers * len(model.attention_bytes))
+    left, host_bytes_per_s = RANKS - 1, RATES.host_bytes_per_s
+    speed = Speed(_degree(RANKS), _degree(KIN_RANKS))
+    recompute_s = REQUESTS * speed.prefill_s(shares(after, model), CONTEXT_TOKENS)
+    missing = plan(before, after, model, [RANKS - 1], per_head)
+    return {
+        "recompute": model.total_bytes // left / host_bytes_per_s + recompute_s,
+        "host": (model.total_bytes + kv_bytes // RANKS) // left / host_bytes_per_s,
+        "full": schedule(missing, RATES).makespan_s,
+    }
+
+
+def _degree(ranks: int) -> Degree:
+    name = PROFILE.replace(f"tp{RANKS}", f"tp{ranks}")
+    return Degree(ranks, catalog.decode_table(name), catalog.prefill_table(name))

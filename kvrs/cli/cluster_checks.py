@@ -137,7 +137,7 @@ def _digest(config: Config, row: Mapping[str, Any]) -> Finding:
         f"{running}, here {here}",
         "the same configuration",
         "give the file of the proxy, or of its `kvrs lab up`, as --config; if it has changed, "
-        "reload or restart the proxy, or send USR1 to its `kvrs lab up`",
+        "reload or restart the proxy, or its `kvrs lab up`",
     )
 
 

@@ -41,7 +41,4 @@ class ConfigFile(msgspec.Struct, frozen=True):
             return None
         if self.launch.file is None:
             return "this proxy was started by kvrs lab up without a file: only its options count"
-        return (
-            f"this proxy was started by kvrs lab up: kill -USR1 {self.launch.pid} reads "
-            f"{self.launch.file}, and restarts all processes"
-        )
+        return f"this proxy was started by kvrs lab up, which read {self.launch.file} at its start"

@@ -23,13 +23,11 @@ EXAMPLES = {
     ],
     "report": [
         "kvrs lab report out/replay --out page",
-        "kvrs lab report out/auto out/rom --out page",
+        "kvrs lab report out/auto out/rom",
     ],
     "explain": [
         "kvrs lab explain --profile opt-13b-a100-kvrs-seed --prompt-tokens 1477 "
         "--bandwidth 25Gbit/s",
         "kvrs lab explain --log events.jsonl",
-        "kvrs lab explain --elastic llama-3.1-70b-h100-vllm-tp8 --tp 8 --lost 1 --backup host",
-        "kvrs lab explain --profile llama-3.1-70b-a100-vllm-tp4 --draft llama-3.1-8b-a100-vllm-tp1",
     ],
 }

@@ -76,7 +76,6 @@ def simulate(
     seeds: opt.Seeds = 1,
     proxies: opt.SimulateProxies = 1,
     jobs: opt.Jobs = 1,
-    ray: opt.SweepRay = None,
     policy: opt.Policies = None,
     oracle: opt.SimulatedOracle = False,
     out: opt.SimulationOut = None,
@@ -84,8 +83,6 @@ def simulate(
 ) -> None:
     """Simulate a cluster in virtual time, with faults, and check the invariants as it runs."""
     given = locals()
-    if ray is not None:
-        check_extras("sweep")
     from kvrs_lab.sim.case import SimulateOptions
     from kvrs_lab.sim.command import run_simulation
 
@@ -103,14 +100,11 @@ def compare(
     deaths: opt.RandomDeaths = 0,
     seeds: opt.ComparedSeeds = 10,
     jobs: opt.Jobs = 1,
-    ray: opt.SweepRay = None,
     out: opt.SimulationOut = None,
     json: base.Json = False,
 ) -> None:
     """Simulate several policies under the same load and faults, and tell which one is better."""
     given = locals()
-    if ray is not None:
-        check_extras("sweep")
     from kvrs_lab.sim.case import SimulateOptions
     from kvrs_lab.sim.comparison import parse_policies, run_comparison
 

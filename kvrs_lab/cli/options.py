@@ -8,7 +8,6 @@ import typer
 from kvrs.cli.options import POLICIES, POLICY
 from kvrs.config.policy import PolicyName
 from kvrs.core.explanation import CheckpointAt
-from kvrs_lab.explain.elastic import KvBackup
 from kvrs_lab.sim.goals import Goal
 from kvrs_lab.traces.presets import PRESETS
 from kvrs_lab.traces.records import Api
@@ -18,9 +17,6 @@ TRACE = "The trace, and what is done to it"
 REQUESTS = "The requests"
 FAULTS = "Faults, and the comparison with a run without them"
 REPORT = "The report"
-# A group of `kvrs lab explain`.
-ELASTIC = "The loss of ranks"
-DRAFT = "Drafts while a model loads again"
 
 
 # Of a cluster without a file.
@@ -174,15 +170,11 @@ SimulatedRate = Annotated[
     float | None, typer.Option(help="Requests per second; default: the trace's own, or 8")
 ]
 Jobs = Annotated[int, typer.Option(min=1, help="Processes that simulate seeds")]
-SweepRay = Annotated[
-    str | None,
-    typer.Option("--ray", metavar="HOST:PORT", help="Simulate seeds on this Ray cluster, running"),
-]
 SimulatedOracle = Annotated[
     bool, typer.Option("--oracle", help="Each seed again without the faults, for the report")
 ]
 SimulatedFault = Annotated[Path | None, typer.Option(help="YAML list of faults")]
-RandomDeaths = Annotated[int, typer.Option(min=0, help="Or so many random deaths of all kinds")]
+RandomDeaths = Annotated[int, typer.Option(min=0, help="Or so many random deaths")]
 FirstSeed = Annotated[int, typer.Option(min=0, help="Seed of the first simulation")]
 Seeds = Annotated[int, typer.Option(min=1, help="How many simulations, each with the next seed")]
 Policies = Annotated[
@@ -216,7 +208,7 @@ SimulationOut = Annotated[
     typer.Option(help="Directory for the outcomes as JSON, a row per request, and the report"),
 ]
 PageOut = Annotated[
-    Path | None, typer.Option(help="Directory for the page: report.html, or compare.html")
+    Path | None, typer.Option(help="Directory for the page of one report, report.html")
 ]
 SimulateProxies = Annotated[
     int, typer.Option(min=1, help="How many proxies, each with a policy and a view of its own")
@@ -250,50 +242,6 @@ CheckpointTokens = Annotated[
     int, typer.Option(min=0, help="Of prompt and output, held by an agent")
 ]
 CheckpointPlace = Annotated[CheckpointAt, typer.Option(help="Node of that agent")]
-Elastic = Annotated[
-    str | None,
-    typer.Option(
-        help="The loss of ranks of an instance instead: its profile", rich_help_panel=ELASTIC
-    ),
-]
-ElasticTp = Annotated[int, typer.Option(help="Ranks of the instance", rich_help_panel=ELASTIC)]
-ElasticLost = Annotated[int, typer.Option(help="Ranks that are lost", rich_help_panel=ELASTIC)]
-ElasticRequests = Annotated[
-    int, typer.Option(help="Requests that it serves", rich_help_panel=ELASTIC)
-]
-ElasticContext = Annotated[
-    str, typer.Option(help="Tokens of each, as 16384 or 16k", rich_help_panel=ELASTIC)
-]
-ElasticZipf = Annotated[
-    float | None,
-    typer.Option(help="Exponent of the choice of experts [1]", rich_help_panel=ELASTIC),
-]
-ElasticRoomShare = Annotated[
-    float | None,
-    typer.Option(
-        help="Room for copies of experts, as a part of a rank's weights [0.1]",
-        rich_help_panel=ELASTIC,
-    ),
-]
-ElasticBackup = Annotated[
-    KvBackup, typer.Option(help="Where else their KV is", rich_help_panel=ELASTIC)
-]
-DraftProfile = Annotated[
-    str | None,
-    typer.Option(
-        help="A draft model while --profile loads again instead: its profile", rich_help_panel=DRAFT
-    ),
-]
-Acceptance = Annotated[
-    float, typer.Option(help="Probability that a draft is right", rich_help_panel=DRAFT)
-]
-Depth = Annotated[int, typer.Option(help="Drafts of a stream in a step", rich_help_panel=DRAFT)]
-AssistedBatch = Annotated[
-    int, typer.Option(help="Streams of the helped instance, of --context", rich_help_panel=DRAFT)
-]
-Disk = Annotated[
-    str, typer.Option(help="Rate at which weights are read: 2GB/s", rich_help_panel=DRAFT)
-]
 HostBandwidth = Annotated[
     str | None, typer.Option(help="From an agent's memory into an instance beside it")
 ]

@@ -78,8 +78,7 @@ def up(
     from kvrs_lab.cluster.upkeep import Upkeep
 
     of_proxy = {"port": port, "admin_port": admin_port}
-    read_config = partial(
-        _up_config,
+    settings = _up_config(
         config,
         preset,
         proxies,
@@ -91,25 +90,19 @@ def up(
         {"tp": tp, "pp": pp},
         ray,
     )
-    settings = read_config()
     needed = "engine" if ray is None else "ray"
     check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else needed)
     trace_settings(os.environ)  # Raises ConfigError, as every process of the cluster would.
-    read_launch = partial(_launch, config)
-    upkeep = Upkeep(say, read_config, read_launch)
+    launch, upkeep = _launch(config), Upkeep(say)
     # From here on every ending signal takes the same path, which always cleans up.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Under nohup the end of the terminal is not to be the end of the cluster.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: upkeep.stop.set())
-    # Not SIGHUP, as daemons do: a terminal that is closed must not leave a cluster behind. A start
-    # fulfils what is requested before its end.
-    signal.signal(signal.SIGUSR1, lambda *_: None)
-    with Cluster(settings, say, proxies, ray, read_launch()) as cluster:
-        signal.signal(signal.SIGUSR1, lambda *_: upkeep.restart())
+    with Cluster(settings, say, proxies, ray, launch) as cluster:
         for line in _addresses(cluster):
             say(line)
-        say(f"Ctrl-C ends it; kill -USR1 {os.getpid()} restarts all of it, one process at a time")
+        say("Ctrl-C ends it")
         upkeep.run(cluster)
         say("ending")
 

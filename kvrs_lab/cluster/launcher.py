@@ -53,24 +53,6 @@ from kvrs_lab.cluster.victims import closing_process, open_processes
 
 STOP_TIMEOUT_S = 15.0
 
-# The sections that a rolling restart reads again, except for ids and addresses of proxies.
-RENEWED = ("proxy", "policy", "slo", "transfer")
-FIXED_OF_PROXY = (
-    "id",
-    "host",
-    "port",
-    "admin_host",
-    "admin_port",
-    "peer_host",
-    "peer_port",
-    "gossip_host",
-    "gossip_bind",
-    "gossip_port",
-    "workers",
-    "peers",
-    "event_log",
-)
-
 
 class Cluster:
     """A running cluster; a context manager that leaves nothing behind."""
@@ -268,49 +250,6 @@ class Cluster:
         wait_ready(self.processes, supervisor.status, supervisor.log_tail, self._progress)
         self._start_proxies()
         self.wait_all_up()
-
-    def renew(self, config: Config, launch: UpCommand | None = None) -> None:
-        """Start processes with another configuration of this cluster from now on.
-
-        Raises:
-            ConfigError: it differs in more than a running cluster can change; nothing has changed.
-        """
-        if faults := self._faults_of_renewal(config):
-            raise ConfigError(faults)
-        self._launch = launch
-        kept = [
-            {key: getattr(settings, key) for key in FIXED_OF_PROXY}
-            for settings in self._proxy_settings
-        ]
-        self._asked, self._proxy_settings = (
-            config,
-            [config.proxy.model_copy(update=each) for each in kept],
-        )
-        self.config = self.config.model_copy(
-            update={"proxy": self._proxy_settings[0]}
-            | {key: getattr(config, key) for key in RENEWED if key != "proxy"}
-        )
-        for proxy, settings in zip(self.proxies, self._proxy_settings, strict=True):
-            proxy.settings = settings
-        self._write_files()
-
-    def _faults_of_renewal(self, config: Config) -> list[str]:
-        """Those for which `renew` refuses it."""
-        asked = self._asked
-        fixed = [
-            (f"proxy.{key}", getattr(asked.proxy, key), getattr(config.proxy, key))
-            for key in FIXED_OF_PROXY
-        ]
-        fixed += [
-            (key, getattr(asked, key), getattr(config, key))
-            for key in Config.model_fields
-            if key not in RENEWED
-        ]
-        return [
-            f"{key}: changed; allowed: its former value, or another `kvrs lab up`"
-            for key, old, new in fixed
-            if old != new
-        ]
 
     def follow_fleet(self) -> None:
         """Place nodes that were lost with their machines again, and tell all processes where they

@@ -97,16 +97,6 @@ def instances_in(config: Config, process: Process) -> list[InstanceId]:
             assert_never(process.kind)
 
 
-def hosts_of(config: Config, process: Process) -> list[InstanceId]:
-    """The hosts of the stages of an instance; none: it is no instance, or has none in hosts."""
-    return [
-        instance.stage_host_id(stage)
-        for _, instance in config.cluster.instances()
-        if instance.id == process.name
-        for stage in instance.remote_stages
-    ]
-
-
 def has_ranks(config: Config, process: Process) -> bool:
     """The process has those of ranks below it."""
     return process.kind is Kind.STAGE or any(

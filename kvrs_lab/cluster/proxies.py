@@ -14,7 +14,7 @@ from kvrs_lab.cluster.supervised import Supervised
 LOOK_INTERVAL_S = 0.05
 _LOOK_TIMEOUT_S = 1.0
 # After each start in turn that did not take a request; from the last one on others may serve
-# meanwhile, and the file may be mended.
+# meanwhile.
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 5.0)
 
 

@@ -1,5 +1,5 @@
-"""The questions of `kvrs lab explain`: from the options of its command line to the documents that
-answer them. Bytes, seconds and tokens throughout.
+"""The question of `kvrs lab explain`: from the options of its command line to the document that
+answers it. Bytes, seconds and tokens throughout.
 """
 
 import re
@@ -9,7 +9,6 @@ from math import inf, isfinite
 from typing import Any
 
 from kvrs.config.backup import BackupSettings
-from kvrs.config.engine import ExpertSettings
 from kvrs.config.policy import PolicySettings
 from kvrs.core import options
 from kvrs.core.explanation import Question, explain
@@ -17,25 +16,12 @@ from kvrs.core.model.estimates import Option
 from kvrs.errors import ConfigError, numbers_out_of_range
 from kvrs.profiles import catalog
 from kvrs.profiles.schema import Profile
-from kvrs.protocol.speculation import MOST_DRAFTS
-from kvrs_engine.elastic.shapes import shape_of
-from kvrs_lab.explain.drafts import DraftQuestion, explain_drafts
-from kvrs_lab.explain.elastic import (
-    CONTRADICTIONS,
-    RAIDSERVE_HOST_BYTES_PER_S,
-    ElasticQuestion,
-    KvBackup,
-    explain_elastic,
-)
 
 _BANDWIDTH = re.compile(
     r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(Ki|Mi|Gi|Ti|[kMGT]?)(bit|B|b)(?:/s|ps)"
 )
-_TOKENS = re.compile(r"([0-9]{1,9})(k?)")
 _FACTOR = re.compile(r"[0-9]+(\.[0-9]+)?")
 _MAX_TOKENS = 1 << 24
-# Options of models with experts, their usual values and the largest ones.
-_OF_EXPERTS = {"zipf": (1.0, 8), "room_share": (ExpertSettings().room_share, 8)}
 _CORRECTED = {each.option for each in options.ALL}
 # Of the profile, and of the question all but those that the profile and the policy stand for.
 _LABELS = ("label", "model", "dtype", "gpu", "cpu", "tp", "engine", "version", "kind", "source")
@@ -50,7 +36,7 @@ def decision_document(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such profile; or other options are wrong, all named at once.
     """
-    profile, table = _profile(given, "profile"), catalog.prefill_table(given["profile"])
+    profile, table = _profile(given["profile"]), catalog.prefill_table(given["profile"])
     _check(_faults_of_decision(given))
     prompt_tokens, service_s = given["prompt_tokens"], given["service_s"]
     if service_s is None and (service_s := table.seconds_for(prompt_tokens)) <= 0:
@@ -83,57 +69,6 @@ def decision_document(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def elastic_document(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The loss of ranks of one instance. `given`: the options by name.
-
-    Raises:
-        ConfigError: there is no such profile; or other options are wrong, all named at once.
-    """
-    profile = _profile(given, "elastic")
-    _check(_faults_of_elastic(given, profile.model))
-    of_experts = {
-        name: usual if given[name] is None else given[name]
-        for name, (usual, _) in _OF_EXPERTS.items()
-        if shape_of(profile.model).experts > 1
-    }
-    question = ElasticQuestion(
-        profile=given["elastic"],
-        tp=given["tp"],
-        lost=given["lost"],
-        requests=given["requests"],
-        context_tokens=_tokens(given["context"]),
-        has_backup=given["backup"] is KvBackup.HOST,
-        host_bytes_per_s=_host_bytes_per_s(given, RAIDSERVE_HOST_BYTES_PER_S),
-        peer_bytes_per_s=_local_bytes_per_s(given, profile),
-        bytes_per_s=parse_bandwidth(given["bandwidth"], "--bandwidth"),
-        **of_experts,
-    )
-    answer = explain_elastic(question)
-    return {"version": 1, "question": question, "answer": answer, "notes": CONTRADICTIONS}
-
-
-def drafts_document(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A draft model while an instance loads again. `given`: the options by name.
-
-    Raises:
-        ConfigError: there is no such profile, or it lacks a table; or other options are wrong, all
-            named at once.
-    """
-    for name in ("profile", "draft"):
-        _profile(given, name)
-    _check(_faults_of_drafts(given))
-    question = DraftQuestion(
-        profile=given["profile"],
-        draft=given["draft"],
-        acceptance=given["acceptance"],
-        depth=given["depth"],
-        batch=given["batch"],
-        context_tokens=_tokens(given["context"]),
-        disk_bytes_per_s=parse_bandwidth(given["disk"], "--disk"),
-    )
-    return {"version": 1, "question": question, "answer": explain_drafts(question)}
-
-
 def parse_bandwidth(text: str, option: str) -> float:
     """Bytes per second of '25Gbit/s', '3.1GB/s', '800 Mbps', '1GiB/s', or of a link that comes with
     kvrs.
@@ -157,11 +92,11 @@ def parse_bandwidth(text: str, option: str) -> float:
     raise ConfigError(f"{option}: got {text!r}; allowed: {allowed}")
 
 
-def _profile(given: Mapping[str, Any], name: str) -> Profile:
+def _profile(name: str) -> Profile:
     try:
-        return catalog.profile(given[name])
+        return catalog.profile(name)
     except ConfigError as error:
-        raise ConfigError([f"--{name}: {line}" for line in error.faults]) from None
+        raise ConfigError([f"--profile: {line}" for line in error.faults]) from None
 
 
 def _check(faults: Iterator[str]) -> None:
@@ -191,41 +126,6 @@ def _faults_of_decision(given: Mapping[str, Any]) -> Iterator[str]:
             yield from error.faults
 
 
-def _faults_of_elastic(given: Mapping[str, Any], model: str) -> Iterator[str]:
-    for name, (_, most) in _OF_EXPERTS.items():
-        if given[name] is None:
-            continue
-        if shape_of(model).experts == 1:
-            yield f"{_flag(name)}: got {given[name]}; allowed: none, {model} has no experts"
-        elif not 0 <= given[name] <= most:  # Also of what is no number.
-            yield f"{_flag(name)}: got {given[name]}; allowed: 0 to {most}"
-    yield from _out_of_range(given, "tp", 2, 1 << 10)
-    yield from _out_of_range(given, "lost", 1, max(1, given["tp"] - 1))
-    yield from _out_of_range(given, "requests", 1, 1 << 16)
-    yield from _faults_of_context(given)
-    yield from _faults_of_bandwidths(given)
-
-
-def _faults_of_drafts(given: Mapping[str, Any]) -> Iterator[str]:
-    if not 0 <= given["acceptance"] <= 1:  # Also of what is no number.
-        yield f"--acceptance: got {given['acceptance']}; allowed: 0 to 1"
-    yield from _out_of_range(given, "depth", 1, MOST_DRAFTS)
-    yield from _out_of_range(given, "batch", 1, 1 << 16)
-    yield from _faults_of_context(given)
-    try:
-        parse_bandwidth(given["disk"], "--disk")
-    except ConfigError as error:
-        yield from error.faults
-
-
-def _faults_of_context(given: Mapping[str, Any]) -> Iterator[str]:
-    if not 1 <= _tokens(given["context"]) <= _MAX_TOKENS:
-        yield (
-            f"--context: got {given['context']!r}; allowed: 1 to {_MAX_TOKENS} tokens, as 16384 "
-            f"or 16k"
-        )
-
-
 def _out_of_range(given: Mapping[str, Any], name: str, low: int, high: int) -> Iterator[str]:
     value = given[name]
     if value is not None and not low <= value <= high:
@@ -243,12 +143,6 @@ def _faults_of_bandwidths(given: Mapping[str, Any]) -> Iterator[str]:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _tokens(text: str) -> int:
-    """Tokens of '16384' or '16k'; 0: it is neither."""
-    found = _TOKENS.fullmatch(text)
-    return 0 if found is None else int(found[1]) * (1024 if found[2] else 1)
 
 
 def _parse_correction(text: str) -> tuple[Option, float]:

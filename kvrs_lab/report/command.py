@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvrs.errors import check_extras
+from kvrs.errors import ConfigError, check_extras
 from kvrs.tables import output
 from kvrs_lab.report.compare import compare_reports, comparison, load_reports, names_of
 from kvrs_lab.report.measures import ReportError, load_report, outline
@@ -16,20 +16,21 @@ from kvrs_lab.report.table import terminal_table
 
 
 def run_report(paths: Sequence[Path], out: Path | None, as_json: bool) -> None:
-    """Print a report, or the comparison of several; with `out` write the page there: report.html,
-    or compare.html.
+    """Print a report, or the comparison of several; with `out` write the page of one there.
 
     Raises:
         ReportError: a file is no report of this version.
         ConfigError, MissingExtraError: the page cannot be written, or not be drawn.
     """
+    if len(paths) > 1:
+        if out is not None:
+            raise ConfigError(f"--out: got {len(paths)} reports; allowed: one, whose page it draws")
+        _several(paths, as_json)
+        return
     if out is not None:
         check_extras("report")
         claim_directory(out)
-    if len(paths) == 1:
-        _one(paths[0], out, as_json)
-    else:
-        _several(paths, out, as_json)
+    _one(paths[0], out, as_json)
 
 
 def _one(path: Path, out: Path | None, as_json: bool) -> None:
@@ -46,21 +47,11 @@ def _one(path: Path, out: Path | None, as_json: bool) -> None:
         Console(stderr=True).print(f"page: {out / 'report.html'}", markup=False, soft_wrap=True)
 
 
-def _several(paths: Sequence[Path], out: Path | None, as_json: bool) -> None:
-    reports, names = load_reports(paths), names_of(paths)
+def _several(paths: Sequence[Path], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(comparison(names, reports), indent=2))
+        print(json.dumps(comparison(names_of(paths), load_reports(paths)), indent=2))
     else:
         output().print(compare_reports(paths))
-    if out is not None:
-        from kvrs_lab.report.html import render_comparison
-
-        def write() -> None:
-            text = render_comparison(names, reports)
-            (out / "compare.html").write_text(text, encoding="utf-8")
-
-        _drawn(paths[0], write)
-        Console(stderr=True).print(f"page: {out / 'compare.html'}", markup=False, soft_wrap=True)
 
 
 def _drawn(path: Path, draw: Callable[[], object]) -> None:

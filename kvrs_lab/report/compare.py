@@ -71,14 +71,6 @@ def comparison(names: Sequence[str], reports: Sequence[Report]) -> dict[str, Any
     }
 
 
-def comparison_rows(names: Sequence[str], reports: Sequence[Report]) -> list[list[str]]:
-    """The table of the terminal as text, its header first."""
-    table = _table(names, reports)
-    columns = [[str(cell) for cell in column.cells] for column in table.columns]
-    headers = [str(column.header) for column in table.columns]
-    return [headers, *map(list, zip(*columns, strict=True))]
-
-
 def _plain(found: Interval | None) -> dict[str, Any] | None:
     return None if found is None else asdict(found)
 

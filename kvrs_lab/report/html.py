@@ -11,22 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from kvrs_lab.report import plots
-from kvrs_lab.report.compare import NOTE, comparison_rows
 from kvrs_lab.report.report import Report
 from kvrs_lab.report.style import CSS
 from kvrs_lab.report.table import (
     doubt_lines,
     errors_by_kind,
     fault_label,
-    interval_rows,
-    measure_words,
+    intervals,
     milliseconds,
     never_due_lines,
     origin_sentence,
-    rates_words,
+    quantities,
     recoveries_by_option,
-    run_names,
-    share,
+    text_rows,
     verdict_sentence,
     window_words,
 )
@@ -67,51 +64,12 @@ def render_html(report: Report) -> str:
             ),
             "</div>",
             _impact(report),
-            _groups(report),
-            _costs(report),
-            _runs(report),
-            _repeats(report),
+            _numbers(report),
             _recoveries(report),
             _made_with(report),
         )
     )
     return _page(f"kvrs lab report: {_VERDICTS[report['exact']]}", body)
-
-
-def render_comparison(names: Sequence[str], reports: Sequence[Report]) -> str:
-    """Two or more reports laid over each other, in one page."""
-    origins = "".join(
-        f"<p class=words><b>{escape(name)}</b>: {escape(verdict_sentence(report))} "
-        f"{escape(origin_sentence(report))}</p>"
-        for name, report in zip(names, reports, strict=True)
-    )
-    header, *rows = comparison_rows(names, reports)
-    body = "".join(
-        (
-            f"<header class=good><p class=kicker>kvrs comparison</p>"
-            f"<h1>{escape(' / '.join(names))}</h1>{origins}</header>",
-            _figure(
-                "Throughput",
-                "Tokens per second that all clients together received; a dotted line is a fault.",
-                plots.overlaid_throughput_svg(names, reports),
-            ),
-            "<div class=pair>",
-            _figure(
-                "Time to first token",
-                "From arrival; share of streams at or below.",
-                plots.overlaid_cdf_svg(names, reports, "arrival_ttft_s"),
-            ),
-            _figure(
-                "Maximum time between tokens",
-                "Of each stream; share at or below.",
-                plots.overlaid_cdf_svg(names, reports, "max_gap_s"),
-            ),
-            "</div>",
-            _section("Every measure", NOTE, _table(header, rows)),
-            *(_made_with(report, name) for name, report in zip(names, reports, strict=True)),
-        )
-    )
-    return _page(f"kvrs comparison: {' / '.join(names)}", body)
 
 
 def _page(title: str, body: str) -> str:
@@ -222,83 +180,19 @@ def _impact(report: Report) -> str:
     return _figure("Failure-impact window", words, plots.impact_svg(report))
 
 
-def _groups(report: Report) -> str:
-    if not report["groups"]["interrupted"]["streams"]:
-        return ""
-    measures = (
-        ("TTFT from arrival", "arrival_ttft_s"),
-        ("replay TTFT from arrival", "replay_ttft_s"),
-        ("TPOT", "tpot_s"),
-        ("maximum TBT", "max_gap_s"),
+def _numbers(report: Report) -> str:
+    """The tables of the terminal."""
+    header, *rows = text_rows(quantities(report))
+    found = _section("The run in numbers", _slo_words(report["slo"]), _table(header, rows))
+    runs = len(report["repeats"])
+    if runs < 2:
+        return found
+    header, *rows = text_rows(intervals(report))
+    words = (
+        f"{runs} runs of the same requests; intervals under Student's t-distribution. All other "
+        f"sections show run 1."
     )
-    groups = [report["groups"][name] for name in ("interrupted", "uninterrupted")]
-    rows: list[tuple[Any, ...]] = [("streams", *(group["streams"] for group in groups))]
-    for title, key in measures:
-        rows += [
-            (f"{title} {q}", *(milliseconds(group[key][q]) for group in groups))
-            for q in ("mean", "p99")
-        ]
-    table = _table(("", "interrupted", "uninterrupted"), rows)
-    words = "Shown apart, because the many that were not hit hide the few that were."
-    return _section("Interrupted and uninterrupted", words, table)
-
-
-def _costs(report: Report) -> str:
-    if not report["recovery_costs"]:
-        return ""
-    words = "Each recovery: predicted and real cost. On the diagonal the prediction was right."
-    figure = _figure("Predicted and real cost", words, plots.costs_svg(report))
-    rows = [
-        (
-            option,
-            costs["count"],
-            milliseconds(costs["predicted_s"]),
-            milliseconds(costs["real_s"]),
-            milliseconds(costs["error_s"]),
-            share(costs["absolute_error_share"]),
-        )
-        for option, costs in report["recovery_options"].items()
-    ]
-    table = _table(("option", "count", "predicted", "real", "error", "off by"), rows)
-    words = "Means. Error is real minus predicted; off by is its size as a share of the real cost."
-    return f"<div class=pair>{figure}{_section('By option', words, table)}</div>"
-
-
-def _runs(report: Report) -> str:
-    fault, clean = report["runs"]["fault"], report["runs"]["clean"]
-    runs = [fault] if clean is None else [fault, clean]
-    rows: list[tuple[Any, ...]] = [
-        (key, *(run[key] for run in runs)) for key in ("streams", "completed", "errors", "tokens")
-    ]
-    measures = (
-        ("TTFT from send", "ttft_s"),
-        ("TTFT from arrival", "arrival_ttft_s"),
-        ("TPOT", "tpot_s"),
-        ("TBT", "tbt_s"),
-        ("maximum TBT", "max_gap_s"),
-        ("send lag", "lag_s"),
-    )
-    for name, key in measures:
-        rows += [
-            (f"{name} {q}", *(milliseconds(run[key][q]) for run in runs)) for q in ("p50", "p99")
-        ]
-    rows.append(
-        (
-            "goodput",
-            *(
-                f"{run['goodput_per_s']:.2f}/s ({run['slo_met']} of {run['streams']})"
-                for run in runs
-            ),
-        )
-    )
-    rows.append(("offered / asked requests per s", *(rates_words(run) for run in runs)))
-    columns = ("", *run_names(report)[: len(runs)])
-    title = (
-        "With and without the fault"
-        if report["faults"] and clean is not None
-        else "The run in numbers"
-    )
-    return _section(title, _slo_words(report["slo"]), _table(columns, rows))
+    return found + _section("Over repeated runs", words, _table(header, rows))
 
 
 def _slo_words(slo: Any) -> str:
@@ -309,27 +203,6 @@ def _slo_words(slo: Any) -> str:
         f"{slo['tpot_s']} s{tbt}. Send lag is the delay of the "
         f"client itself: the time from when a request was due until it was sent."
     )
-
-
-def _repeats(report: Report) -> str:
-    runs = report["repeats"]
-    if len(runs) < 2:
-        return ""
-    rows = []
-    for name, title, found in interval_rows(report):
-        rows.append(
-            (
-                title,
-                *(measure_words(found[key], name) for key in ("mean", "half_width")),
-                found["n"],
-            )
-        )
-    table = _table(("", "mean", "± 95 %", "runs"), rows)
-    words = (
-        f"{len(runs)} runs of the same requests; intervals under Student's t-distribution. "
-        f"All other sections show run 1."
-    )
-    return _section("Over repeated runs", words, table)
 
 
 def _recoveries(report: Report) -> str:
@@ -376,12 +249,11 @@ def _recoveries(report: Report) -> str:
     )
 
 
-def _made_with(report: Report, name: str = "") -> str:
+def _made_with(report: Report) -> str:
     keys = ("date", "policy", "config_digest", "kvrs_version", "proxy_version", "machine")
     shown = {key: report[key] for key in (*keys, "settings")}
     text = escape(json.dumps(shown, indent=2, default=str))
-    title = escape(f"{name} was made with" if name else "Made with")
-    return f"<section><details><summary>{title}</summary><pre>{text}</pre></details></section>"
+    return f"<section><details><summary>Made with</summary><pre>{text}</pre></details></section>"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]], kind: str = "numbers") -> str:

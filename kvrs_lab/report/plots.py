@@ -19,7 +19,7 @@ from matplotlib.path import Path as Outline
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
 from kvrs_lab.report.report import Report
-from kvrs_lab.report.table import costs_by_option, fault_label, run_names
+from kvrs_lab.report.table import fault_label, run_names
 
 # Stand-in colour by CSS variable. They must differ.
 _COLORS = {
@@ -107,20 +107,6 @@ def throughput_svg(report: Report) -> str:
 
 
 @_styled
-def overlaid_throughput_svg(names: Sequence[str], reports: Sequence[Report]) -> str:
-    """Tokens per second of several runs over the time since the start of each."""
-    figure, axes = _figure(10, 2.8)
-    for name, report, (color, dashes) in zip(names, reports, _lines(len(names)), strict=True):
-        rates = report["throughput"]
-        _rates(axes, rates, "tokens_per_s", name, color, linewidth=1.6, linestyle=dashes)
-        for fault in report["faults"]:
-            axes.axvline(fault["at_s"], color=color, linewidth=0.8, linestyle=":")
-    axes.set_ylim(bottom=0)
-    _legend(figure, axes)
-    return _svg(figure, "throughput of each run", wide=True)
-
-
-@_styled
 def impact_svg(report: Report) -> str:
     """Mean TTFT by bucket of requests, with and without the fault; the window is shaded."""
     buckets = report["impact"]["buckets"]
@@ -143,69 +129,25 @@ def impact_svg(report: Report) -> str:
     return _svg(figure, "impact", wide=True)
 
 
+@_styled
 def cdf_svg(report: Report, measure: str) -> str:
     """Share of streams at or below a time, with and without the fault."""
     measured, again = run_names(report)
-    streams = report["per_stream"]
-    series = (
-        ([stream[f"clean_{measure}"] for stream in streams], again, (_COLORS["base"], "-")),
-        ([stream[measure] for stream in streams], measured, (_COLORS["migrate"], "-")),
-    )
-    return _cdf(series, measure)
-
-
-def overlaid_cdf_svg(names: Sequence[str], reports: Sequence[Report], measure: str) -> str:
-    """Share of the streams of each run at or below a time."""
-    values = [[stream[measure] for stream in report["per_stream"]] for report in reports]
-    lines = _lines(len(names))
-    return _cdf([*zip(values, names, lines, strict=True)], f"{measure} of each run")
-
-
-@_styled
-def _cdf(series: Sequence[tuple[Sequence[float | None], str, tuple[str, str]]], name: str) -> str:
-    """`series`: the times, label, colour and dash pattern of each line."""
     figure, axes = _figure(5, 3.1)
     everything: list[float] = []
-    for times_s, label, (color, dashes) in series:
-        values = sorted(time_s for time_s in times_s if time_s is not None)
+    for key, label, color in ((f"clean_{measure}", again, "base"), (measure, measured, "migrate")):
+        values = sorted(stream[key] for stream in report["per_stream"] if stream[key] is not None)
         everything += values
         if values:
-            share = np.arange(1, len(values) + 1) / len(values)
-            axes.step(
-                [values[0], *values],
-                [0.0, *share],
-                where="post",
-                color=color,
-                label=_no_formula(label),
-                linewidth=1.7,
-                linestyle=dashes,
-            )
-    _scale_seconds(axes, everything, "x")
+            shares = [0.0, *np.arange(1, len(values) + 1) / len(values)]
+            style: dict[str, Any] = {"color": _COLORS[color], "label": label, "linewidth": 1.7}
+            axes.step([values[0], *values], shares, where="post", **style)
+    _scale_seconds(axes, everything)
     axes.set_xlabel("seconds")
     axes.set_ylim(0, 1.02)
     if everything:
         axes.legend(loc="lower right")
-    return _svg(figure, name)
-
-
-@_styled
-def costs_svg(report: Report) -> str:
-    """Predicted (x) and real (y) cost of every recovery, with the line of a right prediction."""
-    figure, axes = _figure(5, 3.4)
-    everything: list[float] = []
-    style: dict[str, Any] = {"alpha": 0.75, "markersize": 5, "markeredgewidth": 0}
-    for option, costs in sorted(costs_by_option(report).items()):
-        predicted, real = zip(*costs, strict=True)
-        everything += [*predicted, *real]
-        axes.plot(predicted, real, "o", color=_color(option), label=option, **style)
-    ends = [min(everything), max(everything)]
-    axes.plot(ends, ends, color=_COLORS["base"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-    _scale_seconds(axes, everything, "x")
-    _scale_seconds(axes, everything, "y")
-    axes.set_xlabel("predicted, seconds")
-    axes.set_ylabel("real, seconds")
-    figure.legend(loc="outside upper right", ncols=3)
-    return _svg(figure, "costs")
+    return _svg(figure, measure)
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
@@ -223,8 +165,7 @@ def _rates(axes: Axes, rates: Report, key: str, label: str, color: str, **style:
     """Tokens per second over the time since the start of a run."""
     if values := rates[key]:
         edges = np.arange(len(values) + 1) * rates["bin_s"]
-        name = _no_formula(label)
-        axes.stairs(values, edges, baseline=None, color=color, label=name, **style)
+        axes.stairs(values, edges, baseline=None, color=color, label=label, **style)
     axes.set_xlabel("seconds since the start of the run")
     axes.set_ylabel("tokens per second")
 
@@ -298,30 +239,19 @@ def _draw_faults(axes: Axes, report: Report) -> None:
         )
 
 
-def _scale_seconds(axes: Axes, values: Sequence[float], axis: str) -> None:
+def _scale_seconds(axes: Axes, values: Sequence[float]) -> None:
     """Logarithmic where the values spread over more than a decade; then a pause does not flatten
     everything else.
     """
     if values and min(values) > 0 and max(values) / min(values) > 10:
-        axes.set(**{f"{axis}scale": "log"})
-        scale = axes.xaxis if axis == "x" else axes.yaxis
-        scale.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        scale.set_major_formatter(FormatStrFormatter("%g"))
-        scale.set_minor_locator(NullLocator())
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _color(option: str) -> str:
     return _COLORS.get(option, _COLORS["other"])
-
-
-def _lines(count: int) -> list[tuple[str, str]]:
-    """A colour and a dash pattern for each of several runs."""
-    colors = [_COLORS[name] for name in ("migrate", "recompute", "other", "ink")]
-    dashes = ("-", "--", "-.", ":")
-    return [
-        (colors[number % len(colors)], dashes[number // len(colors) % len(dashes)])
-        for number in range(count)
-    ]
 
 
 def _svg(figure: Figure, name: str, *, wide: bool = False) -> str:

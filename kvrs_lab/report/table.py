@@ -22,13 +22,13 @@ def terminal_table(report: Report) -> RenderableType:
     """
     doubts = doubt_lines(report)
     notes = [Text(line, style="red") for line in (*error_lines(report), *never_due_lines(report))]
-    several = [_intervals(report)] if len(report["repeats"]) > 1 else []
+    several = [intervals(report)] if len(report["repeats"]) > 1 else []
     return Group(
         _verdict(report),
         Text(origin_sentence(report), style="dim"),
         *notes,
         *(Text(line, style="yellow") for line in doubts),
-        _quantities(report),
+        quantities(report),
         *several,
     )
 
@@ -142,7 +142,7 @@ def milliseconds(seconds: float | None) -> str:
     return f"{seconds * 1000:.1f} ms" if abs(seconds) < 1 else f"{seconds:,.2f} s"
 
 
-def share(value: float | None) -> str:
+def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
@@ -178,7 +178,8 @@ def _verdict(report: Report) -> Text:
     return Text(verdict_sentence(report), style="bold green" if good else "bold red")
 
 
-def _quantities(report: Report) -> Table:
+def quantities(report: Report) -> Table:
+    """One row per quantity, with and without the fault."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     fault, clean = report["runs"]["fault"], report["runs"]["clean"]
     table.add_column("", no_wrap=True)
@@ -214,13 +215,13 @@ def _quantities(report: Report) -> Table:
     )
     row(
         "requests/s offered / asked",
-        rates_words(fault),
-        "" if clean is None else rates_words(clean),
+        _rates_words(fault),
+        "" if clean is None else _rates_words(clean),
     )
     for option, costs in report["recovery_options"].items():
         words = _both(costs["predicted_s"], costs["real_s"])
         row(f"{option}: predicted / real cost", Text(words))
-        row("  off by (share of the real cost)", share(costs["absolute_error_share"]))
+        row("  off by (share of the real cost)", _share(costs["absolute_error_share"]))
     return folded(table)
 
 
@@ -248,18 +249,18 @@ def _add_fault_rows(report: Report, row: Any) -> None:
     row("replay TTFT p50 / p99", _pair(groups["interrupted"]["replay_ttft_s"]))
 
 
-def _intervals(report: Report) -> Table:
+def intervals(report: Report) -> Table:
     """Every measure over repeated runs."""
     runs = len(report["repeats"])
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("", no_wrap=True)
     for title in ("mean", "± 95 %", "runs"):
         table.add_column(title, justify="right")
-    for name, title, found in interval_rows(report):
+    for name, title, found in _interval_rows(report):
         table.add_row(
             title,
-            measure_words(found["mean"], name),
-            measure_words(found["half_width"], name),
+            _measure_words(found["mean"], name),
+            _measure_words(found["half_width"], name),
             str(found["n"]),
         )
     table.title = f"over {runs} runs (Student's t)"
@@ -267,7 +268,7 @@ def _intervals(report: Report) -> Table:
     return folded(table)
 
 
-def interval_rows(report: Report) -> list[tuple[str, str, dict[str, Any]]]:
+def _interval_rows(report: Report) -> list[tuple[str, str, dict[str, Any]]]:
     """Name, title and interval of every measure that has one."""
     return [
         (name, title, report["intervals"][name])
@@ -276,18 +277,17 @@ def interval_rows(report: Report) -> list[tuple[str, str, dict[str, Any]]]:
     ]
 
 
-def measure_words(value: float | None, name: str) -> str:
+def _measure_words(value: float | None, name: str) -> str:
     if value is None:
         return "-"
     return f"{value:,.2f}/s" if name.endswith("_per_s") else milliseconds(value)
 
 
-def costs_by_option(report: Report) -> dict[str, list[tuple[float, float]]]:
-    """(predicted, real) seconds of every recovery, by option."""
-    costs: dict[str, list[tuple[float, float]]] = {}
-    for row in report["recovery_costs"]:
-        costs.setdefault(row["option"], []).append((row["predicted_s"], row["real_s"]))
-    return costs
+def text_rows(table: Table) -> list[list[str]]:
+    """The cells of a table as text, its header first."""
+    headers = [str(column.header) for column in table.columns]
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    return [headers, *map(list, zip(*columns, strict=True))]
 
 
 def fault_label(fault: Mapping[str, Any]) -> str:
@@ -306,7 +306,7 @@ def _goodput(run: Mapping[str, Any]) -> str:
     return f"{run['goodput_per_s']:.2f}/s ({run['slo_met']})"
 
 
-def rates_words(run: Mapping[str, Any]) -> str:
+def _rates_words(run: Mapping[str, Any]) -> str:
     return (
         "-"
         if run["asked_per_s"] is None

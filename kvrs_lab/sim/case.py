@@ -58,7 +58,6 @@ class SimulateOptions:
     seed: int = 0
     seeds: int = 1  # So many, from `seed` on; a seed draws the trace, the victims and every delay.
     jobs: int = 1  # Processes that simulate seeds.
-    ray: str | None = None  # Or the address of a Ray cluster that does.
     proxies: int = 1
     acceptance: float = 0.6  # Of drafts, with `speculation.source: draft`.
     policy: Sequence[PolicyName] = ()  # One after the other; none: the configuration's.
@@ -142,7 +141,6 @@ def make_world(
             has_ranks=any(
                 each.ranks > 1 and each.own_stages for _, each in config.cluster.instances()
             ),
-            proxies=options.proxies,
         )
     return World(
         config,

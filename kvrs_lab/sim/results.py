@@ -77,9 +77,8 @@ def _shown(value: Mapping[str, float | None]) -> str:
 def write_results(
     out: Path, name: str, document: Mapping[str, Any], found: Mapping[PolicyName, Simulated]
 ) -> str:
-    """Write all files of a simulation: the document under its name, the rows of requests as CSV
-    (and as Parquet where pyarrow is installed), and a report with its page for each policy. Returns
-    their names.
+    """Write all files of a simulation: the document under its name, the rows of requests as CSV,
+    and a report with its page for each policy. Returns their names.
     """
     (out / name).write_text(json.dumps(document, indent=2) + "\n")
     rows = [
@@ -106,13 +105,7 @@ def _write_rows(out: Path, rows: list[dict[str, Any]]) -> list[str]:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        return ["requests.csv"]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), out / "requests.parquet")
-    return ["requests.csv", "requests.parquet"]
+    return ["requests.csv"]
 
 
 def _write_report(folder: Path, reports: list[Report]) -> list[str]:

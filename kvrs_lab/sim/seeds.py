@@ -1,4 +1,4 @@
-"""A case under several seeds, in this process, in some at the same time, or on a cluster."""
+"""A case under several seeds, in this process, or in some at the same time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -17,7 +17,6 @@ from kvrs_lab.report.report import Report, build_report
 from kvrs_lab.sim.case import SimulateOptions, make_world
 from kvrs_lab.sim.clients import fault_rows, records_of
 from kvrs_lab.sim.cluster import PACE, Outcome
-from kvrs_lab.sim.on_ray import on_ray
 from kvrs_lab.sim.world import World
 from kvrs_lab.traces.records import StreamRecord
 
@@ -81,14 +80,6 @@ def _runs(
     seeds: Sequence[int],
     begin: Callable[[int], Ended],
 ) -> Iterator[SeedRun]:
-    if options.ray is not None:
-        ended = begin(len(seeds))
-        for run in on_ray(
-            options.ray, options, seeds, lambda there, seed: run_seed(there, config, faults, seed)
-        ):
-            yield run
-            ended(1)
-        return
     if options.jobs == 1 or len(seeds) == 1:
         told: Ended | None = None
         for seed in seeds:

@@ -18,7 +18,6 @@ from kvrs_lab.faults.language import Phase, VictimRole, What, phase_of
 from kvrs_lab.faults.schedule import DueFault, FaultSchedule, InstanceView
 from kvrs_lab.sim.clients import stream_of
 from kvrs_lab.sim.cluster import MOVED, Outcome, SimCluster, holders_of, open_streams
-from kvrs_lab.sim.disturbances import Disturbances
 from kvrs_lab.sim.engine import SimEngine
 from kvrs_lab.sim.fault_scenarios import FaultEvent
 from kvrs_lab.sim.first_token import FirstToken
@@ -68,11 +67,9 @@ class World:
             first_token=first_token,
         )
         self._tally = self.cluster.tally  # Looked at before each step.
-        self._disturbances = Disturbances(self.cluster)
         self.arrivals = arrivals
         self._seed = seed
         self._expect(deaths)  # Sets the schedule.
-        self._others = [death for death in deaths if not death.faults]
         self._has_begun = False
         self._sent = 0
         self._unread = 0  # Of them, by a proxy that is frozen.
@@ -110,9 +107,8 @@ class World:
     def go_on_with(
         self, deaths: Sequence[FaultEvent], config: Config, draft_model: SimDraftModel | None
     ) -> None:
-        """From here on these faults are to come instead of those that are left, none of them one
-        that only a simulator can cause; proxies have the policy of this configuration, and what is
-        started again has this draft model.
+        """From here on these faults are to come instead of those that are left; proxies have the
+        policy of this configuration, and what is started again has this draft model.
         """
         self._expect(deaths)
         self.cluster.draft_model = draft_model
@@ -132,8 +128,6 @@ class World:
         self.cluster.begin()
         for number, asked in enumerate(self.arrivals):
             self.cluster.clock.after(asked.at_s, self._arrive, number, asked)
-        for death in self._others:
-            self.cluster.clock.after(death.at_s, partial(self._disturbances.strike, death))
         self.cluster.clock.after(LOOK_S, self._strike)
 
     def _arrive(self, number: int, asked: Arrival) -> None:
@@ -157,12 +151,7 @@ class World:
         proxy.arrive(stream_of(number), asked)
 
     def _is_over(self) -> bool:
-        return (
-            not self._tally.open
-            and self._sent == len(self.arrivals)
-            and not self._unread
-            and not self._disturbances.is_moving
-        )
+        return not self._tally.open and self._sent == len(self.arrivals) and not self._unread
 
     def _come_to_rest(self) -> None:
         """Wake and mend everything, and wait until all leases have run out."""

@@ -1,6 +1,6 @@
 """Traces as they are published (Mooncake JSONL, CSV of the Azure LLM inference trace, of BurstGPT,
-Vidur and Splitwise-sim), and plain ones of arrival, input and output as CSV or JSON. The format is
-recognised by the first line.
+Vidur and Splitwise-sim), and plain ones of arrival, input and output. The format is recognised by
+the first line.
 
 Only Mooncake's form has shared prefixes; in the others every prompt is made of blocks of its own.
 """
@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from kvrs.errors import TraceError
 from kvrs_lab.traces.mooncake import (
@@ -25,14 +23,6 @@ from kvrs_lab.traces.mooncake import (
 
 _FIRST_LINE_MAX = 4096
 Columns = tuple[str, str, str]
-
-
-class _Row(msgspec.Struct, forbid_unknown_fields=True):
-    """A request of a plain JSON trace, also written as [arrival, input, output]."""
-
-    arrival: Annotated[float, msgspec.Meta(ge=0)]  # Seconds.
-    input: Annotated[int, msgspec.Meta(ge=1, le=LENGTH_MAX)]  # Tokens.
-    output: Annotated[int, msgspec.Meta(ge=1, le=LENGTH_MAX)]
 
 
 def load_trace(path: Path, skip_bad_lines: bool = False) -> Trace:
@@ -55,8 +45,6 @@ def load_trace(path: Path, skip_bad_lines: bool = False) -> Trace:
         raise TraceError(f"{path}: {error.strerror}") from None
     if first.startswith(b"{"):
         return load_mooncake(path, skip_bad_lines)
-    if first.startswith(b"["):
-        return _load_json(path, skip_bad_lines)
     columns = {name.strip() for name in first.decode(errors="replace").split(",")}
     for _, known, time_of in _CSV:
         if columns.issuperset(known):
@@ -70,40 +58,8 @@ def load_trace(path: Path, skip_bad_lines: bool = False) -> Trace:
     forms = ", ".join(f"{name} (CSV with {', '.join(known)})" for name, known, _ in _CSV)
     raise TraceError(
         f"{path}:1: no trace of a known format, it begins {first[:60]!r}; allowed: "
-        f"Mooncake (JSON lines), {forms}, JSON (a list of [arrival, input, output])"
+        f"Mooncake (JSON lines), {forms}"
     )
-
-
-def _load_json(path: Path, skip_bad_lines: bool) -> Trace:
-    try:
-        rows = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TraceError(f"{path}: not valid JSON: {error}") from None
-    requests: list[TraceRequest] = []
-    skipped, ids = 0, count()
-    for number, row in enumerate(rows):
-        try:
-            requests.append(_request(*_plain_row(bytes(row)), ids))
-        except ValueError as error:
-            if not skip_bad_lines:
-                raise TraceError(f"{path}: [{number}]: {error}") from None
-            skipped += 1
-    return _trace(path, requests, skipped)
-
-
-def _plain_row(text: bytes) -> tuple[float, int, int]:
-    """The three values; ValueError with the reason where the row is bad."""
-    try:
-        if text.startswith(b"["):
-            values = msgspec.json.decode(text, type=tuple[float, int, int])
-            row = msgspec.convert(
-                dict(zip(("arrival", "input", "output"), values, strict=True)), _Row
-            )
-        else:
-            row = msgspec.json.decode(text, type=_Row)
-    except msgspec.ValidationError as error:
-        raise ValueError(str(error)) from None
-    return row.arrival, row.input, row.output
 
 
 def _load_csv(

@@ -57,57 +57,6 @@ PRESETS: dict[str, Preset] = {
             3.4,
         ),
     ),
-    # Mooncake, FAST'25, table 2: means, cache ratio and number of requests (23,608 from one hour).
-    # It has no medians.
-    "mooncake-toolagent": Preset(
-        replace(
-            _CONVERSATION,
-            requests_per_s=6.56,
-            turns_mean=1.9,
-            system_tokens=2560,
-            first_message_tokens_p50=1958,
-            first_message_sigma=1.0,
-            next_message_tokens_p50=1748,
-            next_message_sigma=1.0,
-            output_tokens_p50=111,
-            output_sigma=1.0,
-        ),
-        Published(
-            "Mooncake FAST'25, table 2: tool & agent",
-            8_596,
-            182,
-            hit_ratio=0.59,
-            requests_per_s=6.56,
-        ),
-    ),
-    # Mooncake, FAST'25 trace release, synthetic_trace.jsonl: counted over its 3,993 requests.
-    "mooncake-synthetic": Preset(
-        replace(
-            _CONVERSATION,
-            requests_per_s=3.9,
-            turns_mean=2.95,
-            system_tokens=1024,
-            first_message_tokens_p50=5015,
-            first_message_sigma=0.9,
-            next_message_tokens_p50=2218,
-            next_message_sigma=0.91,
-            output_tokens_p50=66,
-            output_sigma=1.45,
-            max_input_tokens=191_378,
-            max_output_tokens=893,
-        ),
-        Published(
-            "Mooncake FAST'25, synthetic_trace.jsonl",
-            15_325,
-            149,
-            11_587,
-            69,
-            191_378,
-            893,
-            0.64,
-            3.9,
-        ),
-    ),
     # vLLM (SOSP'23, figure 11): means of ShareGPT. Neither spread nor arrivals are published there:
     # sigma 1 and one request per second are ours.
     "sharegpt": Preset(

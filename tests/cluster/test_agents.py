@@ -111,22 +111,6 @@ def test_a_killed_agent_restarts_with_its_checkpoints(started: Launch, memory: P
 
 
 @pytest.mark.nightly
-def test_an_agent_that_is_restarted_on_purpose_leaves_its_checkpoints_to_the_next(
-    started: Launch,
-) -> None:
-    """Only the end of the cluster ends the checkpoints."""
-    before = wait_for(started, lambda agent: agent["checkpoints"] == 0)
-
-    started.process.send_signal(signal.SIGUSR1)
-    started.wait_for_output("all processes were restarted", 2 * END_S)
-
-    after = agent_of(started)
-    assert after["pid"] != before["pid"]
-    assert after["epoch"] > before["epoch"]
-    assert after["held_bytes"] == before["held_bytes"]
-
-
-@pytest.mark.nightly
 def test_a_launcher_that_is_killed_leaves_no_shared_memory(started: Launch, memory: Path) -> None:
     """Files outlive processes; the guard knows where they lie."""
     (segments,) = memory.iterdir()

@@ -105,7 +105,7 @@ def test_every_proxy_hears_which_signal_ended_an_instance(
 
 
 def test_an_end_that_was_ordered_is_external(cluster: Cluster) -> None:
-    """A rolling restart ends instances by order, not by a fault."""
+    """An instance that is told to drain ends by no fault."""
     _, told = reported(cluster, "p0", lambda _: cluster.end(InstanceId("p0")))
 
     assert {(each["cause"], each["is_external"]) for each in told} == {("exit status 0", True)}

@@ -13,7 +13,6 @@ import pytest
 from kvrs.ids import InstanceId
 from kvrs_lab.cluster.fault_injection import rows_of
 from kvrs_lab.cluster.launcher import Cluster
-from kvrs_lab.cluster.upkeep import RollingRestart
 from kvrs_lab.faults.language import parse_faults
 from tests.cluster.launches import pause_s
 from tests.cluster.test_ranks_up import LONG, carry_out, complete, is_full, order, row_of, running
@@ -190,23 +189,6 @@ async def test_streams_go_on_when_a_rank_in_a_host_loses_its_memory(
     assert got == expected
     assert (after["pid"], hosts_of(after)) == (before["pid"], hosts_of(before))
     assert await streams_while(cluster, lambda row: None) == expected
-
-
-async def test_a_rolling_restart_renews_hosts_with_their_instance(
-    cluster: Cluster, expected: list[list[int]]
-) -> None:
-    """Without a failed stream: a host ends when the instance has drained."""
-    before = await until_up(cluster)
-    with ThreadPoolExecutor(len(SEEDS)) as clients:
-        restart = RollingRestart(cluster, lambda line: None, lambda: True)
-        instance = next(each for each in cluster.processes.values() if each.name == "d0")
-        answers = clients.map(lambda seed: complete(cluster, seed, LONG), SEEDS)
-        await asyncio.to_thread(restart._restart, instance)
-        got = list(answers)
-    after = await until_up(cluster, lambda row: row["pid"] != before["pid"])
-
-    assert got == expected
-    assert not {*hosts_of(before)} & {*hosts_of(after)}
 
 
 async def test_streams_wait_for_a_lost_host_where_there_is_nowhere_else(

@@ -163,7 +163,7 @@ def test_a_proxy_whose_process_cannot_be_created_is_reported(
 def test_a_failing_proxy_is_restarted_from_time_to_time_while_others_serve(
     spawned: Spawned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its file may be mended. A rolling restart with a bad file must not end the other proxies."""
+    """A proxy that does not come back must not end the other proxies."""
     monkeypatch.setattr(proxies, "PAUSES_S", (*[0.001] * (TRIES - 1), 0.01))
     spawned.good_starts = 1
     spawned.kept.start()

@@ -175,7 +175,7 @@ async def test_a_lost_device_takes_its_pages_along(cluster: Cluster, expected: l
 
 @pytest.mark.nightly
 def test_a_drained_process_is_followed_by_a_spare(cluster: Cluster, expected: list[int]) -> None:
-    """In a rolling restart the stream ends at the old process or goes on at the new one."""
+    """The stream ends at the old process or goes on at the new one."""
     before = pid_of(cluster)
 
     assert go_on(cluster, end=True) == expected

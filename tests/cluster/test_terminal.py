@@ -53,8 +53,7 @@ def test_a_reload_below_up_says_which_file_counts(up: Launch) -> None:
 
     assert answer["file"] == str(up.run_directory / "proxy-0.yaml")
     assert answer["note"] == (
-        f"this proxy was started by kvrs lab up: kill -USR1 {up.process.pid} reads {file_of(up)}, "
-        f"and restarts all processes"
+        f"this proxy was started by kvrs lab up, which read {file_of(up)} at its start"
     )
 
 
@@ -86,10 +85,13 @@ def test_the_death_of_an_instance_is_printed(up: Launch) -> None:
 
 def test_a_closing_terminal_does_not_end_what_nohup_started(up: Launch) -> None:
     """SIGHUP stays ignored where it was when the process began."""
+    _, admin = up.urls
+    rows = ask("GET", f"{admin}/kvrs/v1/state")["instances"]
     up.process.send_signal(signal.SIGHUP)
-    up.process.send_signal(signal.SIGUSR1)  # Its effect is seen after that of the other.
 
-    up.wait_for_output("restarting all processes")
+    os.kill(next(row["pid"] for row in rows if row["id"] == "p0"), signal.SIGKILL)
+
+    up.wait_for_output("instance p0 ended and is started again")
 
     assert "ending" not in up.output
     assert up.process.poll() is None

@@ -17,7 +17,7 @@ import kvrs
 from kvrs.cli import app
 from kvrs_lab.report.html import render_html, write_html
 from kvrs_lab.report.measures import ReportError
-from kvrs_lab.report.plots import overlaid_throughput_svg, throughput_svg
+from kvrs_lab.report.plots import throughput_svg
 from kvrs_lab.report.report import Report, build_report, write_report
 from kvrs_lab.report.table import terminal_table
 from kvrs_lab.traces.records import ErrorKind, StreamRecord
@@ -322,7 +322,7 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     assert set(re.findall(r"url\(#([^)]+)\)", page)) <= set(seen.ids)
     assert "url(http" not in page
     assert len(seen.ids) == len(set(seen.ids))
-    assert seen.tags.count("svg") == 6
+    assert seen.tags.count("svg") == 5
 
 
 def test_text_from_data_is_escaped_in_the_page() -> None:
@@ -342,14 +342,10 @@ def test_text_from_data_is_escaped_in_the_page() -> None:
 
 def test_a_throughput_above_that_without_the_fault_is_not_cut() -> None:
     """The axis reaches the highest of all lines, in whatever order they are drawn."""
-    low, high = exact_report(), exact_report()
-    low["throughput"] |= {"tokens_per_s": [100.0] * 4, "clean_tokens_per_s": [100.0] * 4}
+    high = exact_report()
     high["throughput"] |= {"tokens_per_s": [900.0] * 4, "clean_tokens_per_s": [100.0] * 4}
 
-    plots = [throughput_svg(high), overlaid_throughput_svg(["low", "high"], [low, high])]
-
-    for plot in plots:
-        assert ">800<" in plot.replace("\n", "")
+    assert ">800<" in throughput_svg(high).replace("\n", "")
 
 
 def test_both_colour_schemes_reach_the_plots() -> None:
@@ -399,25 +395,6 @@ def test_reports_in_80_columns_keep_the_names_of_their_rows(
     assert "recoveries, run 1" in narrow
     assert "…" not in narrow + piped
     assert all(name.name in piped.splitlines()[0] for name in names)
-
-
-def test_several_reports_are_laid_over_each_other(kept: list[Path], tmp_path: Path) -> None:
-    """One page, nothing from outside, names escaped, a line per run in each plot."""
-    out = tmp_path / "page"
-    result = CliRunner().invoke(app, ["lab", "report", *map(str, kept), "--out", str(out)])
-
-    assert result.exit_code == 0, result.output
-    page = (out / "compare.html").read_text()
-    seen = parsed(page)
-    assert seen.tags.count("svg") == 3
-    assert len(seen.ids) == len(set(seen.ids))
-    assert "script" not in seen.tags
-    assert "<h1>auto / r$o$m &lt;b&gt;</h1>" in page
-    assert "r$o$m <b>" not in page
-    assert page.count("TTFT mean") >= 1
-    plots = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
-    assert plots.count(">r$o$m &lt;b&gt;<") == 3  # A name is text in a legend, and no formula.
-    assert not re.findall(r"#[0-9a-f]{6}\b(?!\))", plots.replace('href="#', ""))
 
 
 def test_comparisons_are_json_too(kept: list[Path]) -> None:

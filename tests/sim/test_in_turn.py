@@ -10,8 +10,10 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.core.fleet.silence import InstanceProgress
-from kvrs_lab.sim import half_deaths
-from kvrs_lab.sim.fault_scenarios import (
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
+from kvrs_testkit import half_deaths
+from kvrs_testkit.death_scenarios import (
     CUT_OFF,
     HUNG,
     ONE_WAY,
@@ -19,8 +21,7 @@ from kvrs_lab.sim.fault_scenarios import (
     PROXY_FROZEN,
     named_death,
 )
-from kvrs_lab.sim.streams import Arrival
-from kvrs_lab.sim.world import World
+from kvrs_testkit.disturbances import DisturbedWorld
 from kvrs_testkit.examples import FACTOR
 from kvrs_testkit.random_worlds import KINDS, in_turn
 from tests.sim.stepwise import assert_same_step_by_step, outcome_told
@@ -78,7 +79,7 @@ def half_dead(name: str, seed: int) -> World:
         for at_s in sorted(rng.uniform(0.5, 10.5) for _ in range(80))
     ]
     death = named_death(rng, name, 3.0)
-    return World(parse_config(document), arrivals, [death], seed=seed, proxies=3)
+    return DisturbedWorld(parse_config(document), arrivals, [death], seed=seed, proxies=3)
 
 
 @pytest.mark.parametrize("seed", range(FACTOR))

@@ -6,8 +6,8 @@ import pytest
 
 from kvrs.core.defences.outliers import Outliers
 from kvrs_lab.sim.cluster import Outcome
-from kvrs_lab.sim.fault_scenarios import SICK_FOR_S
 from kvrs_lab.sim.world import World
+from kvrs_testkit.death_scenarios import SICK_FOR_S
 from kvrs_testkit.examples import FACTOR
 from kvrs_testkit.random_worlds import sick
 

@@ -19,7 +19,7 @@ from kvrs.ids import StreamId
 from kvrs.profiles import catalog
 from kvrs_lab.report import metrics
 from kvrs_lab.report.metrics import Slo, goodput_per_s, tpot_s
-from kvrs_lab.sim import fault_scenarios, seeds
+from kvrs_lab.sim import seeds
 from kvrs_lab.sim.case import SimulateOptions, load_case, make_world
 from kvrs_lab.sim.clients import records_of
 from kvrs_lab.sim.command import run_simulation
@@ -28,7 +28,8 @@ from kvrs_lab.sim.first_token import FirstToken
 from kvrs_lab.sim.results import latencies
 from kvrs_lab.sim.seeds import ClientsView, Simulated, simulate
 from kvrs_lab.sim.streams import Arrival
-from kvrs_lab.sim.world import World
+from kvrs_testkit.death_scenarios import PROXY_KILLED
+from kvrs_testkit.disturbances import DisturbedWorld
 
 CONFIG = """
 cluster:
@@ -88,24 +89,6 @@ def test_rows_document_table_and_report_agree(
     assert (out / "report.html").is_file()
 
 
-def test_rows_of_requests_are_parquet_too_where_pyarrow_is_there(
-    config: Path, tmp_path: Path
-) -> None:
-    """The same rows, in their types."""
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    out = tmp_path / "out"
-
-    _, rows, _ = written(SimulateOptions(config=config, requests=20, out=out, seeds=2), out)
-
-    found = parquet.read_table(out / "requests.parquet").to_pylist()
-    assert [list(map(_as_text, row.values())) for row in found] == [[*row.values()] for row in rows]
-    assert all(isinstance(row["ttft_s"], float) for row in found)
-
-
-def _as_text(value: object) -> str:
-    return "" if value is None else str(value)
-
-
 def test_a_terminal_is_shown_how_many_requests_have_ended(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,9 +104,9 @@ def test_a_terminal_is_shown_how_many_requests_have_ended(
 
 def test_clients_keep_their_tokens_when_their_proxy_dies(config: Path) -> None:
     """Every token is received once, at a time that does not go back."""
-    died = FaultEvent(fault_scenarios.PROXY_KILLED, 1.0)
+    died = FaultEvent(PROXY_KILLED, 1.0)
     arrivals = [Arrival(n / 10, (4, 5, n), 60, is_keyed=True) for n in range(20)]
-    world = World(load_config(config, {}), arrivals, [died], seed=0, proxies=2)
+    world = DisturbedWorld(load_config(config, {}), arrivals, [died], seed=0, proxies=2)
     world.run()
 
     records = records_of(world.arrivals, world.cluster.proxies)
@@ -296,8 +279,8 @@ def test_agents_that_are_not_there_cannot_be_hit(config: Path, tmp_path: Path) -
 
 def test_a_trace_keeps_its_own_times(config: Path, tmp_path: Path) -> None:
     """Where no rate is asked for."""
-    trace = tmp_path / "trace.json"
-    trace.write_text("[[10, 30, 4], [11, 40, 2], [15, 9000, 3]]")
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival,input,output\n10,30,4\n11,40,2\n15,9000,3\n")
     loaded = load_config(config, {})
 
     for rate, times_s in ((None, [0, 1, 5]), (1.0, [0, 0.4, 2])):

@@ -24,10 +24,10 @@ from kvrs.transfer.store.book import CheckpointBook
 from kvrs_engine.scheduling.scheduler import BatchScheduler
 from kvrs_lab.sim.attempts import SimAttempt
 from kvrs_lab.sim.cluster import CUT, Outcome
-from kvrs_lab.sim.fault_scenarios import FAULT_SCENARIOS
 from kvrs_lab.sim.process import InvariantError
 from kvrs_lab.sim.proxy import SimShell
 from kvrs_lab.sim.world import World
+from kvrs_testkit.death_scenarios import DEATH_SCENARIOS
 from kvrs_testkit.examples import FACTOR
 from kvrs_testkit.random_worlds import contended, in_turn, peers, poisoned, scenario, sick
 from tests.sim.drawn import seeds
@@ -106,7 +106,7 @@ def test_generated_worlds_cover_every_death_event_and_action() -> None:
     # No simulated engine generates known output again; those of `pipelines` lend stages.
     never = {Option.ABORT.value, Option.REPLAY.value, Option.SUBSTITUTE.value}
     assert set(recoveries) == {option.value for option in Option} - never
-    assert set(hit) == set(FAULT_SCENARIOS)
+    assert set(hit) == set(DEATH_SCENARIOS)
     assert min(hit.values()) > 0
     # Random worlds have few of these, and fewer or more with every change of what is drawn.
     outcomes += [outcome_told(contended, seed) for seed in range(4)]

@@ -17,7 +17,7 @@ from kvrs.protocol.instance import ReformingReport
 from kvrs_engine.elastic import lending
 from kvrs_lab.faults.language import parse_faults
 from kvrs_lab.sim.cluster import Outcome
-from kvrs_lab.sim.fault_scenarios import STAGE_SCENARIOS, named_deaths
+from kvrs_lab.sim.fault_scenarios import named_deaths
 from kvrs_lab.sim.hosts import SimHost, SimLoan
 from kvrs_lab.sim.lent_stages import LentStages
 from kvrs_lab.sim.lost_cells import LostCells
@@ -27,6 +27,7 @@ from kvrs_lab.sim.rank_model import PipelineModel
 from kvrs_lab.sim.site import LATENCY_S
 from kvrs_lab.sim.streams import Arrival
 from kvrs_lab.sim.world import World
+from kvrs_testkit.death_scenarios import STAGE_SCENARIOS
 from kvrs_testkit.examples import FACTOR
 from kvrs_testkit.random_worlds import pipelines
 from tests.sim.stepwise import assert_same_step_by_step, outcome_told

@@ -110,8 +110,8 @@ def test_an_interval_with_zero_in_it_shows_nothing(
 
 def test_the_second_half_of_a_trace_is_held_out(tmp_path: Path, case: SimulateOptions) -> None:
     """The search does not see it; another trace takes its place."""
-    trace = tmp_path / "trace.json"
-    trace.write_text(json.dumps([[n, 20 + n, 3] for n in range(9)]))
+    trace = tmp_path / "trace.csv"
+    trace.write_text("\n".join(["arrival,input,output", *(f"{n},{20 + n},3" for n in range(9))]))
     given = options(tmp_path, BATCHES)
 
     search, held_out = Tuning(given, replace(case, trace=trace, requests=None))._loads(

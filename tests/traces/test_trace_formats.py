@@ -74,14 +74,12 @@ def test_a_mooncake_file_is_known_by_its_first_line(tmp_path: Path) -> None:
     [
         "arrival,input,output\n2.5,30,4\n2,512,7\n",
         "output,id,arrival,input\n4,a,2.5,30\n7,b,2,512\n",
-        "[[2.5, 30, 4], [2, 512, 7]]",
-        '[{"arrival": 2.5, "input": 30, "output": 4}, [2, 512, 7]]',
         "arrived_at,num_prefill_tokens,num_decode_tokens\n2,512,7\n2.5,30,4\n",
         "request_id,arrival_timestamp,prompt_size,token_size\n0,2,512,7\n1,2.5,30,4\n",
     ],
 )
 def test_plain_traces_are_arrival_input_and_output(tmp_path: Path, text: str) -> None:
-    """Both CSV and JSON do, and the forms of other simulators."""
+    """In any order of columns, and in the forms of other simulators."""
     requests = load_trace(written(tmp_path, text)).requests
 
     assert [(r.arrival_s, r.input_tokens, r.output_tokens) for r in requests] == [
@@ -109,11 +107,6 @@ def test_plain_traces_are_arrival_input_and_output(tmp_path: Path, text: str) ->
         ("", ":1: no trace of a known format"),
         ("input,output\n3,4\n", ":1: no column 'arrival', so that requests have no arrivals;"),
         ("num_prefill_tokens,num_decode_tokens\n", ":1: no column 'arrived_at', so that"),
-        ("[[0, 3, 4], [1, 0, 4]]", ": [1]: Expected `int` >= 1 - at `$.input`"),
-        ('[{"input": 3, "output": 4}]', ": [0]: Object missing required field `arrival`"),
-        ("[[0, 3]]", ": [0]: Expected `array` of length 3"),
-        ("[[0, 3, 4]", ": not valid JSON: "),
-        ("[]", ": no request in the file (0 bad lines skipped)"),
     ],
 )
 def test_a_bad_line_is_named_with_file_line_and_what_is_allowed(

@@ -65,9 +65,8 @@ async def run_service(
     loop.add_signal_handler(signal.SIGTERM, end, stop.asked)
     loop.add_signal_handler(signal.SIGINT, end, stop.interrupted)
     loop.add_signal_handler(signal.SIGHUP, asked_to_reload.set)
-    # `kvrs lab up` restarts its processes on it; its default here would end this one.
-    ignored = "SIGUSR1 is ignored: only `kvrs lab up` restarts its processes on it"
-    loop.add_signal_handler(signal.SIGUSR1, log.warning, ignored)
+    # Its default would end this process.
+    loop.add_signal_handler(signal.SIGUSR1, log.warning, "SIGUSR1 is ignored")
     # Blocked from the start of the process until now (`kvrs/__main__.py`).
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP, signal.SIGUSR1})
     raise_descriptor_limit()

@@ -2,8 +2,9 @@
 GPUs that fail, instances that drain, proxies that die or get other settings, gossip that is false.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from kvrs.config.file import Config
 from kvrs.config.policy import Dispatch, Failing, PolicyName
@@ -11,15 +12,41 @@ from kvrs.core.model.member import Health
 from kvrs.core.topology import Topology
 from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.transfer.meter import Measurement
-from kvrs_lab.sim import fault_scenarios
 from kvrs_lab.sim.cluster import CUT, MOVED, SimCluster, holders_of, mirrored, open_streams
 from kvrs_lab.sim.engine import SimEngine
 from kvrs_lab.sim.fault_scenarios import FaultEvent
-from kvrs_lab.sim.half_deaths import HalfDeaths
 from kvrs_lab.sim.process import Clock, require
 from kvrs_lab.sim.proxy import SimProxy
 from kvrs_lab.sim.ranks import SimRanks
-from kvrs_lab.sim.streams import SimJournal
+from kvrs_lab.sim.streams import Arrival, SimJournal
+from kvrs_lab.sim.world import World
+from kvrs_testkit import death_scenarios
+from kvrs_testkit.half_deaths import HalfDeaths
+
+
+class DisturbedWorld(World):
+    """A world whose deaths may be disturbances: events without a fault of the language."""
+
+    def __init__(
+        self,
+        config: Config,
+        arrivals: Sequence[Arrival],
+        deaths: Sequence[FaultEvent],
+        **settings: Any,
+    ) -> None:
+        """Take the arguments of `World`."""
+        super().__init__(config, arrivals, deaths, **settings)
+        self._disturbances = Disturbances(self.cluster)
+        self._others = [death for death in deaths if not death.faults]
+
+    def _begin(self) -> None:
+        super()._begin()
+        others, self._others = self._others, []
+        for death in others:
+            self.cluster.clock.after(death.at_s, partial(self._disturbances.strike, death))
+
+    def _is_over(self) -> bool:
+        return super()._is_over() and not self._disturbances.is_moving
 
 
 class Disturbances:
@@ -36,35 +63,35 @@ class Disturbances:
     def strike(self, death: FaultEvent) -> None:
         """Apply a fault that only a simulator can cause."""
         match death.name:
-            case fault_scenarios.LOST_REPORTS:
+            case death_scenarios.LOST_REPORTS:
                 self._lose_reports()
-            case fault_scenarios.ERROR_EVENT:
+            case death_scenarios.ERROR_EVENT:
                 self._fail_one()
-            case fault_scenarios.GPU_DEGRADED | fault_scenarios.GPU_FAILING:
-                fails = death.name == fault_scenarios.GPU_FAILING
+            case death_scenarios.GPU_DEGRADED | death_scenarios.GPU_FAILING:
+                fails = death.name == death_scenarios.GPU_FAILING
                 self._judge_gpu(death.name, GpuState.FAILING if fails else GpuState.DEGRADED)
-            case fault_scenarios.DRAINED:
+            case death_scenarios.DRAINED:
                 self._drain()
-            case fault_scenarios.DRAIN_ORDERED:
+            case death_scenarios.DRAIN_ORDERED:
                 self._order_drain()
-            case fault_scenarios.REMOVED:
+            case death_scenarios.REMOVED:
                 self._remove()
-            case fault_scenarios.SICK:
+            case death_scenarios.SICK:
                 self._sicken()
-            case fault_scenarios.PROXY_KILLED:
+            case death_scenarios.PROXY_KILLED:
                 self._kill_proxy()
-            case fault_scenarios.FALSE_GOSSIP:
+            case death_scenarios.FALSE_GOSSIP:
                 self._gossip_falsely()
-            case fault_scenarios.RELOADED:
+            case death_scenarios.RELOADED:
                 self._reload()
             case (
-                fault_scenarios.TWO_RANKS
-                | fault_scenarios.TOO_MANY_RANKS
-                | fault_scenarios.MID_MOVE
-                | fault_scenarios.LATE
+                death_scenarios.TWO_RANKS
+                | death_scenarios.TOO_MANY_RANKS
+                | death_scenarios.MID_MOVE
+                | death_scenarios.LATE
             ):
                 self._lose_ranks(death.name)
-            case fault_scenarios.LEAVES:
+            case death_scenarios.LEAVES:
                 self._let_leave()
             case _:
                 require(self._half_deaths.strike(death.name), death.name)
@@ -74,7 +101,7 @@ class Disturbances:
         cluster = self._cluster
         busy = [each for each in cluster.engines.values() if each.is_running and each.runs]
         if busy and (stream := cluster.rng.choice(busy).fail_one()) is not None:
-            cluster.note(fault_scenarios.ERROR_EVENT, str(stream), 1)
+            cluster.note(death_scenarios.ERROR_EVENT, str(stream), 1)
 
     def _lose_reports(self) -> None:
         proxies = self._cluster.running_proxies()
@@ -86,7 +113,7 @@ class Disturbances:
         )
         proxy.watches[name].drop += self._cluster.rng.randint(1, 4)
         hit = sum(name in (live.instance, *holders_of(live)) for live in open_streams(proxy))
-        self._cluster.note(fault_scenarios.LOST_REPORTS, f"{proxy.name} of {name}", hit)
+        self._cluster.note(death_scenarios.LOST_REPORTS, f"{proxy.name} of {name}", hit)
 
     def _judge_gpu(self, death: str, state: GpuState) -> None:
         """Gossip brings every proxy the news, each at its own moment; in the end the GPU is healthy
@@ -119,7 +146,7 @@ class Disturbances:
         engine = self._cluster.any_engine()
         if engine is not None and not engine.draining:
             self._cluster.note(
-                fault_scenarios.DRAINED, engine.id, self._cluster.streams_on(engine.id)
+                death_scenarios.DRAINED, engine.id, self._cluster.streams_on(engine.id)
             )
             engine.draining = True
             self._cluster.clock.after(
@@ -134,7 +161,7 @@ class Disturbances:
         engine = cluster.any_engine()
         if engine is None:
             return
-        cluster.note(fault_scenarios.DRAIN_ORDERED, engine.id, cluster.streams_on(engine.id))
+        cluster.note(death_scenarios.DRAIN_ORDERED, engine.id, cluster.streams_on(engine.id))
         drain_s = rng.choice([0.0, rng.uniform(0.1, 3.0)])
         for proxy in cluster.running_proxies():
             order = partial(proxy.control.drains.begin, engine.id, drain_s)
@@ -151,7 +178,7 @@ class Disturbances:
         engine = self._cluster.any_engine()
         if engine is None:
             return
-        self._cluster.note(fault_scenarios.REMOVED, engine.id, self._cluster.streams_on(engine.id))
+        self._cluster.note(death_scenarios.REMOVED, engine.id, self._cluster.streams_on(engine.id))
         for proxy in self._cluster.running_proxies():
             wait_s = self._cluster.rng.uniform(0.0, 0.5)
             proxy.after(wait_s, partial(self._remove_at, proxy, engine))
@@ -184,10 +211,10 @@ class Disturbances:
         engine = self._cluster.any_engine()
         if engine is None:
             return
-        self._cluster.note(fault_scenarios.SICK, engine.id, self._cluster.streams_on(engine.id))
+        self._cluster.note(death_scenarios.SICK, engine.id, self._cluster.streams_on(engine.id))
         engine.answer = self._cluster.rng.choice(["HTTP 404", "HTTP 500", "HTTP 503"])
         self._cluster.clock.after(
-            fault_scenarios.SICK_FOR_S, partial(setattr, engine, "answer", None)
+            death_scenarios.SICK_FOR_S, partial(setattr, engine, "answer", None)
         )
 
     def _lose_ranks(self, death: str) -> None:
@@ -200,18 +227,18 @@ class Disturbances:
         engine, ranks = found
         kept = rng.random() < 0.3
         first, *others = rng.sample(ranks.layout.ranks, 2)
-        if death == fault_scenarios.LATE:
+        if death == death_scenarios.LATE:
             ranks.late_factor = 5.0
         match death:
-            case fault_scenarios.TWO_RANKS:
+            case death_scenarios.TWO_RANKS:
                 ranks.lose([first, *others], kept)
-            case fault_scenarios.TOO_MANY_RANKS:
+            case death_scenarios.TOO_MANY_RANKS:
                 ranks.lose(
                     [rank for rank in ranks.layout.ranks if rank != first], memory_kept=False
                 )
             case _:
                 ranks.lose([first], kept)
-        if death == fault_scenarios.MID_MOVE:
+        if death == death_scenarios.MID_MOVE:
             again = partial(self._lose_again, engine, engine.life, others)
             clock.after(rng.uniform(0.0, 0.3), again)
 
@@ -236,7 +263,7 @@ class Disturbances:
         one.
         """
         rng, clock = self._cluster.rng, self._cluster.clock
-        if (found := self._with_ranks(fault_scenarios.LEAVES)) is None:
+        if (found := self._with_ranks(death_scenarios.LEAVES)) is None:
             return
         engine, ranks = found
         leaving, other = rng.sample(ranks.layout.ranks, 2)
@@ -265,7 +292,7 @@ class Disturbances:
             return
         proxy = self._cluster.rng.choice(running)
         open_ = proxy.die()
-        self._cluster.note(fault_scenarios.PROXY_KILLED, proxy.name, len(open_))
+        self._cluster.note(death_scenarios.PROXY_KILLED, proxy.name, len(open_))
         others = [other for other in running if other is not proxy]
         for live in open_:
             if not live.journal.resumable or not others:
@@ -302,7 +329,7 @@ class Disturbances:
         if engine is None:
             return
         self._cluster.note(
-            fault_scenarios.FALSE_GOSSIP, engine.id, self._cluster.streams_on(engine.id)
+            death_scenarios.FALSE_GOSSIP, engine.id, self._cluster.streams_on(engine.id)
         )
         for proxy in self._cluster.running_proxies():
             watch = proxy.watches[engine.id]
@@ -338,7 +365,7 @@ class Disturbances:
         )
         proxies = self._cluster.running_proxies()
         hit = sum(len(list(open_streams(proxy))) for proxy in proxies)
-        self._cluster.note(fault_scenarios.RELOADED, "proxies", hit)
+        self._cluster.note(death_scenarios.RELOADED, "proxies", hit)
         for proxy in proxies:
             proxy.after(rng.uniform(0.0, 0.5), partial(self._reload_at, proxy, after))
 

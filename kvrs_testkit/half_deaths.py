@@ -4,11 +4,11 @@ other.
 
 from functools import partial
 
-from kvrs_lab.sim import fault_scenarios
 from kvrs_lab.sim.cluster import MOVED, SimCluster, holders_of, mirrored, open_streams
 from kvrs_lab.sim.engine import SimEngine
 from kvrs_lab.sim.proxy import SimProxy
 from kvrs_lab.sim.streams import SimStream
+from kvrs_testkit import death_scenarios
 
 LONGEST_S = 9.0
 PATIENCE_S = 9.0  # Of the most patient clients of a proxy that says nothing.
@@ -22,15 +22,15 @@ class HalfDeaths:
     def strike(self, name: str) -> bool:
         """Apply the fault if it is one of these; False: it is not."""
         match name:
-            case fault_scenarios.HUNG:
+            case death_scenarios.HUNG:
                 self._hang()
-            case fault_scenarios.CUT_OFF:
+            case death_scenarios.CUT_OFF:
                 self._cut_off()
-            case fault_scenarios.PROXY_FROZEN:
+            case death_scenarios.PROXY_FROZEN:
                 self._freeze_proxy()
-            case fault_scenarios.PAGES_STALL:
+            case death_scenarios.PAGES_STALL:
                 self._stall_pages()
-            case fault_scenarios.ONE_WAY:
+            case death_scenarios.ONE_WAY:
                 self._cut_one_way()
             case _:
                 return False
@@ -45,7 +45,7 @@ class HalfDeaths:
         engine = cluster.any_engine()
         if engine is None:
             return
-        cluster.note(fault_scenarios.HUNG, engine.id, cluster.streams_on(engine.id))
+        cluster.note(death_scenarios.HUNG, engine.id, cluster.streams_on(engine.id))
         engine.hangs = True
         then = self._compute_again if cluster.rng.random() < 0.5 else cluster.end
         cluster.clock.after(self._for_s(), partial(then, engine, engine.life))
@@ -65,7 +65,7 @@ class HalfDeaths:
             return
         proxy = cluster.rng.choice(proxies)
         hit = sum(engine.id in (live.instance, *holders_of(live)) for live in open_streams(proxy))
-        cluster.note(fault_scenarios.CUT_OFF, f"{proxy.name} of {engine.id}", hit)
+        cluster.note(death_scenarios.CUT_OFF, f"{proxy.name} of {engine.id}", hit)
         proxy.cut_until_s[engine.id] = cluster.clock.now_s + self._for_s()
 
     def _stall_pages(self) -> None:
@@ -75,7 +75,7 @@ class HalfDeaths:
         if not holders:
             return
         holder = cluster.rng.choice(holders)
-        cluster.note(fault_scenarios.PAGES_STALL, holder.id, cluster.streams_on(holder.id))
+        cluster.note(death_scenarios.PAGES_STALL, holder.id, cluster.streams_on(holder.id))
         holder.stalls_until_s = cluster.clock.now_s + self._for_s()
 
     def _cut_one_way(self) -> None:
@@ -87,7 +87,7 @@ class HalfDeaths:
             for name, holder in cluster.holders.items()
             if holder.node == source
         )
-        cluster.note(fault_scenarios.ONE_WAY, f"{source} to {target}", hit)
+        cluster.note(death_scenarios.ONE_WAY, f"{source} to {target}", hit)
         cluster.links.cut(source, target, self._for_s(), one_way=True)
 
     def _freeze_proxy(self) -> None:
@@ -100,7 +100,7 @@ class HalfDeaths:
             return
         proxy = rng.choice(running)
         open_ = list(open_streams(proxy))
-        cluster.note(fault_scenarios.PROXY_FROZEN, proxy.name, len(open_))
+        cluster.note(death_scenarios.PROXY_FROZEN, proxy.name, len(open_))
         proxy.time.freeze()
         others = [other for other in running if other is not proxy]
         for_s = self._for_s()
