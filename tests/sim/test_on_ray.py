@@ -13,7 +13,12 @@ import pytest
 
 from kvrs_lab.cluster.loopback_ray import ENVIRONMENT, OBJECT_STORE_BYTES
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters"), pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+    pytest.mark.nightly,
+]
 
 # Runs until its input ends.
 CLUSTER = f"""
