@@ -22,6 +22,8 @@ from tests.proxy.backends.connectors import (
     until_capable,
 )
 
+pytestmark = pytest.mark.network
+
 DIFFERS = "restores no checkpoints of others: other fingerprint"
 BACKUP = {"mode": "remote"}
 OF_VLLM = ["prefix_cache"]
