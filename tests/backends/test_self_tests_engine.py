@@ -11,7 +11,12 @@ from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs_testkit.ports import client_of
 from kvrs_testkit.processes import Processes
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("systems")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("systems"),
+    pytest.mark.nightly,
+]
 
 SAMPLED = {"prompt": "ka lo mi " * 20, "max_tokens": 400, "temperature": 1.0, "ignore_eos": True}
 

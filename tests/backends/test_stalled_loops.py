@@ -57,6 +57,7 @@ class Watched:
         return {row["id"]: (row["health"], row["epoch"]) for row in rows}
 
 
+@pytest.mark.nightly
 async def test_a_stalled_event_loop_is_not_a_death(processes: Processes) -> None:
     """The instance and the agent are neither lost nor fenced; the stream waits, and is exact."""
     async with aiohttp.ClientSession() as http:

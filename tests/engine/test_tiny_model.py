@@ -35,6 +35,7 @@ def greedy(worker: Worker, prompt: list[int], tokens: int) -> list[int]:
     return token_ids[len(prompt) :]
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 def test_a_seed_gives_the_same_bytes_in_every_process(tiny_model: Path, tmp_path: Path) -> None:
     """Four engine processes generate the same model on their own, and page tags depend on its

@@ -11,6 +11,7 @@ import pytest
 import uvloop
 
 from kvrs.core.fleet import silence
+from kvrs_testkit.memory_loop import MemoryLoop
 from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
 from kvrs_testkit.scripted_model import save_tokenizer
 
@@ -23,8 +24,14 @@ ProxyClusterBuilder = Callable[..., Awaitable[ProxyCluster]]
 _SHORTEST_SILENCE_S = silence.SHORTEST_SILENCE_S
 
 
-def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The event loop that the product runs the proxy on."""
+def pytest_asyncio_loop_factories(
+    item: pytest.Item,
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """With sockets, the event loop that the product runs the proxy on; else one in memory and
+    virtual time.
+    """
+    if item.get_closest_marker("network") is None:
+        return {"memory": MemoryLoop}
     return {"uvloop": uvloop.new_event_loop}
 
 

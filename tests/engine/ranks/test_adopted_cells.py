@@ -17,7 +17,7 @@ from kvrs_testkit.ports import instance_client
 from tests.engine.ranks.on_nodes import D0, SECRET, hosting
 from tests.engine.test_checkpoints_engine import agent, ask, cluster, eventually, prompt_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process]
+pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process, pytest.mark.nightly]
 
 PROMPT, TOKENS = prompt_of(3, 100), 120
 

@@ -188,6 +188,7 @@ def test_a_lost_stage_is_borrowed_and_handed_back(
     assert not books.ended.is_set()
 
 
+@pytest.mark.nightly
 def test_an_owner_that_starts_anew_has_its_stage_back(
     config: Config, tiny_model: Path, tmp_path: Path
 ) -> None:

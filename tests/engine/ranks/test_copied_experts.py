@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.process,
     pytest.mark.usefixtures("patient"),
+    pytest.mark.nightly,
 ]
 
 FEW_SECONDS_S = 60.0

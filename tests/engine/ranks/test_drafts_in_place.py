@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.network,
     pytest.mark.usefixtures("patient"),
+    pytest.mark.nightly,
 ]
 
 STREAMS, TOKENS = 4, 300

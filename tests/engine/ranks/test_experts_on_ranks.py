@@ -91,6 +91,7 @@ def test_ranks_have_the_bytes_and_the_fingerprint_of_one_process(
         group.close()
 
 
+@pytest.mark.nightly
 def test_experts_of_lost_ranks_go_to_the_others_and_back(
     model: Path, expected: list[Tensor]
 ) -> None:
@@ -121,6 +122,7 @@ def test_experts_of_lost_ranks_go_to_the_others_and_back(
         group.close()
 
 
+@pytest.mark.nightly
 def test_of_a_lost_device_the_experts_are_read_and_no_byte_more(
     model: Path, expected: list[Tensor]
 ) -> None:

@@ -165,6 +165,7 @@ def test_ranks_are_lost_in_mid_move_and_together_and_come_back(
         group.close()
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_lost_in_the_probe_leaves_no_other_waiting(
     tiny_model: Path, expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +190,7 @@ def test_a_rank_that_is_lost_in_the_probe_leaves_no_other_waiting(
             group.close()
 
 
+@pytest.mark.nightly
 def test_a_stage_without_ranks_is_started_again(
     tiny_model: Path, tmp_path: Path, expected: list[torch.Tensor]
 ) -> None:
@@ -222,6 +224,7 @@ def test_a_stage_without_ranks_is_started_again(
         group.close()
 
 
+@pytest.mark.nightly
 def test_weights_that_have_changed_are_not_computed_with(
     tiny_model: Path, tmp_path: Path, expected: list[torch.Tensor]
 ) -> None:
@@ -255,6 +258,7 @@ def test_weights_that_have_changed_are_not_computed_with(
         group.close()
 
 
+@pytest.mark.nightly
 def test_what_a_lost_process_has_left_is_a_units_own_memory_afterwards(
     tiny_model: Path, expected: list[torch.Tensor]
 ) -> None:
@@ -285,6 +289,7 @@ def test_what_a_lost_process_has_left_is_a_units_own_memory_afterwards(
         group.close()
 
 
+@pytest.mark.nightly
 async def test_streams_go_on_in_their_attempts(
     tiny_model: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +336,7 @@ async def test_streams_go_on_in_their_attempts(
     assert [was for was, now in pairwise(told) if was != now].count(True) >= 2
 
 
+@pytest.mark.nightly
 async def test_a_device_without_cells_takes_nothing_from_streams(
     tiny_model: Path, alone: list[list[int]]
 ) -> None:
@@ -346,6 +352,7 @@ async def test_a_device_without_cells_takes_nothing_from_streams(
     assert lost == [0]
 
 
+@pytest.mark.nightly
 async def test_json_mode_goes_on_among_ranks(tiny_model: Path, list_alone: list[list[int]]) -> None:
     """Its mask follows from the history at whichever rank answers: the tokens are those of one
     process, also where a rank is killed in the middle.
@@ -358,6 +365,7 @@ async def test_json_mode_goes_on_among_ranks(tiny_model: Path, list_alone: list[
         assert re.fullmatch(r'\s*\[[\s,"ab]*\]?\s*', each), each
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}], ids=str)
 async def test_drafts_are_verified_where_ranks_are_lost(
     tiny_model: Path, list_alone: list[list[int]], ranks: dict[str, int]

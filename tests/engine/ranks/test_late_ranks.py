@@ -69,6 +69,7 @@ def stopped_in_a_batch(group: RankGroup, rank: int) -> Iterator[threading.Thread
     computing.join()
 
 
+@pytest.mark.nightly
 def test_a_rank_that_wakes_while_the_others_re_form_leaves_its_batch_and_joins(
     tiny_model: Path,
 ) -> None:
@@ -90,6 +91,7 @@ def test_a_rank_that_wakes_while_the_others_re_form_leaves_its_batch_and_joins(
         group.close()
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_slow_is_kept(tiny_model: Path) -> None:
     """A batch may take longer than a hang lasts, as long as its ranks come further: three pauses of
     2.5 s, where a rank is lost after 6.4 s in which it comes no further.
@@ -152,6 +154,7 @@ def test_ranks_do_not_hang_while_the_watch_itself_stood_still() -> None:
     assert watch.look([1], 700.0) or watch.look([1], 760.0)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_in_the_probe_is_killed(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +181,7 @@ def test_a_rank_that_hangs_in_the_probe_is_killed(
         group.close()
 
 
+@pytest.mark.nightly
 def test_no_thread_is_left_of_ranks_that_have_ended(tiny_model: Path) -> None:
     """A computing rank has two threads: one reads its answers, the other awaits its end."""
     before = set(threading.enumerate())
@@ -203,6 +207,7 @@ def test_no_thread_is_left_of_ranks_that_have_ended(tiny_model: Path) -> None:
     assert of_ranks() == 0
 
 
+@pytest.mark.nightly
 def test_what_a_late_rank_writes_is_of_its_own_formation(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ class Books:
         self.head.on_restart()
 
 
+@pytest.mark.nightly
 async def test_nothing_is_computed_or_sent_while_a_stage_waits_for_its_host(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ def test_a_lost_host_is_waited_for_beside_the_other_stages(
     assert after.layout.number > before.layout.number
 
 
+@pytest.mark.nightly
 def test_a_loss_that_the_books_do_not_know_yet_is_not_mended(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -151,6 +153,7 @@ def test_a_loss_that_the_books_do_not_know_yet_is_not_mended(
         head.execute([chunks()[0]])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("other", ["weights", "epoch"])
 def test_a_host_that_does_not_go_on_ends_the_instance(
     tiny_model: Path, tmp_path: Path, other: str
@@ -180,6 +183,7 @@ def test_a_host_that_does_not_go_on_ends_the_instance(
             head.on_lost()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("pace", [None, "llama-3.1-70b-a100-vllm-tp4"])
 def test_a_host_reads_its_part_of_the_weights_at_the_rate_of_the_disk(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, pace: str | None

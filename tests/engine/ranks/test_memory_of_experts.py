@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.process,
     pytest.mark.usefixtures("patient"),
+    pytest.mark.nightly,
 ]
 
 # 16 experts of 2 parts, of 3 MiB each: these are nearly all of its 100 MB.

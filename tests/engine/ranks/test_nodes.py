@@ -221,6 +221,7 @@ async def test_some_cells_of_a_stage_are_written(second_stage: StageGroup) -> No
 # The instance.
 
 
+@pytest.mark.nightly
 def test_a_rank_in_a_host_leaves_by_order_and_comes_back(tiny_model: Path, tmp_path: Path) -> None:
     """The others have its part of the stage meanwhile, as where all ranks are below one process."""
     config = config_of(tiny_model, tp=2)
@@ -277,6 +278,7 @@ async def test_an_instance_on_two_nodes_has_the_bytes_of_one_process(
             head.close()
 
 
+@pytest.mark.nightly
 def test_stages_on_nodes_compute_different_batches_at_a_time(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -309,6 +311,7 @@ def test_stages_on_nodes_compute_different_batches_at_a_time(
         assert all(same_bytes(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.nightly
 def test_a_host_that_hangs_is_lost_at_the_limit_of_a_batch(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -358,6 +361,7 @@ def slow_host(config: Config, pause_s: float) -> Iterator[None]:
             thread.join()
 
 
+@pytest.mark.nightly
 def test_a_host_with_ranks_that_are_only_slow_is_waited_for(
     first_stage: RankGroup, tiny_model: Path
 ) -> None:
@@ -380,6 +384,7 @@ def test_a_host_with_ranks_that_are_only_slow_is_waited_for(
     assert same_bytes(late, in_time)
 
 
+@pytest.mark.nightly
 def test_what_does_not_belong_together_is_refused_by_name(tiny_model: Path, tmp_path: Path) -> None:
     """A wrong secret, other settings, other weights: nothing is served, and a host that has refused
     goes on.

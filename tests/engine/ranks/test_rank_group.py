@@ -86,6 +86,7 @@ def test_a_batch_beyond_the_slots_of_the_ranks_is_not_computed(pair: RankGroup) 
         pair.execute(batch)
 
 
+@pytest.mark.nightly
 def test_a_batch_is_given_up_if_cells_are_lost_meanwhile(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_batch_is_given_up_if_cells_are_lost_meanwhile(
         group.close()
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_at_the_start_is_named_and_ends_it(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +221,7 @@ async def test_a_page_is_gathered_and_scattered_as_one_process_has_it(
     assert list(map(bytes, again.views)) == list(map(bytes, theirs.views))
 
 
+@pytest.mark.nightly
 def test_a_restart_is_predicted_without_what_the_start_did_once(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +399,7 @@ def test_a_lost_device_had_the_cells_of_the_layout_before(
         group.close()
 
 
+@pytest.mark.nightly
 async def test_a_lost_device_is_a_lost_rank_without_its_memory(tiny_model: Path) -> None:
     """No page is sent before the books know that its cells are gone. Then all is computed again."""
     group, worker = group_of(tiny_model, tp=2), Worker(tiny_model, SETTINGS)
@@ -424,6 +428,7 @@ async def test_a_lost_device_is_a_lost_rank_without_its_memory(tiny_model: Path)
         group.close()
 
 
+@pytest.mark.nightly
 def test_ranks_end_with_the_process_of_their_instance(tiny_model: Path) -> None:
     """Also when that is killed, and also one that is stopped."""
     script = (

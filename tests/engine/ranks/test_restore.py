@@ -150,7 +150,7 @@ async def losing(
     assert instance.pages.free_pages == instance.pages.pages
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 async def test_streams_that_lose_cells_go_on_whatever_is_lost_while_they_are_restored(
     dense_or_experts: Path, tmp_path: Path, ranks: int
 ) -> None:

@@ -132,6 +132,7 @@ def spread_heads(layout: Layout) -> int:
     return layout.attention[0].count(SPREAD)
 
 
+@pytest.mark.nightly
 def test_what_a_rank_leaves_becomes_the_memory_of_each(
     model: Path, expected: list[torch.Tensor]
 ) -> None:
@@ -178,6 +179,7 @@ def test_ranks_are_lost_in_mid_move(model: Path, expected: list[torch.Tensor]) -
         group.close()
 
 
+@pytest.mark.nightly
 def test_stages_spread_heads_over_their_own_ranks(
     model: Path, expected: list[torch.Tensor]
 ) -> None:
@@ -188,6 +190,7 @@ def test_stages_spread_heads_over_their_own_ranks(
         group.close()
 
 
+@pytest.mark.nightly
 def test_a_device_takes_the_cells_of_its_turns_only(
     model: Path, expected: list[torch.Tensor]
 ) -> None:
@@ -236,6 +239,7 @@ def test_a_prompt_costs_the_rank_of_its_base_what_the_others_do_not_have() -> No
         assert share(waiting, 8) == shares
 
 
+@pytest.mark.nightly
 async def test_streams_go_on_in_their_attempts(model: Path) -> None:
     """Greedy and drawn ones, through a SIGKILL, a lost device and a rank that leaves."""
     alone = await answers_of(model, {}, [])

@@ -21,7 +21,7 @@ from kvrs_engine.scheduling.sequences import Chunk
 from tests.cluster.launches import until
 from tests.engine.ranks.on_nodes import chunks, config_of, head_of, hosting
 
-pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process]
+pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process, pytest.mark.nightly]
 
 
 def stopped_ranks(pids: Iterable[int]) -> None:

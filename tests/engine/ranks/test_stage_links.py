@@ -48,7 +48,7 @@ from tests.engine.ranks.on_nodes import (
     opened,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process]
+pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process, pytest.mark.nightly]
 
 BYTES_PER_S = 2000.0  # A part of a page takes 8 s.
 WAIT_S = 1.0

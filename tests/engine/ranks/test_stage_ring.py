@@ -23,7 +23,7 @@ from kvrs_testkit.free_ports import free_ports
 from tests.engine.peers import PeerEngine, _introduce
 from tests.engine.ranks.on_nodes import SECRET, hosting
 
-pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process]
+pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process, pytest.mark.nightly]
 
 P = 16
 PAGES = 64

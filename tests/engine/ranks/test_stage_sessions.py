@@ -140,6 +140,7 @@ def test_a_later_process_takes_the_hosts_from_one_that_is_served(
             assert same_bytes(new.execute([last]), worker.execute([last]))
 
 
+@pytest.mark.nightly
 def test_a_process_that_was_stopped_reaches_nothing_when_it_goes_on(
     config: Config, hosts: list[ForkedProcess], epoch: int, tmp_path: Path
 ) -> None:
@@ -300,6 +301,7 @@ async def test_an_order_for_pages_that_is_wrong_is_refused_by_name(
         assert head.pids[1] == ready.now.pids[1]
 
 
+@pytest.mark.nightly
 async def test_a_new_session_waits_for_the_last_batch_of_the_one_before(
     config: Config, hosts: list[ForkedProcess], epoch: int
 ) -> None:
@@ -325,6 +327,7 @@ async def test_a_new_session_waits_for_the_last_batch_of_the_one_before(
     after.stream.close()
 
 
+@pytest.mark.nightly
 def test_a_host_that_is_told_to_end_goes_on_until_its_session_is_over(
     tiny_model: Path, tmp_path: Path
 ) -> None:

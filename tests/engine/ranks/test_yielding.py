@@ -11,7 +11,7 @@ from kvrs_engine.engine.ranks.yielding import LOAD_NICE, yielding
 from kvrs_testkit.processes import below
 from tests.engine.ranks.on_nodes import config_of, head_of, hosting
 
-pytestmark = [pytest.mark.engine]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 def nice_of(thread: Path) -> int:

@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.network,
     pytest.mark.xdist_group("drafts"),
+    pytest.mark.nightly,
 ]
 
 D0, D1, D2 = map(InstanceId, ("d0", "d1", "d2"))

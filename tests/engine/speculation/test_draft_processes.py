@@ -85,6 +85,7 @@ async def test_a_helper_speeds_a_survivor_up_and_may_vanish_at_any_time(
         await again()
 
 
+@pytest.mark.nightly
 async def test_an_instance_that_dies_once_its_model_is_there_takes_nothing_along(
     processes: Processes,
 ) -> None:
@@ -109,6 +110,7 @@ async def test_an_instance_that_dies_once_its_model_is_there_takes_nothing_along
         processes.wait_ready("d1")
 
 
+@pytest.mark.nightly
 async def test_a_broken_draft_keeps_no_instance_from_starting(
     processes: Processes, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.network,
     pytest.mark.xdist_group("drafts"),
+    pytest.mark.nightly,
 ]
 
 D1 = InstanceId("d1")

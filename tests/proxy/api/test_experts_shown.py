@@ -1,12 +1,9 @@
 """Experts of an instance and copies of them, as operators see them."""
 
 import msgspec
-import pytest
 
 from kvrs.protocol.experts import ExpertReport
 from tests.proxy.conftest import ProxyClusterBuilder
-
-pytestmark = pytest.mark.network
 
 SHOWN = {
     "kvrs_instance_expert_skew": 1.75,

@@ -11,8 +11,6 @@ import pytest
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 MARK = b"\xef\xbb\xbf"
 MESSAGES = b'"messages":[{"role":"user","content":"play latin."}]'
 BODIES: list[tuple[str, bytes]] = [

@@ -10,8 +10,6 @@ from kvrs.proxy.api.passed import PATHS
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 
 async def posted(system: ProxyCluster, path: str, **fields: Any) -> tuple[int, Any]:
     async with system.http.post(system.url + path, json=fields) as answer:

@@ -3,11 +3,8 @@
 import asyncio
 
 import msgspec
-import pytest
 
 from tests.proxy.conftest import ProxyClusterBuilder
-
-pytestmark = pytest.mark.network
 
 REQUEST = {"prompt": [1, 2, 3], "max_tokens": 4}
 

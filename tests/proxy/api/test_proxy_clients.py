@@ -24,8 +24,6 @@ from kvrs_testkit.scripted_model import expected_ids, ids_of, text_of, vocabular
 from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 REQUEST: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
 
 
@@ -80,6 +78,7 @@ async def test_a_client_that_leaves_before_the_first_byte_is_noticed_too(
     assert (await system.state())["streams"] == []
 
 
+@pytest.mark.network
 async def test_a_client_that_does_not_read_is_cut_off(
     build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +267,7 @@ async def test_more_streams_than_allowed_get_503(build: ProxyClusterBuilder) -> 
     assert (await first)[0] == 200
 
 
+@pytest.mark.network
 async def test_a_storm_of_requests_is_refused_and_does_not_come_back_together(
     build: ProxyClusterBuilder,
 ) -> None:
@@ -548,6 +548,7 @@ async def test_a_proxy_that_stops_ends_its_streams_with_an_error(
     await system.until(lambda: _truth(running(system) == 0))
 
 
+@pytest.mark.network
 @pytest.mark.parametrize("key", ["port", "admin_port"])
 async def test_a_port_in_use_is_named(key: str) -> None:
     """Which of the two, and what would be allowed."""

@@ -24,8 +24,6 @@ from kvrs_testkit.scripted_model import vocabulary
 from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "play latin."}],
     "temperature": 0,

@@ -11,8 +11,6 @@ from kvrs_testkit.scripted_model import expected_ids, ids_of, text_of
 from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 REQUEST: dict[str, Any] = {"prompt": "hello", "max_tokens": 6}
 
 

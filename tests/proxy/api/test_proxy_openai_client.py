@@ -11,8 +11,6 @@ from kvrs_testkit.plays import SCENARIOS
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Cut, Fault
 
-pytestmark = pytest.mark.network
-
 TOOLS: Any = [
     {
         "type": "function",

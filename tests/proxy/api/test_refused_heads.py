@@ -10,8 +10,6 @@ import pytest
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 

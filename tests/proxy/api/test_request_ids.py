@@ -11,8 +11,6 @@ from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
 from kvrs_testkit.scripted import Fault
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 ASKED = {"prompt": [5, 6, 7], "max_tokens": 4}
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

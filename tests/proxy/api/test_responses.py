@@ -10,8 +10,6 @@ from kvrs_testkit.plays import SCENARIOS
 from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
 from kvrs_testkit.scripted import Fault
 
-pytestmark = pytest.mark.network
-
 TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 
 

@@ -2,8 +2,6 @@
 
 import asyncio
 
-import pytest
-
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import ReformingReport
 from kvrs.protocol.stages import RestartReport, StageInfo
@@ -12,7 +10,6 @@ from tests.proxy.api.test_lending_shown import GROUP, rows
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
 
-pytestmark = pytest.mark.network
 N0 = NodeId("n0")
 
 

@@ -3,13 +3,9 @@
 import asyncio
 import json
 
-import pytest
-
 from kvrs import __version__
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
-
-pytestmark = pytest.mark.network
 
 
 async def got(system: ProxyCluster, path: str, method: str = "GET") -> tuple[int, bytes]:

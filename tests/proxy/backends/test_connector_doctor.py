@@ -12,8 +12,6 @@ from kvrs.config.file import parse_config
 from kvrs_testkit.scripted_connector import ScriptedConnector
 from kvrs_testkit.vllm_cluster import Builder, Servers, Vllms, document
 
-pytestmark = pytest.mark.network
-
 
 def equipped(servers: Servers) -> None:
     for name in ("p0", "d0", "d1"):

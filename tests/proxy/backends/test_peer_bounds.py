@@ -13,8 +13,6 @@ from kvrs.proxy.backends.pd import PdBackend
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 ENDLESS = 1 << 40
 PIECE = b" " * (1 << 16)
 

@@ -11,8 +11,6 @@ from kvrs_testkit.scripted_model import expected_ids, ids_of
 from kvrs_testkit.vllm_cluster import LONG, PROMPT, TOKENS, Builder, Vllms
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 AT_ONCE = {"recovery": {"role_wait_s": 0.0}}
 
 

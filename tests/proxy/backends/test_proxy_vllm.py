@@ -32,8 +32,6 @@ from kvrs_testkit.scripted_server import ScriptedServer
 from kvrs_testkit.scripted_vllm import REFUSED
 from kvrs_testkit.vllm_cluster import LONG, PROMPT, TOKENS, Builder, Servers, document
 
-pytestmark = pytest.mark.network
-
 
 async def test_a_stream_is_vllms_own(vllms: Builder) -> None:
     """Prefill, hand-off with its own parameters, decode; nothing of kvrs reaches it: no bearer

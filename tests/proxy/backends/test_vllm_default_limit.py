@@ -12,8 +12,6 @@ from kvrs_testkit.scripted import Fault
 from kvrs_testkit.sse import events_of
 from kvrs_testkit.vllm_cluster import Builder, Servers, Vllms
 
-pytestmark = pytest.mark.network
-
 DEFAULT = 9
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "a"}],

@@ -10,8 +10,6 @@ from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.sse import events_of
 from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Builder
 
-pytestmark = pytest.mark.network
-
 GREEDY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "stream": True}
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "a"}],

@@ -3,12 +3,8 @@
 import asyncio
 from typing import Any
 
-import pytest
-
 from kvrs_testkit.vllm_cluster import Builder
 from tests.proxy.backends.test_vllm_odd_requests import CHAT, odd_vllms
-
-pytestmark = pytest.mark.network
 
 REQUEST: dict[str, Any] = CHAT | {"max_tokens": 40, "stream": True, "include_reasoning": False}
 

@@ -14,8 +14,6 @@ from kvrs.errors import ConfigError
 from kvrs.proxy.backends.model_files import ModelFiles, find_model
 from kvrs_testkit.vllm_cluster import LONG, PROMPT, TOKENS, Builder, Servers, Vllms
 
-pytestmark = pytest.mark.network
-
 NAME = "tiny-lab/tiny-llama"
 NO_MODEL: dict[str, Any] = {"cluster": {"model": None}, "profiles": {"prefill": None}}
 

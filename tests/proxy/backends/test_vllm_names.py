@@ -16,8 +16,6 @@ from kvrs_testkit.scripted_vllm import ScriptedVllm
 from kvrs_testkit.sse import events_of
 from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Builder, Servers, Vllms
 
-pytestmark = pytest.mark.network
-
 NAMES = ["tiny", "alias", "lora1"]
 ROOT = "/adapters/1"
 EXPECTED = expected_ids(PROMPT, TOKENS)

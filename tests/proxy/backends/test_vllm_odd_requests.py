@@ -13,8 +13,6 @@ from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.sse import events_of
 from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Builder, Servers, Vllms
 
-pytestmark = pytest.mark.network
-
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hello"}],
     "max_tokens": TOKENS,

@@ -9,8 +9,6 @@ import pytest
 from kvrs.proxy.api.passed import PATHS
 from kvrs_testkit.vllm_cluster import Builder, Servers, Vllms
 
-pytestmark = pytest.mark.network
-
 KEPT_FROM_ENGINES: dict[str, Any] = {
     "kv_transfer_params": {"remote_host": "10.0.0.1"},
     "request_id": "a",

@@ -23,7 +23,6 @@ from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Vllms, document
 from tests.proxy.backends.at_addresses import D2, D3, P2, three_servers
 
 pytest.importorskip("kubernetes_asyncio", reason="the extra kubernetes is not installed")
-pytestmark = pytest.mark.network
 
 
 class _Pods(Vllms):

@@ -12,8 +12,6 @@ from kvrs_testkit.scripted_model import Arithmetic, Sampler
 from kvrs_testkit.sse import events_of
 from kvrs_testkit.vllm_cluster import PROMPT, Builder, Servers, Vllms
 
-pytestmark = pytest.mark.network
-
 # Of a generator that starts with the request: only a replay continues it.
 SEEDED: dict[str, Any] = {"temperature": 0.8, "seed": 7, "max_tokens": 8}
 MESSAGES = [{"role": "user", "content": "a"}]

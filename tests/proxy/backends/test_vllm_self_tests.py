@@ -15,8 +15,6 @@ from kvrs_testkit.scripted_vllm import ScriptedVllm
 from kvrs_testkit.sse import events_of
 from kvrs_testkit.vllm_cluster import LONG, PROMPT, Builder, Servers, Vllms
 
-pytestmark = pytest.mark.network
-
 SAMPLED = {"temperature": 0.8, "max_tokens": 6}
 
 

@@ -17,8 +17,6 @@ from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Vllms, document
 from tests.proxy.backends.at_addresses import D2, D3, P2, three_servers
 
-pytestmark = pytest.mark.network
-
 PREFILL, DECODE = "prefill.test", "decode.test"
 
 

@@ -24,8 +24,6 @@ from tests.proxy.backends.connectors import (
     until_capable,
 )
 
-pytestmark = pytest.mark.network
-
 BACKUP = {"mode": "remote"}
 # To compute it takes 0.25 s by the table; its 125 pages are as soon fetched.
 PROMPT = [index % 200 for index in range(2005)]

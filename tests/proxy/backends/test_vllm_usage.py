@@ -19,8 +19,6 @@ from kvrs_testkit.scripted_vllm import BESIDE_USAGE
 from kvrs_testkit.sse import events_of
 from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Builder, Servers, Vllms
 
-pytestmark = pytest.mark.network
-
 COMPLETION: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "a"}],

@@ -10,8 +10,6 @@ from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_vllm import BESIDE_USAGE
 from kvrs_testkit.vllm_cluster import TOKENS, Builder, Servers, Vllms
 
-pytestmark = pytest.mark.network
-
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"a": 1}'}}
 MESSAGE = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": None}

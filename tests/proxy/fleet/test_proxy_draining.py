@@ -16,8 +16,6 @@ from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
 
-pytestmark = pytest.mark.network
-
 
 async def test_the_only_one_of_its_kind_keeps_its_streams_until_another_one_comes(
     build: ProxyClusterBuilder,

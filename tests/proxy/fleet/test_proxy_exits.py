@@ -12,8 +12,6 @@ from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Scripted
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 KILLED: dict[str, Any] = {"start": 4, "cause": "SIGKILL", "is_external": True}
 
 

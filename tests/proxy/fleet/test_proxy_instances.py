@@ -5,7 +5,6 @@ import re
 from functools import partial
 
 import msgspec
-import pytest
 
 import kvrs
 from kvrs.ids import StreamId
@@ -14,8 +13,6 @@ from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Fault, Scripted
 from kvrs_testkit.scripted_model import expected_ids, text_of
 from tests.proxy.conftest import ProxyClusterBuilder
-
-pytestmark = pytest.mark.network
 
 PROMPT = list(range(40))  # Two full pages and a part of a third.
 TOKENS = 8

@@ -20,8 +20,6 @@ from kvrs_testkit.scripted import SECRET, Scripted
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release, start
 
-pytestmark = pytest.mark.network
-
 
 class Link:
     """A relay before an instance: every piece takes its time, and all connections may be cut."""
@@ -150,6 +148,7 @@ async def test_an_instance_whose_name_has_no_address_costs_nothing(
     assert "its host name has no address" in row["reason"]
 
 
+@pytest.mark.network
 async def test_a_port_that_takes_no_connection_costs_nothing(
     build: ProxyClusterBuilder, tmp_path: Path
 ) -> None:

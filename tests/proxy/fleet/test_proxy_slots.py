@@ -25,8 +25,6 @@ from kvrs_testkit.scripted_model import expected_ids, text_of
 from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 PROMPT = list(range(40))
 TOKENS = 8
 REQUEST = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}

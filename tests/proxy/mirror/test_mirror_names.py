@@ -11,8 +11,6 @@ from kvrs_testkit.proxy_cluster import WITHIN_S
 from kvrs_testkit.scripted import Scripted
 from kvrs_testkit.scripted_model import expected_ids, text_of
 
-pytestmark = pytest.mark.network
-
 HAVING = ("p1", "d1", "d2")
 WANTED = "".join(map(text_of, expected_ids([1, 2, 3], 8)))
 

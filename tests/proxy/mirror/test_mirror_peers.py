@@ -26,8 +26,6 @@ from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs_testkit.ports import client_of, serving
 from kvrs_testkit.scripted import SECRET
 
-pytestmark = pytest.mark.network
-
 
 async def test_a_long_record_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the peer would count as dead, and get the whole record again and again."""

@@ -15,8 +15,6 @@ from kvrs_testkit.proxy_cluster import WITHIN_S
 from kvrs_testkit.scripted_model import expected_ids, text_of
 from tests.proxy.mirror.test_proxy_kills import text_in
 
-pytestmark = pytest.mark.network
-
 WANTED = "".join(map(text_of, expected_ids([1, 2, 3], 8)))
 
 

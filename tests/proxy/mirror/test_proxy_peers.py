@@ -9,8 +9,6 @@ from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
 from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
 
-pytestmark = pytest.mark.network
-
 
 async def test_proxies_come_and_go_at_a_reload() -> None:
     """A stream whose mirror leaves gets another one, and one that joins takes part at once."""

@@ -30,8 +30,6 @@ from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import SECRET, Fault
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 REQUEST: dict[str, Any] = {"prompt": list(range(40)), "max_tokens": 8, "temperature": 0}
 CONFIG = Config()
 
@@ -392,6 +390,7 @@ async def test_a_broken_disk_ends_the_log_and_nothing_else(
     await opened.close()
 
 
+@pytest.mark.network
 async def test_a_disk_that_hangs_stops_no_stream(tmp_path: Path) -> None:
     """Events are written by a thread; the event loop notes them and goes on."""
     opened = EventLog(tmp_path / "events", 1 << 20, header, time.time)

@@ -13,8 +13,6 @@ from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
 from kvrs_testkit.plays import SCENARIOS
 from kvrs_testkit.proxy_cluster import WITHIN_S
 
-pytestmark = pytest.mark.network
-
 REQUEST: dict[str, Any] = {
     "model": "scripted",
     "input": "play all/tokens.",

@@ -5,14 +5,11 @@ ring of secrets, one after the other.
 import asyncio
 
 import msgspec
-import pytest
 
 from kvrs.ids import InstanceId
 from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, Reader, open_proxy_group
 from kvrs_testkit.scripted import SECRET
 from kvrs_testkit.scripted_model import expected_ids, text_of
-
-pytestmark = pytest.mark.network
 
 NEW = b"the secret of tomorrow, as long"
 TOKENS = 150

@@ -18,8 +18,6 @@ from kvrs.proxy.streams.metrics import OUTCOMES_OF_REQUESTS
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 TEXT: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 3, "temperature": 0}
 IMAGE: dict[str, Any] = {
     "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]

@@ -15,8 +15,6 @@ from kvrs_testkit.scripted import Cut, Fault
 from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 COMMENT = b": keep-alive\n"
 REQUEST = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
 STREAMED = REQUEST | {"stream": True}

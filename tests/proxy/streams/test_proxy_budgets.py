@@ -12,8 +12,6 @@ from kvrs_testkit.scripted_model import expected_ids, text_of
 from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 PROMPT = [1, 2, 3]
 REQUEST: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "stream": True}
 

@@ -22,8 +22,6 @@ from kvrs_testkit.scripted import Fault, Scripted
 from kvrs_testkit.scripted_model import expected_ids, text_of
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 PROMPT = list(range(40))
 TOKENS = 8
 REQUEST = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}

@@ -13,8 +13,6 @@ from kvrs.proxy.server import Proxy
 from kvrs_testkit.scripted import SECRET
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 REQUEST: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
 
 

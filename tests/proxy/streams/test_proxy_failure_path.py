@@ -20,8 +20,6 @@ from kvrs.proxy.wire.upstream import Need, Reader, Upstream
 from kvrs_testkit.scripted_model import expected_ids, text_of
 from tests.proxy.watch.test_proxy_gossip import cluster
 
-pytestmark = pytest.mark.network
-
 PROMPT = list(range(40))
 TOKENS = 8
 _OUTSIDE = {"posix", "_posixsubprocess", "_socket", "_ssl", "select", "_io", "io"}

@@ -10,8 +10,6 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 REQUEST = {"prompt": "a word " * 50, "max_tokens": 6, "temperature": 0}
 
 

@@ -15,8 +15,6 @@ from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
 
-pytestmark = pytest.mark.network
-
 
 def report(
     ready_in_s: float, number: int = 1, degree: int = 1, way: str = "reshard"

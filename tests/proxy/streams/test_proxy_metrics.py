@@ -28,8 +28,6 @@ from kvrs.proxy.wire.watchdog import SilentError
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 WORKERS = ("p0", "p1", "d0", "d1")
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 

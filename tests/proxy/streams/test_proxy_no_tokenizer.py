@@ -11,8 +11,6 @@ from kvrs_testkit.scripted import Cut, Fault, Scripted
 from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 
 def plain(instances: dict[str, Scripted]) -> None:
     for instance in instances.values():

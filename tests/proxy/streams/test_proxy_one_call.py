@@ -14,8 +14,6 @@ from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.streams.test_proxy_streams import normal
 
-pytestmark = pytest.mark.network
-
 TEXT = "hello"
 TOKENS = 6
 REQUEST: dict[str, Any] = {"prompt": TEXT, "max_tokens": TOKENS, "temperature": 0, "stream": True}

@@ -13,8 +13,6 @@ from kvrs_testkit.scripted_model import expected_ids, text_of
 from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 PROMPT = [5, 6, 7]
 TOKENS = 6
 

@@ -18,8 +18,6 @@ from kvrs_testkit.scripted import Fault, Scripted
 from kvrs_testkit.scripted_model import Arithmetic, Sampler, expected_ids, text_of
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 PROMPT = list(range(40))
 ON = {"self_test": True}
 PATIENCE_S = 30.0  # Only ends what hangs.
@@ -120,6 +118,7 @@ async def _fenced(system: ProxyCluster, name: str) -> bool:
     return bool(system.instances[name].fences)
 
 
+@pytest.mark.network
 async def test_a_wait_for_all_can_be_for_their_tests_too(build: ProxyClusterBuilder) -> None:
     """An experiment that counts KV must not begin while a test moves some."""
 

@@ -9,8 +9,6 @@ import pytest
 from kvrs_testkit.multi_proxy_cluster import open_proxy_group
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 REQUEST = {"prompt": [1, 2, 3], "max_tokens": 6, "temperature": 0}
 
 

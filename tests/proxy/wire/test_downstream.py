@@ -7,8 +7,6 @@ import pytest
 
 from tests.proxy.conftest import ProxyClusterBuilder
 
-pytestmark = pytest.mark.network
-
 REQUEST = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "stream": True}
 
 
