@@ -39,12 +39,12 @@ class _Socket:
         return self._other
 
     def fileno(self) -> int:
-        """As of one that is closed: no data are waited for at it."""
+        """The number of a closed socket: no data are waited for at it."""
         return -1
 
 
 class _Server:
-    """What listens at a port of the loop until it is closed."""
+    """A server that listens at a port of the loop until it is closed."""
 
     def __init__(self, address: _Address, listening: dict[_Address, _Factory]) -> None:
         self.sockets = [_Socket(address)]

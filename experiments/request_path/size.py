@@ -134,7 +134,7 @@ def module_of(path: str) -> str:
 
 
 def _imports(trees: dict[str, ast.Module]) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
-    """Of each file the modules of the tree that it imports, each with whether for types alone."""
+    """The modules of the tree that each file imports, each with whether for types alone."""
     modules = {module_of(path) for path in trees}
     for path, tree in trees.items():
         for_types = {
@@ -208,8 +208,6 @@ def settings(model: type[Settings] = Config, above: str = "") -> Iterator[str]:
     for key, field in model.model_fields.items():
         path = f"{above}{key}"
         below = [*_sections(field.annotation)]
-        if path == "models":
-            continue
         if not below:
             yield path
         for section in below:

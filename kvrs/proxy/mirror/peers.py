@@ -63,6 +63,11 @@ class ProxyPeer(Peer):
         """That process is about to end, also if it is out of reach in between."""
         return self.run is not None and self.run == self.ending
 
+    @property
+    def is_own_worker(self) -> bool:
+        """The peer is another worker of this proxy."""
+        return are_workers_of_one(self.id, self._me)
+
     async def hello(self, hello: Hello) -> Hello:
         """Announce this proxy; return the same of the peer."""
         return self._checked(await self._ask(f"{PATH}/hello", hello, Hello))
@@ -212,7 +217,7 @@ class Peers:
     @property
     def staying(self) -> set[str]:
         """The live peers that go on when this proxy ends. Its own workers end with it."""
-        return {peer.id for peer in self.live if not peer.leaving and not self._is_own(peer)}
+        return {peer.id for peer in self.live if not peer.leaving and not peer.is_own_worker}
 
     @property
     def present(self) -> PresentPeers:
@@ -324,7 +329,7 @@ class Peers:
         begins the drains of another worker of its proxy.
         """
         found = await self.meet()
-        own = (hello for peer, hello in found.items() if self._is_own(self.known[peer]))
+        own = (hello for peer, hello in found.items() if self.known[peer].is_own_worker)
         if (hello := next(own, None)) is not None:
             self.drains.begin(hello.drains)
 
@@ -338,7 +343,7 @@ class Peers:
 
     async def pass_on(self, order: DrainOrder) -> None:
         """Have the other workers of this proxy obey too."""
-        own = [peer for peer in self.live if self._is_own(peer)]
+        own = [peer for peer in self.live if peer.is_own_worker]
         for answer in await asyncio.gather(
             *(peer.drain(order) for peer in own), return_exceptions=True
         ):
@@ -346,10 +351,6 @@ class Peers:
                 log.warning("order not passed on", extra={"cause": str(answer)})
             elif isinstance(answer, BaseException):
                 raise answer
-
-    def _is_own(self, peer: ProxyPeer) -> bool:
-        """It is another worker of this proxy."""
-        return are_workers_of_one(peer.id, self.me.id)
 
     async def _meet(self, peer: ProxyPeer) -> Hello | None:
         try:
