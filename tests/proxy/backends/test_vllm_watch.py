@@ -7,6 +7,7 @@ import pytest
 from kvrs.proxy.backends.idle_connection import IdleConnection
 
 
+@pytest.mark.network
 async def test_a_watch_that_is_cancelled_as_its_process_dies_is_cancelled() -> None:
     """Else the watcher would go on for ever, and the proxy with it."""
     idle = IdleConnection("http://127.0.0.1:1")
