@@ -91,5 +91,5 @@ def test_it_is_explained_and_recovers_streams(tree: Path) -> None:
     options = [each["option"] for each in explained["answer"]["options"]]
     assert {"fast_recompute", "recompute"} <= set(options)
     totals = outcome["policies"]["auto"]["totals"]
-    assert int(totals["  by fast_recompute"]) > 0
-    assert "  by recompute" not in totals
+    # What it saves is not true of the simulated engine: corrections learn that as streams recover.
+    assert int(totals["  by fast_recompute"]) > int(totals.get("  by recompute", 0))

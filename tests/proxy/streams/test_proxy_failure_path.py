@@ -126,6 +126,7 @@ def test_a_call_out_of_the_process_is_noticed() -> None:
     assert {call.rpartition(".")[2] for call in outside.calls} >= {"send", "open", "read"}
 
 
+@pytest.mark.network
 async def test_a_decision_reads_nothing_but_memory_and_the_reservation_is_the_first_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
