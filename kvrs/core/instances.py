@@ -11,7 +11,8 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import have_roles_of
 from kvrs.core.model.lifecycle import InstanceLeft, Stage
 from kvrs.core.model.member import Member, pause_s
-from kvrs.core.model.reports import cause_of, changes_ranks
+from kvrs.core.model.reforming import cause_of
+from kvrs.core.model.reports import changes_ranks
 from kvrs.core.model.streams import Stream
 from kvrs.core.starter import Starter
 from kvrs.core.staying import Staying

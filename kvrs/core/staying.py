@@ -17,7 +17,7 @@ from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Member
-from kvrs.core.model.reports import PredictedReforming, cause_of, factors_of
+from kvrs.core.model.reforming import PredictedReforming, cause_of, factors_of
 from kvrs.core.model.streams import Decision, StayDeadline, Stream, by_urgency
 from kvrs.core.options.base import usable_pages
 from kvrs.core.starter import Starter

@@ -13,7 +13,7 @@ from zlib import crc32
 import msgspec
 
 from kvrs.core.model.events import Promise
-from kvrs.core.model.reports import PredictedReforming
+from kvrs.core.model.reforming import PredictedReforming
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.member import Member
-from kvrs.core.model.reports import PredictedReforming
+from kvrs.core.model.reforming import PredictedReforming
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import Books, Case, RecoveryOption, Term, lookahead_s
 

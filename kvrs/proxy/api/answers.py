@@ -8,7 +8,7 @@ from aiohttp import web
 from kvrs.errors import RequestError
 from kvrs.net.http_connection import retry_after
 from kvrs.protocol.openai.chunks import error_body
-from kvrs.proxy.streams.attempts import Failed
+from kvrs.proxy.streams.open_stream import Failed
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvrs.core.model.streams import Complete
 from kvrs.protocol.openai.chunks import Choice, usage_of
-from kvrs.proxy.streams.attempts import Outcome
 from kvrs.proxy.streams.clients import Client
+from kvrs.proxy.streams.open_stream import Outcome
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, cut_list, number_choice
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from kvrs.protocol.openai.responses import ResponseRequest, Stored, Tokens, Translator, encoded
 from kvrs.proxy.mirror.keyed import KeyedStream
-from kvrs.proxy.streams.attempts import Outcome
 from kvrs.proxy.streams.clients import ClientGoneError, SseClient
+from kvrs.proxy.streams.open_stream import Outcome
 
 
 class ResponseReader:

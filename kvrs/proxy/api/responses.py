@@ -41,9 +41,9 @@ from kvrs.proxy.mirror.headers import KEY, ResumeRequest
 from kvrs.proxy.mirror.records import CLAIM_S, Record
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.stored import StoredRecord, drop_record, read_record
-from kvrs.proxy.streams.attempts import Failed, Outcome
 from kvrs.proxy.streams.clients import ClientGoneError, Sent, SseClient
 from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.open_stream import Failed, Outcome
 from kvrs.proxy.wire.requests import CHAT, read
 
 _FLUSH_TIMEOUT_S = 1.0

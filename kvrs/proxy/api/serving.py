@@ -22,10 +22,10 @@ from kvrs.proxy.mirror.failures import SUPERSEDED
 from kvrs.proxy.mirror.headers import ResumeRequest
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.streams.attempts import Failed, Outcome
 from kvrs.proxy.streams.clients import Client, ClientGoneError, KeepAlives, Sent, SseClient
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.streams.open_stream import Failed, Outcome
 from kvrs.proxy.streams.responses import WholeClient, answer, total_usage
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import ClientRequest, ParsedRequest

@@ -12,9 +12,9 @@ from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.speculation import Reload
-from kvrs.proxy.streams.attempts import OpenStream
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.streams.open_stream import OpenStream
 from kvrs.proxy.streams.recoveries import Recovery
 from kvrs.proxy.watch.gossip_view import GossipView
 

@@ -3,7 +3,7 @@
 from kvrs.errors import RequestError
 from kvrs.protocol.mirror import Refusal
 from kvrs.protocol.openai.chunks import error_body
-from kvrs.proxy.streams.attempts import Failed
+from kvrs.proxy.streams.open_stream import Failed
 
 
 def _ended(status: int, code: str, message: str, retry_after_s: float | None = None) -> Failed:

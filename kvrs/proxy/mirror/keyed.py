@@ -22,9 +22,9 @@ from kvrs.proxy.mirror.book import RecordBook
 from kvrs.proxy.mirror.failures import BROKEN, CLIENT_GONE, CUT
 from kvrs.proxy.mirror.outbox import Delivery, Outbox, delivery_of
 from kvrs.proxy.mirror.records import Record
-from kvrs.proxy.streams.attempts import Failed
 from kvrs.proxy.streams.clients import Client, ClientGoneError, SseClient
 from kvrs.proxy.streams.continuation import Continuation
+from kvrs.proxy.streams.open_stream import Failed
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.journal import Journal
 

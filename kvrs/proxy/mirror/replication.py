@@ -40,8 +40,8 @@ from kvrs.proxy.mirror.outbox import Outbox
 from kvrs.proxy.mirror.peers import Peers, ProxyPeer
 from kvrs.proxy.mirror.records import Record, best_of, merged, mirror_for, record_from, size_of
 from kvrs.proxy.mirror.roles import RecordRole
-from kvrs.proxy.streams.attempts import Failed
 from kvrs.proxy.streams.clients import Client
+from kvrs.proxy.streams.open_stream import Failed
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.journal import Journal
 

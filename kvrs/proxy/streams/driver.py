@@ -26,17 +26,12 @@ from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.fleet.leases import LeaseSender
 from kvrs.proxy.fleet.slots import SlotSender
-from kvrs.proxy.streams.attempts import (
-    AttemptCalls,
-    Failed,
-    OpenStream,
-    Outcome,
-    StreamPhase,
-)
+from kvrs.proxy.streams.attempts import AttemptCalls
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.hand_offs import GivenUpHandOffs
 from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.streams.open_stream import Failed, OpenStream, Outcome, StreamPhase
 from kvrs.proxy.streams.recoveries import RecoveryLog
 from kvrs.proxy.streams.responses import Parsers
 from kvrs.proxy.streams.tokenizer import LazyTokenizer

@@ -16,7 +16,7 @@ from kvrs.core.rules.base import best_by_option
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import FetchReport
 from kvrs.protocol.stages import RestartReport
-from kvrs.proxy.streams.attempts import OpenStream
+from kvrs.proxy.streams.open_stream import OpenStream
 from kvrs.proxy.wire.requests import RequestContext
 
 log = logging.getLogger(__name__)

@@ -176,7 +176,7 @@ class Relay(AnswerReader):
                 delivered=self._delivered,
                 silence=self.silence,
                 clock=self._clock,
-                relay=self,
+                wait_for_room=self.wait_for_room,
             )
         return self._path.take
 

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvrs.core.model.streams import mean_interval_s
-from kvrs.proxy.streams.attempts import OpenStream, StreamPhase
+from kvrs.proxy.streams.open_stream import OpenStream, StreamPhase
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),

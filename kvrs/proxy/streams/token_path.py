@@ -4,15 +4,11 @@ bytes that fit the stream's template; everything else is left to them.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.proxy.streams.clients import Client, SseClient
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.sse import EventTemplate, shared
-
-if TYPE_CHECKING:
-    from kvrs.proxy.streams.relay import Relay
 
 _MOST_BYTES = 2048  # Of a chunk with its frame; an event of one token has a few hundred.
 _MOST_TOKENS = 1 << 32  # Where the client names no number.
@@ -61,11 +57,11 @@ class TokenPath:
         "_max_bytes",
         "_most_tokens",
         "_opening",
-        "_relay",
         "_silence",
         "_skipped_bytes",
         "_take_token",
         "_transport",
+        "_wait_for_room",
         "_wants_ids",
     )
 
@@ -80,10 +76,10 @@ class TokenPath:
         delivered: Delivered,
         silence: SilenceTimer,
         clock: Callable[[], float],
-        relay: "Relay",
+        wait_for_room: Callable[[], None],
     ) -> None:
         """`head_bytes`: of the events' head, in the place of which the client gets the stream's;
-        `direct`: as of `client`.
+        `direct`: as of `client`; `wait_for_room`: of the relay, once the client is blocked.
         """
         assert journal.head is not None
         self._journal = journal
@@ -97,7 +93,7 @@ class TokenPath:
         self._delivered = delivered
         self._silence = silence
         self._clock = clock
-        self._relay = relay
+        self._wait_for_room = wait_for_room
         self._before = template.before
         self._before_bytes = len(template.before)
         self._between = template.between
@@ -165,7 +161,7 @@ class TokenPath:
             assert self._take_token is not None
             self._take_token(token_id, self._opening + data[begin:end] + self._event_end, now_s)
         if self._client.blocked:
-            self._relay.wait_for_room()
+            self._wait_for_room()
         self._silence.heard_s = self._delivered.last_s = now_s
         self._delivered.tokens += 1
         # As `Journal.wrote`. The event that the template was learnt from has been written.

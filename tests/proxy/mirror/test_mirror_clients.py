@@ -22,8 +22,8 @@ from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.outbox import Outbox
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.streams.attempts import Failed
 from kvrs.proxy.streams.clients import ClientGoneError, SseClient
+from kvrs.proxy.streams.open_stream import Failed
 from kvrs.proxy.streams.responses import WholeClient
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.journal import Journal
