@@ -66,7 +66,7 @@ class UpCluster:
         self.log = tmp_path / "up.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*KVRS, "up", *ports, *arguments], stdout=log, stderr=log
+                [*KVRS, "lab", "up", *ports, *arguments], stdout=log, stderr=log
             )
 
     def wait(self) -> None:
@@ -126,7 +126,7 @@ def test_demo_survives_a_kill_and_proves_it(tmp_path: Path) -> None:
     before = shared_memory()
 
     done = subprocess.run(
-        [*KVRS, "demo", "--requests", "30", "--out", str(tmp_path / "out")],
+        [*KVRS, "lab", "demo", "--requests", "30", "--out", str(tmp_path / "out")],
         capture_output=True,
         text=True,
         check=False,
@@ -212,7 +212,7 @@ def test_a_wrong_file_starts_nothing(tmp_path: Path, document: str, expected: st
 
     for command in (
         ["config", "check", str(path)],
-        ["up", "--config", str(path)],
+        ["lab", "up", "--config", str(path)],
         ["proxy", "--config", str(path)],
     ):
         with starts_forked():
@@ -232,7 +232,7 @@ def test_a_port_in_use_is_named_and_nothing_starts(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
 
         done = subprocess.run(
-            [*KVRS, "up", "--port", str(port)],
+            [*KVRS, "lab", "up", "--port", str(port)],
             capture_output=True,
             text=True,
             check=False,

@@ -27,7 +27,7 @@ from tests.agent.agents import SECRET, AgentProcess
 ENGINE = InstanceId("e0")
 
 
-def anchored_document(base: Path, model: Path, instances: int = 1, **plane: Any) -> dict[str, Any]:
+def anchored_document(base: Path, model: Path, instances: int = 1) -> dict[str, Any]:
     """A configuration whose node n0 has an agent that owns the memory of its instances."""
     ports = iter(free_ports(2 + 2 * instances))
     listed = [
@@ -43,7 +43,7 @@ def anchored_document(base: Path, model: Path, instances: int = 1, **plane: Any)
     return {
         "cluster": {"model": str(model), "engine": engine, "nodes": [node]},
         "backup": {"directory": str(base)},
-        "state_plane": {"enabled": True, "wait_s": 30.0, **plane},
+        "state_plane": {"enabled": True},
     }
 
 

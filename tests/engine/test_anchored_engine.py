@@ -276,10 +276,11 @@ async def test_instances_of_a_node_copy_each_others_pages(
 
 
 def test_without_an_agent_an_instance_has_memory_of_its_own(
-    tmp_path: Path, tiny_model: Path
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An agent that is gone keeps no instance from starting."""
-    written = anchored_document(tmp_path, tiny_model, wait_s=0.05)
+    monkeypatch.setattr("kvrs_engine.engine.anchored._AGENT_WAIT_S", 0.05)
+    written = anchored_document(tmp_path, tiny_model)
     instance = instance_of(EngineProcess(tmp_path, written).config, 1)
 
     assert instance.anchored is None

@@ -94,8 +94,8 @@ def test_ports_of_stage_hosts_are_addresses_of_the_cluster() -> None:
     with pytest.raises(ConfigError, match=r"port 127\.0\.0\.1:9000 is used 2 times"):
         parse_config(divided)
 
-    open_to_all = document(pp=2, stage_hosts=[{"node": "n0", "bind": "0.0.0.0"}])
-    with pytest.raises(ConfigError, match=r"stage 1: bind: got '0\.0\.0\.0' without a secret"):
+    open_to_all = document(pp=2, stage_hosts=[{"node": "n0", "host": "0.0.0.0"}])
+    with pytest.raises(ConfigError, match=r"stage 1: host: got '0\.0\.0\.0' without a secret"):
         check_exposure(parse_config(open_to_all), {})
 
     chosen = resolve_ports(parse_config(document(pp=2, stage_hosts=[{"node": "n0"}])))

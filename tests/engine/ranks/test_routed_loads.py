@@ -150,7 +150,7 @@ def test_without_an_agent_nothing_is_noted(
 
 def test_what_keeps_copies_away_is_reported_and_tried_again_ever_later() -> None:
     """Settings that leave no room, or memory that was short when a change had begun."""
-    bare, memory = RoutedLoads(UNITS, ExpertSettings(room_share=0.0), LAYOUT), ScriptedMemory()
+    bare, memory = RoutedLoads(UNITS, ExpertSettings(room_share=0.01), LAYOUT), ScriptedMemory()
     memory.count([400, *[1] * (EXPERTS - 1)])
 
     assert look(bare, LAYOUT, memory, 10.0) is None
