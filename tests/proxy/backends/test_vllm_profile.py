@@ -131,7 +131,7 @@ async def test_a_server_that_answers_wrongly_is_named(vllms: Builder, tmp_path: 
         (("--url", "http://127.0.0.1:1", "--out", "OUT/a.yaml"), "--out: got "),
         (
             ("--url", "http://127.0.0.1:1", "--out", "OUT/a.json", "--max-batch", "7"),
-            "--seed: given beside --url; allowed: for the embedded engine",
+            "--max-batch: given beside --url; allowed: for the embedded engine",
         ),
         (
             ("--url", "http://127.0.0.1:1", "--out", "OUT/a.json", "--model", "OUT/none"),

@@ -48,11 +48,6 @@ class _Named(Vllms):
 
         await self.until(is_so)
 
-    async def order(self, method: str, path: str) -> int:
-        url = f"http://127.0.0.1:{self.proxy.admin_port}/kvrs/v1/{path}"
-        async with self.http.request(method, url) as answer:
-            return answer.status
-
     async def readiness(self) -> int:
         async with self.http.get(f"{self.url}/readyz") as answer:
             return answer.status
@@ -146,26 +141,8 @@ async def test_a_proxy_without_an_address_is_not_ready(named: _Named) -> None:
     assert (before, await named.readiness()) == (503, 200)
 
 
-async def test_an_order_lies_over_dns(named: _Named) -> None:
-    """Through look-ups and reloads, until the address has gone from the name."""
-    named.names = {PREFILL: {"127.0.0.2"}, DECODE: {"127.0.0.2", "127.0.0.3"}}
-    await named.until_there(P2, D2, D3)
-    await named.until_health(**{P2: "up", D2: "up", D3: "up"})
-
-    assert await named.order("DELETE", f"instances/{D3}") == 200
-    await named.until_there(P2, D2)
-    await named.proxy.reload()
-    await named.until_looked_up()
-    await named.until_there(P2, D2)
-    named.names[DECODE] = {"127.0.0.2"}
-    await named.until_looked_up()
-    named.names[DECODE] = {"127.0.0.2", "127.0.0.3"}
-
-    await named.until_there(P2, D2, D3)
-
-
 async def test_a_proxy_that_starts_knows_its_instances(named: _Named) -> None:
-    """Before its first request, and its first order."""
+    """Before its first request."""
     named.names = {PREFILL: {"127.0.0.2"}, DECODE: {"127.0.0.2"}}
     proxy = Proxy(named.config, SECRET)
     await proxy.start()
