@@ -97,7 +97,7 @@ async def cluster(
                     "directory": str(directory),
                     "capacity_bytes": 1 << 20,
                 },
-                "gossip": {"enabled": True, "profile": "local"},
+                "gossip": {"enabled": True},
                 "security": {"tls": section},
             }
         )

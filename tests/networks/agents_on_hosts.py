@@ -50,7 +50,7 @@ class AgentsOnHosts(Members):
             "cluster": {
                 "nodes": [self._node(number, name) for number, name in enumerate(self.names)]
             },
-            "gossip": {"enabled": True, "profile": "lan"},
+            "gossip": {"enabled": True},
             "backup": {"directory": str(directory)},
         }
 

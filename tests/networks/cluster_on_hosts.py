@@ -45,7 +45,7 @@ class ClusterOnHosts(ForkedProcesses):
         self._hosts = dict(FRONTS)
         for host, (instance, _) in NODES.items():
             self._hosts |= {instance: host, f"agent-{host}": host}
-        self._sections = {"gossip": {"enabled": gossip, "profile": "lan"}} | sections
+        self._sections = {"gossip": {"enabled": gossip}} | sections
         super().__init__(self.front(PROXIES[0], None))
 
     def __enter__(self) -> Self:
