@@ -151,6 +151,7 @@ class _Fault:
     is_of: Callable[[Row], Any]
     find: Callable[[str, str, str, str], Finding]
     value: str
+    allowed: str
     remedy: str
 
 
@@ -158,30 +159,56 @@ def _is_denied(row: Row) -> bool:
     return any(f"HTTP {status}" in (row.get("reason") or "") for status in (401, 403))
 
 
+def _is_coming(row: Row) -> bool:
+    """The instance has not come up yet, and has met no fault: a model may load for minutes."""
+    return bool(row["health"] == "starting" and not row.get("reason"))
+
+
+def _is_not_up(row: Row) -> bool:
+    return bool(row["health"] != "up")
+
+
 # The first that holds is the verdict.
 _NOT_UP = "{health}{because}"
 _OF_INSTANCES = (
-    _Fault(_is_denied, bad, _NOT_UP, "give the proxy a key that it takes (KVRS_VLLM_API_KEY)"),
-    _Fault(lambda row: row["health"] == "refused", bad, _NOT_UP, "run at {url} what is configured"),
-    _Fault(lambda row: row["health"] != "up", bad, _NOT_UP, "start it at {url}, or see its log"),
+    _Fault(_is_coming, doubtful, _NOT_UP, "up", "wait, then run this again"),
+    _Fault(
+        _is_denied,
+        bad,
+        _NOT_UP,
+        "up",
+        "give the proxy a key that the instance takes (KVRS_VLLM_API_KEY), and restart the proxy",
+    ),
+    _Fault(
+        lambda row: row["health"] == "refused",
+        bad,
+        _NOT_UP,
+        "up",
+        "make what listens at {url} what the configuration names",
+    ),
+    _Fault(_is_not_up, bad, _NOT_UP, "up", "start it at {url}, or see its log"),
 )
 _OF_CONNECTORS = (
     _Fault(
         lambda row: row["off_reason"],
         bad,
         "off ({off_reason})",
-        "the KVRS_SECRET and the cluster's file of the proxy, its connector_port open; see its log",
+        "at work: it saves and restores",
+        "give vLLM the KVRS_SECRET and the cluster's file of the proxy, open its connector_port to "
+        "the proxy; else see vLLM's log, and restart it",
     ),
     _Fault(
         lambda row: row["differs_from"],
         doubtful,
-        "{fingerprint}, not that of {differs_from}: nothing is restored",
+        "{fingerprint}, not that of {differs_from}",
+        "one fingerprint: else nothing is restored",
         "the same weights, dtype, block size and overrides at all of them",
     ),
     _Fault(
         lambda row: row["version"] != kvrs.__version__,
         doubtful,
-        f"kvrs {{version}}, here {kvrs.__version__}",
+        "kvrs {version}",
+        f"kvrs {kvrs.__version__}, as here",
         "install the same kvrs beside vLLM, and restart it",
     ),
 )
@@ -190,46 +217,66 @@ _OF_HAND_OFFS = (
         lambda row: row["differs_from"] and row["role"] != "prefill",
         bad,
         "{format}, none from {differs_from}",
+        "one format of KV at both ends",
         "one version, model, --kv-cache-dtype and attention backend at both",
     ),
 )
 _OF_SELF_TESTS = (
-    _Fault(lambda row: not row["done"], doubtful, "not done{because}", "run this again"),
+    _Fault(
+        lambda row: not row["done"],
+        doubtful,
+        "not done{because}",
+        "done",
+        "wait, then run this again",
+    ),
     _Fault(
         lambda row: row["continues"] == Continues.NONE,
         bad,
         "streams that it loses end{because}",
+        "it continues streams",
         "see its version in `kvrs docs backends`",
     ),
     _Fault(
         lambda row: row["moves_kv"] is False,
         bad,
         "KV does not move, and is computed again{because}",
+        "KV moves",
         "check its connector and its page port",
     ),
     _Fault(
         lambda row: row["restores"] is False,
         bad,
         "pages of agents are not restored, but computed again{because}",
+        "pages of agents are restored",
         "see the log of vLLM and its connector",
     ),
-    _Fault(lambda row: row["failures"], doubtful, "failed{because}", "see the instance's log"),
+    _Fault(
+        lambda row: row["failures"],
+        doubtful,
+        "failed{because}",
+        "a test that ends",
+        "see the log of the instance",
+    ),
     _Fault(
         lambda row: row["differs_from"],
         doubtful,
-        "not that of {differs_from}",
+        "other tokens than {differs_from}",
+        "the same tokens everywhere",
         "see the first line",
     ),
     _Fault(
         lambda row: row["continues"] in (Continues.TEXT, Continues.GREEDY),
         doubtful,
-        "continues: {continues}, not exact where sampled{because}",
+        "continues: {continues}{because}",
+        "exact, also sampled",
         "engines of one version, on equal GPUs, with deterministic kernels (`kvrs docs backends`)",
     ),
 )
-_OF_AGENTS = (_Fault(lambda row: row["health"] != "up", bad, _NOT_UP, "start it, or see its log"),)
+_OF_AGENTS = (_Fault(_is_not_up, bad, _NOT_UP, "up", "start it, or see its log"),)
 _OF_MEMBERS = (
-    _Fault(lambda row: row["status"] != "alive", doubtful, "{status}", "open its gossip port"),
+    _Fault(
+        lambda row: row["status"] != "alive", doubtful, "{status}", "alive", "open its gossip port"
+    ),
 )
 
 
@@ -250,7 +297,7 @@ def _judged(check: str, one: str, rows: list[Row], faults: Iterable[_Fault]) -> 
         named = {key: ", ".join(it) if isinstance(it, list) else it for key, it in row.items()}
         named["because"] = f" ({because})" if because else ""
         value, remedy = fault.value.format(**named), fault.remedy.format(**named)
-        yield fault.find(f"{one} {row['id']}", value, "", remedy)
+        yield fault.find(f"{one} {row['id']}", value, fault.allowed, remedy)
 
 
 def _backup_mode(config: Config, up: list[Row]) -> Iterator[Finding]:

@@ -309,8 +309,36 @@ async def test_an_instance_that_is_not_there_is_a_failure(tmp_path: Path) -> Non
 
     cause = f"connection lost: Connection refused ({url})"
     assert status == 1
-    assert f"failure instance d9: starting ({cause}); to do: start it" in report
+    assert f"failure instance d9: starting ({cause}); allowed: up; to do: start it" in report
     assert f"d9: {cause}" in shown
+
+
+@pytest.mark.network
+async def test_an_instance_that_still_loads_is_no_failure() -> None:
+    """A model may load for minutes: only an instance that has met a fault is one."""
+    async with open_proxy_cluster(pairs=1) as system:
+        state, config = await system.state(), system.proxy.reloads.config
+    state["instances"][0] |= {"health": "starting", "reason": None}
+
+    found = cluster(config, state)["instance p0"]
+
+    assert (found.level, found.value, found.allowed) == (Level.WARNING, "starting", "up")
+
+
+@pytest.mark.network
+async def test_each_fault_of_a_row_says_what_is_allowed() -> None:
+    """Rows of all kinds, each wrong."""
+    async with open_proxy_cluster(pairs=1) as system:
+        state, config = await system.state(), system.proxy.reloads.config
+    p0, d0 = state["instances"]
+    p0 |= {"health": "down", "reason": None}
+    d0["self_test"] = {**(d0["self_test"] or {}), "done": False, "cause": "too slow"}
+    d0["hand_offs"] = {"format": "a", "differs_from": ["p0"]}
+
+    wrong = [each for each in cluster(config, state).values() if each.level is not Level.OK]
+
+    assert {"instance p0", "self-test of d0", "hand-offs of d0"} <= {one.check for one in wrong}
+    assert [one.check for one in wrong if not one.allowed or not one.remedy] == []
 
 
 @pytest.mark.network
