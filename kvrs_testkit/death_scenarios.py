@@ -5,7 +5,6 @@ disturbances that no order to a process can cause.
 from collections.abc import Sequence
 from random import Random
 
-from kvrs_lab.sim import fault_scenarios
 from kvrs_lab.sim.fault_scenarios import (
     FAULT_SCENARIOS,
     ONE_DEVICE,
@@ -116,31 +115,13 @@ def _host(name: str, stage: int = 1, later_s: float = 0.0) -> Row:
     return kill({"id": name, "stage": stage}, at_s=later_s)
 
 
-def random_deaths(
-    rng: Random,
-    count: int,
-    span_s: float,
-    nodes: Sequence[str],
-    *,
-    has_agents: bool,
-    has_ranks: bool,
-    proxies: int,
-) -> list[FaultEvent]:
-    """So many of all kinds; those of ranks, and of a proxy, only where several are there."""
-    scenarios = {
+def scenarios_of(*, has_ranks: bool, proxies: int) -> dict[str, FaultScenario]:
+    """Scenarios of a world; those of ranks, and of a proxy, only where there are several."""
+    return {
         name: scenario
         for name, scenario in DEATH_SCENARIOS.items()
         if (has_ranks or name not in _OF_RANKS) and (proxies > 1 or name != PROXY_KILLED)
     }
-    return fault_scenarios.random_deaths(
-        rng,
-        count,
-        span_s,
-        nodes,
-        has_agents=has_agents,
-        has_ranks=has_ranks,
-        scenarios=scenarios,
-    )
 
 
 def named_death(rng: Random, name: str, at_s: float, nodes: Sequence[str] = ()) -> FaultEvent:

@@ -13,7 +13,7 @@ from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import Dispatch, Failing, Handoff, PolicyName
 from kvrs.protocol.instance import Role
 from kvrs_lab.faults.language import parse_faults
-from kvrs_lab.sim.fault_scenarios import ONE_DEVICE, ONE_RANK, FaultEvent
+from kvrs_lab.sim.fault_scenarios import ONE_DEVICE, ONE_RANK, FaultEvent, random_deaths
 from kvrs_lab.sim.rank_model import PipelineModel
 from kvrs_lab.sim.streams import Arrival
 from kvrs_lab.sim.world import World
@@ -28,7 +28,7 @@ from kvrs_testkit.death_scenarios import (
     TOO_MANY_RANKS,
     TWO_RANKS,
     named_death,
-    random_deaths,
+    scenarios_of,
 )
 from kvrs_testkit.disturbances import DisturbedWorld
 
@@ -79,7 +79,7 @@ def drawn_world(rng: Random, config: Config, seed: int, *, keep_log: bool) -> Wo
         nodes,
         has_agents=has_agents,
         has_ranks=has_ranks,
-        proxies=proxies,
+        scenarios=scenarios_of(has_ranks=has_ranks, proxies=proxies),
     )
     arrivals.sort(key=lambda arrival: arrival.at_s)
     return DisturbedWorld(

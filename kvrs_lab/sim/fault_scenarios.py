@@ -102,8 +102,8 @@ def random_deaths(
     has_ranks: bool,
     scenarios: Mapping[str, FaultScenario] = FAULT_SCENARIOS,
 ) -> list[FaultEvent]:
-    """So many, at any moment of the span. What needs an agent, ranks or a second node is left out
-    where there is none.
+    """`count` deaths at random moments of the span. Scenarios that need an agent, ranks or a second
+    node are left out where there is none.
     """
     names = [
         name
@@ -133,5 +133,5 @@ def drawn_death(
 
 
 def named_deaths(faults: Sequence[Fault]) -> list[FaultEvent]:
-    """Those of a file, by what they say of themselves."""
+    """The faults of a file, each with its own label and time."""
     return [FaultEvent(fault.label, fault.when.at_s or 0.0, (fault,)) for fault in faults]
