@@ -16,6 +16,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 from typer.main import get_group
 
+from kvrs.cli.removed import check_options
 from kvrs.errors import ConfigError, MissingExtraError, check_extras
 
 GROUP = "kvrs.commands"
@@ -58,6 +59,10 @@ class Commands(TyperGroup):
         for name in _registered():
             self._add(name)
         return super().list_commands(ctx)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        check_options(args)
+        return super().parse_args(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in MOVED:

@@ -1,13 +1,9 @@
 """`kvrs lab explain`: one decision, taken apart."""
 
-from typing import Annotated
-
 import typer
 
 import kvrs.cli.options as base
 import kvrs_lab.cli.options as opt
-from kvrs.config.policy import PolicyName
-from kvrs.core.explanation import CheckpointAt
 from kvrs.errors import ConfigError
 from kvrs.protocol.connector import STAGING_BYTES
 from kvrs.tables import show
@@ -19,26 +15,10 @@ def explain(
     prompt_tokens: opt.PromptTokens = None,
     output_tokens: opt.OutputTokens = 0,
     bandwidth: opt.Bandwidth = "10Gbit/s",
-    local_bandwidth: opt.LocalBandwidth = None,
-    queue_depth: opt.QueueDepth = None,
-    queue_s: Annotated[float | None, typer.Option(help="Or how long they take")] = None,
-    service_s: opt.ServiceS = None,
-    target_queue_s: opt.TargetQueueS = 0.0,
-    held_tokens: opt.HeldTokens = None,
+    queue_depth: opt.QueueDepth = 0.0,
     checkpoint_tokens: opt.CheckpointTokens = 0,
-    checkpoint_at: opt.CheckpointPlace = CheckpointAt.TARGET,
-    host_bandwidth: opt.HostBandwidth = None,
-    reused_tokens: opt.ReusedTokens = 0,
-    own_queue_depth: opt.OwnQueueDepth = 0.0,
     prefix_cache: opt.PrefixCache = False,
     staging_bytes: opt.StagingBytes = STAGING_BYTES,
-    correct: opt.Correct = None,
-    budget_s: opt.BudgetS = None,
-    others: opt.Others = 0.0,
-    policy: Annotated[
-        PolicyName,
-        typer.Option(metavar=base.POLICY, help=f"Policy that decides: {base.POLICIES}"),
-    ] = PolicyName.AUTO,
     log: opt.Log = None,
     as_json: base.Json = False,
 ) -> None:

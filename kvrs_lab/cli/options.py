@@ -7,7 +7,6 @@ import typer
 
 from kvrs.cli.options import POLICIES, POLICY
 from kvrs.config.policy import PolicyName
-from kvrs.core.explanation import CheckpointAt
 from kvrs_lab.sim.goals import Goal
 from kvrs_lab.traces.presets import PRESETS
 from kvrs_lab.traces.records import Api
@@ -225,47 +224,17 @@ OutputTokens = Annotated[int, typer.Option(min=0, help="Tokens that the client a
 Bandwidth = Annotated[
     str, typer.Option(help="Between the nodes: 25Gbit/s, 3.1GB/s, or the name of a link")
 ]
-LocalBandwidth = Annotated[
-    str | None, typer.Option(help="Within a node; default: the profile's GPU, where known")
-]
 QueueDepth = Annotated[
-    float | None, typer.Option(help="Requests ahead at the prefill instance beside the target")
-]
-ServiceS = Annotated[
-    float | None, typer.Option(help="Per request ahead; default: this prompt's own prefill")
-]
-TargetQueueS = Annotated[float, typer.Option(help="Work ahead at the target decode instance")]
-HeldTokens = Annotated[
-    int | None, typer.Option(help="Tokens whose KV prefill still holds; default: the prompt's")
+    float, typer.Option(help="Requests ahead at the prefill instance beside the target")
 ]
 CheckpointTokens = Annotated[
     int, typer.Option(min=0, help="Of prompt and output, held by an agent")
-]
-CheckpointPlace = Annotated[CheckpointAt, typer.Option(help="Node of that agent")]
-HostBandwidth = Annotated[
-    str | None, typer.Option(help="From an agent's memory into an instance beside it")
-]
-ReusedTokens = Annotated[
-    int, typer.Option(min=0, help="Of prompt and output, at the target already")
-]
-OwnQueueDepth = Annotated[
-    float, typer.Option(help="Requests ahead at the own decode instance, for the hand-off")
 ]
 PrefixCache = Annotated[
     bool, typer.Option("--prefix-cache", help="vLLM: no pages come from other instances")
 ]
 StagingBytes = Annotated[
     int, typer.Option(help="With --prefix-cache: room of vLLM's connector for fetched pages")
-]
-Correct = Annotated[
-    list[str] | None,
-    typer.Option(metavar="OPTION=FACTOR", help="A learned correction factor; may be repeated"),
-]
-BudgetS = Annotated[
-    float | None, typer.Option(help="The longest pause allowed; beyond it the answer is abort")
-]
-Others = Annotated[
-    float, typer.Option(help="Other victims of the event, for each target; auto counts their wait")
 ]
 Log = Annotated[
     Path | None,

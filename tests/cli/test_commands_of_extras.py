@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvrs.cli import app, extras
+from kvrs.cli.removed import REMOVED
 from kvrs.errors import ConfigError, MissingExtraError
 from kvrs_lab.cli import app as lab_app
 
@@ -43,6 +44,19 @@ def test_a_command_that_has_moved_is_refused_with_its_new_name(name: str) -> Non
 
     assert isinstance(error, ConfigError)
     assert str(error) == f"kvrs {name} is now kvrs lab {name}"
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [(command, option) for command, options in REMOVED.items() for option in options],
+)
+def test_a_removed_option_is_refused_with_what_to_use_instead(command: str, option: str) -> None:
+    """Whatever stands beside it; a command that has it no more has none of that name."""
+    error = CliRunner().invoke(app, [*command.split(), "--unknown", f"{option}=3"]).exception
+
+    assert isinstance(error, ConfigError)
+    assert str(error) == f"{option}: this option is gone; {REMOVED[command][option]}"
+    assert option not in CliRunner().invoke(app, [*command.split(), "--help"]).output.split()
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

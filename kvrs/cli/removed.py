@@ -1,0 +1,40 @@
+"""Options of earlier versions, and what to use instead."""
+
+from collections.abc import Sequence
+
+from kvrs.errors import ConfigError
+
+_QUESTION = "ask kvrs.api.explain, whose Question has it"
+
+# By the command; then by the option.
+REMOVED = {
+    "lab explain": {
+        "--budget-s": _QUESTION,
+        "--checkpoint-at": _QUESTION,
+        "--correct": _QUESTION,
+        "--held-tokens": _QUESTION,
+        "--host-bandwidth": _QUESTION,
+        "--local-bandwidth": _QUESTION,
+        "--others": _QUESTION,
+        "--own-queue-depth": _QUESTION,
+        "--policy": "answer.by_policy has the choice of each policy",
+        "--queue-s": "give the requests ahead: --queue-depth",
+        "--reused-tokens": _QUESTION,
+        "--service-s": _QUESTION,
+        "--target-queue-s": _QUESTION,
+    },
+}
+
+
+def check_options(arguments: Sequence[str]) -> None:
+    """Raises ConfigError: an option of a command line was removed."""
+    for command, options in REMOVED.items():
+        words = command.split()
+        if [*arguments[: len(words)]] == words:
+            given = (each.partition("=")[0] for each in arguments[len(words) :])
+            if faults := [
+                f"{option}: this option is gone; {options[option]}"
+                for option in dict.fromkeys(given)
+                if option in options
+            ]:
+                raise ConfigError(faults)
