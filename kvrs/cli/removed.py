@@ -23,6 +23,17 @@ REMOVED = {
         "--service-s": _QUESTION,
         "--target-queue-s": _QUESTION,
     },
+    "lab replay": {
+        "--api": "requests are completions; other clients drive chat",
+        "--json": "report.json in --out has the report",
+        "--max-input": "use --length-scale, or cut the trace",
+        "--max-output": "use --length-scale, or cut the trace",
+        "--sample": "give a file of these requests, as by shuf(1)",
+        "--slo-tpot": "goodput is within 0.2 s a token; report.json has each stream",
+        "--slo-ttft": "goodput is within 2 s to the first token; report.json has each stream",
+        "--text-prompts": "prompts are token ids",
+        "--window": "use --requests for the first ones, or cut the trace",
+    },
 }
 
 

@@ -10,7 +10,7 @@ EXAMPLES = {
     "replay": [
         "kvrs lab replay --url http://127.0.0.1:8000 --trace-preset mooncake-conversation",
         "kvrs lab replay --url http://127.0.0.1:8000 --trace conversation_trace.jsonl "
-        "--window 0:500 --rate 10 --oracle",
+        "--requests 500 --rate 10 --oracle",
     ],
     "simulate": ["kvrs lab simulate --config kvrs.yaml --deaths 3 --seeds 20"],
     "compare": [

@@ -10,43 +10,32 @@ import kvrs_lab.cli.options as opt
 from kvrs.cli.common import filled
 from kvrs.config.file import ENV_NAME, Config, checked, load_source, read_secret
 from kvrs.errors import check_extras
-from kvrs_lab.traces.records import Api
 
 
 def replay(
     url: opt.Url,
     trace: opt.ReplayTrace = None,
     preset: opt.TracePreset = None,
-    requests: opt.Requests = 100,
-    window: opt.Window = None,
-    sample: opt.Sample = None,
+    requests: opt.Requests = None,
     rate: opt.Rate = None,
     length_scale: opt.LengthScale = 1.0,
-    max_input: opt.MaxInput = None,
-    max_output: opt.MaxOutput = None,
-    api: opt.Endpoint = Api.COMPLETIONS,
     model: opt.ReplayModel = None,
     plain: opt.Plain = False,
-    text_prompts: opt.TextPrompts = False,
     seed: opt.ReplaySeed = 0,
     repeat: opt.Repeat = 1,
     oracle: opt.Oracle = False,
     fault: opt.ReplayFault = None,
     admin_url: opt.AdminUrl = None,
     config: opt.ReplayConfig = None,
-    slo_ttft: opt.SloTtft = 2.0,
-    slo_tpot: opt.SloTpot = 0.2,
     out: opt.Out = Path("out/replay"),
-    json: base.Json = False,
 ) -> None:
     """Replay a trace against an OpenAI endpoint, inject faults if asked to, and write a report."""
     given = locals()
     from kvrs.net.admin import AdminClient
     from kvrs.net.tls import load_certificates
     from kvrs_lab.cluster.fault_injection import check_faults, inject_faults
-    from kvrs_lab.load.command import ReplayOptions, parse_window, run_replay
+    from kvrs_lab.load.command import ReplayOptions, run_replay
     from kvrs_lab.load.open_loop import Dialect
-    from kvrs_lab.report.metrics import Slo
 
     settings = Config() if config is None else checked(load_source(config, os.environ))
     security, secret = settings.security, None
@@ -55,12 +44,10 @@ def replay(
     options = filled(
         ReplayOptions,
         given,
-        window=None if window is None else parse_window(window),
         dialect=filled(Dialect, given, api_key=os.environ.get("OPENAI_API_KEY")),
         secret=secret,
         admin=None if admin_url is None else AdminClient.of(settings, os.environ, admin_url),
         tls=load_certificates("security.tls", security.tls),
-        slo=Slo(ttft_s=slo_ttft, tpot_s=slo_tpot),
     )
     raise typer.Exit(0 if run_replay(options, inject_faults, check_faults) else 1)
 

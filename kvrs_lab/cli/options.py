@@ -9,7 +9,6 @@ from kvrs.cli.options import POLICIES, POLICY
 from kvrs.config.policy import PolicyName
 from kvrs_lab.sim.goals import Goal
 from kvrs_lab.traces.presets import PRESETS
-from kvrs_lab.traces.records import Api
 
 # Groups of the options of `kvrs lab replay`.
 TRACE = "The trace, and what is done to it"
@@ -80,16 +79,6 @@ TracePreset = Annotated[
         rich_help_panel=TRACE,
     ),
 ]
-Window = Annotated[
-    str | None,
-    typer.Option(
-        metavar="A:B", help="Requests number A up to but without B", rich_help_panel=TRACE
-    ),
-]
-Sample = Annotated[
-    int | None,
-    typer.Option(min=1, help="A random sample of so many requests", rich_help_panel=TRACE),
-]
 Rate = Annotated[
     float | None,
     typer.Option(help="Requests per second, in place of a time scale", rich_help_panel=TRACE),
@@ -99,9 +88,6 @@ LengthScale = Annotated[
     typer.Option(
         help="Blocks shrink alike, so that shared prefixes stay shared", rich_help_panel=TRACE
     ),
-]
-Endpoint = Annotated[
-    Api, typer.Option(help="Endpoint that the requests are sent to", rich_help_panel=REQUESTS)
 ]
 ReplayModel = Annotated[
     str | None,
@@ -115,15 +101,9 @@ Plain = Annotated[
         "--plain", help="Without return_token_ids and ignore_eos", rich_help_panel=REQUESTS
     ),
 ]
-TextPrompts = Annotated[
-    bool,
-    typer.Option("--text-prompts", help="Words instead of token ids", rich_help_panel=REQUESTS),
-]
 ReplaySeed = Annotated[
     int,
-    typer.Option(
-        min=0, help="Seed of prompts, sample, jitter and random victims", rich_help_panel=REQUESTS
-    ),
+    typer.Option(min=0, help="Seed of prompts and random victims", rich_help_panel=REQUESTS),
 ]
 Oracle = Annotated[
     bool,
@@ -142,13 +122,12 @@ ReplayConfig = Annotated[
     ),
 ]
 Requests = Annotated[
-    int, typer.Option(min=1, help="How many requests of a preset", rich_help_panel=TRACE)
-]
-MaxInput = Annotated[
-    int | None, typer.Option(min=1, help="Longer prompts are cut", rich_help_panel=TRACE)
-]
-MaxOutput = Annotated[
-    int | None, typer.Option(min=1, help="Longer outputs are cut", rich_help_panel=TRACE)
+    int | None,
+    typer.Option(
+        min=1,
+        help="The first so many requests; default: all of the file, or 100",
+        rich_help_panel=TRACE,
+    ),
 ]
 Repeat = Annotated[
     int, typer.Option(min=1, help="Runs; means get 95 % intervals", rich_help_panel=FAULTS)
@@ -156,8 +135,6 @@ Repeat = Annotated[
 AdminUrl = Annotated[
     str | None, typer.Option(help="The proxy's admin port", rich_help_panel=FAULTS)
 ]
-SloTtft = Annotated[float, typer.Option(help="Seconds; counts for goodput", rich_help_panel=REPORT)]
-SloTpot = Annotated[float, typer.Option(help="Seconds; counts for goodput", rich_help_panel=REPORT)]
 SimulateTrace = Annotated[
     Path | None,
     typer.Option(help="JSON or CSV of a known format, as for `replay`; without it, generated"),

@@ -3,7 +3,6 @@ clean run, and write the report.
 """
 
 import asyncio
-import json
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,12 +19,11 @@ from kvrs.net.origins import has_origin
 from kvrs.net.tls import Certificates
 from kvrs.tables import output
 from kvrs_lab.faults.language import Fault, load_faults
-from kvrs_lab.load.fitting import counted, fitted, served_tokens, too_long
+from kvrs_lab.load.fitting import fitted, served_tokens, too_long
 from kvrs_lab.load.open_loop import Dialect
 from kvrs_lab.load.passes import FaultInjector, Run, Target, run_pass
 from kvrs_lab.load.progress import LiveView
-from kvrs_lab.report.measures import combine_reports, outline
-from kvrs_lab.report.metrics import Slo
+from kvrs_lab.report.measures import combine_reports
 from kvrs_lab.report.output import claim_directory
 from kvrs_lab.report.report import Report, build_report, write_report
 from kvrs_lab.report.table import terminal_table
@@ -35,9 +33,7 @@ from kvrs_lab.traces.mooncake import (
     Trace,
     at_rate,
     check_lasts,
-    clip,
     replay_requests,
-    sample,
     scale_lengths,
     window,
 )
@@ -47,7 +43,7 @@ from kvrs_lab.traces.records import ReplayRequest
 # Every model has so many tokens; the first few are often special.
 SMALLEST_VOCAB_SIZE = 512
 FIRST_ORDINARY_TOKEN = 4
-_LARGEST_LENGTH = 1 << 24
+_GENERATED_REQUESTS = 100
 _BACK_UP_S = 60.0
 _LOOK_AGAIN_S = 0.2
 
@@ -58,46 +54,24 @@ class ReplayOptions:
 
     url: str
     out: Path
-    # Exactly one of the two; a preset generates `requests` requests.
+    # Exactly one of the two.
     trace: Path | None = None
     preset: str | None = None
-    requests: int = 100
-    # In this order: a window by number of request, a sample of it, times, lengths.
-    window: tuple[int, int] | None = None
-    sample: int | None = None
+    requests: int | None = None  # None: all of the trace, or 100 generated ones.
     rate: float | None = None  # Requests per second; None: the trace's own.
     length_scale: float = 1.0
-    max_input: int | None = None
-    max_output: int | None = None
     dialect: Dialect = Dialect()  # noqa: RUF009 - frozen
-    vocab_size: int = SMALLEST_VOCAB_SIZE
-    first_token: int = FIRST_ORDINARY_TOKEN
     seed: int = 0
-    timeout_s: float = 300.0
     repeat: int = 1
     oracle: bool = False
     fault: Path | None = None
     admin: AdminClient | None = None  # Of the proxy behind `url`.
     secret: bytes | None = None
     tls: Certificates | None = None
-    slo: Slo = Slo()  # noqa: RUF009 - frozen
-    json: bool = False  # The outline of the report on stdout, and what people read on stderr.
 
 
 # Checks beforehand whether faults can be carried out; see `kvrs_lab.cluster.fault_injection`.
 Check = Callable[[list[Fault], AdminPort], Awaitable[None]]
-
-
-def parse_window(text: str) -> tuple[int, int]:
-    """`A:B`, the requests number A up to but without B.
-
-    Raises:
-        ConfigError: it is not of that form, or holds no request.
-    """
-    first, _, end = text.partition(":")
-    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
-        raise ConfigError(f"--window: got {text!r}; allowed: A:B with A below B, such as 0:500")
-    return int(first), int(end)
 
 
 def run_replay(options: ReplayOptions, inject_faults: FaultInjector, check: Check) -> bool:
@@ -111,12 +85,10 @@ def run_replay(options: ReplayOptions, inject_faults: FaultInjector, check: Chec
         AdminError, FaultError: the state cannot be read, or a fault cannot be carried out.
     """
     faults = _faults(options)
-    console = Console(stderr=True) if options.json else output()
+    console = output()
     _check(options)
     claim_directory(options.out)
     served = uvloop.run(served_tokens(options.url, options.dialect))
-    if options.dialect.in_words:
-        options = _with_counted_words(options, console)
     requests = load_requests(options, console, served)
     reports, interrupted = uvloop.run(
         _run_all(options, requests, faults, inject_faults, check, console)
@@ -124,22 +96,9 @@ def run_replay(options: ReplayOptions, inject_faults: FaultInjector, check: Chec
     if reports:
         report = combine_reports(reports)
         _write(report, reports, options.out, console)
-        if options.json:
-            print(json.dumps(outline(report), indent=2))
     if interrupted:
         raise KeyboardInterrupt
     return not report["reasons"] and not report["faults_never_due"]
-
-
-def _with_counted_words(options: ReplayOptions, console: Console) -> ReplayOptions:
-    """Ask the server how many tokens a word has: prompts are to be as long as in the trace."""
-    ids = range(options.first_token, options.vocab_size)
-    if (dialect := uvloop.run(counted(options.url, options.dialect, ids))) is None:
-        said = "the server reports no usage: prompts have a word for each token of the trace"
-        console.print(f"  {said}", style="yellow", markup=False)
-        return options
-    console.print(f"  a word has {dialect.tokens_per_word:.2f} tokens; prompts have so many fewer")
-    return replace(options, dialect=dialect)
 
 
 def _faults(options: ReplayOptions) -> list[Fault]:
@@ -155,26 +114,20 @@ def _faults(options: ReplayOptions) -> list[Fault]:
 def load_requests(
     options: ReplayOptions, console: Console | None = None, served: int | None = None
 ) -> list[ReplayRequest]:
-    """The trace as it will be sent. What was skipped, or done to a preset without any options of
-    length for a server that takes `served` tokens, is printed on the console.
+    """The trace as it will be sent. What was done to a preset without a scale of lengths, for a
+    server that takes `served` tokens, is printed on the console.
 
     Raises:
         ConfigError, TraceError: options or the file are wrong.
     """
     _check(options)
     trace = _source(options)
-    if options.window is not None:
-        first, end = options.window
-        trace = window(trace, end - first, first)
-    if options.sample is not None:
-        trace = sample(trace, options.sample, options.seed)
     if options.rate is not None:
         trace = at_rate(trace, options.rate)
         check_lasts(trace, f"--rate: got {options.rate}")
     trace = scale_lengths(trace, options.length_scale) if options.length_scale != 1 else trace
-    trace = clip(trace, options.max_input or _LARGEST_LENGTH, options.max_output or _LARGEST_LENGTH)
     trace = _for_server(trace, options, served, console)
-    return replay_requests(trace, options.vocab_size, options.seed, options.first_token)
+    return replay_requests(trace, SMALLEST_VOCAB_SIZE, options.seed, FIRST_ORDINARY_TOKEN)
 
 
 def _for_server(
@@ -182,15 +135,12 @@ def _for_server(
 ) -> Trace:
     if served is None or not (long := too_long(trace, served)):
         return trace
-    as_it_is = (
-        options.length_scale == 1 and options.max_input is None and options.max_output is None
-    )
-    if options.preset is not None and as_it_is:
+    if options.preset is not None and options.length_scale == 1:
         trace, words = fitted(trace, served)
     else:
         words = (
             f"{long} of {len(trace.requests)} requests are longer than the {served} tokens that "
-            f"the server takes: --length-scale, --max-input and --max-output make them shorter"
+            f"the server takes: --length-scale makes them shorter"
         )
     if console is not None:
         console.print(f"  {words}", style="yellow", markup=False, soft_wrap=True)
@@ -210,23 +160,18 @@ def _check(options: ReplayOptions) -> None:
 
 
 def _numbers_out_of_range(options: ReplayOptions) -> Iterator[str]:
-    positive = (
-        ("--rate", options.rate),
-        ("--slo-ttft", options.slo.ttft_s),
-        ("--slo-tpot", options.slo.tpot_s),
-    )
-    yield from numbers_out_of_range(positive, zero=False)
+    yield from numbers_out_of_range([("--rate", options.rate)], zero=False)
     if not 0 < options.length_scale <= 1:
         yield f"--length-scale: got {options.length_scale}; allowed: above 0, up to 1"
 
 
 def _source(options: ReplayOptions) -> Trace:
     if options.trace is not None:
-        return load_trace(options.trace)
+        trace = load_trace(options.trace)
+        return window(trace, options.requests or len(trace.requests))
     assert options.preset is not None
-    return generate(
-        replace(PRESETS[options.preset].settings, requests=options.requests), options.seed
-    )
+    count = options.requests or _GENERATED_REQUESTS
+    return generate(replace(PRESETS[options.preset].settings, requests=count), options.seed)
 
 
 async def _run_all(
@@ -249,7 +194,7 @@ async def _run_all(
                 AdminPort(options.admin, options.secret, options.tls)
             )
             await check(faults, port)
-        target = Target(options.url, options.dialect, options.timeout_s, port, inject_faults)
+        target = Target(options.url, options.dialect, port=port, inject_faults=inject_faults)
         reports: list[Report] = []
         for number in range(options.repeat):
             label = f" {number + 1}/{options.repeat}" if options.repeat > 1 else ""
@@ -326,17 +271,12 @@ def _report(
     settings = {
         "url": options.url,
         "trace": options.trace.name if options.trace else f"preset {options.preset}",
-        "window": None if options.window is None else f"{options.window[0]}:{options.window[1]}",
-        "sample": options.sample,
         "rate": options.rate,
         "length_scale": options.length_scale,
-        "max_input": options.max_input,
-        "max_output": options.max_output,
         # As they are sent, also where a preset was scaled to the server.
         "requests": len(requests),
         "longest_prompt_tokens": max((len(each.prompt_ids) for each in requests), default=None),
         "longest_output_tokens": max((each.max_tokens for each in requests), default=None),
-        "api": options.dialect.api.value,
         "model": options.dialect.model,
         "seed": options.seed,
         "fault": options.fault.name if options.fault else None,
@@ -351,9 +291,8 @@ def _report(
         run.recoveries,
         run.faults,
         settings,
-        options.slo,
-        never_due,
-        run.proxy,
+        never_due=never_due,
+        proxy=run.proxy,
     )
 
 

@@ -1,22 +1,14 @@
-"""Requests that a server has room for: its `max_model_len`, the tokens of words that prompts are
-made of, and traces scaled to both.
-"""
-
-from collections.abc import Sequence
-from dataclasses import replace
+"""Requests that a server has room for: its `max_model_len`, and traces scaled to it."""
 
 import aiohttp
 import msgspec
 
 from kvrs.errors import ConfigError, TraceError
-from kvrs_lab.load.open_loop import Dialect, words_of
+from kvrs_lab.load.open_loop import Dialect
 from kvrs_lab.report.metrics import percentile
 from kvrs_lab.traces.mooncake import Trace, clip, scale
-from kvrs_lab.traces.records import Api
 
 _TIMEOUT_S = 10.0
-# Words of the two prompts whose tokens are asked for.
-_FEW_WORDS, _MORE_WORDS = 4, 20
 _USUAL_PERCENT = 95  # Prompts up to here are scaled whole; longer ones are cut too.
 
 
@@ -57,49 +49,6 @@ async def served_tokens(url: str, dialect: Dialect) -> int | None:
         return None
     named = [model for model in models if dialect.model in (None, model.id)]
     return named[0].max_model_len if named else None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int
-
-
-class _Answer(msgspec.Struct):
-    usage: _Usage
-
-
-async def counted(url: str, dialect: Dialect, ids: Sequence[int]) -> Dialect | None:
-    """The dialect with the tokens of words that stand for ids of the vocabulary, by the usage that
-    a server reports for two short requests; None: it reports none.
-    """
-    spread = [ids[number * (len(ids) - 1) // _MORE_WORDS] for number in range(_MORE_WORDS)]
-    counts = []
-    for words in (spread[:: _MORE_WORDS // _FEW_WORDS], spread):
-        if (tokens := await _prompt_tokens(url, dialect, words_of(words))) is None:
-            return None
-        counts.append(tokens)
-    few, more = counts
-    per_word = max(1.0, (more - few) / (_MORE_WORDS - _FEW_WORDS))
-    template = max(0, round(few - _FEW_WORDS * per_word))
-    return replace(dialect, tokens_per_word=per_word, template_tokens=template)
-
-
-async def _prompt_tokens(url: str, dialect: Dialect, text: str) -> int | None:
-    is_chat = dialect.api is Api.CHAT
-    asked = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
-    named = {} if dialect.model is None else {"model": dialect.model}
-    key = dialect.api_key
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    where = f"{url.rstrip('/').removesuffix('/v1')}/v1/{'chat/' if is_chat else ''}completions"
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session,
-            session.post(
-                where, headers=headers, json={**asked, **named, "max_tokens": 1}
-            ) as answer,
-        ):
-            return msgspec.json.decode(await answer.read(), type=_Answer).usage.prompt_tokens
-    except (aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return None
 
 
 def too_long(trace: Trace, most_tokens: int) -> int:

@@ -8,7 +8,7 @@ error.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvrs_lab.traces.records import Api, ErrorKind, ReplayRequest, StreamRecord
+from kvrs_lab.traces.records import ErrorKind, ReplayRequest, StreamRecord
 
 _ERROR_BODY_MAX_BYTES = 1 << 16
 
@@ -25,21 +25,12 @@ _ERROR_BODY_MAX_BYTES = 1 << 16
 class Dialect:
     """The form of requests that the endpoint expects."""
 
-    api: Api = Api.COMPLETIONS
     model: str | None = None  # The model's name; none: the server's only one.
     # Only fields that every OpenAI server supports. Otherwise also `return_token_ids`, which the
     # oracle needs, and `ignore_eos`, without which streams end early.
     plain: bool = False
-    text_prompts: bool = False  # Words in place of token ids; chat has only these.
-    # By the server's tokeniser: of one of those words, and what a prompt of them has besides.
-    tokens_per_word: float = 1.0
-    template_tokens: int = 0
     api_key: str | None = None
     cache_salt: str | None = None  # No prefix cache of another salt is used.
-
-    @property
-    def in_words(self) -> bool:
-        return self.text_prompts or self.api is Api.CHAT
 
 
 @dataclass(slots=True)
@@ -61,22 +52,10 @@ class Progress:
         return self.sent - self.ended
 
 
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-
-
 class _Choice(msgspec.Struct):
     text: str | None = None
-    delta: _Delta | None = None
     finish_reason: str | None = None
     token_ids: list[int] | None = None
-
-    @property
-    def content(self) -> str:
-        if self.delta is None:
-            return self.text or ""
-        return (self.delta.reasoning_content or "") + (self.delta.content or "")
 
 
 class _Usage(msgspec.Struct):
@@ -105,8 +84,7 @@ async def replay(
     bodies: Sequence[bytes] | None = None,
     ended: list[StreamRecord] | None = None,
 ) -> list[StreamRecord]:
-    """Send all requests to `url`/v1/completions, or its chat, and wait until each has ended,
-    complete or not.
+    """Send all requests to `url`/v1/completions, and wait until each has ended, complete or not.
 
     Args:
         url: base of an OpenAI-compatible server; a final `/v1` may be there or not.
@@ -152,11 +130,8 @@ def encode(requests: Sequence[ReplayRequest], dialect: Dialect) -> list[bytes]:
 
 def _body(request: ReplayRequest, dialect: Dialect) -> bytes:
     fields: dict[str, Any] = {} if dialect.model is None else {"model": dialect.model}
-    if dialect.api is Api.CHAT:
-        fields["messages"] = [{"role": "user", "content": _words(request, dialect)}]
-    else:
-        fields["prompt"] = _words(request, dialect) if dialect.text_prompts else request.prompt_ids
     fields |= {
+        "prompt": request.prompt_ids,
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
         "stream": True,
@@ -171,19 +146,6 @@ def _body(request: ReplayRequest, dialect: Dialect) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def _words(request: ReplayRequest, dialect: Dialect) -> str:
-    """Words for as many tokens as the prompt has. They stand for ids at the same distances in every
-    prompt, and equal ids are equal words: so shared prefixes stay shared, whatever the tokeniser.
-    """
-    ids, distance = request.prompt_ids, max(1.0, dialect.tokens_per_word)
-    count = max(1, round((len(ids) - dialect.template_tokens) / distance))
-    return words_of(ids[int(number * distance)] for number in range(count))
-
-
-def words_of(ids: Iterable[int]) -> str:
-    return "".join(f" w{token_id}" for token_id in ids)
-
-
 class _Run:
     def __init__(
         self,
@@ -193,8 +155,7 @@ class _Run:
         progress: Progress,
         start_s: float,
     ) -> None:
-        path = "chat/completions" if dialect.api is Api.CHAT else "completions"
-        self._url = f"{url.rstrip('/').removesuffix('/v1')}/v1/{path}"
+        self._url = f"{url.rstrip('/').removesuffix('/v1')}/v1/completions"
         self._headers = {"Content-Type": "application/json"}
         if dialect.api_key is not None:
             self._headers["Authorization"] = f"Bearer {dialect.api_key}"
@@ -271,7 +232,7 @@ class _Run:
             record.fail(ErrorKind.EVENT, str(message or chunk.error))
             return
         if chunk.id is not None:
-            stream = chunk.id.removeprefix("chat").removeprefix("cmpl-")
+            stream = chunk.id.removeprefix("cmpl-")
             if record.stream and stream != record.stream:
                 record.fail(
                     ErrorKind.PROTOCOL, f"the chunk id changed from {record.stream!r} to {stream!r}"
@@ -280,7 +241,7 @@ class _Run:
         if chunk.usage is not None:
             record.usage_tokens = chunk.usage.completion_tokens
         for choice in chunk.choices:
-            token_ids, text = choice.token_ids or [], choice.content
+            token_ids, text = choice.token_ids or [], choice.text or ""
             # A server that does not say its ids sends text, as a rule a token at a time.
             received = len(token_ids) or (1 if text and not record.token_ids else 0)
             if received and not record.token_times_s:

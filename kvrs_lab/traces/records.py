@@ -4,13 +4,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Api(StrEnum):
-    """The endpoint of a server that is driven."""
-
-    COMPLETIONS = "completions"
-    CHAT = "chat"
-
-
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
     """One request of an open-loop replay; `arrival_s` counts from the start of the run."""

@@ -5,17 +5,16 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from kvrs_lab.load.open_loop import Dialect, Progress, encode, replay
+from kvrs_lab.load.open_loop import Dialect, Progress, replay
 from kvrs_lab.report import metrics
 from kvrs_lab.report.report import build_report
 from kvrs_lab.report.table import late_sentence
-from kvrs_lab.traces.records import Api, ErrorKind, ReplayRequest, StreamRecord
+from kvrs_lab.traces.records import ErrorKind, ReplayRequest, StreamRecord
 
 pytestmark = pytest.mark.network
 
@@ -286,9 +285,7 @@ async def test_a_plain_dialect_asks_only_for_what_every_server_knows() -> None:
         await response.write(USAGE + DONE)
 
     async with serving(script) as url:
-        [record] = await replay(
-            f"{url}/v1", [REQUEST], dialect=Dialect(plain=True, text_prompts=True)
-        )
+        [record] = await replay(f"{url}/v1", [REQUEST], dialect=Dialect(plain=True))
 
     options = {
         "max_tokens": 3,
@@ -296,7 +293,7 @@ async def test_a_plain_dialect_asks_only_for_what_every_server_knows() -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    assert bodies == [{"prompt": " w7 w8", **options}]
+    assert bodies == [{"prompt": [7, 8], **options}]
     assert (
         record.completed,
         record.text,
@@ -304,47 +301,6 @@ async def test_a_plain_dialect_asks_only_for_what_every_server_knows() -> None:
         len(record.token_times_s),
         record.tokens,
     ) == (True, "ab", [], 2, 3)
-
-
-def test_fewer_words_stand_for_ids_at_the_same_distances() -> None:
-    """Prompts that share their first ids share their first words, and differ after them."""
-    shared = tuple(range(100, 130))
-    one, other = (
-        replace(REQUEST, prompt_ids=(*shared, *range(first, first + 20))) for first in (300, 400)
-    )
-    dialect = Dialect(text_prompts=True, tokens_per_word=2.5)
-
-    texts = [json.loads(body)["prompt"].split() for body in encode([one, other], dialect)]
-
-    assert [len(text) for text in texts] == [20, 20]
-    assert texts[0][:12] == texts[1][:12] == [f"w{shared[int(2.5 * n)]}" for n in range(12)]
-    assert not {*texts[0][12:]} & {*texts[1][12:]}
-
-
-async def test_chat_is_asked_with_a_message_and_read_from_deltas() -> None:
-    """Reasoning is text that the client waited for, too; the role chunk is no token."""
-
-    async def script(body: dict[str, Any], response: web.StreamResponse) -> None:
-        assert body["messages"] == [{"role": "user", "content": " w7 w8"}]
-        deltas: tuple[dict[str, str], ...] = (
-            {"role": "assistant", "content": ""},
-            {"reasoning_content": "hm"},
-            {"content": "yes"},
-            {},
-        )
-        for number, delta in enumerate(deltas):
-            choice = {"delta": delta, "finish_reason": "stop" if number == 3 else None}
-            await response.write(
-                b"data: "
-                + json.dumps({"id": "chatcmpl-s9", "choices": [choice]}).encode()
-                + b"\n\n"
-            )
-        await response.write(DONE)
-
-    async with serving(script) as url:
-        [record] = await replay(url, [REQUEST], dialect=Dialect(api=Api.CHAT))
-
-    assert (record.completed, record.stream, record.text, record.tokens) == (True, "s9", "hmyes", 2)
 
 
 async def test_a_key_is_sent_as_a_bearer_token() -> None:

@@ -22,13 +22,11 @@ from kvrs.errors import ConfigError, TraceError
 from kvrs.net.admin import AdminClient, AdminError, AdminPort
 from kvrs_lab.cluster.fault_injection import views
 from kvrs_lab.faults.language import Fault
-from kvrs_lab.load.command import ReplayOptions, load_requests, parse_window, run_replay
+from kvrs_lab.load.command import ReplayOptions, load_requests, run_replay
 from kvrs_lab.load.open_loop import Dialect
 from kvrs_lab.load.passes import Injection
 from kvrs_lab.report.compare import compare_reports
 from kvrs_lab.report.measures import ReportError
-from kvrs_lab.report.metrics import Slo
-from kvrs_lab.traces.records import Api
 
 pytestmark = pytest.mark.network
 
@@ -50,17 +48,14 @@ class Server:
         self.busy = False
         self.max_model_len: int | None = None
         self.longest = 0  # Tokens of prompt and output of one request.
-        self.tokens_per_word: float | None = None  # None: it reports no usage.
         self.recoveries: list[dict[str, Any]] = []
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if self.busy:
             return web.json_response({"error": {"message": "come back later"}}, status=503)
-        if not body.get("stream"):
-            return self._usage_of(body)
-        self.longest = max(self.longest, self._tokens_of(body) + body["max_tokens"])
-        prompt = json.dumps(body.get("prompt") or body.get("messages"))
+        self.longest = max(self.longest, len(body["prompt"]) + body["max_tokens"])
+        prompt = json.dumps(body["prompt"])
         number, self.seen = self.seen, self.seen + 1
         if self.answers is not None and number >= self.answers:
             await asyncio.Event().wait()
@@ -71,7 +66,6 @@ class Server:
             last = position + 1 == body["max_tokens"]
             choice: dict[str, Any] = {
                 "text": f"{token} ",
-                "delta": {"content": f"{token} "},
                 "finish_reason": "length" if last else None,
             }
             if self.says_ids and body.get("return_token_ids"):
@@ -81,19 +75,6 @@ class Server:
             )
         await response.write(b"data: [DONE]\n\n")
         return response
-
-    def _tokens_of(self, body: dict[str, Any]) -> int:
-        """Count those of a prompt of ids, or of words and, in a chat, a template of seven."""
-        if isinstance(prompt := body.get("prompt"), list):
-            return len(prompt)
-        text = prompt or body["messages"][0]["content"]
-        words = len(text.split()) * (self.tokens_per_word or 1.0)
-        return int(words) + (7 if "messages" in body else 0)
-
-    def _usage_of(self, body: dict[str, Any]) -> web.Response:
-        if self.tokens_per_word is None:
-            return web.json_response({"choices": []})
-        return web.json_response({"usage": {"prompt_tokens": self._tokens_of(body)}})
 
     async def models(self, request: web.Request) -> web.Response:
         model: dict[str, Any] = {"id": "m", "object": "model"}
@@ -119,7 +100,6 @@ def serving(server: Server) -> Iterator[str]:
     loop = asyncio.new_event_loop()
     app = web.Application()
     app.router.add_post("/v1/completions", server.complete)
-    app.router.add_post("/v1/chat/completions", server.complete)
     app.router.add_get("/kvrs/v1/state", server.state)
     app.router.add_get("/v1/models", server.models)
     runner = web.AppRunner(app, shutdown_timeout=1)
@@ -152,7 +132,6 @@ def small(url: str, out: Path, **more: Any) -> ReplayOptions:
         requests=12,
         rate=200.0,
         length_scale=0.02,
-        max_output=6,
         oracle=True,
     )
     return replace(options, **more)
@@ -202,9 +181,7 @@ def test_an_endpoint_without_token_ids_is_compared_by_text_and_reported_so(
     server = Server()
     server.says_ids = False
     with serving(server) as url:
-        assert run_replay(
-            small(url, tmp_path, dialect=Dialect(api=Api.CHAT, plain=True)), no_faults, no_check
-        )
+        assert run_replay(small(url, tmp_path, dialect=Dialect(plain=True)), no_faults, no_check)
         server.spoiled = {server.seen + 2}
         assert not run_replay(small(url, tmp_path / "2"), no_faults, no_check)
 
@@ -349,7 +326,6 @@ async def check_state(faults: list[Fault], port: AdminPort) -> None:
             {"rate": 1e-300},
             "--rate: got 1e-300, by which the last request arrives after ",
         ),
-        ({"slo": Slo(ttft_s=float("nan"))}, "--slo-ttft: got nan; allowed: above 0"),
         ({"length_scale": 2}, "--length-scale: got 2; allowed: above 0, up to 1"),
     ],
 )
@@ -367,42 +343,30 @@ def test_faults_need_the_admin_url(tmp_path: Path) -> None:
         run_replay(replace(OPTIONS, fault=tmp_path / "f.yaml"), no_faults, no_check)
 
 
-@pytest.mark.parametrize("text", ["5", "5:5", "7:3", ":9", "a:b", "-1:4"])
-def test_a_window_has_a_first_and_an_end(text: str) -> None:
-    """A window is a slice of the requests by number."""
-    with pytest.raises(ConfigError, match="--window"):
-        parse_window(text)
-
-    assert parse_window("0:500") == (0, 500)
-
-
-def test_window_sample_times_and_lengths_apply_in_this_order(tmp_path: Path) -> None:
-    """A window of the trace, some of it, at a rate, shorter; and what is written is the trace
-    before its lengths were scaled.
-    """
-    options = replace(
-        OPTIONS,
-        requests=100,
-        window=(10, 60),
-        sample=20,
-        rate=5.0,
-        length_scale=0.01,
-        max_input=40,
-        max_output=3,
-    )
+def test_times_and_lengths_are_changed_as_asked() -> None:
+    """At a rate, and shorter."""
+    options = replace(OPTIONS, requests=20, rate=5.0, length_scale=0.01)
 
     requests = load_requests(options)
 
     assert requests == load_requests(options)
     assert requests[-1].arrival_s == pytest.approx(19 / 5)
-    assert all(len(request.prompt_ids) <= 40 and request.max_tokens <= 3 for request in requests)
+    assert max(len(request.prompt_ids) for request in requests) < 1300
     assert all(4 <= token < 512 for request in requests for token in request.prompt_ids)
 
 
-def test_a_sample_larger_than_the_trace_is_refused() -> None:
-    """With what is there."""
-    with pytest.raises(TraceError, match="has 30 requests, 31 were asked for"):
-        load_requests(replace(OPTIONS, sample=31))
+def test_the_first_requests_of_a_file_can_be_asked_for(tmp_path: Path) -> None:
+    """Without a number they are all sent; more than there are is an error, not a shorter run."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival,input,output\n0,8,2\n1,8,3\n2,8,4\n")
+    options = replace(OPTIONS, preset=None, trace=trace, requests=None)
+
+    whole, first = load_requests(options), load_requests(replace(options, requests=2))
+
+    assert [request.max_tokens for request in whole] == [2, 3, 4]
+    assert first == whole[:2]
+    with pytest.raises(TraceError, match="has 3 requests, 4 were asked for"):
+        load_requests(replace(options, requests=4))
 
 
 def test_a_place_that_cannot_be_written_to_is_named_before_anything_is_sent(
@@ -479,7 +443,7 @@ def test_a_preset_is_scaled_to_what_the_server_takes(
     """The first replay needs no options of length; what was done is said."""
     server = Server()
     server.max_model_len = 256
-    options = small("", tmp_path, oracle=False, length_scale=1.0, max_output=None, vocab_size=4096)
+    options = small("", tmp_path, oracle=False, length_scale=1.0)
     with serving(server) as url:
         assert run_replay(replace(options, url=url), no_faults, no_check)
 
@@ -495,45 +459,10 @@ def test_a_preset_is_scaled_to_what_the_server_takes(
     )
 
 
-@pytest.mark.parametrize("api", [Api.COMPLETIONS, Api.CHAT])
-def test_prompts_of_words_are_as_long_as_those_of_tokens(
-    api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A word has several tokens: the server is asked how many, and takes every request."""
-    server = Server()
-    server.max_model_len, server.tokens_per_word = 256, 2.5
-    dialect = Dialect(api=api, text_prompts=True)
-    options = small("", tmp_path, oracle=False, length_scale=1.0, max_output=None, dialect=dialect)
-    options = replace(options, vocab_size=4096)
-    with serving(server) as url:
-        assert run_replay(replace(options, url=url), no_faults, no_check)
-
-    requests = load_requests(replace(options, url=url), served=server.max_model_len)
-    longest = max(len(each.prompt_ids) + each.max_tokens for each in requests)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "a word has 2.50 tokens" in shown
-    assert "the server takes 256 tokens, 12 of 12 requests are longer" in shown
-    assert abs(server.longest - longest) <= 2  # Less than a word.
-
-
-def test_a_server_without_usage_gets_a_word_for_a_token(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And whoever starts the replay reads of it."""
-    server = Server()
-    options = small("", tmp_path, oracle=False, dialect=Dialect(text_prompts=True))
-    with serving(server) as url:
-        assert run_replay(replace(options, url=url), no_faults, no_check)
-
-    assert "reports no usage: prompts have a word for each token" in " ".join(
-        capsys.readouterr().out.split()
-    )
-
-
 def test_lengths_that_were_chosen_are_kept_and_questioned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Lengths of a file, or given by any option of length, are not changed unasked."""
+    """Lengths of a file, or given by an option, are not changed unasked."""
     server = Server()
     server.max_model_len = 32
     with serving(server) as url:
@@ -596,15 +525,3 @@ def test_ctrl_c_keeps_the_repeats_that_are_whole(tmp_path: Path) -> None:
     report = report_of(tmp_path)
     assert len(report["repeats"]) == 2
     assert report["streams"] == 24
-
-
-def test_json_is_the_outline_of_the_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Alone on stdout; tables and progress are on stderr."""
-    with serving(Server()) as url:
-        assert run_replay(small(url, tmp_path, json=True), no_faults, no_check)
-
-    found = json.loads(capsys.readouterr().out)
-    assert (found["streams"], found["exact"]) == (12, True)
-    assert "per_stream" not in found
