@@ -23,6 +23,9 @@ REMOVED = {
         "--service-s": _QUESTION,
         "--target-queue-s": _QUESTION,
     },
+    "lab compare": {
+        "--out": "--json prints what it kept",
+    },
     "lab replay": {
         "--api": "requests are completions; other clients drive chat",
         "--json": "report.json in --out has the report",
@@ -33,6 +36,14 @@ REMOVED = {
         "--slo-ttft": "goodput is within 2 s to the first token; report.json has each stream",
         "--text-prompts": "prompts are token ids",
         "--window": "use --requests for the first ones, or cut the trace",
+    },
+    "lab simulate": {
+        "--oracle": "reports are those of replays",
+        "--out": "--json prints the outcome of each seed",
+        "--policy": "set policy.name, or KVRS_POLICY__NAME; kvrs lab compare takes several",
+    },
+    "lab tune": {
+        "--held-out": "the second half of --trace is held out, or other seeds",
     },
 }
 

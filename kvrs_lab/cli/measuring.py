@@ -63,9 +63,6 @@ def simulate(
     seeds: opt.Seeds = 1,
     proxies: opt.SimulateProxies = 1,
     jobs: opt.Jobs = 1,
-    policy: opt.Policies = None,
-    oracle: opt.SimulatedOracle = False,
-    out: opt.SimulationOut = None,
     json: base.Json = False,
 ) -> None:
     """Simulate a cluster in virtual time, with faults, and check the invariants as it runs."""
@@ -73,7 +70,7 @@ def simulate(
     from kvrs_lab.sim.case import SimulateOptions
     from kvrs_lab.sim.command import run_simulation
 
-    options = filled(SimulateOptions, given, policy=tuple(policy or ()))
+    options = filled(SimulateOptions, given)
     raise typer.Exit(run_simulation(options))
 
 
@@ -87,7 +84,6 @@ def compare(
     deaths: opt.RandomDeaths = 0,
     seeds: opt.ComparedSeeds = 10,
     jobs: opt.Jobs = 1,
-    out: opt.SimulationOut = None,
     json: base.Json = False,
 ) -> None:
     """Simulate several policies under the same load and faults, and tell which one is better."""
@@ -105,7 +101,6 @@ def tune(
     trials: opt.TuneTrials = 30,
     config: opt.DemoConfig = None,
     trace: opt.SimulateTrace = None,
-    held_out: opt.TuneHeldOut = None,
     requests: opt.SimulatedStreams = None,
     rate: opt.SimulatedRate = None,
     fault: opt.SimulatedFault = None,

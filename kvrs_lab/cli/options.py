@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvrs.cli.options import POLICIES, POLICY
-from kvrs.config.policy import PolicyName
+from kvrs.cli.options import POLICIES
 from kvrs_lab.sim.goals import Goal
 from kvrs_lab.traces.presets import PRESETS
 
@@ -146,42 +145,21 @@ SimulatedRate = Annotated[
     float | None, typer.Option(help="Requests per second; default: the trace's own, or 8")
 ]
 Jobs = Annotated[int, typer.Option(min=1, help="Processes that simulate seeds")]
-SimulatedOracle = Annotated[
-    bool, typer.Option("--oracle", help="Each seed again without the faults, for the report")
-]
 SimulatedFault = Annotated[Path | None, typer.Option(help="YAML list of faults")]
 RandomDeaths = Annotated[int, typer.Option(min=0, help="Or so many random deaths")]
 FirstSeed = Annotated[int, typer.Option(min=0, help="Seed of the first simulation")]
 Seeds = Annotated[int, typer.Option(min=1, help="How many simulations, each with the next seed")]
-Policies = Annotated[
-    list[PolicyName] | None,
-    typer.Option(
-        metavar=POLICY,
-        help=f"In place of the configuration's; several are shown side by side: {POLICIES}",
-    ),
-]
 TuneSpace = Annotated[
     Path, typer.Option(help="YAML: for each setting, by its path, a list of values or low and high")
 ]
 TuneGoal = Annotated[Goal, typer.Option(help="What is to become better")]
 TuneTrials = Annotated[int, typer.Option(min=1, help="Proposals that are simulated")]
 TuneSeeds = Annotated[int, typer.Option(min=1, help="Simulations of each proposal")]
-TuneHeldOut = Annotated[
-    Path | None,
-    typer.Option(
-        help="Trace on which the best is tested; default: the second half of --trace, or other "
-        "seeds"
-    ),
-]
 Compared = Annotated[
     str, typer.Option(metavar="A,B,...", help=f"Policies, with commas between: {POLICIES}")
 ]
 ComparedSeeds = Annotated[
     int, typer.Option(min=1, help="Pairs of runs; more make the interval narrower")
-]
-SimulationOut = Annotated[
-    Path | None,
-    typer.Option(help="Directory for the outcomes as JSON, a row per request, and the report"),
 ]
 PageOut = Annotated[
     Path | None, typer.Option(help="Directory for the page of one report, report.html")

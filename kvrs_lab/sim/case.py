@@ -13,7 +13,7 @@ from kvrs.config.cluster import Backend
 from kvrs.config.file import Config, load_config
 from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError, numbers_out_of_range
-from kvrs.profiles.catalog import decode_table, kv_geometry, load_s
+from kvrs.profiles.catalog import kv_geometry
 from kvrs_lab.faults.language import Fault, VictimRole, What, load_faults
 from kvrs_lab.report.metrics import Slo
 from kvrs_lab.sim.cluster import PACE
@@ -51,20 +51,15 @@ class SimulateOptions:
     requests: int | None = None  # None: all of the trace, or 100 generated ones.
     first_request: int = 0  # Of the trace.
     rate: float | None = None  # Requests per second. None: the trace's own, or 8.
-    pace: str | None = None  # Of instances that have none of their own; None: the configuration's.
-    first_token: FirstToken | None = None  # Where it comes from; None: by the backend.
     fault: Path | None = None
     deaths: int = 0  # Or so many at random.
     seed: int = 0
     seeds: int = 1  # So many, from `seed` on; a seed draws the trace, the victims and every delay.
     jobs: int = 1  # Processes that simulate seeds.
     proxies: int = 1
-    acceptance: float = 0.6  # Of drafts, with `speculation.source: draft`.
     policy: Sequence[PolicyName] = ()  # One after the other; none: the configuration's.
-    oracle: bool = False  # Each seed once more without the faults, for the report.
     slo: Slo = Slo()  # noqa: RUF009 - frozen
     json: bool = False
-    out: Path | None = None  # Directory for simulation.json, rows of requests, and the report.
 
 
 def load_case(options: SimulateOptions) -> tuple[Config, list[Fault]]:
@@ -80,23 +75,9 @@ def load_case(options: SimulateOptions) -> tuple[Config, list[Fault]]:
 
 
 def prepared(config: Config, options: SimulateOptions) -> tuple[Config, list[Fault]]:
-    """The configuration with the pace of the options, and the faults. Raises: see `load_case`."""
-    config = _paced(config, options.pace)
+    """The configuration, once it is checked, and the faults. Raises: see `load_case`."""
     _check_paces(config)
     return config, _faults(options, config)
-
-
-def _paced(config: Config, pace: str | None) -> Config:
-    if pace is None:
-        return config
-    try:
-        decode_table(pace)
-        load_s(pace)
-    except ConfigError as error:
-        raise ConfigError([f"--pace: {fault}" for fault in error.faults]) from None
-    engine = config.cluster.engine.model_copy(update={"pace": pace})
-    cluster = config.cluster.model_copy(update={"engine": engine})
-    return config.model_copy(update={"cluster": cluster})
 
 
 def _check_paces(config: Config) -> None:
@@ -124,8 +105,6 @@ def make_world(
     config: Config,
     faults: Sequence[Fault],
     seed: int,
-    *,
-    keep_log: bool = False,
 ) -> World:
     arrivals = arrivals_of(options, config, seed)
     deaths: list[FaultEvent] = named_deaths(faults)
@@ -148,9 +127,8 @@ def make_world(
         deaths,
         seed=seed,
         proxies=options.proxies,
-        keep_log=keep_log,
-        draft_model=draft_model_of(config, options.acceptance),
-        first_token=first_token_of(options, config),
+        draft_model=draft_model_of(config),
+        first_token=_FIRST_TOKEN.get(config.cluster.backend, FirstToken.DECODE),
     )
 
 
@@ -219,11 +197,6 @@ def _unknown(fault: Fault, config: Config) -> Iterator[str]:
         ):
             if isinstance(number, int) and number >= count:
                 yield f"whom.{part}: got {number} of {each.id!r}; allowed: below {count}"
-
-
-def first_token_of(options: SimulateOptions, config: Config) -> FirstToken:
-    """Where the first token of a stream comes from."""
-    return options.first_token or _FIRST_TOKEN.get(config.cluster.backend, FirstToken.DECODE)
 
 
 def arrivals_of(options: SimulateOptions, config: Config, seed: int) -> list[Arrival]:

@@ -1,12 +1,9 @@
-"""Clients of a simulated cluster as a replay records them: a record of each request, and rows of
-the faults.
-"""
+"""Clients of a simulated cluster as a replay records them: a record of each request."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from kvrs.ids import StreamId
-from kvrs_lab.sim.cluster import MOVED, Outcome
+from kvrs_lab.sim.cluster import MOVED
 from kvrs_lab.sim.proxy import SimProxy
 from kvrs_lab.sim.streams import Arrival, SimStream
 from kvrs_lab.traces.records import ErrorKind, StreamRecord
@@ -52,17 +49,3 @@ def _record(number: int, asked: Arrival, live: SimStream | None) -> StreamRecord
     else:
         record.fail(ErrorKind.EVENT, live.outcome)
     return record
-
-
-def fault_rows(outcome: Outcome) -> list[dict[str, Any]]:
-    """The faults that were carried out, in the order of their times."""
-    return [
-        {
-            "at_s": hit.at_s,
-            "what": hit.death,
-            "whom": hit.whom,
-            "instances": list(hit.instances) or [hit.whom],
-            "inflight": hit.streams,
-        }
-        for hit in outcome.hits
-    ]

@@ -1,5 +1,5 @@
 """`kvrs lab simulate`: a configuration's cluster in virtual time, hit by a file's faults or at
-random, for one seed or many, under one policy or several.
+random, for one seed or many.
 """
 
 import json
@@ -18,12 +18,11 @@ from kvrs import __version__
 from kvrs.config.file import Config, config_digest
 from kvrs.config.policy import PolicyName
 from kvrs.sums import sum_in_order
-from kvrs.tables import folded, output
+from kvrs.tables import output
 from kvrs_lab.faults.language import Fault
-from kvrs_lab.report.output import claim_directory
 from kvrs_lab.sim.case import SimulateOptions, arrivals_of, cut_requests, load_case, under
 from kvrs_lab.sim.cluster import Outcome
-from kvrs_lab.sim.results import latencies, latency_table, write_results
+from kvrs_lab.sim.results import latencies, latency_table
 from kvrs_lab.sim.seeds import Simulated, simulate
 
 
@@ -35,20 +34,14 @@ def run_simulation(options: SimulateOptions) -> int:
         ConfigError, TraceError: a file is wrong.
     """
     config, faults, found = simulate_policies(options)
-    document = described(options, config, found)
-    if options.out is not None:
-        written = write_results(options.out, "simulation.json", document, found)
-        Console(stderr=True).print(f"written: {written}", markup=False, soft_wrap=True)
     if options.json:
-        print(json.dumps(document, indent=2))
-    elif len(found) == 1:
-        output().print(summary(*found.values()))
+        print(json.dumps(described(options, config, found), indent=2))
     else:
-        output().print(side_by_side(found))
+        output().print(summary(*found.values()))
     missed = missed_faults(found, faults)
     for name, count in sorted(missed.items()):
         Console(stderr=True).print(
-            f"never due in {count} of {options.seeds * len(found)} runs: {name}",
+            f"never due in {count} of {options.seeds} runs: {name}",
             style="yellow",
             markup=False,
         )
@@ -73,8 +66,6 @@ def simulate_policies(
             style="yellow",
             markup=False,
         )
-    if options.out is not None:
-        claim_directory(options.out)
     policies = dict.fromkeys(options.policy or (config.policy.name,))
     return (
         config,
@@ -109,27 +100,9 @@ def summary(simulated: Simulated) -> RenderableType:
     return Group(
         Text(verdict, style="red" if broken else "green"),
         *broken,
-        latency_table({"": simulated}),
+        latency_table(simulated),
         table,
         *([deaths] if deaths.row_count else []),
-    )
-
-
-def side_by_side(found: Mapping[PolicyName, Simulated]) -> RenderableType:
-    """The rows of each policy beside those of the others."""
-    broken = broken_lines(found)
-    columns = {policy: dict(rows(simulated.outcomes)) for policy, simulated in found.items()}
-    table = Table("", box=box.SIMPLE)
-    for policy in found:
-        table.add_column(policy.value, justify="right")
-    for name in dict.fromkeys(name for column in columns.values() for name in column):
-        table.add_row(name, *(column.get(name, "-") for column in columns.values()))
-    verdict = "All invariants held." if not broken else "Invariants were violated."
-    return Group(
-        Text(verdict, style="red" if broken else "green"),
-        *broken,
-        latency_table({policy.value: simulated for policy, simulated in found.items()}),
-        folded(table),
     )
 
 
@@ -190,7 +163,7 @@ def _measured(outcome: Outcome) -> dict[str, Any]:
 
 def _of_clients(simulated: Simulated, seed: int) -> dict[str, Any]:
     found = simulated.clients.get(seed)
-    return {} if found is None else {"clients": found.summary}
+    return {} if found is None else {"clients": found}
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -23,7 +23,6 @@ from kvrs_lab.report.student import Interval, interval
 from kvrs_lab.sim.case import SimulateOptions
 from kvrs_lab.sim.cluster import Outcome
 from kvrs_lab.sim.command import broken_lines, described, missed_faults, simulate_policies
-from kvrs_lab.sim.results import write_results
 from kvrs_lab.sim.seeds import Simulated
 
 COMPLETE = "complete"  # As the simulator counts streams that got all their tokens.
@@ -73,12 +72,9 @@ def run_comparison(options: SimulateOptions) -> int:
     if hollow := [policy.value for policy, each in found.items() if not each.by_seed]:
         raise KvrsError(f"all runs of {', '.join(hollow)} violated an invariant: kvrs lab simulate")
     comparisons = compare(found)
-    document = described(options, config, found) | {"comparison": _document(found, comparisons)}
-    if options.out is not None:
-        written = write_results(options.out, "comparison.json", document, found)
-        Console(stderr=True).print(f"written: {written}", markup=False, soft_wrap=True)
     if options.json:
-        print(json.dumps(document, indent=2))
+        compared = {"comparison": _document(found, comparisons)}
+        print(json.dumps(described(options, config, found) | compared, indent=2))
     else:
         output().print(_shown(found, comparisons))
     missed = missed_faults(found, faults)

@@ -27,6 +27,7 @@ from kvrs_lab.sim.site import LATENCY_S
 
 _LOOK_S = 0.25  # Between looks for one that wants drafts, and at whether it is still there.
 _GONE = StreamId("gone")
+_ACCEPTANCE = 0.6  # Of the drafts of a configuration's model.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +41,15 @@ class SimDraftModel:
         return token_at(stream, position) + (chance >= self.acceptance)
 
 
-def draft_model_of(config: Config, acceptance: float) -> SimDraftModel | None:
+def draft_model_of(config: Config) -> SimDraftModel | None:
     """The draft model of a configuration; None: it has none.
 
     Raises:
-        ConfigError: no profile says how long the draft takes, or there is no such acceptance.
+        ConfigError: no profile says how long the draft takes.
     """
     speculation, disk_bytes_per_s = config.speculation, config.cluster.engine.disk_bytes_per_s
     if speculation.source is not DraftSourceName.DRAFT:
         return None
-    if not 0 <= acceptance <= 1:
-        raise ConfigError(f"--acceptance: got {acceptance}; allowed: 0 to 1")
     if (name := speculation.pace) is None:
         raise ConfigError(
             "speculation.pace: null with source 'draft'; allowed in a simulation: the name of a "
@@ -58,7 +57,7 @@ def draft_model_of(config: Config, acceptance: float) -> SimDraftModel | None:
         )
     read_s = catalog.load(name).weight_bytes / disk_bytes_per_s if disk_bytes_per_s else 0.0
     pace = Pace(name)
-    return SimDraftModel(pace, read_s + pace.load_s, acceptance)
+    return SimDraftModel(pace, read_s + pace.load_s, _ACCEPTANCE)
 
 
 class SimHelper:

@@ -3,22 +3,20 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvrs.config.file import Config, config_digest
+from kvrs.config.file import Config
 from kvrs_lab.faults.language import Fault
 from kvrs_lab.report import metrics
-from kvrs_lab.report.report import Report, build_report
 from kvrs_lab.sim.case import SimulateOptions, make_world
-from kvrs_lab.sim.clients import fault_rows, records_of
-from kvrs_lab.sim.cluster import PACE, Outcome
+from kvrs_lab.sim.clients import records_of
+from kvrs_lab.sim.cluster import Outcome
 from kvrs_lab.sim.world import World
-from kvrs_lab.traces.records import StreamRecord
 
 # Adds to the requests that have ended.
 Ended = Callable[[int], None]
@@ -31,7 +29,8 @@ class Simulated:
 
     by_seed: dict[int, Outcome]
     broken: dict[int, str]  # By seed: the violated invariant.
-    clients: "dict[int, ClientsView]" = field(default_factory=dict)  # By seed.
+    # By seed: `kvrs_lab.report.metrics.summary` of the run as its clients saw it.
+    clients: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -39,19 +38,10 @@ class Simulated:
 
 
 @dataclass(slots=True)
-class ClientsView:
-    """The run of one seed, as its clients saw it."""
-
-    summary: dict[str, Any]  # `kvrs_lab.report.metrics.summary`
-    requests: list[dict[str, Any]]  # A row for each.
-    report: Report | None  # Where it is to be written.
-
-
-@dataclass(slots=True)
 class SeedRun:
     seed: int
     outcome: Outcome | None = None  # None: `broken`.
-    clients: ClientsView | None = None
+    clients: dict[str, Any] | None = None
     broken: str = ""
 
 
@@ -85,7 +75,7 @@ def _runs(
         for seed in seeds:
             world = make_world(options, config, faults, seed)
             told = told or begin(len(seeds) * len(world.arrivals))
-            yield _run(world, options, config, faults, seed, told)
+            yield _run(world, options, seed, told)
         return
     ended = begin(len(seeds))
     jobs = min(options.jobs, len(seeds))
@@ -105,14 +95,12 @@ def run_seed(
 ) -> SeedRun:
     """The run of one seed, in a process of its own."""
     world = make_world(options, config, faults, seed)
-    return _run(world, options, config, faults, seed, lambda more: None)
+    return _run(world, options, seed, lambda more: None)
 
 
 def _run(
     world: World,
     options: SimulateOptions,
-    config: Config,
-    faults: Sequence[Fault],
     seed: int,
     ended: Ended,
 ) -> SeedRun:
@@ -127,73 +115,12 @@ def _run(
     world.cluster.tally.changed = look
     try:
         outcome = world.run()
-        clean = None
-        if options.oracle:
-            bare = make_world(replace(options, deaths=0, fault=None), config, [], seed)
-            bare.run()
-            clean = records_of(bare.arrivals, bare.cluster.proxies)
     except AssertionError as error:
         return SeedRun(seed, broken=str(error) or repr(error))
     finally:
         ended(len(world.arrivals) - shown)
     records = records_of(world.arrivals, world.cluster.proxies)
-    clients = ClientsView(
-        metrics.summary(records, options.slo),
-        [_row(seed, record) for record in records] if options.out is not None else [],
-        _report(options, config, world, records, clean, seed) if options.out is not None else None,
-    )
-    return SeedRun(seed, outcome, clients)
-
-
-def _row(seed: int, record: StreamRecord) -> dict[str, Any]:
-    return {
-        "seed": seed,
-        "request": record.index,
-        "arrival_s": record.due_s,
-        "input_tokens": record.prompt_tokens,
-        "output_tokens": record.tokens,
-        "max_tokens": record.max_tokens,
-        "ttft_s": metrics.arrival_ttft_s(record),
-        "tpot_s": metrics.tpot_s(record),
-        "max_gap_s": metrics.max_gap_s(record),
-        "latency_s": metrics.latency_s(record),
-        "error": "" if record.error is None else record.error.message,
-    }
-
-
-def _report(
-    options: SimulateOptions,
-    config: Config,
-    world: World,
-    records: list[StreamRecord],
-    clean: list[StreamRecord] | None,
-    seed: int,
-) -> Report:
-    outcome = world.cluster.outcome
-    settings = {
-        "simulated": "in virtual time",
-        "trace": "generated" if options.trace is None else options.trace.name,
-        "rate": options.rate,
-        "requests": len(records),
-        "pace": config.cluster.engine.pace or PACE,
-        "seed": seed,
-        "fault": None if options.fault is None else options.fault.name,
-        "deaths": options.deaths,
-        "proxies": options.proxies,
-    }
-    proxy = {"policy": config.policy.name.value, "config_digest": config_digest(config)}
-    recovered = (each for each_proxy in world.cluster.proxies for each in each_proxy.recovered)
-    rows = sorted((each.row() for each in recovered), key=lambda row: float(row["at_s"]))
-    return build_report(
-        records,
-        clean,
-        rows,
-        fault_rows(outcome),
-        settings,
-        options.slo,
-        outcome.never_due,
-        proxy,
-    )
+    return SeedRun(seed, outcome, metrics.summary(records, options.slo))
 
 
 @contextmanager

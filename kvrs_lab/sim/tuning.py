@@ -59,7 +59,6 @@ class TuneOptions:
     space: Path
     goal: Goal
     trials: int = 30
-    held_out: Path | None = None  # A trace. None: the second half of the trace, or other seeds.
     held_out_seeds: int = 10
 
 
@@ -148,7 +147,7 @@ def ends_of(space: Space) -> list[dict[str, Value]]:
 def cost(goal: Goal, simulated: Simulated, seed: int) -> float:
     """The goal's value of one seed, least is best."""
     if goal is Goal.GOODPUT:
-        return -float(simulated.clients[seed].summary["goodput_per_s"])
+        return -float(simulated.clients[seed]["goodput_per_s"])
     return recovery_p99_s(simulated.by_seed[seed])
 
 
@@ -179,12 +178,12 @@ class Tuning:
         self._known: dict[str, list[float]] = {}
 
     def _loads(self, case: SimulateOptions) -> tuple[SimulateOptions, SimulateOptions]:
-        """The load of the search, and that of the comparison."""
+        """The load of the search, and that of the comparison: the second half of a trace, or other
+        seeds.
+        """
         options, later = self._options, case.seed + case.seeds
         held_out = replace(case, seed=later, seeds=options.held_out_seeds)
-        if options.held_out is not None:
-            held_out = replace(held_out, trace=options.held_out, requests=None)
-        elif case.trace is not None:
+        if case.trace is not None:
             count = case.requests or len(load_trace(case.trace).requests)
             half = count // 2
             if half < 1:

@@ -127,10 +127,8 @@ def test_a_run_is_the_same_every_time() -> None:
 def test_a_simulation_needs_the_pace_of_the_draft_model() -> None:
     """Else it would run without drafts, and say nothing of it."""
     with pytest.raises(ConfigError, match=r"speculation.pace: null with source 'draft'"):
-        draft_model_of(config(), 0.6)
-    with pytest.raises(ConfigError, match=r"--acceptance: got nan; allowed: 0 to 1"):
-        draft_model_of(config(), float("nan"))
-    assert draft_model_of(config("off"), 0.6) is None
+        draft_model_of(config())
+    assert draft_model_of(config("off")) is None
 
 
 def test_the_command_simulates_drafts(tmp_path: Path) -> None:
@@ -139,7 +137,7 @@ def test_the_command_simulates_drafts(tmp_path: Path) -> None:
     file = tmp_path / "kvrs.yaml"
     file.write_text(json.dumps(paced))
     given = parse_config(paced)
-    options = SimulateOptions(config=file, requests=60, deaths=3, acceptance=1.0)
+    options = SimulateOptions(config=file, requests=60, deaths=3)
     world = make_world(options, given, [], seed=1)
 
     assert world.run().ended == {"complete": 60}

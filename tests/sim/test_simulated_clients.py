@@ -1,8 +1,8 @@
-"""Clients in `kvrs lab simulate`: latencies, goodput, a row per request, the report."""
+"""Clients in `kvrs lab simulate`: latencies and goodput."""
 
-import csv
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from io import StringIO
 from itertools import pairwise
@@ -24,9 +24,8 @@ from kvrs_lab.sim.case import SimulateOptions, load_case, make_world
 from kvrs_lab.sim.clients import records_of
 from kvrs_lab.sim.command import run_simulation
 from kvrs_lab.sim.fault_scenarios import FaultEvent
-from kvrs_lab.sim.first_token import FirstToken
 from kvrs_lab.sim.results import latencies
-from kvrs_lab.sim.seeds import ClientsView, Simulated, simulate
+from kvrs_lab.sim.seeds import Simulated, simulate
 from kvrs_lab.sim.streams import Arrival
 from kvrs_testkit.death_scenarios import PROXY_KILLED
 from kvrs_testkit.disturbances import DisturbedWorld
@@ -47,46 +46,28 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def written(options: SimulateOptions, out: Path) -> tuple[Any, list[dict[str, str]], Any]:
-    """The document, the rows and the report of a run."""
-    assert run_simulation(options) == 0
-    with (out / "requests.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    return (
-        json.loads((out / "simulation.json").read_text()),
-        rows,
-        json.loads((out / "report.json").read_text()),
-    )
-
-
-def test_rows_document_table_and_report_agree(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All are made of the same records."""
-    kill = tmp_path / "faults.yaml"
+def test_document_and_table_agree(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both are made of the same records."""
+    kill = config.with_name("faults.yaml")
     kill.write_text("- {when: {inflight_at_least: 3}, what: kill, whom: {role: decode}}")
-    out, slo = tmp_path / "out", Slo(ttft_s=0.1)
-    options = SimulateOptions(config=config, fault=kill, requests=30, out=out, slo=slo, oracle=True)
+    options = SimulateOptions(config=config, fault=kill, requests=30, slo=Slo(ttft_s=0.1))
+    loaded, faults = load_case(options)
+    world = make_world(options, loaded, faults, 0)
+    world.run()
+    records = records_of(world.arrivals, world.cluster.proxies)
 
-    document, rows, report = written(options, out)
-
+    assert run_simulation(replace(options, json=True)) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert run_simulation(options) == 0
     shown = capsys.readouterr().out
-    assert [int(row["request"]) for row in rows] == list(range(30))
-    ttft = sorted(float(row["ttft_s"]) for row in rows)
+
+    ttft = [record.token_times_s[0] - record.due_s for record in records]
     found = document["policies"]["auto"]["clients"]
     assert found["arrival_ttft_s"]["mean"]["mean"] == pytest.approx(sum(ttft) / 30)
-    assert report["runs"]["fault"]["arrival_ttft_s"]["mean"] == pytest.approx(sum(ttft) / 30)
     assert f"{sum(ttft) / 30 * 1000:.1f} ms" in shown
-    assert sum(int(row["output_tokens"]) for row in rows) == report["runs"]["fault"]["tokens"]
-    in_time = sum(float(row["ttft_s"]) <= 0.1 for row in rows)
+    in_time = sum(each <= 0.1 for each in ttft)
     assert 0 < in_time < 30
-    assert report["runs"]["fault"]["slo_met"] == in_time
-    (fault,) = report["faults"]
-    assert fault["recoveries"] == report["groups"]["interrupted"]["streams"] > 0
-    assert fault["tfs_s"] is not None
-    assert report["impact"] is not None
-    assert all(row["real_s"] > 0 for row in report["recovery_rows"])
-    assert (out / "report.html").is_file()
+    assert document["policies"]["auto"]["seeds"]["0"]["clients"]["slo_met"] == in_time
 
 
 def test_a_terminal_is_shown_how_many_requests_have_ended(
@@ -125,11 +106,12 @@ def test_clients_keep_their_tokens_when_their_proxy_dies(config: Path) -> None:
 def test_the_first_token_comes_from_prefill_where_the_backend_sends_it(config: Path) -> None:
     """It does not wait for the hand-off and the first step of decode; the other tokens do."""
     found = {}
-    for kind in FirstToken:
-        options = SimulateOptions(config=config, requests=20, rate=1.0, first_token=kind)
+    for backend in ("distserve", "embedded"):
+        config.write_text(CONFIG.replace("cluster:", f"cluster:\n  backend: {backend}"))
+        options = SimulateOptions(config=config, requests=20, rate=1.0)
         loaded, faults = load_case(options)
-        found[kind] = simulate(options, loaded, faults).clients[0].summary
-    prefill, decode = found[FirstToken.PREFILL], found[FirstToken.DECODE]
+        found[backend] = simulate(options, loaded, faults).clients[0]
+    prefill, decode = found["distserve"], found["embedded"]
 
     pace = catalog.decode_table("opt-13b-a100-distserve-tp1")
     assert decode["arrival_ttft_s"]["p50"] - prefill["arrival_ttft_s"]["p50"] > pace.seconds_for(
@@ -157,25 +139,12 @@ def test_latencies_of_several_seeds_are_means_with_intervals() -> None:
     summary = metrics.summary([], Slo())
     values = {"mean": 1.0, "p50": 1.0, "p90": 2.0, "p99": 3.0}
     runs = [summary | {"tpot_s": values}, summary | {"tpot_s": values | {"mean": 3.0}}]
-    views = {seed: ClientsView(run, [], None) for seed, run in enumerate(runs)}
 
-    found = latencies(Simulated({}, {}, views))
+    found = latencies(Simulated({}, {}, dict(enumerate(runs))))
 
     assert found["tpot_s"]["mean"] == {"mean": 2.0, "half_width": pytest.approx(12.7062)}
     assert found["tpot_s"]["p99"] == {"mean": 3.0, "half_width": 0.0}
     assert found["arrival_ttft_s"]["p50"] == {"mean": None, "half_width": None}
-
-
-def test_a_pace_takes_the_place_of_that_of_the_configuration(config: Path) -> None:
-    """By name or path, for instances that have none of their own."""
-    times_s = {}
-    for pace in ("opt-13b-a100-distserve-tp4", "opt-66b-a100-distserve-tp4"):
-        options = SimulateOptions(config=config, requests=5, rate=1.0, pace=pace)
-        loaded, faults = load_case(options)
-        times_s[pace] = simulate(options, loaded, faults).clients[0].summary["tpot_s"]["p50"]
-
-    small, large = times_s.values()
-    assert large > 1.5 * small
 
 
 def test_each_instance_may_have_a_pace_of_its_own(config: Path) -> None:
@@ -207,27 +176,12 @@ def test_paces_of_two_models_are_refused(config: Path) -> None:
         load_case(SimulateOptions(config=config))
 
 
-def profile_without_load() -> str:
-    profile: dict[str, Any] = msgspec.to_builtins(catalog.profile("opt-13b-a100-vllm-tp1"))
-    del profile["load"]
-    return msgspec.json.encode(profile).decode()
-
-
 FAULT = "- {{when: {{at_s: 1}}, what: kill, whom: {}}}"
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (lambda path: {"pace": "no-such-model"}, r"^--pace: got 'no-such-model'; allowed: a path"),
-        (
-            lambda path: {"pace": "opt-13b-a100-kvrs-seed"},
-            r"^--pace: 'opt-13b-a100-kvrs-seed' has no decode table; allowed: ",
-        ),
-        (
-            lambda path: {"pace": str(path("without.json", profile_without_load()))},
-            r"^--pace: '.*without\.json' has no load time; allowed: ",
-        ),
         (
             lambda path: {"fault": path("f.yaml", FAULT.format("{id: d0, rank: 1}"))},
             r"f\.yaml: \[0\]\.whom\.rank: got 1 of 'd0'; allowed: below 1$",
@@ -253,7 +207,7 @@ def test_what_is_wrong_is_said_before_anything_runs(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With place and reason; nothing is written."""
+    """With place and reason."""
 
     def path(name: str, text: str) -> Path:
         (tmp_path / name).write_text(text)
@@ -262,9 +216,7 @@ def test_what_is_wrong_is_said_before_anything_runs(
     monkeypatch.setattr("kvrs_lab.sim.seeds.make_world", None)
 
     with pytest.raises(KvrsError, match=reason):
-        run_simulation(SimulateOptions(config=config, out=tmp_path / "out", **given(path)))
-
-    assert not (tmp_path / "out").exists()
+        run_simulation(SimulateOptions(config=config, **given(path)))
 
 
 def test_agents_that_are_not_there_cannot_be_hit(config: Path, tmp_path: Path) -> None:

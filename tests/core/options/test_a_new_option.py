@@ -87,8 +87,8 @@ def test_it_is_explained_and_recovers_streams(tree: Path) -> None:
     explained = json.loads(
         run(tree, "lab", "explain", "--profile", profile, "--prompt-tokens", "1477", "--json")
     )
-    run(tree, "lab", "simulate", "--requests", "60", "--deaths", "8", "--seed", "1", "--out", "out")
-    outcome = json.loads((tree / "out" / "simulation.json").read_bytes())
+    asked = ("--requests", "60", "--deaths", "8", "--seed", "1", "--json")
+    outcome = json.loads(run(tree, "lab", "simulate", *asked))
 
     options = [each["option"] for each in explained["answer"]["options"]]
     assert {"fast_recompute", "recompute"} <= set(options)
