@@ -31,6 +31,7 @@ REMOVED = {
         "--json": "report.json in --out has the report",
         "--max-input": "use --length-scale, or cut the trace",
         "--max-output": "use --length-scale, or cut the trace",
+        "--repeat": "run it again with another --seed; kvrs lab report compares the reports",
         "--sample": "give a file of these requests, as by shuf(1)",
         "--slo-tpot": "goodput is within 0.2 s a token; report.json has each stream",
         "--slo-ttft": "goodput is within 2 s to the first token; report.json has each stream",

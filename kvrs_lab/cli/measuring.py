@@ -22,7 +22,6 @@ def replay(
     model: opt.ReplayModel = None,
     plain: opt.Plain = False,
     seed: opt.ReplaySeed = 0,
-    repeat: opt.Repeat = 1,
     oracle: opt.Oracle = False,
     fault: opt.ReplayFault = None,
     admin_url: opt.AdminUrl = None,

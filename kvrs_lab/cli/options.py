@@ -128,9 +128,6 @@ Requests = Annotated[
         rich_help_panel=TRACE,
     ),
 ]
-Repeat = Annotated[
-    int, typer.Option(min=1, help="Runs; means get 95 % intervals", rich_help_panel=FAULTS)
-]
 AdminUrl = Annotated[
     str | None, typer.Option(help="The proxy's admin port", rich_help_panel=FAULTS)
 ]

@@ -23,7 +23,6 @@ from kvrs_lab.load.fitting import fitted, served_tokens, too_long
 from kvrs_lab.load.open_loop import Dialect
 from kvrs_lab.load.passes import FaultInjector, Run, Target, run_pass
 from kvrs_lab.load.progress import LiveView
-from kvrs_lab.report.measures import combine_reports
 from kvrs_lab.report.output import claim_directory
 from kvrs_lab.report.report import Report, build_report, write_report
 from kvrs_lab.report.table import terminal_table
@@ -62,7 +61,6 @@ class ReplayOptions:
     length_scale: float = 1.0
     dialect: Dialect = Dialect()  # noqa: RUF009 - frozen
     seed: int = 0
-    repeat: int = 1
     oracle: bool = False
     fault: Path | None = None
     admin: AdminClient | None = None  # Of the proxy behind `url`.
@@ -90,12 +88,11 @@ def run_replay(options: ReplayOptions, inject_faults: FaultInjector, check: Chec
     claim_directory(options.out)
     served = uvloop.run(served_tokens(options.url, options.dialect))
     requests = load_requests(options, console, served)
-    reports, interrupted = uvloop.run(
+    report, interrupted = uvloop.run(
         _run_all(options, requests, faults, inject_faults, check, console)
     )
-    if reports:
-        report = combine_reports(reports)
-        _write(report, reports, options.out, console)
+    if report["streams"] or not interrupted:
+        _write(report, options.out, console)
     if interrupted:
         raise KeyboardInterrupt
     return not report["reasons"] and not report["faults_never_due"]
@@ -181,10 +178,8 @@ async def _run_all(
     inject_faults: FaultInjector,
     check: Check,
     console: Console,
-) -> tuple[list[Report], bool]:
-    """One report per repeat, and whether Ctrl-C ended the run. What ran before it is kept: the
-    repeats that are whole, or else the part of the first.
-    """
+) -> tuple[Report, bool]:
+    """The report, and whether Ctrl-C ended the run: it is that of the streams that had ended."""
     stop = asyncio.Event()
     async with AsyncExitStack() as stack:
         stack.enter_context(_on_interrupt(stop))
@@ -195,26 +190,14 @@ async def _run_all(
             )
             await check(faults, port)
         target = Target(options.url, options.dialect, port=port, inject_faults=inject_faults)
-        reports: list[Report] = []
-        for number in range(options.repeat):
-            label = f" {number + 1}/{options.repeat}" if options.repeat > 1 else ""
-            # Each repeat has its own random victims; the requests are the same.
-            run = await _pass(
-                target, requests, faults, options.seed + number, console, f"replay{label}", stop
-            )
-            clean = None
-            if options.oracle and not run.interrupted:
-                await _all_up(port)
-                clean = await _pass(
-                    target, requests, [], options.seed, console, f"oracle{label}", stop
-                )
-            if stop.is_set():
-                part = _report(options, requests, run, None, _part(run, requests))
-                return reports or ([part] if run.records else []), True
-            reports.append(_report(options, requests, run, clean))
-            if number + 1 < options.repeat:
-                await _all_up(port)
-        return reports, False
+        run = await _pass(target, requests, faults, options.seed, console, "replay", stop)
+        clean = None
+        if options.oracle and not run.interrupted:
+            await _all_up(port)
+            clean = await _pass(target, requests, [], options.seed, console, "oracle", stop)
+        if stop.is_set():
+            return _report(options, requests, run, None, _part(run, requests)), True
+        return _report(options, requests, run, clean), False
 
 
 def _part(run: Run, requests: list[ReplayRequest]) -> str:
@@ -296,12 +279,9 @@ def _report(
     )
 
 
-def _write(report: Report, reports: list[Report], out: Path, console: Console) -> None:
+def _write(report: Report, out: Path, console: Console) -> None:
     write_report(report, out / "report.json")
     page = _write_page(report, out / "report.html")
-    if len(reports) > 1:
-        for number, single in enumerate(reports, start=1):
-            write_report(single, out / f"run-{number}.json")
     console.print(terminal_table(report))
     if report["compared"] == "text":
         console.print(

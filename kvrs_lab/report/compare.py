@@ -1,9 +1,6 @@
-"""Reports side by side: every measure, its ratio to the first report's, and the interval of the
-ratio.
-"""
+"""Reports side by side: every measure, and its ratio to the first report's."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrs.tables import folded
-from kvrs_lab.report.measures import MEASURES, Report, ReportError, load_report, outline, values_of
+from kvrs_lab.report.measures import MEASURES, Report, ReportError, load_report, outline
 from kvrs_lab.report.report import SCHEMA_VERSION
-from kvrs_lab.report.student import Interval, interval, ratio
-from kvrs_lab.report.table import recoveries_by_option
+from kvrs_lab.report.table import milliseconds, recoveries_by_option
 
-NOTE = (
-    "Times count from arrival. ± and [ ] are 95 % intervals (Student) over repeated "
-    "runs; one run has none. "
-    "A ratio is green where it is better and red where it is worse, if its interval excludes 1."
-)
+NOTE = "Times count from arrival. Each report is one run: repeat a small difference."
 
 
 def compare_reports(paths: Sequence[Path]) -> RenderableType:
@@ -50,16 +42,15 @@ def comparison(names: Sequence[str], reports: Sequence[Report]) -> dict[str, Any
     """The same as JSON: each report's outline, and each measure with its ratios to the first."""
     measures = []
     for name, title, _, more_is_better in MEASURES:
-        values = [values_of(report, name) for report in reports]
-        if any(values):
-            ratios = [ratio(own, values[0]) for own in values[1:]]
+        first, *others = values = [report["measures"][name] for report in reports]
+        if any(value is not None for value in values):
             measures.append(
                 {
                     "measure": name,
                     "title": title,
                     "more_is_better": more_is_better,
-                    "values": [_plain(interval(own)) for own in values],
-                    "ratios": [None, *map(_plain, ratios)],
+                    "values": values,
+                    "ratios": [None, *(_ratio(own, first) for own in others)],
                 }
             )
     return {
@@ -69,10 +60,6 @@ def comparison(names: Sequence[str], reports: Sequence[Report]) -> dict[str, Any
         "measures": measures,
         "differing_settings": differing_settings(reports),
     }
-
-
-def _plain(found: Interval | None) -> dict[str, Any] | None:
-    return None if found is None else asdict(found)
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
@@ -92,7 +79,6 @@ def _table(names: Sequence[str], reports: Sequence[Report]) -> Table:
         table.add_column(Text(name), justify="right")
         if number:
             table.add_column(Text(f"/ {names[0]}"), justify="right")
-    _add(table, "runs", [str(len(report["repeats"])) for report in reports])
     _add(
         table,
         "exact",
@@ -106,11 +92,11 @@ def _table(names: Sequence[str], reports: Sequence[Report]) -> Table:
         "streams completed",
         [f"{report['completed']} / {report['streams']}" for report in reports],
     )
-    _add(table, "recoveries, run 1", [recoveries_by_option(report) for report in reports])
-    for name, title, _, more_is_better in MEASURES:
-        values = [values_of(report, name) for report in reports]
-        if any(values):
-            table.add_row(title, *_cells(name, values, more_is_better))
+    _add(table, "recoveries", [recoveries_by_option(report) for report in reports])
+    for name, title, *_ in MEASURES:
+        values = [report["measures"][name] for report in reports]
+        if any(value is not None for value in values):
+            table.add_row(title, *_cells(name, values))
     for key in differing_settings(reports):
         _add(
             table, f"setting: {key}", [str(report["settings"].get(key, "-")) for report in reports]
@@ -125,35 +111,24 @@ def _add(table: Table, title: str, cells: Sequence[str]) -> None:
     )
 
 
-def _cells(name: str, values: Sequence[list[float]], more_is_better: bool) -> list[Text]:
+def _cells(name: str, values: Sequence[float | None]) -> list[Text]:
     seconds = name.endswith("_s") and not name.endswith("_per_s")
-    cells = [Text(_shown(interval(values[0]), seconds))]
-    for own in values[1:]:
-        cells += [
-            Text(_shown(interval(own), seconds)),
-            _ratio(ratio(own, values[0]), more_is_better),
-        ]
+    first, *others = values
+    cells = [Text(_shown(first, seconds))]
+    for own in others:
+        found = _ratio(own, first)
+        cells += [Text(_shown(own, seconds)), Text("-" if found is None else f"{found:.2f}")]
     return cells
 
 
-def _shown(found: Interval | None, seconds: bool) -> str:
-    if found is None:
+def _shown(value: float | None, seconds: bool) -> str:
+    if value is None:
         return "-"
-    scale, unit = (
-        (1000, " ms") if seconds and abs(found.mean) < 10 else (1, " s" if seconds else "/s")
-    )
-    spread = "" if found.half_width is None else f" ± {found.half_width * scale:,.1f}"
-    return f"{found.mean * scale:,.1f}{spread}{unit}"
+    return milliseconds(value) if seconds else f"{value:,.1f}/s"
 
 
-def _ratio(found: Interval | None, more_is_better: bool) -> Text:
-    if found is None:
-        return Text("-")
-    if found.half_width is None:
-        return Text(f"{found.mean:.2f}")
-    low, high = found.mean - found.half_width, found.mean + found.half_width
-    style = "" if low <= 1 <= high else "green" if (found.mean > 1) == more_is_better else "red"
-    return Text(f"{found.mean:.2f} [{low:.2f}, {high:.2f}]", style=style)
+def _ratio(value: float | None, first: float | None) -> float | None:
+    return value / first if first and value is not None else None
 
 
 def differing_settings(reports: Sequence[dict[str, Any]]) -> list[str]:

@@ -17,7 +17,6 @@ from kvrs_lab.report.table import (
     doubt_lines,
     errors_by_kind,
     fault_label,
-    intervals,
     milliseconds,
     never_due_lines,
     origin_sentence,
@@ -102,7 +101,7 @@ def _headline(report: Report) -> str:
     )
     lines = [*never_due_lines(report), *doubt_lines(report)]
     warning = "".join(f"<p class=warning>{escape(line)}</p>" for line in lines)
-    # Several runs have many reasons: these become a list below a short headline.
+    # Many reasons become a list below a short headline.
     reasons = report["reasons"] if len(report["reasons"]) > 1 else []
     verdict = (
         f"{verdict_sentence(report).partition(':')[0]}." if reasons else verdict_sentence(report)
@@ -181,18 +180,9 @@ def _impact(report: Report) -> str:
 
 
 def _numbers(report: Report) -> str:
-    """The tables of the terminal."""
+    """The table of the terminal."""
     header, *rows = text_rows(quantities(report))
-    found = _section("The run in numbers", _slo_words(report["slo"]), _table(header, rows))
-    runs = len(report["repeats"])
-    if runs < 2:
-        return found
-    header, *rows = text_rows(intervals(report))
-    words = (
-        f"{runs} runs of the same requests; intervals under Student's t-distribution. All other "
-        f"sections show run 1."
-    )
-    return found + _section("Over repeated runs", words, _table(header, rows))
+    return _section("The run in numbers", _slo_words(report["slo"]), _table(header, rows))
 
 
 def _slo_words(slo: Any) -> str:

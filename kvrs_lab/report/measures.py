@@ -1,17 +1,13 @@
-"""The measures by which runs are compared: one flat list per run, intervals over repeated runs, and
-reading reports.
-"""
+"""The measures by which runs are compared, one flat list per run, and reading reports."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from kvrs.errors import KvrsError
-from kvrs_lab.report.student import Interval, interval
 
 # Name, title, path in a report, and whether more is better.
 MEASURES: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
@@ -73,14 +69,11 @@ MEASURES: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
     ),
     ("lag_p99_s", "send lag p99", ("runs", "fault", "lag_s", "p99"), False),
 )
-_COUNTS = ("streams", "completed", "errors", "tokens_lost", "tokens_repeated", "tokens_different")
-_MORE_COUNTS = ("text_different", "finish_different", "unverified")
-
 Report = dict[str, Any]
 
 
 # The fields that a comparison reads; files come from outside, so their shape is checked.
-_Repeat = msgspec.defstruct("_Repeat", [(name, float | None) for name, *_ in MEASURES])
+_Measures = msgspec.defstruct("_Measures", [(name, float | None) for name, *_ in MEASURES])
 
 
 class _Compared(msgspec.Struct):
@@ -89,7 +82,7 @@ class _Compared(msgspec.Struct):
     completed: int
     recoveries: dict[str, int]
     settings: dict[str, Any]
-    repeats: Annotated[list[_Repeat], msgspec.Meta(min_length=1)]  # type: ignore[valid-type]  # Its fields are MEASURES.
+    measures: _Measures  # type: ignore[valid-type]  # Its fields are MEASURES.
 
 
 class ReportError(KvrsError):
@@ -108,55 +101,6 @@ def _at(report: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
     for key in path:
         value = None if value is None else value.get(key)
     return None if value is None else float(value)
-
-
-def combine_reports(reports: Sequence[Report]) -> Report:
-    """Repeated runs as one report: counts are sums, measures get intervals, and all details are
-    those of the first.
-    """
-    first = reports[0]
-    combined = {
-        **first,
-        **{key: sum(report[key] for report in reports) for key in (*_COUNTS, *_MORE_COUNTS)},
-        "exact": None if first["exact"] is None else all(report["exact"] for report in reports),
-        "compared": "text"
-        if any(report["compared"] == "text" for report in reports)
-        else first["compared"],
-        "reasons": _all_lines(reports, "reasons"),
-        "faults_never_due": _all_lines(reports, "faults_never_due"),
-        "repeats": [
-            {
-                "exact": report["exact"],
-                "reasons": report["reasons"],
-                "recoveries": report["recoveries"],
-                **report["measures"],
-            }
-            for report in reports
-        ],
-    }
-    combined["intervals"] = {name: asdict(found) for name, found in intervals_of(combined).items()}
-    return combined
-
-
-def _all_lines(reports: Sequence[Report], key: str) -> list[str]:
-    """The lines of all runs; of several runs with the run's number."""
-    if len(reports) == 1:
-        return list(reports[0][key])
-    return [
-        f"run {number}: {line}"
-        for number, report in enumerate(reports, start=1)
-        for line in report[key]
-    ]
-
-
-def values_of(report: Mapping[str, Any], name: str) -> list[float]:
-    """One measure in every repeated run that has it."""
-    return [row[name] for row in report["repeats"] if row[name] is not None]
-
-
-def intervals_of(report: Mapping[str, Any]) -> dict[str, Interval]:
-    found = {name: interval(values_of(report, name)) for name, *_ in MEASURES}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def outline(report: Mapping[str, Any]) -> Report:

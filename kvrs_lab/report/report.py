@@ -15,12 +15,12 @@ from typing import Any
 
 from kvrs import __version__
 from kvrs_lab.report import impact, metrics, oracle
-from kvrs_lab.report.measures import combine_reports, measures_of
+from kvrs_lab.report.measures import measures_of
 from kvrs_lab.report.metrics import Slo
 from kvrs_lab.report.oracle import Difference, StreamVerdict
 from kvrs_lab.traces.records import StreamRecord
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _TIME_DIGITS = 6  # Microseconds: the resolution of a client's clock.
 _RUN_MAX_S = 1e6  # A time beyond it was read from another clock.
 _BINS = 200
@@ -96,7 +96,7 @@ def build_report(
     report["reasons"] = _reasons(report)
     report["exact"] = None if clean is None else not report["reasons"]
     report["measures"] = measures_of(report)
-    return combine_reports([report])
+    return report
 
 
 def _origin(proxy: Mapping[str, Any]) -> dict[str, Any]:

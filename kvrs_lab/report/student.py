@@ -38,24 +38,3 @@ def interval(values: Sequence[float]) -> Interval | None:
     n = len(values)
     half_width = t975(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else None
     return Interval(fmean(values), half_width, n)
-
-
-def ratio(above: Sequence[float], below: Sequence[float]) -> Interval | None:
-    """Mean of `above` divided by mean of `below`; None where there is no such number.
-
-    The interval comes from the two relative standard errors (delta method), its degrees of freedom
-    after Welch-Satterthwaite.
-    """
-    if not above or not below or fmean(below) == 0:
-        return None
-    mean = fmean(above) / fmean(below)
-    n = min(len(above), len(below))
-    if n < 2 or mean == 0:
-        return Interval(mean, None, n)
-    parts = [(stdev(values) / fmean(values)) ** 2 / len(values) for values in (above, below)]
-    if sum(parts) == 0:
-        return Interval(mean, 0.0, n)
-    spread = sum(
-        part**2 / (len(values) - 1) for part, values in zip(parts, (above, below), strict=True)
-    )
-    return Interval(mean, t975(sum(parts) ** 2 / spread) * abs(mean) * math.sqrt(sum(parts)), n)

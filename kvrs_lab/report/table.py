@@ -1,6 +1,6 @@
 """The report as a table in the terminal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrs.tables import folded
-from kvrs_lab.report.measures import MEASURES
 from kvrs_lab.report.metrics import LATE_S
 from kvrs_lab.report.report import Report
 
@@ -22,14 +21,12 @@ def terminal_table(report: Report) -> RenderableType:
     """
     doubts = doubt_lines(report)
     notes = [Text(line, style="red") for line in (*error_lines(report), *never_due_lines(report))]
-    several = [intervals(report)] if len(report["repeats"]) > 1 else []
     return Group(
         _verdict(report),
         Text(origin_sentence(report), style="dim"),
         *notes,
         *(Text(line, style="yellow") for line in doubts),
         quantities(report),
-        *several,
     )
 
 
@@ -54,7 +51,6 @@ def run_names(report: Report) -> tuple[str, str]:
 
 
 def verdict_sentence(report: Report) -> str:
-    runs = f", in each of {len(report['repeats'])} runs" if len(report["repeats"]) > 1 else ""
     if report["exact"]:
         what = (
             "token"
@@ -63,12 +59,12 @@ def verdict_sentence(report: Report) -> str:
         )
         return (
             f"Exact: {report['completed']} of {report['streams']} streams got every {what} "
-            f"exactly once{runs}."
+            f"exactly once."
         )
     if report["exact"] is None:
         whole = (
             "; ".join(report["reasons"])
-            or f"{report['completed']} of {report['streams']} streams completed{runs}"
+            or f"{report['completed']} of {report['streams']} streams completed"
         )
         return f"{'Not whole' if report['reasons'] else 'Whole'}: {whole}. Nothing was compared."
     return f"Not exact: {'; '.join(report['reasons'])}."
@@ -153,16 +149,6 @@ def recoveries_by_option(report: Report) -> str:
     )
 
 
-def with_intervals(report: Report, names: Sequence[str], shown: str) -> str:
-    """Numbers with their 95 % intervals, where runs were repeated: mean ± half width."""
-    found = [report["intervals"].get(name) for name in names]
-    if any(interval is None or interval["half_width"] is None for interval in found):
-        return shown
-    return " / ".join(
-        f"{milliseconds(one['mean'])} ± {milliseconds(one['half_width'])}" for one in found
-    )
-
-
 def window_words(report: Report) -> str:
     impact = report["impact"]
     if impact is None:
@@ -184,10 +170,9 @@ def quantities(report: Report) -> Table:
     fault, clean = report["runs"]["fault"], report["runs"]["clean"]
     table.add_column("", no_wrap=True)
     measured, again = run_names(report)
-    of_several = ", run 1" if len(report["repeats"]) > 1 else ""
-    table.add_column(measured + of_several, justify="right")
+    table.add_column(measured, justify="right")
     if clean is not None:
-        table.add_column(again + of_several, justify="right")
+        table.add_column(again, justify="right")
 
     def row(title: str, measured: str | Text, again: str = "-") -> None:
         table.add_row(title, measured, *([] if clean is None else [again]))
@@ -229,58 +214,15 @@ def _add_fault_rows(report: Report, row: Any) -> None:
     groups = report["groups"]
     row("faults", Text(_faults(report)))
     row("recoveries", Text(recoveries_by_option(report)))
-    row(
-        "client-visible gap p50 / p99",
-        with_intervals(report, ("gap_p50_s", "gap_p99_s"), _pair(report["gap_s"])),
-    )
-    row(
-        "TFS (fault to first token)",
-        with_intervals(report, ("tfs_s",), milliseconds(report["tfs_s"])),
-    )
-    row(
-        "TTP (then to stable peak)",
-        with_intervals(report, ("ttp_s",), milliseconds(report["ttp_s"])),
-    )
+    row("client-visible gap p50 / p99", _pair(report["gap_s"]))
+    row("TFS (fault to first token)", milliseconds(report["tfs_s"]))
+    row("TTP (then to stable peak)", milliseconds(report["ttp_s"]))
     row("failure-impact window", window_words(report))
     for name in ("interrupted", "uninterrupted"):
         group = groups[name]
         words = _both(group["arrival_ttft_s"]["mean"], group["tpot_s"]["mean"])
         row(f"{name} ({group['streams']}): TTFT / TPOT", words)
     row("replay TTFT p50 / p99", _pair(groups["interrupted"]["replay_ttft_s"]))
-
-
-def intervals(report: Report) -> Table:
-    """Every measure over repeated runs."""
-    runs = len(report["repeats"])
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for title in ("mean", "± 95 %", "runs"):
-        table.add_column(title, justify="right")
-    for name, title, found in _interval_rows(report):
-        table.add_row(
-            title,
-            _measure_words(found["mean"], name),
-            _measure_words(found["half_width"], name),
-            str(found["n"]),
-        )
-    table.title = f"over {runs} runs (Student's t)"
-    table.title_justify = "left"
-    return folded(table)
-
-
-def _interval_rows(report: Report) -> list[tuple[str, str, dict[str, Any]]]:
-    """Name, title and interval of every measure that has one."""
-    return [
-        (name, title, report["intervals"][name])
-        for name, title, *_ in MEASURES
-        if name in report["intervals"]
-    ]
-
-
-def _measure_words(value: float | None, name: str) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.2f}/s" if name.endswith("_per_s") else milliseconds(value)
 
 
 def text_rows(table: Table) -> list[list[str]]:
