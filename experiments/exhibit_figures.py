@@ -240,7 +240,7 @@ def co_failure() -> str:
 
 def preset(name: str) -> Callable[[], str]:
     def ours() -> str:
-        trace = generate(replace(PRESETS[name].settings, requests=3000), seed=0)
+        trace = generate(replace(PRESETS[name], requests=3000), seed=0)
         sides = {
             "in": [request.input_tokens for request in trace.requests],
             "out": [request.output_tokens for request in trace.requests],

@@ -89,7 +89,7 @@ def run_demo(options: DemoOptions) -> bool:
     faults = parse_faults(DEFAULT_FAULTS) if options.fault is None else load_faults(options.fault)
     if mistakes := unknown_victims(faults, members_of(config)):
         raise ConfigError([f"{options.fault}: {line}" for line in mistakes])
-    requests = _requests(options, console)
+    requests = _requests(options)
     claim_directory(options.out)
     with Cluster(
         config, lambda line: console.print(f"  {line}", style="dim", markup=False)
@@ -149,19 +149,12 @@ def demo_config(policy: PolicyName, seed: int, backup: BackupMode = BackupMode.O
     )
 
 
-def _requests(options: DemoOptions, console: Console) -> list[ReplayRequest]:
+def _requests(options: DemoOptions) -> list[ReplayRequest]:
     if options.trace is None:
         trace = generate(GeneratorSettings(requests=options.requests), options.seed)
     else:
-        loaded = load_trace(options.trace)
-        if loaded.skipped:
-            console.print(
-                f"  {loaded.skipped} bad lines of {options.trace} were skipped",
-                style="yellow",
-                markup=False,
-            )
         # Mooncake's arrivals were logged in batches of 3 s.
-        trace = jitter(window(loaded, options.requests), 3.0, options.seed)
+        trace = jitter(window(load_trace(options.trace), options.requests), 3.0, options.seed)
     return scaled_requests(trace, options.seed)
 
 

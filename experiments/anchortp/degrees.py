@@ -172,9 +172,7 @@ def _send(cluster: SimCluster, model: DenseModel, seed: int) -> None:
     """Requests with ShareGPT's lengths from now on, for longer than the run takes."""
     clock, proxy = cluster.clock, cluster.serving[0]
     count = round(model.requests_per_s * (BEFORE_S + AFTER_S + _LONGEST_S / 4))
-    asked = replace(
-        PRESETS["sharegpt"].settings, requests=count, requests_per_s=model.requests_per_s
-    )
+    asked = replace(PRESETS["sharegpt"], requests=count, requests_per_s=model.requests_per_s)
     trace = clip(generate(asked, seed), _PROMPT_TOKENS, _OUTPUT_TOKENS)
     from_s = clock.now_s
     for number, each in enumerate(trace.requests):

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from experiments.kills.schedule import schedule
 from experiments.record import Record
+from experiments.traces import sample
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName
@@ -38,7 +39,7 @@ from kvrs_lab.report.report import Report, build_report
 from kvrs_lab.report.table import terminal_table
 from kvrs_lab.traces.formats import load_trace
 from kvrs_lab.traces.generator import GeneratorSettings, generate
-from kvrs_lab.traces.mooncake import at_rate, jitter, replay_requests, sample, scale, window
+from kvrs_lab.traces.mooncake import at_rate, jitter, replay_requests, scale, window
 from kvrs_lab.traces.records import ReplayRequest
 
 HIT_AT_LEAST = 8

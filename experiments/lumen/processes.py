@@ -114,7 +114,7 @@ def config_of(case: Case, scheme: Scheme, models: Path) -> Config:
 def requests(case: Case, seed: int) -> list[ReplayRequest]:
     """Poisson, with lengths of the preset, cut to what tiny models compute in time."""
     count, per_s = case.setup.requests * case.instances, case.per_s * case.instances
-    drawn = replace(PRESETS[case.setup.preset].settings, requests=count, requests_per_s=per_s)
+    drawn = replace(PRESETS[case.setup.preset], requests=count, requests_per_s=per_s)
     rng = random.Random(seed)
     return [
         ReplayRequest(

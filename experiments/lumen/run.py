@@ -174,7 +174,7 @@ def arrivals(case: Case, seed: int) -> list[Arrival]:
     """Poisson, with lengths of the preset, cut to what an instance takes."""
     setup, per_s = case.setup, case.per_s * case.instances
     count = setup.requests * case.instances or round(per_s * setup.span_s)
-    settings = replace(PRESETS[setup.preset].settings, requests=count, requests_per_s=per_s)
+    settings = replace(PRESETS[setup.preset], requests=count, requests_per_s=per_s)
     found = []
     for number, asked in enumerate(generate(settings, seed).requests):
         prompt = NumberedPrompt(number, min(asked.input_tokens, setup.most_prompt))

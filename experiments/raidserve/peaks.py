@@ -8,6 +8,7 @@ Simulated: layouts, bases and batches are the product's; step times come from pr
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,8 +28,9 @@ from experiments.raidserve.stages import (
 )
 from experiments.record import Record
 from experiments.sentinels.rates import models
+from experiments.traces import sample
 from kvrs_lab.traces.formats import load_trace
-from kvrs_lab.traces.mooncake import Trace, sample, scale_time
+from kvrs_lab.traces.mooncake import Trace
 
 NAME = "peaks"
 PROFILES = {
@@ -73,10 +75,11 @@ def drawn(whole: Trace, seed: int) -> Trace:
 
 
 def peak(name: str, system: str, gpus: int, stage: str, trace: Trace) -> float:
-    """Tokens per second while requests wait, of a trace that arrives at once."""
+    """Tokens per second while the requests of a trace wait, all of which arrive at once."""
     model = next(each for each in models() if each.name == name)
     instance = SYSTEMS[system](model, PROFILES[name], gpus)
-    return STAGES[stage](instance, scale_time(trace, 0.0).requests).full_per_s
+    requests = [replace(request, arrival_s=0.0) for request in trace.requests]
+    return STAGES[stage](instance, requests).full_per_s
 
 
 def measure(whole: Trace, seeds: int, jobs: int) -> dict[str, dict[str, PerS]]:

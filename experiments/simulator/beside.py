@@ -33,7 +33,7 @@ class Asked:
 def requests_of(
     preset: str, rate: float, count: int, seed: int, *, most_prompt: int, most_output: int
 ) -> list[Asked]:
-    settings = replace(PRESETS[preset].settings, requests=count, requests_per_s=rate)
+    settings = replace(PRESETS[preset], requests=count, requests_per_s=rate)
     return [
         Asked(
             each.arrival_s,

@@ -168,7 +168,7 @@ def _source(options: ReplayOptions) -> Trace:
         return window(trace, options.requests or len(trace.requests))
     assert options.preset is not None
     count = options.requests or _GENERATED_REQUESTS
-    return generate(replace(PRESETS[options.preset].settings, requests=count), options.seed)
+    return generate(replace(PRESETS[options.preset], requests=count), options.seed)
 
 
 async def _run_all(

@@ -186,11 +186,10 @@ def _numbers(report: Report) -> str:
 
 
 def _slo_words(slo: Any) -> str:
-    tbt = "" if slo["tbt_s"] is None else f" and no pause above {slo['tbt_s']} s"
     return (
         f"Goodput counts complete streams with TTFT from arrival within {slo['ttft_s']} "
         f"s and TPOT within "
-        f"{slo['tpot_s']} s{tbt}. Send lag is the delay of the "
+        f"{slo['tpot_s']} s. Send lag is the delay of the "
         f"client itself: the time from when a request was due until it was sent."
     )
 

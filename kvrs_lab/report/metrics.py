@@ -26,8 +26,6 @@ class Slo:
 
     ttft_s: float = 2.0
     tpot_s: float = 0.2
-    # A stream with one longer pause misses it (RaidServe's rule for decode).
-    tbt_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +145,11 @@ def duration_s(records: Sequence[StreamRecord]) -> float:
 
 
 def meets(record: StreamRecord, slo: Slo) -> bool:
-    """Complete and within the SLO; one token alone has no TPOT and no TBT and meets any."""
+    """Complete and within the SLO; one token alone has no TPOT and meets any."""
     return (
         record.completed
         and (arrival_ttft_s(record) or 0.0) <= slo.ttft_s
         and (tpot_s(record) or 0.0) <= slo.tpot_s
-        and (slo.tbt_s is None or (max_gap_s(record) or 0.0) <= slo.tbt_s)
     )
 
 

@@ -82,7 +82,7 @@ def build_report(
         "groups": _groups(faulted, rows),
         "impact": _impact(faulted, clean, rows, fault_rows),
         "throughput": _throughput(faulted, clean),
-        "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "tbt_s": slo.tbt_s},
+        "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
         "faults": fault_rows,
         "faults_never_due": list(never_due),
         "recovery_rows": rows,

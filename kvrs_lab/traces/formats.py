@@ -25,13 +25,12 @@ _FIRST_LINE_MAX = 4096
 Columns = tuple[str, str, str]
 
 
-def load_trace(path: Path, skip_bad_lines: bool = False) -> Trace:
+def load_trace(path: Path) -> Trace:
     """Read a trace of any known format; times become seconds since the first request, requests are
     sorted by arrival.
 
     Raises:
-        TraceError: "file:line: reason" of the first bad line (unless they are skipped); a file of
-            no known format.
+        TraceError: "file:line: reason" of the first bad line; a file of no known format.
     """
     try:
         with path.open("rb") as file:
@@ -44,11 +43,11 @@ def load_trace(path: Path, skip_bad_lines: bool = False) -> Trace:
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from None
     if first.startswith(b"{"):
-        return load_mooncake(path, skip_bad_lines)
+        return load_mooncake(path)
     columns = {name.strip() for name in first.decode(errors="replace").split(",")}
     for _, known, time_of in _CSV:
         if columns.issuperset(known):
-            return _load_csv(path, skip_bad_lines, known, time_of)
+            return _load_csv(path, known, time_of)
     for name, (arrival, *lengths), _ in _CSV:
         if columns.issuperset(lengths):
             raise TraceError(
@@ -62,11 +61,9 @@ def load_trace(path: Path, skip_bad_lines: bool = False) -> Trace:
     )
 
 
-def _load_csv(
-    path: Path, skip_bad_lines: bool, columns: Sequence[str], time_of: Callable[[str], float]
-) -> Trace:
+def _load_csv(path: Path, columns: Sequence[str], time_of: Callable[[str], float]) -> Trace:
     requests: list[TraceRequest] = []
-    skipped, ids = 0, count()
+    ids = count()
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         reader = csv.reader(file)
         header = [name.strip() for name in next(reader)]
@@ -77,23 +74,21 @@ def _load_csv(
             try:
                 requests.append(_parse_row(row, places, columns, time_of, ids))
             except ValueError as error:
-                if not skip_bad_lines:
-                    raise TraceError(f"{path}:{reader.line_num}: {error}") from None
-                skipped += 1
-    return _trace(path, requests, skipped)
+                raise TraceError(f"{path}:{reader.line_num}: {error}") from None
+    return _trace(path, requests)
 
 
-def _trace(path: Path, requests: list[TraceRequest], skipped: int) -> Trace:
+def _trace(path: Path, requests: list[TraceRequest]) -> Trace:
     """Sorted by arrival, with times since the first one."""
     if not requests:
-        raise TraceError(f"{path}: no request in the file ({skipped} bad lines skipped)")
+        raise TraceError(f"{path}: no request in the file")
     requests.sort(key=lambda request: request.arrival_s)
     start_s = requests[0].arrival_s
     moved = (
         TraceRequest(round(r.arrival_s - start_s, 6), r.input_tokens, r.output_tokens, r.hash_ids)
         for r in requests
     )
-    return Trace(tuple(moved), skipped)
+    return Trace(tuple(moved))
 
 
 def _request(arrival_s: float, tokens: int, output: int, ids: Iterator[int]) -> TraceRequest:

@@ -46,12 +46,9 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests by arrival. `skipped` counts bad lines that were left out because the caller allowed
-    it.
-    """
+    """Requests by arrival."""
 
     requests: tuple[TraceRequest, ...]
-    skipped: int = 0
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
 
 
@@ -76,13 +73,12 @@ class _Line(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Line)
 
 
-def load_mooncake(path: Path, skip_bad_lines: bool = False) -> Trace:
+def load_mooncake(path: Path) -> Trace:
     """Read a Mooncake JSONL file; times become seconds, requests are sorted by arrival. Blank lines
     hold nothing.
 
     Raises:
-        TraceError: "file:line: reason" of the first bad line (unless they are skipped); an
-            unreadable or empty file.
+        TraceError: "file:line: reason" of the first bad line; an unreadable or empty file.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -103,17 +99,16 @@ def load_mooncake(path: Path, skip_bad_lines: bool = False) -> Trace:
         for number, line in found
         if not line.fits(block_tokens)
     ]
-    if faults and not skip_bad_lines:
+    if faults:
         number, reason = min(faults)
         raise TraceError(f"{path}:{number}: {reason}")
     requests = [
         TraceRequest(line.arrival_s, line.input_length, line.output_length, tuple(line.hash_ids))
         for _, line in found
-        if line.fits(block_tokens)
     ]
     if not requests:
-        raise TraceError(f"{path}: no request in the file ({len(faults)} bad lines skipped)")
-    return Trace(_by_arrival(requests), len(faults), block_tokens)
+        raise TraceError(f"{path}: no request in the file")
+    return Trace(_by_arrival(requests), block_tokens)
 
 
 def _parse_line(line: bytes) -> _Line:
@@ -134,25 +129,6 @@ def _misfit(line: _Line, block_tokens: int) -> str:
     )
 
 
-def write_mooncake(trace: Trace, path: Path) -> None:
-    """Write a trace as Mooncake JSONL; times are rounded to milliseconds, as the format has
-    them.
-    """
-    assert trace.block_tokens in BLOCK_TOKENS, "a scaled trace has no Mooncake form"
-    lines = (
-        msgspec.json.encode(
-            {
-                "timestamp": round(request.arrival_s * 1000),
-                "input_length": request.input_tokens,
-                "output_length": request.output_tokens,
-                "hash_ids": request.hash_ids,
-            }
-        )
-        for request in trace.requests
-    )
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
-
-
 def window(trace: Trace, count: int, first: int = 0) -> Trace:
     """`count` requests from number `first` on; the first of them arrives at 0."""
     chosen = trace.requests[first : first + count]
@@ -165,28 +141,6 @@ def window(trace: Trace, count: int, first: int = 0) -> Trace:
         trace,
         requests=tuple(
             replace(request, arrival_s=request.arrival_s - start_s) for request in chosen
-        ),
-    )
-
-
-def sample(trace: Trace, count: int, seed: int) -> Trace:
-    """`count` requests at random, in their order and at their times: the load falls with their
-    number.
-    """
-    if count > len(trace.requests):
-        raise TraceError(f"the trace has {len(trace.requests)} requests, {count} were asked for")
-    chosen = sorted(random.Random(seed).sample(range(len(trace.requests)), count))
-    return window(
-        replace(trace, requests=tuple(trace.requests[number] for number in chosen)), count
-    )
-
-
-def scale_time(trace: Trace, factor: float) -> Trace:
-    """Stretch the times by a factor: 0.1 is ten times as fast."""
-    return replace(
-        trace,
-        requests=tuple(
-            replace(request, arrival_s=request.arrival_s * factor) for request in trace.requests
         ),
     )
 

@@ -1,105 +1,54 @@
-"""Settings of the generator by name, with the statistics that were published of each workload.
+"""Settings of the generator by name, from the statistics that were published of each workload.
 
 Lengths are lognormal. Where mean and median are known, they fix it: p50 is the median and sigma is
 sqrt(2 ln(mean / median)). Workloads with shared prefixes are conversations whose settings were
 fitted to the published means and hit ratio. Unpublished values are marked.
-`tests/traces/test_presets.py` generates each and compares.
+`tests/traces/test_presets.py` has the statistics, and compares.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvrs_lab.traces.generator import GeneratorSettings
 
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """Published statistics, in tokens; None: not published."""
-
-    source: str
-    input_mean: float
-    output_mean: float
-    input_p50: float | None = None
-    output_p50: float | None = None
-    input_max: int | None = None
-    output_max: int | None = None
-    hit_ratio: float | None = (
-        # Blocks of 512 tokens that an infinite prefix cache would have held; None: no sharing
-        # known.
-        None
-    )
-    requests_per_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    settings: GeneratorSettings
-    published: Published
-
-
-_CONVERSATION = GeneratorSettings()
 # Single requests that share nothing: the first message is the whole prompt.
 _ALONE = GeneratorSettings(turns_mean=1.0, system_tokens=0)
 
-PRESETS: dict[str, Preset] = {
+PRESETS: dict[str, GeneratorSettings] = {
     # Mooncake, FAST'25 trace release, conversation_trace.jsonl: counted over its 12,031 requests
     # (means also in table 2).
-    "mooncake-conversation": Preset(
-        _CONVERSATION,
-        Published(
-            "Mooncake FAST'25, conversation_trace.jsonl",
-            12_035,
-            343,
-            6_909,
-            350,
-            126_195,
-            2_000,
-            0.366,
-            3.4,
-        ),
-    ),
+    "mooncake-conversation": GeneratorSettings(),
     # vLLM (SOSP'23, figure 11): means of ShareGPT. Neither spread nor arrivals are published there:
     # sigma 1 and one request per second are ours.
-    "sharegpt": Preset(
-        replace(
-            _ALONE,
-            requests_per_s=1.0,
-            first_message_tokens_p50=161.31 / 1.6487,
-            first_message_sigma=1.0,
-            output_tokens_p50=337.99 / 1.6487,
-            output_sigma=1.0,
-            max_output_tokens=8192,
-        ),
-        Published("vLLM (SOSP'23), figure 11: ShareGPT", 161.31, 337.99),
+    "sharegpt": replace(
+        _ALONE,
+        requests_per_s=1.0,
+        first_message_tokens_p50=161.31 / 1.6487,
+        first_message_sigma=1.0,
+        output_tokens_p50=337.99 / 1.6487,
+        output_sigma=1.0,
+        max_output_tokens=8192,
     ),
     # Azure LLM inference trace 2023, conversation (Splitwise-conv): counted over its 19,366
     # requests. What they share is unknown.
-    "splitwise-conv": Preset(
-        replace(
-            _ALONE,
-            requests_per_s=5.53,
-            first_message_tokens_p50=1020,
-            first_message_sigma=0.498,
-            output_tokens_p50=129,
-            output_sigma=0.992,
-            max_input_tokens=14_050,
-            max_output_tokens=1000,
-        ),
-        Published(
-            "AzureLLMInferenceTrace_conv.csv", 1_155, 211, 1_020, 129, 14_050, 1_000, None, 5.53
-        ),
+    "splitwise-conv": replace(
+        _ALONE,
+        requests_per_s=5.53,
+        first_message_tokens_p50=1020,
+        first_message_sigma=0.498,
+        output_tokens_p50=129,
+        output_sigma=0.992,
+        max_input_tokens=14_050,
+        max_output_tokens=1000,
     ),
     # RaidServe, table 1: OpenThoughts-114k. Served offline there: one request per second is ours.
-    "openthoughts": Preset(
-        replace(
-            _ALONE,
-            requests_per_s=1.0,
-            first_message_tokens_p50=352,
-            first_message_sigma=0.602,
-            output_tokens_p50=5583,
-            output_sigma=0.731,
-            max_input_tokens=7633,
-            max_output_tokens=37_817,
-        ),
-        Published("RaidServe, table 1: OpenThoughts-114k", 422, 7_295, 352, 5_583, 7_633, 37_817),
+    "openthoughts": replace(
+        _ALONE,
+        requests_per_s=1.0,
+        first_message_tokens_p50=352,
+        first_message_sigma=0.602,
+        output_tokens_p50=5583,
+        output_sigma=0.731,
+        max_input_tokens=7633,
+        max_output_tokens=37_817,
     ),
 }

@@ -102,7 +102,7 @@ def test_plain_traces_are_arrival_input_and_output(tmp_path: Path, text: str) ->
         ),
         (BURST + "nan,ChatGPT,472,3,475,API log\n", ":2: Timestamp: got 'nan'; allowed: a time"),
         (BURST + "5,ChatGPT\n", ":2: 2 columns; allowed: at least 4"),
-        (AZURE, ": no request in the file (0 bad lines skipped)"),
+        (AZURE, ": no request in the file"),
         ("a,b\n1,2\n", ":1: no trace of a known format, it begins b'a,b'; allowed: Mooncake"),
         ("", ":1: no trace of a known format"),
         ("input,output\n3,4\n", ":1: no column 'arrival', so that requests have no arrivals;"),
@@ -119,16 +119,6 @@ def test_a_bad_line_is_named_with_file_line_and_what_is_allowed(
         load_trace(path)
 
     assert str(caught.value).startswith(f"{path}{reason}")
-
-
-def test_bad_lines_are_left_out_and_counted_when_that_is_asked(tmp_path: Path) -> None:
-    """A failed request of BurstGPT has no response: there is nothing to ask for again."""
-    trace = load_trace(
-        written(tmp_path, BURST + "5,a,472,0,472,x\n6,a,1,1,2,x\nsoon,a,1,1,2,x\n"),
-        skip_bad_lines=True,
-    )
-
-    assert (len(trace.requests), trace.skipped) == (1, 2)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

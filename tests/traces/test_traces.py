@@ -20,7 +20,6 @@ from kvrs_lab.traces.mooncake import (
     replay_requests,
     scale,
     window,
-    write_mooncake,
 )
 from kvrs_testkit.examples import examples
 from tests.traces.hit_ratio import prefix_hit_ratio
@@ -74,17 +73,10 @@ def test_a_bad_line_is_named_with_file_line_and_reason(
     assert reason in str(caught.value)
 
 
-def test_bad_lines_are_counted_when_they_may_be_skipped(tmp_path: Path) -> None:
-    """`--skip-bad-lines` reports how many."""
-    trace = load_mooncake(written(tmp_path, "{", GOOD, "[]"), skip_bad_lines=True)
-
-    assert (len(trace.requests), trace.skipped) == (1, 2)
-
-
 def test_a_file_without_requests_is_an_error(tmp_path: Path) -> None:
     """Nothing to replay is never what was wanted."""
     with pytest.raises(TraceError, match="no request"):
-        load_mooncake(written(tmp_path, "{"), skip_bad_lines=True)
+        load_mooncake(written(tmp_path, ""))
     with pytest.raises(TraceError, match="No such file"):
         load_mooncake(tmp_path / "absent.jsonl")
 
@@ -101,15 +93,6 @@ def test_the_published_conversation_trace_loads_with_its_statistics() -> None:
     assert round(sum(request.input_tokens for request in requests) / len(requests)) == 12_035
     assert round(sum(request.output_tokens for request in requests) / len(requests)) == 343
     assert round(prefix_hit_ratio(Trace(requests)), 3) == 0.366
-
-
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    """A generated trace can be kept and replayed later."""
-    trace = Trace((TraceRequest(0.0, 512, 1, (0,)), TraceRequest(1.234, 513, 2, (0, 9))))
-
-    write_mooncake(trace, tmp_path / "w.jsonl")
-
-    assert load_mooncake(tmp_path / "w.jsonl") == trace
 
 
 def test_requests_are_sorted_by_arrival(tmp_path: Path) -> None:
@@ -300,12 +283,3 @@ def test_a_line_of_another_block_size_is_bad(tmp_path: Path) -> None:
 
     with pytest.raises(TraceError, match=r":3: hash_ids: got 2; input_length 521 needs 33, one"):
         load_mooncake(written(tmp_path, *lines))
-    assert load_mooncake(written(tmp_path, *lines), skip_bad_lines=True).skipped == 1
-
-
-def test_a_trace_of_other_blocks_is_written_and_read_again(tmp_path: Path) -> None:
-    """`--write-trace` keeps them."""
-    trace = load_mooncake(written(tmp_path, bailian(521, 33, 0.0), bailian(700, 44, 1.0)))
-    write_mooncake(trace, tmp_path / "again.jsonl")
-
-    assert load_mooncake(tmp_path / "again.jsonl") == trace
