@@ -14,7 +14,7 @@ _EXAMPLES = {
     ],
     "top": [
         "kvrs top --config kvrs.yaml",
-        "kvrs top --admin-url http://127.0.0.1:8001 --once --json",
+        "kvrs top --admin-url http://127.0.0.1:8001 --once",
     ],
     "doctor": ["kvrs doctor --config kvrs.yaml", "kvrs doctor --json"],
     "docs": ["kvrs docs vllm", "kvrs docs | less"],

@@ -8,6 +8,9 @@ _QUESTION = "ask kvrs.api.explain, whose Question has it"
 
 # By the command; then by the option.
 REMOVED = {
+    "top": {
+        "--json": "GET /kvrs/v1/overview of the admin port has it",
+    },
     "lab explain": {
         "--budget-s": _QUESTION,
         "--checkpoint-at": _QUESTION,

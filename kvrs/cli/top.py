@@ -17,7 +17,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-import kvrs.cli.options as opt
 from kvrs.config.file import load_config
 
 if TYPE_CHECKING:
@@ -55,16 +54,13 @@ def top(
     admin_url: AdminUrl = None,
     config: AdminConfig = None,
     once: Once = False,
-    as_json: opt.Json = False,
 ) -> None:
     """Show instances, streams and recoveries of a proxy every second; q or Ctrl-C ends it."""
     from kvrs.net.admin import AdminClient
 
     client = AdminClient.of(load_config(config, os.environ), os.environ, admin_url)
-    if as_json or once or not sys.stdout.isatty():
-        found, console = client.overview(), Console()
-        shown = screen(found, client.url, 1000)
-        console.print_json(data=found) if as_json else console.print(shown)
+    if once or not sys.stdout.isatty():
+        Console().print(screen(client.overview(), client.url, 1000))
         return
     _run(client)
 
