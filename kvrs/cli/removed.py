@@ -41,6 +41,10 @@ REMOVED = {
         "--text-prompts": "prompts are token ids",
         "--window": "use --requests for the first ones, or cut the trace",
     },
+    "lab report": {
+        "--json": "report.json has it, with the measures that are compared",
+        "--out": "kvrs lab replay and demo write the page",
+    },
     "lab simulate": {
         "--oracle": "reports are those of replays",
         "--out": "--json prints the outcome of each seed",

@@ -22,7 +22,7 @@ EXAMPLES = {
         "kvrs lab tune --space space.yaml --goal goodput --trace conversation_trace.jsonl",
     ],
     "report": [
-        "kvrs lab report out/replay --out page",
+        "kvrs lab report out/replay",
         "kvrs lab report out/auto out/rom",
     ],
     "explain": [

@@ -117,12 +117,8 @@ def tune(
     raise typer.Exit(run_tuning(filled(TuneOptions, given), case))
 
 
-def report(
-    files: opt.Files,
-    out: opt.PageOut = None,
-    json: base.Json = False,
-) -> None:
-    """Compare reports, every measure with its ratio to the first one; of one, draw the page."""
+def report(files: opt.Files) -> None:
+    """Show a report, or compare several: every measure with its ratio to the first one."""
     from kvrs_lab.report.command import run_report
 
-    run_report(files, out, json)
+    run_report(files)

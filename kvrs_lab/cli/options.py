@@ -158,9 +158,6 @@ Compared = Annotated[
 ComparedSeeds = Annotated[
     int, typer.Option(min=1, help="Pairs of runs; more make the interval narrower")
 ]
-PageOut = Annotated[
-    Path | None, typer.Option(help="Directory for the page of one report, report.html")
-]
 SimulateProxies = Annotated[
     int, typer.Option(min=1, help="How many proxies, each with a policy and a view of its own")
 ]

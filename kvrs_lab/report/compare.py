@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrs.tables import folded
-from kvrs_lab.report.measures import MEASURES, Report, ReportError, load_report, outline
+from kvrs_lab.report.measures import MEASURES, Report, ReportError, load_report
 from kvrs_lab.report.report import SCHEMA_VERSION
 from kvrs_lab.report.table import milliseconds, recoveries_by_option
 
@@ -36,30 +36,6 @@ def load_reports(paths: Sequence[Path]) -> list[Report]:
     if len(paths) < 2:
         raise ReportError(f"got {len(paths)} report(s); allowed: at least two to compare")
     return [load_report(path, SCHEMA_VERSION) for path in paths]
-
-
-def comparison(names: Sequence[str], reports: Sequence[Report]) -> dict[str, Any]:
-    """The same as JSON: each report's outline, and each measure with its ratios to the first."""
-    measures = []
-    for name, title, _, more_is_better in MEASURES:
-        first, *others = values = [report["measures"][name] for report in reports]
-        if any(value is not None for value in values):
-            measures.append(
-                {
-                    "measure": name,
-                    "title": title,
-                    "more_is_better": more_is_better,
-                    "values": values,
-                    "ratios": [None, *(_ratio(own, first) for own in others)],
-                }
-            )
-    return {
-        "reports": [
-            {"name": name, **outline(report)} for name, report in zip(names, reports, strict=True)
-        ],
-        "measures": measures,
-        "differing_settings": differing_settings(reports),
-    }
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

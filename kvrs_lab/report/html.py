@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: plots are inline SVG, nothing is loaded from
+"""The report as one self-contained HTML page: its plot is inline SVG, nothing is loaded from
 anywhere.
 
 Importing this module loads matplotlib, which takes a second: import it where it is used.
@@ -24,7 +24,6 @@ from kvrs_lab.report.table import (
     recoveries_by_option,
     text_rows,
     verdict_sentence,
-    window_words,
 )
 
 _SHOWN_OF_AN_ID = 8  # Enough to find the stream in report.json, which has the whole.
@@ -45,24 +44,6 @@ def render_html(report: Report) -> str:
             _cards(report),
             _errors(report),
             _timeline(report),
-            _figure(
-                "Throughput",
-                "Tokens per second that all clients together received.",
-                plots.throughput_svg(report),
-            ),
-            "<div class=pair>",
-            _figure(
-                "Time to first token",
-                "From arrival; share of streams at or below.",
-                plots.cdf_svg(report, "arrival_ttft_s"),
-            ),
-            _figure(
-                "Maximum time between tokens",
-                "Of each stream; share at or below.",
-                plots.cdf_svg(report, "max_gap_s"),
-            ),
-            "</div>",
-            _impact(report),
             _numbers(report),
             _recoveries(report),
             _made_with(report),
@@ -154,29 +135,12 @@ def _errors(report: Report) -> str:
 def _timeline(report: Report) -> str:
     if not any(stream["token_times_s"] for stream in report["per_stream"]):
         return ""
-    return _figure("Every stream over time", _TIMELINE_WORDS, plots.timeline_svg(report))
-
-
-def _figure(title: str, words: str, svg: str) -> str:
-    return _section(title, words, f"<div class=plot>{svg}</div>")
+    plot = f"<div class=plot>{plots.timeline_svg(report)}</div>"
+    return _section("Every stream over time", _TIMELINE_WORDS, plot)
 
 
 def _section(title: str, words: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2><p class=words>{escape(words)}</p>{content}</section>"
-
-
-def _impact(report: Report) -> str:
-    impact = report["impact"]
-    if impact is None:
-        return ""
-    words = (
-        f"Mean TTFT from arrival of {impact['bucket_requests']} requests each, in order; "
-        f"an interrupted request counts to "
-        "its first token after the recovery. The window begins where a bucket exceeds "
-        "that of the other run by more than 5 %, "
-        f"and ends before three that do not. Recovery time: {window_words(report)}."
-    )
-    return _figure("Failure-impact window", words, plots.impact_svg(report))
 
 
 def _numbers(report: Report) -> str:

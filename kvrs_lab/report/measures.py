@@ -103,15 +103,6 @@ def _at(report: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
     return None if value is None else float(value)
 
 
-def outline(report: Mapping[str, Any]) -> Report:
-    """A report without its rows of streams, recoveries and plots: what a table shows of it."""
-    return {
-        key: value
-        for key, value in report.items()
-        if key not in ("per_stream", "recovery_rows", "recovery_costs", "throughput", "impact")
-    }
-
-
 def load_report(path: Path, schema_version: int) -> Report:
     """Read a `report.json`, or that of a directory.
 

@@ -1,7 +1,7 @@
-"""The plots of the report, as inline SVG whose colours are CSS variables, so that they follow the
-reader's colour scheme.
+"""The timeline of the report, as inline SVG whose colours are CSS variables, so that they follow
+the reader's colour scheme.
 
-matplotlib knows no CSS, so figures are drawn in stand-in colours which are then replaced in the SVG
+matplotlib knows no CSS, so it is drawn in stand-in colours which are then replaced in the SVG
 text.
 """
 
@@ -16,10 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
-from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
 from kvrs_lab.report.report import Report
-from kvrs_lab.report.table import fault_label, run_names
+from kvrs_lab.report.table import fault_label
 
 # Stand-in colour by CSS variable. They must differ.
 _COLORS = {
@@ -65,7 +64,9 @@ def timeline_svg(report: Report) -> str:
     """Streams by arrival, the first on top; times of the faulted run."""
     streams = sorted(report["per_stream"], key=lambda stream: (stream["due_s"], stream["index"]))
     row_of = {stream["index"]: row for row, stream in enumerate(streams)}
-    figure, axes = _figure(10, min(8.0, max(2.4, 1.2 + 0.09 * len(streams))))
+    height = min(8.0, max(2.4, 1.2 + 0.09 * len(streams)))  # Inches.
+    figure = Figure(figsize=(10, height), layout="constrained")
+    axes = figure.add_subplot()
     lives = [
         ((stream["sent_s"], row), (stream["ended_s"], row)) for row, stream in enumerate(streams)
     ]
@@ -84,90 +85,9 @@ def timeline_svg(report: Report) -> str:
     axes.set_ylabel(f"{len(streams)} streams by arrival")
     axes.set_yticks([])
     axes.grid(visible=False, axis="y")
-    _legend(figure, axes)
-    return _svg(figure, "timeline", wide=True)
-
-
-@_styled
-def throughput_svg(report: Report) -> str:
-    """Tokens per second over time, with and without the fault; the faults are the same lines as in
-    the timeline.
-    """
-    figure, axes = _figure(10, 2.5)
-    rates = report["throughput"]
-    measured, again = run_names(report)
-    _rates(axes, rates, "clean_tokens_per_s", again, _COLORS["base"], linewidth=1.2)
-    _rates(axes, rates, "tokens_per_s", measured, _COLORS["migrate"], linewidth=1.8)
-    axes.set_xlim(0, _ended_s(report) * 1.02)
-    axes.set_ylim(bottom=0)  # Behind all lines: it ends what makes room for them.
-    for fault in report["faults"]:
-        axes.axvline(fault["at_s"], color=_COLORS["fault"], linewidth=1.2, zorder=4)
-    _legend(figure, axes)
-    return _svg(figure, "throughput", wide=True)
-
-
-@_styled
-def impact_svg(report: Report) -> str:
-    """Mean TTFT by bucket of requests, with and without the fault; the window is shaded."""
-    buckets = report["impact"]["buckets"]
-    measured, again = run_names(report)
-    figure, axes = _figure(10, 2.5)
-    at = np.arange(len(buckets))
-    for key, label, color in (("clean_ttft_s", again, "base"), ("ttft_s", measured, "migrate")):
-        values = [np.nan if bucket[key] is None else bucket[key] for bucket in buckets]
-        axes.plot(at, values, "o-", color=_COLORS[color], label=label, linewidth=1.8, markersize=4)
-    inside = [i for i, bucket in enumerate(buckets) if bucket["in_window"]]
-    if inside:
-        ends = inside[0] - 0.5, inside[-1] + 0.5
-        axes.axvspan(*ends, color=_COLORS["fault"], alpha=0.12, label="window", linewidth=0)
-    shown = [i for i in range(len(buckets)) if i % -(-len(buckets) // 16) == 0]
-    axes.set_xticks(shown, [f"{buckets[i]['from_s']:.1f}" for i in shown])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("arrival of a bucket's first request, seconds")
-    axes.set_ylabel("mean TTFT, seconds")
-    _legend(figure, axes)
-    return _svg(figure, "impact", wide=True)
-
-
-@_styled
-def cdf_svg(report: Report, measure: str) -> str:
-    """Share of streams at or below a time, with and without the fault."""
-    measured, again = run_names(report)
-    figure, axes = _figure(5, 3.1)
-    everything: list[float] = []
-    for key, label, color in ((f"clean_{measure}", again, "base"), (measure, measured, "migrate")):
-        values = sorted(stream[key] for stream in report["per_stream"] if stream[key] is not None)
-        everything += values
-        if values:
-            shares = [0.0, *np.arange(1, len(values) + 1) / len(values)]
-            style: dict[str, Any] = {"color": _COLORS[color], "label": label, "linewidth": 1.7}
-            axes.step([values[0], *values], shares, where="post", **style)
-    _scale_seconds(axes, everything)
-    axes.set_xlabel("seconds")
-    axes.set_ylim(0, 1.02)
-    if everything:
-        axes.legend(loc="lower right")
-    return _svg(figure, measure)
-
-
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """An empty figure, in inches."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def _legend(figure: Figure, axes: Axes) -> None:
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="outside upper left", ncols=4)
-
-
-def _rates(axes: Axes, rates: Report, key: str, label: str, color: str, **style: Any) -> None:
-    """Tokens per second over the time since the start of a run."""
-    if values := rates[key]:
-        edges = np.arange(len(values) + 1) * rates["bin_s"]
-        axes.stairs(values, edges, baseline=None, color=color, label=label, **style)
-    axes.set_xlabel("seconds since the start of the run")
-    axes.set_ylabel("tokens per second")
+    return _svg(figure)
 
 
 def _ended_s(report: Report) -> float:
@@ -239,37 +159,21 @@ def _draw_faults(axes: Axes, report: Report) -> None:
         )
 
 
-def _scale_seconds(axes: Axes, values: Sequence[float]) -> None:
-    """Logarithmic where the values spread over more than a decade; then a pause does not flatten
-    everything else.
-    """
-    if values and min(values) > 0 and max(values) / min(values) > 10:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
-        axes.xaxis.set_minor_locator(NullLocator())
-
-
 def _color(option: str) -> str:
     return _COLORS.get(option, _COLORS["other"])
 
 
-def _svg(figure: Figure, name: str, *, wide: bool = False) -> str:
-    """Inline SVG: no prologue, no metadata, colours by variable, ids that stay unique beside other
-    figures.
-    """
+def _svg(figure: Figure) -> str:
+    """Inline SVG: no prologue, no metadata, colours by variable."""
     target = io.StringIO()
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": "timeline"}):
         figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
     svg = target.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = svg.replace(
-        "<svg", f'<svg role="img" aria-label="{name}" class="{"wide" if wide else "small"}"', 1
-    )
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{name.replace(' ', '-')}-", svg)
+    svg = svg.replace("<svg", '<svg role="img" aria-label="timeline"', 1)
     for variable, color in _COLORS.items():
         svg = svg.replace(color, f"var(--{variable})")
     return svg

@@ -35,11 +35,8 @@ header .warning { margin-top: 8px; color: var(--fault); }
 .words { margin: 0 0 8px; }
 h2, summary { font-size: 16px; font-weight: 600; margin: 0 0 2px; }
 summary { cursor: pointer; }
-.pair { display: grid; gap: 16px;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 380px), 1fr)); }
 .plot, .scroll { overflow-x: auto; }
-.plot svg { display: block; width: 100%; height: auto; }
-.plot svg.wide { min-width: 640px; }
+.plot svg { display: block; width: 100%; min-width: 640px; height: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 13px;
   font-variant-numeric: tabular-nums; }
 th { text-align: left; color: var(--soft); font-weight: 500; }
