@@ -2,7 +2,7 @@
 without.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,9 @@ from kvrs_lab.cluster.fault_injection import (
 )
 from kvrs_lab.cluster.launcher import Cluster
 from kvrs_lab.faults.language import Fault, load_faults, parse_faults
+from kvrs_lab.load.open_loop import Progress
 from kvrs_lab.load.passes import Run, Target, run_pass
-from kvrs_lab.load.progress import LiveView
+from kvrs_lab.load.progress import progress_bar
 from kvrs_lab.report.html import write_html
 from kvrs_lab.report.output import claim_directory
 from kvrs_lab.report.report import Report, build_report, write_report
@@ -121,17 +122,17 @@ def run_load(
         FaultError: a fault could not be carried out.
     """
 
-    async def run(view: LiveView) -> Run:
+    async def run(show: Callable[[Progress], None]) -> Run:
         tls = load_certificates("security.tls", cluster.config.security.tls)
         async with AdminPort(cluster.proxies[0].admin, cluster.secret, tls) as port:
             await check_faults(faults, port)
             target = Target(
                 cluster.url, timeout_s=timeout_s, port=port, inject_faults=inject_faults
             )
-            return await run_pass(target, requests, faults, seed, view.show)
+            return await run_pass(target, requests, faults, seed, show)
 
-    with LiveView(console, title, len(requests)) as view:
-        return uvloop.run(run(view))
+    with progress_bar(console, title, len(requests)) as show:
+        return uvloop.run(run(show))
 
 
 def demo_config(policy: PolicyName, seed: int, backup: BackupMode = BackupMode.OFF) -> Config:

@@ -298,7 +298,7 @@ class Disturbances:
             if not live.journal.resumable or not others:
                 proxy.settle(live, CUT)
                 continue
-            proxy.settle(live, MOVED, moved=True)
+            proxy.settle(live, MOVED)
             journal = mirrored(live, proxy, self._cluster.rng)
             self._moving += 1
             adopt = partial(self._adopt, self._cluster.rng.choice(others), journal)

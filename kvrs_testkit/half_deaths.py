@@ -124,5 +124,5 @@ class HalfDeaths:
 
 def _leave(proxy: SimProxy, live: SimStream) -> None:
     """The proxy reads that the client has closed its connection."""
-    proxy.settle(live, MOVED, moved=True)
+    proxy.settle(live, MOVED)
     proxy.control.close(live, proxy.now_s)

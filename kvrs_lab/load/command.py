@@ -22,7 +22,7 @@ from kvrs_lab.faults.language import Fault, load_faults
 from kvrs_lab.load.fitting import fitted, served_tokens, too_long
 from kvrs_lab.load.open_loop import Dialect
 from kvrs_lab.load.passes import FaultInjector, Run, Target, run_pass
-from kvrs_lab.load.progress import LiveView
+from kvrs_lab.load.progress import progress_bar
 from kvrs_lab.report.output import claim_directory
 from kvrs_lab.report.report import Report, build_report, write_report
 from kvrs_lab.report.table import terminal_table
@@ -233,8 +233,8 @@ async def _pass(
     title: str,
     stop: asyncio.Event,
 ) -> Run:
-    with LiveView(console, title, len(requests)) as view:
-        return await run_pass(target, requests, faults, seed, view.show, stop)
+    with progress_bar(console, title, len(requests)) as show:
+        return await run_pass(target, requests, faults, seed, show, stop)
 
 
 async def _all_up(port: AdminPort | None) -> None:

@@ -9,8 +9,7 @@ error.
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -42,10 +41,6 @@ class Progress:
     ended: int = 0
     failed: int = 0
     tokens: int = 0
-    # An entry for every request sent; the lists below have those with a value.
-    lag_s: list[float] = field(default_factory=list)
-    ttft_s: list[float] = field(default_factory=list)
-    gap_s: list[float] = field(default_factory=list)  # The longest of each stream that ended.
 
     @property
     def inflight(self) -> int:
@@ -170,7 +165,6 @@ class _Run:
         record = StreamRecord(index, request.arrival_s, len(request.prompt_ids), request.max_tokens)
         record.sent_s = self._now_s()
         self._progress.sent += 1
-        self._progress.lag_s.append(record.lag_s)
         self._report()
         try:
             await self._exchange(session, record, body)
@@ -189,11 +183,6 @@ class _Run:
         record.ended_s = self._now_s()
         self._progress.ended += 1
         self._progress.failed += record.error is not None
-        times_s = record.token_times_s
-        if len(times_s) > 1:
-            self._progress.gap_s.append(
-                max(later - earlier for earlier, later in pairwise(times_s))
-            )
         self.records.append(record)
         self._report()
         return record
@@ -244,8 +233,6 @@ class _Run:
             token_ids, text = choice.token_ids or [], choice.text or ""
             # A server that does not say its ids sends text, as a rule a token at a time.
             received = len(token_ids) or (1 if text and not record.token_ids else 0)
-            if received and not record.token_times_s:
-                self._progress.ttft_s.append(now_s - record.sent_s)
             record.token_ids += token_ids
             record.token_times_s += [now_s] * received
             record.text += text

@@ -241,10 +241,10 @@ class SimProxy:
         self._site.tally.begun()
         self.control.open(live, self.now_s)
 
-    def settle(self, live: SimStream, how: str, *, moved: bool = False) -> None:
+    def settle(self, live: SimStream, how: str) -> None:
         """The stream has ended here."""
         if not live.outcome:
-            self._site.tally.over(moved=moved)
+            self._site.tally.over()
         live.outcome, live.ended_s = how, self.now_s
 
     def die(self) -> list[SimStream]:

@@ -1,14 +1,13 @@
 """A case under several seeds, in this process, or in some at the same time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 
 from kvrs.config.file import Config
 from kvrs_lab.faults.language import Fault
@@ -16,11 +15,6 @@ from kvrs_lab.report import metrics
 from kvrs_lab.sim.case import SimulateOptions, make_world
 from kvrs_lab.sim.clients import records_of
 from kvrs_lab.sim.cluster import Outcome
-from kvrs_lab.sim.world import World
-
-# Adds to the requests that have ended.
-Ended = Callable[[int], None]
-_SHOWN_EVERY = 64  # Requests.
 
 
 @dataclass(slots=True)
@@ -50,8 +44,16 @@ def simulate(
 ) -> Simulated:
     """The runs of all seeds, which do not depend on how many processes there are."""
     seeds = range(options.seed, options.seed + options.seeds)
-    with _progress(f"simulating {title}") as begin:
-        found = {run.seed: run for run in _runs(options, config, faults, seeds, begin)}
+    console = Console(stderr=True)
+    runs = track(
+        _runs(options, config, faults, seeds),
+        f"simulating {title}",
+        len(seeds),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    found = {run.seed: run for run in runs}
     simulated = Simulated({}, {})
     for seed in seeds:
         run = found[seed]
@@ -68,23 +70,17 @@ def _runs(
     config: Config,
     faults: Sequence[Fault],
     seeds: Sequence[int],
-    begin: Callable[[int], Ended],
 ) -> Iterator[SeedRun]:
     if options.jobs == 1 or len(seeds) == 1:
-        told: Ended | None = None
         for seed in seeds:
-            world = make_world(options, config, faults, seed)
-            told = told or begin(len(seeds) * len(world.arrivals))
-            yield _run(world, options, seed, told)
+            yield run_seed(options, config, faults, seed)
         return
-    ended = begin(len(seeds))
     jobs = min(options.jobs, len(seeds))
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         tasks = [pool.submit(run_seed, options, config, faults, seed) for seed in seeds]
         try:
             for task in as_completed(tasks):
                 yield task.result()
-                ended(1)
         finally:
             for task in tasks:
                 task.cancel()
@@ -93,51 +89,11 @@ def _runs(
 def run_seed(
     options: SimulateOptions, config: Config, faults: Sequence[Fault], seed: int
 ) -> SeedRun:
-    """The run of one seed, in a process of its own."""
+    """The run of one seed, here or in a process of its own."""
     world = make_world(options, config, faults, seed)
-    return _run(world, options, seed, lambda more: None)
-
-
-def _run(
-    world: World,
-    options: SimulateOptions,
-    seed: int,
-    ended: Ended,
-) -> SeedRun:
-    shown = 0
-
-    def look(requests: int) -> None:
-        nonlocal shown
-        if requests - shown >= _SHOWN_EVERY:
-            ended(requests - shown)
-            shown = requests
-
-    world.cluster.tally.changed = look
     try:
         outcome = world.run()
     except AssertionError as error:
         return SeedRun(seed, broken=str(error) or repr(error))
-    finally:
-        ended(len(world.arrivals) - shown)
     records = records_of(world.arrivals, world.cluster.proxies)
     return SeedRun(seed, outcome, metrics.summary(records, options.slo))
-
-
-@contextmanager
-def _progress(title: str) -> Iterator[Callable[[int], Ended]]:
-    """A bar on a terminal. `begin` takes the total, and returns what adds to it."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
-
-        def begin(total: int) -> Ended:
-            task = progress.add_task(title, total=total)
-            return lambda more: progress.advance(task, more)
-
-        yield begin

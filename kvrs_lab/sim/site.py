@@ -26,21 +26,15 @@ from kvrs_lab.sim.rank_model import PipelineModel, RankModel
 
 @dataclass(slots=True)
 class StreamTally:
-    """Streams of all proxies: those that are open, and how many have ended."""
+    """Streams of all proxies that are open."""
 
     open: int = 0
-    ended: int = 0
-    changed: Callable[[int], None] = field(default=lambda ended: None)
 
     def begun(self) -> None:
         self.open += 1
 
-    def over(self, *, moved: bool) -> None:
-        """Moved: it goes on at another proxy."""
+    def over(self) -> None:
         self.open -= 1
-        if not moved:
-            self.ended += 1
-            self.changed(self.ended)
 
 
 LATENCY_S = 0.0002  # One way, between any two processes of the cluster.
