@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -104,15 +103,11 @@ class Hosted:
     def _tell(self, message: str) -> None:
         self._line.send(message.encode()[:MAX_MESSAGE_BYTES])
 
-    def _heard(self, stop: Callable[[], object]) -> None:
+    def _heard(self) -> None:
         """Obey the next message, which may be waited for."""
-        word = self._line.recv(MAX_MESSAGE_BYTES)
-        if not word:
+        if not self._line.recv(MAX_MESSAGE_BYTES):
             os._exit(1)  # As if it had been killed: its memory stays as it is.
-        if word == b"learn":
-            signal.raise_signal(signal.SIGHUP)
-        else:
-            stop()
+        signal.raise_signal(signal.SIGHUP)  # "learn"
 
     def _load(self, config: Config) -> "LoadedModel":
         from kvrs_engine.engine.instance import LoadedModel
@@ -128,14 +123,14 @@ class Hosted:
         """Its epochs are the numbers of its starts."""
         from kvrs_engine.engine.server import serve  # Loads torch.
 
-        stop, (secret, *older) = asyncio.Event(), secrets
-        asyncio.get_running_loop().add_reader(self._line, self._heard, stop.set)
+        secret, *older = secrets
+        asyncio.get_running_loop().add_reader(self._line, self._heard)
         await serve(
             config,
             self._name,
             start,
             secret,
-            stop,
+            asyncio.Event(),
             self._ready,
             older=older,
             loaded=loaded,
@@ -143,30 +138,22 @@ class Hosted:
         )
 
     async def _serve_stage(self, config: Config, secrets: list[bytes]) -> None:
-        """It outlives the processes of the instance; told to stop, it ends with the one that it
-        serves.
-        """
+        """It outlives the processes of the instance."""
         from kvrs_engine.engine.ranks.host import StageHost, find_stage  # Loads torch.
 
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It reads its file at its start only.
-        stop, (secret, *older) = asyncio.Event(), secrets
-        asyncio.get_running_loop().add_reader(self._line, self._heard, stop.set)
+        secret, *older = secrets
+        asyncio.get_running_loop().add_reader(self._line, self._heard)
         host = StageHost(config, *find_stage(config, self._name), secret, older)
-        await host.serve(self._ready, stop)
+        await host.serve(self._ready, asyncio.Event())
 
     async def _serve_agent(self, config: Config, node: NodeId, secrets: list[bytes]) -> None:
         """Its epoch is stored beside its segments."""
         from kvrs.agent.server import serve
 
-        # Cancelled rather than stopped: its successor adopts the checkpoints.
         secret, *older = secrets
-        serving = asyncio.ensure_future(
-            serve(config, node, secret, asyncio.Event(), self._ready, older, read=self.config)
-        )
-        asyncio.get_running_loop().add_reader(self._line, self._heard, serving.cancel)
-        await asyncio.wait({serving})
-        if not serving.cancelled():
-            serving.result()
+        asyncio.get_running_loop().add_reader(self._line, self._heard)
+        await serve(config, node, secret, asyncio.Event(), self._ready, older, read=self.config)
 
     def _serve_distserve(
         self, config: Config, node: NodeId, start: int, secrets: list[bytes]
@@ -194,7 +181,7 @@ class Hosted:
 
             def listen() -> None:
                 while True:
-                    self._heard(server.terminate)  # Its streams are recovered as after a death.
+                    self._heard()
 
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It reads its file at its start only.
             threading.Thread(target=listen, name="line", daemon=True).start()

@@ -189,10 +189,6 @@ class Cluster:
                     signal.pidfd_send_signal(process, signal.SIGKILL)
         return [int(rows[name]["pid"]) for name in names]
 
-    def end(self, name: InstanceId) -> None:
-        """Have an instance, DistServe server or agent drain and end. It is started again."""
-        self.supervisor.end(name)
-
     def wait_all_up(self, timeout_s: float | None = None) -> float:
         """Wait until every proxy sees every instance, agent and other proxy up; the seconds it
         took. `timeout_s`: None, as long as a process may take to start.

@@ -226,11 +226,6 @@ class RemoteSupervisor:
         except ray.exceptions.RayError:
             return "(its machine does not answer)"
 
-    def end(self, name: InstanceId) -> None:
-        """Have a process drain and end. It is started again."""
-        if (actor := self._actors.get(self._node_of[name])) is not None:
-            actor.end.remote(name)
-
     def learn(self, config: Config) -> None:
         """Have all processes read this configuration."""
         for actor in self._actors.values():

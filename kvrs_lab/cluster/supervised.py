@@ -4,7 +4,7 @@ Instances, servers of DistServe, agents and hosts of stages have a line to their
 a pair of connected sockets. Such a process ends at once when the line is closed, and the line
 closes when it ends.
 
-    to a process:  "start N"; then "stop" (drain and end), "learn" (read the file again)
+    to a process:  "start N"; then "learn" (read the file again)
     from it:       "ready", once it takes requests; "fault TEXT", before it ends, where a start of
                    the same configuration would end likewise; "exit STATUS", of the process whose
                    end ends it, without a number where that is not known
@@ -132,10 +132,6 @@ class WithLine(Supervised):
         # Of the process that starts or serves, and of the last one.
         self._line: socket.socket | None = None
         self._process: Made | None = None
-
-    def stop(self) -> None:
-        """Have the process drain and end; another one follows it."""
-        self._tell("stop")
 
     def learn(self) -> None:
         """Have the process read its file again."""
@@ -282,10 +278,6 @@ class MachineSupervisor:
 
     def log_tail(self, name: InstanceId) -> str:
         return self._run.log_tail(name)
-
-    def end(self, name: InstanceId) -> None:
-        """Have a process drain and end. It is started again."""
-        self._supervised[name].stop()
 
     def learn(self, config: Config) -> None:
         """Have all processes read this configuration."""

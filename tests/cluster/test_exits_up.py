@@ -104,13 +104,6 @@ def test_every_proxy_hears_which_signal_ended_an_instance(
     assert {(each["cause"], each["is_external"]) for each in told} == {(number.name, is_external)}
 
 
-def test_an_end_that_was_ordered_is_external(cluster: Cluster) -> None:
-    """An instance that is told to drain ends by no fault."""
-    _, told = reported(cluster, "p0", lambda _: cluster.end(InstanceId("p0")))
-
-    assert {(each["cause"], each["is_external"]) for each in told} == {("exit status 0", True)}
-
-
 @pytest.mark.parametrize(
     ("number", "is_external"), [(signal.SIGKILL, True), (signal.SIGSEGV, False)]
 )

@@ -111,7 +111,7 @@ def spare_of(cluster: Cluster) -> int:
     return until(lambda: found if len(found := spares(cluster)) == 1 else None)[0]
 
 
-def go_on(cluster: Cluster, *signals: tuple[int, signal.Signals], end: bool = False) -> list[int]:
+def go_on(cluster: Cluster, *signals: tuple[int, signal.Signals]) -> list[int]:
     """The ids of a stream in the middle of which these signals are sent."""
     stream = Stream(cluster)
     with ThreadPoolExecutor(1) as client:
@@ -119,8 +119,6 @@ def go_on(cluster: Cluster, *signals: tuple[int, signal.Signals], end: bool = Fa
         until(lambda: len(stream.ids) > 100 or reading.done())
         for pid, number in signals:
             os.kill(pid, number)
-        if end:
-            cluster.end(InstanceId("e0"))
         return reading.result(END_S)
 
 
@@ -171,13 +169,3 @@ async def test_a_lost_device_takes_its_pages_along(cluster: Cluster, expected: l
     assert pid_of(cluster) != before
     (recovery,) = cluster.state()["recoveries"][known:]
     assert recovery["option"] != "reuse"
-
-
-@pytest.mark.nightly
-def test_a_drained_process_is_followed_by_a_spare(cluster: Cluster, expected: list[int]) -> None:
-    """The stream ends at the old process or goes on at the new one."""
-    before = pid_of(cluster)
-
-    assert go_on(cluster, end=True) == expected
-    until(lambda: not cluster.down() and pid_of(cluster) != before)
-    assert Stream(cluster).read() == expected
