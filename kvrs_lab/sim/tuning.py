@@ -10,7 +10,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -21,7 +21,6 @@ from msgspec import Meta
 from rich.console import Console
 
 from kvrs.config.file import Config, checked, load_source
-from kvrs.config.presets import SystemPreset
 from kvrs.config.settings import dump_yaml, parse_yaml
 from kvrs.errors import ConfigError, KvrsError, check_extras
 from kvrs.tables import output
@@ -34,7 +33,6 @@ from kvrs_lab.sim.goals import Goal
 from kvrs_lab.sim.seeds import Simulated, simulate
 from kvrs_lab.traces.formats import load_trace
 
-PRESET = "preset"
 _LOST_S = 60.0  # A stream that was not completed counts as a pause of that length.
 
 Value = str | int | float | bool | None
@@ -77,8 +75,7 @@ class Tuned:
 
 
 def load_space(path: Path) -> Space:
-    """A YAML file of settings by their paths, with a list of values or a span for each. `preset` is
-    a preset below the configuration.
+    """A YAML file of settings by their paths, with a list of values or a span for each.
 
     Raises:
         ConfigError: the file cannot be read, or is no such space.
@@ -113,15 +110,10 @@ def config_with(path: Path | None, values: Mapping[str, Value]) -> Config:
     Raises:
         ConfigError: it is wrong with them.
     """
-    preset = values.get(PRESET)
-    known = [each.value for each in SystemPreset]
-    if preset is not None and preset not in known:
-        raise ConfigError(f"{PRESET}: got {preset!r}; allowed: {', '.join(known)}")
-    source = load_source(path, os.environ, None if preset is None else SystemPreset(preset))
+    source = load_source(path, os.environ)
     source.document = source.document or {}
     for name, value in values.items():
-        if name != PRESET:
-            _put(source.document, name.split("."), value)
+        _put(source.document, name.split("."), value)
     return checked(source)
 
 
@@ -259,9 +251,6 @@ def run_tuning(options: TuneOptions, case: SimulateOptions) -> int:
         ConfigError, TraceError, KvrsError: see `Tuning`.
     """
     tuned = Tuning(options, case).run()
-    if case.json:
-        print(json.dumps(asdict(tuned) | {"is_shown": tuned.is_shown}, indent=2))
-        return 0
     console = output()
     for line in _lines(options.goal, tuned):
         console.print(f"# {line}", markup=False, highlight=False, soft_wrap=True)
@@ -274,13 +263,10 @@ def run_tuning(options: TuneOptions, case: SimulateOptions) -> int:
 
 
 def nested(values: Mapping[str, Value]) -> dict[str, Any]:
-    """The values as a configuration file has them; a preset is an option of commands, and left
-    out.
-    """
+    """The values as a configuration file has them."""
     document: dict[str, Any] = {}
     for name, value in values.items():
-        if name != PRESET:
-            _put(document, name.split("."), value)
+        _put(document, name.split("."), value)
     return document
 
 
@@ -289,10 +275,7 @@ def _lines(goal: Goal, tuned: Tuned) -> list[str]:
     spread = "" if half is None else f" ± {half:.4g}"
     gain = f"{tuned.gain.mean:+.4g}{spread}{unit} of {tuned.held_out_base:.4g}{unit}"
     verdict = f"gain {gain}" if tuned.is_shown else f"gain: none ({gain}, which may be noise)"
-    lines = [
+    return [
         f"{goal.value} in the search: {tuned.found:.4g}{unit}, was {tuned.base:.4g}{unit}",
         f"on the held-out load, {tuned.gain.n} seeds, 95 %: {verdict}",
     ]
-    if tuned.is_shown and tuned.values.get(PRESET) is not None:
-        lines.append(f"with --preset {tuned.values[PRESET]}")
-    return lines
