@@ -41,7 +41,6 @@ def render_html(report: Report) -> str:
     body = "".join(
         (
             _headline(report),
-            _cards(report),
             _errors(report),
             _timeline(report),
             _numbers(report),
@@ -95,31 +94,6 @@ def _headline(report: Report) -> str:
         f"report</p><h1>{escape(verdict)}</h1>{listed}"
         f"<p>{escape(story)}</p><p class=words>{escape(origin_sentence(report))}</p>"
         f"{warning}</header>"
-    )
-
-
-def _cards(report: Report) -> str:
-    run = report["runs"]["fault"]
-    cards = [("streams completed", f"{report['completed']} / {report['streams']}")]
-    if report["exact"] is not None:
-        tokens = (report["tokens_lost"], report["tokens_repeated"], report["tokens_different"])
-        cards.append(("lost / repeated / different tokens", " / ".join(map(str, tokens))))
-    if report["faults"]:
-        cards += [
-            ("fault to first token (TFS)", milliseconds(report["tfs_s"])),
-            ("then to stable peak (TTP)", milliseconds(report["ttp_s"])),
-            ("client-visible gap p50", milliseconds(report["gap_s"]["p50"])),
-            ("client-visible gap p99", milliseconds(report["gap_s"]["p99"])),
-        ]
-    cards += [
-        ("TTFT p50", milliseconds(run["arrival_ttft_s"]["p50"])),
-        ("TPOT p50", milliseconds(run["tpot_s"]["p50"])),
-        ("goodput", f"{run['goodput_per_s']:.2f}/s"),
-    ]
-    return (
-        "<div class=cards>"
-        + "".join(f"<div><b>{escape(v)}</b><span>{escape(k)}</span></div>" for k, v in cards)
-        + "</div>"
     )
 
 

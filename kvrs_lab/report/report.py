@@ -86,7 +86,6 @@ def build_report(
         "faults": fault_rows,
         "faults_never_due": list(never_due),
         "recovery_rows": rows,
-        "recovery_costs": _costs(rows),
         "recovery_options": _options(rows),
         "settings": dict(settings),
         "measures": {},
@@ -341,21 +340,12 @@ def _ttp_s(report: Report) -> float | None:
     )
 
 
-def _costs(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Predicted beside real cost of every recovery that has both."""
-    keys = ("stream", "attempt", "option", "predicted_s", "real_s")
-    return [
-        {key: row.get(key) for key in keys}
-        for row in rows
-        if row.get("predicted_s") is not None and row.get("real_s") is not None
-    ]
-
-
 def _options(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """For each option: count, mean predicted and real cost, and the error of the prediction."""
     by_option: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row in _costs(rows):
-        by_option[row["option"]].append((row["predicted_s"], row["real_s"]))
+    for row in rows:
+        if row.get("predicted_s") is not None and row.get("real_s") is not None:
+            by_option[row["option"]].append((row["predicted_s"], row["real_s"]))
     return {
         option: {
             "count": len(costs),

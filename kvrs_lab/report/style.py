@@ -18,7 +18,7 @@ body { margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 main { max-width: 1080px; margin: 0 auto; padding: 20px 14px 48px; display: grid; gap: 16px;
   grid-template-columns: minmax(0, 1fr); }
-header, section, .cards > div { background: var(--card); border: 1px solid var(--line);
+header, section { background: var(--card); border: 1px solid var(--line);
   border-radius: 12px; padding: 16px 18px; }
 header { border-left: 6px solid var(--good); }
 header.bad { border-left-color: var(--bad); }
@@ -29,9 +29,7 @@ header p { margin: 0; color: var(--soft); overflow-wrap: anywhere; }
 header ul { margin: 0 0 6px; padding-left: 20px; }
 header .warning { margin-top: 8px; color: var(--fault); }
 .kicker { font-size: 12px; letter-spacing: .08em; text-transform: uppercase; }
-.cards { display: grid; gap: 10px; grid-template-columns: repeat(auto-fit, minmax(168px, 1fr)); }
-.cards b { display: block; font-size: 22px; font-variant-numeric: tabular-nums; }
-.cards span, .words { color: var(--soft); font-size: 13px; }
+.words { color: var(--soft); font-size: 13px; }
 .words { margin: 0 0 8px; }
 h2, summary { font-size: 16px; font-weight: 600; margin: 0 0 2px; }
 summary { cursor: pointer; }

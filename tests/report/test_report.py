@@ -231,7 +231,7 @@ def test_recoveries_from_an_instance_belong_to_the_last_fault_that_hit_it() -> N
 
 def test_costs_are_listed_where_both_are_known() -> None:
     """A recovery that never ended has no real cost."""
-    assert [cost["option"] for cost in exact_report()["recovery_costs"]] == ["migrate", "recompute"]
+    assert [*exact_report()["recovery_options"]] == ["migrate", "recompute"]
 
 
 @pytest.mark.parametrize("report", [exact_report(), broken_report()], ids=["exact", "broken"])
