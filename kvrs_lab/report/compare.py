@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrs.tables import folded
-from kvrs_lab.report.measures import MEASURES, Report, ReportError, load_report
+from kvrs_lab.report.measures import MEASURES, Report, load_report
 from kvrs_lab.report.report import SCHEMA_VERSION
 from kvrs_lab.report.table import milliseconds, recoveries_by_option
 
@@ -21,21 +21,10 @@ def compare_reports(paths: Sequence[Path]) -> RenderableType:
     """A table of two or more reports (files, or directories with a `report.json`).
 
     Raises:
-        ReportError: fewer than two, or a file that is no report of this version.
+        ReportError: a file is no report of this version.
     """
-    reports = load_reports(paths)
+    reports = [load_report(path, SCHEMA_VERSION) for path in paths]
     return Group(_table(names_of(paths), reports), Text(NOTE, style="dim"))
-
-
-def load_reports(paths: Sequence[Path]) -> list[Report]:
-    """Two or more reports.
-
-    Raises:
-        ReportError: fewer than two, or a file that is no report of this version.
-    """
-    if len(paths) < 2:
-        raise ReportError(f"got {len(paths)} report(s); allowed: at least two to compare")
-    return [load_report(path, SCHEMA_VERSION) for path in paths]
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

@@ -48,12 +48,6 @@ def load_trace(path: Path) -> Trace:
     for _, known, time_of in _CSV:
         if columns.issuperset(known):
             return _load_csv(path, known, time_of)
-    for name, (arrival, *lengths), _ in _CSV:
-        if columns.issuperset(lengths):
-            raise TraceError(
-                f"{path}:1: no column {arrival!r}, so that requests have no arrivals; allowed for "
-                f"{name}: {arrival}, {', '.join(lengths)}"
-            )
     forms = ", ".join(f"{name} (CSV with {', '.join(known)})" for name, known, _ in _CSV)
     raise TraceError(
         f"{path}:1: no trace of a known format, it begins {first[:60]!r}; allowed: "

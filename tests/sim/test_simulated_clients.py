@@ -192,7 +192,7 @@ FAULT = "- {{when: {{at_s: 1}}, what: kill, whom: {}}}"
         ),
         (
             lambda path: {"trace": path("t.csv", "input,output\n3,4\n")},
-            r"t\.csv:1: no column 'arrival', so that requests have no arrivals",
+            r"t\.csv:1: no trace of a known format, .* a plain trace \(CSV with arrival, ",
         ),
         (
             lambda path: {"trace": path("t.csv", "arrival,input,output\n1,3,4\n"), "requests": 2},

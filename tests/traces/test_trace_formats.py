@@ -105,8 +105,7 @@ def test_plain_traces_are_arrival_input_and_output(tmp_path: Path, text: str) ->
         (AZURE, ": no request in the file"),
         ("a,b\n1,2\n", ":1: no trace of a known format, it begins b'a,b'; allowed: Mooncake"),
         ("", ":1: no trace of a known format"),
-        ("input,output\n3,4\n", ":1: no column 'arrival', so that requests have no arrivals;"),
-        ("num_prefill_tokens,num_decode_tokens\n", ":1: no column 'arrived_at', so that"),
+        ("input,output\n3,4\n", ":1: no trace of a known format, it begins b'input,output'"),
     ],
 )
 def test_a_bad_line_is_named_with_file_line_and_what_is_allowed(
