@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def faults_across_sections(config: "Config") -> Iterator[str]:
     yield from _faults_of_names(config)
     budget, body = config.proxy.body_budget_bytes, config.proxy.max_body_bytes
-    if budget < 2 * body:  # One client gets three quarters of it.
+    if budget < 2 * body:  # One request leaves half of it to others.
         yield (
             f"proxy.body_budget_bytes: got {budget}; allowed: at least twice "
             f"proxy.max_body_bytes ({body})"

@@ -110,9 +110,10 @@ class ProxySettings(Settings):
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     """A request with a larger body gets 413."""
     body_budget_bytes: int = Field(default=512 << 20, ge=2048)
-    """Memory for requests that are open, of which one client address gets three quarters. Beyond it
-    new requests get 503 with Retry-After. A quarter as much is for bodies above 64 kB of which the
-    end has not come: beyond it those that make least progress get 408; the only one is never cut.
+    """Memory for the requests of all clients that are open, at least twice `max_body_bytes`. Beyond
+    it new requests get 503 with Retry-After. A quarter as much is for bodies above 64 kB of which
+    the end has not come: beyond it those that make least progress get 408; the only one is never
+    cut.
     """
     idle_timeout_s: float = Field(default=100.0, ge=1, le=3600)
     """A client's connection is closed after so long without a request. More than the time after

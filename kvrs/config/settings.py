@@ -43,7 +43,10 @@ VLLM: dict[str, Any] = {ENGINES: ["vllm"]}
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
 # Settings of earlier versions, and what does their work now.
-_GONE = dict.fromkeys(("requests_per_s", "tokens_per_min"), "a gateway in front limits rates")
+# Keys of key files, by their last part.
+_GONE = dict.fromkeys(("requests_per_s", "tokens_per_min"), "a gateway in front limits rates") | {
+    "open_bytes": "set proxy.body_budget_bytes, which all tenants share"
+}
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?", re.ASCII)
 _LONGEST_NAME = 253

@@ -1,4 +1,4 @@
-"""The tenants of the clients' port: hashes of their API keys, and their limits.
+"""The tenants of the clients' port: hashes of their API keys, and how many streams each may open.
 
 They are a YAML document of their own, `security.key_file` or the environment's KVRS_KEYS, because
 it is private and changes while the proxy runs: a section for each tenant, under its name.
@@ -24,13 +24,12 @@ KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class TenantSettings(Settings):
-    """A limit that is null does not exist. Each proxy enforces the limits by itself."""
+    """The keys and the limit of one tenant. Each proxy counts streams by itself; null: no limit."""
 
     # SHA-256 of each of its keys, in hexadecimal. Several, so that a key can be replaced.
     keys: list[KeyHash] = Field(min_length=1, max_length=64)
     enabled: bool = True  # If not, requests get 403.
     streams: int | None = Field(default=None, ge=1)  # Open at a time; each choice is one.
-    open_bytes: int | None = Field(default=None, ge=1024)  # Of the bodies of open requests.
 
 
 def key_hash(key: bytes) -> bytes:

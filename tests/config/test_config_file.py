@@ -289,8 +289,8 @@ def test_a_file_that_is_not_yaml_is_refused_in_one_line(tmp_path: Path, text: st
         load_config(path)
 
 
-def test_a_budget_that_one_client_could_fill_with_one_body_is_refused() -> None:
-    """One address gets three quarters of it, which must be enough for the longest body."""
+def test_a_budget_that_one_body_could_take_up_is_refused() -> None:
+    """The longest body leaves half of it to other requests."""
     (fault,) = faults_of({"proxy": {"max_body_bytes": 4096, "body_budget_bytes": 8191}})
 
     assert fault.startswith("proxy.body_budget_bytes: got 8191; allowed: at least twice ")

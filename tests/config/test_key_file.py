@@ -40,6 +40,7 @@ def test_the_environment_may_hold_them() -> None:
         (f"a: {{keys: [{HASH}], streams: 0}}", "a.streams: got 0"),
         (f"a: {{keys: [{HASH}], stream: 1}}", "a.stream: unknown key; allowed: enabled, keys"),
         (f"a: {{keys: [{HASH}], requests_per_s: 2}}", "requests_per_s: this setting is gone; "),
+        (f"a: {{keys: [{HASH}], open_bytes: 2048}}", "open_bytes: this setting is gone; "),
         (f"a: {{keys: [{HASH}], tokens_per_min: 2}}", "tokens_per_min: this setting is gone; "),
         (f"a b: {{keys: [{HASH}]}}", "as a tenant's name"),
         (f"a: {{keys: [{HASH}]}}\nb: {{keys: [{HASH}]}}", "one key is of a too"),

@@ -6,29 +6,25 @@ def limits(**given: int) -> TenantSettings:
     return TenantSettings(keys=["0" * 64], **given)  # type: ignore[arg-type]
 
 
-def test_streams_and_bytes_count_while_they_are_open() -> None:
-    one = TenantMeter(limits(streams=2, open_bytes=2048))
+def test_streams_count_while_they_are_open() -> None:
+    one = TenantMeter(limits(streams=2))
 
-    assert one.take_streams(2) is None
-    assert one.take_streams(1) is not None
-    assert one.take_bytes(2048) is None
-    assert one.take_bytes(1) is not None
+    assert one.take(2)
+    assert not one.take(1)
 
-    one.give_streams(2)
-    one.give_bytes(2048)
-    assert one.take_streams(1) is None
-    assert one.take_bytes(1) is None
+    one.give(2)
+    assert one.take(1)
 
 
 def test_other_limits_keep_what_is_open() -> None:
     """A reload is no way to begin anew."""
     one = TenantMeter(limits(streams=1))
-    assert one.take_streams(1) is None
+    assert one.take(1)
 
     one.limits = limits(streams=2)
 
-    assert one.take_streams(1) is None
-    assert one.take_streams(1) is not None
+    assert one.take(1)
+    assert not one.take(1)
 
 
 def test_failed_keys_are_slowed_down_by_address() -> None:

@@ -1,10 +1,8 @@
-"""Use of a tenant's limits at one proxy, and addresses that guess at keys. Pure: every question
+"""Open streams of a tenant at one proxy, and addresses that guess at keys. Pure: every question
 about a moment takes the time.
 """
 
 from collections import OrderedDict
-
-import msgspec
 
 from kvrs.config.tenants import TenantSettings
 
@@ -15,48 +13,27 @@ _GUESSES_PER_S = 1.0
 _MAX_ADDRESSES = 4096
 
 
-class Excess(msgspec.Struct, frozen=True):
-    """A limit that a request exceeds."""
-
-    kind: str  # "streams" or "bytes", as the type of OpenAI's error.
-    message: str
-
-
 class TenantMeter:
-    """The use of one tenant: streams and bytes count while they are open. Other `limits` may be set
-    at any time; what is open stays open.
+    """The open streams of one tenant. Other `limits` may be set at any time; what is open stays
+    open.
     """
 
     def __init__(self, limits: TenantSettings) -> None:
         self.open_streams = 0
-        self.open_bytes = 0
         self.refused = 0
         self.limits = limits
 
-    def take_bytes(self, size_bytes: int) -> Excess | None:
-        """Take the bytes of a body before it is read."""
-        most = self.limits.open_bytes
-        if most is not None and self.open_bytes + size_bytes > most:
-            return self._refuse("open_bytes", "bytes", most)
-        self.open_bytes += size_bytes
-        return None
-
-    def give_bytes(self, size_bytes: int) -> None:
-        self.open_bytes -= size_bytes
-
-    def take_streams(self, streams: int) -> Excess | None:
+    def take(self, streams: int) -> bool:
+        """Count streams as open; False: the limit would be exceeded."""
         most = self.limits.streams
         if most is not None and self.open_streams + streams > most:
-            return self._refuse("streams", "streams", most)
+            self.refused += 1
+            return False
         self.open_streams += streams
-        return None
+        return True
 
-    def give_streams(self, streams: int) -> None:
+    def give(self, streams: int) -> None:
         self.open_streams -= streams
-
-    def _refuse(self, limit: str, kind: str, most: int) -> Excess:
-        self.refused += 1
-        return Excess(kind, f"limit of {kind} reached: {limit} is {most}")
 
 
 class GuessLimit:

@@ -148,7 +148,7 @@ class Admissions:
         """The record of a request, whose tenant is known. It holds nothing before its first step;
         what it holds is given back by `held.end`, or at the end of `with call.held`.
         """
-        held = RequestUsage(self._budget, request.remote or "", tenant.meter)
+        held = RequestUsage(self._budget, tenant.meter)
         return ClientCall(request, request.path == generate.PATH, tenant, held)
 
     async def admit(self, call: ClientCall, read: Callable[..., ParsedRequest]) -> None:

@@ -99,8 +99,7 @@ class ClientBodies:
 
     async def read(self, request: web.Request, held: RequestUsage) -> bytes:
         """The body of a request. A body that has no room among open requests is refused before it
-        is read, and takes of that room when it is whole; of a tenant's limit it takes what it
-        declares at once, and otherwise what has come.
+        is read, and takes of that room when it is whole.
 
         Raises:
             RequestError: it is compressed, too long or too slow, there is no room for it, or it

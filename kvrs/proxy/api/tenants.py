@@ -30,7 +30,7 @@ _OPEN_PATHS = ("/healthz", "/readyz", "/health")
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """Without API keys everything is one tenant, which has no limits and no secret; but records of
+    """Without API keys everything is one tenant, which has no limit and no secret; but records of
     streams belong to a value of `Authorization`.
     """
 
@@ -158,7 +158,6 @@ class Tenants:
                 "tenant": name,
                 "enabled": meter.limits.enabled,
                 "open_streams": meter.open_streams,
-                "open_bytes": meter.open_bytes,
                 "refused": meter.refused,
             }
             for name, tenant in self._by_name.items()

@@ -4,9 +4,9 @@ Pure.
 An owner epoch is granted once, by a proxy whose role grants claims, and only rises. Updates of an
 owner with a lower epoch are refused. `roles.py` has the tables.
 
-Finished records make room for any other. That of an interrupted stream makes room only for one of
-its own tenant, whose unfinished records take at most half of the book: throw-away keys evict no
-stream of another tenant.
+Finished records make room for any other, the oldest first. That of an interrupted stream, which its
+client may be about to resume, makes room only for a later one of its own tenant: no tenant ends a
+stream of another one.
 """
 
 from typing import assert_never
@@ -54,35 +54,19 @@ class Received(msgspec.Struct, frozen=True):
     stops_local_stream: bool = False  # The stream that runs here under this key is superseded.
 
 
-class _Held(dict[str, Record]):
-    """The records of one tenant, by key."""
-
-    size_bytes = 0
-
-
 class RecordBook:
     """Bounded in number, bytes and time. Records of streams that run here are never evicted; where
-    they leave no room, new records are refused.
-
-    Finished records are evicted for any other, those of the largest tenant first. The record of an
-    interrupted stream is evicted only for a record of its own tenant, of which the unfinished ones
-    take at most `tenant_share` of the book.
+    they and interrupted streams of other tenants leave no room, new records are refused.
     """
 
     def __init__(
-        self,
-        max_records: int = 8192,
-        max_bytes: int = 256 << 20,
-        keep_s: float = 300.0,
-        tenant_share: float = 1.0,
+        self, max_records: int = 8192, max_bytes: int = 256 << 20, keep_s: float = 300.0
     ) -> None:
         self._max_records = max_records
         self._max_bytes = max_bytes
         self._keep_s = keep_s
-        self._tenant_share = tenant_share
         self.records: dict[str, Record] = {}
         self.size_bytes = 0
-        self._held: dict[str, _Held] = {}  # By tenant.
         # Keys of records that were deleted, and when: at most as many as records.
         self._dropped: dict[str, float] = {}
 
@@ -245,9 +229,9 @@ class RecordBook:
         for record in list(self.records.values()):
             if record.touched_s + self._keep_s < now_s and not record.role.is_owner:
                 self._drop(record.key)
-        for tenant in list(self._held):
-            self._keep_share(tenant, now_s)
-        self._make_room(None, now_s)
+        # Streams that run here have grown.
+        for tenant in {each.tenant for each in self.records.values() if each.role.is_owner}:
+            self._make_room(tenant, now_s)
 
     def forget(self, key: str, dropped_s: float | None = None) -> None:
         """`dropped_s`: its client has deleted it at this time, so that no peer brings it back."""
@@ -263,13 +247,11 @@ class RecordBook:
             and self.size_bytes + more_bytes <= self._max_bytes
         )
 
-    def _make_room(self, tenant: str | None, now_s: float, new: Record | None = None) -> bool:
+    def _make_room(self, tenant: str, now_s: float, new: Record | None = None) -> bool:
         """Evict records for those of a tenant, and a new one of it, until there is room; False: too
         few can be evicted.
         """
         more_records, more_bytes = (0, 0) if new is None else (1, new.size_bytes)
-        if new is not None and not new.state.complete and not self._keep_share(tenant, now_s, new):
-            return False
         while not self._has_room(more_records, more_bytes):
             evicted = self._oldest_finished() or self._oldest_interrupted(tenant, now_s)
             if evicted is None:
@@ -277,62 +259,32 @@ class RecordBook:
             self._drop(evicted.key)
         return True
 
-    def _keep_share(self, tenant: str | None, now_s: float, new: Record | None = None) -> bool:
-        """Evict the tenant's own interrupted streams, until its unfinished ones, with a new one,
-        take no more than its share; False: too few can be evicted.
-        """
-        unfinished = [each for each in self._held_by(tenant).values() if not each.state.complete]
-        records = len(unfinished) + (new is not None)
-        size_bytes = sum(each.size_bytes for each in unfinished)
-        size_bytes += 0 if new is None else new.size_bytes
-        max_records = max(1.0, self._tenant_share * self._max_records)
-        while records > max_records or size_bytes > self._tenant_share * self._max_bytes:
-            if (evicted := self._oldest_interrupted(tenant, now_s)) is None:
-                return False
-            self._drop(evicted.key)
-            records, size_bytes = records - 1, size_bytes - evicted.size_bytes
-        return True
-
     def _oldest_finished(self) -> Record | None:
-        """The oldest finished record, of the tenant with the largest part of the book."""
-        for held in sorted(self._held.values(), key=self._part_of, reverse=True):
-            finished = (each for each in held.values() if each.is_kept and each.state.complete)
-            if (found := min(finished, key=_touched_s, default=None)) is not None:
-                return found
-        return None
+        finished = (each for each in self.records.values() if each.is_kept and each.state.complete)
+        return min(finished, key=_touched_s, default=None)
 
-    def _oldest_interrupted(self, tenant: str | None, now_s: float) -> Record | None:
+    def _oldest_interrupted(self, tenant: str, now_s: float) -> Record | None:
         interrupted = (
             each
-            for each in self._held_by(tenant).values()
-            if each.is_kept and not each.state.complete and each.touched_s + _EVICT_AFTER_S <= now_s
+            for each in self.records.values()
+            if each.tenant == tenant
+            and each.is_kept
+            and not each.state.complete
+            and each.touched_s + _EVICT_AFTER_S <= now_s
         )
         return min(interrupted, key=_touched_s, default=None)
 
-    def _part_of(self, held: _Held) -> float:
-        return max(len(held) / self._max_records, held.size_bytes / self._max_bytes)
-
-    def _held_by(self, tenant: str | None) -> _Held:
-        return _Held() if tenant is None else self._held.get(tenant, _Held())
-
     def _put(self, record: Record) -> None:
-        held = self._held.setdefault(record.tenant, _Held())
-        self.records[record.key] = held[record.key] = record
+        self.records[record.key] = record
         self._note_growth(record, record.size_bytes)
 
     def _note_growth(self, record: Record, size_bytes: int) -> None:
         if self.records.get(record.key) is record:
             self.size_bytes += size_bytes
-            self._held[record.tenant].size_bytes += size_bytes
 
     def _drop(self, key: str) -> None:
-        if (record := self.records.get(key)) is None:
-            return
-        self._note_growth(record, -record.size_bytes)
-        held = self._held[record.tenant]
-        del self.records[key], held[key]
-        if not held:
-            del self._held[record.tenant]
+        if (record := self.records.pop(key, None)) is not None:
+            self.size_bytes -= record.size_bytes
 
 
 def awaited(book: RecordBook, staying: frozenset[str], now_s: float) -> int:

@@ -28,7 +28,7 @@ from kvrs.proxy.mirror.roles import ROLE_AFTER, Message, RecordRole, Relation, R
 
 CLAIM_S = 0.25  # For so long after a grant a second claim is refused: the two are simultaneous.
 # Bytes that CPython takes; a test compares the sums with what is allocated.
-_FIXED_BYTES = 1536  # Of a record, beside its events and its prompt.
+_FIXED_BYTES = 1024  # Of a record, beside its events and its prompt.
 _BYTES_PER_EVENT = 160  # Beside its data and its ids.
 
 

@@ -52,8 +52,6 @@ _GATHER_EXACT_S = 0.1  # Of those of which an engine makes the same tokens again
 # Silent streams are updated too, so that an owner learns that its stream was granted elsewhere.
 _HEARTBEAT_S = 1.0
 _REREPLICATE_S = 0.25
-# Part of the book for streams of one tenant that have not ended.
-_TENANT_SHARE = 0.5
 _MAX_BATCH_BYTES = 8 << 20
 _TRIES = 4
 _RETRY_S = 0.05
@@ -140,7 +138,7 @@ class Mirror:
     ) -> None:
         self.name = name
         self._id = settings.id
-        self.book = RecordBook(max_bytes=settings.mirror_bytes, tenant_share=_TENANT_SHARE)
+        self.book = RecordBook(max_bytes=settings.mirror_bytes)
         me = Hello(settings.id, name)
         self.peers = Peers(me, peers, self._peer_lost, self._peers_changed, drains)
         self._sync = settings.mirror is MirrorMode.SYNC

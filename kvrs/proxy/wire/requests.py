@@ -1,5 +1,5 @@
 """The two endpoints of the OpenAI API, a client's request at one of them with its context in the
-cluster (its id and trace), and what it holds of the memory for bodies and of its tenant's limits.
+cluster (its id and trace), and what it holds of the memory for bodies and of its tenant's streams.
 """
 
 from array import array
@@ -11,7 +11,7 @@ from typing import Any, Self
 import msgspec
 from aiohttp import web
 
-from kvrs.core.books.tenants import RETRY_S, Excess, TenantMeter
+from kvrs.core.books.tenants import RETRY_S, TenantMeter
 from kvrs.errors import RequestError
 from kvrs.net.direct import DirectRequest
 from kvrs.net.http_connection import retry_after
@@ -118,29 +118,23 @@ CHAT = Endpoint(
 
 
 class ByteBudget:
-    """Bytes of requests that are open. One address leaves a quarter to the others; a gateway in
-    front may be the only one. No body is longer than `max_body_bytes`.
-    """
+    """Bytes of all requests that are open. No body is longer than `max_body_bytes`."""
 
     def __init__(self, total_bytes: int, max_body_bytes: int) -> None:
         self.held_bytes = 0
-        self.of_address: dict[str, int] = {}
         self.max_body_bytes = max_body_bytes
         self.total_bytes = total_bytes
-        self.of_one_bytes = total_bytes * 3 // 4
 
 
 @dataclass(slots=True, eq=False)
 class RequestUsage:
-    """Bytes of the budget, and bytes and streams of its tenant's limits, that one request holds
-    until its block is left. `meter`: of the tenant; None: it has no limits.
+    """Bytes of the budget, and streams of its tenant's limit, that one request holds until its
+    block is left. `meter`: of the tenant; None: it has no limit.
     """
 
     budget: ByteBudget
-    address: str
     meter: TenantMeter | None = None
-    size_bytes: int = 0  # Of the budget: those that are kept.
-    taken_bytes: int = 0  # Of the tenant's limit: those of the body, to its end.
+    size_bytes: int = 0
     streams: int = 0
     is_over: bool = False
 
@@ -155,11 +149,10 @@ class RequestUsage:
         self.resize(0)
         self.is_over = True
         if self.meter is not None:
-            self.meter.give_bytes(self.taken_bytes)
-            self.meter.give_streams(self.streams)
+            self.meter.give(self.streams)
 
     def allow(self, size_bytes: int) -> None:
-        """Check that the body may have this size now, and take that of the tenant's limit.
+        """Check that the body may have this size now.
 
         Raises:
             RequestError: it is too long, or there is no room for it.
@@ -169,15 +162,8 @@ class RequestUsage:
             raise RequestError(
                 f"the body must be at most {budget.max_body_bytes} bytes", status=413
             )
-        if self.meter is not None and size_bytes > self.taken_bytes:
-            _check(self.meter.take_bytes(size_bytes - self.taken_bytes))
-            self.taken_bytes = size_bytes
         lacking_bytes = size_bytes - self.size_bytes
-        of_address = budget.of_address.get(self.address, 0)
-        if lacking_bytes > 0 and (
-            budget.held_bytes + lacking_bytes > budget.total_bytes
-            or of_address + lacking_bytes > budget.of_one_bytes
-        ):
+        if lacking_bytes > 0 and budget.held_bytes + lacking_bytes > budget.total_bytes:
             raise RequestError(
                 "the requests that are open take up the memory for bodies",
                 status=503,
@@ -188,30 +174,22 @@ class RequestUsage:
         """Note what is held in any case."""
         if self.is_over:
             return
-        budget, by_bytes = self.budget, size_bytes - self.size_bytes
+        self.budget.held_bytes += size_bytes - self.size_bytes
         self.size_bytes = size_bytes
-        budget.held_bytes += by_bytes
-        left = budget.of_address[self.address] = budget.of_address.get(self.address, 0) + by_bytes
-        if not left:
-            del budget.of_address[self.address]
 
     def open(self, streams: int) -> None:
         """Take streams of the tenant's limit; raises RequestError: there are none left."""
-        if self.meter is not None:
-            _check(self.meter.take_streams(streams))
-            self.streams = streams
-
-
-def _check(excess: Excess | None) -> None:
-    """Raises RequestError: a limit of the tenant is exceeded."""
-    if excess is not None:
-        raise RequestError(
-            excess.message,
-            status=429,
-            code="rate_limit_exceeded",
-            kind=excess.kind,
-            headers={"Retry-After": retry_after(RETRY_S)},
-        )
+        if self.meter is None:
+            return
+        if not self.meter.take(streams):
+            raise RequestError(
+                f"limit of streams reached: streams is {self.meter.limits.streams}",
+                status=429,
+                code="rate_limit_exceeded",
+                kind="streams",
+                headers={"Retry-After": retry_after(RETRY_S)},
+            )
+        self.streams = streams
 
 
 @dataclass(slots=True, eq=False)

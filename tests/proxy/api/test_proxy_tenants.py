@@ -1,7 +1,7 @@
 """API keys and limits of tenants, over real HTTP and with the openai package."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,29 +128,10 @@ async def test_streams_are_limited_while_they_are_open(
     assert [await each for each in opened] == [200, 200]
     assert await ask("a", n=2) == 200
     assert await ask("a", n=3) == 429
-
-
-async def test_open_bytes_are_limited_before_they_are_read(
-    build: ProxyClusterBuilder, save: Save
-) -> None:
-    """Declared or not, and given back when the request has ended."""
-    system = await build(security={"key_file": save(a={"open_bytes": 1024})})
-    large = msgspec.json.encode(REQUEST | {"user": "u" * 1024})
-
-    async def chunks() -> AsyncIterator[bytes]:
-        yield large
-
-    for body in (large, chunks()):
-        async with system.http.post(
-            system.url + "/v1/completions", data=body, headers=bearer("a")
-        ) as response:
-            assert (response.status, error_of(await response.read())["type"]) == (429, "bytes")
-    assert [(await system.ask(REQUEST, bearer("a")))[0] for _ in range(20)] == [200] * 20
     assert (await system.state())["proxies"][0]["tenants"][0] == {
         "tenant": "a",
         "enabled": True,
         "open_streams": 0,
-        "open_bytes": 0,
         "refused": 2,
     }
 

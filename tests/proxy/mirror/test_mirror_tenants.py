@@ -1,4 +1,4 @@
-"""Shares of tenants in the record book, and what the book says it holds."""
+"""Records of several tenants in one book, and what the book says it holds."""
 
 import gc
 import tracemalloc
@@ -31,31 +31,36 @@ def keep(book: RecordBook, key: str, tenant: str, now_s: float, *, complete: boo
 
 
 def test_throw_away_keys_evict_no_interrupted_stream_of_another_tenant() -> None:
-    """Nor does their number: what they find full is refused."""
-    book = RecordBook(max_records=20, tenant_share=0.5)
+    """A tenant evicts its own oldest ones; where it has none, its new record is refused."""
+    book = RecordBook(max_records=20)
     assert keep(book, "mine", "a", 0.0)
 
     taken = [keep(book, f"b{n}", "b", 10.0 + 6.0 * n) for n in range(100)]
     others = [keep(book, f"{n}", f"t{n}", 700.0) for n in range(100)]
 
     assert all(taken)
-    assert "mine" in book.records
-    assert sum(key.startswith("b") for key in book.records) == 10
-    assert others.count(True) == 9
-    assert len(book.records) == 20
+    assert not any(others)
+    assert list(book.records) == ["mine", *(f"b{n}" for n in range(81, 100))]
 
 
-def test_a_tenant_s_open_streams_leave_room_to_others() -> None:
-    book = RecordBook(max_records=20, tenant_share=0.5)
+def test_open_streams_of_one_tenant_take_all_of_the_book_and_end_no_stream() -> None:
+    """New records are refused until one of its streams has all of its tokens."""
+    book = RecordBook(max_records=20)
+    assert keep(book, "mine", "a", 0.0)
+    running = [record(f"b{n}", "b") for n in range(20)]
 
-    opened = [book.own(record(f"a{n}", "a"), 0.0) for n in range(20)]
+    opened = [book.own(each, 10.0) for each in running]
+    assert opened == [True] * 19 + [False]
+    assert not book.own(record("a", "a", at_s=1.0), 1.0)
+    running[0].state = StreamState(complete=True)
+    book.end(running[0], 10.0)
 
-    assert opened.count(True) == 10
-    assert book.own(record("b", "b"), 0.0)
+    assert book.own(record("a", "a"), 11.0)
+    assert {"mine", "a"} < set(book.records)
 
 
-def test_finished_records_go_before_interrupted_ones_and_the_largest_tenant_s_first() -> None:
-    book = RecordBook(max_records=6, tenant_share=1.0)
+def test_finished_records_go_before_interrupted_ones_and_the_oldest_first() -> None:
+    book = RecordBook(max_records=6)
     assert keep(book, "b0", "b", 0.0, complete=True)
     assert keep(book, "a-interrupted", "a", 1.0)
     for n in range(4):
@@ -64,26 +69,31 @@ def test_finished_records_go_before_interrupted_ones_and_the_largest_tenant_s_fi
     for n in range(4):
         assert keep(book, f"c{n}", "c", 20.0 + n)
 
-    assert list(book.records) == ["b0", "a-interrupted", "c0", "c1", "c2", "c3"]
+    assert list(book.records) == ["a-interrupted", "a3", "c0", "c1", "c2", "c3"]
     assert keep(book, "c4", "c", 30.0)
     assert list(book.records) == ["a-interrupted", "c0", "c1", "c2", "c3", "c4"]
     assert keep(book, "c5", "c", 40.0)
     assert list(book.records) == ["a-interrupted", "c1", "c2", "c3", "c4", "c5"]
 
 
-def test_a_mirror_keeps_the_shares_too() -> None:
+def test_a_mirror_keeps_the_streams_of_tenants_apart_too() -> None:
     """The mark of the tenant comes with the record."""
-    book = RecordBook(max_records=4, tenant_share=0.5)
-    acks = []
-    for n in range(4):
+    book = RecordBook(max_records=4)
+    statuses = []
+    for n in range(5):
         sent = record(f"a{n}", "a")
         sent.role = RecordRole.MIRRORED
-        acks.append(book.receive(sent.update(0.0), "p", 0.0).ack.status)
-
-    assert acks == [AckStatus.STORED, AckStatus.STORED, AckStatus.FULL, AckStatus.FULL]
+        statuses.append(book.receive(sent.update(0.0), "p", 6.0).ack.status)
     other = record("b", "b")
-    assert book.receive(other.update(0.0), "p", 0.0).ack.status is AckStatus.STORED
-    assert {each.tenant for each in book.records.values()} == {"a", "b"}
+    refused = book.receive(other.update(0.0), "p", 20.0).ack.status
+
+    newer = record("a5", "a")
+    newer.role = RecordRole.MIRRORED
+    stored = book.receive(newer.update(0.0), "p", 20.0).ack.status
+
+    assert statuses == [AckStatus.STORED] * 4 + [AckStatus.FULL]
+    assert (refused, stored) == (AckStatus.FULL, AckStatus.STORED)
+    assert list(book.records) == ["a1", "a2", "a3", "a5"]
 
 
 def test_room_for_a_prompt_is_taken_before_it_is_known() -> None:

@@ -29,7 +29,7 @@ def test_the_budget_follows_all_prompts_of_a_request() -> None:
     body = completion(prompt=["a" * 100, "b" * 200, [1, 2, 3]], user="u" * 50)
     budget = ByteBudget(1 << 20, len(body))
 
-    with RequestUsage(budget, "host") as held:
+    with RequestUsage(budget) as held:
         held.allow(len(body))
         held.resize(len(body))
         parsed = read(COMPLETIONS, body)
