@@ -100,11 +100,6 @@ def _faults_of_ranks(config: "Config") -> Iterator[str]:
             yield f"{several}; allowed with cluster.engine.device: {cluster.engine.device}: 1"
         if instance.ranks > 1 and config.elastic.min_ranks > instance.ranks:
             yield f"{several}; allowed with elastic.min_ranks: {config.elastic.min_ranks}: as many"
-        if instance.pace is not None and cluster.backend is not Backend.EMBEDDED:
-            yield (
-                f"cluster.nodes: instance {instance.id!r} has pace: {instance.pace}; allowed with "
-                f"backend {cluster.backend.value!r}: null"
-            )
         if instance.stage_hosts:
             yield from _faults_of_stage_hosts(config, instance)
 
@@ -168,10 +163,6 @@ def _faults_of_profiles(config: "Config") -> Iterator[str]:
         ("profiles.prefill", config.profiles.prefill, (prefill_table,)),
         ("cluster.engine.pace", config.cluster.engine.pace, (decode_table, load_s)),
         ("speculation.pace", config.speculation.pace, (decode_table, load_s)),
-        *(
-            (f"cluster.nodes: instance {each.id!r}: pace", each.pace, (decode_table, load_s))
-            for _, each in config.cluster.instances()
-        ),
     )
     for key, wanted, tables in needed:
         if wanted is None:
@@ -255,7 +246,7 @@ def _faults_of_vllm(cluster: ClusterSettings, mode: BackupMode) -> Iterator[str]
 
 
 # An instance's keys, which are equal within a group.
-_EQUAL = ("role", "tp", "pp", "stages", "shares")
+_EQUAL = ("role", "tp", "pp")
 
 
 def _faults_of_groups(cluster: ClusterSettings, *, re_forms: bool) -> Iterator[str]:
@@ -294,10 +285,10 @@ def _faults_of_group(group: str, members: Sequence[InstanceSettings]) -> Iterato
                 f"cluster.nodes: instance {each.id!r} of group {group!r} has 1 rank; allowed: "
                 f"several, in stage_hosts"
             )
-        elif (hosts := len(each.stage_hosts)) < each.stage_count:
+        elif (hosts := len(each.stage_hosts)) < each.pp:
             yield (
                 f"cluster.nodes: instance {each.id!r} of group {group!r} has {hosts} stage_hosts; "
-                f"allowed: {each.stage_count}, one for each stage"
+                f"allowed: {each.pp}, one for each stage"
             )
     for each in others:
         for key in _EQUAL:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -82,14 +82,6 @@ class InstanceSettings(Settings):
     """
     pp: int = Field(default=1, ge=1, le=MAX_RANKS, json_schema_extra=EMBEDDED)
     """Stages, each of `tp` ranks and of as many layers as the others (pipeline parallel)."""
-    stages: list[Annotated[list[int], Field(min_length=2, max_length=2)]] | None = Field(
-        default=None, min_length=1, max_length=MAX_RANKS, json_schema_extra=EMBEDDED
-    )
-    """The layers [first, end) of each stage, in place of equally many. null: by `pp`."""
-    shares: list[Annotated[int, Field(ge=1)]] | None = Field(
-        default=None, json_schema_extra=EMBEDDED
-    )
-    """The shares of a stage's ranks in each layer, as [3, 1]. null: equal ones."""
     stage_hosts: list[StageHostSettings] = Field(
         default=[], max_length=MAX_RANKS, json_schema_extra=EMBEDDED
     )
@@ -97,10 +89,6 @@ class InstanceSettings(Settings):
     stages before have theirs below the instance's own process. A host outlives that process, and
     keeps the stage's weights for the next one; a lost host is waited for, or that of another
     instance of the `group` is used (elastic.enabled).
-    """
-    pace: str | None = None
-    """Profile whose time its steps take, by name, or the path of one, as `cluster.engine.pace`,
-    which it is where this is null.
     """
     group: str | None = Field(
         default=None, min_length=1, max_length=64, pattern=NAME, json_schema_extra=EMBEDDED
@@ -112,42 +100,30 @@ class InstanceSettings(Settings):
 
     @model_validator(mode="after")
     def _has_ranks(self) -> "InstanceSettings":
-        if self.stages is not None and self.pp not in (1, len(self.stages)):
-            raise PydanticCustomError(
-                "stages", f"pp is {self.pp} with {len(self.stages)} stages; allowed: one of them"
-            )
-        if self.shares is not None and len(self.shares) != self.tp:
-            raise PydanticCustomError(
-                "shares", f"{len(self.shares)} shares with tp {self.tp}; allowed: one for each rank"
-            )
-        if len(self.stage_hosts) > self.stage_count:
+        if len(self.stage_hosts) > self.pp:
             raise PydanticCustomError(
                 "stage_hosts",
-                f"{len(self.stage_hosts)} stage_hosts with {self.stage_count} stages; allowed: at "
-                f"most {self.stage_count}",
+                f"{len(self.stage_hosts)} stage_hosts with {self.pp} stages; allowed: at most "
+                f"{self.pp}",
             )
         if self.stage_hosts and self.ranks == 1:
             raise PydanticCustomError(
                 "stage_hosts", "stage_hosts with 1 rank; allowed: none, it is one process"
             )
-        if (ranks := self.tp * self.stage_count) > MAX_RANKS:
+        if self.ranks > MAX_RANKS:
             raise PydanticCustomError(
-                "ranks", f"{ranks} ranks, which are tp times the stages; allowed: {MAX_RANKS}"
+                "ranks", f"{self.ranks} ranks, which are tp times pp; allowed: {MAX_RANKS}"
             )
         return self
 
     @property
-    def stage_count(self) -> int:
-        return self.pp if self.stages is None else len(self.stages)
-
-    @property
     def ranks(self) -> int:
-        return self.tp * self.stage_count
+        return self.tp * self.pp
 
     @property
     def own_stages(self) -> range:
         """The stages with their ranks below the instance's own process."""
-        return range(self.stage_count - len(self.stage_hosts))
+        return range(self.pp - len(self.stage_hosts))
 
     @property
     def remote_stages(self) -> dict[int, StageHostSettings]:
@@ -161,7 +137,7 @@ class InstanceSettings(Settings):
     def stage_nodes(self, own: NodeId) -> list[NodeId]:
         """The node of each stage, of an instance of node `own`."""
         remote = self.remote_stages
-        stages = range(self.stage_count)
+        stages = range(self.pp)
         return [remote[stage].node if stage in remote else own for stage in stages]
 
     def bound(self, host: str) -> str:
@@ -306,10 +282,6 @@ class ClusterSettings(Settings):
 
     def instances(self) -> Iterator[tuple[NodeSettings, InstanceSettings]]:
         return ((node, instance) for node in self.nodes for instance in node.instances)
-
-    def pace_of(self, instance: InstanceSettings) -> str | None:
-        """The profile whose time the steps of the instance take; None: as long as they take."""
-        return instance.pace or self.engine.pace
 
     def find(self, instance_id: InstanceId) -> tuple[NodeSettings, InstanceSettings]:
         """The instance and its node.

@@ -11,7 +11,7 @@ layout of the survivors of a loss has a gap.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Final
 
 from kvrs.errors import LayoutError
@@ -171,15 +171,14 @@ def uneven(
     units: Units,
     stages: Sequence[Stage],
     *,
-    shares: Sequence[int] | None = None,
     rotate: bool = False,
     split: bool = False,
     number: int = 1,
 ) -> Layout:
-    """Contiguous units for any number of ranks, in sizes that differ by one at most, or in
-    proportion to `shares` (one number for each rank of a stage). `rotate`: the ranks take turns
-    from layer to layer at the larger shares of heads (RaidServe's cyclic placement). `split`: the
-    ranks take turns at the parts of experts, so that each has some of every expert.
+    """Contiguous units for any number of ranks, in sizes that differ by one at most. `rotate`: the
+    ranks take turns from layer to layer at the larger shares of heads (RaidServe's cyclic
+    placement). `split`: the ranks take turns at the parts of experts, so that each has some of
+    every expert.
 
     Raises:
         LayoutError: a rank would have nothing to do, or experts have no parts to take turns at.
@@ -187,8 +186,7 @@ def uneven(
     return _layout(
         units,
         stages,
-        lambda stage, layer: _dealt(len(units.attention_bytes), stage, layer * rotate, shares),
-        shares,
+        lambda stage, layer: _dealt(len(units.attention_bytes), stage, layer * rotate),
         number,
         split=split,
     )
@@ -206,7 +204,7 @@ def hybrid(
         own = count // ranks
         return tuple(stage.ranks[at // own] if at < own * ranks else SPREAD for at in range(count))
 
-    return _layout(units, stages, heads, None, number, split=split)
+    return _layout(units, stages, heads, number, split=split)
 
 
 def staged(layers: int, groups: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
@@ -309,7 +307,6 @@ def _layout(
     units: Units,
     stages: Sequence[Stage],
     heads: Callable[[Stage, int], tuple[int, ...]],
-    shares: Sequence[int] | None,
     number: int,
     *,
     split: bool,
@@ -325,23 +322,19 @@ def _layout(
                 f"tp {len(stage.ranks)}: the model has {len(units.attention_bytes)} KV heads and "
                 f"{len(units.mlp_bytes)} tiles, allowed: 1 to {most}"
             )
-        if shares is not None and (len(shares) != len(stage.ranks) or min(shares) < 1):
-            raise LayoutError(
-                f"shares {list(shares)}: one of at least 1 for each of {len(stage.ranks)} ranks"
-            )
     attention = tuple(heads(stage, layer) for stage in stages for layer in stage.layers)
     layout = Layout(
         number=number,
         stages=tuple(stages),
         attention=attention,
         mlp=tuple(
-            _in_turns(len(units.mlp_of(layer)), stage, shares)
+            _in_turns(len(units.mlp_of(layer)), stage)
             if split and layer not in units.dense_layers
-            else _dealt(len(units.mlp_of(layer)), stage, 0, shares)
+            else _dealt(len(units.mlp_of(layer)), stage)
             for stage in stages
             for layer in stage.layers
         ),
-        vocabulary=_dealt(len(units.vocabulary_bytes), stages[-1], 0, shares),
+        vocabulary=_dealt(len(units.vocabulary_bytes), stages[-1]),
         turns=fresh_turns(stages) if any(SPREAD in owners for owners in attention) else (),
         split=split,
     )
@@ -349,11 +342,10 @@ def _layout(
     return layout
 
 
-def _dealt(count: int, stage: Stage, turn: int, shares: Sequence[int] | None) -> tuple[int, ...]:
+def _dealt(count: int, stage: Stage, turn: int = 0) -> tuple[int, ...]:
     """The owner of each of `count` units, in contiguous runs."""
     ranks = stage.ranks
-    ends = list(accumulate(shares or [1] * len(ranks)))
-    bounds = [0, *(end * count // ends[-1] for end in ends)]
+    bounds = [at * count // len(ranks) for at in range(len(ranks) + 1)]
     return tuple(
         ranks[(at + turn) % len(ranks)]
         for at, (first, last) in enumerate(pairwise(bounds))
@@ -361,11 +353,9 @@ def _dealt(count: int, stage: Stage, turn: int, shares: Sequence[int] | None) ->
     )
 
 
-def _in_turns(count: int, stage: Stage, shares: Sequence[int] | None) -> tuple[int, ...]:
+def _in_turns(count: int, stage: Stage) -> tuple[int, ...]:
     """The owner of each of `count` units, of which neighbours have different ones."""
-    counts = shares or [1] * len(stage.ranks)
-    turn = [rank for rank, own in zip(stage.ranks, counts, strict=True) for _ in range(own)]
-    return tuple(turn[at % len(turn)] for at in range(count))
+    return tuple(stage.ranks[at % len(stage.ranks)] for at in range(count))
 
 
 def _owned(owners: Sequence[int], rank: int) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ class LoadedModel:
             raise ConfigError("cluster.model: missing; allowed: a Hugging Face directory")
         engine = config.cluster.engine
         directory = Path(config.cluster.model)
-        pace = config.cluster.pace_of(settings)
+        pace = config.cluster.engine.pace
         reading = reading or reading_of(directory, engine.disk_bytes_per_s, pace)
         units = ModelConfig.from_directory(directory).units
         layout = layout_of(settings, units, config.elastic)
@@ -156,7 +156,7 @@ class EngineInstance(ServedInstance):
         """
         loaded = loaded or LoadedModel.load(config, instance_id, secret, epoch=epoch)
         node, settings = config.cluster.find(instance_id)
-        profile = config.cluster.pace_of(settings)
+        profile = config.cluster.engine.pace
         pace = None if profile is None else Pace(profile)
         self.worker = loaded.worker
         try:

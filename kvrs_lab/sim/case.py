@@ -13,10 +13,8 @@ from kvrs.config.cluster import Backend
 from kvrs.config.file import Config, load_config
 from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError, numbers_out_of_range
-from kvrs.profiles.catalog import kv_geometry
 from kvrs_lab.faults.language import Fault, VictimRole, What, load_faults
 from kvrs_lab.report.metrics import Slo
-from kvrs_lab.sim.cluster import PACE
 from kvrs_lab.sim.fault_scenarios import FaultEvent, named_deaths, random_deaths
 from kvrs_lab.sim.first_token import FirstToken
 from kvrs_lab.sim.recovering import draft_model_of
@@ -71,28 +69,8 @@ def load_case(options: SimulateOptions) -> tuple[Config, list[Fault]]:
     given = [] if options.rate is None else [("--rate", options.rate)]
     if wrong := [*numbers_out_of_range(given, zero=False)]:
         raise ConfigError(wrong)
-    return prepared(load_config(options.config, os.environ), options)
-
-
-def prepared(config: Config, options: SimulateOptions) -> tuple[Config, list[Fault]]:
-    """The configuration, once it is checked, and the faults. Raises: see `load_case`."""
-    _check_paces(config)
-    return config, _faults(options, config)
-
-
-def _check_paces(config: Config) -> None:
-    """Pages go from each instance to each other."""
-    cluster = config.cluster
-    sizes = {
-        instance.id: kv_geometry(cluster.pace_of(instance) or PACE).page_bytes
-        for _, instance in cluster.instances()
-    }
-    if len(set(sizes.values())) > 1:
-        got = ", ".join(f"{size:,} for {name}" for name, size in sizes.items())
-        raise ConfigError(
-            f"cluster.nodes: bytes of a page by the profiles of the instances: got {got}; allowed: "
-            f"profiles of one model"
-        )
+    config = load_config(options.config, os.environ)
+    return config, faults_of(options, config)
 
 
 def under(config: Config, policy: PolicyName) -> Config:
@@ -132,7 +110,8 @@ def make_world(
     )
 
 
-def _faults(options: SimulateOptions, config: Config) -> list[Fault]:
+def faults_of(options: SimulateOptions, config: Config) -> list[Fault]:
+    """Raises ConfigError: a fault is none, or names what the configuration has not."""
     if options.fault is None:
         return []
     if options.deaths:
@@ -193,7 +172,7 @@ def _unknown(fault: Fault, config: Config) -> Iterator[str]:
             continue
         for part, number, count in (
             ("rank", whom.rank, each.ranks),
-            ("stage", whom.stage, each.stage_count),
+            ("stage", whom.stage, each.pp),
         ):
             if isinstance(number, int) and number >= count:
                 yield f"whom.{part}: got {number} of {each.id!r}; allowed: below {count}"

@@ -96,8 +96,7 @@ class SimCluster:
         self._exits_rng = Random(f"{seed} exits") if is_supervised else None
         self.clock = Clock()
         config = _complete(config, proxies)
-        first = next(instance for _, instance in config.cluster.instances())
-        profile = config.cluster.pace_of(first) or PACE  # The model of all is the same.
+        profile = config.cluster.engine.pace or PACE
         geometry = msgspec.structs.replace(
             kv_geometry(profile), page_size_tokens=config.cluster.engine.page_size_tokens
         )
@@ -111,7 +110,7 @@ class SimCluster:
             config,
             self.clock,
             self.links,
-            paces_of(config),
+            InstancePace.of(profile, config.cluster.engine),
             geometry,
             root_tag("simulated"),
             rank_model or RankModel(),
@@ -241,9 +240,7 @@ class SimCluster:
             return back_s
         helper.begin()
         back_s += model.load_s
-        self.clock.after(
-            max(model.load_s, back_s - self._site.paces[engine.id].pace.load_s), helper.end
-        )
+        self.clock.after(max(model.load_s, back_s - self._site.pace.pace.load_s), helper.end)
         return back_s
 
     def _tell(self, proxy: SimProxy, event: ev.Event) -> None:
@@ -283,14 +280,6 @@ class SimCluster:
         hit = CarriedOutFault(death, self.clock.now_s, whom, streams, instances)
         self.outcome.hits.append(hit)
         self.log.append(f"{self.clock.now_s:.6f} {death}: {whom}, {streams} streams")
-
-
-def paces_of(config: Config) -> dict[InstanceId, InstancePace]:
-    """Those of instances of one profile are the same object."""
-    cluster = config.cluster
-    profiles = {each.id: cluster.pace_of(each) or PACE for _, each in cluster.instances()}
-    paces = {name: InstancePace.of(name, cluster.engine) for name in {*profiles.values()}}
-    return {instance: paces[name] for instance, name in profiles.items()}
 
 
 def hosts_of(config: Config, clock: Clock, model: PipelineModel) -> dict[InstanceId, list[SimHost]]:

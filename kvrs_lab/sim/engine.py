@@ -72,7 +72,7 @@ class SimEngine(SimPagePool, RankedEngine):
         self.poisoned: Callable[[StreamId], None] | None = None  # Ends this process.
         self.given_up: Step | None = None  # The same, when too few ranks are left.
         self._site = site
-        self._pace = site.paces[name]
+        self._pace = site.pace
         self.settings = site.config.cluster.engine
         self._size = self.settings.page_size_tokens
         self._reset()

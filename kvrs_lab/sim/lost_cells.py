@@ -29,7 +29,7 @@ class LostCells:
     @property
     def page_s(self) -> float:
         """Time to compute one page again."""
-        return self._site.paces[self._engine.id].prefill.page_s(self._size)
+        return self._site.pace.prefill.page_s(self._size)
 
     def gone(self, page: int) -> frozenset[Cell]:
         return self._gone.get(page, _NO_CELLS)

@@ -173,7 +173,7 @@ class SimRanks:
 
     def _step_s(self, layout: Layout) -> float:
         """Seconds of a decoding step, as an engine predicts it for its layouts."""
-        step_s = self._site.paces[self._engine.id].pace.batch_s([Chunk([0], 0, [0], logits=1)])
+        step_s = self._site.pace.pace.batch_s([Chunk([0], 0, [0], logits=1)])
         decode_factor, _ = self._shares(layout).factors(self._full)
         return step_s * decode_factor
 

@@ -59,7 +59,7 @@ class Site:
     config: Config
     clock: Clock
     links: SimLinks
-    paces: dict[InstanceId, "InstancePace"]
+    pace: "InstancePace"
     geometry: KvGeometry
     root: Tag
     rank_model: RankModel

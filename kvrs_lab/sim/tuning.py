@@ -26,7 +26,7 @@ from kvrs.errors import ConfigError, KvrsError, check_extras
 from kvrs.tables import output
 from kvrs_lab.report.metrics import percentile
 from kvrs_lab.report.student import Interval, interval
-from kvrs_lab.sim.case import SimulateOptions, arrivals_of, load_case, prepared
+from kvrs_lab.sim.case import SimulateOptions, arrivals_of, faults_of, load_case
 from kvrs_lab.sim.cluster import Outcome
 from kvrs_lab.sim.comparison import COMPLETE
 from kvrs_lab.sim.goals import Goal
@@ -162,7 +162,7 @@ class Tuning:
         _, self.faults = load_case(case)
         for values in ends_of(self._space):
             try:
-                prepared(config_with(case.config, values), case)
+                faults_of(case, config_with(case.config, values))
             except ConfigError as error:
                 place = f"--space: {options.space}: "
                 raise ConfigError([f"{place}{fault}" for fault in error.faults]) from None
@@ -224,7 +224,7 @@ class Tuning:
         """By seed. The same values are not simulated twice."""
         key = json.dumps([values, load.seed], sort_keys=True)
         if key not in self._known:
-            config, _ = prepared(config_with(load.config, values), load)
+            config = config_with(load.config, values)
             found = simulate(load, config, self.faults, title)
             for seed, what in found.broken.items():
                 raise KvrsError(f"seed {seed} violated an invariant with {dict(values)}: {what}")

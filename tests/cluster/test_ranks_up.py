@@ -61,7 +61,7 @@ def cluster(tiny_llama: str) -> Iterator[Cluster]:
             "instances": [
                 {"id": "p0", "role": "prefill"},
                 {"id": "d0", "role": "decode", "tp": 2},
-                {"id": "d1", "role": "decode", "stages": [[0, 3], [3, 4]]},
+                {"id": "d1", "role": "decode", "pp": 2},
             ],
         }
     ]
@@ -139,7 +139,7 @@ def test_the_state_shows_ranks_and_layout(cluster: Cluster) -> None:
         (0, 0, [0]),
         (1, 0, [1]),
     ]
-    assert stages["layout"] == {"number": 1, "stages": [[0, 3], [3, 4]], "re_forms": True}
+    assert stages["layout"] == {"number": 1, "stages": [[0, 2], [2, 4]], "re_forms": True}
     assert [one["stage"] for one in stages["ranks"]] == [0, 1]
     assert len({one["pid"] for one in (*pair["ranks"], *stages["ranks"])}) == 4
     assert row_of(cluster, "p0")["ranks"] == []

@@ -61,16 +61,8 @@ def test_each_group_has_a_ring_of_its_own() -> None:
         ),
         ({"tp": 2}, "instance 'd1' of group 'g' has tp: 2; allowed: 1, as instance 'd0'"),
         (
-            {"pp": 1, "stages": [[0, 1], [1, 4]]},
-            "'d1' of group 'g' has stages: [[0, 1], [1, 4]]; allowed: null, as instance 'd0'",
-        ),
-        (
             {"pp": 3, "stage_hosts": [{"node": "n1"}] * 3},
             "instance 'd1' of group 'g' has pp: 3; allowed: 2, as instance 'd0'",
-        ),
-        (
-            {"shares": [2]},
-            "instance 'd1' of group 'g' has shares: [2]; allowed: null, as instance 'd0'",
         ),
         (
             {"role": "both"},

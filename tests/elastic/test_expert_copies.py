@@ -374,10 +374,6 @@ def test_split_experts_are_even_whatever_is_chosen() -> None:
     assert rebalance(split, units, tiles, room_for(split, 64)).layout is split
 
 
-def test_shares_hold_for_split_experts_too_and_experts_without_parts_cannot_be() -> None:
-    units = model(experts=8, parts=8)
-    layout = uneven(units, staged(1, [range(2)]), shares=[3, 1], split=True)
-
-    assert parts_by_rank(layout, 0, 8) == [6, 2]
+def test_experts_without_parts_cannot_be_split() -> None:
     with pytest.raises(LayoutError, match="experts are split, but each is one unit"):
         uneven(model(), staged(1, [range(2)]), split=True)

@@ -113,13 +113,6 @@ def test_sequences_of_all_bases_make_every_rank_compute_as_much() -> None:
         assert max(counts) - min(counts) <= 1
 
 
-def test_shares_may_be_asked_for() -> None:
-    layout = uneven(SMALL, staged(4, [(0, 1)]), shares=(3, 1))
-
-    assert layout.attention[0] == (0, 0, 0, 1)
-    assert layout.mlp[0] == (0,) * 6 + (1,) * 2
-
-
 @given(st.data())
 def test_every_unit_is_held_by_its_holders_only(data: st.DataObject) -> None:
     """Weights that no rank needs are on none."""
@@ -158,7 +151,6 @@ def test_stages_have_the_vocabulary_at_the_end() -> None:
         ),
         (lambda: uneven(SMALL, [Stage(0, 4, ())]), "a stage has no rank"),
         (lambda: uneven(SMALL, staged(4, [(0, 1), (1, 2)])), "each is in one stage once"),
-        (lambda: uneven(SMALL, staged(4, [(0, 1)]), shares=(1, 0)), r"shares \[1, 0\]"),
     ],
 )
 def test_impossible_layouts_are_refused(layout: object, said: str) -> None:

@@ -533,7 +533,7 @@ def test_ranks_of_other_stages_are_neither_asked_nor_moved(spread: bool) -> None
     where the heads of other stages are not dealt as they would be dealt now.
     """
     stages = staged(2, [range(3), range(4, 7)])
-    before = uneven(UNITS, stages, shares=[2, 1, 1])
+    before = uneven(UNITS, stages, rotate=True)
     own = Reforming(UNITS, before, ROOM, COSTS, spread=spread, stages=range(1, 2))
 
     done = carry_through(own, own.handle(RanksLost(frozenset({5}))))

@@ -9,16 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from rich.console import Console
 
 from kvrs.config.file import load_config
 from kvrs.errors import ConfigError, KvrsError
-from kvrs.ids import StreamId
 from kvrs.profiles import catalog
 from kvrs_lab.report import metrics
-from kvrs_lab.report.metrics import Slo, goodput_per_s, tpot_s
+from kvrs_lab.report.metrics import Slo, goodput_per_s
 from kvrs_lab.sim import seeds
 from kvrs_lab.sim.case import SimulateOptions, load_case, make_world
 from kvrs_lab.sim.clients import records_of
@@ -145,35 +143,6 @@ def test_latencies_of_several_seeds_are_means_with_intervals() -> None:
     assert found["tpot_s"]["mean"] == {"mean": 2.0, "half_width": pytest.approx(12.7062)}
     assert found["tpot_s"]["p99"] == {"mean": 3.0, "half_width": 0.0}
     assert found["arrival_ttft_s"]["p50"] == {"mean": None, "half_width": None}
-
-
-def test_each_instance_may_have_a_pace_of_its_own(config: Path) -> None:
-    """From a file as well; the time of the engine at each step is added to each."""
-    source = catalog.profile("opt-13b-a100-distserve-tp4")
-    path = config.with_name("slower.json")
-    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(source, engine_step_s=0.05)))
-    text = CONFIG.replace("{id: d1,", f"{{id: d1, pace: '{path}',")
-    config.write_text(text.replace("cluster:", f"cluster:\n  engine: {{pace: {source.label}}}"))
-    options = SimulateOptions(config=config, requests=20, rate=1.0)
-    loaded, faults = load_case(options)
-    world = make_world(options, loaded, faults, 0)
-    world.run()
-
-    steps: dict[str, list[float]] = {"d0": [], "d1": []}
-    for record in records_of(world.arrivals, world.cluster.proxies):
-        live = world.cluster.proxies[0].streams[StreamId(record.stream)]
-        assert live.attempt.plan is not None
-        steps[live.attempt.plan.decode].append(tpot_s(record) or 0.0)
-
-    assert min(steps["d1"]) - min(steps["d0"]) == pytest.approx(0.05, abs=0.005)
-
-
-def test_paces_of_two_models_are_refused(config: Path) -> None:
-    """Their pages could not go from one to the other."""
-    config.write_text(CONFIG.replace("{id: d1,", "{id: d1, pace: opt-66b-a100-distserve-tp4,"))
-
-    with pytest.raises(ConfigError, match=r"^cluster\.nodes: bytes of a page by the profiles"):
-        load_case(SimulateOptions(config=config))
 
 
 FAULT = "- {{when: {{at_s: 1}}, what: kill, whom: {}}}"

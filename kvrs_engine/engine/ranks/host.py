@@ -281,7 +281,7 @@ class StageHost:
 
 def _load_s(directory: Path, config: Config, instance: InstanceSettings) -> float:
     """The least that a whole model takes, by the rate of the disk or the pace."""
-    rate, pace = config.cluster.engine.disk_bytes_per_s, config.cluster.pace_of(instance)
+    rate, pace = config.cluster.engine.disk_bytes_per_s, config.cluster.engine.pace
     if rate is not None:
         return reading_of(directory, rate, pace).expected_s
     return 0.0 if pace is None else Pace(pace).load_s

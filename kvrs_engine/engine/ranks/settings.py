@@ -6,7 +6,7 @@ from kvrs.config.cluster import Backend, InstanceSettings
 from kvrs.config.engine import ElasticSettings
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError, LayoutError
-from kvrs_engine.elastic.layouts import Layout, Stage, hybrid, staged, uneven
+from kvrs_engine.elastic.layouts import Layout, hybrid, staged, uneven
 from kvrs_engine.elastic.units import Units
 from kvrs_engine.engine.model_config import ModelConfig
 
@@ -19,18 +19,14 @@ def rank_name(rank: int) -> str:
 def layout_of(
     settings: InstanceSettings, units: Units, elastic: ElasticSettings | None = None
 ) -> Layout | None:
-    """None: the instance is one process. Heads that are left over are spread, unless shares are
-    asked for.
+    """The division of a model among the ranks of an instance; None: it is one process.
 
     Raises:
         ConfigError: the model cannot be divided so.
     """
     if settings.ranks == 1:
         return None
-    groups = [
-        range(stage * settings.tp, (stage + 1) * settings.tp)
-        for stage in range(settings.stage_count)
-    ]
+    groups = [range(stage * settings.tp, (stage + 1) * settings.tp) for stage in range(settings.pp)]
     elastic = elastic or ElasticSettings()
     split = elastic.experts.layout == "split"
     if split and units.expert_parts == 1:
@@ -39,17 +35,8 @@ def layout_of(
             "one unit"
         )
     try:
-        stages = (
-            staged(units.layers, groups)
-            if settings.stages is None
-            else tuple(
-                Stage(first, last, tuple(ranks))
-                for (first, last), ranks in zip(settings.stages, groups, strict=True)
-            )
-        )
-        if elastic.spread_heads and settings.shares is None:
-            return hybrid(units, stages, split=split)
-        return uneven(units, stages, shares=settings.shares, split=split)
+        stages = staged(units.layers, groups)
+        return (hybrid if elastic.spread_heads else uneven)(units, stages, split=split)
     except LayoutError as error:
         raise ConfigError(f"cluster.nodes: instance {settings.id!r}: {error}") from None
 

@@ -74,8 +74,7 @@ class Restart:
         self._draft_reading = reading_of(draft, engine.disk_bytes_per_s, speculation.pace)
         before = self._draft_reading if self._helps else None
         model = Path(config.cluster.model or "")
-        _, settings = config.cluster.find(instance)
-        pace = config.cluster.pace_of(settings)
+        pace = config.cluster.engine.pace
         self.reading = reading_of(model, engine.disk_bytes_per_s, pace, before)
         if self._helps and not self._draft_reading.is_shorter_than(self.reading):
             self._skip("its weights are not fewer than those of the model")

@@ -28,9 +28,6 @@ def document(model: Path | None = None, **ranks: Any) -> dict[str, Any]:
     [
         ({"tp": 5}, "tp 5: the model has 2 KV heads and 4 tiles, allowed: 1 to 4"),
         ({"pp": 5}, "pp 5: a model of 4 layers has 1 to 4 stages"),
-        ({"stages": [[0, 2], [3, 4]]}, "[0, 2), [3, 4) do not cover layers [0, 4) once"),
-        ({"stages": [[0, 3], [2, 4]]}, "[0, 3), [2, 4) do not cover layers [0, 4) once"),
-        ({"stages": [[0, 2], [2, 5]]}, "do not cover layers [0, 4) once"),
     ],
 )
 def test_a_model_that_cannot_be_divided_so_is_refused(
@@ -49,10 +46,7 @@ def test_a_model_that_cannot_be_divided_so_is_refused(
     ("ranks", "reason"),
     [
         ({"tp": 0}, "tp: got 0"),
-        ({"tp": 2, "shares": [1, 2, 3]}, "3 shares with tp 2; allowed: one for each rank"),
-        ({"pp": 3, "stages": [[0, 2], [2, 4]]}, "pp is 3 with 2 stages; allowed: one of them"),
-        ({"tp": 16, "pp": 8}, "128 ranks, which are tp times the stages; allowed: 64"),
-        ({"stages": [[0, 2, 4]]}, "stages.0: got a list"),
+        ({"tp": 16, "pp": 8}, "128 ranks, which are tp times pp; allowed: 64"),
         (
             {"pp": 2, "stage_hosts": [{"node": "n0"}] * 3},
             "3 stage_hosts with 2 stages; allowed: at most 2",
@@ -131,18 +125,6 @@ def test_ranks_are_those_of_the_embedded_engine_on_processors() -> None:
         parse_config(on_gpu)
 
 
-def test_shares_divide_a_layer_unevenly(tiny_model: Path) -> None:
-    """One rank has three of four tiles."""
-    settings = InstanceSettings.model_validate(
-        {"id": "d0", "role": "decode", "tp": 2, "shares": [3, 1]}, strict=False
-    )
-
-    layout = layout_of(settings, ModelConfig.from_directory(tiny_model).units)
-
-    assert layout is not None
-    assert [len(layout.tiles(rank, 0)) for rank in (0, 1)] == [3, 1]
-
-
 def test_experts_of_one_unit_cannot_be_split(tiny_experts: Path, tiny_model: Path) -> None:
     """The key, its value and what is allowed; a dense model has no experts to split."""
     two = InstanceSettings.model_validate({"id": "d0", "role": "decode", "tp": 2}, strict=False)
@@ -157,10 +139,9 @@ def test_experts_of_one_unit_cannot_be_split(tiny_experts: Path, tiny_model: Pat
 
 
 def test_heads_that_are_left_over_are_spread_where_that_is_asked_for(tiny_model: Path) -> None:
-    """Two heads on three ranks; not where shares are asked for, which say what each rank has."""
+    """Two heads on three ranks."""
     units = ModelConfig.from_directory(tiny_model).units
     three = {"id": "d0", "role": "decode", "tp": 3}
-    uneven = InstanceSettings.model_validate(three | {"shares": [2, 1, 1]}, strict=False)
 
     spread = layout_of(
         InstanceSettings.model_validate(three, strict=False),
@@ -168,9 +149,7 @@ def test_heads_that_are_left_over_are_spread_where_that_is_asked_for(tiny_model:
         ElasticSettings(spread_heads=True),
     )
     whole = layout_of(InstanceSettings.model_validate(three, strict=False), units)
-    by_shares = layout_of(uneven, units, ElasticSettings(spread_heads=True))
 
     assert spread is not None
     assert whole is not None
-    assert by_shares is not None
-    assert [layout.spread(0) for layout in (spread, whole, by_shares)] == [(0, 1), (), ()]
+    assert [layout.spread(0) for layout in (spread, whole)] == [(0, 1), ()]
