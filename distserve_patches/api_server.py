@@ -84,7 +84,6 @@ def _serve(arguments: Sequence[str]) -> None:
     node = _node(config, ours.kvrs_node)
     off_gpu = config.cluster.engine.device == "cpu"
     upstream.load(
-        config.cluster.distserve.home,
         off_gpu=off_gpu,
         logical_gpu_bytes=_logical_gpu_bytes(config),
         pace=config.cluster.engine.pace,

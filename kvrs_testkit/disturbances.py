@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from kvrs.config.file import Config
-from kvrs.config.policy import Dispatch, Failing, PolicyName
+from kvrs.config.policy import Dispatch, PolicyName
 from kvrs.core.model.member import Health
 from kvrs.core.topology import Topology
 from kvrs.protocol.gpus import GpuHealth, GpuState
@@ -54,7 +54,6 @@ class Disturbances:
         self._cluster = cluster
         self._half_deaths = HalfDeaths(cluster)
         self._moving = 0  # Streams that their clients are about to resume.
-        self._loaded: dict[str, Config] = {}  # By proxy; absent: its first settings.
 
     @property
     def is_moving(self) -> bool:
@@ -350,11 +349,10 @@ class Disturbances:
     def _reload(self) -> None:
         """Every proxy gets other settings, each at its own moment."""
         rng, config = self._cluster.rng, self._cluster.config
-        gpu = {"failing": rng.choice(list(Failing))}
+        rng.choice(range(2))  # A seed draws what it drew when there was one setting more.
         policy = {
             "name": rng.choice(list(PolicyName)),
             "dispatch": rng.choice(list(Dispatch)),
-            "gpu": config.policy.gpu.model_copy(update=gpu),
         }
         slo = {"abort": rng.random() < 0.25, "recovery_gap_s": rng.choice([1.0, 10.0])}
         after = config.model_copy(
@@ -370,9 +368,7 @@ class Disturbances:
             proxy.after(rng.uniform(0.0, 0.5), partial(self._reload_at, proxy, after))
 
     def _reload_at(self, proxy: SimProxy, after: Config) -> None:
-        before = self._loaded.get(proxy.name, self._cluster.config)
-        self._loaded[proxy.name] = after
-        proxy.control.reload(before, after, self._cluster.clock.now_s)
+        proxy.control.reload(after, self._cluster.clock.now_s)
 
 
 def _with_time(call: Callable[[float], None], clock: Clock) -> None:

@@ -93,7 +93,6 @@ def measured(
     experts = ExpertSettings(
         layout="split" if variant == "split" else "whole",
         after_s=_AFTER_S,
-        half_life_s=1e6,
         room_share=1.0 if variant == "on" else 0.0,
     )
     group = group_of(directory, RANKS, options.rows, experts)

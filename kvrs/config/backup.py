@@ -71,8 +71,6 @@ class BackupSettings(Settings):
     """
     staging_pages: int = Field(default=64, ge=1, le=65536)
     """Pages that an instance holds for sending at a time."""
-    gather_s: float = Field(default=0.05, ge=0, le=10)
-    """Newly filled pages are sent together for this long."""
     directory: str = "/dev/shm"  # noqa: S108 - a directory of its own in it, private.
     """Where an agent's segments lie, in a directory of its own without access for others."""
 

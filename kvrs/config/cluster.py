@@ -38,8 +38,6 @@ SERVED_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._:/-]*$"
 
 
 class DistServeSettings(Settings):
-    home: str | None = None
-    """A checkout of DistServe. null: the environment's DISTSERVE_HOME."""
     flags: list[str] = Field(default_factory=list)
     """Flags of DistServe's own command line; `--model` is `cluster.model`."""
 

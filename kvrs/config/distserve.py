@@ -14,15 +14,9 @@ def check_home(config: Config, environ: Mapping[str, str]) -> None:
     """Raises ConfigError: DistServe is to be started, and there is no checkout of it."""
     if config.cluster.backend is not Backend.DISTSERVE:
         return
-    key, home = "cluster.distserve.home", config.cluster.distserve.home
-    if home is None:
-        key, home = f"environment variable {HOME_ENV}", environ.get(HOME_ENV)
-    if not home:
-        raise ConfigError(
-            f"cluster.distserve.home: missing, and {HOME_ENV} is not set; allowed: a "
-            f"checkout of DistServe"
-        )
+    if not (home := environ.get(HOME_ENV)):
+        raise ConfigError(f"{HOME_ENV}: not set; allowed: a checkout of DistServe")
     if not (Path(home) / "distserve" / "llm.py").is_file():
         raise ConfigError(
-            f"{key}: {home} has no distserve/llm.py; allowed: a checkout of DistServe"
+            f"{HOME_ENV}: {home} has no distserve/llm.py; allowed: a checkout of DistServe"
         )

@@ -59,10 +59,6 @@ class ExpertSettings(Settings):
     """
     after_s: float = Field(default=2.0, ge=0.1, le=3600)
     """Least seconds between two changes of copies, and after any other change of the ranks."""
-    half_life_s: float = Field(default=30.0, ge=0.1, le=1e6)
-    """After so long a choice of an expert counts half as much as a new one. On a node with an agent
-    an instance that is started again knows what was chosen before.
-    """
     room_share: float = Field(default=0.1, ge=0, le=8)
     """Memory of a rank for copies of experts that are chosen often, as a part of that of its own
     weights. Ranks share the rows of these, where that makes the ranks that have most to do faster.

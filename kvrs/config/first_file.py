@@ -13,7 +13,8 @@ _HEADERS = {
     "`kvrs proxy --config FILE`. The model is the one that vLLM names; where its files are not on "
     "this machine, `kvrs doctor` says what that costs.",
     Backend.DISTSERVE: "kvrs in front of DistServe, two servers on this machine, without a GPU: "
-    "`kvrs lab up --config FILE` (`kvrs docs distserve`). To be changed: home, the checkout.",
+    "`kvrs lab up --config FILE` (`kvrs docs distserve`). The environment's DISTSERVE_HOME "
+    "names the checkout.",
 }
 _REST = (
     "`kvrs config check FILE` reports what is wrong with it. Keys that are not here have their "
@@ -51,7 +52,7 @@ policy: {name: auto}
 proxy: {port: 8000, admin_port: 8001}
 cluster:
   backend: distserve
-  distserve: {home: DistServe, flags: []}
+  distserve: {flags: []}
   model: null
   nodes: NODES
 policy: {name: auto}

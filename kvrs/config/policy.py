@@ -36,21 +36,6 @@ class Dispatch(StrEnum):
     LEAST_LOADED = "least_loaded"  # To the instances with the fewest streams.
 
 
-class Failing(StrEnum):
-    """Treatment of an instance with a GPU that is likely to fail with all its streams."""
-
-    DRAIN = "drain"
-    MOVE = "move"  # Its streams are recovered elsewhere while it still runs.
-
-
-class GpuSettings(Settings):
-    failing: Failing = Field(default=Failing.MOVE, strict=False)
-    """An instance with a GPU that is likely to fail: drain, or move (its streams are recovered
-    elsewhere while it still runs). Where the GPU is that of one rank, this rank leaves instead, if
-    the instance can do without it.
-    """
-
-
 class RecoverySettings(Settings):
     wait_s: float = Field(default=30.0, ge=0, le=3600)
     """Longest wait of a stream for an instance to come up or to have room; then 503 with
@@ -100,8 +85,6 @@ class PolicySettings(Settings):
     """Admission of new requests."""
     recovery: RecoverySettings = RecoverySettings()
     """Recovery of interrupted streams."""
-    gpu: GpuSettings = GpuSettings()
-    """Instances with an unhealthy GPU, as reported by the node's agent over gossip."""
 
 
 class SloSettings(Settings):

@@ -115,16 +115,6 @@ class ProxySettings(Settings):
     the end has not come: beyond it those that make least progress get 408; the only one is never
     cut.
     """
-    idle_timeout_s: float = Field(default=100.0, ge=1, le=3600)
-    """A client's connection is closed after so long without a request. More than the time after
-    which a load balancer in front gives its idle connections up (60 s for nginx and ALB, 600 s for
-    GCLB), as it would otherwise send a request to one that is being closed. A first request has
-    20 s.
-    """
-    keep_alive_s: float | None = Field(default=10.0, ge=0.1, le=3600)
-    """A stream without an event for so long gets an SSE comment, so that proxies in front do not
-    cut it; the first one begins the response, after which errors are events. null: none.
-    """
     max_streams: int = Field(default=4096, ge=1)
     """Beyond it new requests get 503 with Retry-After. At most a quarter of the descriptors."""
     token_gap_s: float = Field(default=10.0, gt=0)

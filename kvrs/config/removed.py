@@ -2,7 +2,9 @@
 
 # By the path of the key, without the numbers of list items.
 REMOVED = {
+    "backup.gather_s": "newly filled pages are sent together for 0.05 s",
     "backup.peer_share": "replicas have at most half of an instance's pages",
+    "cluster.distserve.home": "set the environment variable DISTSERVE_HOME",
     "cluster.nodes.agent.gossip_host": "the gossip port is at the agent's host",
     "cluster.nodes.agent.page_host": "the page port is at the agent's host",
     "cluster.nodes.instances.pace": "set cluster.engine.pace, which all instances have",
@@ -11,6 +13,7 @@ REMOVED = {
     "cluster.nodes.instances.stage_hosts.bind": "the port listens at the stage's host",
     "cluster.nodes.instances.stages": "set pp: its stages have as many layers each, to one",
     "cluster.start_timeout_s": "processes have 600 s to start",
+    "elastic.experts.half_life_s": "a choice of an expert counts half as much after 30 s",
     "elastic.experts.rebalance": "set elastic.experts.room_share: 0 for no copies",
     "elastic.lend_pages": "a stage lends at most half of its pages",
     "gossip.confirmations": "set gossip.probe_interval_s, which the others follow",
@@ -29,7 +32,7 @@ REMOVED = {
     "gossip.sync_interval_s": "set gossip.probe_interval_s, which the others follow",
     "gossip.tombstone_s": "a deleted entry is remembered for a minute",
     "models": "start a proxy for each model, and let the gateway route by name (kvrs docs beside)",
-    "policy.gpu.degraded": "an instance with a degraded GPU serves on; drain it by order",
+    "policy.gpu": "streams leave a failing GPU; drain an instance with another one by order",
     "policy.handshake_s": "predictions count 2 ms for a hand-shake",
     "policy.lookahead_tokens": "predictions count 32 tokens ahead",
     "policy.recovery.retry_pause_s": "the first pause is 0.05 s",
@@ -37,6 +40,8 @@ REMOVED = {
     "proxy.allowed_origins": "have the gateway in front answer web pages of other sites (CORS)",
     "proxy.body_timeout_s": "a body may pause for 10 s",
     "proxy.event_log_bytes": "the event log takes at most 1 GiB",
+    "proxy.idle_timeout_s": "an idle connection of a client is closed after 620 s",
+    "proxy.keep_alive_s": "a silent stream gets a comment every 10 s",
     "proxy.numbered_peers": "name all proxies in proxy.peers; a proxy leaves its own entry out",
     "proxy.unfinished_body_bytes": "set proxy.body_budget_bytes, of which it is a quarter",
     "proxy.unknown_fields": "leave the fields out at the client, or have a gateway remove them",

@@ -440,16 +440,12 @@ class Control(Generic[S]):
         self._shell.instance_changed(event)
         self.tell(event, now_s)
 
-    def reload(self, before: Config, after: Config, now_s: float) -> None:
+    def reload(self, after: Config, now_s: float) -> None:
         """Go on with sections `policy` and `slo` of `after`; what is open and what has been learned
         stays.
         """
         self.slots.reload(slot_share(after))
         self.tell(ev.SettingsReloaded(after.policy, after.slo), now_s)
-        if after.policy.gpu == before.policy.gpu:
-            return
-        for instance, state, reason in self.gpus.judgements():
-            self._judge_gpu(instance, state, reason, now_s)
 
     def _judge_gpu(self, instance: InstanceId, state: GpuState, reason: str, now_s: float) -> None:
         event = ev.GpuJudged(instance, state, reason, self.produced_on(instance))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import assert_never
 
-from kvrs.config.policy import Failing, GpuSettings, PolicySettings
+from kvrs.config.policy import PolicySettings
 from kvrs.core.books.incident_book import LostInstance
 from kvrs.core.defences import quarantine
 from kvrs.core.ledger import Ledger
@@ -179,17 +179,17 @@ class InstanceEvents:
         self._place_freed(self._incidents.node_lost(agent.node, now_s), now_s)
 
     def gpu_judged(self, event: ev.GpuJudged, now_s: float) -> None:
-        treatment = treatment_of(self._settings.gpu, event.state)
-        if treatment is None:
-            self._gpu_degraded.discard(event.instance)
-        else:
+        is_failing = event.state is GpuState.FAILING
+        if is_failing:
             self._gpu_degraded.add(event.instance)
+        else:
+            self._gpu_degraded.discard(event.instance)
         member = self._view.members.get(event.instance)
         if member is None:
             return
-        member.gpu_degraded = treatment is not None
+        member.gpu_degraded = is_failing
         self._view.update(member)
-        if treatment is Failing.MOVE and member.is_drained:
+        if is_failing and member.is_drained:
             cause = f"moved: its GPU is {event.state.value}: {event.reason}"
             self._move(member, cause, event.produced_tokens, now_s)
 
@@ -311,14 +311,3 @@ class InstanceEvents:
 
     def _running(self, member: Member) -> list[Stream]:
         return [self._ledger.streams[stream_id] for stream_id in sorted(member.running)]
-
-
-def treatment_of(settings: GpuSettings, state: GpuState) -> Failing | None:
-    """How to treat an instance with an unhealthy GPU; None: like any other."""
-    match state:
-        case GpuState.HEALTHY | GpuState.DEGRADED:
-            return None
-        case GpuState.FAILING:
-            return settings.failing
-        case _:
-            assert_never(state)

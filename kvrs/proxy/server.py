@@ -45,6 +45,9 @@ from kvrs.proxy.wire.certificates import TlsOfPorts
 
 log = logging.getLogger(__name__)
 
+# Idle connections of clients live longer than at load balancers (60 s at nginx and ALB, 600 s at
+# GCLB), which would otherwise send a request to one that is being closed.
+IDLE_TIMEOUT_S = 620.0
 _LOOK_AGAIN_S = 0.02
 _SEEN_WITHIN_S = 2.0  # A worker takes requests after that, also if no instance is up.
 _FLUSH_TIMEOUT_S = 2.0  # For clients to read how their streams ended when the proxy stops.
@@ -302,7 +305,7 @@ class Proxy:
             keys=keys,
             tls=getattr(self._tls, key),
             direct=direct,
-            idle_s=self._config.proxy.idle_timeout_s if is_for_clients else None,
+            idle_s=IDLE_TIMEOUT_S if is_for_clients else None,
             note_refusal=self.parts.observer.note_refusal if is_for_clients else no_note,
         )
         self._ports.append(listening)

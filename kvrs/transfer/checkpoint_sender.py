@@ -25,6 +25,8 @@ from kvrs.transfer.peers import CheckpointClaim, HeldPages, Peer, StoredPages
 
 log = logging.getLogger(__name__)
 
+GATHER_S = 0.05  # Pages that streams fill meanwhile go in one message; a checkpoint lags so far.
+
 DueRange = tuple[CheckpointDelivery, int, int]  # The first page and the end of what is sent next.
 
 
@@ -168,7 +170,7 @@ class CheckpointSender:
         while True:
             await self._due(agent)
             if not more:
-                await asyncio.sleep(self._settings.gather_s)
+                await asyncio.sleep(GATHER_S)
             try:
                 sent, more = await self._round(self._agents[agent])
             except HolderMovedError:

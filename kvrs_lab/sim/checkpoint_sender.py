@@ -10,10 +10,9 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.page_messages import HeldPages, TrafficClass
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.checkpoint_backlog import RETRY_MOST_S, RETRY_S, CheckpointDelivery
+from kvrs.transfer.checkpoint_sender import GATHER_S
 from kvrs_lab.sim.links import SimTransfer
 from kvrs_lab.sim.site import LATENCY_S, SimKeeper, SimPagePool, Site
-
-SHORTEST_S = 0.001  # A round in which nothing could be sent is not begun again at the same moment.
 
 _Batch = list[
     tuple[CheckpointDelivery, int, list[int]]
@@ -45,7 +44,7 @@ class SimCheckpointSender:
             if isinstance(holder, SimKeeper) and due_in_s is not None:
                 self._numbers += 1
                 self._rounds[name] = self._numbers
-                begins_in_s = due_in_s + max(SHORTEST_S, self._settings.gather_s)
+                begins_in_s = due_in_s + GATHER_S
                 self._engine.later(begins_in_s, self._round, holder, self._numbers)
 
     def _round(self, agent: SimKeeper, number: int) -> None:

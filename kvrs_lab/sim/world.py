@@ -114,7 +114,7 @@ class World:
         self.cluster.draft_model = draft_model
         before, now_s = self.cluster.config, self.cluster.clock.now_s
         for proxy in self.cluster.serving if config.policy != before.policy else ():
-            proxy.control.reload(before, config, now_s)
+            proxy.control.reload(config, now_s)
 
     def _expect(self, deaths: Sequence[FaultEvent]) -> None:
         faults = [fault for death in deaths for fault in death.faults]

@@ -1,8 +1,5 @@
 """An instance is left before its GPU takes it along."""
 
-import pytest
-
-from kvrs.config.policy import Failing, GpuSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import ClusterView
@@ -48,28 +45,6 @@ def test_streams_leave_a_failing_gpu_while_it_still_runs() -> None:
     assert (start.stream, start.attempt, start.plan.decode) == (S, 2, there)
     assert "GPU is failing: xid 79" in recovered.cause
     assert decoders_of(harness, 4) == {there}
-
-
-@pytest.mark.parametrize(
-    ("settings", "state"),
-    [
-        (GpuSettings(failing=Failing.DRAIN), GpuState.FAILING),
-    ],
-)
-def test_a_drained_instance_gets_nothing_new_and_keeps_what_it_has(
-    settings: GpuSettings, state: GpuState
-) -> None:
-    """Until its GPU is healthy again."""
-    harness = PolicyHarness("p0", "d0", "p1", "d1", gpu=settings)
-    here = harness.decoding("s").plan.decode
-
-    actions = harness.handle(judged(here, state, s=7))
-    meanwhile = decoders_of(harness, 4)
-    harness.handle(judged(here, GpuState.HEALTHY))
-
-    assert of(actions, act.Start) == []
-    assert here not in meanwhile
-    assert here in decoders_of(harness, 4)
 
 
 def test_an_irreplaceable_instance_serves_on() -> None:

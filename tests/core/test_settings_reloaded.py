@@ -11,8 +11,6 @@ import pytest
 from kvrs.config.policy import (
     AdmissionSettings,
     Dispatch,
-    Failing,
-    GpuSettings,
     Handoff,
     PolicyName,
     PolicySettings,
@@ -39,7 +37,6 @@ OTHER = PolicySettings(
     assumed_link_bytes_per_s=1e6,
     admission=AdmissionSettings(wait_s=4.0),
     recovery=RecoverySettings(wait_s=3.0, gather_s=0.5, max_attempts=3),
-    gpu=GpuSettings(failing=Failing.DRAIN),
 )
 OTHER_SLO = SloSettings(abort=True, ttft_s=1.0, recovery_gap_s=2.0, deadline_s=3.0)
 

@@ -31,7 +31,7 @@ class StageWorld(World):
         assert geometry.page_bytes == GEOMETRY.page_bytes
         self.pool = KvPool(geometry, PAGES, torch.device("cpu"))
         self.stage = Stage(geometry, PAGES, pipeline_size=2, max_pages=max_pages)
-        settings = BackupSettings(gather_s=0.0)
+        settings = BackupSettings()
         self.checkpointer = Checkpointer(
             self.pages,
             self.stage.pool,

@@ -111,7 +111,7 @@ class World:
         self.pool = KvPool(GEOMETRY, pages, torch.device("cpu"))
         self.agents = Agents()
         self.released = 0
-        settings = BackupSettings(gather_s=0.0, **backup)
+        settings = BackupSettings(**backup)
         self.checkpointer = Checkpointer(
             self.pages,
             self.pool,

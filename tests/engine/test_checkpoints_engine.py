@@ -117,7 +117,7 @@ def cluster(model: Path, agent_port: int, **sections: Any) -> Config:
                     {"id": "n1", "instances": [third], "agent": {"page_port": agent_port}},
                 ],
             },
-            "backup": {"mode": "remote", "gather_s": 0.002, **sections.pop("backup", {})},
+            "backup": {"mode": "remote", **sections.pop("backup", {})},
             **sections,
         }
     )

@@ -100,6 +100,12 @@ class Neighbours:
         return PartsHeld([self._held[to, each.stream] for each in ranges])
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are not gathered."""
+    monkeypatch.setattr("kvrs.transfer.checkpoint_sender.GATHER_S", 0.0)
+
+
 class World:
     """d0, of which streams compute a page after the other; all is sent at once."""
 
@@ -113,7 +119,7 @@ class World:
             RING,
             self.pages,
             ReplicaBook(self.pages, 0.5, lambda: 0.0),
-            BackupSettings(gather_s=0.0),
+            BackupSettings(),
             TransferSettings(),
             clock=virtual_loop().time,
             released=lambda: None,

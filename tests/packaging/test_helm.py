@@ -337,7 +337,7 @@ def test_proxies_may_list_the_pods_of_their_services_and_nothing_else() -> None:
 @needs_helm
 def test_helm_keeps_values_as_they_are(tmp_path: Path) -> None:
     """Large numbers above all, which it reads as floating-point ones."""
-    proxy = {"mirror_bytes": 268435456, "body_budget_bytes": 10737418240, "keep_alive_s": 7.5}
+    proxy = {"mirror_bytes": 268435456, "body_budget_bytes": 10737418240, "token_gap_s": 7.5}
     own = {"config": {"proxy": proxy, "transfer": {"link_bytes_per_s": 3.125e9}}}
 
     config = config_in(found(own), tmp_path, "east-1")

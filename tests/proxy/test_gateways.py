@@ -14,6 +14,8 @@ import aiohttp
 import pytest
 
 from kvrs.config.file import Config
+from kvrs.proxy.server import IDLE_TIMEOUT_S
+from kvrs.proxy.streams.clients import KEEP_ALIVE_S
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
 from kvrs_testkit.proxy_cluster import WITHIN_S
@@ -208,8 +210,7 @@ def test_the_page_knows_the_limits_of_the_proxy() -> None:
     (silence_s,) = re.findall(r"proxy_read_timeout (\d+)s;", text)
     (idle_s,) = re.findall(r"stream_idle_timeout: (\d+)s", snippet("Envoy"))
     assert int(size_mb) << 20 >= proxy.max_body_bytes
-    assert proxy.keep_alive_s is not None
-    assert min(int(silence_s), int(idle_s)) > 2 * proxy.keep_alive_s
+    assert min(int(silence_s), int(idle_s)) > 2 * KEEP_ALIVE_S
     (of_nginx_s,) = re.findall(r"keepalive_timeout (\d+)s;", text)
     (of_envoy_s,) = re.findall(r"[{]idle_timeout: (\d+)s}", snippet("Envoy"))
-    assert max(int(of_nginx_s), int(of_envoy_s)) < proxy.idle_timeout_s
+    assert max(int(of_nginx_s), int(of_envoy_s)) < IDLE_TIMEOUT_S

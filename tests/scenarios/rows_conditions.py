@@ -124,16 +124,6 @@ CONDITION_ROWS = [
         not_real=SCRIPT,
     ),
     Scenario(
-        name="gpu-failing-drained",
-        rule="With `failing: drain` they stay, and only new ones go elsewhere.",
-        becomes=(becomes("d0", Condition.GPU_FAILING),),
-        settings={"policy": {"gpu": {"failing": "drain"}}},
-        load=SOME,
-        seeds=1,
-        expected=Expected(lost=set(), recovers=False, attempts=None, none_at=frozenset({"d0"})),
-        not_real=SCRIPT,
-    ),
-    Scenario(
         name="gpu-failing-alone",
         rule="Without another instance of its role it serves on.",
         becomes=(becomes("d1", Condition.GPU_FAILING),),

@@ -43,10 +43,6 @@ class Gpus:
         self._asked: dict[tuple[InstanceId, str], _Asked] = {}
         self._due: list[RankDue] = []
 
-    def judgements(self) -> list[tuple[InstanceId, GpuState, str]]:
-        """The last state and reason of every instance whose GPUs were not always healthy."""
-        return [(instance, *judgement) for instance, judgement in self._judgements.items()]
-
     def forget(self, instance: InstanceId) -> None:
         self._judgements.pop(instance, None)
         self._asked = {key: asked for key, asked in self._asked.items() if key[0] != instance}

@@ -54,7 +54,6 @@ class ClientApi:
             self._passed,
             metrics,
             clock,
-            settings.keep_alive_s,
         )
         self._responses = ResponsesApi(serving, backend, driver, mirror, tenants)
 

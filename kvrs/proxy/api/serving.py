@@ -48,10 +48,9 @@ class Serving:
         passed: Passed,
         metrics: Metrics,
         clock: Callable[[], float],
-        keep_alive_s: float | None,
     ) -> None:
         self.admissions = admissions
-        self.keep_alives = KeepAlives(keep_alive_s)
+        self.keep_alives = KeepAlives()
         self._tenants = tenants
         self._driver = driver
         self._mirror = mirror

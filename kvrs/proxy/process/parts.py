@@ -190,7 +190,7 @@ def policy_part(reloads: Reloads, driver: Driver) -> ReloadingPart:
         used = reloads.config
         if (config.policy, config.slo) == (used.policy, used.slo):
             return None
-        return lambda: driver.control.reload(used, config, driver.clock())
+        return lambda: driver.control.reload(config, driver.clock())
 
     return ReloadingPart("policy", prepare, ("policy", "slo"))
 

@@ -38,6 +38,8 @@ _EVENT_STREAM = (
 _CHUNKED = "Transfer-Encoding: chunked\r\n"
 _LAST_OF_CONNECTION = "Connection: close\r\n"
 
+# The longest silence: load balancers cut what sends nothing for a minute.
+KEEP_ALIVE_S = 10.0
 # Each look finds the streams that were silent since the one before, so the longest silence is two.
 _LOOKS = 2
 
@@ -233,28 +235,26 @@ class KeepAlives:
     """Comments for streams that wait or recover: a proxy in front of this one cuts what is silent
     for too long. Where nothing was sent yet the head goes before the first comment, so an error
     before that has a status of its own. One timer for all streams that are open, while there are
-    any; None: no comments.
+    any.
     """
 
-    def __init__(self, interval_s: float | None) -> None:
-        self._interval_s = interval_s
+    def __init__(self) -> None:
         self.open: set[SseClient] = set()  # Until they are discarded from it.
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, client: SseClient) -> None:
         """Keep the connection of this client alive, while it is in `open`."""
-        if self._interval_s is not None:
-            self.open.add(client)
-            if self._timer is None:
-                self._arm(self._interval_s)
+        self.open.add(client)
+        if self._timer is None:
+            self._arm()
 
-    def _arm(self, interval_s: float) -> None:
+    def _arm(self) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(interval_s / _LOOKS, self._look, interval_s)
+        self._timer = loop.call_later(KEEP_ALIVE_S / _LOOKS, self._look)
 
-    def _look(self, interval_s: float) -> None:
+    def _look(self) -> None:
         self._timer = None
         for client in list(self.open):
             client.break_silence()
         if self.open:
-            self._arm(interval_s)
+            self._arm()

@@ -11,6 +11,7 @@ from kvrs_engine.engine.ranks.formation import RankFormation
 from kvrs_engine.engine.ranks.reformed import Reformed
 from kvrs_engine.engine.ranks.routed_notes import RoutingNotes
 
+_HALF_LIFE_S = 30.0  # Of a choice of an expert: a popularity that turns sooner moves no copies.
 _NO_ROOM = "elastic.experts.room_share leaves no room for a copy that would help"
 _MAX_PUT_OFF_S = 60.0
 _NOTED_EVERY_S = 5.0
@@ -25,7 +26,7 @@ class RoutedLoads:
         """`layout`: with all ranks that there may be."""
         self._units, self._settings = units, settings
         self._ranks = layout.ranks
-        self._history = TileHistory(settings.half_life_s)
+        self._history = TileHistory(_HALF_LIFE_S)
         self._memory: FormationMemory | None = None
         self._seen: list[list[int]] = []  # By layer, of the present formation.
         self._computed = dict.fromkeys(layout.ranks, 0)  # In earlier formations.
@@ -41,7 +42,7 @@ class RoutedLoads:
         """Go on with the counts of the process before, and note them for the next one.
         `fingerprint`: of the model.
         """
-        history = TileHistory(self._settings.half_life_s)
+        history = TileHistory(_HALF_LIFE_S)
         if (tiles := notes.read(fingerprint, self._units)) is not None:
             history.resume(tiles, now_s)
         self._history, self._notes, self._fingerprint = history, notes, fingerprint

@@ -63,7 +63,7 @@ def config_of(model: Path, members: int, **backup: Any) -> Config:
     engine = {"pages": PAGES, "page_size_tokens": P, "max_model_len": 256}
     return parse_config(
         {
-            "backup": {"mode": "peer", "gather_s": 0.0, **backup},
+            "backup": {"mode": "peer", **backup},
             "cluster": {"model": str(model), "engine": engine, "nodes": nodes},
         }
     )

@@ -8,7 +8,7 @@ import msgspec
 import openai
 import pytest
 
-from kvrs.proxy.streams.clients import KeepAlives
+from kvrs.proxy.streams.clients import KEEP_ALIVE_S, KeepAlives
 from kvrs_testkit.plays import SCENARIOS
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Cut, Fault
@@ -17,6 +17,8 @@ from tests.proxy.conftest import ProxyClusterBuilder
 
 COMMENT = b": keep-alive\n"
 REQUEST = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
+# Its silence is not what ends a stream here.
+PATIENT = {"token_gap_s": 3600.0}
 STREAMED = REQUEST | {"stream": True}
 RESPONSE = {"input": "play emoji.", "temperature": 0, "stream": True}
 
@@ -33,8 +35,8 @@ async def post(system: ProxyCluster) -> aiohttp.ClientResponse:
 async def test_a_stream_that_waits_has_its_status_line_and_comments_before_its_first_event(
     build: ProxyClusterBuilder,
 ) -> None:
-    """At least one each `proxy.keep_alive_s`; what follows is the stream, whole."""
-    system = await build(pairs=1, proxy={"keep_alive_s": 0.1})
+    """At least one each `KEEP_ALIVE_S`; what follows is the stream, whole."""
+    system = await build(pairs=1, proxy=PATIENT)
     undisturbed = (await system.ask(STREAMED))[1]
     system.script.gate = asyncio.Event()
 
@@ -53,8 +55,8 @@ async def test_a_stream_that_recovers_gets_comments_between_its_events(
     build: ProxyClusterBuilder,
 ) -> None:
     """They are whole lines between whole events, also while no instance is up."""
-    recovery = {"recovery": {"wait_s": 30.0}}
-    system = await build(pairs=1, proxy={"keep_alive_s": 0.1}, policy=recovery)
+    recovery = {"recovery": {"wait_s": 300.0}}
+    system = await build(pairs=1, proxy=PATIENT, policy=recovery)
     system.script.gate, system.script.gate_at = asyncio.Event(), 2
     response = await post(system)
     begun = [await response.content.readuntil(b"\n\n") for _ in range(2)]
@@ -77,10 +79,8 @@ async def test_an_error_keeps_its_status_until_a_comment_was_sent(
 ) -> None:
     """Afterwards it is an event, and nothing after it."""
     quick, slow = [
-        await build(
-            pairs=1, proxy={"keep_alive_s": keep_s}, policy={"recovery": {"wait_s": wait_s}}
-        )
-        for keep_s, wait_s in ((60.0, 0.5), (0.1, 3.0))
+        await build(pairs=1, policy={"recovery": {"wait_s": wait_s, "role_wait_s": wait_s}})
+        for wait_s in (0.5, 3 * KEEP_ALIVE_S)
     ]
     for system in (quick, slow):
         await system.instances["d0"].kill()
@@ -100,7 +100,7 @@ async def test_only_a_stream_that_was_silent_since_the_last_look_gets_a_comment(
     build: ProxyClusterBuilder,
 ) -> None:
     """An event counts as a sign of life; and of a stream that has ended nothing is kept."""
-    system = await build(pairs=1, proxy={"keep_alive_s": 3600.0})
+    system = await build(pairs=1, proxy=PATIENT)
     system.script.gate, system.script.gate_at = asyncio.Event(), 1
     response = await post(system)
     await response.content.readuntil(b"\n\n")
@@ -121,7 +121,7 @@ async def test_only_a_stream_that_was_silent_since_the_last_look_gets_a_comment(
 
 async def test_a_client_that_does_not_read_gets_no_comments(build: ProxyClusterBuilder) -> None:
     """Bytes that wait for it are what keeps its connection open."""
-    system = await build(pairs=1, proxy={"keep_alive_s": 3600.0})
+    system = await build(pairs=1, proxy=PATIENT)
     system.script.event_padding = 200_000
     reader, writer = await asyncio.open_connection("127.0.0.1", system.proxy.port, limit=1024)
     body = msgspec.json.encode(STREAMED | {"max_tokens": 60})
@@ -140,22 +140,9 @@ async def test_a_client_that_does_not_read_gets_no_comments(build: ProxyClusterB
     assert COMMENT not in whole
 
 
-async def test_null_turns_comments_off(build: ProxyClusterBuilder) -> None:
-    """Such a stream begins with its first event."""
-    system = await build(pairs=1, proxy={"keep_alive_s": None})
-    system.script.gate = asyncio.Event()
-    asking = asyncio.create_task(post(system))
-    await system.until_streams_hold(0)
-
-    assert not keep_alives(system).open
-    assert keep_alives(system)._timer is None
-    system.script.gate.set()
-    assert COMMENT not in await (await asking).read()
-
-
 async def test_one_timer_serves_all_streams(build: ProxyClusterBuilder) -> None:
     """It runs while streams are open."""
-    system = await build(pairs=1, proxy={"keep_alive_s": 0.1})
+    system = await build(pairs=1, proxy=PATIENT)
     system.script.gate = asyncio.Event()
     responses = await asyncio.gather(*(post(system) for _ in range(5)))
 
@@ -168,7 +155,7 @@ async def test_one_timer_serves_all_streams(build: ProxyClusterBuilder) -> None:
 
 async def test_the_openai_client_ignores_comments(build: ProxyClusterBuilder) -> None:
     """Before the first event, and between events of a stream that is cut meanwhile."""
-    system = await build(proxy={"keep_alive_s": 0.1})
+    system = await build(proxy=PATIENT)
     system.script.cuts["cut"] = Cut(Fault.RESET, 6)
     system.script.gate = asyncio.Event()
 
@@ -191,7 +178,7 @@ async def test_no_empty_line_follows_a_comment(build: ProxyClusterBuilder) -> No
     """A decoder that dispatches an event at each empty line gets no event without data, from any of
     the streams that comments are written to.
     """
-    system = await build(pairs=1, proxy={"keep_alive_s": 0.1})
+    system = await build(pairs=1, proxy=PATIENT)
     bodies = {"/v1/completions": STREAMED, "/v1/responses": RESPONSE}
     for path, headers in (
         ("/v1/completions", {}),
@@ -232,7 +219,7 @@ async def test_the_openai_client_lives_through_a_pause(
     build: ProxyClusterBuilder, headers: dict[str, str]
 ) -> None:
     """With a key its events have ids: its decoder then takes each empty line for an event's end."""
-    system = await build(proxy={"keep_alive_s": 3600.0})
+    system = await build(proxy=PATIENT)
     system.script.gate, system.script.gate_at = asyncio.Event(), 3
 
     async with openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="x", max_retries=0) as api:

@@ -70,7 +70,7 @@ async def test_a_client_cannot_tell_a_cut_stream_from_a_whole_one(
     build: ProxyClusterBuilder, model: str, separate: bool
 ) -> None:
     """Byte for byte, times and ids aside, wherever and however the stream is cut."""
-    system = await build(proxy={"token_gap_s": 2.0, "keep_alive_s": None}, model=model)
+    system = await build(proxy={"token_gap_s": 2.0}, model=model)
     system.script.separate_finish = separate
 
     assert await wrong_answers(system, CASES, f"{separate}") == []
@@ -78,7 +78,7 @@ async def test_a_client_cannot_tell_a_cut_stream_from_a_whole_one(
 
 async def test_exact_engines_need_no_tokenizer_at_the_proxy(build: ProxyClusterBuilder) -> None:
     """They continue text themselves; also where nothing but the end of a stream is missing."""
-    system = await build(proxy={"token_gap_s": 2.0, "keep_alive_s": None})
+    system = await build(proxy={"token_gap_s": 2.0})
     system.script.separate_finish = True
 
     assert (
@@ -99,7 +99,7 @@ async def test_what_is_said_to_be_exact_on_plain_engines_is(
             instance.capabilities = []
 
     system = await build(
-        proxy={"token_gap_s": 2.0, "inexact": "refuse", "keep_alive_s": None},
+        proxy={"token_gap_s": 2.0, "inexact": "refuse"},
         model=model,
         prepare=prepare,
     )
