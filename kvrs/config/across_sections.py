@@ -4,24 +4,22 @@ allowed.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 from kvrs.config.addresses import addresses_of, faults_of_addresses, faults_of_gossip
 from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
 from kvrs.config.policy import PolicySettings
 from kvrs.config.proxy import LEAST_MIRROR_BYTES, MAX_ID, MAX_PEERS, MAX_PORT, ProxySettings
+from kvrs.config.sections import Sections
 from kvrs.config.settings import is_loopback
 from kvrs.config.speculation import faults_of_speculation
 from kvrs.errors import ConfigError
 from kvrs.profiles.catalog import decode_table, load_s, prefill_table
 from kvrs.protocol.instance import Role
 
-if TYPE_CHECKING:
-    from kvrs.config.file import Config
 
-
-def faults_across_sections(config: "Config") -> Iterator[str]:
+def faults_across_sections(config: Sections) -> Iterator[str]:
     yield from _faults_of_names(config)
     budget, body = config.proxy.body_budget_bytes, config.proxy.max_body_bytes
     if budget < 2 * body:  # One request leaves half of it to others.
@@ -61,7 +59,7 @@ def _repeated(names: Iterable[str]) -> list[tuple[str, int]]:
     return [(name, count) for name, count in Counter(names).items() if count > 1]
 
 
-def _faults_of_names(config: "Config") -> Iterator[str]:
+def _faults_of_names(config: Sections) -> Iterator[str]:
     nodes = config.cluster.nodes
     used = {host.node for _, one in config.cluster.instances() for host in one.stage_hosts}
     for node in nodes:
@@ -89,7 +87,7 @@ def _faults_of_names(config: "Config") -> Iterator[str]:
             )
 
 
-def _faults_of_ranks(config: "Config") -> Iterator[str]:
+def _faults_of_ranks(config: Sections) -> Iterator[str]:
     """Only ranks of the embedded engine are ours, and only on processors."""
     cluster = config.cluster
     for _, instance in cluster.instances():
@@ -104,7 +102,7 @@ def _faults_of_ranks(config: "Config") -> Iterator[str]:
             yield from _faults_of_stage_hosts(config, instance)
 
 
-def _faults_of_stage_hosts(config: "Config", instance: InstanceSettings) -> Iterator[str]:
+def _faults_of_stage_hosts(config: Sections, instance: InstanceSettings) -> Iterator[str]:
     nodes = {node.id for node in config.cluster.nodes}
     for stage, host in instance.remote_stages.items():
         if host.node not in nodes:
@@ -119,7 +117,7 @@ def _faults_of_stage_hosts(config: "Config", instance: InstanceSettings) -> Iter
         )
 
 
-def _faults_of_roles(config: "Config") -> Iterator[str]:
+def _faults_of_roles(config: Sections) -> Iterator[str]:
     roles = config.cluster.roles
     # A vLLM computes prompts itself.
     is_decode_only = config.cluster.backend is Backend.VLLM and roles == {Role.DECODE}
@@ -134,7 +132,7 @@ def _faults_of_roles(config: "Config") -> Iterator[str]:
         )
 
 
-def _faults_of_services(config: "Config") -> Iterator[str]:
+def _faults_of_services(config: Sections) -> Iterator[str]:
     """Other engines know their ids, and have keys of their own."""
     backend, services = config.cluster.backend, config.cluster.services
     if services and backend is not Backend.VLLM:
@@ -158,7 +156,7 @@ def _faults_of_services(config: "Config") -> Iterator[str]:
             )
 
 
-def _faults_of_profiles(config: "Config") -> Iterator[str]:
+def _faults_of_profiles(config: Sections) -> Iterator[str]:
     needed: tuple[tuple[str, str | None, tuple[Callable[[str], object], ...]], ...] = (
         ("profiles.prefill", config.profiles.prefill, (prefill_table,)),
         ("cluster.engine.pace", config.cluster.engine.pace, (decode_table, load_s)),
@@ -174,7 +172,7 @@ def _faults_of_profiles(config: "Config") -> Iterator[str]:
             yield from (f"{key}: {fault}" for fault in error.faults)
 
 
-def _faults_of_state_plane(config: "Config") -> Iterator[str]:
+def _faults_of_state_plane(config: Sections) -> Iterator[str]:
     backend, device = config.cluster.backend, config.cluster.engine.device
     if backend is not Backend.EMBEDDED or device != "cpu":
         yield (
@@ -183,7 +181,7 @@ def _faults_of_state_plane(config: "Config") -> Iterator[str]:
         )
 
 
-def _faults_of_connectors(config: "Config") -> Iterator[str]:
+def _faults_of_connectors(config: Sections) -> Iterator[str]:
     backend = config.cluster.backend
     for _, instance in config.cluster.instances():
         if instance.connector_port is not None and backend is not Backend.VLLM:

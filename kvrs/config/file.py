@@ -1,7 +1,8 @@
 """The YAML file: one frozen object, checked whole before anything starts.
 
-Each section has a module of its own in this package; this one composes them, has them checked, also
-across sections, and turns every mistake into one line with path, value and allowed range.
+Each section has a module of its own in this package, and `sections.py` composes them. This one has
+them checked, also across sections, and turns every mistake into one line with path, value and
+allowed range.
 """
 
 import hashlib
@@ -10,24 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from kvrs.config.across_sections import faults_across_sections
-from kvrs.config.backup import AgentSettings, BackupSettings, StatePlaneSettings
-from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
-from kvrs.config.engine import ElasticSettings
-from kvrs.config.gossip import GossipSettings
-from kvrs.config.logs import LogSettings
+from kvrs.config.backup import AgentSettings
+from kvrs.config.cluster import Backend, InstanceSettings
 from kvrs.config.overrides import override
-from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.presets import SystemPreset
-from kvrs.config.profiles import ProfileSettings
-from kvrs.config.proxy import ProxySettings
-from kvrs.config.settings import EMBEDDED, Settings, dump_yaml, faults_of, netloc, read_private
+from kvrs.config.sections import Sections
+from kvrs.config.security import SecuritySettings
+from kvrs.config.settings import dump_yaml, faults_of, netloc, read_private
 from kvrs.config.source import Source, lay_over, read_source
-from kvrs.config.speculation import SpeculationSettings
-from kvrs.config.tls import PeerTlsSettings
-from kvrs.config.transfer import TransferSettings
 from kvrs.errors import ConfigError
 from kvrs.protocol.secrets import MIN_SECRET_BYTES
 
@@ -35,66 +29,8 @@ ENV_NAME = "KVRS_SECRET"
 ADMIN_ENV_NAME = "KVRS_ADMIN_TOKEN"
 
 
-class SecuritySettings(Settings):
-    secret_file: str | None = None
-    """Mode 0600, a secret on each line: the first is used, all are accepted. null: the
-    environment's KVRS_SECRET.
-    """
-    admin_token_file: str | None = None
-    """Mode 0600, a token on each line, for the admin port. null: KVRS_ADMIN_TOKEN; without any the
-    port asks for none.
-    """
-    hosts: list[str] = Field(default=[], max_length=256)
-    """Names of this cluster's machines, beside localhost and addresses: the Host of requests to
-    ports that are not for clients.
-    """
-    key_file: str | None = None
-    """Mode 0600, a line for each tenant, with hashes of its API keys and its limits
-    (docs/guide/security.md). null: KVRS_KEYS; where that is not set either, clients need no key.
-    """
-    tls: PeerTlsSettings | None = None
-    """TLS for HTTP between processes of the cluster; both ends have a certificate of `client_ca`.
-    null: plain.
-    """
-
-
-class Config(Settings):
-    proxy: ProxySettings = ProxySettings()
-    """The process that clients talk to."""
-    cluster: ClusterSettings = ClusterSettings()
-    """Nodes with their instances and agents, and the engine."""
-    policy: PolicySettings = PolicySettings()
-    """Admission, hand-off and recovery (docs/guide/policies.md)."""
-    slo: SloSettings = SloSettings()
-    """Latency that clients expect, for the order of recoveries and for giving up."""
-    transfer: TransferSettings = TransferSettings()
-    """How KV pages move between nodes."""
-    backup: BackupSettings = BackupSettings()
-    """Checkpoints of KV in the host memory of the nodes' agents."""
-    state_plane: StatePlaneSettings = Field(
-        default=StatePlaneSettings(), json_schema_extra=EMBEDDED
-    )
-    """Memory of weights and KV that outlives the processes of instances."""
-    elastic: ElasticSettings = Field(default=ElasticSettings(), json_schema_extra=EMBEDDED)
-    """Reaction of an instance of several ranks to the loss of some."""
-    speculation: SpeculationSettings = Field(
-        default=SpeculationSettings(), json_schema_extra=EMBEDDED
-    )
-    """Tokens that are proposed and verified several a step."""
-    gossip: GossipSettings = GossipSettings()
-    """Membership and facts, among agents and proxies (docs/guide/gossip.md); seconds are of a
-    node's own time, without the time it was stopped.
-    """
-    profiles: ProfileSettings = ProfileSettings()
-    """Measured tables that predictions rest on."""
-    security: SecuritySettings = SecuritySettings()
-    """Secrets, keys and certificates; files only, no secret stands here
-    (docs/guide/security.md).
-    """
-    logs: LogSettings = LogSettings()
-    """Logs of proxies and agents to stderr, and of the processes of `kvrs lab up` to their files
-    (docs/guide/monitoring.md#logs).
-    """
+class Config(Sections):
+    """The sections of a file, also checked across them."""
 
     def url_of(self, process: InstanceSettings | AgentSettings) -> str:
         """URL at which an instance or agent speaks kvrs's own protocol."""
@@ -105,14 +41,6 @@ class Config(Settings):
     def inner_url(self, host: str, port: int) -> str:
         scheme = "http" if self.security.tls is None else "https"
         return f"{scheme}://{netloc(host, port)}"
-
-    @property
-    def agents_run(self) -> bool:
-        """Each node has an agent: it holds checkpoints, owns memory of instances, and is the node's
-        gossip member.
-        """
-        keeps = self.backup.at_agents or self.state_plane.enabled
-        return keeps or self.gossip.enabled
 
 
 def parse_config(document: Any) -> Config:

@@ -12,7 +12,7 @@ from typing import Annotated
 import yaml
 from pydantic import Field, ValidationError
 
-from kvrs.config.file import SecuritySettings
+from kvrs.config.security import SecuritySettings
 from kvrs.config.settings import Settings, faults_of, parse_yaml, read_private
 from kvrs.errors import ConfigError
 

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 from kvrs.cli import app
 from kvrs.config.file import (
     Config,
-    SecuritySettings,
     config_digest,
     dump_config,
     load_config,
     parse_config,
     read_secret,
 )
+from kvrs.config.security import SecuritySettings
 from kvrs.config.settings import parse_yaml
 from kvrs.errors import ConfigError
 from kvrs.profiles import catalog

@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrs.cli import app
-from kvrs.config.file import SecuritySettings
+from kvrs.config.security import SecuritySettings
 from kvrs.config.tenants import key_hash, read_tenants
 from kvrs.errors import ConfigError
 

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.config.file import ENV_NAME, SecuritySettings, read_secret, read_secrets
+from kvrs.config.file import ENV_NAME, read_secret, read_secrets
+from kvrs.config.security import SecuritySettings
 from kvrs.errors import ConfigError
 
 OLD, NEW = b"the secret of yesterday", b"the secret of tomorrow!"

@@ -15,7 +15,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvrs.config.file import Config, SecuritySettings, read_admin_tokens
+from kvrs.config.file import Config, read_admin_tokens
+from kvrs.config.security import SecuritySettings
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
 from kvrs.net.http import HEALTHZ, answer, error, require_token
