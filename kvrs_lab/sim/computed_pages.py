@@ -1,19 +1,16 @@
 """Pages of a simulated instance before and after a batch: their contents are checked, and noted."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from kvrs_engine.scheduling.sequences import Chunk, Sequence
 from kvrs_lab.sim.calls import Batch
+from kvrs_lab.sim.computing import ComputingInstance
 from kvrs_lab.sim.process import require
-
-if TYPE_CHECKING:
-    from kvrs_lab.sim.engine import SimEngine
 
 Drafted = list[tuple[Sequence, Chunk, list[int]]]
 
 
-def note_computed(engine: "SimEngine", batch: Batch) -> Drafted:
+def note_computed(engine: ComputingInstance, batch: Batch) -> Drafted:
     """Note what known tokens have filled; returns chunks with drafts, which may be wrong, and
     whose pages may have no tags yet.
     """
@@ -32,7 +29,7 @@ def note_computed(engine: "SimEngine", batch: Batch) -> Drafted:
 
 
 def note_verified(
-    engine: "SimEngine", drafted: Drafted, sampled: Mapping[Sequence, list[int]]
+    engine: ComputingInstance, drafted: Drafted, sampled: Mapping[Sequence, list[int]]
 ) -> None:
     size = engine.pages.page_size_tokens
     for sequence, chunk, pages in drafted:
@@ -42,7 +39,7 @@ def note_verified(
         engine.drafts.counts.verified(chunk.drafts, len(sampled[sequence]) - 1)
 
 
-def verify(engine: "SimEngine", batch: Batch) -> None:
+def verify(engine: ComputingInstance, batch: Batch) -> None:
     """Check that the pages of new chunks hold the KV of their history, however it got there."""
     for sequence, chunk in batch:
         if sequence not in engine.unverified:

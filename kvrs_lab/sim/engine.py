@@ -30,7 +30,6 @@ from kvrs_lab.sim.calls import (
     Answer,
     Asker,
     Batch,
-    RankedEngine,
     SimCall,
     SimRun,
     checkpoints_of,
@@ -38,19 +37,20 @@ from kvrs_lab.sim.calls import (
 )
 from kvrs_lab.sim.checkpoint_sender import SimCheckpointSender
 from kvrs_lab.sim.computed_pages import note_computed, note_verified, verify
+from kvrs_lab.sim.computing import ComputingInstance
 from kvrs_lab.sim.drafts import SimDrafts, chosen_tokens
 from kvrs_lab.sim.pipelines import SimPipeline
 from kvrs_lab.sim.process import Step, require
 from kvrs_lab.sim.pulling import Pulling
 from kvrs_lab.sim.ranks import SimRanks
-from kvrs_lab.sim.site import OpenedPages, PageRequest, SimPagePool, Site
+from kvrs_lab.sim.site import OpenedPages, PageRequest, Site
 from kvrs_lab.sim.steady import SteadyDecodes, SteadyScheduler
 
 _POISON_ACTS_S = 0.005
 _HANGS_LOOK_S = 0.05
 
 
-class SimEngine(SimPagePool, RankedEngine):
+class SimEngine(ComputingInstance):
     scheduler: SteadyScheduler
 
     def __init__(

@@ -2,22 +2,18 @@
 one ended.
 """
 
-from typing import TYPE_CHECKING
-
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
 from kvrs_engine.scheduling.sequences import Pull, SequencePhase
 from kvrs_engine.scheduling.sources import PullSource, alike, next_source
+from kvrs_lab.sim.computing import ComputingInstance
 from kvrs_lab.sim.process import require
 from kvrs_lab.sim.site import Fetch, PageRequest, Site
-
-if TYPE_CHECKING:
-    from kvrs_lab.sim.engine import SimEngine
 
 
 class Pulling:
     def __init__(
-        self, engine: "SimEngine", site: Site, pull: Pull, sources: list[PullSource]
+        self, engine: ComputingInstance, site: Site, pull: Pull, sources: list[PullSource]
     ) -> None:
         self._engine = engine
         self._site = site

@@ -1,0 +1,23 @@
+"""A simulated instance as its fetches, and the checks of its batches, know it."""
+
+from abc import abstractmethod
+
+from kvrs_engine.scheduling.sequences import Sequence
+from kvrs_lab.sim.calls import RankedEngine
+from kvrs_lab.sim.drafts import SimDrafts
+from kvrs_lab.sim.pipelines import SimPipeline
+from kvrs_lab.sim.ranks import SimRanks
+from kvrs_lab.sim.site import SimPagePool
+
+
+class ComputingInstance(SimPagePool, RankedEngine):
+    ranks: SimRanks | SimPipeline | None  # None: one process computes everything.
+    drafts: SimDrafts | None
+
+    @abstractmethod
+    def verify_found(self, sequence: Sequence) -> None:
+        """Check that pages found by the sequence's tags hold what the tags stand for."""
+
+    @abstractmethod
+    def note_filled(self, sequence: Sequence) -> None:
+        """The sequence may have filled further pages, which checkpoints are made of."""
