@@ -46,7 +46,8 @@ class Collector:
 
 def stream_of(*, is_chat: bool, name: str = "cmpl-1") -> list[Event]:
     """Opening, tokens, a tool call in a chat, finish, and usage."""
-    head = {"id": name, "object": "chunk", "created": 5, "model": "a model"}
+    kind = "chat.completion.chunk" if is_chat else "text_completion"  # As each engine says.
+    head = {"id": name, "object": kind, "created": 5, "model": "a model"}
 
     def one(text: str, ids: list[int] | None, finish: str | None = None, **more: Any) -> Event:
         said = {"delta": {"content": text}} if is_chat else {"text": text}
