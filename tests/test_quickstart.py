@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.network,
     pytest.mark.engine,
     pytest.mark.xdist_group("systems"),
+    pytest.mark.nightly,
     *(
         pytest.mark.skipif(not shutil.which(tool), reason=f"not installed: {tool}")
         for tool in ("curl", "openssl")

@@ -71,7 +71,9 @@ def test_a_signal_ends_a_start_that_is_under_way(
     started.assert_nothing_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.nightly)]
+)
 def test_a_running_cluster_ends_clean_by_signal(
     launch: Callable[..., Launch], tiny_llama: str, number: signal.Signals
 ) -> None:

@@ -155,6 +155,7 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path, tiny_llama
             urllib.request.urlopen(f"{url}/healthz", timeout=1)
 
 
+@pytest.mark.nightly
 def test_a_port_of_the_second_proxy_that_is_in_use_is_named(tmp_path: Path) -> None:
     """The second proxy's ports are checked like those of the first, before anything starts."""
     with socket.socket() as taken:

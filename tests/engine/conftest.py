@@ -41,7 +41,9 @@ def tiny_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="session", params=["tiny_model", "tiny_experts"])
+@pytest.fixture(
+    scope="session", params=[pytest.param("tiny_model", marks=pytest.mark.nightly), "tiny_experts"]
+)
 def dense_or_experts(request: pytest.FixtureRequest) -> Path:
     found: Path = request.getfixturevalue(request.param)
     return found

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 # Of each model its family, its tokens per page and its configuration.
@@ -125,3 +126,12 @@ def write_model(name: str, directory: Path, seed: int) -> int:
             torch.nn.init.normal_(weight, mean=mean, std=0.2)
     model.save_pretrained(directory)
     return page_size_tokens
+
+
+def first_or_nightly(*first: str) -> list[Any]:
+    """All models as parameters of a test; `make test` has those named."""
+    names = [*MODELS, *EXPERTS]
+    assert set(first) <= set(names)
+    return [
+        pytest.param(name, marks=[] if name in first else pytest.mark.nightly) for name in names
+    ]

@@ -316,7 +316,9 @@ async def tokens_without(model: Path, ids: list[int], max_tokens: int) -> list[i
         return list(answer["choices"][0]["token_ids"])
 
 
-@pytest.mark.parametrize("how", ["dead", "stalled", "full"])
+@pytest.mark.parametrize(
+    "how", ["dead", "full", pytest.param("stalled", marks=pytest.mark.nightly)]
+)
 async def test_decode_goes_on_whatever_the_agent_does(
     tiny_model: Path, tmp_path: Path, how: str
 ) -> None:

@@ -339,7 +339,9 @@ def stop_in_the_middle(events: list[bytes]) -> str:
     return text[len(text) // 2 :][:5]
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
+@pytest.mark.parametrize(
+    "endpoint", [pytest.param("completions", marks=pytest.mark.nightly), "chat/completions"]
+)
 async def test_over_http_every_cut_continues_exactly(tiny_model: Path, endpoint: str) -> None:
     """Same bytes for ids, text, log probabilities, finish and usage, but for what the first attempt
     had cached, which a later one does not know; all cuts run at once, so in other batches than the

@@ -81,8 +81,8 @@ async def world(tiny_model: Path) -> AsyncIterator[World]:
         yield World(engines)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
-@pytest.mark.parametrize("split_page", [1, 5, 10])
+@pytest.mark.parametrize("sampling", [GREEDY, pytest.param(SEEDED, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("split_page", [1, pytest.param(5, marks=pytest.mark.nightly), 10])
 async def test_the_front_is_computed_while_the_back_is_fetched(
     world: World, split_page: int, sampling: dict[str, Any]
 ) -> None:

@@ -120,7 +120,20 @@ def steps_of(worker: Worker, sequences: list[list[int]]) -> Iterator[Tensor]:
     yield from torch.stack(rows, 1)
 
 
-@pytest.fixture(scope="session", params=["tiny model", *MODELS])
+# In `make test`: every batch crosses pages of 4, and a mixture has all that the others have.
+FIRST = {"llama, odd sizes, pages of 4", "qwen3_moe, a dense layer among the others"}
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        "tiny model",
+        *(
+            pytest.param(name, marks=[] if name in FIRST else pytest.mark.nightly)
+            for name in MODELS
+        ),
+    ],
+)
 def bench(
     request: pytest.FixtureRequest, tiny_model: Path, random_model: Callable[..., Path]
 ) -> Bench:

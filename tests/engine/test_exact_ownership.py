@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.exact_models import EXPERTS, MODELS, write_model
+from tests.engine.exact_models import MODELS, first_or_nightly, write_model
 from tests.engine.ownership import LENGTH, SEQUENCES, Bench, Count
 
 pytestmark = pytest.mark.engine
 
+FIRST = first_or_nightly(
+    "llama, odd sizes, biases, 2 ragged tiles", "mixtral, 5 experts of 2 parts"
+)
 
-@pytest.mark.parametrize("name", [*MODELS, *EXPERTS])
+
+@pytest.mark.parametrize("name", FIRST)
 def test_owners_drawn_at_random_have_the_bytes_of_one_process(name: str, tmp_path: Path) -> None:
     """Logits of all rows and all KV cells, over 1 to 6 ranks in 1 to 4 stages, random batches, and
     owners that change on the way.

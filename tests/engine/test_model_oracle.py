@@ -24,6 +24,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+FIRST = {"llama, tied, heads 6:3, head_dim 20", "opt, untied"}  # In `make test`.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, two layers, heads 4:2": (
         "llama",
@@ -133,7 +134,13 @@ def theirs(directory: Path, prompt: list[int]) -> tuple[list[int], Tensor]:
     return token_ids, torch.cat(logits)
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in FIRST else pytest.mark.nightly)
+        for name in CONFIGURATIONS
+    ],
+)
 def test_logits_and_greedy_tokens_equal_those_of_transformers(
     name: str, random_model: Callable[..., Path]
 ) -> None:

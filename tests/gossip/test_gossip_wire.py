@@ -47,7 +47,8 @@ PACKETS = (
 )
 
 naturals = st.integers(0, (1 << 63) - 1)
-names = st.text(min_size=1, max_size=wire.MAX_NAME_CHARS).filter(lambda text: text.isprintable())
+printable = st.characters(exclude_categories=["C", "Z"])
+names = st.text(printable, min_size=1, max_size=wire.MAX_NAME_CHARS)
 nodes = names.map(NodeId)
 statuses = st.sampled_from(Status)
 updates = st.builds(
@@ -56,7 +57,7 @@ updates = st.builds(
     st.integers(1, (1 << 63) - 1),
     naturals,
     statuses,
-    st.text(max_size=wire.MAX_ADDRESS_CHARS).filter(lambda text: text.isprintable()),
+    st.text(printable, max_size=wire.MAX_ADDRESS_CHARS),
     st.lists(nodes, max_size=wire.MAX_SUSPECTORS).map(tuple),
 )
 digest_entries = st.builds(KnownMember, nodes, naturals, naturals, statuses, naturals, naturals)

@@ -88,7 +88,7 @@ def entries(world: World) -> Iterator[Entry]:
 @pytest.mark.parametrize(
     ("row", "seed"),
     [
-        pytest.param(row, seed, id=f"{row.name}-{seed}")
+        pytest.param(row, seed, id=f"{row.name}-{seed}", marks=pytest.mark.nightly if seed else [])
         for row in ROWS
         if not row.not_simulated
         for seed in range(row.seeds)

@@ -83,6 +83,7 @@ def test_same_seed_gives_the_same_log_in_other_versions_of_python() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.nightly
 def test_no_decision_depends_on_how_a_version_of_python_adds_floats() -> None:
     """From 3.12 on `sum` makes up for errors of rounding; before, it does not."""
     logs = {

@@ -22,11 +22,11 @@ from kvrs_testkit.death_scenarios import (
     named_death,
 )
 from kvrs_testkit.disturbances import DisturbedWorld
-from kvrs_testkit.examples import FACTOR
+from kvrs_testkit.examples import scaled
 from kvrs_testkit.random_worlds import KINDS, in_turn
 from tests.sim.stepwise import assert_same_step_by_step, outcome_told
 
-SEEDS = range(FACTOR)
+SEEDS = range(scaled(1))
 LONG_S = 120.0
 
 
@@ -46,12 +46,15 @@ def test_no_kind_of_death_costs_a_stream(seed: int) -> None:
 def test_every_kind_of_death_hits_streams() -> None:
     """Guards the test above."""
     hit: Counter[str] = Counter()
-    for one in (one for seed in range(max(6, FACTOR)) for one in outcome_told(in_turn, seed).hits):
+    for one in (
+        one for seed in range(max(6, scaled(1))) for one in outcome_told(in_turn, seed).hits
+    ):
         hit[one.death] += one.streams
 
     assert [name for name in KINDS if not hit[name]] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_world_is_the_same_step_by_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is different where steps of steady sequences are counted."""
@@ -82,7 +85,7 @@ def half_dead(name: str, seed: int) -> World:
     return DisturbedWorld(parse_config(document), arrivals, [death], seed=seed, proxies=3)
 
 
-@pytest.mark.parametrize("seed", range(FACTOR))
+@pytest.mark.parametrize("seed", range(scaled(1)))
 @pytest.mark.parametrize("name", [HUNG, CUT_OFF, PROXY_FROZEN, PAGES_STALL, ONE_WAY])
 def test_streams_go_on_elsewhere_while_something_is_half_dead(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ from kvrs.core.defences.outliers import Outliers
 from kvrs_lab.sim.cluster import Outcome
 from kvrs_lab.sim.world import World
 from kvrs_testkit.death_scenarios import SICK_FOR_S
-from kvrs_testkit.examples import FACTOR
+from kvrs_testkit.examples import scaled
 from kvrs_testkit.random_worlds import sick
 
 
@@ -28,7 +28,7 @@ def starts_there(world: World, outcome: Outcome) -> tuple[int, int]:
     return there, len(plans)
 
 
-@pytest.mark.parametrize("seed", range(4 * FACTOR))
+@pytest.mark.parametrize("seed", range(scaled(4)))
 def test_sick_instance_costs_no_stream_and_gets_few(seed: int) -> None:
     """After 5 s at most 2 % of the attempts start there, whatever it answers."""
     world = sick(seed, keep_log=True)

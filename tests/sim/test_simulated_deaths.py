@@ -28,7 +28,7 @@ from kvrs_lab.sim.process import InvariantError
 from kvrs_lab.sim.proxy import SimShell
 from kvrs_lab.sim.world import World
 from kvrs_testkit.death_scenarios import DEATH_SCENARIOS
-from kvrs_testkit.examples import FACTOR
+from kvrs_testkit.examples import scaled
 from kvrs_testkit.random_worlds import contended, in_turn, peers, poisoned, scenario, sick
 from tests.sim.drawn import seeds
 from tests.sim.stepwise import Drawn, assert_same_step_by_step, outcome_told
@@ -61,7 +61,7 @@ def test_invariants_hold_under_every_death(block: int) -> None:
 def test_invariants_hold_with_replicas_at_peers() -> None:
     """No page is found that is not there, and streams go on where theirs are."""
     outcomes = [outcome_told(peers, seed) for seed in COMPARED]
-    outcomes += [peers(seed).run() for seed in range(COMPARED.stop, 40 * FACTOR)]
+    outcomes += [peers(seed).run() for seed in range(COMPARED.stop, scaled(40))]
 
     recoveries = sum((outcome.recoveries for outcome in outcomes), Counter[str]())
     assert recoveries[Option.REUSE.value] > 5

@@ -19,10 +19,10 @@ from kvrs_lab.sim.lost_cells import LostCells
 from kvrs_lab.sim.process import InvariantError
 from kvrs_lab.sim.rank_model import RankModel
 from kvrs_lab.sim.ranks import SimRanks
-from kvrs_testkit.examples import FACTOR
+from kvrs_testkit.examples import scaled
 from kvrs_testkit.random_worlds import ranked, too_few_ranks
 
-SEEDS = 5 * FACTOR
+SEEDS = scaled(5)
 
 
 def outcomes() -> list[Outcome]:

@@ -75,7 +75,13 @@ def owners(layout: Layout, layer: int) -> set[int]:
 
 @pytest.mark.parametrize(
     "ranks",
-    [{"tp": 2}, {"tp": 3}, {"tp": 4}, {"tp": 2, "pp": 2}],
+    [
+        {"tp": 3},
+        *(
+            pytest.param(ranks, marks=pytest.mark.nightly)
+            for ranks in ({"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2})
+        ),
+    ],
     ids=str,
 )
 def test_ranks_have_the_bytes_and_the_fingerprint_of_one_process(

@@ -95,7 +95,13 @@ def bodies(asked: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("kind", REQUESTS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in {"greedy", "seeded"} else pytest.mark.nightly)
+        for kind in REQUESTS
+    ],
+)
 async def test_answers_with_drafts_are_those_without(engines: list[Engine], kind: str) -> None:
     (calm, calm_client), (other, client) = engines
     asked = bodies(REQUESTS[kind])

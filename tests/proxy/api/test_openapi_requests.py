@@ -22,6 +22,7 @@ from kvrs.proxy.server import Proxy
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.random_model import write_tiny_model
 from kvrs_engine.engine.server import serve_http
+from kvrs_testkit.examples import scaled
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.proxy_cluster import WITHIN_S
 from tests.agent.agents import SECRET
@@ -29,7 +30,7 @@ from tests.proxy.api.openapi_files import ADMIN, CLIENTS, load
 
 pytestmark = [pytest.mark.network, pytest.mark.engine]
 
-EXAMPLES, OF_OTHERS = 60, 20  # Of requests for streams, and of all others.
+EXAMPLES, OF_OTHERS = max(60, scaled(60)), scaled(20)  # Of requests for streams, and of all others.
 STREAMS = {"POST /v1/completions", "POST /v1/chat/completions", "POST /generate"}
 # Which values go together is not part of the documents: a request that fits may still get 400.
 NOT_CHECKED: list[Any] = [positive_data_acceptance]
