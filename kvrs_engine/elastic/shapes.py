@@ -26,11 +26,6 @@ class ModelShape:
         units = self._units(self._grain, weight_bytes)
         return replace(units, mlp_bytes=units.mlp_bytes * self.experts)
 
-    def expert_units(self, weight_bytes: int = 2) -> Units:
-        """The units that engines have: the parts of every expert."""
-        grain = self._grain.with_experts(self.experts, self.intermediate, frozenset(), self.chosen)
-        return self._units(grain, weight_bytes)
-
     @property
     def _grain(self) -> Grain:
         return Grain.of(

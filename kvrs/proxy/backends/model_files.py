@@ -60,11 +60,6 @@ class ModelFiles:
         if given is not None:
             self._found(find_model(given) or Path(given))
 
-    @property
-    def are_missing(self) -> bool:
-        """The model is known, and has no files here."""
-        return self.model is not None and self.directory is None
-
     def report(self, root: str) -> None:
         """Look for the files of the model that a vLLM serves, where the configuration names
         none.
