@@ -69,7 +69,11 @@ def test_invariants_hold_with_replicas_at_peers() -> None:
 
 @pytest.mark.parametrize(
     ("drawn", "seeds"),
-    [(scenario, COMPARED), (peers, COMPARED), (contended, range(3)), (sick, range(3))],
+    [
+        (scenario, COMPARED),
+        (peers, COMPARED),
+        *(pytest.param(drawn, range(3), marks=pytest.mark.nightly) for drawn in (contended, sick)),
+    ],
 )
 def test_a_world_is_the_same_step_by_step(
     drawn: Drawn, seeds: range, monkeypatch: pytest.MonkeyPatch

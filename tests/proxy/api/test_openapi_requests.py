@@ -110,7 +110,13 @@ def statuses(url: str, operation: Any, mode: schemathesis.GenerationMode) -> Cou
     return found
 
 
-@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(schemathesis.GenerationMode.POSITIVE, marks=pytest.mark.nightly),
+        schemathesis.GenerationMode.NEGATIVE,
+    ],
+)
 async def test_answers_to_generated_requests_are_as_documented(
     proxy: Proxy, mode: schemathesis.GenerationMode
 ) -> None:
