@@ -98,6 +98,15 @@ def measure(
     )
 
 
+def totals(rows: Sequence[Row]) -> dict[str, int]:
+    found = {"deaths_of_one_request": max(row.deaths_of_one_request for row in rows)}
+    for name, is_attack in (("outages", False), ("attacks", True)):
+        of = [row for row in rows if row.is_attack is is_attack]
+        found[f"refused_in_{name}"] = sum(row.innocents_refused for row in of)
+        found[f"recovered_in_{name}"] = sum(row.recovered for row in of)
+    return found
+
+
 def as_text(rows: Sequence[Row]) -> str:
     lines = [
         f"{'':48}{'worlds':>8}{'deaths':>8}{'recovered':>11}{'innocents':>11}{'innocents':>11}"
@@ -115,16 +124,15 @@ def as_text(rows: Sequence[Row]) -> str:
             f"{of_attack[0]:>9}{of_attack[1]:>8}{p50:>8}{p99:>7}"
             + ("" if row.is_met else "  MISSED")
         )
-    of_outages = [row for row in rows if not row.is_attack]
-    of_attacks = [row for row in rows if row.is_attack]
+    found = totals(rows)
     lines += [
         "",
         f"poison_deaths {ALLOWED}: a poisoned request ended at most "
-        f"{max(row.deaths_of_one_request for row in of_attacks)} instances; innocents refused: "
-        f"{sum(row.innocents_refused for row in of_outages):,} of "
-        f"{sum(row.recovered for row in of_outages):,} recovered streams in outages, "
-        f"{sum(row.innocents_refused for row in of_attacks):,} of "
-        f"{sum(row.recovered for row in of_attacks):,} beside poisoned requests",
+        f"{found['deaths_of_one_request']} instances; innocents refused: "
+        f"{found['refused_in_outages']:,} of "
+        f"{found['recovered_in_outages']:,} recovered streams in outages, "
+        f"{found['refused_in_attacks']:,} of {found['recovered_in_attacks']:,} beside poisoned "
+        "requests",
     ]
     return "\n".join(lines) + "\n"
 
@@ -139,5 +147,6 @@ def run(options: argparse.Namespace) -> int:
     ]
     text = as_text(rows)
     print(text, end="")
-    record.keep(options.out, "poison", {"rows": [asdict(row) for row in rows]}, text)
+    figures = {"totals": totals(rows), "rows": [asdict(row) for row in rows]}
+    record.keep(options.out, "poison", figures, text)
     return 0 if all(row.is_met for row in rows) else 1
