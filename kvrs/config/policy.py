@@ -50,9 +50,9 @@ class RecoverySettings(Settings):
     max_attempts: int = Field(default=8, ge=1, le=100)
     """Failures of one stream without a token in between. Moves and busy answers do not count."""
     poison_deaths: int = Field(default=3, ge=2, le=10)
-    """Instances that die under one request, without a token in between, before it is refused (422).
-    Deaths with an outside cause do not count. With 2 a poisoned request ends one instance less, and
-    an innocent one may be refused that was at two deaths by chance.
+    """Instances that die while one request waits there for its first token, without a token in
+    between, before it is refused (422). Deaths with a known cause from outside do not count. With 2
+    a poisoned request ends one instance less, and innocent ones are refused in outages.
     """
 
 

@@ -421,12 +421,8 @@ class Control(Generic[S]):
         for instance, state, reason in self.gpus.seen(node, gpus):
             self._judge_gpu(instance, state, reason, now_s)
 
-    def instance_lost(
-        self, known: Member, cause: str, now_s: float, *, may_live: bool = False
-    ) -> None:
-        """All its victims in one event, so that the policy can spread them. `may_live`: it has only
-        fallen silent.
-        """
+    def instance_lost(self, known: Member, cause: str, now_s: float) -> None:
+        """All its victims in one event, so that the policy can spread them."""
         assert known.info is not None
         known.lose(cause)
         self.self_tests.lost(known.id)
@@ -436,7 +432,7 @@ class Control(Generic[S]):
             self._shell.end_attempt(live)
             if self._goes_on(live, now_s):
                 produced[live.id] = len(live.journal.output_ids)
-        event = ev.InstanceLost(known.id, known.info.epoch, cause, produced, may_live)
+        event = ev.InstanceLost(known.id, known.info.epoch, cause, produced)
         self._shell.instance_changed(event)
         self.tell(event, now_s)
 

@@ -12,7 +12,6 @@ import msgspec
 
 from kvrs.config.policy import Dispatch
 from kvrs.core.books.waiting import is_past
-from kvrs.core.defences.quarantine import keeps_out
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.events import Promise
 from kvrs.core.model.member import Member
@@ -37,12 +36,10 @@ def victim_of(view: ClusterView, stream: Stream, now_s: float) -> Victim:
     is no other.
     """
     excluded_epochs = _barred(view, stream, now_s) if stream.excluded_epochs else frozenset()
+    excluded_epochs |= stream.recovery.avoided
     if stream.name:
         lacking = (each for each in view.targets() if not stream.is_served_at(each))
         excluded_epochs |= frozenset(member.id for member in lacking)
-    if not stream.first_token_sent:
-        kept = (each.id for each in view.decoders if keeps_out(view, each, stream))
-        excluded_epochs |= frozenset(kept)
     if stream.tokens and (view.tokens_differ or stream.promise is not Promise.NONE):
         excluded_epochs |= _foreign(view, stream, excluded_epochs)
     # With equal pages an agent comes first: its checkpoint survives the instances beside it.
@@ -89,21 +86,6 @@ def _foreign(
     foreign = [each for each in open_ if not each.continues(stream.tokens, stream.promise)]
     is_left = len(foreign) < len(open_) or stream.promise is not Promise.NONE
     return frozenset(member.id for member in foreign if is_left)
-
-
-def isolated_target(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
-    """The decode instance where a suspected stream can go on apart: one without streams, if there
-    is any.
-    """
-    targets = view.targets(stream.name)
-    for barred in (False, True) if barred_too else (False,):
-        for member in targets:
-            keeps = stream.promise is Promise.NONE or member.continues(
-                stream.tokens, stream.promise
-            )
-            if keeps and may_have(view, member, stream, barred_too=barred):
-                return member
-    return None
 
 
 def assign(

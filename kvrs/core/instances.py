@@ -1,11 +1,9 @@
 """Instance events: an instance comes up, is lost, or its streams are moved before it fails."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import assert_never
 
 from kvrs.config.policy import PolicySettings
-from kvrs.core.books.incident_book import LostInstance
-from kvrs.core.defences import quarantine
 from kvrs.core.ledger import Ledger
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import have_roles_of
@@ -39,7 +37,7 @@ class InstanceEvents:
     ) -> None:
         self._ledger = ledger
         self._view = ledger.view
-        self._incidents = ledger.incidents
+        self._poison = ledger.poison
         self._starter = starter
         self._staying = staying
         self._steps = steps
@@ -73,10 +71,8 @@ class InstanceEvents:
         self._view.update(member)
         self._pause_after_deaths(member, now_s)
         self._ledger.kv_locations.instance_up(member)
-        if sum(each.role is member.role for each in self._view.members.values()) == 1:
-            # The wait to run apart begins when there is anywhere to run.
-            self._incidents.postpone(now_s)
-        self._incidents.up(info.id, had_not_ended=event.had_not_ended)
+        if event.had_not_ended:
+            self._poison.had_not_ended(info.id)
         self._starter.gather(lost, now_s)
         self._starter.place_idle(now_s)
 
@@ -112,7 +108,6 @@ class InstanceEvents:
             # Nothing of the queue is computed before.
             queue_s += max(0.0, reforming.ready_s - now_s)
         self._view.prefill_order.note_queue(member, queue_s)
-        self._place_freed(self._incidents.alive(member.id, report.epoch, now_s), now_s)
 
     def _drain(self, member: Member, produced: Mapping[StreamId, int], now_s: float) -> None:
         """Streams on an instance that is about to end are moved while their KV is still there."""
@@ -138,13 +133,6 @@ class InstanceEvents:
                 self._steps.apply(stream.id, left, now_s)
             self._starter.place_all(stranded, now_s)
 
-    def _place_freed(self, freed: Iterable[StreamId], now_s: float) -> None:
-        """Streams that are suspected of less than before."""
-        for stream_id in freed:
-            # Else an attempt runs, or it was gathered and placed with one before it.
-            if (stream := self._ledger.idle.get(stream_id)) is not None:
-                self._starter.place_again(stream, now_s)
-
     def ended(
         self, event: ev.InstanceLost | ev.InstanceRemoved | ev.InstanceExited, now_s: float
     ) -> None:
@@ -152,8 +140,7 @@ class InstanceEvents:
         match event:
             case ev.InstanceLost():
                 if member is not None and event.epoch >= member.epoch:
-                    produced, may_live = event.produced_tokens, event.may_live
-                    victims = self._lose(member, event.cause, produced, now_s, may_live=may_live)
+                    victims = self._lose(member, event.cause, event.produced_tokens, now_s)
                     self._starter.gather(victims, now_s)
             case ev.InstanceRemoved():
                 if member is not None:
@@ -164,19 +151,17 @@ class InstanceEvents:
                 self._gpu_degraded.discard(name)
                 self._quick_deaths.pop(name, None)
             case ev.InstanceExited():
-                is_external = event.is_external
-                freed = self._incidents.exited(name, event.epoch, now_s, is_external=is_external)
-                self._place_freed(freed, now_s)
+                if event.is_external:
+                    self._poison.exited(name, event.epoch, now_s)
             case _:
                 assert_never(event)
 
     def agent_lost(self, event: ev.HolderLost, now_s: float) -> None:
-        """No request ends an agent: what dies with it on its node dies with the node."""
         agent = self._view.agents.get(event.holder)
         if agent is None or event.epoch < agent.epoch:
             return
         self._ledger.kv_locations.agent_lost(event)
-        self._place_freed(self._incidents.node_lost(agent.node, now_s), now_s)
+        self._poison.node_lost(agent.node, now_s)
 
     def gpu_judged(self, event: ev.GpuJudged, now_s: float) -> None:
         is_failing = event.state is GpuState.FAILING
@@ -262,8 +247,6 @@ class InstanceEvents:
         cause: str,
         produced_tokens: Mapping[StreamId, int],
         now_s: float,
-        *,
-        may_live: bool = False,
     ) -> list[Stream]:
         """Take it and its streams out of the books; return those that are to be placed again."""
         self._view.remove(member)
@@ -271,33 +254,14 @@ class InstanceEvents:
             self._quick_deaths[member.id] = self._quick_deaths.get(member.id, 0) + 1
         else:
             self._quick_deaths.pop(member.id, None)
-        suspects = self._note_death(member, now_s, may_live=may_live)
-        waiting = [stream for stream in suspects if stream.stage is Stage.WAITING]
+        counted = self._poison.lost(member, now_s)
+        waiting = [stream for stream in counted if stream.stage is Stage.WAITING]
         for stream_id in list(member.held):
             self._ledger.kv_locations.forget(stream_id, member.id)
         event = InstanceLeft(member.id, cause, produced_tokens, is_lost=True)
         victims = self._leave(member, event, now_s)
         self._starter.clear_suspects(member.id, cause)
         return [*victims, *waiting]
-
-    def _note_death(self, member: Member, now_s: float, *, may_live: bool) -> list[Stream]:
-        """The streams that may have caused it, as far as the book does not know better."""
-        streams, epoch = self._ledger.streams.values(), member.epoch
-        if member.must_drain:  # It was about to end, is drained by an operator, or its GPU fails.
-            freed = self._incidents.exited(member.id, epoch, now_s, is_external=True)
-            return [stream for stream in streams if stream.id in freed]
-        suspects: list[Stream] = []
-        if member.answers.awaited or member.answers.whole or self._incidents.cases:
-            suspects = quarantine.suspects_at(self._incidents, streams, member, now_s)
-        names = {stream.id: stream.first_token_sent for stream in suspects}
-        self._incidents.lost(
-            LostInstance(member.id, epoch, member.own_prefill or member.id, member.node),
-            names,
-            member.running - names.keys(),
-            now_s,
-            may_live=may_live,
-        )
-        return suspects
 
     def _leave(self, member: Member, event: InstanceLeft, now_s: float) -> list[Stream]:
         """Apply the event to the streams that run there or queue for a slot there: they are to be

@@ -5,11 +5,10 @@ on links, slots, alarms, room for checkpoints), and where their KV is.
 from collections.abc import Callable, Iterable, Mapping
 
 from kvrs.core.books.checkpoints import Checkpoints
-from kvrs.core.books.incident_book import IncidentBook
 from kvrs.core.books.prefill_scale import PrefillScale
 from kvrs.core.books.waiting import SlotBook, Timers
-from kvrs.core.defences import quarantine
 from kvrs.core.defences.outliers import Outliers
+from kvrs.core.defences.poison import PoisonCounter
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Agent, ClusterView, Link
@@ -30,7 +29,6 @@ class Ledger:
         timers: Timers,
         checkpoints: Checkpoints,
         outliers: Outliers,
-        incidents: IncidentBook,
         agent_of: Callable[[ev.HolderUp], Agent],
     ) -> None:
         self.view = view
@@ -38,9 +36,9 @@ class Ledger:
         self.timers = timers
         self.checkpoints = checkpoints
         self.outliers = outliers
-        self.incidents = incidents
         self.prefill_scale = PrefillScale()
         self.streams: dict[StreamId, Stream] = {}
+        self.poison = PoisonCounter(self.streams)
         self.idle: dict[StreamId, Stream] = {}  # Those that no attempt runs for.
         self.kv_locations = KvLocations(view, checkpoints, self.streams, agent_of)
 
@@ -129,8 +127,6 @@ class Ledger:
         """The attempt has brought a token to the client, and nothing more is waited for."""
         self.arrived(stream)
         self.timers.alarms_s.pop(stream.id, None)
-        if stream.reserved:
-            quarantine.end(stream)
         if stream.checkpoints:
             self.checkpoints.drop_former(stream)
         if stream.attempt.number > 1:
@@ -190,6 +186,7 @@ class Ledger:
         for instance in list(stream.holders):
             self.kv_locations.forget(stream.id, instance)
         self.idle.pop(stream.id, None)
+        self.poison.forget(stream)
         del self.streams[stream.id]
 
     def _enter(self, stream: Stream, stage: Stage) -> None:
@@ -213,9 +210,6 @@ class Ledger:
                 attempt.decodes_on.answers.left(stream.id)
             self.view.count_stream(decode, 1)
         attempt.runs_on, attempt.decodes_on = member, decode
-        attempt.is_guest = stream.first_token_sent and (
-            member.quarantined_for not in (None, stream.id)
-        )
         member.running.add(stream.id)
         predicted_s = 0.0 if attempt.decision is None else attempt.decision.chosen.total_s
         answers, now_s = member.answers, self.view.now_s
@@ -244,8 +238,6 @@ class Ledger:
         if not attempt.resumed:  # Else they were settled by its first token.
             self.settle_bookings(stream)
         self.timers.alarms_s.pop(stream.id, None)
-        if stream.reserved:
-            quarantine.end(stream)
         for member in (attempt.runs_on, attempt.decodes_on):
             if member is not None:
                 member.running.discard(stream.id)

@@ -16,7 +16,6 @@ from typing import Any, assert_never
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.core.books.checkpoints import Checkpoints, protection
-from kvrs.core.books.incident_book import IncidentBook
 from kvrs.core.books.waiting import SlotBook, Timers
 from kvrs.core.decisions import Decisions
 from kvrs.core.defences.outliers import Outliers
@@ -62,9 +61,8 @@ class RecoveryPolicy:
         self._timers = Timers()
         checkpoints = Checkpoints(self._view, backup)
         outliers = Outliers(self._view, policy.recovery, self._actions)
-        incidents = IncidentBook(policy.recovery)
         self._ledger = Ledger(
-            self._view, self.slot_book, self._timers, checkpoints, outliers, incidents, agent_of
+            self._view, self.slot_book, self._timers, checkpoints, outliers, agent_of
         )
         # To be read only; the instances are those that are up.
         self.streams: Mapping[StreamId, Stream] = self._ledger.streams
@@ -201,7 +199,6 @@ class RecoveryPolicy:
         self._view.reload(policy.assumed_link_bytes_per_s)
         self.slot_book.reload(policy.slots_max)
         self._ledger.outliers.reload(policy.recovery)
-        self._ledger.incidents.reload(policy.recovery)
         self._decisions.reload(policy, slo)
         self._starter.reload(policy)
         self._staying.reload(policy)

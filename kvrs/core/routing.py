@@ -9,7 +9,6 @@ from math import inf
 import msgspec
 
 from kvrs.config.policy import Handoff, PolicySettings
-from kvrs.core.defences.quarantine import keeps_out
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import HANDSHAKE_S
 from kvrs.core.model.member import Member
@@ -281,8 +280,8 @@ def starts_at(
 def hand_off_to(
     view: ClusterView, stream: Stream, prefill: Member, planned: Member, settings: PolicySettings
 ) -> Member | None:
-    """The decode instance that gets the hand-off of a prefill that is done; None: it has to wait,
-    since a suspected stream runs apart on the only one.
+    """The decode instance that gets the hand-off of a prefill that is done; None: the planned one
+    has unloaded the stream's adapter, and no other has it.
     """
     if planned.own_prefill == prefill.id:
         return planned  # One call for both stages: it decodes already.
@@ -300,11 +299,10 @@ def hand_off_to(
         for member in _able(view, stream, prefill, planned)
         if member.continues(stream.tokens, stream.promise) and view.is_healthy(member)
     )
-    is_kept = planned.quarantined_for not in (None, stream.id)
     if not stream.is_served_at(planned):
         return next(others, None)
-    if is_left or is_kept or (view.is_busy(planned) and planned.answers.tried_by != stream.id):
-        return next(others, None if keeps_out(view, planned, stream) else planned)
+    if is_left or (view.is_busy(planned) and planned.answers.tried_by != stream.id):
+        return next(others, planned)
     if settings.handoff is Handoff.OWN_PAIR:
         return planned
     return _soonest(view, stream, prefill, planned, others, settings.handoff)
@@ -357,16 +355,14 @@ def _candidate(view: ClusterView, prefill: Member, decode: Member) -> HandoffCan
 
 def may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:
     """The instance may get this stream at all, however well or ill it does: it serves the name, has
-    asked for no pause, has not failed the stream, and a suspected stream would run apart there.
+    asked for no pause, has not failed the stream, and the stream need not avoid it (`poison.py`).
     """
     if stream.name and not stream.is_served_at(member):
         return False
     busy_until_s = member.answers.busy_until_s
     if busy_until_s is not None and view.now_s < busy_until_s:
         return False
-    if stream.avoided and member.id in stream.avoided:
-        return False
-    if member.quarantined_for is not None and keeps_out(view, member, stream):
+    if member.id in stream.recovery.avoided:
         return False
     return barred_too or not stream.excluded_epochs or not stream.bars(member)
 

@@ -4,24 +4,22 @@ wait, or gives them up.
 
 from collections.abc import Iterable
 from itertools import islice
-from math import inf
 
 import msgspec
 
 from kvrs.config.policy import PolicySettings
-from kvrs.core.books.incident_book import Ruling
 from kvrs.core.books.waiting import SHORTEST_WAIT_S, SLACK_S, RetryBudget, is_past
 from kvrs.core.decisions import Decisions
-from kvrs.core.defences import quarantine
-from kvrs.core.dispatch import Victim, assign, ceiling, isolated_target, victim_of
+from kvrs.core.defences.poison import is_poison, news_until_s
+from kvrs.core.dispatch import Victim, assign, ceiling, victim_of
 from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.events import Promise
 from kvrs.core.model.lifecycle import Stage
-from kvrs.core.model.member import Member, fraction
-from kvrs.core.model.streams import NOWHERE, Decision, Stream, by_urgency
+from kvrs.core.model.member import fraction
+from kvrs.core.model.streams import Decision, Stream, by_urgency
 from kvrs.core.routing import PROMPTS_MAX, computing_prompts
 from kvrs.core.waits import Waits
 from kvrs.ids import InstanceId, StreamId
@@ -30,8 +28,8 @@ from kvrs.ids import InstanceId, StreamId
 _TRY_JITTER_S = 0.2
 # How often a stream that has not begun asks for a token that others do not need, with jitter.
 _RETRY_TOKEN_POLL_S = 0.25
-# The same for one that a suspected stream keeps out.
-_ISOLATION_POLL_S = 0.1
+# The same for one that waits for another stream, or for its own instance to be open to it.
+_CLOSED_POLL_S = 0.1
 # The same for one that waits for news of deaths.
 _NEWS_LOOK_S = 0.1
 # Times that logits are no numbers before they count as the stream's own, wherever it runs. Once may
@@ -52,7 +50,6 @@ class Starter:
     ) -> None:
         self._ledger = ledger
         self._view = ledger.view
-        self._incidents = ledger.incidents
         self._slots = ledger.slots
         self._timers = ledger.timers
         self._decisions = decisions
@@ -135,16 +132,11 @@ class Starter:
         for stream in ordered:
             if stream.recovery.suspect_instance is not None:
                 self._back_off(stream, stream.recovery.suspect_instance, now_s)
-        suspects: list[Stream] = []
-        if self._incidents.cases:
-            suspects = [stream for stream in ordered if self._incidents.is_suspect(stream.id)]
-        if suspects:
-            ordered = [stream for stream in ordered if stream not in suspects]
-        victims: list[Victim] = []
-        for stream in ordered:
-            stream.avoided = NOWHERE  # One that was suspected until now may run anywhere again.
-            if not stream.is_fresh:
-                victims.append(victim_of(self._view, stream, now_s))
+            if stream.recovery.is_counted:
+                self.separate(stream, now_s)
+        victims: list[Victim] = [
+            victim_of(self._view, stream, now_s) for stream in ordered if not stream.is_fresh
+        ]
         targets = self._view.targets(name) if victims else []
         loads = {member.id: member.streams for member in targets}
         assigned = assign(self._settings.dispatch, victims, loads)
@@ -153,54 +145,6 @@ class Starter:
         for stream in ordered:
             self._gathered.pop(stream.id, None)
             self._place(stream, assigned.get(stream.id), limit, now_s, others)
-        for stream in suspects:
-            self._gathered.pop(stream.id, None)
-            self._place_isolated(stream, now_s)
-
-    def _place_isolated(self, stream: Stream, now_s: float) -> None:
-        """A suspected stream is placed by itself (`quarantine.py`)."""
-        quarantine.end(stream)
-        verdict = self._incidents.judge(stream.id, now_s)
-        if verdict.ruling is Ruling.REFUSE:
-            self._refuse(stream)
-            return
-        if verdict.ruling is Ruling.WAIT:
-            self._await_news(stream, verdict.until_s, now_s)
-            return
-        is_isolated = not is_past(verdict.until_s, now_s)
-        occupied = quarantine.occupied(self._view, self._incidents, stream)
-        stream.avoided = occupied if is_isolated else NOWHERE
-        barred_too = is_past(stream.recovery.retry_at_s, now_s)
-        target: Member | None = None
-        if not stream.is_fresh:
-            target = isolated_target(self._view, stream, barred_too=barred_too)
-        self._place(stream, None if target is None else target.id, 0, now_s)
-        if stream.id not in self._ledger.streams or not is_isolated:
-            return
-        if stream.stage is Stage.WAITING:
-            quarantine.reserve(self._view, stream, verdict.until_s)
-        elif stream.stage is not Stage.QUEUED:
-            plan = stream.attempt.plan
-            assert plan is not None, stream
-            names = {plan.decode, plan.prefill or plan.decode}
-            members = [self._view.members[name] for name in names]
-            quarantine.begin(self._view, stream, members, verdict.until_s)
-
-    def _await_news(self, stream: Stream, until_s: float, now_s: float) -> None:
-        """Wait for news of the deaths that it is suspected of, and not beyond its deadline."""
-        budget_s = self._decisions.budget_s(stream, now_s)
-        budget_ends_s = inf if budget_s is None else now_s + budget_s
-        if is_past(budget_ends_s, now_s):
-            message = f"instances died, and no news of the cause came in time: {stream.tightest()}"
-            self.give_up(stream, act.Reason.SLO, message)
-            return
-        self._ledger.wait(stream, now_s)
-        self._timers.set(stream.id, min(until_s, budget_ends_s, now_s + _NEWS_LOOK_S))
-
-    def _refuse(self, stream: Stream) -> None:
-        self._incidents.left(stream.id, is_refused=True)
-        message = "the request ended every instance that it ran on; it is not tried again"
-        self.give_up(stream, act.Reason.POISON, message)
 
     def place_again(self, stream: Stream, now_s: float) -> None:
         """One stream, because its time has come; with the others, if it is gathered. A stream that
@@ -210,8 +154,6 @@ class Starter:
             self.place_all(list(self._gathered.values()), now_s)
         elif (awaited := self._slots.awaited.get(stream.id)) is None:
             self.place_all([stream], now_s)
-        elif self._incidents.judge(stream.id, now_s).ruling is Ruling.REFUSE:
-            self._refuse(stream)
         else:
             self._decisions.begin(now_s)
             self._place(stream, awaited, self._view.members[awaited].streams + 1, now_s)
@@ -219,8 +161,6 @@ class Starter:
     def forget(self, stream: Stream) -> None:
         self._gathered.pop(stream.id, None)
         self.held_back.pop(stream.id, None)
-        if self._incidents.losses or self._incidents.cases:
-            self._incidents.left(stream.id, is_refused=False)
         self._ledger.forget(stream)
 
     def _back_off(self, stream: Stream, suspect: InstanceId, now_s: float) -> None:
@@ -253,6 +193,10 @@ class Starter:
         """
         recovery = stream.recovery
         failed = recovery.attempts
+        if recovery.is_counted:
+            if self._may_be_poison(stream, now_s):
+                return
+            self.separate(stream, now_s)
         if len(recovery.overflowed) >= _MAX_OVERFLOWS:
             found_by = ", ".join(dict.fromkeys(each.instance for each in recovery.overflowed))
             message = f"the stream's logits are no numbers, as {found_by} found: {recovery.cause}"
@@ -266,12 +210,33 @@ class Starter:
             self.give_up(stream, act.Reason.RETRIES, message)
             return
         decision: Decision | None = None
-        if assigned is not None:
+        if assigned is not None and assigned not in recovery.avoided:
             target = self._view.members[assigned]
             decision = self._decisions.recover(stream, target, limit, others, now_s)
         elif stream.is_fresh:
             decision = self._decisions.start(stream, now_s)
         self.carry_out(stream, decision, now_s)
+
+    def _may_be_poison(self, stream: Stream, now_s: float) -> bool:
+        """Refuse a stream that has ended too many instances; one that may have ended the last of
+        them waits until that is known.
+        """
+        allowed = self._settings.recovery.poison_deaths
+        if is_poison(stream, allowed):
+            message = "the request ended every instance that it ran on; it is not tried again"
+            self.give_up(stream, act.Reason.POISON, message)
+            return True
+        until_s = news_until_s(stream, allowed, now_s)
+        if until_s is None or is_past(until_s, now_s):
+            return False
+        self._ledger.wait(stream, now_s)
+        self._timers.set(stream.id, min(until_s, now_s + _NEWS_LOOK_S))
+        return True
+
+    def separate(self, stream: Stream, now_s: float) -> None:
+        settings = self._settings.recovery
+        wait_s, since_s = self._waits.longest(stream, settings, now_s)
+        self._ledger.poison.separate(stream, settings.poison_deaths, since_s + wait_s, now_s)
 
     def carry_out(self, stream: Stream, decision: Decision | None, now_s: float) -> None:
         """Start the attempt, or leave the stream waiting or give it up; None: it cannot start."""
@@ -392,13 +357,8 @@ class Starter:
             )
         else:
             alarms_s = [wait_ends_s, budget_ends_s, recovery.retry_at_s]
-            if stream.avoided:
-                alarms_s.append(now_s + quarantine.LOOK_S)
-            members = self._view.members.values()
-            if self._awaits_own(stream) or any(
-                quarantine.keeps_out(self._view, member, stream) for member in members
-            ):
-                alarms_s.append(now_s + _ISOLATION_POLL_S * (1 + fraction(stream.id, now_s)))
+            if recovery.avoided or self._awaits_own(stream):
+                alarms_s.append(now_s + _CLOSED_POLL_S * (1 + fraction(stream.id, now_s)))
             if next_try_s is not None:
                 # Never due at once: an alarm that came a little early would be the last one.
                 jitter = 0.1 + fraction(stream.id, next_try_s)

@@ -148,10 +148,7 @@ class Staying:
                 self._stay(stream, reforming, decision, cause, now_s)
                 continue
             self._leave(stream, home, cause, now_s)
-            if self._ledger.incidents.is_suspect(stream.id):
-                self._starter.place_all([stream], now_s)
-            else:
-                self._starter.carry_out(stream, decision, now_s)
+            self._starter.carry_out(stream, decision, now_s)
 
     def _targets(
         self, home: Member, streams: Sequence[Stream], now_s: float

@@ -171,9 +171,10 @@ class Steps:
         planned, decode = view.members.get(plan.decode), None
         cause = "the decode instance was lost during prefill, or is drained"
         leaves = planned is not None and (planned.draining or planned.drain_ordered)
+        if stream.recovery.is_counted:
+            self._starter.separate(stream, now_s)
         if planned is not None and not (leaves and planned.is_drained):
             decode = hand_off_to(view, stream, prefill, planned, self._settings)
-            cause = "a suspected request runs apart on the only decode instance"
         if planned is None or decode is None:
             if planned is not None:
                 self._halt(stream)
@@ -217,8 +218,6 @@ class Steps:
             if stream.recovery.overflowed:
                 self._ledger.outliers.computed(stream, home)
         self._ledger.resume(stream)
-        if (incidents := self._ledger.incidents).losses or incidents.cases:
-            incidents.progressed(stream.id)
         stream.note_resumed(now_s)
         stream.needs_replay, stream.promise = event.needs_replay, event.promise
 
@@ -256,10 +255,8 @@ class Steps:
         else:
             stream.recovery.note_attempt_failed()
         is_broken = event.abrupt and event.failure is not ev.FailureKind.BUSY
-        attempt = stream.attempt
-        if is_broken and member is not None and not (attempt.resumed or attempt.is_guest):
-            epoch = member.epoch
-            self._ledger.incidents.broke(stream.id, event.instance, epoch, now_s)
+        if is_broken and member is not None and not stream.attempt.resumed:
+            self._ledger.poison.broke(stream, member, now_s)
         # One that took no connection may be dead.
         was_connected = event.failure is not ev.FailureKind.BUSY
         if is_slow:

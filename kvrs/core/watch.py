@@ -228,7 +228,7 @@ class Watch(ABC, Generic[Known, Info, Report]):
         if known.health is Health.UP:
             assert known.info is not None
             epoch, self._pause_s = known.info.epoch, FIRST_PAUSE_S
-            self._lose(cause, now_s, may_live=death is DeathCause.SILENT)
+            self._lose(cause, now_s)
             silent_s = now_s - max(self._reported_s, known.beat_s)
             self._shell.lost(epoch, cause, death, silent_s)
         elif known.health is not Health.REFUSED:
@@ -276,7 +276,7 @@ class Watch(ABC, Generic[Known, Info, Report]):
     def _count(self, info: Info, report: Report, now_s: float) -> WatchStep | None: ...
 
     @abstractmethod
-    def _lose(self, cause: str, now_s: float, *, may_live: bool) -> None: ...
+    def _lose(self, cause: str, now_s: float) -> None: ...
 
     def _must_be_fenced(self, info: Info) -> bool:
         return False
@@ -384,8 +384,8 @@ class InstanceWatch(Watch[Member, InstanceInfo, LoadReport]):
     def _others_since_s(self, now_s: float) -> float:
         return self._control.progress.others_since_s(self.known.id, now_s)
 
-    def _lose(self, cause: str, now_s: float, *, may_live: bool) -> None:
-        self._control.instance_lost(self.known, cause, now_s, may_live=may_live)
+    def _lose(self, cause: str, now_s: float) -> None:
+        self._control.instance_lost(self.known, cause, now_s)
 
 
 class AgentWatch(Watch[Agent, AgentInfo, AgentReport]):
@@ -406,5 +406,5 @@ class AgentWatch(Watch[Agent, AgentInfo, AgentReport]):
     def _count(self, info: AgentInfo, report: AgentReport, now_s: float) -> None:
         self._checkpoints.reported(self.known, report, now_s)
 
-    def _lose(self, cause: str, now_s: float, *, may_live: bool) -> None:
+    def _lose(self, cause: str, now_s: float) -> None:
         self._checkpoints.lost(self.known, cause, now_s)

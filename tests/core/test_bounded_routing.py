@@ -6,7 +6,6 @@ from unittest.mock import patch
 import msgspec
 
 from kvrs.core import routing
-from kvrs.core.defences import quarantine
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
@@ -43,7 +42,6 @@ class Fleet:
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
         self.view = ClusterView(1e9)
-        self.suspects = [Stream(StreamId(f"suspect{n}"), n, 10, 0.0) for n in range(2)]
         self.made = 0
         for _ in range(14):
             self.add()
@@ -80,9 +78,8 @@ class Fleet:
                 health.note_busy(member.id, StreamId("s"), 0.5, view.now_s)
                 view.prefill_order.restrict(member)
             case 7:
-                suspect = rng.choice(self.suspects)
-                quarantine.end(suspect)
-                quarantine.begin(view, suspect, [member], view.now_s + 1.0)
+                member.is_minority = rng.random() < 0.3
+                view.prefill_order.restrict(member)
             case 8:
                 (health.open if rng.random() < 0.5 else lambda: health.close("", view.now_s, 1))()
             case 9:
@@ -98,16 +95,15 @@ class Fleet:
 
     def stream(self) -> Stream:
         rng = self.rng
-        stream = rng.choice([Stream(StreamId("new"), 9, 10, 0.0), *self.suspects])
+        stream = Stream(StreamId("new"), 9, 10, 0.0)
         if rng.random() < 0.2:
-            stream.avoided = frozenset(rng.sample(sorted(self.view.members), 3))
-        else:
-            stream.avoided = frozenset()
+            for member in rng.sample([*self.view.members.values()], 3):
+                stream.exclude(member)
         return stream
 
 
 def test_the_choice_is_that_of_weighing_all() -> None:
-    """Busy instances, those in quarantine, drained ones and those that answer nothing among them;
+    """Busy instances, those of a minority, drained ones and those that answer nothing among them;
     most choices differ from one another.
     """
     chosen = set()
@@ -116,7 +112,7 @@ def test_the_choice_is_that_of_weighing_all() -> None:
         for step in range(STEPS):
             fleet.change()
             stream = fleet.stream()
-            is_free, barred_too = not stream.avoided, fleet.rng.random() < 0.5
+            is_free, barred_too = not stream.excluded_epochs, fleet.rng.random() < 0.5
             found = routing.least_work(fleet.view, stream, is_free, barred_too=barred_too)
             expected = weighed(fleet.view, stream, is_free, barred_too=barred_too)
             assert found is expected, (seed, step)

@@ -377,14 +377,12 @@ def test_the_policy_learns_whether_a_process_that_was_lost_had_ended(
 ) -> None:
     """Once: later news is of the process that is up then."""
     driver = Driver()
-    driver.control.instance_lost(driver.control.instances.known[D0], "silent", 1.0, may_live=True)
+    driver.control.instance_lost(driver.control.instances.known[D0], "silent", 1.0)
 
     for epoch in (2, 3):
         driver.up(D0, epoch, pid=pid, worker_pids=worker_pids)
 
-    lost = next(event for event in driver.events if isinstance(event, ev.InstanceLost))
     ups = [event for event in driver.events if isinstance(event, ev.InstanceUp)][-2:]
-    assert lost.may_live
     assert [event.had_not_ended for event in ups] == [had_not_ended, False]
 
 
@@ -393,7 +391,7 @@ def test_a_process_without_a_pid_had_not_ended_if_its_epoch_is_the_same(
     epoch: int, *, had_not_ended: bool
 ) -> None:
     driver = Driver(pid=0)
-    driver.control.instance_lost(driver.control.instances.known[D0], "silent", 1.0, may_live=True)
+    driver.control.instance_lost(driver.control.instances.known[D0], "silent", 1.0)
 
     driver.up(D0, epoch, pid=0)
 

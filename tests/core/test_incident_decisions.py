@@ -327,9 +327,7 @@ def test_a_target_lost_during_a_recovery_is_replaced_until_attempts_run_out() ->
     harness.decoding("A")
     harness.lose("d0", A=1)
     harness.lose("d1", A=1)
-    harness.lose("d2", A=1)
-
-    given_up = only(harness.look_until(0.6), act.GiveUp)
+    given_up = only(harness.lose("d2", A=1), act.GiveUp)
 
     assert (given_up.reason, [start.plan.decode for start in of(harness.actions, act.Start)]) == (
         act.Reason.RETRIES,

@@ -84,6 +84,7 @@ def test_every_step_and_every_move_of_the_table_happens(monkeypatch: pytest.Monk
     expiring = at(Stage.DECODE)
     expiring.lose("d0", A=1)
     expiring.handle(ev.TimerFired(), at_s=100.0)
+    at(Stage.WAITING).handle(ev.AttemptFailed(A, 1, InstanceId("d0"), "reset", 1))
 
     assert {move for move, times in moves.items() if times} == MOVES
     drawn = {

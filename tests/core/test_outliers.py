@@ -379,65 +379,34 @@ def test_a_busy_instance_gets_new_streams_again_when_one_has_ended_there() -> No
     assert after.plan.decode == b0
 
 
-class Rates:
-    """Calls of instances that do both stages, with known answers; `failures` never come in rows of
-    three.
-    """
+@pytest.mark.parametrize(("instances", "ejected"), [(2, 1), (3, 1), (4, 2), (5, 2)])
+def test_at_most_half_of_a_role_is_ejected(instances: int, ejected: int) -> None:
+    """All fail for the third time in a row, one after the other."""
+    harness = PolicyHarness(*(f"b{n}" for n in range(instances)))
+    for each in harness.policy.members.values():
+        each.answers.consecutive = 2
 
-    def __init__(self) -> None:
-        self.harness = PolicyHarness("b0", "b1", "b2")
-        self.outliers = self.harness.policy._ledger.outliers
-        self.members = self.harness.policy._view.members
+    starts = of(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    for _ in range(instances):
+        starts = fail(harness, starts[-1], starts[-1].plan.decode) or starts
 
-    def count(self, name: str, answers: int, failures: int) -> None:
-        """All at once, so that nothing of it has faded."""
-        health = self.members[InstanceId(name)].answers
-        health.answers, health.failures = float(answers), float(failures)
-        health.counted_s = self.harness.now_s
-        health.consecutive = 0
-
-    def is_outlier(self, name: str) -> bool:
-        return self.outliers._is_outlier(self.members[InstanceId(name)])
-
-
-@pytest.mark.parametrize(("failures", "is_outlier"), [(2, False), (3, True), (5, True)])
-def test_three_failures_of_ten_make_an_outlier(failures: int, *, is_outlier: bool) -> None:
-    """Its peers fail nothing; fewer may be chance."""
-    rates = Rates()
-    rates.count("b0", 10 - failures, failures)
-    rates.count("b1", 10, 0)
-
-    assert rates.is_outlier("b0") is is_outlier
-
-
-def test_fewer_than_ten_answers_and_failures_make_no_outlier() -> None:
-    rates = Rates()
-    rates.count("b0", 4, 5)
-
-    assert not rates.is_outlier("b0")
-
-
-@pytest.mark.parametrize(("of_peers", "is_outlier"), [(19, True), (21, False), (35, False)])
-def test_an_outlier_fails_twice_as_often_as_its_peers(of_peers: int, *, is_outlier: bool) -> None:
-    """Where all fail, the cause is not the instance: 40 of 100 beside so many of 100."""
-    rates = Rates()
-    rates.count("b0", 60, 40)
-    rates.count("b1", 100 - of_peers, of_peers)
-
-    assert rates.is_outlier("b0") is is_outlier
+    assert len(of(harness.actions, act.Ejected)) == ejected
+    assert {start.plan.decode for start in of(harness.actions, act.Start)} == {
+        f"b{n}" for n in range(instances)
+    }
 
 
 @pytest.mark.parametrize(("good_s", "ejections"), [(55.0, 4), (65.0, 1)])
 def test_ejections_are_forgiven_after_a_minute(good_s: float, ejections: int) -> None:
     """The pauses of one that was ejected again soon go on doubling."""
-    rates = Rates()
-    start = only(rates.harness.handle(ev.StreamArrived(A, 20), at_s=good_s), act.Start)
-    failing = rates.members[start.plan.decode].answers
+    harness = PolicyHarness("b0", "b1", "b2")
+    start = only(harness.handle(ev.StreamArrived(A, 20), at_s=good_s), act.Start)
+    failing = harness.policy.members[start.plan.decode].answers
     failing.ejections, failing.readmitted_s, failing.consecutive = 3, 0.0, 2
 
-    fail(rates.harness, start, start.plan.decode)
+    fail(harness, start, start.plan.decode)
 
-    assert only(rates.harness.actions, act.Ejected).instance == start.plan.decode
+    assert only(harness.actions, act.Ejected).instance == start.plan.decode
     assert failing.ejections == ejections
 
 
@@ -536,16 +505,6 @@ def test_an_answer_to_an_attempt_from_before_the_pause_does_not_end_it() -> None
 
     assert was_readmitted == [False, True]
     assert (health.until_s, health.is_ejected, health.readmitted_s) == (None, False, 6.0)
-
-
-def test_failures_and_answers_count_half_after_ten_seconds() -> None:
-    health = AnswerHealth()
-    for _ in range(8):
-        health.count(0.0, answered=False)
-
-    health.count(10.0, answered=True)
-
-    assert (health.answers, health.failures) == pytest.approx((1.0, 4.0))
 
 
 def test_streams_that_wait_for_a_busy_instance_come_to_it_within_a_fifth_of_a_second() -> None:

@@ -201,7 +201,6 @@ def test_the_snapshot_is_plain_data() -> None:
         "others_reported": 0,
         "retained_streams": 0,
         "drained": False,
-        "quarantined_for": None,
         "health": {
             "ejected": False,
             "failures_in_a_row": 0,

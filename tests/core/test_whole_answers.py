@@ -48,13 +48,14 @@ def test_it_takes_no_room_of_prompts() -> None:
     assert only(actions, act.Start).stream == A
 
 
-def test_it_is_suspected_when_its_instance_dies() -> None:
+def test_the_death_of_its_instance_counts_against_it() -> None:
     """It is one of those that wait for their first token."""
     harness = begun("p0", "d0", "d1")
 
     harness.lose("d0", at_s=50.0)
 
-    assert A in harness.policy._ledger.incidents.cases
+    deaths = harness.policy.streams[A].recovery.deaths
+    assert [each.instance for each in deaths] == ["d0"]
 
 
 def test_its_time_is_no_measure_of_a_prediction() -> None:

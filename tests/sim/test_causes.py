@@ -24,8 +24,8 @@ def slow_links(name: PolicyName, seed: int) -> Config:
 
 @pytest.fixture(scope="module")
 def sides() -> dict[str, cluster.Side]:
-    requests = scaled_requests(generate(GeneratorSettings(requests=80), 0), 0, 8.0)
-    faults = cluster.kills_of(2, requests[-1].arrival_s, 0)
+    requests = scaled_requests(generate(GeneratorSettings(requests=100), 0), 0, 8.0)
+    faults = cluster.kills_of(3, requests[-1].arrival_s, 0)
     usual = cluster.simulated(requests, faults, 0)
     other = cluster.simulated(requests, faults, 0, delays_seed=1)
     with patch.object(cluster, "config_of", slow_links):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.core.books.incident_book import IncidentBook
+from kvrs.core.defences.poison import PoisonCounter
 from kvrs.core.model.member import AnswerHealth
 from kvrs_lab.sim.cluster import POISONED, Outcome
 from kvrs_lab.sim.world import World
@@ -62,11 +62,11 @@ def tokens(world: World) -> int:
     return sum(len(live.output) for proxy in proxies for live in proxy.streams.values())
 
 
-def test_simulator_notices_a_policy_that_suspects_no_request(
+def test_simulator_notices_a_policy_that_counts_no_deaths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The bounds above can be broken."""
-    monkeypatch.setattr(IncidentBook, "is_suspect", lambda self, stream: False)
+    monkeypatch.setattr(PoisonCounter, "lost", lambda self, member, now_s: [])
 
     outcome = poisoned(0).run()
 

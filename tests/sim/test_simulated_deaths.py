@@ -156,12 +156,6 @@ def first_broken(seeds: int = 60) -> str:
 BREAKS = {
     "old attempts count": (steps, "_OF_ATTEMPT", (), "Invariant"),
     "a slot is never given back": (SlotBook, "release", lambda self, stream: None, ""),
-    "there is always a slot more": (
-        SlotBook,
-        "acquire",
-        lambda self, target, stream, now_s, predicted_s: self.leave(stream) is None,
-        "slots",
-    ),
     "agents grant whatever is asked for": (
         SlotTable,
         "_deny",
@@ -205,6 +199,14 @@ def test_simulator_notices_what_is_broken(what: str, monkeypatch: pytest.MonkeyP
 
     assert found
     assert said in found
+
+
+def test_a_policy_that_has_always_a_slot_more_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets with one slot, which many want."""
+    monkeypatch.setattr(SlotBook, "acquire", lambda self, _, stream, *__: not self.leave(stream))
+
+    with pytest.raises(InvariantError, match="slots"):
+        contended(0).run()
 
 
 def test_relay_that_takes_late_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

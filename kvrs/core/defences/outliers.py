@@ -1,12 +1,12 @@
 """Outlier ejection: an instance that reports to be well and fails what it is sent gets nothing new.
 
-An instance is ejected when it fails after the pause of a failure again, after several failures in a
-row, or for a share of failures that its peers do not have; never more than half of a role. A
-refusal (4xx), an error before any token, and the lack of a first token in time count as failures
-only once another instance has accepted the request. A refusal that names a fault of the request is
-final: no other instance is asked. Two instances that fail a request alike show that it is the
-cause, and neither is charged. Logits that are no numbers count once another instance has the
-stream's next token. Busy answers eject nothing: the instance pauses.
+An instance is ejected when it fails after the pause of a failure again, or after several failures
+in a row; never more than half of a role. A refusal (4xx), an error before any token, and the lack
+of a first token in time count as failures only once another instance has accepted the request. A
+refusal that names a fault of the request is final: no other instance is asked. Two instances that
+fail a request alike show that it is the cause, and neither is charged. Logits that are no numbers
+count once another instance has the stream's next token. Busy answers eject nothing: the instance
+pauses.
 """
 
 from typing import assert_never
@@ -20,10 +20,6 @@ from kvrs.core.model.recovery_state import RefusedBy
 from kvrs.core.model.streams import Stream
 
 CONSECUTIVE_FAILURES = 3
-# An ejection for the share of failures needs so many answers and failures together.
-_LEAST_COUNTED = 10
-_FAILURE_SHARE = 0.3
-_TIMES_PEERS = 2.0
 # Connections that break within this time are one failure.
 _TOGETHER_S = 0.1
 # After so long without an ejection the pauses begin again with the shortest.
@@ -196,12 +192,11 @@ class Outliers:
 
     def _charge(self, member: Member, cause: str, *, is_probe: bool) -> None:
         health = member.answers
-        health.count(self._view.now_s, answered=False)
         health.consecutive += 1
         if health.is_ejected:
             if is_probe:
                 self._eject(member, cause)
-        elif (is_probe or self._is_outlier(member)) and self._may_eject(member):
+        elif (is_probe or health.consecutive >= CONSECUTIVE_FAILURES) and self._may_eject(member):
             if self._view.now_s - health.readmitted_s > _FORGIVEN_AFTER_S:
                 health.ejections = 0
             self._eject(member, cause)
@@ -225,18 +220,6 @@ class Outliers:
         health.ejections += 1
         health.close(cause, self._view.now_s, pause)
         self._actions.append(act.Ejected(member.id, member.epoch, cause, pause))
-
-    def _is_outlier(self, member: Member) -> bool:
-        health = member.answers
-        if health.consecutive >= CONSECUTIVE_FAILURES:
-            return True
-        counted = health.answers + health.failures
-        if counted < _LEAST_COUNTED or health.failures < _FAILURE_SHARE * counted:
-            return False
-        others = [other.answers for other in self._peers(member) if other is not member]
-        failures = sum(other.failures for other in others)
-        of_all = failures + sum(other.answers for other in others)
-        return health.failures * of_all >= _TIMES_PEERS * failures * counted
 
     def _may_eject(self, member: Member) -> bool:
         """Never more than half of a role, so that at least one instance stays."""

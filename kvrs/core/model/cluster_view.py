@@ -114,13 +114,13 @@ class PrefillOrder:
         self.changed[member.node] = None
 
     def restrict(self, member: Member) -> None:
-        """It has asked for a pause, or is reserved for a stream."""
+        """It has asked for a pause."""
         self.restricted[member] = None
 
     def has_restricted(self) -> bool:
         """A stream may find that none of a node's decode instances takes it."""
         for member in [*self.restricted]:
-            if member.quarantined_for is None and member.answers.busy_until_s is None:
+            if member.answers.busy_until_s is None:
                 del self.restricted[member]
         return bool(self.restricted)
 
@@ -318,7 +318,7 @@ class ClusterView:
     def takes_start(self, member: Member) -> bool:
         """The answers of the instance allow a new request."""
         health = member.answers
-        if member.quarantined_for is not None or member.is_minority:
+        if member.is_minority:
             return False
         # Open, or due for a probe and none runs.
         if health.until_s is not None and (health.probe is not None or self.now_s < health.until_s):
@@ -328,7 +328,7 @@ class ClusterView:
     def takes_recovery(self, member: Member) -> bool:
         """The answers of the instance allow an interrupted stream, which is never a probe."""
         health = member.answers
-        if member.quarantined_for is not None or health.is_ejected:
+        if health.is_ejected:
             return False
         if health.until_s is not None and self.now_s < health.until_s:
             return False
@@ -423,7 +423,6 @@ class ClusterView:
                     "others_reported": member.others_reported,
                     "retained_streams": len(member.held),
                     "drained": member.is_drained,
-                    "quarantined_for": member.quarantined_for,
                     "health": member.answers.snapshot(self.now_s),
                 }
                 for member in self.members.values()

@@ -53,8 +53,6 @@ class InstanceLost(msgspec.Struct, frozen=True):
     epoch: int
     cause: str
     produced_tokens: Mapping[StreamId, int]
-    # It has only fallen silent: its process may be frozen, or cut off from this proxy.
-    may_live: bool = False
 
 
 class InstanceExited(msgspec.Struct, frozen=True):

@@ -44,8 +44,6 @@ _LONGEST_BUSY_S = 2.0
 # After a busy pause one attempt goes there; the others wait so long for its answer.
 _TRY_S = 0.5
 _JITTER = 0.25
-# Failures and answers count half after this time.
-_HALF_LIFE_S = 10.0
 
 
 def fraction(*of: object) -> float:
@@ -84,9 +82,6 @@ class AnswerHealth:
 
     consecutive: int = 0  # Failures since the last answer.
     refuses_wrongly: bool = False  # Others have accepted what it refused since its last answer.
-    answers: float = 0.0
-    failures: float = 0.0
-    counted_s: float = 0.0
     abrupt_s: float = -inf  # The last failure that came without an error.
     is_ejected: bool = False
     ejections: int = 0
@@ -161,14 +156,6 @@ class AnswerHealth:
         """The pause of a busy instance is over, and an attempt goes there."""
         self.tried_by, self.busy_until_s = stream, now_s + _TRY_S
 
-    def count(self, now_s: float, *, answered: bool) -> None:
-        decay = 0.5 ** max(0.0, (now_s - self.counted_s) / _HALF_LIFE_S)
-        self.answers, self.failures, self.counted_s = (
-            self.answers * decay + answered,
-            self.failures * decay + (not answered),
-            now_s,
-        )
-
     def close(self, cause: str, now_s: float, pause: float) -> None:
         self.cause, self.closed_s, self.until_s, self.probe = cause, now_s, now_s + pause, None
         self.pauses += 1
@@ -184,7 +171,6 @@ class AnswerHealth:
         """
         self.left(stream)
         self.answered_s = now_s
-        self.count(now_s, answered=True)
         if self.until_s is not None and started_s < self.closed_s:
             return False  # Of an attempt from before the pause.
         was_ejected = self.is_ejected
@@ -264,9 +250,6 @@ class Member:
     # Decoding with fewer ranks than it was configured with takes so much longer per token.
     slower_token_s: float = 0.0
     prefill_factor: float = 1.0  # Of its prefill table, for the same reason.
-    # A suspected stream that runs there, or will, with no other that waits for its first token.
-    quarantined_for: StreamId | None = None
-    quarantined_until_s: float = -inf  # Till then also if there is no other instance of its role.
     answers: AnswerHealth = field(default_factory=AnswerHealth)
     # What every decision uses of `info`, looked up once.
     epoch: int = 0
@@ -441,7 +424,6 @@ class Member:
         return (
             health.until_s is None
             and health.busy_until_s is None
-            and self.quarantined_for is None
             and not self.is_minority
             and not health.is_ejected
             and (

@@ -2,6 +2,7 @@
 again.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 
@@ -9,12 +10,15 @@ import msgspec
 
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, NodeId
 
 # Between two tries of the same instance: the first pause, and the longest, as they double.
 RETRY_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 _JITTER = 0.25
+# An instance and the agent of its node, or the other instance of its server, that are lost within
+# this time are lost together.
+LOST_TOGETHER_S = 2.0
 
 
 class RefusedBy(msgspec.Struct, frozen=True, gc=False):
@@ -32,6 +36,22 @@ class RefusedBy(msgspec.Struct, frozen=True, gc=False):
         """The other failure is of the same kind; errors are of one by what the engines name."""
         is_same = self.cause == failed.cause or failed.failure is not ev.FailureKind.ERROR
         return self.failure is failed.failure and is_same
+
+
+class Death(msgspec.Struct, frozen=True, gc=False):
+    """An instance died from which the stream waited for its first token (`poison.py`)."""
+
+    instance: InstanceId
+    epoch: int
+    server: InstanceId  # Instances of the same server are lost together.
+    node: NodeId
+    lost_s: float
+
+    def is_same(self, other: "Death") -> bool:
+        """One process died, or the two instances of a server at once."""
+        if self.instance == other.instance:
+            return self.epoch == other.epoch
+        return self.server == other.server and abs(self.lost_s - other.lost_s) < LOST_TOGETHER_S
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +79,32 @@ class RecoveryState:
     retry_at_s: float = 0.0  # Not before this is an instance tried again that failed the stream.
     removed: frozenset[Option] = frozenset()
     slot_expired: bool = False  # What the attempt before fetches may still be under way.
+    deaths: tuple[Death, ...] = ()
+    # Connections that broke before they had brought anything: the processes may have died.
+    broken: tuple[Death, ...] = ()
+    # Instances where it would wait beside a stream that may be the cause of such deaths, too.
+    avoided: frozenset[InstanceId] = frozenset()
+
+    @property
+    def is_counted(self) -> bool:
+        """An instance has died from which the stream waited for its first token, or may have."""
+        return bool(self.deaths or self.broken)
+
+    def note_death(self, death: Death) -> None:
+        if not any(each.is_same(death) for each in self.deaths):
+            self.deaths = (*self.deaths, death)
+
+    def note_broken(self, death: Death) -> None:
+        others = (each for each in self.broken if not each.is_same(death))
+        self.broken = (*others, death)
+
+    def avoid(self, instances: Iterable[InstanceId]) -> None:
+        self.avoided = frozenset(instances)
+
+    def forget_deaths(self, is_forgotten: Callable[[Death], bool]) -> None:
+        self.avoided = frozenset()
+        self.deaths = tuple(each for each in self.deaths if not is_forgotten(each))
+        self.broken = tuple(each for each in self.broken if not is_forgotten(each))
 
     @property
     def is_slow(self) -> bool:

@@ -92,17 +92,10 @@ class AttemptState:
     booked_on: Member | None = None
     booked_s: float = 0.0
     stay_deadline: StayDeadline | None = None  # While it stays at an instance that re-forms.
-    # The attempt of a stream that flowed, where only an instance kept for a suspected one was left:
-    # if that dies, this attempt is no suspect.
-    is_guest: bool = False
     # With the bytes that it has put on each.
     links: list[tuple[Link, int]] = field(default_factory=list)
     # With the pages for which it takes room there.
     fetches_at: tuple[Member, int] | None = None
-
-
-# The value for most streams, never changed.
-NOWHERE: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
@@ -132,10 +125,6 @@ class Stream:
     needs_replay: bool = False  # Only `Option.REPLAY` continues it exactly.
     promise: ev.Promise = ev.Promise.NONE
     excluded_epochs: frozenset[tuple[InstanceId, int]] = frozenset()  # That failed this stream.
-    # Instances where it would not be apart, while it is to be.
-    avoided: frozenset[str] = NOWHERE
-    # Instances that are kept from other streams for it (`quarantine.py`).
-    reserved: tuple[Member, ...] = ()
     # Instances that refused it, as long as no other one has accepted it.
     refusals: tuple[RefusedBy, ...] = ()
 
@@ -176,7 +165,7 @@ class Stream:
     @property
     def is_free(self) -> bool:
         """Any instance that is clear may get it: nothing more need be tested."""
-        return not (self.avoided or self.name or self.excluded_epochs)
+        return not (self.recovery.avoided or self.name or self.excluded_epochs)
 
     @property
     def history_tokens(self) -> int:
@@ -279,7 +268,6 @@ class Stream:
         """A token has reached the client: the recovery is over."""
         self.first_token_sent = True
         self.flows_since_s, self.flows_from_tokens = now_s, self.produced_tokens
-        self.avoided = NOWHERE
         self.recovery = RecoveryState()
 
 

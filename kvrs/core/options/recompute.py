@@ -113,7 +113,7 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
             return target
     best: Member | None = None
     # Once more in this place, because calls make up the time of a decision.
-    is_free = not (stream.avoided or stream.name or stream.excluded_epochs)
+    is_free = not (stream.recovery.avoided or stream.name or stream.excluded_epochs)
     for member in view.by_node.get(target.node, ()):
         if (
             member.prefills
