@@ -9,6 +9,8 @@ from collections.abc import KeysView, Sequence
 from contextlib import suppress
 
 from kvrs.agent.fences import FenceSender
+from kvrs.agent.regions import Regions
+from kvrs.agent.row_port import RowPort
 from kvrs.agent.slots import SlotTable
 from kvrs.config.cluster import NodeSettings
 from kvrs.config.file import Config
@@ -17,9 +19,10 @@ from kvrs.ids import InstanceId, NodeId
 from kvrs.net.proving import Keys, instance_keys
 from kvrs.net.tls import load_certificates
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
+from kvrs.protocol.secrets import Scope, scoped_keys
 from kvrs.transfer.anchors.files import AnchoredFiles
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import PAGES_SOCKET, Identity
+from kvrs.transfer.peers import PAGES_SOCKET, ROWS_SOCKET, Identity
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.shared_memory.passing import listen_in
@@ -34,6 +37,8 @@ _EXPIRE_S = 0.25
 _ORPHANS_S = 1.0
 # Memory that no process has used for this long is given back.
 _ORPHAN_S = 60.0
+# Period at which engines are looked at: whether they live.
+_SETTLE_S = 0.1
 
 
 class NodeAgent:
@@ -89,6 +94,9 @@ class NodeAgent:
         # None: instances own their memory.
         self.anchors = AnchoredFiles(directory) if config.state_plane.enabled else None
         self._page_port = 0
+        keys = scoped_keys([secret, *older], self.node.agent_id, Scope.ROWS)
+        self._regions = Regions()
+        self._rows = RowPort(self._regions, keys)
 
     @property
     def targets(self) -> KeysView[InstanceId]:
@@ -159,12 +167,21 @@ class NodeAgent:
         if self._keeps:
             listener = listen_in(self._directory.path, PAGES_SOCKET, socket.SOCK_STREAM)
             self.page_server.lend(listener, self.store.places)
+        self._rows.listen(listen_in(self._directory.path, ROWS_SOCKET, socket.SOCK_STREAM))
 
     async def close(self) -> None:
-        """Serve no more pages."""
+        """Serve no more pages and rows."""
+        self._rows.close()
         await self.page_server.close()
-        with suppress(FileNotFoundError):
-            self._directory.unlink(PAGES_SOCKET)
+        for name in (PAGES_SOCKET, ROWS_SOCKET):
+            with suppress(FileNotFoundError):
+                self._directory.unlink(name)
+
+    async def settle_regions(self) -> None:
+        """Adopt the memory of engines that die, until cancelled."""
+        while True:
+            await asyncio.sleep(_SETTLE_S)
+            await asyncio.to_thread(self._regions.settle, time.monotonic())
 
     async def expire_leases(self) -> None:
         """End reservations and slots that were not renewed, until cancelled."""

@@ -87,6 +87,7 @@ async def _serve(
     jobs = (
         agent.expire_leases(),
         agent.end_orphans(),
+        agent.settle_regions(),
         agent.fences.run(),
         agent.store.grow_ahead(),
         _wait(stop),

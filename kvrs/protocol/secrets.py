@@ -15,6 +15,7 @@ class Scope(StrEnum):
 
     INSTANCE = "instance"  # Requests, load, leases and fences of an instance.
     AGENT = "agent"  # Holdings, leases and slots of an agent.
+    ROWS = "rows"  # Rows of engines' host memory at an agent.
     PROXY = "proxy"  # The port of a proxy for the other proxies.
     ADMIN = "admin"  # Faults and the cache of an instance, faults of an agent.
 

@@ -20,6 +20,7 @@ from kvrs.protocol.tags import Tag
 from kvrs.transfer.shared_memory.regions import Region
 
 PAGES_SOCKET = "pages"  # In an agent's directory: its own.
+ROWS_SOCKET = "rows"  # The same, of rows of engines' memory.
 
 __all__ = [
     "PAGES_SOCKET",

@@ -1,0 +1,201 @@
+"""Host memory of the engines of a node: rows are read out of living and dead engines' regions.
+
+An engine passes two descriptors: of the memory, which it alone writes, and of the ledger that says
+what each row holds (`transfer/rows/ledger.py`). Both are open for reading only, so that an agent
+can damage no engine. The memory is read by `pread`: a file that is cut short gives a short row,
+where a mapped one would end the agent.
+
+An engine is dead when its lock on the ledger is gone. The kernel takes that lock away with the
+process, whoever else still has its sockets or descriptors open.
+"""
+
+import fcntl
+import logging
+import os
+import stat
+import struct
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+from kvrs.errors import TransferError
+from kvrs.protocol.rows import RegionInfo
+from kvrs.transfer.rows.ledger import ORDERED, LedgerView
+
+log = logging.getLogger(__name__)
+
+# The index of a living engine is brought up to date at most this often.
+_FRESH_S = 0.02
+# Memory of a dead engine that nothing has read for this long is given back.
+ADOPTED_S = 30.0
+MAX_REGIONS = 64  # Of a node; an engine has one for each data-parallel rank.
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+class EngineRegion:
+    """One engine's rows. Its methods may be called by any thread; its descriptors are closed with
+    the object.
+    """
+
+    def __init__(self, info: RegionInfo, memory: int, ledger: int) -> None:
+        """Takes the descriptors over, also where it raises.
+
+        Raises:
+            TransferError: they are no region and ledger of this size.
+        """
+        self.info = info
+        self._memory, self._ledger_file = memory, ledger
+        for descriptor in (memory, ledger):
+            weakref.finalize(self, os.close, descriptor).atexit = False
+        self._ledger = LedgerView(ledger)
+        _check(info, memory, self._ledger)
+        self._rows: dict[bytes, tuple[int, int]] = {}
+        self._sequences: list[int] = [0] * info.rows
+        self._keys: list[bytes] = [b""] * info.rows
+        self._fresh_until_s = 0.0
+        self._lock = threading.Lock()
+        self.died_s: float | None = None
+        self.used_s: float | None = None
+
+    @property
+    def epoch(self) -> bytes:
+        return self._ledger.epoch
+
+    def is_alive(self) -> bool:
+        """Return whether the engine's process exists."""
+        if self.died_s is not None:
+            return False
+        asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0)
+        found = fcntl.fcntl(self._ledger_file, fcntl.F_GETLK, asked)
+        kind: int = _FLOCK.unpack(found)[0]
+        return kind != fcntl.F_UNLCK
+
+    def is_over(self, now_s: float) -> bool:
+        """The engine is dead, and nothing reads its rows any more, or there are none."""
+        if self.died_s is None:
+            return False
+        return not self._rows or now_s - max(self.died_s, self.used_s or 0.0) > ADOPTED_S
+
+    def adopt(self, now_s: float) -> int:
+        """The engine is dead: nobody writes any more. Returns the number of rows that are held."""
+        with self._lock:
+            self._refresh()
+            self.died_s = now_s
+            return len(self._rows)
+
+    def held(self, keys: Sequence[bytes], now_s: float) -> list[bool]:
+        """Return for each key whether its row is held."""
+        with self._lock:
+            self._look(now_s)
+            return [key in self._rows for key in keys]
+
+    def read(self, key: bytes, into: memoryview, now_s: float) -> bool:
+        """Read a row. False: it is not held, or was given to another key meanwhile."""
+        with self._lock:
+            self._look(now_s)
+            row, sequence = self._rows.get(key, (0, 0))
+        if not sequence:
+            return False
+        self.used_s = now_s
+        size = os.preadv(self._memory, [into], row * self.info.row_bytes)
+        # Also of a dead engine: it may have died behind the first look and begun the row before.
+        return size == self.info.row_bytes and self._ledger.still(row, sequence)
+
+    def _look(self, now_s: float) -> None:
+        if self.died_s is None:
+            if not ORDERED:
+                self._rows.clear()
+            elif now_s >= self._fresh_until_s:
+                self._refresh()
+                self._fresh_until_s = now_s + _FRESH_S
+
+    def _refresh(self) -> None:
+        """Rows whose sequence is another one than before, whatever their number."""
+        sequences = self._ledger.sequences()
+        for row in changed(self._sequences, sequences):
+            if self._rows.get(old := self._keys[row], (-1, 0))[0] == row:
+                del self._rows[old]
+            if (entry := self._ledger.entry(row)) is not None:
+                self._keys[row], sequences[row] = entry
+                self._rows[entry[0]] = row, entry[1]
+        self._sequences = sequences
+
+
+def changed(before: Sequence[int], after: Sequence[int]) -> Iterator[int]:
+    if before != after:
+        for row, (old, new) in enumerate(zip(before, after, strict=True)):
+            if old != new:
+                yield row
+
+
+def _check(info: RegionInfo, memory: int, ledger: LedgerView) -> None:
+    found = os.fstat(memory)
+    if not stat.S_ISREG(found.st_mode):
+        raise TransferError("region: it is no file of memory")
+    if (ledger.rows, ledger.row_bytes) != (info.rows, info.row_bytes):
+        raise TransferError(
+            f"region: {info.rows} rows of {info.row_bytes} bytes, its ledger has {ledger.rows} "
+            f"of {ledger.row_bytes}"
+        )
+    if found.st_size != (size := info.rows * info.row_bytes):
+        raise TransferError(f"region: {found.st_size} bytes; allowed: {size}")
+    if fcntl.fcntl(memory, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+        raise TransferError("region: its descriptor can write; allowed: one for reading")
+
+
+class Regions:
+    """All regions of a node. Its methods may be called by any thread."""
+
+    def __init__(self) -> None:
+        self._regions: list[EngineRegion] = []
+        self._lock = threading.Lock()
+
+    def add(self, region: EngineRegion) -> None:
+        """Serve a region. One with the same epoch is replaced: its engine has dialled again.
+
+        Raises:
+            TransferError: there are too many.
+        """
+        with self._lock:
+            known = [each for each in self._regions if each.epoch == region.epoch]
+            if len(self._regions) - len(known) >= MAX_REGIONS:
+                raise TransferError(f"{MAX_REGIONS} regions are held already")
+            self._tell_differences(region)
+            for each in known:
+                self._regions.remove(each)
+            self._regions.append(region)
+
+    def of(self, namespace: bytes) -> list[EngineRegion]:
+        """Those whose rows have this meaning, dead engines' first: theirs do not change."""
+        with self._lock:
+            found = [each for each in self._regions if each.info.namespace == namespace]
+        return sorted(found, key=lambda each: each.died_s is None)
+
+    def settle(self, now_s: float) -> None:
+        """Adopt the regions of engines that have died; give back what nothing reads any more."""
+        with self._lock:
+            regions = list(self._regions)
+        for region in regions:
+            if region.died_s is None and not region.is_alive():
+                count = region.adopt(now_s)
+                log.warning("engine died", extra={"engine": region.info.engine, "row_count": count})
+            if region.is_over(now_s):
+                log.info("memory of a dead engine given back", extra={"engine": region.info.engine})
+                with self._lock:
+                    self._regions = [each for each in self._regions if each is not region]
+
+    def _tell_differences(self, region: EngineRegion) -> None:
+        for other in self._regions:
+            if other.died_s is not None or other.info.namespace == region.info.namespace:
+                continue
+            fields = sorted({*other.info.fields, *region.info.fields})
+            differ = [
+                name
+                for name in fields
+                if other.info.fields.get(name) != region.info.fields.get(name)
+            ]
+            log.warning(
+                "rows of two engines are not shared: their namespaces differ",
+                extra={"engines": [other.info.engine, region.info.engine], "fields": differ},
+            )
+            return

@@ -1,0 +1,174 @@
+"""The row port of an agent: a thread for each connection serves rows of the node's engines, so that
+none of their bytes passes the agent's event loop.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from kvrs.agent.regions import EngineRegion, Regions
+from kvrs.errors import TransferError
+from kvrs.protocol import rows
+from kvrs.protocol.rows import RowFrame, RowHead
+from kvrs.protocol.secrets import ScopedKey
+from kvrs.transfer.rows.stream import RowStream
+from kvrs.transfer.shared_memory.passing import close_all
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 256
+_ANSWER_S = 30.0  # For a question that has begun, and for each row of the answer.
+
+
+class RowPort:
+    """Listeners, and a thread for each connection."""
+
+    def __init__(
+        self,
+        regions: Regions,
+        keys: Sequence[ScopedKey],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._regions, self._keys, self._now_s = regions, keys, now_s
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closing = False
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accept connections until `close`; takes the listener over."""
+        with self._lock:
+            self._open.add(listener)
+        threading.Thread(target=self._accept, args=(listener,), name="rows", daemon=True).start()
+
+    def close(self) -> None:
+        """End all connections. Engines dial the next agent of their node."""
+        with self._lock:
+            self._closing = True
+            ends = list(self._open)
+        for each in ends:
+            _end(each)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError as error:
+                    if self._closing:
+                        return
+                    log.error("row port: no connection is accepted", extra={"cause": error})
+                    time.sleep(0.1)
+                    continue
+                with self._lock:
+                    refused = self._closing or len(self._open) > MAX_CONNECTIONS
+                    if not refused:
+                        self._open.add(connection)
+                if not refused:
+                    try:
+                        threading.Thread(
+                            target=self._serve, args=(connection,), name="rows", daemon=True
+                        ).start()
+                        continue
+                    except RuntimeError as error:  # There is no room for another thread.
+                        log.error("row port: no connection is served", extra={"cause": error})
+                    with self._lock:
+                        self._open.discard(connection)
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        stream = RowStream(connection)
+        try:
+            stream.admit(self._keys)
+            _Questions(stream, self._regions, self._now_s).run()
+        except TransferError as error:
+            if not self._closing and "closed by the other end" not in str(error):
+                log.warning("row port: connection ended", extra={"cause": error})
+        except Exception:
+            log.exception("row port: connection ended")
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            stream.close()
+
+
+class _Questions:
+    """The questions of one client, one after the other."""
+
+    def __init__(self, stream: RowStream, regions: Regions, now_s: Callable[[], float]) -> None:
+        self._stream, self._regions, self._now_s = stream, regions, now_s
+        self._namespace, self._row_bytes = b"", 0
+        self._row = bytearray()
+
+    def run(self) -> None:
+        """Raises TransferError: the connection is lost, or the client made a mistake."""
+        while True:
+            self._stream.until(None)
+            head, descriptors = self._stream.receive_head_with(2)
+            self._stream.until(_ANSWER_S)
+            try:
+                self._answer(head, descriptors)
+            except TransferError as error:
+                reason = str(error).encode()[: rows.MAX_REASON_BYTES]
+                self._stream.send(rows.encode(RowFrame.REFUSED, body=reason))
+                raise
+            finally:
+                close_all(descriptors)
+
+    def _answer(self, head: RowHead, descriptors: list[int]) -> None:
+        if bool(descriptors) != (head.frame is RowFrame.REGION):
+            raise TransferError(f"row port: {head.frame.name} with {len(descriptors)} descriptors")
+        keys = rows.split_keys(self._stream.receive_exactly(head.keys_bytes), head.key_bytes)
+        match head.frame:
+            case RowFrame.REGION:
+                self._take(rows.decode_region(self._body(head)), descriptors)
+            case RowFrame.SPACE:
+                self._namespace, self._row_bytes = rows.decode_space(self._body(head))
+                self._stream.send(rows.encode(RowFrame.HELD))
+            case RowFrame.LOOKUP:
+                now_s, regions = self._now_s(), self._of_client()
+                held = [each.held(keys, now_s) for each in regions] or [[False] * len(keys)]
+                found = bytes(map(any, zip(*held, strict=True)))
+                self._stream.send(rows.encode(RowFrame.FOUND, body=found))
+            case RowFrame.LOAD:
+                for key in keys:
+                    self._send_row(key)
+            case _:
+                raise TransferError(f"row port: {head.frame.name} is no question")
+
+    def _body(self, head: RowHead) -> bytes:
+        return self._stream.receive_exactly(head.body_bytes)
+
+    def _take(self, info: rows.RegionInfo, descriptors: list[int]) -> None:
+        if len(descriptors) != 2:
+            raise TransferError(f"row port: REGION with {len(descriptors)} descriptors; allowed: 2")
+        ledger, memory = descriptors.pop(), descriptors.pop()
+        self._regions.add(EngineRegion(info, memory, ledger))
+        log.info(
+            "serving an engine's rows",
+            extra={"engine": info.engine, "row_count": info.rows, "row_bytes": info.row_bytes},
+        )
+        self._stream.send(rows.encode(RowFrame.HELD))
+
+    def _send_row(self, key: bytes) -> None:
+        self._stream.until(_ANSWER_S)
+        regions = self._of_client()
+        if regions and len(self._row) != self._row_bytes:
+            self._row = bytearray(self._row_bytes)
+        view = memoryview(self._row)
+        if any(each.read(key, view, self._now_s()) for each in regions):
+            self._stream.send(rows.row_start(view), view)
+        else:
+            self._stream.send(rows.encode(RowFrame.GONE))
+
+    def _of_client(self) -> list[EngineRegion]:
+        found = self._regions.of(self._namespace)
+        return [each for each in found if each.info.row_bytes == self._row_bytes]
+
+
+def _end(end: socket.socket) -> None:
+    """Wake the thread that waits at it."""
+    with suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)

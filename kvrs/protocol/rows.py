@@ -1,0 +1,159 @@
+"""Frames of the row port, as bytes: rows of engines' host memory, by key, between an agent and the
+servers that load them.
+
+Both ends have proved the cluster's secret (`proof.py`) before the first frame. A client asks and
+the agent answers, one question at a time:
+
+    question   answer
+    REGION     HELD, once the agent has mapped what comes with it: descriptors of a region and of
+               its ledger. The connection stays open as long as the engine lives
+    SPACE      HELD: from here on keys are of this namespace and rows of this size
+    LOOKUP     FOUND and a byte for each key: 1 where its row is held
+    LOAD       ROW for each key, in order: its checksum and its bytes; or GONE
+    any        REFUSED and the reason, and the end
+
+A frame is a header (magic, type, bytes of a key, number of keys, bytes of what follows them), the
+keys, and the rest. All lengths are compared with bounds before memory is allocated for them.
+"""
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from kvrs.errors import TransferError
+
+NAMESPACE_BYTES = 32
+MAX_KEY_BYTES = 55
+MAX_KEYS = 1 << 16
+MAX_ROW_BYTES = 1 << 30
+MAX_ABOUT_BYTES = 1 << 16
+MAX_REASON_BYTES = 512
+
+_MAGIC = b"KR"
+_HEAD = struct.Struct("!2sBBIQ")
+_SPACE = struct.Struct(f"!{NAMESPACE_BYTES}sQ")
+_CHECKSUM = struct.Struct("!Q")
+HEAD_BYTES = _HEAD.size
+CHECKSUM_BYTES = _CHECKSUM.size
+
+
+class RowFrame(IntEnum):
+    REGION = 1
+    HELD = 2
+    SPACE = 3
+    LOOKUP = 4
+    FOUND = 5
+    LOAD = 6
+    ROW = 7
+    GONE = 8
+    REFUSED = 9
+
+
+_MAX_BODY_BYTES = {
+    RowFrame.REGION: MAX_ABOUT_BYTES,
+    RowFrame.HELD: 0,
+    RowFrame.SPACE: _SPACE.size,
+    RowFrame.LOOKUP: 0,
+    RowFrame.FOUND: MAX_KEYS,
+    RowFrame.LOAD: 0,
+    RowFrame.ROW: CHECKSUM_BYTES + MAX_ROW_BYTES,
+    RowFrame.GONE: 0,
+    RowFrame.REFUSED: MAX_REASON_BYTES,
+}
+_WITH_KEYS = {RowFrame.LOOKUP, RowFrame.LOAD}
+
+
+class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The facts that come with a region's descriptors."""
+
+    engine: str
+    namespace: bytes
+    rows: int
+    row_bytes: int
+    # What the namespace was made of, so that one that differs can be explained.
+    fields: dict[str, Any]
+
+
+class RowHead(msgspec.Struct, frozen=True):
+    frame: RowFrame
+    key_bytes: int
+    keys: int
+    body_bytes: int
+
+    @property
+    def keys_bytes(self) -> int:
+        return self.key_bytes * self.keys
+
+
+def encode(frame: RowFrame, keys: Sequence[bytes] = (), body: bytes = b"") -> bytes:
+    """A frame with all keys of one length. A row follows `row_start` instead."""
+    key_bytes = len(keys[0]) if keys else 0
+    assert all(len(key) == key_bytes for key in keys)
+    return b"".join((_HEAD.pack(_MAGIC, frame, key_bytes, len(keys), len(body)), *keys, body))
+
+
+def decode_head(head: bytes | bytearray | memoryview) -> RowHead:
+    """Raises TransferError: it is none, or what follows would be too long."""
+    magic, kind, key_bytes, keys, body_bytes = _HEAD.unpack(head)
+    if magic != _MAGIC or kind not in _MAX_BODY_BYTES:
+        raise TransferError(f"row port: frame {magic!r} {kind}; allowed: {_MAGIC!r} 1 to 9")
+    frame = RowFrame(kind)
+    if body_bytes > (most := _MAX_BODY_BYTES[frame]):
+        raise TransferError(f"row port: {frame.name} of {body_bytes} bytes; allowed: {most}")
+    with_keys = frame in _WITH_KEYS
+    if keys > (MAX_KEYS if with_keys else 0) or bool(key_bytes) != bool(keys):
+        raise TransferError(f"row port: {frame.name} with {keys} keys of {key_bytes} bytes")
+    if key_bytes > MAX_KEY_BYTES:
+        raise TransferError(f"row port: keys of {key_bytes} bytes; allowed: {MAX_KEY_BYTES}")
+    return RowHead(frame, key_bytes, keys, body_bytes)
+
+
+def split_keys(data: bytes, key_bytes: int) -> list[bytes]:
+    return [data[at : at + key_bytes] for at in range(0, len(data), key_bytes or 1)]
+
+
+def encode_space(namespace: bytes, row_bytes: int) -> bytes:
+    return _SPACE.pack(namespace, row_bytes)
+
+
+def decode_space(body: bytes) -> tuple[bytes, int]:
+    """Raises TransferError."""
+    if len(body) != _SPACE.size:
+        raise TransferError(f"row port: SPACE of {len(body)} bytes; allowed: {_SPACE.size}")
+    namespace, row_bytes = _SPACE.unpack(body)
+    if not 0 < row_bytes <= MAX_ROW_BYTES:
+        raise TransferError(f"row port: rows of {row_bytes} bytes; allowed: 1 to {MAX_ROW_BYTES}")
+    return namespace, row_bytes
+
+
+def row_start(row: bytes | bytearray | memoryview) -> bytes:
+    """Make the head that precedes the bytes of a row."""
+    head = _HEAD.pack(_MAGIC, RowFrame.ROW, 0, 0, CHECKSUM_BYTES + len(row))
+    return head + _CHECKSUM.pack(xxh3_64_intdigest(row))
+
+
+def is_intact(row: bytes | bytearray | memoryview, checksum: bytes) -> bool:
+    (expected,) = _CHECKSUM.unpack(checksum)
+    return bool(xxh3_64_intdigest(row) == expected)
+
+
+def decode_region(body: bytes) -> RegionInfo:
+    """Raises TransferError."""
+    try:
+        info = msgspec.json.decode(body, type=RegionInfo)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TransferError(f"row port: REGION: {error}") from None
+    if len(info.namespace) != NAMESPACE_BYTES or not 0 < info.row_bytes <= MAX_ROW_BYTES:
+        raise TransferError(
+            f"row port: REGION with a namespace of {len(info.namespace)} bytes and rows of "
+            f"{info.row_bytes}; allowed: {NAMESPACE_BYTES}, at most {MAX_ROW_BYTES}"
+        )
+    return info
+
+
+def encode_region(info: RegionInfo) -> bytes:
+    return encode(RowFrame.REGION, body=msgspec.json.encode(info))

@@ -1,0 +1,159 @@
+"""A client of an agent's row port: which rows the agent holds, and their bytes into the memory of
+whoever asks. Its calls block, by a deadline; each of several threads has a connection of its own.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvrs.errors import TransferError
+from kvrs.protocol import rows
+from kvrs.protocol.rows import RowFrame
+from kvrs.protocol.secrets import ScopedKey
+from kvrs.transfer.rows.stream import TOO_SLOW, RowStream
+
+log = logging.getLogger(__name__)
+
+# An agent that has failed is not asked again for this long.
+SILENT_S = 1.0
+_BATCH = 256  # Rows of one question, so that what is lost with a connection is little.
+
+
+class RowClient:
+    """The connections to one agent. May be used by several threads."""
+
+    def __init__(
+        self,
+        name: str,
+        dial: Callable[[], socket.socket],
+        key: ScopedKey,
+        namespace: bytes,
+        row_bytes: int,
+    ) -> None:
+        """`dial` connects, and raises OSError where there is no agent; `name` is for messages."""
+        self.name = name
+        self._dial, self._key = dial, key
+        self._space = rows.encode(RowFrame.SPACE, body=rows.encode_space(namespace, row_bytes))
+        self._row_bytes = row_bytes
+        self._idle: list[RowStream] = []
+        self._lock = threading.Lock()
+        self._silent_until_s = 0.0
+        self._said = ""
+
+    @property
+    def is_usable(self) -> bool:
+        return time.monotonic() >= self._silent_until_s
+
+    def find(self, keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
+        """Ask which rows the agent holds; False also where it cannot say so in time."""
+        give_up_s = time.monotonic() + timeout_s
+        found: list[bool] = []
+
+        def ask(stream: RowStream) -> None:
+            some = keys[len(found) : len(found) + rows.MAX_KEYS]
+            stream.send(rows.encode(RowFrame.LOOKUP, some))
+            head = stream.expect(RowFrame.FOUND)
+            if head.body_bytes != len(some):
+                raise TransferError(f"row port: FOUND for {head.body_bytes} of {len(some)} keys")
+            found.extend(bool(each) for each in stream.receive_exactly(head.body_bytes))
+
+        for end in _ends(len(keys), rows.MAX_KEYS):
+            self._call(ask, give_up_s)
+            if len(found) < end:
+                break
+        return found + [False] * (len(keys) - len(found))
+
+    def load(self, wanted: Sequence[tuple[bytes, memoryview]], timeout_s: float) -> int:
+        """Receive rows into memory, each of which is checked. Returns how many of the first ones
+        are there; what follows them may hold anything.
+        """
+        give_up_s = time.monotonic() + timeout_s
+        loaded = 0
+
+        def ask(stream: RowStream) -> None:
+            """Rows that are there already are not written again."""
+            nonlocal loaded
+            batch = wanted[loaded:end]
+            stream.send(rows.encode(RowFrame.LOAD, [key for key, _ in batch]))
+            is_whole = True
+            for _, view in batch:
+                is_whole &= self._receive(stream, view)
+                loaded += is_whole
+
+        for end in _ends(len(wanted), _BATCH):
+            self._call(ask, give_up_s)
+            if loaded < end:
+                break
+        if loaded and self._said.endswith(TOO_SLOW):
+            self._silent_until_s = 0.0  # There was too much for the time: the agent is well.
+        return loaded
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for stream in idle:
+            stream.close()
+
+    def _receive(self, stream: RowStream, view: memoryview) -> bool:
+        head = stream.receive_head()
+        if head.frame is RowFrame.GONE:
+            return False
+        if head.frame is not RowFrame.ROW or head.body_bytes != rows.CHECKSUM_BYTES + len(view):
+            raise TransferError(f"row port: {head.frame.name} of {head.body_bytes} bytes")
+        checksum = stream.receive_exactly(rows.CHECKSUM_BYTES)
+        stream.receive_into(view)
+        if not rows.is_intact(view, checksum):
+            raise TransferError("row port: a row is damaged")
+        return True
+
+    def _call(self, ask: Callable[[RowStream], None], give_up_s: float) -> None:
+        """Ask on a connection. One that was idle may be that of an agent which has ended since: the
+        question is then put once more.
+        """
+        for _ in range(2):
+            if not self.is_usable or time.monotonic() >= give_up_s:
+                return
+            with self._lock:
+                stream = self._idle.pop() if self._idle else None
+            was_idle = stream is not None
+            try:
+                if stream is None:
+                    stream = self._connected(give_up_s)
+                stream.until(give_up_s - time.monotonic())
+                ask(stream)
+            except (OSError, TransferError) as error:
+                if stream is not None:
+                    stream.close()
+                self.close()
+                if was_idle and "lost" in str(error):
+                    continue
+                self._fail(error)
+                return
+            with self._lock:
+                self._idle.append(stream)
+            self._said = ""
+            return
+
+    def _connected(self, give_up_s: float) -> RowStream:
+        stream = RowStream(self._dial())
+        try:
+            stream.until(give_up_s - time.monotonic())
+            stream.prove(self._key)
+            stream.send(self._space)
+            stream.expect(RowFrame.HELD)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def _fail(self, error: Exception) -> None:
+        self._silent_until_s = time.monotonic() + SILENT_S
+        if str(error) != self._said:
+            self._said = str(error)
+            log.warning("agent %s gives no rows: %s", self.name, error)
+
+
+def _ends(count: int, step: int) -> list[int]:
+    return [min(end, count) for end in range(step, count + step, step)]

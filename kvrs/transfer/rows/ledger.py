@@ -1,0 +1,160 @@
+"""A ledger in shared memory says which row of an engine's host memory holds which key, also after
+the engine's death: a sequence lock per row.
+
+The writer is the one thread of the engine that gives rows out:
+
+    writing   before a copy into the row is planned      sequence becomes the next odd number
+    holds     after all copies into it have completed    key, then sequence becomes even
+
+A reader trusts a row whose sequence is even and not 0 and whose key is the one that it looks for;
+while the writer lives, only if the entry is the same after the bytes were read. The writer may die
+between any two stores: the row then stays odd, or its key is complete.
+
+Entries are read and written in one aligned store of 8 bytes for the sequence. On processors that
+reorder stores (any but x86-64) only a dead writer's rows are trusted.
+"""
+
+import fcntl
+import mmap
+import os
+import platform
+import secrets
+import struct
+
+from kvrs.errors import TransferError
+
+MAX_KEY_BYTES = 55
+MAX_ROWS = 1 << 22  # 8 TB of rows of 2 MiB.
+EPOCH_BYTES = 16
+# Loads and stores of this processor stay in order, as the readers of a living engine need it.
+ORDERED = platform.machine() in {"x86_64", "AMD64"}
+
+_MAGIC = b"kvrsrows"
+_VERSION = 1
+# Magic, version, bytes of an entry, rows, bytes of a row, epoch; then 1 once nothing is shared.
+_HEADER = struct.Struct(f"<8sIIQQ{EPOCH_BYTES}s")
+_CLOSED_AT = _HEADER.size
+_ENTRY_BYTES = 64
+_WORDS = _ENTRY_BYTES // 8  # Of a header, too.
+_KEY_AT = 8
+assert _HEADER.size + 8 <= _ENTRY_BYTES
+assert _KEY_AT + 1 + MAX_KEY_BYTES == _ENTRY_BYTES
+# The memory keeps its size: a reader that has mapped it cannot be ended by one that cuts it.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class RowLedger:
+    """The writer's side, for one thread. Its memory ends with the last process that has it.
+
+    A lock on it (`link.py`) says that the process lives. It would end with any descriptor or map of
+    this memory that the process closes: none is, and no view is made in the writer's process.
+    """
+
+    def __init__(self, rows: int, row_bytes: int = 0) -> None:
+        """`row_bytes`: see `describe`."""
+        assert 0 < rows <= MAX_ROWS
+        self.rows = rows
+        size = (rows + 1) * _ENTRY_BYTES
+        self.descriptor = os.memfd_create("kvrs-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.descriptor, size)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        self._memory = mmap.mmap(self.descriptor, size)
+        self._words = memoryview(self._memory).cast("Q")
+        self.describe(row_bytes)
+
+    def describe(self, row_bytes: int) -> None:
+        """State the size of a row, before the ledger is handed to a reader, and a new epoch."""
+        header = _HEADER.pack(
+            _MAGIC, _VERSION, _ENTRY_BYTES, self.rows, row_bytes, secrets.token_bytes(EPOCH_BYTES)
+        )
+        self._memory[: _HEADER.size] = header
+
+    def writing(self, row: int) -> None:
+        """Whatever the row held is gone."""
+        at = (row + 1) * _WORDS
+        self._words[at] = (self._words[at] + 1) | 1
+
+    def holds(self, row: int, key: bytes) -> None:
+        """All bytes of the key are in the row. A key that is too long stays untold."""
+        at = (row + 1) * _WORDS
+        if not self._words[at] & 1 or len(key) > MAX_KEY_BYTES:
+            return
+        start = at * 8 + _KEY_AT
+        self._memory[start : start + 1 + len(key)] = bytes((len(key),)) + key
+        self._words[at] += 1
+
+    def close(self) -> None:
+        """Withdraw all rows for good: their keys no longer say what they hold, as after a change of
+        weights.
+        """
+        self._words[_CLOSED_AT // 8] = 1
+        for row in range(self.rows):
+            self.writing(row)
+        self._memory[_CLOSED_AT - EPOCH_BYTES : _CLOSED_AT] = secrets.token_bytes(EPOCH_BYTES)
+
+
+class LedgerView:
+    """The reader's side: of a living or a dead writer's ledger."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Map the ledger behind a descriptor, which stays the caller's.
+
+        Raises:
+            TransferError: it is none, its size is not fixed, or it is of another version.
+        """
+        size = os.fstat(descriptor).st_size
+        most = (MAX_ROWS + 1) * _ENTRY_BYTES
+        if not _ENTRY_BYTES <= size <= most or size % _ENTRY_BYTES:
+            raise TransferError(
+                f"ledger: {size} bytes; allowed: a header and entries of {_ENTRY_BYTES}, at most "
+                f"{most}"
+            )
+        try:
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            if not seals & fcntl.F_SEAL_SHRINK:
+                raise TransferError("ledger: it can be cut; allowed: memory sealed against that")
+            self._memory = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise TransferError(f"ledger: {error.strerror}; allowed: a sealed memfd") from None
+        magic, version, entry_bytes, rows, row_bytes, _ = _HEADER.unpack_from(self._memory)
+        if (magic, version, entry_bytes) != (_MAGIC, _VERSION, _ENTRY_BYTES):
+            raise TransferError(
+                f"ledger: {magic!r} version {version}; allowed: {_MAGIC!r} version {_VERSION}"
+            )
+        if (rows + 1) * _ENTRY_BYTES != size:
+            raise TransferError(f"ledger: {rows} rows in {size} bytes")
+        self.rows: int = rows
+        self.row_bytes: int = row_bytes
+        self._words = memoryview(self._memory).cast("Q")
+
+    @property
+    def epoch(self) -> bytes:
+        """Random bytes, which change with everything that makes rows wrong."""
+        return self._memory[_CLOSED_AT - EPOCH_BYTES : _CLOSED_AT]
+
+    @property
+    def is_closed(self) -> bool:
+        return self._words[_CLOSED_AT // 8] != 0
+
+    def sequences(self) -> list[int]:
+        """Sequences of all rows; zeros where nothing is shared."""
+        if self.is_closed:
+            return [0] * self.rows
+        return self._words[_WORDS::_WORDS].tolist()
+
+    def entry(self, row: int) -> tuple[bytes, int] | None:
+        """Key and sequence of a row. None: it holds nothing, or is being written."""
+        at = (row + 1) * _WORDS
+        if not (sequence := self._words[at]) or sequence & 1:
+            return None
+        start = at * 8 + _KEY_AT
+        key = self._memory[start + 1 : start + 1 + self._memory[start]]
+        return (key, sequence) if self.still(row, sequence) else None
+
+    def still(self, row: int, sequence: int) -> bool:
+        """Nothing was written into the row since its entry had this sequence."""
+        return self._words[(row + 1) * _WORDS] == sequence and not self.is_closed
+
+    def release(self) -> None:
+        self._words.release()
+        self._memory.close()

@@ -1,0 +1,112 @@
+"""The link of an engine to its node's agent: it hands over the engine's memory and ledger, again
+whenever another agent has come.
+"""
+
+import fcntl
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from kvrs.errors import TransferError
+from kvrs.protocol.rows import RegionInfo, RowFrame, encode_region
+from kvrs.protocol.secrets import ScopedKey
+from kvrs.transfer.rows.ledger import RowLedger
+from kvrs.transfer.rows.stream import RowStream
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+_TIMEOUT_S = 5.0
+
+
+class RegionLink:
+    """A thread that keeps an agent holding the memory of this process's engine."""
+
+    def __init__(
+        self,
+        info: RegionInfo,
+        memory: int,
+        ledger: RowLedger,
+        dial: Callable[[], socket.socket],
+        key: ScopedKey,
+    ) -> None:
+        """`memory`: descriptor of the engine's region, which stays the caller's. `dial` connects to
+        the agent, and raises OSError where there is none.
+
+        Raises:
+            OSError: the memory cannot be opened for reading.
+        """
+        self._info, self._dial, self._key = info, dial, key
+        self._ledger = ledger
+        # Two descriptions for reading: an agent can write neither.
+        self._shown = [read_only(memory), read_only(ledger.descriptor)]
+        # Of this process alone: no child that it forks has the lock, and it ends with the process
+        # whoever else has the file open. Closing any descriptor of the file would end it, so none
+        # is closed here.
+        fcntl.lockf(ledger.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        self._said = ""
+        self._stop = threading.Event()
+        self._stream: RowStream | None = None
+        self._thread = threading.Thread(target=self._run, name="kvrs-link", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the link; the agent still takes the engine for alive."""
+        self._stop.set()
+        if (stream := self._stream) is not None:
+            stream.end()
+        if self._thread.is_alive():
+            self._thread.join(_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._hold()
+            except (OSError, TransferError) as error:
+                self._say(f"no agent holds the KV of this engine: {error}")
+            except Exception:
+                log.exception("no agent holds the KV of this engine")
+                return
+            self._stop.wait(RETRY_S)
+
+    def _hold(self) -> None:
+        stream = self._stream = RowStream(self._dial())
+        try:
+            stream.until(_TIMEOUT_S)
+            stream.prove(self._key)
+            stream.send_with(self._shown, encode_region(self._info))
+            stream.expect(RowFrame.HELD)
+            self._say("the agent of this node holds the KV of this engine")
+            stream.until(None)
+            if not self._stop.is_set():
+                stream.receive_head()
+        finally:
+            self._stream = None
+            stream.close()
+
+    def _say(self, what: str) -> None:
+        """Say it once, until something else is said."""
+        if what != self._said and not self._stop.is_set():
+            self._said = what
+            log.warning(what)
+
+
+def read_only(descriptor: int) -> int:
+    """The same file, open for reading alone."""
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def unlink_region(path: Path, descriptor: int) -> None:
+    """Take the name of a region away once all its processes have it mapped: memory without a name
+    is never left behind. A name that stands for another file by now is left alone.
+    """
+    with suppress(FileNotFoundError):
+        found, own = os.stat(path), os.fstat(descriptor)
+        if (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino):
+            os.unlink(path)

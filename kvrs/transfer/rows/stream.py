@@ -1,0 +1,188 @@
+"""The row port's connections carry whole frames over blocking sockets, by a deadline."""
+
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvrs.errors import TransferError
+from kvrs.protocol import rows
+from kvrs.protocol.proof import (
+    END,
+    MAX_MESSAGE_BYTES,
+    NONCE_BYTES,
+    ClientProof,
+    ProofError,
+    ServerProof,
+)
+from kvrs.protocol.rows import RowFrame, RowHead
+from kvrs.protocol.secrets import ScopedKey
+from kvrs.transfer.shared_memory.passing import close_all, receive
+
+PROOF_S = 5.0
+TOO_SLOW = "too slow"
+
+
+class RowStream:
+    """One end of a connection. Its owner closes it; a method that raises leaves it unusable."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._deadline_s: float | None = None
+
+    def until(self, timeout_s: float | None) -> None:
+        """Let everything from here on be done within this time. None: it may take for ever."""
+        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def end(self) -> None:
+        """Wake the thread that waits in one of the other methods: it raises."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    # The proof.
+
+    def prove(self, key: ScopedKey) -> None:
+        """The client's part.
+
+        Raises:
+            TransferError: the agent has another secret, or is none.
+        """
+        proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))
+        self.send(proof.hello)
+        reply = b""
+        while END not in reply:
+            if len(reply) > MAX_MESSAGE_BYTES:
+                raise TransferError("row port: its proof has no end")
+            reply += self._receive_some()
+        try:
+            self.send(proof.answer(reply))
+        except ProofError as error:
+            raise TransferError(f"row port: {error}") from None
+
+    def admit(self, keys: Sequence[ScopedKey]) -> None:
+        """The server's part.
+
+        Raises:
+            TransferError: the client has proved nothing.
+        """
+        self.until(PROOF_S)
+        proof, rest = ServerProof(keys, secrets.token_bytes(NONCE_BYTES)), b""
+        while not proof.is_over:
+            try:
+                # No byte more than the proof: descriptors come with the first of the next frame.
+                answer, rest = proof.receive(self.receive_exactly(1))
+            except ProofError as error:
+                raise TransferError(f"row port: {error}") from None
+            if answer:
+                self.send(answer)
+        if proof.scope is None or rest:
+            raise TransferError("row port: the client has proved nothing")
+
+    # Frames.
+
+    def send(self, *parts: bytes | bytearray | memoryview) -> None:
+        """Raises TransferError: the connection is lost, or the other end is too slow."""
+        left = [memoryview(part).cast("B") for part in parts if len(part)]
+        try:
+            while left:
+                self._wait()
+                sent = self._connection.sendmsg(left)
+                while left and sent >= len(left[0]):
+                    sent -= len(left.pop(0))
+                if left:
+                    left[0] = left[0][sent:]
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def send_with(self, descriptors: Sequence[int], frame: bytes) -> None:
+        """Raises TransferError."""
+        try:
+            self._wait()
+            sent = socket.send_fds(self._connection, [frame], list(descriptors))
+        except OSError as error:
+            raise self._lost(error) from None
+        self.send(frame[sent:])
+
+    def receive_head(self) -> RowHead:
+        """Raises TransferError: the connection is lost, or no frame comes."""
+        return rows.decode_head(self.receive_exactly(rows.HEAD_BYTES))
+
+    def receive_head_with(self, most: int) -> tuple[RowHead, list[int]]:
+        """A frame's head and the descriptors that came with it, which are the caller's.
+
+        Raises:
+            TransferError: as `receive_head`, or there are more than `most`.
+        """
+        found: list[int] = []
+        head = bytearray(rows.HEAD_BYTES)
+        try:
+            self._wait()
+            size = receive(self._connection, head, found, most)
+            if not size:
+                raise TransferError("row port: connection lost: closed by the other end")
+            self.receive_into(memoryview(head)[size:])
+            return rows.decode_head(head), found
+        except OSError as error:
+            close_all(found)
+            raise self._lost(error) from None
+        except TransferError:
+            close_all(found)
+            raise
+
+    def expect(self, frame: RowFrame) -> RowHead:
+        """The head of an answer.
+
+        Raises:
+            TransferError: it is another one, or a refusal.
+        """
+        head = self.receive_head()
+        if head.frame is RowFrame.REFUSED:
+            reason = self.receive_exactly(head.body_bytes).decode(errors="replace")
+            raise TransferError(f"refused by the agent: {reason}")
+        if head.frame is not frame:
+            raise TransferError(f"row port: {head.frame.name}; allowed: {frame.name}")
+        return head
+
+    def receive_exactly(self, size: int) -> bytes:
+        """Raises TransferError. The caller has checked the size."""
+        data = bytearray(size)
+        self.receive_into(memoryview(data))
+        return bytes(data)
+
+    def receive_into(self, view: memoryview) -> None:
+        """Raises TransferError."""
+        try:
+            while view:
+                self._wait()
+                if not (size := self._connection.recv_into(view)):
+                    raise TransferError("row port: connection lost: closed by the other end")
+                view = view[size:]
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def _receive_some(self) -> bytes:
+        try:
+            self._wait()
+            if data := self._connection.recv(MAX_MESSAGE_BYTES):
+                return data
+        except OSError as error:
+            raise self._lost(error) from None
+        raise TransferError("row port: connection lost: closed by the other end")
+
+    def _wait(self) -> None:
+        if self._deadline_s is None:
+            self._connection.settimeout(None)
+            return
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TransferError(f"row port: {TOO_SLOW}")
+        self._connection.settimeout(left_s)
+
+    @staticmethod
+    def _lost(error: OSError) -> TransferError:
+        cause = TOO_SLOW if isinstance(error, TimeoutError) else f"connection lost: {error}"
+        return TransferError(f"row port: {cause}")

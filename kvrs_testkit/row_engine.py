@@ -1,0 +1,78 @@
+"""An engine that does nothing but write rows, as a process: its memory, ledger and link are those
+of the product, and each row says by its bytes which key it holds.
+
+`python -m kvrs_testkit.row_engine SOCKET SECRET NAMESPACE ROWS ROW_BYTES` writes until it is ended.
+"""
+
+import os
+import random
+import socket
+import sys
+import threading
+
+from kvrs.protocol.rows import RegionInfo
+from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs.transfer.rows.ledger import RowLedger
+from kvrs.transfer.rows.link import RegionLink
+
+KEY_BYTES = 36
+AGENT = "agent"
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(8, "little").ljust(KEY_BYTES, b"k")
+
+
+def row_of(key: bytes, row_bytes: int) -> bytes:
+    return (key[:8] * (row_bytes // 8 + 1))[:row_bytes]
+
+
+class RowEngine:
+    """Rows, a ledger of them, and a link to the agent."""
+
+    def __init__(
+        self, path: str, secret: bytes, namespace: bytes, rows: int, row_bytes: int
+    ) -> None:
+        self.rows, self.row_bytes = rows, row_bytes
+        self.memory = os.memfd_create("rows")
+        os.ftruncate(self.memory, rows * row_bytes)
+        self.ledger = RowLedger(rows, row_bytes)
+        info = RegionInfo(f"engine {os.getpid()}", namespace, rows, row_bytes, {"model": "none"})
+        key = scoped_key(secret, Scope.ROWS, AGENT)
+        self.link = RegionLink(info, self.memory, self.ledger, lambda: dial(path), key)
+
+    def write(self, row: int, number: int, pieces: int = 1) -> None:
+        """Put a key into a row, as an engine does: the copy takes a while."""
+        key = key_of(number)
+        self.ledger.writing(row)
+        data, size = row_of(key, self.row_bytes), self.row_bytes // pieces
+        for at in range(0, self.row_bytes, size):
+            os.pwrite(self.memory, data[at : at + size], row * self.row_bytes + at)
+        self.ledger.holds(row, key)
+
+
+def dial(path: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def main() -> None:
+    path, secret, namespace, rows, row_bytes = sys.argv[1:]
+    engine = RowEngine(
+        path, bytes.fromhex(secret), bytes.fromhex(namespace), int(rows), int(row_bytes)
+    )
+    engine.link.start()
+    draw = random.Random(os.getpid())
+    print("writing", flush=True)
+    for number in range(1, sys.maxsize):
+        engine.write(draw.randrange(engine.rows), number % 997 + 1, pieces=8)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
