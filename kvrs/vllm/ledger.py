@@ -1,0 +1,130 @@
+"""The cache policy of vLLM's CPU tier that keeps a ledger of its rows for the node's agent.
+
+vLLM loads it by `eviction_policy: KvrsPolicy` and `cache_policy_module_path: kvrs.vllm.ledger`. It
+orders rows as vLLM's own LRU does, those of protected streams behind all others, and notes each
+change: vLLM calls `insert` before it plans a copy into a row, and `mark_evictable` when all workers
+have reported that the copy is complete. A fault in the ledger closes it, and leaves the LRU.
+"""
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, ParamSpec
+
+from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
+from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
+
+from kvrs.transfer.rows.ledger import RowLedger
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+
+# What protection adds to the rank of a row: vLLM counts ranks up from 1 and evicts the least.
+_PROTECTED = 1 << 62
+_policies: "list[KvrsPolicy]" = []  # Of this process; its engine is the last one.
+
+
+def latest() -> "KvrsPolicy | None":
+    return _policies[-1] if _policies else None
+
+
+def _noting(note: Callable[P, None]) -> Callable[P, None]:
+    @functools.wraps(note)
+    def guarded(*args: P.args, **more: P.kwargs) -> None:
+        policy: Any = args[0]
+        if policy.ledger is None:
+            return
+        try:
+            note(*args, **more)
+        except Exception:
+            log.exception("kvrs saves no KV from here on: the ledger of rows failed")
+            policy.give_up()
+
+    return guarded
+
+
+class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
+    """vLLM's LRU, and a ledger of what each row holds. `ledger` is None where there is none."""
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self.ledger: RowLedger | None = None
+        self._keys_of: dict[str, set[OffloadKey]] = {}  # By protected request.
+        self._holders: Counter[OffloadKey] = Counter()
+        try:
+            self.ledger = RowLedger(cache_capacity)
+        except Exception:
+            log.exception("kvrs saves no KV: there is no ledger of %d rows", cache_capacity)
+        _policies.append(self)
+
+    def hold(self, request: str, keys: Iterable[OffloadKey]) -> None:
+        """Evict these rows after all others, until `release`."""
+        held = self._keys_of.setdefault(request, set())
+        for key in keys:
+            if key not in held and key in self.chunks:
+                held.add(key)
+                self._holders[key] += 1
+                if self._holders[key] == 1:
+                    self._rank(key, self._ranks[key] + _PROTECTED)
+
+    def release(self, request: str) -> None:
+        """The request has ended."""
+        for key in self._keys_of.pop(request, ()):
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                if key in self.chunks:
+                    self._rank(key, self._ranks[key] - _PROTECTED)
+
+    def _rank(self, key: OffloadKey, rank: int) -> None:
+        self._ranks[key] = rank
+        if key in self._evictable:
+            self._push_evictable(key)
+
+    def _assign_new_rank(self, key: OffloadKey) -> bool:
+        is_evictable: bool = super()._assign_new_rank(key)
+        if key in self._holders and key in self.chunks:
+            self._ranks[key] += _PROTECTED
+        return is_evictable
+
+    def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
+        self._writing(chunk.chunk_id)
+        super().insert(key, chunk)
+        if key in self._holders:  # It was evicted while a stream that needs it ran.
+            self._rank(key, self._ranks[key] + _PROTECTED)
+
+    def mark_evictable(self, key: OffloadKey) -> None:
+        self._holds(key)
+        super().mark_evictable(key)
+
+    def remove(self, key: OffloadKey) -> None:
+        self._writing(self.chunks[key].chunk_id)
+        super().remove(key)
+
+    def clear(self) -> None:
+        """All rows are forgotten, as after a change of weights: none is served any more."""
+        log.error("kvrs saves no KV from here on: the cache was reset")
+        self.give_up()
+        self._keys_of.clear()
+        self._holders.clear()
+        super().clear()
+
+    def give_up(self) -> None:
+        """Let no row be trusted again."""
+        ledger, self.ledger = self.ledger, None
+        if ledger is not None:
+            with suppress(Exception):  # Its first store withdraws all rows.
+                ledger.close()
+
+    @_noting
+    def _writing(self, row: int) -> None:
+        assert self.ledger is not None
+        self.ledger.writing(row)
+
+    @_noting
+    def _holds(self, key: OffloadKey) -> None:
+        assert self.ledger is not None
+        self.ledger.holds(self.chunks[key].chunk_id, key)

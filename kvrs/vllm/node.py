@@ -1,0 +1,99 @@
+"""The parts of the cluster that vLLM's process uses: the agent of its node, and its own link."""
+
+import hashlib
+import json
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kvrs.config.file import load_config, read_secrets
+from kvrs.errors import ConfigError, KvrsError
+from kvrs.ids import InstanceId
+from kvrs.protocol.rows import RegionInfo
+from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs.transfer.peers import ROWS_SOCKET
+from kvrs.transfer.rows.client import RowClient
+from kvrs.transfer.rows.link import RegionLink, unlink_region
+from kvrs.transfer.shared_memory.passing import connect_in
+from kvrs.transfer.store.directory import store_directory
+from kvrs.vllm import ledger, space
+
+
+class _Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    config: str
+    instance: str
+    # Who is looked for and protected: requests that ask, or all.
+    requests: Literal["asked", "all"] = "asked"
+    lookup_s: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.3
+    load_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """Agents to load from, the link to the own one, and the engine's cache policy."""
+
+    link: RegionLink
+    policy: "ledger.KvrsPolicy"
+    agents: list[RowClient]
+    serves_all: bool
+    lookup_s: float
+    load_s: float
+
+
+def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> NodeParts:
+    """Read the configuration, and prepare the link and the clients.
+
+    Raises:
+        KvrsError: the options are wrong, or rows of this engine cannot be shared.
+        OSError: its region cannot be opened.
+    """
+    region = spec._scheduler_mmap
+    if region._creator or os.fstat(region.fd).st_nlink != 1:
+        raise KvrsError("the workers of this engine may have mapped another region")
+    # Also of an engine that shares nothing: nobody else would take the name away.
+    unlink_region(Path(region.mmap_path), region.fd)
+    try:
+        given = msgspec.convert(options, _Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"kv_connector_extra_config.kvrs: got {options!r:.200}; allowed: config (the cluster's "
+            f"YAML), instance (an id in it), and if wanted requests, lookup_s and load_s ({error})"
+        ) from None
+    config = load_config(Path(given.config), os.environ)
+    instance = InstanceId(given.instance)
+    nodes = {each.id: node for node, each in config.cluster.instances()}
+    if (own := nodes.get(instance)) is None:
+        raise ConfigError(
+            f"kv_connector_extra_config.kvrs.instance: {instance!r}; allowed: {', '.join(nodes)}"
+        )
+    secret = read_secrets(config.security, os.environ)[0]
+    fields = space.fields_of(spec)
+    namespace = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
+    key = scoped_key(secret, Scope.ROWS, own.agent_id)
+    directory = store_directory(config.backup.directory, secret, own.id)
+
+    def dial() -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.settimeout(given.lookup_s)
+            connect_in(directory, ROWS_SOCKET, connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    policy = ledger.latest()
+    if policy is None or policy.ledger is None or policy.ledger.rows != rows:
+        raise KvrsError(
+            "this engine has no ledger; allowed: eviction_policy KvrsPolicy and "
+            "cache_policy_module_path kvrs.vllm.ledger beside this tier"
+        )
+    policy.ledger.describe(row_bytes)
+    info = RegionInfo(instance, namespace, rows, row_bytes, fields)
+    link = RegionLink(info, region.fd, policy.ledger, dial, key)
+    agents = [RowClient(own.agent_id, dial, key, namespace, row_bytes)]
+    return NodeParts(link, policy, agents, given.requests == "all", given.lookup_s, given.load_s)

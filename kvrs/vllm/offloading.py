@@ -1,0 +1,58 @@
+"""vLLM's OffloadingConnector with what kvrs needs of it: the ledger of rows, and the tier that
+loads them.
+
+`--kv-transfer-config '{"kv_connector": "KvrsOffloading", "kv_connector_module_path":
+"kvrs.vllm.offloading", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": N,
+"kvrs": {"config": FILE, "instance": ID}}}'`. Whatever else upstream's connector takes is given
+beside `kvrs` and wins over what is set here.
+"""
+
+import logging
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from kvrs.vllm import space
+
+log = logging.getLogger(__name__)
+
+_DEFAULTS = {
+    "spec_name": "TieringOffloadingSpec",
+    # By default upstream keeps prompts alone, and a stream that is cut needs its answer.
+    "offload_prompt_only": False,
+    "eviction_policy": "KvrsPolicy",
+    "cache_policy_module_path": "kvrs.vllm.ledger",
+}
+
+
+class KvrsOffloading(OffloadingConnector):  # type: ignore[misc]  # vLLM is not checked.
+    """In the scheduler's process, in each worker's, and as a class in the API server's."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        fill(vllm_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *more: Any) -> Any:
+        fill(vllm_config)
+        return super().build_prom_metrics(vllm_config, *more)
+
+
+def fill(vllm_config: Any) -> None:
+    """Complete the options, and keep the configuration for `space.fields_of`. A fault leaves
+    upstream's connector as it is.
+    """
+    try:
+        space.remember(vllm_config)
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if (given := options.pop("kvrs", None)) is None:
+            return  # It is filled already.
+        if not isinstance(given, dict):
+            log.error("kvrs is off in this vLLM: kvrs: got %.100r; allowed: an object", given)
+            return
+        for name, value in _DEFAULTS.items():
+            options.setdefault(name, value)
+        tier = {"type": "KvrsTier", "module_path": "kvrs.vllm.tier", **given}
+        options["secondary_tiers"] = [tier, *options.get("secondary_tiers", ())]
+    except Exception:
+        log.exception("kvrs is off in this vLLM")

@@ -1,0 +1,102 @@
+"""The namespace of an engine's rows: two engines share rows only where all its fields are equal,
+and an engine in which one of them cannot be known shares nothing.
+"""
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+from vllm.v1.kv_offload.file_mapper import FileMapper
+
+from kvrs.errors import KvrsError
+from kvrs.vllm.fingerprint import weights_of
+
+FORMAT = 1  # Rises where the meaning of a row changes.
+# Settings of the cache by which rows of one size have other contents.
+_CACHE = (
+    *("cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode"),
+    *("kv_cache_dtype_skip_layers", "block_size"),
+)
+
+_configs: list[Any] = []  # Of this process; that of its engine is the last.
+
+
+def remember(vllm_config: Any) -> None:
+    _configs.append(vllm_config)
+
+
+def fields_of(spec: Any) -> dict[str, Any]:
+    """Raises KvrsError: what the rows of this engine mean cannot be known, or may change."""
+    if not _configs:
+        raise KvrsError("kv_connector: allowed: KvrsOffloading, in kvrs.vllm.offloading")
+    config = _configs[-1]
+    if reason := _unknown(config):
+        raise KvrsError(f"rows of this engine are not shared: {reason}")
+    # In the direct layout a row has a part for each worker: with TP 2 not the bytes of TP 1.
+    fields = FileMapper.from_offloading_spec(
+        "", spec, spec.blocks_per_chunk, parallel_agnostic=bool(spec.config.canonical_layout)
+    ).get_run_config()
+    model, cache = config.model_config, config.cache_config
+    name = fields.pop("model_name")
+    return {
+        **fields,
+        "format": FORMAT,
+        "vllm": vllm.__version__,
+        "weights": weights_of(name, model.revision, config.load_config.download_dir),
+        "model_config": _digest(model.hf_config.to_json_string()),
+        "max_model_len": model.max_model_len,  # Long RoPE chooses its factors by it.
+        "model_dtype": str(model.dtype),
+        "model_impl": str(model.model_impl),
+        "quantization": str(model.quantization),
+        "overrides": repr(model.hf_overrides),
+        "sliding_window": str(model.disable_sliding_window),
+        "images": repr(getattr(model.multimodal_config, "mm_processor_kwargs", None)),
+        "attention": repr(config.attention_config),
+        "cache": {each: str(getattr(cache, each, None)) for each in _CACHE},
+        "layout": str(spec.config.kv_cache_layout),
+        "device": _device(),
+        "hash_algorithm": str(config.cache_config.prefix_caching_hash_algo),
+        "hash_seed": str(get_none_hash_seed()),
+    }
+
+
+def _unknown(config: Any) -> str | None:
+    """Why the meaning of rows cannot be known; None: it can."""
+    if os.environ.get("VLLM_SERVER_DEV_MODE", "0") != "0":
+        return "VLLM_SERVER_DEV_MODE lets weights be changed; allowed: 0"
+    if config.weight_transfer_config is not None:
+        return "weight_transfer_config lets weights be changed; allowed: none"
+    if config.lora_config is not None:
+        return "an adapter is named in a key by its path, not by its weights; allowed: no LoRA"
+    parallel = config.parallel_config
+    if getattr(parallel, "nnodes_within_dp", 1) != 1 or not (
+        parallel.world_size == 1 or str(parallel.distributed_executor_backend) in {"mp", "uni"}
+    ):
+        return "its workers may be on several nodes; allowed: one node, executor mp or uni"
+    if (load := str(config.load_config.load_format)) not in {"auto", "safetensors", "hf"}:
+        return f"load_format {load}; allowed: auto, safetensors, hf"
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        return "calculate_kv_scales takes scales from the first prompts; allowed: false"
+    algorithm = str(config.cache_config.prefix_caching_hash_algo)
+    if not algorithm.startswith("sha256"):
+        return f"prefix_caching_hash_algo {algorithm}; allowed: sha256, sha256_cbor"
+    return None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _device() -> str:
+    """The kind of device: it chooses the attention backend, which lays a block out."""
+    if not current_platform.is_cpu():
+        return f"{current_platform.get_device_name()} {current_platform.get_device_capability()}"
+    text = Path("/proc/cpuinfo").read_text()
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    used = [name for name in ("avx2", "avx512f", "amx_tile") if name in flags.split()]
+    return " ".join([platform.machine(), *used])

@@ -1,0 +1,193 @@
+"""vLLM's own tiering manager with the kvrs tier before an agent by script: prompts are looked up
+and loaded as its scheduler does, and each method of policy and tier fails once.
+
+Runs in vLLM's interpreter: `python -m kvrs_testkit.vllm_tier_run` prints a line of JSON.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.tiering.manager import (
+    CPUPrimaryTierOffloadingManager,
+    TieringOffloadingManager,
+)
+
+from kvrs.transfer.rows.client import RowClient
+from kvrs.vllm import ledger, node, tier
+
+ROW_BYTES = 4096
+STEPS = 400
+ASKING: dict[str, Any] = {"kvrs": {}}
+GUARDED = (
+    *("on_new_request", "on_request_finished", "lookup", "on_schedule_end", "_take_answers"),
+    *("_hold", "_queue_load"),
+)
+LEDGER = ("writing", "holds")
+
+
+class Region:
+    def __init__(self, rows: int) -> None:
+        self._rows = np.zeros((rows, ROW_BYTES), np.int8)
+
+    def create_kv_memoryview(self) -> memoryview:
+        view: Any = self._rows
+        return memoryview(view)
+
+    def cleanup(self) -> None:
+        pass
+
+
+class Agent(RowClient):
+    """Holds every key, and loads as many rows of a question as it is told to."""
+
+    def __init__(self, most: int) -> None:
+        self.name, self.most, self.loaded = "agent", most, 0
+
+    @property
+    def is_usable(self) -> bool:
+        return True
+
+    def find(self, keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
+        return [True] * len(keys)
+
+    def load(self, wanted: Sequence[tuple[bytes, memoryview]], timeout_s: float) -> int:
+        count = min(len(wanted), self.most)
+        self.loaded += count
+        return count
+
+    def close(self) -> None:
+        pass
+
+
+class Link:
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class World:
+    def __init__(self, rows: int, most: int = 1 << 30, *, all_: bool = False) -> None:
+        self.agent = Agent(most)
+        primary = CPUPrimaryTierOffloadingManager(
+            rows, Region(rows), "KvrsPolicy", "kvrs.vllm.ledger"
+        )
+        policy = ledger.latest()
+        assert policy is not None
+        self.policy = policy
+        link: Any = Link()
+        node.of_tier = lambda *_: node.NodeParts(link, policy, [self.agent], all_, 0.3, 2.0)
+        self.tier = tier.KvrsTier(None, primary.get_kv_memoryview(), "KvrsTier")
+        self.manager = TieringOffloadingManager(primary, [self.tier])
+        self.requests = 0
+
+    def request(self, keys: int, params: Any = ASKING) -> tuple[int, int]:
+        """Look a prompt up until all its keys are decided: steps, and keys that were there."""
+        self.requests += 1
+        context = ReqContext(f"r{self.requests}", params)
+        self.manager.on_new_request(context)
+        wanted = [make_offload_key(n.to_bytes(32, "big"), 0) for n in range(keys)]
+        for step in range(STEPS):
+            found, waits = 0, False
+            for key in wanted:
+                result = self.manager.lookup(key, context)
+                waits |= result in {LookupResult.HIT_PENDING, LookupResult.RETRY}
+                if result is LookupResult.MISS:
+                    break
+                found += result is not LookupResult.RETRY
+            self.manager.on_schedule_end(ScheduleEndContext([], []))
+            if not waits:
+                self.manager.on_request_finished(context)
+                return step, found
+            time.sleep(0.002)
+        raise AssertionError(f"a prompt of {keys} keys was not decided in {STEPS} steps")
+
+    def end(self) -> None:
+        self.manager.shutdown()
+
+
+def failing(owner: Any, name: str) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError(f"{name} failed")
+
+    setattr(owner, name, fail)
+
+
+def main() -> None:
+    said: dict[str, Any] = {}
+    for name, rows, keys, most in (
+        ("room", 8, 6, 99),
+        ("no room", 8, 12, 99),
+        ("some are gone", 8, 6, 4),
+        ("none is there", 8, 6, 0),
+    ):
+        world = World(rows, most)
+        said[name] = world.request(keys)[1]
+        world.end()
+    for name, all_, params in (
+        ("nobody asked", False, None),
+        ("all are served", True, None),
+        ("params are no object", False, ["kvrs"]),
+        ("kvrs is no object", False, {"kvrs": True}),
+        ("another connector brings it", True, {"do_remote_prefill": True}),
+    ):
+        world = World(8, all_=all_)
+        said[name] = world.request(4, params)[1]
+        world.end()
+    world = World(8)
+    world.request(4)
+    world.manager.reset_cache()
+    said["after a reset"] = world.request(4)[1]
+    assert world.policy.ledger is None
+    world.end()
+    for name in GUARDED:
+        world = World(8)
+        with failing_inside(getattr(tier.KvrsTier, name)):
+            said[f"{name} fails"] = world.request(4)[1]
+        world.manager.reset_cache()
+        world.end()
+    for name in ("find", "load"):
+        world = World(8)
+        failing(world.agent, name)
+        said[f"{name} fails"] = world.request(4)[1]
+        world.end()
+    for name in LEDGER:
+        world = World(8)
+        failing(world.policy.ledger, name)
+        said[f"{name} fails"] = world.request(4)[1]
+        world.end()
+    print(json.dumps(said))
+
+
+@contextmanager
+def failing_inside(method: Any) -> Iterator[None]:
+    """Let what a guard calls fail."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError(f"{method.__name__} failed")
+
+    (cell,) = (
+        cell
+        for name, cell in zip(method.__code__.co_freevars, method.__closure__, strict=True)
+        if name == "hook"
+    )
+    hook, cell.cell_contents = cell.cell_contents, fail
+    try:
+        yield
+    finally:
+        cell.cell_contents = hook
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Rows of two engines mean the same only where everything that decides it is equal, without vLLM:
+with stand-ins for what is imported of it.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvrs.errors import KvrsError
+
+
+class FileMapper:
+    """The stand-in for vLLM's own, which names its fields."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    @classmethod
+    def from_offloading_spec(
+        cls, root: str, spec: Any, chunks: int, parallel_agnostic: bool
+    ) -> "FileMapper":
+        tp = 1 if parallel_agnostic else spec.tp
+        named = {"model_name": spec.model, "dtype": spec.dtype, "tp_size": tp}
+        return cls(named | {"blocks_per_file": chunks})
+
+    def get_run_config(self) -> dict[str, Any]:
+        return dict(self._fields)
+
+
+@pytest.fixture
+def space(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    platform = SimpleNamespace(is_cpu=lambda: True)
+    stand_ins: dict[str, dict[str, Any]] = {
+        "vllm": {"__version__": "0.32.0"},
+        "vllm.platforms": {"current_platform": platform},
+        "vllm.v1": {},
+        "vllm.v1.core": {},
+        "vllm.v1.core.kv_cache_utils": {"get_none_hash_seed": lambda: "seed"},
+        "vllm.v1.kv_offload": {},
+        "vllm.v1.kv_offload.file_mapper": {"FileMapper": FileMapper},
+    }
+    for name, members in stand_ins.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "kvrs.vllm.space", raising=False)
+    monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
+    return importlib.import_module("kvrs.vllm.space")
+
+
+class Engine:
+    """Configuration and spec of a vLLM whose rows can be shared."""
+
+    def __init__(self, model: Path) -> None:
+        self.spec = SimpleNamespace(
+            model=str(model),
+            dtype="bfloat16",
+            tp=1,
+            blocks_per_chunk=1,
+            config=SimpleNamespace(kv_cache_layout="LBHNC", canonical_layout=False),
+        )
+        self.config = SimpleNamespace(
+            weight_transfer_config=None,
+            lora_config=None,
+            load_config=SimpleNamespace(load_format="auto", download_dir=None),
+            parallel_config=SimpleNamespace(
+                world_size=1, nnodes_within_dp=1, distributed_executor_backend="mp"
+            ),
+            attention_config="FLASH_ATTN",
+            cache_config=SimpleNamespace(
+                prefix_caching_hash_algo="sha256",
+                calculate_kv_scales=False,
+                cache_dtype="auto",
+                mamba_ssm_cache_dtype="auto",
+            ),
+            model_config=SimpleNamespace(
+                revision=None,
+                dtype="bfloat16",
+                quantization=None,
+                hf_overrides={},
+                hf_config=SimpleNamespace(to_json_string=lambda: "{}"),
+                max_model_len=4096,
+                model_impl="auto",
+                disable_sliding_window=False,
+                multimodal_config=None,
+            ),
+        )
+
+    def fields(self, space: ModuleType) -> dict[str, Any]:
+        space.remember(self.config)
+        found: dict[str, Any] = space.fields_of(self.spec)
+        return found
+
+
+def written(directory: Path, weights: bytes = b"weights") -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(weights)
+    return directory
+
+
+def test_the_same_model_in_two_directories_is_one_space(space: ModuleType, tmp_path: Path) -> None:
+    first, second = written(tmp_path / "a"), written(tmp_path / "b")
+    assert Engine(first).fields(space) == Engine(second).fields(space)
+
+
+def test_other_weights_are_another_space(space: ModuleType, tmp_path: Path) -> None:
+    first, second = written(tmp_path / "a"), written(tmp_path / "b", b"Weights")
+    assert Engine(first).fields(space) != Engine(second).fields(space)
+
+
+DIFFER: dict[str, Callable[[Engine], None]] = {
+    "dtype": lambda engine: setattr(engine.spec, "dtype", "fp8"),
+    "parallelism": lambda engine: setattr(engine.spec, "tp", 2),
+    "blocks per chunk": lambda engine: setattr(engine.spec, "blocks_per_chunk", 8),
+    "layout": lambda engine: setattr(engine.spec.config, "kv_cache_layout", "BLHNC"),
+    "dtype of the model": lambda engine: setattr(engine.config.model_config, "dtype", "half"),
+    "quantisation": lambda engine: setattr(engine.config.model_config, "quantization", "awq"),
+    "overrides": lambda engine: engine.config.model_config.hf_overrides.update(rope=2),
+    "attention": lambda engine: setattr(engine.config, "attention_config", "FLASHINFER"),
+    "longest prompt": lambda engine: setattr(engine.config.model_config, "max_model_len", 131072),
+    "configuration": lambda engine: setattr(
+        engine.config.model_config.hf_config, "to_json_string", lambda: "{'rope': 2}"
+    ),
+    "state of Mamba": lambda engine: setattr(
+        engine.config.cache_config, "mamba_ssm_cache_dtype", "half"
+    ),
+    "hash": lambda engine: setattr(
+        engine.config.cache_config, "prefix_caching_hash_algo", "sha256_cbor"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFER)
+def test_what_decides_the_bytes_of_a_row_is_a_part_of_its_space(
+    space: ModuleType, tmp_path: Path, what: str
+) -> None:
+    model = written(tmp_path / "model")
+    usual, other = Engine(model), Engine(model)
+    DIFFER[what](other)
+    assert usual.fields(space) != other.fields(space)
+
+
+def test_the_version_of_vllm_is_a_part_of_the_space(
+    space: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = written(tmp_path / "model")
+    before = Engine(model).fields(space)
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.33.0")
+    assert Engine(model).fields(space) != before
+
+
+def test_only_the_canonical_layout_is_the_same_for_any_number_of_workers(
+    space: ModuleType, tmp_path: Path
+) -> None:
+    model = written(tmp_path / "model")
+    one, two = Engine(model), Engine(model)
+    two.spec.tp = 2
+    for engine in (one, two):
+        engine.spec.config.canonical_layout = True
+    assert one.fields(space) == two.fields(space)
+
+
+def test_the_seed_of_hashes_is_a_part_of_the_space(
+    space: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = written(tmp_path / "model")
+    before = Engine(model).fields(space)
+    monkeypatch.setattr(space, "get_none_hash_seed", lambda: "another")
+    assert Engine(model).fields(space) != before
+
+
+UNKNOWN: dict[str, Callable[[Engine], None]] = {
+    "weight_transfer": lambda engine: setattr(engine.config, "weight_transfer_config", {}),
+    "LoRA": lambda engine: setattr(engine.config, "lora_config", {}),
+    "load_format dummy": lambda engine: setattr(engine.config.load_config, "load_format", "dummy"),
+    "calculate_kv_scales": lambda engine: setattr(
+        engine.config.cache_config, "calculate_kv_scales", True
+    ),
+    "several nodes": lambda engine: setattr(engine.config.parallel_config, "nnodes_within_dp", 2),
+    "executor mp or uni": lambda engine: vars(engine.config.parallel_config).update(
+        world_size=2, distributed_executor_backend="ray"
+    ),
+    "xxhash": lambda engine: setattr(
+        engine.config.cache_config, "prefix_caching_hash_algo", "xxhash"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_what_cannot_be_known_shares_nothing_and_is_named(
+    space: ModuleType, tmp_path: Path, what: str
+) -> None:
+    engine = Engine(written(tmp_path / "model"))
+    UNKNOWN[what](engine)
+    with pytest.raises(KvrsError, match=what):
+        engine.fields(space)
+
+
+def test_a_server_whose_weights_may_be_changed_shares_nothing(
+    space: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    with pytest.raises(KvrsError, match="VLLM_SERVER_DEV_MODE"):
+        Engine(written(tmp_path / "model")).fields(space)
+
+
+def test_a_model_without_weights_shares_nothing(space: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(KvrsError, match=r"no \*\.safetensors"):
+        Engine(tmp_path).fields(space)
