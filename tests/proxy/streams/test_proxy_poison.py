@@ -1,6 +1,7 @@
 """Requests that end what they run on, and the streams beside them."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ async def wait_for(system: ProxyCluster, kills: int) -> None:
 async def test_streams_that_begin_beside_poison_are_not_charged(
     build: ProxyClusterBuilder,
 ) -> None:
-    """Each waits for its first token where the poison runs, and runs apart after that death."""
+    """Each waits for its first token where the poison runs at its first death."""
     system = await build(pairs=5)
     system.script.poisons = {"poison": 0}
     system.script.gate = asyncio.Event()  # Nothing has a token before the first death.
@@ -53,7 +54,8 @@ async def test_streams_that_begin_beside_poison_are_not_charged(
     system.script.gate.set()
 
     answers = await asyncio.gather(*asked)
-    assert (await poison)[0] == 422
+    status, body = await poison
+    assert (status, json.loads(body)["error"]["code"]) == (422, "poison")
     assert kills_of(system, "poison") <= 3
     assert {status for status, _ in answers} == {200}
     await settled(system)
