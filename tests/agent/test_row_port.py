@@ -72,9 +72,10 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 
 @pytest.fixture
 def engine(agent: Agent) -> Iterator[subprocess.Popen[str]]:
-    """A process that writes rows all the time."""
+    """A process that writes rows all the time, and has written each once."""
     process = start(agent)
-    until(lambda: bool(agent.regions.of(SPACE)))
+    client = agent.client()
+    until(lambda: sum(look_up(client, ALL_KEYS)) >= ROWS - 1)
     yield process
     process.kill()
     process.communicate()
@@ -217,7 +218,7 @@ def test_the_next_agent_has_the_rows_of_a_living_engine(
     agent.port.close()
     following = Agent(Path(agent.path))
     try:
-        until(lambda: bool(following.regions.of(SPACE)))
+        until(lambda: any(look_up(following.client(), ALL_KEYS)))
         engine.kill()
         engine.wait()
         until(lambda: settled(following))
