@@ -181,7 +181,8 @@ class NodeAgent:
         """Adopt the memory of engines that die, until cancelled."""
         while True:
             await asyncio.sleep(_SETTLE_S)
-            await asyncio.to_thread(self._regions.settle, time.monotonic())
+            if self._regions.are_held:
+                await asyncio.to_thread(self._regions.settle, time.monotonic())
 
     async def expire_leases(self) -> None:
         """End reservations and slots that were not renewed, until cancelled."""

@@ -6,7 +6,7 @@ can damage no engine. The memory is read by `pread`: a file that is cut short gi
 where a mapped one would end the agent.
 
 An engine is dead when its lock on the ledger is gone. The kernel takes that lock away with the
-process, whoever else still has its sockets or descriptors open.
+engine's process, also where a child of it still has its sockets and descriptors open.
 """
 
 import fcntl
@@ -77,7 +77,9 @@ class EngineRegion:
         return not self._rows or now_s - max(self.died_s, self.used_s or 0.0) > ADOPTED_S
 
     def adopt(self, now_s: float) -> int:
-        """The engine is dead: nobody writes any more. Returns the number of rows that are held."""
+        """Note that the engine is dead, so that no row changes any more; return how many rows its
+        ledger vouches for.
+        """
         with self._lock:
             self._refresh()
             self.died_s = now_s
@@ -150,6 +152,10 @@ class Regions:
         self._regions: list[EngineRegion] = []
         self._lock = threading.Lock()
 
+    @property
+    def are_held(self) -> bool:
+        return bool(self._regions)
+
     def add(self, region: EngineRegion) -> None:
         """Serve a region. One with the same epoch is replaced: its engine has dialled again.
 
@@ -166,7 +172,7 @@ class Regions:
             self._regions.append(region)
 
     def of(self, namespace: bytes) -> list[EngineRegion]:
-        """Those whose rows have this meaning, dead engines' first: theirs do not change."""
+        """Return the regions of a namespace, those of dead engines first: they change no more."""
         with self._lock:
             found = [each for each in self._regions if each.info.namespace == namespace]
         return sorted(found, key=lambda each: each.died_s is None)

@@ -33,7 +33,7 @@ def weights_of(model: str, revision: str | None = None, cache: str | None = None
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted([*directory.glob("*.json"), *directory.glob("*.py")]):
         digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
-    for path in directory.glob("*.safetensors"):
+    for path in sorted(directory.glob("*.safetensors")):
         if path.is_symlink():
             digest.update(path.resolve().name.encode())
     _add_weights(digest, directory)

@@ -26,7 +26,7 @@ from kvrs.vllm import ledger, space
 class _Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     config: str
     instance: str
-    # Who is looked for and protected: requests that ask, or all.
+    # Requests whose rows are looked up and protected: those with `kvrs` in their params, or all.
     requests: Literal["asked", "all"] = "asked"
     lookup_s: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.3
     load_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 2.0
@@ -54,7 +54,7 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
     region = spec._scheduler_mmap
     if region._creator or os.fstat(region.fd).st_nlink != 1:
         raise KvrsError("the workers of this engine may have mapped another region")
-    # Also of an engine that shares nothing: nobody else would take the name away.
+    # An engine that shares nothing does so too: vLLM itself leaves the name behind at a kill.
     unlink_region(Path(region.mmap_path), region.fd)
     try:
         given = msgspec.convert(options, _Options)

@@ -81,6 +81,17 @@ def engine(agent: Agent) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
+@pytest.fixture
+def linked(agent: Agent) -> Iterator[RowEngine]:
+    """An engine of this process whose second row has key 7."""
+    engine = RowEngine(agent.path, SECRET, SPACE, 2, 4096)
+    engine.write(1, 7)
+    engine.link.start()
+    until(lambda: bool(agent.regions.of(SPACE)))
+    yield engine
+    engine.link.close()
+
+
 def start(agent: Agent) -> subprocess.Popen[str]:
     orders = [agent.path, SECRET.hex(), SPACE.hex(), str(ROWS), str(ROW_BYTES)]
     process = subprocess.Popen(
@@ -283,29 +294,19 @@ def test_a_descriptor_that_can_write_is_refused(agent: Agent) -> None:
 
 
 @pytest.mark.process
-def test_an_engine_that_closed_its_ledger_serves_nothing(agent: Agent) -> None:
+def test_an_engine_that_closed_its_ledger_serves_nothing(agent: Agent, linked: RowEngine) -> None:
     """A reset of vLLM's cache closes it."""
-    engine = RowEngine(agent.path, SECRET, SPACE, 2, 4096)
-    engine.write(1, 7)
-    engine.link.start()
-    until(lambda: bool(agent.regions.of(SPACE)))
     client = agent.client(row_bytes=4096)
     assert load(client, [key_of(7)]) == [row_of(key_of(7), 4096)]
-    engine.ledger.close()
-    engine.ledger.writing(1)
-    engine.ledger.holds(1, key_of(7))
+    linked.ledger.close()
+    linked.ledger.writing(1)
+    linked.ledger.holds(1, key_of(7))
     assert load(client, [key_of(7)]) == [None]
-    engine.link.close()
 
 
 @pytest.mark.process
-def test_a_region_that_shrinks_ends_nothing(agent: Agent) -> None:
-    engine = RowEngine(agent.path, SECRET, SPACE, 2, 4096)
-    engine.write(1, 7)
-    engine.link.start()
-    until(lambda: bool(agent.regions.of(SPACE)))
+def test_a_region_that_shrinks_ends_nothing(agent: Agent, linked: RowEngine) -> None:
     client = agent.client(row_bytes=4096)
     assert load(client, [key_of(7)]) == [row_of(key_of(7), 4096)]
-    os.ftruncate(engine.memory, 0)
+    os.ftruncate(linked.memory, 0)
     assert load(client, [key_of(7)]) == [None]
-    engine.link.close()

@@ -161,10 +161,7 @@ async def test_streams_of_a_lost_rank_go_on(cluster: Cluster) -> None:
     """Greedy and seeded, in place and in their attempts where there is nowhere else; the other rank
     stays the process that it is, and the lost one is started again beside it.
     """
-    order(cluster, "DELETE", "instances/d1")
-    async with asyncio.timeout(120):
-        while InstanceId("d1") in rows_of(cluster.state()):
-            await asyncio.sleep(0.05)
+    order(cluster, "POST", "drain/d1?drain_s=600")
     expected = {seed: complete(cluster, seed, LONG) for seed in (None, 7)}
     victim = row_of(cluster, "d0")
     (fault,) = parse_faults(

@@ -57,7 +57,7 @@ PAUSED = [
         faults=stop({"id": "d1"}, 14.0),
         nodes=(PREFILL, DECODE),
         load=FLOW,
-        # A stream whose connection came to nothing tries the only instance again.
+        # Two attempts; three where a connection to the only instance times out meanwhile.
         expected=Expected(lost={"d1"}, left={"d1"}, attempts=None),
     ),
 ]

@@ -13,15 +13,9 @@ from kvrs.ids import StreamId
 from kvrs.protocol.instance import CheckpointTarget, KvrsParams
 from kvrs_testkit.vllm_clients import Clients, clients
 from kvrs_testkit.vllm_servers import PAGE_TOKENS, PYTHON_ENV, VllmServers, connector_config
+from tests.vllm.marks import REAL_VLLM
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.process,
-    pytest.mark.network,
-    pytest.mark.xdist_group("clusters"),
-    pytest.mark.skipif(PYTHON_ENV not in os.environ, reason=f"{PYTHON_ENV} names no interpreter"),
-    pytest.mark.nightly,
-]
+pytestmark = REAL_VLLM
 
 PROMPT = [*range(5, 45)]
 # The server computes on while its death is on its way, on a busy machine for long.

@@ -23,15 +23,9 @@ from kvrs_testkit.vllm_servers import (
     VllmServers,
     connector_config,
 )
+from tests.vllm.marks import REAL_VLLM
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.process,
-    pytest.mark.network,
-    pytest.mark.xdist_group("clusters"),
-    pytest.mark.skipif(PYTHON_ENV not in os.environ, reason=f"{PYTHON_ENV} names no interpreter"),
-    pytest.mark.nightly,
-]
+pytestmark = REAL_VLLM
 
 PROMPT = list(range(5, 45))
 TOKENS, CUT = 600, 300

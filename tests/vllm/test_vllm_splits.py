@@ -24,15 +24,9 @@ from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.proxy.wire.upstream import EventReader
 from kvrs_testkit.vllm_clients import Clients, clients
 from kvrs_testkit.vllm_servers import PAGE_TOKENS, PYTHON_ENV, VllmServers, connector_config
+from tests.vllm.marks import REAL_VLLM
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.process,
-    pytest.mark.network,
-    pytest.mark.xdist_group("clusters"),
-    pytest.mark.skipif(PYTHON_ENV not in os.environ, reason=f"{PYTHON_ENV} names no interpreter"),
-    pytest.mark.nightly,
-]
+pytestmark = REAL_VLLM
 
 # 46 pages, of which 20 are computed at once and 26 loaded, and 28 tokens.
 PROMPT = [5 + 7 * index % 480 for index in range(900)]

@@ -1,5 +1,5 @@
-"""A client of an agent's row port: which rows the agent holds, and their bytes into the memory of
-whoever asks. Its calls block, by a deadline; each of several threads has a connection of its own.
+"""A client of an agent's row port asks which rows the agent holds, and receives their bytes into
+memory of the caller. Calls block, up to a deadline; each thread that calls has its own connection.
 """
 
 import logging

@@ -44,9 +44,9 @@ class RegionLink:
         self._ledger = ledger
         # Two descriptions for reading: an agent can write neither.
         self._shown = [read_only(memory), read_only(ledger.descriptor)]
-        # Of this process alone: no child that it forks has the lock, and it ends with the process
-        # whoever else has the file open. Closing any descriptor of the file would end it, so none
-        # is closed here.
+        # The lock belongs to this process alone: a forked child does not have it, and the kernel
+        # ends it with the process, although the agent still has the file open. Closing any
+        # descriptor of the file would end the lock, so this process closes none.
         fcntl.lockf(ledger.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
         self._said = ""
         self._stop = threading.Event()
