@@ -63,7 +63,7 @@ def test_the_commands_of_the_quick_start_run(tmp_path: Path) -> None:
     log = (tmp_path / "up.log").read_text() if (tmp_path / "up.log").exists() else ""
     assert shell.returncode == 0, f"{shown}\n{log}"
     assert "data: [DONE]" in shown
-    assert "auto is better than rom, always_recompute" in shown
+    assert "a stream waited" in shown
     assert "slots_max: 16  # KVRS_POLICY__SLOTS_MAX" in shown
     report = json.loads((tmp_path / "out" / "kill" / "report.json").read_text())
     assert (report["exact"], report["completed"], len(report["faults"])) == (True, 20, 1)

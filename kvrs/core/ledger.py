@@ -77,6 +77,7 @@ class Ledger:
             decode.fetching_pages += pages
             attempt.fetches_at = decode, pages
         stage = Stage.DECODE if runs_on is decode else Stage.PREFILL
+        self._put_hand_off(stream, runs_on, decode)
         self._run(stream, stage, runs_on, decode)
         is_start = chosen.option is Option.START
         self.prefill_scale.began(runs_on, stream.id, now_s, is_whole=is_start)
@@ -86,9 +87,14 @@ class Ledger:
 
     def hand_off(self, stream: Stream, plan: act.Plan, prefill: Member, decode: Member) -> None:
         """Prefill is done; the attempt goes on at `decode`, by this plan."""
-        self.settle_bookings(stream)
         stream.attempt.plan = plan
         self._run(stream, Stage.DECODE, decode, decode)
+        self._put_hand_off(stream, prefill, decode)
+
+    def _put_hand_off(self, stream: Stream, prefill: Member, decode: Member) -> None:
+        """From the beginning of prefill on: what is fetched meanwhile may still be under way when
+        the hand-off begins.
+        """
         if decode.node != prefill.node:
             size_bytes = stream.history_tokens * decode.bytes_per_token
             link = self.view.link(prefill.node, decode.node)

@@ -166,6 +166,7 @@ class Steps:
         assert plan is not None, stream
         assert prefill is not None, stream
         self._ledger.prefilled(stream, prefill, event, now_s)
+        self._ledger.settle_bookings(stream)  # What it booked itself is not in its own way.
         self._note_kv(stream, prefill, event.history_tokens)
         self._note_answer(stream, prefill, now_s)
         planned, decode = view.members.get(plan.decode), None

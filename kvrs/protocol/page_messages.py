@@ -12,10 +12,12 @@ from kvrs.protocol.tags import Tag
 
 
 class TrafficClass(IntEnum):
-    """Priority on a link: the lower goes first."""
+    """Priority on a link: the lower goes first. Someone reads the stream that recovers, and waits
+    for the next token; the one that is handed off has none yet.
+    """
 
-    HANDOFF = 0
-    RECOVERY = 1
+    RECOVERY = 0
+    HANDOFF = 1
     CHECKPOINT = 2
 
     @property

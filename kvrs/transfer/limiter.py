@@ -130,7 +130,7 @@ class LinkTurns:
         return True
 
     def _grant_freely(self) -> list[Turn]:
-        granted = [*self._waiting[TrafficClass.HANDOFF], *self._waiting[TrafficClass.RECOVERY]]
+        granted = [*self._waiting[TrafficClass.RECOVERY], *self._waiting[TrafficClass.HANDOFF]]
         self._waiting[TrafficClass.HANDOFF].clear()
         self._waiting[TrafficClass.RECOVERY].clear()
         for turn in granted:

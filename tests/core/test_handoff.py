@@ -66,19 +66,20 @@ def harness(handoff: Handoff) -> PolicyHarness:
     """OPT-13B, own pair p0 and d0, an idle d1 behind 25 Gbit/s; d0 has 7 requests ahead of anything
     new.
     """
-    profile = "opt-13b-a100-kvrs-seed"
     told = PolicyHarness(handoff=handoff)
     for name in ("p0", "d0", "d1"):
-        told.handle(
-            instance_up(
-                name, geometry=catalog.kv_geometry(profile), prefill=catalog.prefill_table(profile)
-            )
-        )
+        told.handle(_up(name))
     told.handle(ev.LinkMeasured(N0, N0, 600e9))
     told.handle(ev.LinkMeasured(N0, N1, 25e9 / 8))
     told.handle(ev.StreamArrived(A, 1477))
     told.handle(load(D0, 0.42))
     return told
+
+
+def _up(name: str) -> ev.InstanceUp:
+    profile = "opt-13b-a100-kvrs-seed"
+    geometry, prefill = catalog.kv_geometry(profile), catalog.prefill_table(profile)
+    return instance_up(name, geometry=geometry, prefill=prefill)
 
 
 @pytest.mark.parametrize("handoff", [Handoff.ROM, Handoff.AUTO])
@@ -136,17 +137,35 @@ def test_hand_offs_between_nodes_are_in_the_links_book_until_their_stream_flows(
     told.handle(ev.StreamArrived(B, 1477))
 
     second = told.handle(ev.PrefillDone(B, 1, 1477))
-    link = next(
-        link
-        for link in told.policy.snapshot()["links"]
-        if (link["source"], link["target"]) == ("n0", "n1")
-    )
+    meanwhile = _on_the_link(told)
     told.handle(ev.StreamResumed(A, 1))
-    after = next(
-        link
-        for link in told.policy.snapshot()["links"]
-        if (link["source"], link["target"]) == ("n0", "n1")
-    )
 
     assert of(second, act.Redirect) == []
-    assert (link["in_flight_bytes"], after["in_flight_bytes"]) == (1477 * 819_200, 0)
+    assert (meanwhile, _on_the_link(told)) == (1477 * 819_200, 0)
+
+
+def test_a_hand_off_is_in_the_links_book_from_the_start_of_its_prefill() -> None:
+    """A recovery that is decided meanwhile may still fetch when the hand-off begins. At the end of
+    its prefill a stream itself is not behind what it has booked: d1 is 0.39 s away, not 0.77.
+    """
+    told = PolicyHarness(handoff=Handoff.AUTO)
+    for name in ("p0", "d1"):
+        told.handle(_up(name))
+    told.handle(ev.LinkMeasured(N0, N1, 25e9 / 8))
+    told.handle(ev.StreamArrived(A, 1477))
+    before = _on_the_link(told)
+    told.handle(_up("d0"))
+    told.handle(load(D0, 0.55))
+
+    handed_off = told.handle(ev.PrefillDone(A, 1, 1477))
+    after = _on_the_link(told)
+    told.handle(ev.StreamResumed(A, 1))
+
+    assert of(handed_off, act.Redirect) == []
+    assert (before, after, _on_the_link(told)) == (1477 * 819_200, 1477 * 819_200, 0)
+
+
+def _on_the_link(told: PolicyHarness) -> int:
+    links = told.policy.snapshot()["links"]
+    found = (each for each in links if (each["source"], each["target"]) == ("n0", "n1"))
+    return next((each["in_flight_bytes"] for each in found), 0)

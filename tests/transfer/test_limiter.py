@@ -11,7 +11,7 @@ from kvrs.protocol.page_messages import TrafficClass
 from kvrs.transfer.limiter import LinkTurns, Turn
 from kvrs_testkit.examples import examples
 
-HANDOFF, RECOVERY, CHECKPOINT = TrafficClass
+RECOVERY, HANDOFF, CHECKPOINT = TrafficClass
 RATES = st.floats(1e4, 1e9)
 CLASSES = st.sampled_from(TrafficClass)
 FOREVER = 1 << 60
@@ -177,9 +177,9 @@ def test_a_link_that_was_idle_has_saved_up_nothing(bytes_per_s: float, idle_s: f
     RATES,
     st.integers(1, 500),
     st.floats(0, 0.5),
-    st.lists(st.sampled_from([RECOVERY, CHECKPOINT]), max_size=4),
+    st.lists(st.sampled_from([HANDOFF, CHECKPOINT]), max_size=4),
 )
-def test_a_handoff_is_as_quick_as_on_an_empty_link(
+def test_a_recovery_is_as_quick_as_on_an_empty_link(
     bytes_per_s: float, ms: int, starts_s: float, others: list[TrafficClass]
 ) -> None:
     """Lower classes on the link cost it one turn of a chunk at most."""
@@ -187,7 +187,7 @@ def test_a_handoff_is_as_quick_as_on_an_empty_link(
 
     sent = play(
         bytes_per_s,
-        [Transfer(HANDOFF, size_bytes, starts_s), *(Transfer(other) for other in others)],
+        [Transfer(RECOVERY, size_bytes, starts_s), *(Transfer(other) for other in others)],
         2.0,
     )
 
@@ -219,8 +219,8 @@ def test_nothing_starves_when_there_is_room(
 
 
 def test_classes_are_served_in_order() -> None:
-    """All of the hand-off, then all of the recovery, then the checkpoint."""
-    sizes = {CHECKPOINT: 300_000, RECOVERY: 200_000, HANDOFF: 100_000}
+    """All of the recovery, then all of the hand-off, then the checkpoint."""
+    sizes = {CHECKPOINT: 300_000, HANDOFF: 200_000, RECOVERY: 100_000}
 
     sent = play(1e6, [Transfer(traffic, size) for traffic, size in sizes.items()], 10.0)
 
@@ -244,7 +244,7 @@ def test_without_a_limit_checkpoints_wait_for_everything_else() -> None:
     turns.end(RECOVERY)
     after_both = turns.grant(2.0)
 
-    assert (at_first, after_one, after_both) == ([asked[2], asked[1]], [], [asked[0]])
+    assert (at_first, after_one, after_both) == ([asked[1], asked[2]], [], [asked[0]])
     # A checkpoint gets a piece at a time: what comes up meanwhile does not wait for gigabytes.
     assert [turn.granted_bytes for turn in asked] == [1 << 20, 1 << 30, 1 << 30]
 

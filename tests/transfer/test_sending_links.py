@@ -37,7 +37,7 @@ from tests.transfer.storing import (
 
 pytestmark = pytest.mark.network
 
-HANDOFF, RECOVERY, CHECKPOINT = TrafficClass
+RECOVERY, HANDOFF, CHECKPOINT = TrafficClass
 
 
 @asynccontextmanager
@@ -95,7 +95,7 @@ async def test_on_a_slow_link_a_handoff_overtakes_a_checkpoint(traffic: TrafficC
     assert meanwhile <= 20
 
 
-async def test_on_a_slow_link_a_handoff_overtakes_a_recovery() -> None:
+async def test_on_a_slow_link_a_recovery_overtakes_a_handoff() -> None:
     """The class of a pull travels with its question."""
     settings = TransferSettings(link_bytes_per_s=800_000.0, stall_timeout_s=10.0)
     async with agent_store(settings=settings) as h:
@@ -104,14 +104,15 @@ async def test_on_a_slow_link_a_handoff_overtakes_a_recovery() -> None:
             slow, quick = (
                 [memoryview(bytearray(PAGE_BYTES)) for _ in range(count)] for count in (100, 40)
             )
-            asked = PullRequest(tags(B, 0, 100), traffic=RECOVERY)
-            recovering = asyncio.create_task(neighbour.pull(peer, asked, slow, None))
+            asked = PullRequest(tags(B, 0, 100))
+            handing_off = asyncio.create_task(neighbour.pull(peer, asked, slow, None))
             await until(lambda: bytes(slow[2]) == content(B, 2))
 
-            handed_off = await neighbour.pull(peer, PullRequest(tags(B, 0, 40)), quick, None)
+            recovery = PullRequest(tags(B, 0, 40), traffic=RECOVERY)
+            recovered = await neighbour.pull(peer, recovery, quick, None)
             meanwhile = sum(bytes(page) == content(B, index) for index, page in enumerate(slow))
 
-            assert (handed_off.full_pages, (await recovering).full_pages) == (40, 100)
+            assert (recovered.full_pages, (await handing_off).full_pages) == (40, 100)
     # An even share would be 40.
     assert meanwhile <= 3 + 20
 
