@@ -227,6 +227,7 @@ ALL = (
     ),
     _of("checkpoint_cost", "checkpoint_cost", 10),
     _of("checkpoint_cost", "vllm", 15, "vllm", VLLM),
+    _of("gpu", "plane", 8, "plane", GPU),
     _of("checkpoint_cost", "vllm-gpu", 3, "vllm --gpu --rounds 2 --pairs 5", VLLM, GPU),
     _of("demo_vllm", "demo_vllm", 4, "run", VLLM),
     _of("first_minutes", "demo", 3, "demo"),
