@@ -6,8 +6,9 @@ import pytest
 
 from kvrs.core.defences.poison import PoisonCounter
 from kvrs_testkit.random_worlds import outage, poisons_at_once
+from tests.sim.drawn import seeds
 
-SEEDS = 20
+SEEDS = seeds(20)
 # Each seed with one bound, which takes half the time; there are pairs, and instances that do both
 # stages, among those of either.
 WORLDS = {allowed: range(allowed % 2, SEEDS, 2) for allowed in (2, 3)}

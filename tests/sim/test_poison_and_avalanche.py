@@ -7,10 +7,11 @@ from kvrs.core.model.member import AnswerHealth
 from kvrs_lab.sim.cluster import POISONED, Outcome
 from kvrs_lab.sim.world import World
 from kvrs_testkit.random_worlds import avalanche, poisoned
+from tests.sim.drawn import seeds
 from tests.sim.stepwise import assert_same_step_by_step, outcome_told
 
 STREAMS = 560  # Of an avalanche; the last ones come at 41 s.
-SEEDS, BLOCKS = 40, 8
+SEEDS, BLOCKS = seeds(40), 8
 COMPARED = range(6)
 
 
