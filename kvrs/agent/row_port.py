@@ -19,8 +19,11 @@ from kvrs.transfer.shared_memory.passing import close_all
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = 256  # Of those that have proved the secret.
+MAX_UNPROVEN = 64  # For one more the oldest is ended.
 _ANSWER_S = 30.0  # For a question that has begun, and for each row of the answer.
+# Between two attempts to accept a connection: doubled up to the second.
+_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 
 
 class RowPort:
@@ -33,55 +36,72 @@ class RowPort:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._regions, self._keys, self._now_s = regions, keys, now_s
-        self._open: set[socket.socket] = set()
+        self._listeners: list[socket.socket] = []
+        self._proven: set[socket.socket] = set()
+        self._unproven: dict[socket.socket, None] = {}  # The oldest first.
         self._lock = threading.Lock()
         self._closing = False
 
     def listen(self, listener: socket.socket) -> None:
         """Accept connections until `close`; takes the listener over."""
         with self._lock:
-            self._open.add(listener)
+            self._listeners.append(listener)
         threading.Thread(target=self._accept, args=(listener,), name="rows", daemon=True).start()
 
     def close(self) -> None:
         """End all connections. Engines dial the next agent of their node."""
         with self._lock:
             self._closing = True
-            ends = list(self._open)
+            ends = [*self._listeners, *self._unproven, *self._proven]
         for each in ends:
             _end(each)
 
     def _accept(self, listener: socket.socket) -> None:
+        pause_s = _PAUSE_S
         with listener:
             while True:
+                connection = None
                 try:
                     connection, _ = listener.accept()
-                except OSError as error:
+                    self._begin(connection)
+                    pause_s = _PAUSE_S
+                except (OSError, RuntimeError) as error:  # No descriptor, or no thread is left.
+                    if connection is not None:
+                        self._ended(connection)
                     if self._closing:
                         return
-                    log.error("row port: no connection is accepted", extra={"cause": error})
-                    time.sleep(0.1)
-                    continue
-                with self._lock:
-                    refused = self._closing or len(self._open) > MAX_CONNECTIONS
-                    if not refused:
-                        self._open.add(connection)
-                if not refused:
-                    try:
-                        threading.Thread(
-                            target=self._serve, args=(connection,), name="rows", daemon=True
-                        ).start()
-                        continue
-                    except RuntimeError as error:  # There is no room for another thread.
-                        log.error("row port: no connection is served", extra={"cause": error})
-                    with self._lock:
-                        self._open.discard(connection)
-                connection.close()
+                    if pause_s == _PAUSE_S:
+                        log.error("row port: no connection is accepted", extra={"cause": error})
+                    time.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    def _begin(self, connection: socket.socket) -> None:
+        """Raises RuntimeError: there is no thread for it."""
+        with self._lock:
+            if len(self._unproven) >= MAX_UNPROVEN:
+                oldest = next(iter(self._unproven))
+                del self._unproven[oldest]
+                _end(oldest)
+            self._unproven[connection] = None
+            if self._closing:
+                _end(connection)
+        threading.Thread(target=self._serve, args=(connection,), name="rows", daemon=True).start()
+
+    def _ended(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._unproven.pop(connection, None)
+            self._proven.discard(connection)
+        connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         stream = RowStream(connection)
         try:
             stream.admit(self._keys)
+            with self._lock:
+                self._unproven.pop(connection, None)
+                self._proven.add(connection)
+                if len(self._proven) > MAX_CONNECTIONS:
+                    raise TransferError(f"row port: {MAX_CONNECTIONS} connections are open")
             _Questions(stream, self._regions, self._now_s).run()
         except TransferError as error:
             if not self._closing and "closed by the other end" not in str(error):
@@ -89,9 +109,7 @@ class RowPort:
         except Exception:
             log.exception("row port: connection ended")
         finally:
-            with self._lock:
-                self._open.discard(connection)
-            stream.close()
+            self._ended(connection)
 
 
 class _Questions:

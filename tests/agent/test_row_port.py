@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from kvrs.agent import row_port
 from kvrs.agent.regions import ADOPTED_S, Regions
 from kvrs.agent.row_port import RowPort
 from kvrs.errors import TransferError
@@ -310,3 +312,78 @@ def test_a_region_that_shrinks_ends_nothing(agent: Agent, linked: RowEngine) -> 
     assert load(client, [key_of(7)]) == [row_of(key_of(7), 4096)]
     os.ftruncate(linked.memory, 0)
     assert load(client, [key_of(7)]) == [None]
+
+
+def test_connections_that_prove_nothing_make_room_for_one_that_does(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrs.transfer.rows.stream.PROOF_S", 3600.0)
+    silent = [agent.connected() for _ in range(row_port.MAX_UNPROVEN + 5)]
+    client = agent.client()
+    assert look_up(client, [key_of(7)]) == [False]
+    for each in silent[:5]:
+        each.until(5.0)
+        with pytest.raises(TransferError, match="closed by the other end"):
+            each.receive_exactly(1)
+
+
+def test_connections_beyond_the_bound_are_closed(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_port, "MAX_CONNECTIONS", 3)
+    first = [agent.client() for _ in range(3)]
+    with pytest.raises(TransferError):
+        agent.client()
+    assert look_up(first[0], [key_of(7)]) == [False]
+
+
+def test_a_port_without_descriptors_says_so_once_and_serves_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = iter([OSError(24, "Too many open files")] * 4)
+    accept = socket.socket.accept
+
+    def failing(listener: socket.socket) -> object:
+        with suppress(StopIteration):
+            raise next(failures)
+        return accept(listener)
+
+    pauses: list[float] = []
+    monkeypatch.setattr(row_port, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    agent = Agent(tmp_path / "rows")
+    try:
+        assert look_up(agent.client(), [key_of(7)]) == [False]
+    finally:
+        agent.close()
+    said = [each for each in caplog.records if "no connection is accepted" in each.message]
+    assert len(said) == 1
+    assert len(pauses) == 4
+    assert max(pauses) > 0.001
+
+
+def test_what_a_client_said_proves_nothing_a_second_time(agent: Agent) -> None:
+    """Replayed bytes of a proof are refused: each connection has nonces of both ends."""
+    said: list[bytes] = []
+    first = agent.connected()
+    send = first.send
+
+    def noting(*parts: bytes | bytearray | memoryview) -> None:
+        said.extend(map(bytes, parts))
+        send(*parts)
+
+    first.send = noting  # type: ignore[method-assign]
+    first.prove(KEY)
+
+    second = agent.connected()
+    for each in said:
+        second.send(each)
+    second.send(rows.encode(RowFrame.LOOKUP, [key_of(7)]))
+    second.until(5.0)
+    answer = b""
+    with suppress(TransferError):
+        while True:
+            answer += second.receive_exactly(1)
+    assert answer.count(b"\r\n\r\n") == 1  # The agent's own proof, and no frame.
+    assert b"KR" not in answer
