@@ -50,6 +50,12 @@ class RowEngine:
             os.pwrite(self.memory, data[at : at + size], row * self.row_bytes + at)
         self.ledger.holds(row, key)
 
+    def spoil(self, row: int) -> None:
+        """Flip a bit of a row, which the ledger does not know of."""
+        at = row * self.row_bytes + 5
+        (byte,) = os.pread(self.memory, 1, at)
+        os.pwrite(self.memory, bytes((byte ^ 1,)), at)
+
 
 def dial(path: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)

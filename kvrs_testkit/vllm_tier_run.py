@@ -1,5 +1,5 @@
-"""vLLM's own tiering manager with the kvrs tier before an agent by script: prompts are looked up
-and loaded as its scheduler does, and each method of policy and tier fails once.
+"""vLLM's own tiering manager with the kvrs tier before agents by script: prompts are looked up and
+loaded as its scheduler does, and each method of policy and tier fails once.
 
 Runs in vLLM's interpreter: `python -m kvrs_testkit.vllm_tier_run` prints a line of JSON.
 """
@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 from kvrs.transfer.rows.client import RowClient
 from kvrs.vllm import ledger, node, tier
+from kvrs.vllm.agents import KnownAgents
 
 ROW_BYTES = 4096
 STEPS = 400
@@ -48,19 +49,30 @@ class Region:
 
 
 class Agent(RowClient):
-    """Holds every key, and loads as many rows of a question as it is told to."""
+    """Holds keys up to a number, and loads as many rows of a question as it is told to. It hangs
+    for the whole time that it has, where that is asked for.
+    """
 
-    def __init__(self, most: int) -> None:
-        self.name, self.most, self.loaded = "agent", most, 0
+    def __init__(
+        self, name: str, most: int = 1 << 30, holds: int = 1 << 30, hangs: str = ""
+    ) -> None:
+        self.name, self.most, self.holds, self.hangs = name, most, holds, hangs
+        self.loaded = 0
 
     @property
     def is_usable(self) -> bool:
         return True
 
     def find(self, keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
-        return [True] * len(keys)
+        if self.hangs == "find":
+            time.sleep(timeout_s)
+            return [False] * len(keys)
+        return [int.from_bytes(key[:32], "big") < self.holds for key in keys]
 
     def load(self, wanted: Sequence[tuple[bytes, memoryview]], timeout_s: float) -> int:
+        if self.hangs == "load":
+            time.sleep(timeout_s)
+            return 0
         count = min(len(wanted), self.most)
         self.loaded += count
         return count
@@ -78,8 +90,17 @@ class Link:
 
 
 class World:
-    def __init__(self, rows: int, most: int = 1 << 30, *, all_: bool = False) -> None:
-        self.agent = Agent(most)
+    def __init__(
+        self,
+        rows: int,
+        most: int = 1 << 30,
+        *,
+        all_: bool = False,
+        holds: int = 1 << 30,
+        others: Sequence[Agent] = (),
+    ) -> None:
+        self.agent = Agent("own", most, holds)
+        agents = KnownAgents(self.agent, {each.name: each for each in others})
         primary = CPUPrimaryTierOffloadingManager(
             rows, Region(rows), "KvrsPolicy", "kvrs.vllm.ledger"
         )
@@ -87,7 +108,7 @@ class World:
         assert policy is not None
         self.policy = policy
         link: Any = Link()
-        node.of_tier = lambda *_: node.NodeParts(link, policy, [self.agent], all_, 0.3, 2.0)
+        node.of_tier = lambda *_: node.NodeParts(link, policy, agents, all_, 0.3, 0.5)
         self.tier = tier.KvrsTier(None, primary.get_kv_memoryview(), "KvrsTier")
         self.manager = TieringOffloadingManager(primary, [self.tier])
         self.requests = 0
@@ -115,6 +136,25 @@ class World:
 
     def end(self) -> None:
         self.manager.shutdown()
+
+
+def with_others(said: dict[str, Any]) -> None:
+    """Prompts of six keys, of which the own agent holds four."""
+    for name, others, agents in (
+        ("another has the rest", [Agent("b")], ["b"]),
+        ("another has them too", [Agent("b", holds=4)], ["b", "own", "b"]),
+        ("another hangs at a lookup", [Agent("b", hangs="find")], ["b"]),
+        ("another hangs in a load", [Agent("b", hangs="load")], ["b"]),
+        ("another hangs, and one has the rest", [Agent("b"), Agent("c", hangs="find")], ["c", "b"]),
+        ("another is not named", [Agent("b")], []),
+        ("agents are no list", [Agent("b")], "b"),
+    ):
+        world = World(8, holds=4, others=others)
+        if len(others) > 1:
+            world.tier._lookup_s = 3.0  # Far more than the steps of a prompt may take.
+        found = world.request(6, {"kvrs": {"agents": agents}})[1]
+        said[name] = [found, world.agent.loaded, others[0].loaded]
+        world.end()
 
 
 def failing(owner: Any, name: str) -> None:
@@ -145,6 +185,7 @@ def main() -> None:
         world = World(8, all_=all_)
         said[name] = world.request(4, params)[1]
         world.end()
+    with_others(said)
     world = World(8)
     world.request(4)
     world.manager.reset_cache()

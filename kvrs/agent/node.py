@@ -16,13 +16,16 @@ from kvrs.config.cluster import NodeSettings
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
+from kvrs.net.http import naming_port
 from kvrs.net.proving import Keys, instance_keys
 from kvrs.net.tls import load_certificates
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
+from kvrs.protocol.rows import RowTags
 from kvrs.protocol.secrets import Scope, scoped_keys
 from kvrs.transfer.anchors.files import AnchoredFiles
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import PAGES_SOCKET, ROWS_SOCKET, Identity
+from kvrs.transfer.rows.dialling import listen_tcp
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.shared_memory.passing import listen_in
@@ -96,7 +99,7 @@ class NodeAgent:
         self._page_port = 0
         keys = scoped_keys([secret, *older], self.node.agent_id, Scope.ROWS)
         self._regions = Regions()
-        self._rows = RowPort(self._regions, keys)
+        self._rows = RowPort(self._regions, keys, RowTags([secret, *older]))
 
     @property
     def targets(self) -> KeysView[InstanceId]:
@@ -160,7 +163,12 @@ class NodeAgent:
         return self.slots.apply(update, time.monotonic())
 
     async def start(self) -> None:
-        """Start to serve pages; the caller serves HTTP."""
+        """Start to serve pages and rows; the caller serves HTTP.
+
+        Raises:
+            OSError: the page port cannot be had.
+            ConfigError: the row port cannot be had.
+        """
         self._page_port = await self.page_server.start(
             self.node.agent.bound(self.node.agent.host), self.node.agent.page_port
         )
@@ -168,6 +176,11 @@ class NodeAgent:
             listener = listen_in(self._directory.path, PAGES_SOCKET, socket.SOCK_STREAM)
             self.page_server.lend(listener, self.store.places)
         self._rows.listen(listen_in(self._directory.path, ROWS_SOCKET, socket.SOCK_STREAM))
+        settings = self.node.agent
+        if settings.row_port is not None:
+            bind = settings.bound(settings.host)
+            with naming_port(f"agent of node {self.node.id}", "row_port", bind, settings.row_port):
+                self._rows.listen(listen_tcp(bind, settings.row_port))
 
     async def close(self) -> None:
         """Serve no more pages and rows."""

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from kvrs.errors import TransferError
-from kvrs.protocol.rows import RegionInfo
+from kvrs.protocol.rows import RegionInfo, RowTags, Space
 from kvrs.transfer.rows.ledger import ORDERED, LedgerView
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class EngineRegion:
     the object.
     """
 
-    def __init__(self, info: RegionInfo, memory: int, ledger: int) -> None:
+    def __init__(self, info: RegionInfo, memory: int, ledger: int, tags: RowTags) -> None:
         """Takes the descriptors over, also where it raises.
 
         Raises:
@@ -52,6 +52,8 @@ class EngineRegion:
         self._rows: dict[bytes, tuple[int, int]] = {}
         self._sequences: list[int] = [0] * info.rows
         self._keys: list[bytes] = [b""] * info.rows
+        # By row, each with the sequence that it was made at: at the first read.
+        self._tags, self._known_tags = tags, dict[int, tuple[int, bytes]]()
         self._fresh_until_s = 0.0
         self._lock = threading.Lock()
         self.died_s: float | None = None
@@ -91,17 +93,27 @@ class EngineRegion:
             self._look(now_s)
             return [key in self._rows for key in keys]
 
-    def read(self, key: bytes, into: memoryview, now_s: float) -> bool:
-        """Read a row. False: it is not held, or was given to another key meanwhile."""
+    def read(self, key: bytes, buffer: memoryview, now_s: float) -> tuple[bytes, memoryview] | None:
+        """Read a row into the buffer; return its tag, and its bytes. None: it is not held, or was
+        given to another key meanwhile.
+        """
         with self._lock:
             self._look(now_s)
             row, sequence = self._rows.get(key, (0, 0))
         if not sequence:
-            return False
+            return None
         self.used_s = now_s
-        size = os.preadv(self._memory, [into], row * self.info.row_bytes)
+        size = os.preadv(self._memory, [buffer], row * self.info.row_bytes)
         # Also of a dead engine: it may have died behind the first look and begun the row before.
-        return size == self.info.row_bytes and self._ledger.still(row, sequence)
+        if size != self.info.row_bytes or not self._ledger.still(row, sequence):
+            return None
+        known = self._known_tags.get(row, (0, b""))
+        if known[0] != sequence:
+            known = self._known_tags[row] = (
+                sequence,
+                self._tags.make(self.info.space, key, buffer),
+            )
+        return known[1], buffer
 
     def _look(self, now_s: float) -> None:
         if self.died_s is None:
@@ -171,10 +183,10 @@ class Regions:
                 self._regions.remove(each)
             self._regions.append(region)
 
-    def of(self, namespace: bytes) -> list[EngineRegion]:
-        """Return the regions of a namespace, those of dead engines first: they change no more."""
+    def of(self, space: Space) -> list[EngineRegion]:
+        """Return the regions of a space, those of dead engines first: they change no more."""
         with self._lock:
-            found = [each for each in self._regions if each.info.namespace == namespace]
+            found = [each for each in self._regions if each.info.space == space]
         return sorted(found, key=lambda each: each.died_s is None)
 
     def settle(self, now_s: float) -> None:

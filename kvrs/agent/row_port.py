@@ -12,10 +12,11 @@ from contextlib import suppress
 from kvrs.agent.regions import EngineRegion, Regions
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.rows import RowFrame, RowHead
+from kvrs.protocol.rows import RowFrame, RowHead, RowTags, Space
 from kvrs.protocol.secrets import ScopedKey
 from kvrs.transfer.rows.stream import RowStream
 from kvrs.transfer.shared_memory.passing import close_all
+from kvrs.transfer.stream import tune
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +34,11 @@ class RowPort:
         self,
         regions: Regions,
         keys: Sequence[ScopedKey],
+        tags: RowTags,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._regions, self._keys, self._now_s = regions, keys, now_s
+        self.regions, self.tags, self.now_s = regions, tags, now_s
+        self._keys = keys
         self._listeners: list[socket.socket] = []
         self._proven: set[socket.socket] = set()
         self._unproven: dict[socket.socket, None] = {}  # The oldest first.
@@ -96,14 +99,16 @@ class RowPort:
     def _serve(self, connection: socket.socket) -> None:
         stream = RowStream(connection)
         try:
+            if connection.family != socket.AF_UNIX:
+                tune(connection, _ANSWER_S)
             stream.admit(self._keys)
             with self._lock:
                 self._unproven.pop(connection, None)
                 self._proven.add(connection)
                 if len(self._proven) > MAX_CONNECTIONS:
                     raise TransferError(f"row port: {MAX_CONNECTIONS} connections are open")
-            _Questions(stream, self._regions, self._now_s).run()
-        except TransferError as error:
+            _Questions(stream, self).run()
+        except (OSError, TransferError) as error:
             if not self._closing and "closed by the other end" not in str(error):
                 log.warning("row port: connection ended", extra={"cause": error})
         except Exception:
@@ -115,9 +120,9 @@ class RowPort:
 class _Questions:
     """The questions of one client, one after the other."""
 
-    def __init__(self, stream: RowStream, regions: Regions, now_s: Callable[[], float]) -> None:
-        self._stream, self._regions, self._now_s = stream, regions, now_s
-        self._namespace, self._row_bytes = b"", 0
+    def __init__(self, stream: RowStream, port: RowPort) -> None:
+        self._stream, self._port = stream, port
+        self._space = Space(b"", 0)
         self._row = bytearray()
 
     def run(self) -> None:
@@ -143,11 +148,11 @@ class _Questions:
             case RowFrame.REGION:
                 self._take(rows.decode_region(self._body(head)), descriptors)
             case RowFrame.SPACE:
-                self._namespace, self._row_bytes = rows.decode_space(self._body(head))
+                self._space = rows.decode_space(self._body(head))
                 self._stream.send(rows.encode(RowFrame.HELD))
             case RowFrame.LOOKUP:
-                now_s, regions = self._now_s(), self._of_client()
-                held = [each.held(keys, now_s) for each in regions] or [[False] * len(keys)]
+                now_s, sources = self._port.now_s(), self._port.regions.of(self._space)
+                held = [each.held(keys, now_s) for each in sources] or [[False] * len(keys)]
                 found = bytes(map(any, zip(*held, strict=True)))
                 self._stream.send(rows.encode(RowFrame.FOUND, body=found))
             case RowFrame.LOAD:
@@ -163,7 +168,7 @@ class _Questions:
         if len(descriptors) != 2:
             raise TransferError(f"row port: REGION with {len(descriptors)} descriptors; allowed: 2")
         ledger, memory = descriptors.pop(), descriptors.pop()
-        self._regions.add(EngineRegion(info, memory, ledger))
+        self._port.regions.add(EngineRegion(info, memory, ledger, self._port.tags))
         log.info(
             "serving an engine's rows",
             extra={"engine": info.engine, "row_count": info.rows, "row_bytes": info.row_bytes},
@@ -172,18 +177,16 @@ class _Questions:
 
     def _send_row(self, key: bytes) -> None:
         self._stream.until(_ANSWER_S)
-        regions = self._of_client()
-        if regions and len(self._row) != self._row_bytes:
-            self._row = bytearray(self._row_bytes)
-        view = memoryview(self._row)
-        if any(each.read(key, view, self._now_s()) for each in regions):
-            self._stream.send(rows.row_start(view), view)
-        else:
-            self._stream.send(rows.encode(RowFrame.GONE))
-
-    def _of_client(self) -> list[EngineRegion]:
-        found = self._regions.of(self._namespace)
-        return [each for each in found if each.info.row_bytes == self._row_bytes]
+        sources = self._port.regions.of(self._space)
+        if sources and len(self._row) != self._space.row_bytes:
+            self._row = bytearray(self._space.row_bytes)
+        buffer = memoryview(self._row)
+        for each in sources:
+            if (found := each.read(key, buffer, self._port.now_s())) is not None:
+                tag, row = found
+                self._stream.send(rows.row_start(len(row), tag), row)
+                return
+        self._stream.send(rows.encode(RowFrame.GONE))
 
 
 def _end(end: socket.socket) -> None:

@@ -30,6 +30,11 @@ def addresses_of(
         if instance.connector_port is not None
     ]
     addresses += [
+        (node.agent.host, node.agent.row_port)
+        for node in cluster.nodes
+        if node.agent.row_port is not None
+    ]
+    addresses += [
         (stage.host, stage.port)
         for _, instance in cluster.instances()
         for stage in instance.stage_hosts

@@ -28,6 +28,7 @@ HOST_OF_PORT = {
     "admin_port": "admin_host",
     "peer_port": "peer_host",
     "page_port": "host",
+    "row_port": "host",
     "gossip_port": "gossip_host",
 }
 

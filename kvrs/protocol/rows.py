@@ -9,22 +9,29 @@ the agent answers, one question at a time:
                its ledger. The connection stays open as long as the engine lives
     SPACE      HELD: from here on keys are of this namespace and rows of this size
     LOOKUP     FOUND and a byte for each key: 1 where its row is held
-    LOAD       ROW for each key, in order: its checksum and its bytes; or GONE
+    LOAD       ROW for each key, in order: its tag and its bytes; or GONE
     any        REFUSED and the reason, and the end
 
 A frame is a header (magic, type, bytes of a key, number of keys, bytes of what follows them), the
 keys, and the rest. All lengths are compared with bounds before memory is allocated for them.
+
+The tag of a row is keyed BLAKE3 over its namespace, key and bytes, under a key of the cluster. The
+agent of its engine makes it once, behind the ledger's word that the bytes are those of the key, and
+a server that loads the row verifies it, whichever agents and networks the row came by. What is not
+a row has no mac: who changes it on its way can only have prompts computed.
 """
 
+import hmac
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-from xxhash import xxh3_64_intdigest
+from blake3 import blake3
 
 from kvrs.errors import TransferError
+from kvrs.protocol.secrets import derive
 
 NAMESPACE_BYTES = 32
 MAX_KEY_BYTES = 55
@@ -32,13 +39,13 @@ MAX_KEYS = 1 << 16
 MAX_ROW_BYTES = 1 << 30
 MAX_ABOUT_BYTES = 1 << 16
 MAX_REASON_BYTES = 512
+TAG_BYTES = 16
 
 _MAGIC = b"KR"
 _HEAD = struct.Struct("!2sBBIQ")
 _SPACE = struct.Struct(f"!{NAMESPACE_BYTES}sQ")
-_CHECKSUM = struct.Struct("!Q")
 HEAD_BYTES = _HEAD.size
-CHECKSUM_BYTES = _CHECKSUM.size
+SPACE_BYTES = _SPACE.size
 
 
 class RowFrame(IntEnum):
@@ -60,11 +67,18 @@ _MAX_BODY_BYTES = {
     RowFrame.LOOKUP: 0,
     RowFrame.FOUND: MAX_KEYS,
     RowFrame.LOAD: 0,
-    RowFrame.ROW: CHECKSUM_BYTES + MAX_ROW_BYTES,
+    RowFrame.ROW: TAG_BYTES + MAX_ROW_BYTES,
     RowFrame.GONE: 0,
     RowFrame.REFUSED: MAX_REASON_BYTES,
 }
 _WITH_KEYS = {RowFrame.LOOKUP, RowFrame.LOAD}
+
+
+class Space(NamedTuple):
+    """The meaning and the size of rows: all that one key stands for."""
+
+    namespace: bytes
+    row_bytes: int
 
 
 class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,6 +90,10 @@ class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     row_bytes: int
     # What the namespace was made of, so that one that differs can be explained.
     fields: dict[str, Any]
+
+    @property
+    def space(self) -> Space:
+        return Space(self.namespace, self.row_bytes)
 
 
 class RowHead(msgspec.Struct, frozen=True):
@@ -116,29 +134,47 @@ def split_keys(data: bytes, key_bytes: int) -> list[bytes]:
     return [data[at : at + key_bytes] for at in range(0, len(data), key_bytes or 1)]
 
 
-def encode_space(namespace: bytes, row_bytes: int) -> bytes:
-    return _SPACE.pack(namespace, row_bytes)
+def encode_space(space: Space) -> bytes:
+    return _SPACE.pack(*space)
 
 
-def decode_space(body: bytes) -> tuple[bytes, int]:
+def decode_space(body: bytes) -> Space:
     """Raises TransferError."""
     if len(body) != _SPACE.size:
         raise TransferError(f"row port: SPACE of {len(body)} bytes; allowed: {_SPACE.size}")
-    namespace, row_bytes = _SPACE.unpack(body)
-    if not 0 < row_bytes <= MAX_ROW_BYTES:
-        raise TransferError(f"row port: rows of {row_bytes} bytes; allowed: 1 to {MAX_ROW_BYTES}")
-    return namespace, row_bytes
+    space = Space(*_SPACE.unpack(body))
+    if not 0 < space.row_bytes <= MAX_ROW_BYTES:
+        raise TransferError(
+            f"row port: rows of {space.row_bytes} bytes; allowed: 1 to {MAX_ROW_BYTES}"
+        )
+    return space
 
 
-def row_start(row: bytes | bytearray | memoryview) -> bytes:
+def row_start(row_bytes: int, tag: bytes) -> bytes:
     """Make the head that precedes the bytes of a row."""
-    head = _HEAD.pack(_MAGIC, RowFrame.ROW, 0, 0, CHECKSUM_BYTES + len(row))
-    return head + _CHECKSUM.pack(xxh3_64_intdigest(row))
+    return _HEAD.pack(_MAGIC, RowFrame.ROW, 0, 0, TAG_BYTES + row_bytes) + tag
 
 
-def is_intact(row: bytes | bytearray | memoryview, checksum: bytes) -> bool:
-    (expected,) = _CHECKSUM.unpack(checksum)
-    return bool(xxh3_64_intdigest(row) == expected)
+class RowTags:
+    """Makes and verifies tags of rows."""
+
+    def __init__(self, secrets: Sequence[bytes]) -> None:
+        """Tags are made by the first of the cluster's secrets, and right by any of them."""
+        self._keys = [derive(secret, b"kvrs-row-tags") for secret in secrets]
+
+    def make(self, space: Space, key: bytes, row: bytearray | memoryview) -> bytes:
+        return self._tag(self._keys[0], space, key, row)
+
+    def is_right(self, tag: bytes, space: Space, key: bytes, row: bytearray | memoryview) -> bool:
+        return any(
+            hmac.compare_digest(tag, self._tag(each, space, key, row)) for each in self._keys
+        )
+
+    @staticmethod
+    def _tag(under: bytes, space: Space, key: bytes, row: bytearray | memoryview) -> bytes:
+        hashed = blake3(encode_space(space) + bytes((len(key),)) + key, key=under)
+        hashed.update(row)
+        return hashed.digest(TAG_BYTES)
 
 
 def decode_region(body: bytes) -> RegionInfo:

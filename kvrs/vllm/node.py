@@ -1,10 +1,12 @@
-"""The parts of the cluster that vLLM's process uses: the agent of its node, and its own link."""
+"""The parts of the cluster that vLLM's process uses: agents, and its link to that of its node."""
 
 import hashlib
 import json
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,14 +15,14 @@ import msgspec
 from kvrs.config.file import load_config, read_secrets
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId
-from kvrs.protocol.rows import RegionInfo
+from kvrs.protocol.rows import RegionInfo, RowTags
 from kvrs.protocol.secrets import Scope, scoped_key
-from kvrs.transfer.peers import ROWS_SOCKET
 from kvrs.transfer.rows.client import RowClient
+from kvrs.transfer.rows.dialling import dial_tcp, dial_unix
 from kvrs.transfer.rows.link import RegionLink, unlink_region
-from kvrs.transfer.shared_memory.passing import connect_in
 from kvrs.transfer.store.directory import store_directory
 from kvrs.vllm import ledger, space
+from kvrs.vllm.agents import KnownAgents
 
 
 class _Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,11 +36,11 @@ class _Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """Agents to load from, the link to the own one, and the engine's cache policy."""
+    """KnownAgents to load from, the link to the own one, and the engine's cache policy."""
 
     link: RegionLink
     policy: "ledger.KvrsPolicy"
-    agents: list[RowClient]
+    agents: KnownAgents
     serves_all: bool
     lookup_s: float
     load_s: float
@@ -70,22 +72,23 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
         raise ConfigError(
             f"kv_connector_extra_config.kvrs.instance: {instance!r}; allowed: {', '.join(nodes)}"
         )
-    secret = read_secrets(config.security, os.environ)[0]
+    secrets = read_secrets(config.security, os.environ)
     fields = space.fields_of(spec)
     namespace = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
-    key = scoped_key(secret, Scope.ROWS, own.agent_id)
-    directory = store_directory(config.backup.directory, secret, own.id)
-
-    def dial() -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.settimeout(given.lookup_s)
-            connect_in(directory, ROWS_SOCKET, connection)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
+    info = RegionInfo(instance, namespace, rows, row_bytes, fields)
+    tags = RowTags(secrets)
+    directory = store_directory(config.backup.directory, secrets[0], own.id)
+    dials: dict[InstanceId, Callable[[float], socket.socket]] = {
+        node.agent_id: partial(dial_tcp, node.agent.host, node.agent.row_port)
+        for node in config.cluster.nodes
+        if node.agent.row_port is not None
+    }
+    dials[own.agent_id] = partial(dial_unix, directory)
+    keys = {agent: scoped_key(secrets[0], Scope.ROWS, agent) for agent in dials}
+    clients = {
+        str(agent): RowClient(agent, dial, keys[agent], info.space, tags)
+        for agent, dial in dials.items()
+    }
     policy = ledger.latest()
     if policy is None or policy.ledger is None or policy.ledger.rows != rows:
         raise KvrsError(
@@ -93,7 +96,13 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
             "cache_policy_module_path kvrs.vllm.ledger beside this tier"
         )
     policy.ledger.describe(row_bytes)
-    info = RegionInfo(instance, namespace, rows, row_bytes, fields)
-    link = RegionLink(info, region.fd, policy.ledger, dial, key)
-    agents = [RowClient(own.agent_id, dial, key, namespace, row_bytes)]
-    return NodeParts(link, policy, agents, given.requests == "all", given.lookup_s, given.load_s)
+    link = RegionLink(
+        info,
+        region.fd,
+        policy.ledger,
+        partial(dial_unix, directory, given.lookup_s),
+        keys[own.agent_id],
+    )
+    agents = KnownAgents(clients.pop(own.agent_id), clients)
+    serves_all = given.requests == "all"
+    return NodeParts(link, policy, agents, serves_all, given.lookup_s, given.load_s)

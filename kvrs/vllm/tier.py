@@ -4,9 +4,14 @@ vLLM loads it by an entry of `secondary_tiers`: `{"type": "KvrsTier", "module_pa
 "kvrs.vllm.tier", "config": FILE, "instance": ID}`. Nothing is stored by way of it: agents read the
 rows of an engine out of its own memory (`kvrs/vllm/ledger.py`).
 
-All its methods run in the scheduler's thread between two steps and wait for nothing. A thread for
-each agent looks keys up, and a few load; each ends its work by a deadline and always answers. The
-first error that is not expected turns the tier off: it then finds nothing, and vLLM computes.
+All its methods run in the scheduler's thread between two steps and wait for nothing. Each agent has
+threads of its own, one that looks keys up and others that load, so that an agent that hangs delays
+no other; each ends its work by a deadline and always answers. The first error that is not expected
+turns the tier off: it then finds nothing, and vLLM computes.
+
+A request's `kv_transfer_params.kvrs` is an object; its `agents` are ids of agents of other nodes.
+They are asked at the same time as that of the own node, which wins: to ask them only for what it
+lacks would let an own agent that hangs hide what they hold.
 """
 
 import logging
@@ -16,8 +21,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadPolicy, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
@@ -25,11 +30,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.link import RegionLink
 from kvrs.vllm import ledger, node
+from kvrs.vllm.agents import KnownAgents
 from kvrs.vllm.guard import Switch, guarded
 
 log = logging.getLogger(__name__)
 
-_LOADERS = 2
+_OWN_LOADERS = 2  # Of the own node's agent; others have one.
 
 
 @dataclass(slots=True)
@@ -38,15 +44,28 @@ class _Asked:
 
     since_s: float
     waiting: int
+    own_waits: bool = True
+    # By key, the first agent of another node that has it.
+    others: dict[bytes, RowClient] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Load:
+    """A job, of which each agent loads a part."""
+
     job: int
-    keys: list[bytes]
-    rows: list[int]
-    agents: "list[RowClient | None]"
+    keys: int
+    parts: int
     begun_s: float
+    loaded: list[bytes] = field(default_factory=list)
+
+
+class _Threads(NamedTuple):
+    """The queues that the threads of an agent serve."""
+
+    lookups: "queue.SimpleQueue[Any]"
+    loads: "queue.SimpleQueue[Any]"
+    loaders: int
 
 
 class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not checked.
@@ -68,7 +87,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         # Python has no sub-views of a view with two dimensions.
         self._memory = primary_kv_view.cast("B")
         self._row_bytes: int = self.block_size_bytes
-        self._agents: list[RowClient] = []
+        self._agents: KnownAgents | None = None
         self._link: RegionLink | None = None
         self._lookup_s = self._load_s = 0.0
         self._serves_all = False
@@ -77,12 +96,11 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         self._new: defaultdict[str, list[bytes]] = defaultdict(list)
         self._taken: defaultdict[str, dict[bytes, RowClient]] = defaultdict(dict)
         self._protected: set[str] = set()
-        self._asking: set[str] = set()
+        self._asking: dict[str, list[RowClient]] = {}
         # Between threads.
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
-        self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
-        self._lookups: list[queue.SimpleQueue[Any]] = []
+        self._threads_of: dict[RowClient, _Threads] = {}
         self._running, self._idle = 0, threading.Condition()
         self._threads: list[threading.Thread] = []
         try:
@@ -97,18 +115,20 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         self._serves_all = found.serves_all
         self._link, self._policy, self._agents = found.link, found.policy, found.agents
         self._link.start()
-        for agent in self._agents:
-            self._lookups.append(queue.SimpleQueue())
-            self._begin_thread(self._look_up, self._lookups[-1], agent)
-        for _ in range(_LOADERS):
-            self._begin_thread(self._load, self._loads)
+        self._begin_threads(found.agents.own, _OWN_LOADERS)
 
-    def _begin_thread(self, work: Callable[..., None], items: Any, *more: Any) -> None:
-        thread = threading.Thread(
-            target=_work, args=(work, items, *more), name="kvrs-tier", daemon=True
-        )
-        self._threads.append(thread)
-        thread.start()
+    def _begin_threads(self, agent: RowClient, loaders: int = 1) -> None:
+        found = _Threads(queue.SimpleQueue(), queue.SimpleQueue(), loaders)
+        self._threads_of[agent] = found
+        for work, items in (
+            (self._look_up, found.lookups),
+            *[(self._load, found.loads)] * loaders,
+        ):
+            thread = threading.Thread(
+                target=_work, args=(work, items, agent), name="kvrs-tier", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
 
     # Requests.
 
@@ -120,10 +140,18 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             self._protected.add(req_context.req_id)
             # What another connector brings is not looked for here: vLLM asks all of them.
             if not params.get("do_remote_prefill"):
-                self._asking.add(req_context.req_id)
+                self._asking[req_context.req_id] = self._agents_of(params.get("kvrs"))
             # A protected stream has no hole where the prefix cache of the engine had its blocks.
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
+
+    def _agents_of(self, given: Any) -> list[RowClient]:
+        assert self._agents is not None
+        found = self._agents.named(given)
+        for agent in found:
+            if agent not in self._threads_of:
+                self._begin_threads(agent)
+        return found
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
@@ -131,8 +159,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         if request not in self._protected:
             return
         self._protected.discard(request)
-        self._asking.discard(request)
-        for by_request in (self._known, self._new, self._taken):
+        for by_request in (self._asking, self._known, self._new, self._taken):
             by_request.pop(request, None)
         if self._policy is not None:
             self._policy.release(request)
@@ -150,36 +177,40 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
     @guarded(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         request = req_context.req_id
-        if request not in self._asking:
+        if (agents := self._asking.get(request)) is None:
             return LookupResult.MISS
         known = self._known[request]
         if key not in known:
-            if not any(agent.is_usable for agent in self._agents):
+            if not any(agent.is_usable for agent in agents):
                 return LookupResult.MISS
             self._new[request].append(key)
-            known[key] = _Asked(time.monotonic(), len(self._agents))
+            known[key] = _Asked(time.monotonic(), len(agents))
             return LookupResult.RETRY
         self._take_answers()
-        match known[key]:
-            case RowClient() as agent:
-                # Once: one that vLLM asks for again could not be loaded, or was evicted by the next
-                # rows of a prompt that its tier has no room for.
-                known[key], self._taken[request][key] = None, agent
-                return LookupResult.HIT
-            case _Asked() as asked if (
-                asked.waiting and time.monotonic() < asked.since_s + self._lookup_s
-            ):
+        found = known[key]
+        if isinstance(found, _Asked):
+            other = found.others.get(key)
+            is_open = found.waiting and (found.own_waits or other is None)
+            if is_open and time.monotonic() < found.since_s + self._lookup_s:
                 return LookupResult.RETRY
+            found = other
+        # Once: one that vLLM asks for again could not be loaded, or was evicted by the next rows of
+        # a prompt that its tier has no room for.
         known[key] = None
-        return LookupResult.MISS
+        if found is None:
+            return LookupResult.MISS
+        self._taken[request][key] = found
+        return LookupResult.HIT
 
     @guarded(lambda: None)
     def on_schedule_end(self, context: Any) -> None:
         for request, keys in self._new.items():
-            asked = _Asked(time.monotonic(), len(self._agents))
+            usable = [agent for agent in self._asking.get(request, ()) if agent.is_usable]
+            own_waits = self._agents is not None and self._agents.own in usable
+            asked = _Asked(time.monotonic(), len(usable), own_waits)
             self._known[request].update(dict.fromkeys(keys, asked))
-            for lookups in self._lookups:
-                lookups.put((request, keys, asked))
+            for agent in usable:
+                self._threads_of[agent].lookups.put((request, keys, asked))
         self._new.clear()
         self._take_answers()
 
@@ -205,12 +236,18 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         agent: RowClient,
         found: Sequence[bool],
     ) -> None:
+        assert self._agents is not None
+        is_own = agent is self._agents.own
         asked.waiting -= 1
+        asked.own_waits &= not is_own
         if (known := self._known.get(request)) is None:
             return
         for key, is_held in zip(keys, found, strict=False):
             if is_held and known.get(key) is asked:
-                known[key] = agent
+                if is_own:
+                    known[key] = agent
+                else:
+                    asked.others.setdefault(key, agent)
 
     # Loads.
 
@@ -232,33 +269,40 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
 
     @guarded(lambda: False)
     def _queue_load(self, job: TransferJob) -> bool:
-        taken, keys = self._taken.get(job.req_context.req_id, {}), list(job.keys)
-        agents = [taken.pop(key, None) for key in keys]
-        now_s = time.monotonic()
-        self._loads.put(_Load(job.job_id, keys, job.chunk_ids.tolist(), agents, now_s))
-        return True
+        taken = self._taken.get(job.req_context.req_id, {})
+        parts: defaultdict[RowClient, list[tuple[bytes, memoryview]]] = defaultdict(list)
+        for key, row in zip(job.keys, job.chunk_ids.tolist(), strict=True):
+            if (agent := taken.pop(key, None)) is not None:
+                parts[agent].append((key, self._row(row)))
+        load = _Load(job.job_id, len(job.keys), len(parts), time.monotonic())
+        for agent, wanted in parts.items():
+            self._threads_of[agent].loads.put((load, wanted))
+        return bool(parts)
 
-    def _load(self, load: _Load) -> None:
+    def _load(self, item: tuple[_Load, list[tuple[bytes, memoryview]]], agent: RowClient) -> None:
+        load, wanted = item
         loaded: list[bytes] = []
         try:
-            by_agent: defaultdict[RowClient, list[tuple[bytes, memoryview]]] = defaultdict(list)
-            for key, row, agent in zip(load.keys, load.rows, load.agents, strict=True):
-                if agent is not None:
-                    by_agent[agent].append((key, self._row(row)))
-            for agent, wanted in by_agent.items():
-                count = agent.load(wanted, load.begun_s + self._load_s - time.monotonic())
-                loaded += [key for key, _ in wanted[:count]]
+            count = agent.load(wanted, load.begun_s + self._load_s - time.monotonic())
+            loaded = [key for key, _ in wanted[:count]]
         finally:
-            whole = len(loaded) == len(load.keys)
-            self._end(
-                JobResult(
-                    load.job,
-                    success=whole,
-                    successful_keys=None if whole or not loaded else tuple(loaded),
-                    transfer_time=time.monotonic() - load.begun_s,
-                    transfer_bytes=len(loaded) * self._row_bytes,
-                )
-            )
+            wanted.clear()  # Nothing refers to vLLM's memory from here on.
+            with self._idle:
+                load.loaded += loaded
+                load.parts -= 1
+                is_over = not load.parts
+            if is_over:
+                self._end(self._result(load))
+
+    def _result(self, load: _Load) -> JobResult:
+        whole = len(load.loaded) == load.keys
+        return JobResult(
+            load.job,
+            success=whole,
+            successful_keys=None if whole or not load.loaded else tuple(load.loaded),
+            transfer_time=time.monotonic() - load.begun_s,
+            transfer_bytes=len(load.loaded) * self._row_bytes,
+        )
 
     def _row(self, row: int) -> memoryview:
         return self._memory[row * self._row_bytes : (row + 1) * self._row_bytes]
@@ -293,13 +337,14 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         self.switch.turn_off("vLLM's cache was reset: its weights may be others since")
 
     def shutdown(self) -> None:
-        for items in [*self._lookups, *[self._loads] * _LOADERS]:
-            items.put(None)
+        for lookups, loads, loaders in self._threads_of.values():
+            for items in (lookups, *[loads] * loaders):
+                items.put(None)
         for thread in self._threads:
             thread.join(self._load_s + 1.0)
         if self._link is not None:
             self._link.close()
-        for agent in self._agents:
+        for agent in self._threads_of:
             agent.close()
         self._memory.release()  # Else vLLM cannot close its map.
 

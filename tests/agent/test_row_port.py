@@ -7,76 +7,38 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kvrs.agent import row_port
-from kvrs.agent.regions import ADOPTED_S, Regions
-from kvrs.agent.row_port import RowPort
+from kvrs.agent.regions import ADOPTED_S
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.rows import RowFrame
+from kvrs.protocol.rows import RowFrame, Space
 from kvrs.protocol.secrets import Scope, scoped_key
-from kvrs.transfer.rows.stream import RowStream
-from kvrs_testkit.row_engine import AGENT, RowEngine, dial, key_of, row_of
+from kvrs_testkit.row_agent import SECRET, RowAgent, load, look_up, until
+from kvrs_testkit.row_engine import AGENT, RowEngine, key_of, row_of
 
-SECRET = bytes(range(32))
-KEY = scoped_key(SECRET, Scope.ROWS, AGENT)
-SPACE = bytes(31) + b"s"
-ROWS, ROW_BYTES = 24, 1 << 16
-TIMEOUT_S = 20.0
-
-
-class Agent:
-    """The row port of an agent at a socket of its own."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        self.regions = Regions()
-        self.port = RowPort(self.regions, [KEY])
-        self._streams: list[RowStream] = []
-        path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(self.path)
-        listener.listen()
-        self.port.listen(listener)
-
-    def proven(self) -> RowStream:
-        stream = self.connected()
-        stream.prove(KEY)
-        return stream
-
-    def connected(self) -> RowStream:
-        self._streams.append(RowStream(dial(self.path)))
-        return self._streams[-1]
-
-    def close(self) -> None:
-        self.port.close()
-        for stream in self._streams:
-            stream.close()
-
-    def client(self, namespace: bytes = SPACE, row_bytes: int = ROW_BYTES) -> RowStream:
-        stream = self.proven()
-        stream.send(rows.encode(RowFrame.SPACE, body=rows.encode_space(namespace, row_bytes)))
-        stream.expect(RowFrame.HELD)
-        return stream
+ROWS = 24
+SPACE = Space(bytes(31) + b"s", 1 << 16)
+SMALL = Space(SPACE.namespace, 4096)
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agent]:
-    agent = Agent(tmp_path / "rows")
+def agent(tmp_path: Path) -> Iterator[RowAgent]:
+    agent = RowAgent(tmp_path / "rows")
     yield agent
     agent.close()
 
 
 @pytest.fixture
-def engine(agent: Agent) -> Iterator[subprocess.Popen[str]]:
+def engine(agent: RowAgent) -> Iterator[subprocess.Popen[str]]:
     """A process that writes rows all the time, and has written each once."""
     process = start(agent)
-    client = agent.client()
+    client = agent.stream(SPACE)
     until(lambda: sum(look_up(client, ALL_KEYS)) >= ROWS - 1)
     yield process
     process.kill()
@@ -84,18 +46,18 @@ def engine(agent: Agent) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def linked(agent: Agent) -> Iterator[RowEngine]:
+def linked(agent: RowAgent) -> Iterator[RowEngine]:
     """An engine of this process whose second row has key 7."""
-    engine = RowEngine(agent.path, SECRET, SPACE, 2, 4096)
+    engine = RowEngine(agent.path, SECRET, SMALL.namespace, 2, 4096)
     engine.write(1, 7)
     engine.link.start()
-    until(lambda: bool(agent.regions.of(SPACE)))
+    until(lambda: bool(agent.regions.of(SMALL)))
     yield engine
     engine.link.close()
 
 
-def start(agent: Agent) -> subprocess.Popen[str]:
-    orders = [agent.path, SECRET.hex(), SPACE.hex(), str(ROWS), str(ROW_BYTES)]
+def start(agent: RowAgent) -> subprocess.Popen[str]:
+    orders = [agent.path, SECRET.hex(), SPACE.namespace.hex(), str(ROWS), str(SPACE.row_bytes)]
     process = subprocess.Popen(
         [sys.executable, "-m", "kvrs_testkit.row_engine", *orders],
         stdout=subprocess.PIPE,
@@ -106,95 +68,70 @@ def start(agent: Agent) -> subprocess.Popen[str]:
     return process
 
 
-def until(reached: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + TIMEOUT_S
-    while not reached():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.005)
-
-
-def look_up(client: RowStream, keys: list[bytes]) -> list[bool]:
-    client.send(rows.encode(RowFrame.LOOKUP, keys))
-    return [bool(each) for each in client.receive_exactly(client.expect(RowFrame.FOUND).body_bytes)]
-
-
-def load(client: RowStream, keys: list[bytes]) -> list[bytes | None]:
-    client.send(rows.encode(RowFrame.LOAD, keys))
-    loaded: list[bytes | None] = []
-    for _ in keys:
-        head = client.receive_head()
-        if head.frame is RowFrame.GONE:
-            loaded.append(None)
-            continue
-        checksum = client.receive_exactly(rows.CHECKSUM_BYTES)
-        row = client.receive_exactly(head.body_bytes - rows.CHECKSUM_BYTES)
-        assert rows.is_intact(row, checksum)
-        loaded.append(row)
-    return loaded
-
-
 ALL_KEYS = [key_of(number) for number in range(1, 998)]
 
 
 @pytest.mark.process
-def test_no_row_of_a_living_engine_is_wrong(agent: Agent, engine: subprocess.Popen[str]) -> None:
-    client = agent.client()
+def test_no_row_of_a_living_engine_is_wrong(agent: RowAgent, engine: subprocess.Popen[str]) -> None:
+    client = agent.stream(SPACE)
     served = 0
     for _ in range(40):
         keys = random.Random(served).sample(ALL_KEYS, 200)
-        for key, row in zip(keys, load(client, keys), strict=True):
-            assert row is None or row == row_of(key, ROW_BYTES)
+        for key, row in zip(keys, load(client, SPACE, keys), strict=True):
+            assert row is None or row == row_of(key, SPACE.row_bytes)
             served += row is not None
     assert served
 
 
 @pytest.mark.process
 def test_rows_of_a_killed_engine_are_served_and_none_is_wrong(
-    agent: Agent, engine: subprocess.Popen[str]
+    agent: RowAgent, engine: subprocess.Popen[str]
 ) -> None:
     engine.kill()
     engine.wait()
     until(lambda: settled(agent))
-    client = agent.client()
+    client = agent.stream(SPACE)
     found = look_up(client, ALL_KEYS)
-    loaded = load(client, ALL_KEYS)
+    loaded = load(client, SPACE, ALL_KEYS)
     assert [row is not None for row in loaded] == found
     assert sum(found) >= ROWS - 1  # One was being written.
     for key, row in zip(ALL_KEYS, loaded, strict=True):
-        assert row is None or row == row_of(key, ROW_BYTES)
+        assert row is None or row == row_of(key, SPACE.row_bytes)
 
 
 @pytest.mark.process
 def test_a_reader_without_the_ledger_reads_rows_that_are_wrong(
-    agent: Agent, engine: subprocess.Popen[str]
+    agent: RowAgent, engine: subprocess.Popen[str]
 ) -> None:
     """The oracle of the two tests above can fail."""
     (region,) = agent.regions.of(SPACE)
     mixed = 0
     for _ in range(200):
         os.kill(engine.pid, signal.SIGSTOP)
-        data = os.pread(region._memory, ROWS * ROW_BYTES, 0)
+        data = os.pread(region._memory, ROWS * SPACE.row_bytes, 0)
         os.kill(engine.pid, signal.SIGCONT)
-        found = [data[at : at + ROW_BYTES] for at in range(0, len(data), ROW_BYTES)]
-        mixed += sum(row != row_of(row[:8], ROW_BYTES) for row in found)
+        found = [data[at : at + SPACE.row_bytes] for at in range(0, len(data), SPACE.row_bytes)]
+        mixed += sum(row != row_of(row[:8], SPACE.row_bytes) for row in found)
         time.sleep(0.002)
         if mixed:
             return
     raise AssertionError("no row was read while it was written")
 
 
-def settled(agent: Agent) -> bool:
+def settled(agent: RowAgent, space: Space = SPACE) -> bool:
     agent.regions.settle(time.monotonic())
-    (region,) = agent.regions.of(SPACE)
+    (region,) = agent.regions.of(space)
     return region.died_s is not None
 
 
 @pytest.mark.process
-def test_an_engine_is_dead_although_its_child_holds_the_link(agent: Agent, tmp_path: Path) -> None:
+def test_an_engine_is_dead_although_its_child_holds_the_link(
+    agent: RowAgent, tmp_path: Path
+) -> None:
     program = (
         "import os, sys, time\n"
         "from kvrs_testkit.row_engine import RowEngine\n"
-        f"engine = RowEngine({agent.path!r}, {SECRET!r}, {SPACE!r}, 2, 4096)\n"
+        f"engine = RowEngine({agent.path!r}, {SECRET!r}, {SMALL.namespace!r}, 2, 4096)\n"
         "engine.write(0, 7)\n"
         "engine.link.start()\n"
         "sys.stdin.readline()\n"
@@ -205,7 +142,7 @@ def test_an_engine_is_dead_although_its_child_holds_the_link(agent: Agent, tmp_p
     parent = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    until(lambda: bool(agent.regions.of(SPACE)))
+    until(lambda: bool(agent.regions.of(SMALL)))
     assert parent.stdin is not None
     assert parent.stdout is not None
     parent.stdin.write("\n")
@@ -215,8 +152,8 @@ def test_an_engine_is_dead_although_its_child_holds_the_link(agent: Agent, tmp_p
         parent.kill()
         parent.wait()
         os.kill(child, 0)
-        until(lambda: settled(agent))
-        (row,) = load(agent.client(row_bytes=4096), [key_of(7)])
+        until(lambda: settled(agent, SMALL))
+        (row,) = load(agent.stream(SMALL), SMALL, [key_of(7)])
         assert row == row_of(key_of(7), 4096)
     finally:
         os.kill(child, signal.SIGKILL)
@@ -226,31 +163,33 @@ def test_an_engine_is_dead_although_its_child_holds_the_link(agent: Agent, tmp_p
 
 @pytest.mark.process
 def test_the_next_agent_has_the_rows_of_a_living_engine(
-    agent: Agent, engine: subprocess.Popen[str]
+    agent: RowAgent, engine: subprocess.Popen[str]
 ) -> None:
     agent.port.close()
-    following = Agent(Path(agent.path))
+    following = RowAgent(Path(agent.path))
     try:
-        until(lambda: any(look_up(following.client(), ALL_KEYS)))
+        until(lambda: any(look_up(following.stream(SPACE), ALL_KEYS)))
         engine.kill()
         engine.wait()
         until(lambda: settled(following))
-        assert any(look_up(following.client(), ALL_KEYS))
+        assert any(look_up(following.stream(SPACE), ALL_KEYS))
     finally:
         following.close()
 
 
 @pytest.mark.process
-def test_memory_of_a_dead_engine_is_given_back(agent: Agent, engine: subprocess.Popen[str]) -> None:
+def test_memory_of_a_dead_engine_is_given_back(
+    agent: RowAgent, engine: subprocess.Popen[str]
+) -> None:
     engine.kill()
     engine.wait()
     until(lambda: settled(agent))
     agent.regions.settle(time.monotonic() + ADOPTED_S + 1)
     assert agent.regions.of(SPACE) == []
-    assert not any(look_up(agent.client(), ALL_KEYS))
+    assert not any(look_up(agent.stream(SPACE), ALL_KEYS))
 
 
-def test_a_client_of_another_secret_is_refused(agent: Agent) -> None:
+def test_a_client_of_another_secret_is_refused(agent: RowAgent) -> None:
     with pytest.raises(TransferError, match="another secret"):
         agent.connected().prove(scoped_key(bytes(32), Scope.ROWS, AGENT))
 
@@ -259,7 +198,10 @@ def test_a_client_of_another_secret_is_refused(agent: Agent) -> None:
     ("frame", "said"),
     [
         (rows.encode(RowFrame.SPACE, body=b"short"), "SPACE of 5 bytes"),
-        (rows.encode(RowFrame.SPACE, body=rows.encode_space(SPACE, 0)), "rows of 0 bytes"),
+        (
+            rows.encode(RowFrame.SPACE, body=rows.encode_space(Space(SPACE.namespace, 0))),
+            "rows of 0 bytes",
+        ),
         (rows.encode(RowFrame.REGION, body=b"{}"), "REGION with 0 descriptors"),
         (rows.encode(RowFrame.HELD), "HELD is no question"),
         (b"KR" + b"\x63" + bytes(13), "frame b'KR' 99"),
@@ -268,17 +210,17 @@ def test_a_client_of_another_secret_is_refused(agent: Agent) -> None:
     ],
 )
 def test_a_frame_that_is_wrong_ends_its_connection_alone(
-    agent: Agent, frame: bytes, said: str
+    agent: RowAgent, frame: bytes, said: str
 ) -> None:
-    other, stream = agent.client(), agent.proven()
+    other, stream = agent.stream(SPACE), agent.proven()
     stream.send(frame)
     with pytest.raises(TransferError, match=f"(?s){said}|closed"):
         stream.expect(RowFrame.HELD)
     assert look_up(other, [key_of(1)]) == [False]
 
 
-def test_a_region_that_is_none_is_refused(agent: Agent, tmp_path: Path) -> None:
-    engine = RowEngine(agent.path, SECRET, SPACE, 2, 4096)
+def test_a_region_that_is_none_is_refused(agent: RowAgent, tmp_path: Path) -> None:
+    engine = RowEngine(agent.path, SECRET, SMALL.namespace, 2, 4096)
     os.ftruncate(engine.memory, 4096)
     stream = agent.proven()
     stream.send_with(engine.link._shown, rows.encode_region(engine.link._info))
@@ -286,8 +228,8 @@ def test_a_region_that_is_none_is_refused(agent: Agent, tmp_path: Path) -> None:
         stream.expect(RowFrame.HELD)
 
 
-def test_a_descriptor_that_can_write_is_refused(agent: Agent) -> None:
-    engine = RowEngine(agent.path, SECRET, SPACE, 2, 4096)
+def test_a_descriptor_that_can_write_is_refused(agent: RowAgent) -> None:
+    engine = RowEngine(agent.path, SECRET, SMALL.namespace, 2, 4096)
     stream = agent.proven()
     shown = [engine.memory, engine.ledger.descriptor]
     stream.send_with(shown, rows.encode_region(engine.link._info))
@@ -296,30 +238,32 @@ def test_a_descriptor_that_can_write_is_refused(agent: Agent) -> None:
 
 
 @pytest.mark.process
-def test_an_engine_that_closed_its_ledger_serves_nothing(agent: Agent, linked: RowEngine) -> None:
+def test_an_engine_that_closed_its_ledger_serves_nothing(
+    agent: RowAgent, linked: RowEngine
+) -> None:
     """A reset of vLLM's cache closes it."""
-    client = agent.client(row_bytes=4096)
-    assert load(client, [key_of(7)]) == [row_of(key_of(7), 4096)]
+    client = agent.stream(SMALL)
+    assert load(client, SMALL, [key_of(7)]) == [row_of(key_of(7), 4096)]
     linked.ledger.close()
     linked.ledger.writing(1)
     linked.ledger.holds(1, key_of(7))
-    assert load(client, [key_of(7)]) == [None]
+    assert load(client, SMALL, [key_of(7)]) == [None]
 
 
 @pytest.mark.process
-def test_a_region_that_shrinks_ends_nothing(agent: Agent, linked: RowEngine) -> None:
-    client = agent.client(row_bytes=4096)
-    assert load(client, [key_of(7)]) == [row_of(key_of(7), 4096)]
+def test_a_region_that_shrinks_ends_nothing(agent: RowAgent, linked: RowEngine) -> None:
+    client = agent.stream(SMALL)
+    assert load(client, SMALL, [key_of(7)]) == [row_of(key_of(7), 4096)]
     os.ftruncate(linked.memory, 0)
-    assert load(client, [key_of(7)]) == [None]
+    assert load(client, SMALL, [key_of(7)]) == [None]
 
 
 def test_connections_that_prove_nothing_make_room_for_one_that_does(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
+    agent: RowAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvrs.transfer.rows.stream.PROOF_S", 3600.0)
     silent = [agent.connected() for _ in range(row_port.MAX_UNPROVEN + 5)]
-    client = agent.client()
+    client = agent.stream(SMALL)
     assert look_up(client, [key_of(7)]) == [False]
     for each in silent[:5]:
         each.until(5.0)
@@ -328,12 +272,12 @@ def test_connections_that_prove_nothing_make_room_for_one_that_does(
 
 
 def test_connections_beyond_the_bound_are_closed(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
+    agent: RowAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_port, "MAX_CONNECTIONS", 3)
-    first = [agent.client() for _ in range(3)]
+    first = [agent.stream(SMALL) for _ in range(3)]
     with pytest.raises(TransferError):
-        agent.client()
+        agent.stream(SMALL)
     assert look_up(first[0], [key_of(7)]) == [False]
 
 
@@ -352,9 +296,9 @@ def test_a_port_without_descriptors_says_so_once_and_serves_again(
     monkeypatch.setattr(row_port, "_PAUSE_S", 0.001)
     monkeypatch.setattr(socket.socket, "accept", failing)
     monkeypatch.setattr(time, "sleep", pauses.append)
-    agent = Agent(tmp_path / "rows")
+    agent = RowAgent(tmp_path / "rows")
     try:
-        assert look_up(agent.client(), [key_of(7)]) == [False]
+        assert look_up(agent.stream(SMALL), [key_of(7)]) == [False]
     finally:
         agent.close()
     said = [each for each in caplog.records if "no connection is accepted" in each.message]
@@ -363,7 +307,7 @@ def test_a_port_without_descriptors_says_so_once_and_serves_again(
     assert max(pauses) > 0.001
 
 
-def test_what_a_client_said_proves_nothing_a_second_time(agent: Agent) -> None:
+def test_what_a_client_said_proves_nothing_a_second_time(agent: RowAgent) -> None:
     """Replayed bytes of a proof are refused: each connection has nonces of both ends."""
     said: list[bytes] = []
     first = agent.connected()
@@ -374,7 +318,7 @@ def test_what_a_client_said_proves_nothing_a_second_time(agent: Agent) -> None:
         send(*parts)
 
     first.send = noting  # type: ignore[method-assign]
-    first.prove(KEY)
+    first.prove(agent.key)
 
     second = agent.connected()
     for each in said:

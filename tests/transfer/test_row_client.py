@@ -10,15 +10,17 @@ import pytest
 
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.rows import RowFrame
+from kvrs.protocol.rows import RowFrame, RowTags, Space
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows import stream
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.stream import RowStream
 from kvrs_testkit.row_engine import AGENT, dial, key_of, row_of
 
-KEY = scoped_key(bytes(32), Scope.ROWS, AGENT)
+SECRET = bytes(32)
+KEY = scoped_key(SECRET, Scope.ROWS, AGENT)
 ROW_BYTES = 4096
+SPACE, TAGS = Space(bytes(32), ROW_BYTES), RowTags([SECRET])
 KEYS = [key_of(number) for number in range(1, 7)]
 
 Answer = Callable[[RowStream, list[bytes], int], None]  # Keys of a LOAD, number of the connection.
@@ -38,7 +40,7 @@ class Agent:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def client(self) -> RowClient:
-        return RowClient("n0", lambda: dial(self.path), KEY, bytes(32), ROW_BYTES)
+        return RowClient("n0", lambda timeout_s: dial(self.path), KEY, SPACE, TAGS)
 
     def close(self) -> None:
         with suppress(OSError):
@@ -76,8 +78,12 @@ def whole(stream: RowStream, keys: list[bytes], number: int) -> None:
 
 
 def send(stream: RowStream, key: bytes) -> None:
-    row = row_of(key, ROW_BYTES)
-    stream.send(rows.row_start(row), row)
+    row = bytearray(row_of(key, ROW_BYTES))
+    stream.send(start(key, row), row)
+
+
+def start(key: bytes, row: bytearray) -> bytes:
+    return rows.row_start(len(row), TAGS.make(SPACE, key, row))
 
 
 @pytest.fixture
@@ -125,19 +131,35 @@ def test_a_damaged_row_is_not_there(agent: Agent, place: int) -> None:
     def answer(stream: RowStream, keys: list[bytes], number: int) -> None:
         for at, key in enumerate(keys):
             row = bytearray(row_of(key, ROW_BYTES))
-            start = rows.row_start(row)
+            head = start(key, row)
             row[100] ^= at == place
-            stream.send(start, row)
+            stream.send(head, row)
 
     agent.answer = answer
     expect(load(agent.client()), place)
+
+
+@pytest.mark.parametrize(
+    ("space", "key"), [(SPACE, KEYS[1]), (Space(b"o" * 32, ROW_BYTES), KEYS[0])]
+)
+def test_a_row_of_another_key_or_namespace_is_not_there(
+    agent: Agent, space: Space, key: bytes
+) -> None:
+    """Its tag is right for what it is."""
+
+    def answer(stream: RowStream, keys: list[bytes], number: int) -> None:
+        row = bytearray(row_of(keys[0], ROW_BYTES))
+        stream.send(rows.row_start(ROW_BYTES, TAGS.make(space, key, row)), row)
+
+    agent.answer = answer
+    expect(load(agent.client()), 0)
 
 
 def test_what_came_before_an_agent_dies_counts(agent: Agent) -> None:
     def answer(stream: RowStream, keys: list[bytes], number: int) -> None:
         send(stream, keys[0])
         send(stream, keys[1])
-        stream.send(rows.row_start(bytes(ROW_BYTES)), bytes(100))
+        stream.send(rows.row_start(ROW_BYTES, bytes(rows.TAG_BYTES)), bytes(100))
         raise TransferError("it died")
 
     agent.answer = answer
@@ -184,7 +206,7 @@ def test_an_agent_that_never_proves_itself_costs_the_time_of_a_question(
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        client = RowClient("n0", lambda: dial(str(path)), KEY, bytes(32), ROW_BYTES)
+        client = RowClient("n0", lambda timeout_s: dial(str(path)), KEY, SPACE, TAGS)
         assert list(client.find(KEYS, 0.2)) == [False] * len(KEYS)
     client.close()
 
@@ -194,7 +216,7 @@ def test_an_agent_that_never_proves_itself_costs_the_time_of_a_question(
     [
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
         rows.encode(RowFrame.HELD),
-        rows.row_start(bytes(ROW_BYTES + 1)),
+        rows.row_start(ROW_BYTES + 1, bytes(rows.TAG_BYTES)),
         rows.encode(RowFrame.REFUSED, body=b"no"),
     ],
 )

@@ -6,31 +6,24 @@ import json
 import os
 import random
 import subprocess
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvrs.config.file import parse_config
-from kvrs_testkit.vllm_servers import (
-    PAGE_TOKENS,
-    PYTHON_ENV,
-    REQUEST_TIMEOUT_S,
-    VllmServers,
-    connector_config,
-)
+from kvrs_testkit.vllm_servers import PAGE_TOKENS, PYTHON_ENV, VllmServers, connector_config
 from tests.vllm.marks import REAL_VLLM
+from tests.vllm.tier_servers import TOKENS, asking, prompt_of, stream, with_tier
 
 pytestmark = REAL_VLLM
 
-TOKENS = 600
 REGIONS = "vllm_offload_"
-KVRS: dict[str, Any] = {"kv_transfer_params": {"kvrs": {}}}
+KVRS = asking()
 
 
-def printed(program: str, *arguments: str) -> dict[str, int]:
+def printed(program: str, *arguments: str) -> dict[str, Any]:
     """Run a program of the testkit in vLLM's interpreter; return what it prints."""
     done = subprocess.run(
         [os.environ[PYTHON_ENV], "-m", f"kvrs_testkit.{program}", *arguments],
@@ -39,7 +32,7 @@ def printed(program: str, *arguments: str) -> dict[str, int]:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -84,6 +77,14 @@ def test_prompts_are_decided_whatever_fails() -> None:
         "params are no object": 0,
         "kvrs is no object": 0,
         "another connector brings it": 0,
+        # Of six keys four are the own agent's: found, loaded from it, loaded from another one.
+        "another has the rest": [6, 4, 2],
+        "another has them too": [4, 4, 0],
+        "another hangs at a lookup": [4, 4, 0],
+        "another hangs in a load": [4, 4, 0],
+        "another hangs, and one has the rest": [6, 4, 2],
+        "another is not named": [4, 4, 0],
+        "agents are no list": [4, 4, 0],
         "after a reset": 0,
     }
 
@@ -97,62 +98,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServers]:
     nodes.remove(second)
     with VllmServers(parse_config(document), os.environ[PYTHON_ENV]) as servers:
         for name in ("d0", "d1"):
-            servers.transfer[name] = with_tier(servers, name)
+            servers.transfer[name] = with_tier(str(servers._config_path), name)
         servers.start(str(servers.config.cluster.nodes[0].agent_id))
         for name in ("d0", "d1"):
             servers.start(name)
             servers.wait_ready(name)
         yield servers
-
-
-def with_tier(servers: VllmServers, name: str) -> dict[str, Any]:
-    return {
-        "kv_connector": "KvrsOffloading",
-        "kv_connector_module_path": "kvrs.vllm.offloading",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "CpuTieringSpec",
-            "spec_module_path": "kvrs_testkit.vllm_cpu_tier",
-            "cpu_bytes_to_use": 64 << 20,
-            "kvrs": {"config": str(servers._config_path), "instance": name},
-        },
-    }
-
-
-def prompt_of(seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return draw.choices(range(5, 200), k=draw.randrange(100, 400))
-
-
-def stream(
-    servers: VllmServers,
-    name: str,
-    prompt: list[int],
-    tokens: int,
-    got: Callable[[list[int]], None],
-) -> None:
-    """Hand on each event's ids, until the stream or its server ends."""
-    body = {
-        "model": servers.model,
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "stream": True,
-        "temperature": 0,
-        "return_token_ids": True,
-        "ignore_eos": True,
-    } | KVRS
-    request = urllib.request.Request(
-        servers.url(name) + "/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
-            for line in answer:
-                if line.startswith(b"data: {"):
-                    got(json.loads(line[6:])["choices"][0]["token_ids"])
-    except OSError:
-        return
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.rows import RowFrame
+from kvrs.protocol.rows import RowFrame, RowTags, Space
 from kvrs.protocol.secrets import ScopedKey
 from kvrs.transfer.rows.stream import TOO_SLOW, RowStream
 
@@ -27,16 +27,17 @@ class RowClient:
     def __init__(
         self,
         name: str,
-        dial: Callable[[], socket.socket],
+        dial: Callable[[float], socket.socket],
         key: ScopedKey,
-        namespace: bytes,
-        row_bytes: int,
+        space: Space,
+        tags: RowTags,
     ) -> None:
-        """`dial` connects, and raises OSError where there is no agent; `name` is for messages."""
+        """`dial` connects within a time, and raises OSError where there is no agent; `name` is for
+        messages.
+        """
         self.name = name
         self._dial, self._key = dial, key
-        self._space = rows.encode(RowFrame.SPACE, body=rows.encode_space(namespace, row_bytes))
-        self._row_bytes = row_bytes
+        self._space, self._tags = space, tags
         self._idle: list[RowStream] = []
         self._lock = threading.Lock()
         self._silent_until_s = 0.0
@@ -78,8 +79,8 @@ class RowClient:
             batch = wanted[loaded:end]
             stream.send(rows.encode(RowFrame.LOAD, [key for key, _ in batch]))
             is_whole = True
-            for _, view in batch:
-                is_whole &= self._receive(stream, view)
+            for key, view in batch:
+                is_whole &= self._receive(stream, key, view)
                 loaded += is_whole
 
         for end in _ends(len(wanted), _BATCH):
@@ -96,15 +97,10 @@ class RowClient:
         for stream in idle:
             stream.close()
 
-    def _receive(self, stream: RowStream, view: memoryview) -> bool:
-        head = stream.receive_head()
-        if head.frame is RowFrame.GONE:
+    def _receive(self, stream: RowStream, key: bytes, view: memoryview) -> bool:
+        if (tag := stream.receive_row(view)) is None:
             return False
-        if head.frame is not RowFrame.ROW or head.body_bytes != rows.CHECKSUM_BYTES + len(view):
-            raise TransferError(f"row port: {head.frame.name} of {head.body_bytes} bytes")
-        checksum = stream.receive_exactly(rows.CHECKSUM_BYTES)
-        stream.receive_into(view)
-        if not rows.is_intact(view, checksum):
+        if not self._tags.is_right(tag, self._space, key, view):
             raise TransferError("row port: a row is damaged")
         return True
 
@@ -137,12 +133,11 @@ class RowClient:
             return
 
     def _connected(self, give_up_s: float) -> RowStream:
-        stream = RowStream(self._dial())
+        stream = RowStream(self._dial(give_up_s - time.monotonic()))
         try:
             stream.until(give_up_s - time.monotonic())
             stream.prove(self._key)
-            stream.send(self._space)
-            stream.expect(RowFrame.HELD)
+            stream.choose(self._space)
         except BaseException:
             stream.close()
             raise

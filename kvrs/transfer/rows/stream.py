@@ -16,7 +16,7 @@ from kvrs.protocol.proof import (
     ProofError,
     ServerProof,
 )
-from kvrs.protocol.rows import RowFrame, RowHead
+from kvrs.protocol.rows import RowFrame, RowHead, Space
 from kvrs.protocol.secrets import ScopedKey
 from kvrs.transfer.shared_memory.passing import close_all, receive
 
@@ -146,6 +146,27 @@ class RowStream:
         if head.frame is not frame:
             raise TransferError(f"row port: {head.frame.name}; allowed: {frame.name}")
         return head
+
+    def choose(self, space: Space) -> None:
+        """Let keys and rows be of this space from here on. Raises TransferError."""
+        self.send(rows.encode(RowFrame.SPACE, body=rows.encode_space(space)))
+        self.expect(RowFrame.HELD)
+
+    def receive_row(self, into: memoryview) -> bytes | None:
+        """Receive the bytes of a row; return its tag, which the caller verifies. None: the row is
+        gone.
+
+        Raises:
+            TransferError: something else came, or a row of another size.
+        """
+        head = self.receive_head()
+        if head.frame is RowFrame.GONE:
+            return None
+        if head.frame is not RowFrame.ROW or head.body_bytes != rows.TAG_BYTES + len(into):
+            raise TransferError(f"row port: {head.frame.name} of {head.body_bytes} bytes")
+        tag = self.receive_exactly(rows.TAG_BYTES)
+        self.receive_into(into)
+        return tag
 
     def receive_exactly(self, size: int) -> bytes:
         """Raises TransferError. The caller has checked the size."""

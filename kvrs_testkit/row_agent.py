@@ -1,0 +1,98 @@
+"""The row port of an agent in the test's own process, over a UNIX socket and over TCP."""
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+
+from kvrs.agent.regions import Regions
+from kvrs.agent.row_port import RowPort
+from kvrs.protocol import rows
+from kvrs.protocol.rows import RowFrame, RowTags, Space
+from kvrs.protocol.secrets import Scope, scoped_key, scoped_keys
+from kvrs.transfer.rows.client import RowClient
+from kvrs.transfer.rows.dialling import dial_tcp, listen_tcp
+from kvrs.transfer.rows.stream import RowStream
+from kvrs_testkit.row_engine import AGENT, dial
+
+SECRET = bytes(range(32))
+TIMEOUT_S = 20.0
+
+
+class RowAgent:
+    """Regions and their port."""
+
+    def __init__(self, path: Path, secrets: Sequence[bytes] = (SECRET,)) -> None:
+        self.path = str(path)
+        self._secret = secrets[0]
+        self.key = scoped_key(self._secret, Scope.ROWS, AGENT)
+        self.tags = RowTags(secrets)
+        self.regions = Regions()
+        self.port = RowPort(self.regions, scoped_keys(secrets, AGENT, Scope.ROWS), self.tags)
+        self._streams: list[RowStream] = []
+        path.unlink(missing_ok=True)
+        local = socket.socket(socket.AF_UNIX)
+        local.bind(self.path)
+        local.listen(128)
+        self.port.listen(local)
+
+    @cached_property
+    def tcp(self) -> int:
+        """The port of loopback where it listens from the first look on."""
+        listener = listen_tcp("127.0.0.1", 0)
+        number: int = listener.getsockname()[1]
+        self.port.listen(listener)
+        return number
+
+    def client(self, space: Space, port: int | None = None) -> RowClient:
+        """A client over UNIX, or over TCP at a port."""
+        over = (
+            (lambda timeout_s: dial(self.path))
+            if port is None
+            else partial(dial_tcp, "127.0.0.1", port)
+        )
+        return RowClient("a", over, self.key, space, self.tags)
+
+    def connected(self) -> RowStream:
+        self._streams.append(RowStream(dial(self.path)))
+        return self._streams[-1]
+
+    def proven(self) -> RowStream:
+        stream = self.connected()
+        stream.prove(self.key)
+        return stream
+
+    def stream(self, space: Space) -> RowStream:
+        stream = self.proven()
+        stream.choose(space)
+        return stream
+
+    def close(self) -> None:
+        self.port.close()
+        for stream in self._streams:
+            stream.close()
+
+
+def until(reached: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + TIMEOUT_S
+    while not reached():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.005)
+
+
+def look_up(stream: RowStream, keys: list[bytes]) -> list[bool]:
+    stream.send(rows.encode(RowFrame.LOOKUP, keys))
+    return [bool(each) for each in stream.receive_exactly(stream.expect(RowFrame.FOUND).body_bytes)]
+
+
+def load(stream: RowStream, space: Space, keys: list[bytes]) -> list[bytes | None]:
+    """The rows of keys, each with its tag verified. None: it is gone."""
+    stream.send(rows.encode(RowFrame.LOAD, keys))
+    tags, loaded = RowTags([SECRET]), list[bytes | None]()
+    for key in keys:
+        row = bytearray(space.row_bytes)
+        tag = stream.receive_row(memoryview(row))
+        assert tag is None or tags.is_right(tag, space, key, row)
+        loaded.append(None if tag is None else bytes(row))
+    return loaded

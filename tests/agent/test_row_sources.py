@@ -1,0 +1,178 @@
+"""Rows are the same from whatever holds them: the agent of the own node, and that of another node
+over TCP.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kvrs.protocol import rows
+from kvrs.protocol.rows import RowTags, Space
+from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs.transfer.rows.client import RowClient
+from kvrs.transfer.rows.dialling import dial_tcp
+from kvrs_testkit.row_agent import SECRET, RowAgent, until
+from kvrs_testkit.row_engine import AGENT, RowEngine, key_of, row_of
+from kvrs_testkit.row_relay import Relay
+
+pytestmark = pytest.mark.network
+
+SPACE = Space(bytes(31) + b"s", 8192)
+KEYS = [key_of(number) for number in range(1, 9)]
+
+
+class Source(NamedTuple):
+    """A holder of the rows with KEYS that an engine has written."""
+
+    client: Callable[[Space], RowClient]
+    engine: RowEngine
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[list[RowAgent]]:
+    agents = [RowAgent(tmp_path / f"rows {number}") for number in range(2)]
+    yield agents
+    for agent in agents:
+        agent.close()
+
+
+@pytest.fixture
+def engine(agents: list[RowAgent]) -> Iterator[RowEngine]:
+    engine = RowEngine(agents[0].path, SECRET, SPACE.namespace, len(KEYS), SPACE.row_bytes)
+    for row in range(len(KEYS)):
+        engine.write(row, row + 1)
+    engine.link.start()
+    until(lambda: bool(agents[0].regions.of(SPACE)))
+    yield engine
+    engine.link.close()
+
+
+@pytest.fixture(params=["own", "tcp"])
+def source(request: pytest.FixtureRequest, agents: list[RowAgent], engine: RowEngine) -> Source:
+    own, other = agents
+    if request.param == "own":
+        return Source(own.client, engine)
+    return Source(lambda space: other.client(space, own.tcp), engine)
+
+
+def load(client: RowClient, keys: Sequence[bytes], timeout_s: float = 10.0) -> list[bytes]:
+    """The rows that are there, before the first that is not."""
+    memory = [bytearray(SPACE.row_bytes) for _ in keys]
+    try:
+        wanted = [(key, memoryview(row)) for key, row in zip(keys, memory, strict=True)]
+        return [bytes(row) for row in memory[: client.load(wanted, timeout_s)]]
+    finally:
+        client.close()
+
+
+def of(keys: Sequence[bytes]) -> list[bytes]:
+    return [row_of(key, SPACE.row_bytes) for key in keys]
+
+
+def test_all_rows_are_found_and_loaded_in_any_order(source: Source) -> None:
+    client = source.client(SPACE)
+    assert list(client.find([*KEYS, key_of(99)], 10.0)) == [True] * len(KEYS) + [False]
+    assert load(client, KEYS[::-1]) == of(KEYS[::-1])
+
+
+def test_a_second_load_has_the_same_rows(source: Source) -> None:
+    client = source.client(SPACE)
+    assert load(client, KEYS) == load(client, KEYS) == of(KEYS)
+
+
+def test_nothing_behind_a_row_that_is_gone_counts(source: Source) -> None:
+    assert load(source.client(SPACE), [*KEYS[:3], key_of(99), *KEYS[3:]]) == of(KEYS[:3])
+
+
+def test_another_namespace_or_size_has_no_rows(source: Source) -> None:
+    for space in (Space(bytes(32), SPACE.row_bytes), Space(SPACE.namespace, 4096)):
+        client = source.client(space)
+        assert not any(client.find(KEYS, 10.0))
+        assert load(client, KEYS) == []
+
+
+def test_a_row_that_is_given_to_another_key_is_gone(source: Source) -> None:
+    source.engine.write(0, 50)
+    assert load(source.client(SPACE), KEYS[:1]) == []
+    assert load(source.client(SPACE), KEYS[1:]) == of(KEYS[1:])
+
+
+def test_a_closed_ledger_has_no_rows(source: Source) -> None:
+    """A change of weights closes it."""
+    source.engine.ledger.close()
+    assert load(source.client(SPACE), KEYS) == []
+
+
+def test_a_client_of_another_secret_gets_nothing(source: Source) -> None:
+    client = source.client(SPACE)
+    client._key = scoped_key(bytes(32), Scope.ROWS, AGENT)
+    assert not any(client.find(KEYS, 10.0))
+    assert load(client, KEYS) == []
+
+
+@pytest.mark.parametrize("at", [0, 7, SPACE.row_bytes - 1])
+def test_a_bit_that_flips_on_the_way_is_no_row(source: Source, at: int) -> None:
+    """Whichever byte of the third row it is in, or in its tag."""
+    damage = rows.HEAD_BYTES + 2 * (rows.HEAD_BYTES + rows.TAG_BYTES + SPACE.row_bytes)
+    for offset in (damage + at, damage + rows.TAG_BYTES + at):
+        client = source.client(SPACE)
+        relay = Relay(client._dial)
+        relay.flip_in, client._dial = offset, relay.connect
+        assert load(client, KEYS) == of(KEYS[:2])
+        relay.close()
+
+
+def test_a_row_that_changed_in_the_memory_of_the_first_agent_is_no_row(
+    agents: list[RowAgent], engine: RowEngine
+) -> None:
+    """Its tag was made at the first read."""
+    assert load(agents[0].client(SPACE), KEYS) == of(KEYS)
+    engine.spoil(row=2)
+    assert load(agents[0].client(SPACE), KEYS) == of(KEYS[:2])
+
+
+def test_while_a_secret_is_rotated_rows_of_either_are_right(
+    tmp_path: Path, engine: RowEngine, agents: list[RowAgent]
+) -> None:
+    newer = b"n" * 32
+    client = agents[0].client(SPACE)
+    client._tags = RowTags([newer, SECRET])
+    assert load(client, KEYS) == of(KEYS)
+    client._tags = RowTags([newer])
+    assert load(client, KEYS) == []
+
+
+def test_an_agent_that_hangs_in_a_load_costs_the_time_of_the_load(source: Source) -> None:
+    client = source.client(SPACE)
+    relay = Relay(client._dial)
+    relay.stop_in, client._dial = 3 * SPACE.row_bytes, relay.connect
+    found = load(client, KEYS, 0.5)
+    assert found == of(KEYS[: len(found)])
+    assert len(found) < 3
+    relay.close()
+
+
+def test_a_name_that_is_not_looked_up_in_time_costs_no_more(
+    monkeypatch: pytest.MonkeyPatch, agents: list[RowAgent]
+) -> None:
+    forever, over = threading.Event(), list[bool]()
+
+    def hanging(*_: object, **__: object) -> None:
+        over.append(forever.wait(20))
+        raise OSError("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hanging)
+    client = RowClient(
+        "far",
+        lambda timeout_s: dial_tcp("far", 1, timeout_s),
+        agents[0].key,
+        SPACE,
+        RowTags([SECRET]),
+    )
+    assert not any(client.find(KEYS, 0.2))
+    assert over == []
+    forever.set()

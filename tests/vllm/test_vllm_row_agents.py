@@ -1,0 +1,140 @@
+"""Real vLLM on two nodes: rows come from the other node's agent."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from kvrs.config.file import dump_config, parse_config
+from kvrs.transfer.rows.dialling import dial_tcp
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.row_relay import Relay
+from kvrs_testkit.vllm_servers import PAGE_TOKENS, PYTHON_ENV, VllmServers, connector_config
+from tests.vllm.marks import REAL_VLLM
+from tests.vllm.tier_servers import asking, prompt_of, with_tier
+
+pytestmark = REAL_VLLM
+
+FAR = "agent-n0"  # As seen from d1.
+NEAR = "agent-n1"
+
+
+class World:
+    """d0 on n0 and d1 on n1, each with an agent. d1 reaches the agent of n0 by a relay."""
+
+    def __init__(self, servers: VllmServers, relay: Relay) -> None:
+        self.servers, self.relay = servers, relay
+
+    def loaded(self) -> float:
+        """Tokens that d1 has loaded so far."""
+        return self.servers.counters("d1")["pulled_tokens"]
+
+    def ask(self, prompt: list[int], *agents: str) -> tuple[list[int], float]:
+        """A completion at d1: its ids, and the tokens that were loaded for it."""
+        before = self.loaded()
+        found = self.servers.complete("d1", prompt=prompt, max_tokens=24, **asking(*agents))
+        return found["choices"][0]["token_ids"], self.loaded() - before
+
+    def computed(self, prompt: list[int]) -> list[int]:
+        """The same completion, computed: of a tenant whose rows nobody has."""
+        salt = f"calm {time.monotonic_ns()}"
+        found = self.servers.complete("d1", prompt=prompt, max_tokens=24, cache_salt=salt)
+        ids: list[int] = found["choices"][0]["token_ids"]
+        return ids
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    directory = tmp_path_factory.mktemp("agents")
+    document = connector_config(directory, 2).model_dump(mode="json")
+    nodes = document["cluster"]["nodes"]
+    *ports, between = free_ports(3)
+    for node, port in zip(nodes, ports, strict=True):
+        node["agent"]["row_port"] = port
+    with VllmServers(parse_config(document), os.environ[PYTHON_ENV]) as servers:
+        relay = Relay(partial(dial_tcp, "127.0.0.1", ports[0]))
+        relay.listen(between)
+        other = servers.config.model_dump(mode="json")
+        other["cluster"]["nodes"][0]["agent"]["row_port"] = between
+        by_relay = directory / "by_relay.yaml"
+        by_relay.write_text(dump_config(parse_config(other)))
+        servers.transfer["d0"] = with_tier(str(servers._config_path), "d0")
+        servers.transfer["d1"] = with_tier(str(by_relay), "d1")
+        servers.start(FAR, NEAR)
+        servers.wait_ready(FAR, NEAR)
+        for name in ("d0", "d1"):
+            servers.start(name)
+            servers.wait_ready(name)
+        yield World(servers, relay)
+        relay.close()
+
+
+@pytest.fixture(autouse=True)
+def well(world: World) -> Iterator[None]:
+    yield
+    world.relay.flip_in = world.relay.stop_in = None
+
+
+def filled(world: World, seed: int, tokens: int = 4) -> list[int]:
+    """A prompt that d0 has computed."""
+    prompt = prompt_of(seed)
+    world.servers.complete("d0", prompt=prompt, max_tokens=tokens, **asking())
+    return prompt
+
+
+def blocks(prompt: list[int]) -> int:
+    return (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def test_rows_of_another_node_are_loaded_by_who_names_its_agent(world: World) -> None:
+    prompt = filled(world, 31)
+    ids, without = world.ask(prompt, "agent-n7")
+    assert without == 0
+    prompt = filled(world, 32)
+    ids, loaded = world.ask(prompt, FAR, "agent-n7")
+    assert loaded == blocks(prompt)
+    assert ids == world.computed(prompt)
+
+
+@pytest.mark.parametrize(
+    "agents", [7, "agent-n0", [None, 7, {}], ["agent-n0"] * 10_000, [["agent-n0"]]]
+)
+def test_malformed_agents_are_nobody(world: World, agents: object) -> None:
+    prompt = filled(world, 40 + len(str(agents)) % 50)
+    before = world.loaded()
+    found = world.servers.complete(
+        "d1", prompt=prompt, max_tokens=24, kv_transfer_params={"kvrs": {"agents": agents}}
+    )
+    assert world.loaded() == before
+    assert found["choices"][0]["token_ids"] == world.computed(prompt)
+
+
+def test_a_bit_that_flips_between_the_nodes_is_computed(world: World) -> None:
+    prompt = filled(world, 33)
+    world.relay.flip_in = 2000
+    ids, loaded = world.ask(prompt, FAR)
+    assert loaded == 0
+    assert ids == world.computed(prompt)
+
+
+def test_an_agent_that_stops_in_a_load_costs_its_rows_alone(world: World) -> None:
+    prompt = filled(world, 34)
+    world.relay.stop_in = 200_000  # In the middle of a row.
+    ids, loaded = world.ask(prompt, FAR)
+    assert loaded < blocks(prompt)
+    assert ids == world.computed(prompt)
+
+
+def test_an_agent_that_is_stopped_at_a_lookup_costs_its_rows_alone(world: World) -> None:
+    prompt = filled(world, 35)
+    time.sleep(1.5)  # It was silent since the last test.
+    os.kill(world.servers.pid(FAR), signal.SIGSTOP)
+    try:
+        ids, loaded = world.ask(prompt, FAR)
+    finally:
+        os.kill(world.servers.pid(FAR), signal.SIGCONT)
+    assert loaded == 0
+    assert ids == world.computed(prompt)
