@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from kvrs.agent.regions import Regions
+from kvrs.agent.row_copies import RowCopier, RowCopies
 from kvrs.agent.row_port import RowPort
 from kvrs.protocol import rows
 from kvrs.protocol.rows import RowFrame, RowTags, Space
@@ -21,16 +22,21 @@ TIMEOUT_S = 20.0
 
 
 class RowAgent:
-    """Regions and their port."""
+    """Regions, copies and their port. `copies_of` starts the copying of another agent's rows."""
 
-    def __init__(self, path: Path, secrets: Sequence[bytes] = (SECRET,)) -> None:
-        self.path = str(path)
+    def __init__(
+        self, path: Path, secrets: Sequence[bytes] = (SECRET,), room_bytes: int = 1 << 30
+    ) -> None:
+        self.path, self.room_bytes = str(path), room_bytes
         self._secret = secrets[0]
         self.key = scoped_key(self._secret, Scope.ROWS, AGENT)
         self.tags = RowTags(secrets)
-        self.regions = Regions()
-        self.port = RowPort(self.regions, scoped_keys(secrets, AGENT, Scope.ROWS), self.tags)
+        self.regions, self.copies = Regions(), RowCopies(lambda: self.room_bytes)
+        self.port = RowPort(
+            self.regions, self.copies, scoped_keys(secrets, AGENT, Scope.ROWS), self.tags
+        )
         self._streams: list[RowStream] = []
+        self._copiers: list[RowCopier] = []
         path.unlink(missing_ok=True)
         local = socket.socket(socket.AF_UNIX)
         local.bind(self.path)
@@ -44,6 +50,21 @@ class RowAgent:
         number: int = listener.getsockname()[1]
         self.port.listen(listener)
         return number
+
+    def copies_of(
+        self, port: int, bytes_per_s: float | None = None, key: bytes | None = None
+    ) -> RowCopier:
+        """Copy the rows of the agent at a port of loopback."""
+        copier = RowCopier(
+            self.copies,
+            partial(dial_tcp, "127.0.0.1", port),
+            scoped_key(key or self._secret, Scope.ROWS, AGENT),
+            bytes_per_s,
+            self.port.wait_idle,
+        )
+        copier.start()
+        self._copiers.append(copier)
+        return copier
 
     def client(self, space: Space, port: int | None = None) -> RowClient:
         """A client over UNIX, or over TCP at a port."""
@@ -69,6 +90,8 @@ class RowAgent:
         return stream
 
     def close(self) -> None:
+        for copier in self._copiers:
+            copier.close()
         self.port.close()
         for stream in self._streams:
             stream.close()

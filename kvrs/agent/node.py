@@ -7,11 +7,14 @@ import socket
 import time
 from collections.abc import KeysView, Sequence
 from contextlib import suppress
+from functools import partial
 
 from kvrs.agent.fences import FenceSender
 from kvrs.agent.regions import Regions
+from kvrs.agent.row_copies import RowCopier, RowCopies
 from kvrs.agent.row_port import RowPort
 from kvrs.agent.slots import SlotTable
+from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import NodeSettings
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
@@ -21,11 +24,11 @@ from kvrs.net.proving import Keys, instance_keys
 from kvrs.net.tls import load_certificates
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
 from kvrs.protocol.rows import RowTags
-from kvrs.protocol.secrets import Scope, scoped_keys
+from kvrs.protocol.secrets import Scope, scoped_key, scoped_keys
 from kvrs.transfer.anchors.files import AnchoredFiles
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import PAGES_SOCKET, ROWS_SOCKET, Identity
-from kvrs.transfer.rows.dialling import listen_tcp
+from kvrs.transfer.rows.dialling import dial_tcp, listen_tcp
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.shared_memory.passing import listen_in
@@ -99,7 +102,14 @@ class NodeAgent:
         self._page_port = 0
         keys = scoped_keys([secret, *older], self.node.agent_id, Scope.ROWS)
         self._regions = Regions()
-        self._rows = RowPort(self._regions, keys, RowTags([secret, *older]))
+        self._copies = RowCopies(lambda: max(0, self.capacity_bytes - self.store.reserved_bytes))
+        self._rows = RowPort(self._regions, self._copies, keys, RowTags([secret, *older]))
+        self._copiers = [
+            self._copier(each, config)
+            for each in config.cluster.nodes
+            if config.backup.mode in (BackupMode.REMOTE, BackupMode.BOTH)
+            and config.cluster.row_holder(each.id) is self.node
+        ]
 
     @property
     def targets(self) -> KeysView[InstanceId]:
@@ -162,6 +172,16 @@ class NodeAgent:
     def update_slots(self, update: SlotUpdate) -> SlotAnswer:
         return self.slots.apply(update, time.monotonic())
 
+    def _copier(self, source: NodeSettings, config: Config) -> RowCopier:
+        assert source.agent.row_port is not None
+        return RowCopier(
+            self._copies,
+            partial(dial_tcp, source.agent.host, source.agent.row_port),
+            scoped_key(self._secret, Scope.ROWS, source.agent_id),
+            config.transfer.link_bytes_per_s,
+            self._rows.wait_idle,
+        )
+
     async def start(self) -> None:
         """Start to serve pages and rows; the caller serves HTTP.
 
@@ -181,9 +201,13 @@ class NodeAgent:
             bind = settings.bound(settings.host)
             with naming_port(f"agent of node {self.node.id}", "row_port", bind, settings.row_port):
                 self._rows.listen(listen_tcp(bind, settings.row_port))
+        for copier in self._copiers:
+            copier.start()
 
     async def close(self) -> None:
         """Serve no more pages and rows."""
+        for copier in self._copiers:
+            copier.close()
         self._rows.close()
         await self.page_server.close()
         for name in (PAGES_SOCKET, ROWS_SOCKET):
@@ -191,9 +215,12 @@ class NodeAgent:
                 self._directory.unlink(name)
 
     async def settle_regions(self) -> None:
-        """Adopt the memory of engines that die, until cancelled."""
+        """Adopt the memory of engines that die, and give back what is not read any more, until
+        cancelled.
+        """
         while True:
             await asyncio.sleep(_SETTLE_S)
+            self._copies.settle(time.monotonic())
             if self._regions.are_held:
                 await asyncio.to_thread(self._regions.settle, time.monotonic())
 

@@ -93,6 +93,13 @@ class EngineRegion:
             self._look(now_s)
             return [key in self._rows for key in keys]
 
+    def protected(self, now_s: float) -> list[bytes]:
+        """Return keys of the rows that running streams need."""
+        with self._lock:
+            self._look(now_s)
+            keys = [self._keys[row] for row in self._ledger.protected()]
+            return [key for key in keys if key in self._rows]
+
     def read(self, key: bytes, buffer: memoryview, now_s: float) -> tuple[bytes, memoryview] | None:
         """Read a row into the buffer; return its tag, and its bytes. None: it is not held, or was
         given to another key meanwhile.
@@ -188,6 +195,15 @@ class Regions:
         with self._lock:
             found = [each for each in self._regions if each.info.space == space]
         return sorted(found, key=lambda each: each.died_s is None)
+
+    def protected(self, now_s: float) -> dict[Space, list[bytes]]:
+        """Return keys of the rows that running streams need, or needed when their engine died."""
+        with self._lock:
+            regions = list(self._regions)
+        found: dict[Space, dict[bytes, None]] = {}
+        for each in regions:
+            found.setdefault(each.info.space, {}).update(dict.fromkeys(each.protected(now_s)))
+        return {space: list(keys) for space, keys in found.items()}
 
     def settle(self, now_s: float) -> None:
         """Adopt the regions of engines that have died; give back what nothing reads any more."""

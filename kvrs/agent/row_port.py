@@ -6,10 +6,12 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import groupby
 
 from kvrs.agent.regions import EngineRegion, Regions
+from kvrs.agent.row_copies import CopiedRows, RowCopies
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
 from kvrs.protocol.rows import RowFrame, RowHead, RowTags, Space
@@ -25,6 +27,7 @@ MAX_UNPROVEN = 64  # For one more the oldest is ended.
 _ANSWER_S = 30.0  # For a question that has begun, and for each row of the answer.
 # Between two attempts to accept a connection: doubled up to the second.
 _PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
+_COPY_WAITS_S = 1.0  # A copy waits for loads at most so long before each row.
 
 
 class RowPort:
@@ -33,17 +36,19 @@ class RowPort:
     def __init__(
         self,
         regions: Regions,
+        copies: RowCopies,
         keys: Sequence[ScopedKey],
         tags: RowTags,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.regions, self.tags, self.now_s = regions, tags, now_s
+        self.regions, self.copies, self.tags, self.now_s = regions, copies, tags, now_s
         self._keys = keys
         self._listeners: list[socket.socket] = []
         self._proven: set[socket.socket] = set()
         self._unproven: dict[socket.socket, None] = {}  # The oldest first.
         self._lock = threading.Lock()
         self._closing = False
+        self._loads, self._idle = 0, threading.Condition()
 
     def listen(self, listener: socket.socket) -> None:
         """Accept connections until `close`; takes the listener over."""
@@ -58,6 +63,23 @@ class RowPort:
             ends = [*self._listeners, *self._unproven, *self._proven]
         for each in ends:
             _end(each)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Let copies wait meanwhile."""
+        with self._idle:
+            self._loads += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._loads -= 1
+                self._idle.notify_all()
+
+    def wait_idle(self) -> None:
+        """Wait until no rows are being loaded, for a copy: it makes some progress all the same."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._loads, _COPY_WAITS_S)
 
     def _accept(self, listener: socket.socket) -> None:
         pause_s = _PAUSE_S
@@ -124,6 +146,7 @@ class _Questions:
         self._stream, self._port = stream, port
         self._space = Space(b"", 0)
         self._row = bytearray()
+        self._is_copy = False
 
     def run(self) -> None:
         """Raises TransferError: the connection is lost, or the client made a mistake."""
@@ -151,13 +174,15 @@ class _Questions:
                 self._space = rows.decode_space(self._body(head))
                 self._stream.send(rows.encode(RowFrame.HELD))
             case RowFrame.LOOKUP:
-                now_s, sources = self._port.now_s(), self._port.regions.of(self._space)
+                now_s, sources = self._port.now_s(), self._sources()
                 held = [each.held(keys, now_s) for each in sources] or [[False] * len(keys)]
                 found = bytes(map(any, zip(*held, strict=True)))
                 self._stream.send(rows.encode(RowFrame.FOUND, body=found))
             case RowFrame.LOAD:
-                for key in keys:
-                    self._send_row(key)
+                self._send_rows(keys)
+            case RowFrame.PROTECTED:
+                self._is_copy = True
+                self._send_protected()
             case _:
                 raise TransferError(f"row port: {head.frame.name} is no question")
 
@@ -175,9 +200,19 @@ class _Questions:
         )
         self._stream.send(rows.encode(RowFrame.HELD))
 
+    def _send_rows(self, keys: list[bytes]) -> None:
+        if not self._is_copy:
+            with self._port.loading():
+                for key in keys:
+                    self._send_row(key)
+            return
+        for key in keys:
+            self._port.wait_idle()
+            self._send_row(key)
+
     def _send_row(self, key: bytes) -> None:
         self._stream.until(_ANSWER_S)
-        sources = self._port.regions.of(self._space)
+        sources = self._sources()
         if sources and len(self._row) != self._space.row_bytes:
             self._row = bytearray(self._space.row_bytes)
         buffer = memoryview(self._row)
@@ -187,6 +222,19 @@ class _Questions:
                 self._stream.send(rows.row_start(len(row), tag), row)
                 return
         self._stream.send(rows.encode(RowFrame.GONE))
+
+    def _send_protected(self) -> None:
+        left = rows.MAX_KEYS
+        for space, keys in self._port.regions.protected(self._port.now_s()).items():
+            for size, some in groupby(sorted(keys, key=len), key=len):
+                if size and (first := [*some][:left]):
+                    left -= len(first)
+                    body = rows.encode_space(space)
+                    self._stream.send(rows.encode(RowFrame.KEYS, first, body))
+        self._stream.send(rows.encode(RowFrame.HELD))
+
+    def _sources(self) -> "list[EngineRegion | CopiedRows]":
+        return [*self._port.regions.of(self._space), *self._port.copies.of(self._space)]
 
 
 def _end(end: socket.socket) -> None:

@@ -220,10 +220,12 @@ def _faults_of_vllm(cluster: ClusterSettings, mode: BackupMode) -> Iterator[str]
             f"cluster.model: missing, with a connector_port at {', '.join(connected)}; allowed: "
             f"the model's directory, whose config.json has the size of its pages"
         )
-    if mode is not BackupMode.OFF and not any(each.connector_port for each in instances):
+    with_rows = any(node.agent.row_port for node in cluster.nodes)
+    if mode is not BackupMode.OFF and not (connected or with_rows):
         yield (
             f"backup.mode: got {mode.value!r} with backend 'vllm', of which no instance has a kvrs "
-            f"connector that sends checkpoints; allowed: 'off', or a connector_port"
+            f"connector that sends checkpoints; allowed: 'off', or a connector_port, or a row_port "
+            f"of agents"
         )
     for instance in instances:
         if instance.role is Role.BOTH:

@@ -281,6 +281,14 @@ class ClusterSettings(Settings):
     def instances(self) -> Iterator[tuple[NodeSettings, InstanceSettings]]:
         return ((node, instance) for node in self.nodes for instance in node.instances)
 
+    def row_holder(self, own: NodeId) -> NodeSettings | None:
+        """The node whose agent keeps the second copy of a node's rows: the next one along the ring
+        of ids, of those whose agents have a row_port. None: the node itself has none, or no other.
+        """
+        nodes = {node.id: node for node in self.nodes if node.agent.row_port is not None}
+        others = [nodes[each] for each in nodes if own in nodes and each != own]
+        return min(others, key=lambda each: along_ring(own, each.id), default=None)
+
     def find(self, instance_id: InstanceId) -> tuple[NodeSettings, InstanceSettings]:
         """The instance and its node.
 

@@ -10,6 +10,8 @@ the agent answers, one question at a time:
     SPACE      HELD: from here on keys are of this namespace and rows of this size
     LOOKUP     FOUND and a byte for each key: 1 where its row is held
     LOAD       ROW for each key, in order: its tag and its bytes; or GONE
+    PROTECTED  KEYS for each space with rows that running streams need, then HELD. Rows that are
+               loaded by this connection wait for those of all others
     any        REFUSED and the reason, and the end
 
 A frame is a header (magic, type, bytes of a key, number of keys, bytes of what follows them), the
@@ -58,6 +60,8 @@ class RowFrame(IntEnum):
     ROW = 7
     GONE = 8
     REFUSED = 9
+    PROTECTED = 10
+    KEYS = 11
 
 
 _MAX_BODY_BYTES = {
@@ -70,8 +74,10 @@ _MAX_BODY_BYTES = {
     RowFrame.ROW: TAG_BYTES + MAX_ROW_BYTES,
     RowFrame.GONE: 0,
     RowFrame.REFUSED: MAX_REASON_BYTES,
+    RowFrame.PROTECTED: 0,
+    RowFrame.KEYS: _SPACE.size,
 }
-_WITH_KEYS = {RowFrame.LOOKUP, RowFrame.LOAD}
+_WITH_KEYS = {RowFrame.LOOKUP, RowFrame.LOAD, RowFrame.KEYS}
 
 
 class Space(NamedTuple):
@@ -118,7 +124,7 @@ def decode_head(head: bytes | bytearray | memoryview) -> RowHead:
     """Raises TransferError: it is none, or what follows would be too long."""
     magic, kind, key_bytes, keys, body_bytes = _HEAD.unpack(head)
     if magic != _MAGIC or kind not in _MAX_BODY_BYTES:
-        raise TransferError(f"row port: frame {magic!r} {kind}; allowed: {_MAGIC!r} 1 to 9")
+        raise TransferError(f"row port: frame {magic!r} {kind}; allowed: {_MAGIC!r} 1 to 11")
     frame = RowFrame(kind)
     if body_bytes > (most := _MAX_BODY_BYTES[frame]):
         raise TransferError(f"row port: {frame.name} of {body_bytes} bytes; allowed: {most}")

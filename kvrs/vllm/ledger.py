@@ -69,6 +69,7 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
                 self._holders[key] += 1
                 if self._holders[key] == 1:
                     self._rank(key, self._ranks[key] + _PROTECTED)
+                    self._protects(key, True)
 
     def release(self, request: str) -> None:
         """The request has ended."""
@@ -78,6 +79,7 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
                 del self._holders[key]
                 if key in self.chunks:
                     self._rank(key, self._ranks[key] - _PROTECTED)
+                    self._protects(key, False)
 
     def _rank(self, key: OffloadKey, rank: int) -> None:
         self._ranks[key] = rank
@@ -127,4 +129,9 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
     @_noting
     def _holds(self, key: OffloadKey) -> None:
         assert self.ledger is not None
-        self.ledger.holds(self.chunks[key].chunk_id, key)
+        self.ledger.holds(self.chunks[key].chunk_id, key, protected=key in self._holders)
+
+    @_noting
+    def _protects(self, key: OffloadKey, protected: bool) -> None:
+        assert self.ledger is not None
+        self.ledger.protect(self.chunks[key].chunk_id, protected=protected)

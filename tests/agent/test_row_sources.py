@@ -1,5 +1,5 @@
-"""Rows are the same from whatever holds them: the agent of the own node, and that of another node
-over TCP.
+"""Rows are the same from whatever holds them: the agent of the own node, that of another node over
+TCP, and the second copy at a third.
 """
 
 import socket
@@ -30,6 +30,7 @@ class Source(NamedTuple):
 
     client: Callable[[Space], RowClient]
     engine: RowEngine
+    settle: Callable[[], None]  # Waits until what the engine has done is known.
 
 
 @pytest.fixture
@@ -45,18 +46,36 @@ def engine(agents: list[RowAgent]) -> Iterator[RowEngine]:
     engine = RowEngine(agents[0].path, SECRET, SPACE.namespace, len(KEYS), SPACE.row_bytes)
     for row in range(len(KEYS)):
         engine.write(row, row + 1)
+        engine.ledger.protect(row, protected=True)
     engine.link.start()
     until(lambda: bool(agents[0].regions.of(SPACE)))
     yield engine
     engine.link.close()
 
 
-@pytest.fixture(params=["own", "tcp"])
+@pytest.fixture(params=["own", "tcp", "copy"])
 def source(request: pytest.FixtureRequest, agents: list[RowAgent], engine: RowEngine) -> Source:
     own, other = agents
     if request.param == "own":
-        return Source(own.client, engine)
-    return Source(lambda space: other.client(space, own.tcp), engine)
+        return Source(own.client, engine, lambda: None)
+    if request.param == "tcp":
+        return Source(lambda space: other.client(space, own.tcp), engine, lambda: None)
+    other.copies_of(own.tcp)
+    until(lambda: copied(other) == len(KEYS))
+
+    def settle() -> None:
+        wanted = set(own.regions.protected(0.0).get(SPACE, ()))
+        until(lambda: {*keys_of(other)} == wanted)
+
+    return Source(lambda space: other.client(space, other.tcp), engine, settle)
+
+
+def keys_of(agent: RowAgent, space: Space = SPACE) -> list[bytes]:
+    return [key for copies in agent.copies.of(space) for key in list(copies.rows)]
+
+
+def copied(agent: RowAgent, space: Space = SPACE) -> int:
+    return len(keys_of(agent, space))
 
 
 def load(client: RowClient, keys: Sequence[bytes], timeout_s: float = 10.0) -> list[bytes]:
@@ -97,6 +116,7 @@ def test_another_namespace_or_size_has_no_rows(source: Source) -> None:
 
 def test_a_row_that_is_given_to_another_key_is_gone(source: Source) -> None:
     source.engine.write(0, 50)
+    source.settle()
     assert load(source.client(SPACE), KEYS[:1]) == []
     assert load(source.client(SPACE), KEYS[1:]) == of(KEYS[1:])
 
@@ -104,6 +124,7 @@ def test_a_row_that_is_given_to_another_key_is_gone(source: Source) -> None:
 def test_a_closed_ledger_has_no_rows(source: Source) -> None:
     """A change of weights closes it."""
     source.engine.ledger.close()
+    source.settle()
     assert load(source.client(SPACE), KEYS) == []
 
 
@@ -133,6 +154,16 @@ def test_a_row_that_changed_in_the_memory_of_the_first_agent_is_no_row(
     assert load(agents[0].client(SPACE), KEYS) == of(KEYS)
     engine.spoil(row=2)
     assert load(agents[0].client(SPACE), KEYS) == of(KEYS[:2])
+
+
+def test_a_row_that_changed_in_the_second_copy_is_no_row(
+    agents: list[RowAgent], engine: RowEngine
+) -> None:
+    agents[1].copies_of(agents[0].tcp)
+    until(lambda: copied(agents[1]) == len(KEYS))
+    (copies,) = agents[1].copies.of(SPACE)
+    copies.rows[KEYS[2]][1][5] ^= 1
+    assert load(agents[1].client(SPACE), KEYS) == of(KEYS[:2])
 
 
 def test_while_a_secret_is_rotated_rows_of_either_are_right(

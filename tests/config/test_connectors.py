@@ -35,7 +35,7 @@ def test_checkpoints_need_one_connector() -> None:
     (fault,) = faults(document("/m", PORTS, **BACKUP))
 
     assert fault.startswith("backup.mode: got 'remote' with backend 'vllm', of which no instance")
-    assert fault.endswith("allowed: 'off', or a connector_port")
+    assert fault.endswith("allowed: 'off', or a connector_port, or a row_port of agents")
 
 
 def test_only_vllm_has_connectors() -> None:

@@ -77,14 +77,30 @@ def test_a_key_that_is_too_long_is_not_told() -> None:
     assert LedgerView(ledger.descriptor).entry(0) is None
 
 
+def test_protection_is_told_beside_the_key_and_ends_with_it() -> None:
+    ledger = RowLedger(ROWS)
+    view = LedgerView(ledger.descriptor)
+    for row in range(3):
+        ledger.writing(row)
+        ledger.holds(row, b"k" * MAX_KEY_BYTES, protected=row == 1)
+    ledger.protect(2, protected=True)
+    assert view.protected() == [1, 2]
+    assert view.entry(2) == (b"k" * MAX_KEY_BYTES, 2)
+    ledger.protect(1, protected=False)
+    ledger.writing(2)
+    ledger.holds(2, b"other")
+    assert view.protected() == []
+    assert view.entry(2) == (b"other", 4)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda data: data[:64], "4 rows in 64 bytes"),
         (lambda data: data[:-1], "319 bytes"),
         (lambda data: b"", "0 bytes"),
-        (lambda data: b"x" + data[1:], "version 1"),
-        (lambda data: data[:8] + b"\x02" + data[9:], "version 2"),
+        (lambda data: b"x" + data[1:], "xvrsrows"),
+        (lambda data: data[:8] + b"\x01" + data[9:], "version 1"),
         (lambda data: data + bytes(64), "4 rows in 384 bytes"),
     ],
 )

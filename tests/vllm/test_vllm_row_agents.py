@@ -1,6 +1,9 @@
-"""Real vLLM on two nodes: rows come from the other node's agent."""
+"""Real vLLM on two nodes: rows come from the other node's agent, and outlive the whole node at the
+agent that keeps their second copy.
+"""
 
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -14,16 +17,19 @@ from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.row_relay import Relay
 from kvrs_testkit.vllm_servers import PAGE_TOKENS, PYTHON_ENV, VllmServers, connector_config
 from tests.vllm.marks import REAL_VLLM
-from tests.vllm.tier_servers import asking, prompt_of, with_tier
+from tests.vllm.tier_servers import asking, prompt_of, stream, with_tier
 
 pytestmark = REAL_VLLM
 
+TOKENS = 1200  # More than a server computes in the time in which its rows are copied.
 FAR = "agent-n0"  # As seen from d1.
 NEAR = "agent-n1"
 
 
 class World:
-    """d0 on n0 and d1 on n1, each with an agent. d1 reaches the agent of n0 by a relay."""
+    """d0 on n0 and d1 on n1, each with an agent. d1 reaches the agent of n0 by a relay, which the
+    agent of n1 does not use for its copies.
+    """
 
     def __init__(self, servers: VllmServers, relay: Relay) -> None:
         self.servers, self.relay = servers, relay
@@ -54,6 +60,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     *ports, between = free_ports(3)
     for node, port in zip(nodes, ports, strict=True):
         node["agent"]["row_port"] = port
+        for instance in node["instances"]:
+            instance["connector_port"] = None
     with VllmServers(parse_config(document), os.environ[PYTHON_ENV]) as servers:
         relay = Relay(partial(dial_tcp, "127.0.0.1", ports[0]))
         relay.listen(between)
@@ -79,7 +87,7 @@ def well(world: World) -> Iterator[None]:
 
 
 def filled(world: World, seed: int, tokens: int = 4) -> list[int]:
-    """A prompt that d0 has computed."""
+    """A prompt that d0 has computed, without protection: nobody copies its rows."""
     prompt = prompt_of(seed)
     world.servers.complete("d0", prompt=prompt, max_tokens=tokens, **asking())
     return prompt
@@ -91,9 +99,11 @@ def blocks(prompt: list[int]) -> int:
 
 def test_rows_of_another_node_are_loaded_by_who_names_its_agent(world: World) -> None:
     prompt = filled(world, 31)
+    time.sleep(1.0)  # The request has ended: its second copy is gone.
     ids, without = world.ask(prompt, "agent-n7")
     assert without == 0
     prompt = filled(world, 32)
+    time.sleep(1.0)
     ids, loaded = world.ask(prompt, FAR, "agent-n7")
     assert loaded == blocks(prompt)
     assert ids == world.computed(prompt)
@@ -104,6 +114,7 @@ def test_rows_of_another_node_are_loaded_by_who_names_its_agent(world: World) ->
 )
 def test_malformed_agents_are_nobody(world: World, agents: object) -> None:
     prompt = filled(world, 40 + len(str(agents)) % 50)
+    time.sleep(1.0)
     before = world.loaded()
     found = world.servers.complete(
         "d1", prompt=prompt, max_tokens=24, kv_transfer_params={"kvrs": {"agents": agents}}
@@ -114,6 +125,7 @@ def test_malformed_agents_are_nobody(world: World, agents: object) -> None:
 
 def test_a_bit_that_flips_between_the_nodes_is_computed(world: World) -> None:
     prompt = filled(world, 33)
+    time.sleep(1.0)
     world.relay.flip_in = 2000
     ids, loaded = world.ask(prompt, FAR)
     assert loaded == 0
@@ -122,6 +134,7 @@ def test_a_bit_that_flips_between_the_nodes_is_computed(world: World) -> None:
 
 def test_an_agent_that_stops_in_a_load_costs_its_rows_alone(world: World) -> None:
     prompt = filled(world, 34)
+    time.sleep(1.0)
     world.relay.stop_in = 200_000  # In the middle of a row.
     ids, loaded = world.ask(prompt, FAR)
     assert loaded < blocks(prompt)
@@ -129,8 +142,10 @@ def test_an_agent_that_stops_in_a_load_costs_its_rows_alone(world: World) -> Non
 
 
 def test_an_agent_that_is_stopped_at_a_lookup_costs_its_rows_alone(world: World) -> None:
-    prompt = filled(world, 35)
     time.sleep(1.5)  # It was silent since the last test.
+    prompt, before = filled(world, 35), filled(world, 36)
+    time.sleep(1.0)
+    assert world.ask(before, FAR)[1] == blocks(before)
     os.kill(world.servers.pid(FAR), signal.SIGSTOP)
     try:
         ids, loaded = world.ask(prompt, FAR)
@@ -138,3 +153,35 @@ def test_an_agent_that_is_stopped_at_a_lookup_costs_its_rows_alone(world: World)
         os.kill(world.servers.pid(FAR), signal.SIGCONT)
     assert loaded == 0
     assert ids == world.computed(prompt)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stream_goes_on_from_the_second_copy_of_a_lost_node(world: World, seed: int) -> None:
+    """Server and agent are killed at once; the agent of the other node has what was computed up to
+    a moment before.
+    """
+    servers = world.servers
+    prompt, cut = prompt_of(seed), random.Random(seed).randrange(100, 500)
+    got: list[int] = []
+    copied: list[int] = []
+
+    def read(ids: list[int]) -> None:
+        got.extend(ids)
+        if len(got) >= cut and not copied:
+            copied.append(len(prompt + got))
+            time.sleep(1.5)  # What is computed by now is copied; the stream goes on meanwhile.
+            servers.kill(FAR)
+            servers.kill("d0")
+
+    stream(servers, "d0", prompt, TOKENS, read)
+    assert len(got) < TOKENS
+    before = world.loaded()
+    rest: list[int] = []
+    stream(servers, "d1", prompt + got, TOKENS - len(got), rest.extend, [FAR])
+    loaded = world.loaded() - before
+    calm = servers.complete("d1", prompt=prompt, max_tokens=TOKENS, cache_salt=f"lost {seed}")
+    servers.start(FAR, "d0")
+    servers.wait_ready(FAR, "d0")
+
+    assert got + rest == calm["choices"][0]["token_ids"]
+    assert loaded >= (copied[0] // PAGE_TOKENS - 2) * PAGE_TOKENS

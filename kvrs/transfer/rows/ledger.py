@@ -10,8 +10,9 @@ A reader trusts a row whose sequence is even and not 0 and whose key is the one 
 while the writer lives, only if the entry is the same after the bytes were read. The writer may die
 between any two stores: the row then stays odd, or its key is complete.
 
-Entries are read and written in one aligned store of 8 bytes for the sequence. On processors that
-reorder stores (any but x86-64) only a dead writer's rows are trusted.
+A row that a running stream needs is protected: a bit beside its key, which the reader takes as a
+hint. Entries are read and written in one aligned store of 8 bytes for the sequence. On processors
+that reorder stores (any but x86-64) only a dead writer's rows are trusted.
 """
 
 import fcntl
@@ -30,13 +31,15 @@ EPOCH_BYTES = 16
 ORDERED = platform.machine() in {"x86_64", "AMD64"}
 
 _MAGIC = b"kvrsrows"
-_VERSION = 1
+_VERSION = 2
 # Magic, version, bytes of an entry, rows, bytes of a row, epoch; then 1 once nothing is shared.
 _HEADER = struct.Struct(f"<8sIIQQ{EPOCH_BYTES}s")
 _CLOSED_AT = _HEADER.size
 _ENTRY_BYTES = 64
 _WORDS = _ENTRY_BYTES // 8  # Of a header, too.
 _KEY_AT = 8
+# Of the byte in front of a key, beside its length.
+_PROTECTED = 0x80
 assert _HEADER.size + 8 <= _ENTRY_BYTES
 assert _KEY_AT + 1 + MAX_KEY_BYTES == _ENTRY_BYTES
 # The memory keeps its size: a reader that has mapped it cannot be ended by one that cuts it.
@@ -74,14 +77,21 @@ class RowLedger:
         at = (row + 1) * _WORDS
         self._words[at] = (self._words[at] + 1) | 1
 
-    def holds(self, row: int, key: bytes) -> None:
+    def holds(self, row: int, key: bytes, *, protected: bool = False) -> None:
         """All bytes of the key are in the row. A key that is too long stays untold."""
         at = (row + 1) * _WORDS
         if not self._words[at] & 1 or len(key) > MAX_KEY_BYTES:
             return
         start = at * 8 + _KEY_AT
-        self._memory[start : start + 1 + len(key)] = bytes((len(key),)) + key
+        size = len(key) | protected * _PROTECTED
+        self._memory[start : start + 1 + len(key)] = bytes((size,)) + key
         self._words[at] += 1
+
+    def protect(self, row: int, *, protected: bool) -> None:
+        """Tell whether a running stream needs what the row holds."""
+        at = (row + 1) * _ENTRY_BYTES + _KEY_AT
+        size = self._memory[at] & ~_PROTECTED
+        self._memory[at] = size | protected * _PROTECTED
 
     def close(self) -> None:
         """Withdraw all rows for good: their keys no longer say what they hold, as after a change of
@@ -125,7 +135,8 @@ class LedgerView:
             raise TransferError(f"ledger: {rows} rows in {size} bytes")
         self.rows: int = rows
         self.row_bytes: int = row_bytes
-        self._words = memoryview(self._memory).cast("Q")
+        self._bytes = memoryview(self._memory)
+        self._words = self._bytes.cast("Q")
 
     @property
     def epoch(self) -> bytes:
@@ -148,8 +159,16 @@ class LedgerView:
         if not (sequence := self._words[at]) or sequence & 1:
             return None
         start = at * 8 + _KEY_AT
-        key = self._memory[start + 1 : start + 1 + self._memory[start]]
+        size = self._memory[start] & ~_PROTECTED
+        key = self._memory[start + 1 : start + 1 + size]
         return (key, sequence) if self.still(row, sequence) else None
+
+    def protected(self) -> list[int]:
+        """Rows that running streams need, whatever they hold."""
+        if self.is_closed:
+            return []
+        sizes = self._bytes[_ENTRY_BYTES + _KEY_AT :: _ENTRY_BYTES].tolist()
+        return [row for row, size in enumerate(sizes) if size & _PROTECTED]
 
     def still(self, row: int, sequence: int) -> bool:
         """Nothing was written into the row since its entry had this sequence."""
@@ -157,4 +176,5 @@ class LedgerView:
 
     def release(self) -> None:
         self._words.release()
+        self._bytes.release()
         self._memory.close()

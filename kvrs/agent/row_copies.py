@@ -1,0 +1,200 @@
+"""Second copies of rows: an agent reads those that running streams need from the agent of another
+node, and serves them after the loss of that node.
+
+A thread asks the other agent which rows are protected, and loads what is new of them, behind all
+that either agent serves. What is not protected any more is dropped at once. Rows keep the tag that
+the other agent made, so that the server that loads them verifies the whole way.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvrs.errors import TransferError
+from kvrs.protocol import rows
+from kvrs.protocol.rows import RowFrame, Space
+from kvrs.protocol.secrets import ScopedKey
+from kvrs.transfer.rows.stream import RowStream
+
+log = logging.getLogger(__name__)
+
+# Rows of a node that is lost are given back when nothing has read them for this long.
+KEPT_S = 30.0
+_LOOK_S = 0.25  # Between two questions for what is protected: how far copies may be behind.
+_RETRY_S = 1.0
+_TIMEOUT_S = 30.0
+_QUESTION_BYTES = 1 << 20  # Of rows, at least one.
+
+Row = tuple[bytes, memoryview]  # Its tag and its bytes.
+
+
+class CopiedRows:
+    """Rows of one space. Its methods may be called by any thread."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.rows: dict[bytes, Row] = {}
+        self.used_s = 0.0
+
+    def held(self, keys: Sequence[bytes], now_s: float) -> list[bool]:
+        return [key in self.rows for key in keys]
+
+    def read(self, key: bytes, buffer: memoryview, now_s: float) -> Row | None:
+        """Return the row where it lies: the buffer is not needed."""
+        self.used_s = now_s
+        return self.rows.get(key)
+
+
+class RowCopies:
+    """All copies at one agent, which are of one other node. `room_bytes` is their memory."""
+
+    def __init__(self, room_bytes: Callable[[], int]) -> None:
+        self._room_bytes = room_bytes
+        self._spaces: dict[Space, CopiedRows] = {}
+        self._lock = threading.Lock()
+        self._lost_s: float | None = None
+
+    def of(self, space: Space) -> list[CopiedRows]:
+        found = self._spaces.get(space)
+        return [] if found is None else [found]
+
+    @property
+    def held_bytes(self) -> int:
+        copies = list(self._spaces.values())
+        return sum(len(each.rows) * each.space.row_bytes for each in copies)
+
+    def keep(self, protected: dict[Space, list[bytes]]) -> None:
+        """Drop what the other agent names no more."""
+        with self._lock:
+            self._lost_s = None
+            spaces = {space: self._spaces.get(space, CopiedRows(space)) for space in protected}
+            self._spaces = spaces
+        for space, copies in spaces.items():
+            wanted = set(protected[space])
+            copies.rows = {key: row for key, row in copies.rows.items() if key in wanted}
+
+    def missing(self, space: Space, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the first of the keys that are not held, as many as there is room for."""
+        room = max(0, self._room_bytes() - self.held_bytes) // space.row_bytes
+        held = self._spaces[space].rows
+        return [key for key in keys if key not in held][:room]
+
+    def put(self, space: Space, key: bytes, row: Row) -> None:
+        self._spaces[space].rows[key] = row
+
+    def lose(self, now_s: float) -> None:
+        """The other agent cannot be asked any more."""
+        if self._lost_s is None:
+            self._lost_s = now_s
+
+    def settle(self, now_s: float) -> None:
+        """Give back what nothing reads after the loss of the other node."""
+        with self._lock:
+            used_s = max((each.used_s for each in self._spaces.values()), default=0.0)
+            lost_s = self._lost_s
+            if self._spaces and lost_s is not None and now_s - max(lost_s, used_s) > KEPT_S:
+                log.info("copies of a lost node's rows given back")
+                self._spaces = {}
+
+
+class RowCopier:
+    """The thread that brings copies."""
+
+    def __init__(
+        self,
+        copies: RowCopies,
+        dial: Callable[[float], socket.socket],
+        key: ScopedKey,
+        bytes_per_s: float | None,
+        wait_idle: Callable[[], None],
+    ) -> None:
+        """`dial` connects within a time, and raises OSError; `wait_idle` returns when the own agent
+        loads no rows for servers.
+        """
+        self._copies, self._dial, self._key = copies, dial, key
+        self._bytes_per_s, self._wait_idle = bytes_per_s, wait_idle
+        self._stop = threading.Event()
+        self._stream: RowStream | None = None
+        self._said = ""
+        self._thread = threading.Thread(target=self._run, name="row-copies", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if (stream := self._stream) is not None:
+            stream.end()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._follow()
+            except (OSError, TransferError) as error:
+                self._say(f"rows of another node are not copied: {error}")
+            except Exception:
+                log.exception("rows of another node are not copied any more")
+                return
+            finally:
+                self._copies.lose(time.monotonic())
+            self._stop.wait(_RETRY_S)
+
+    def _follow(self) -> None:
+        stream = self._stream = RowStream(self._dial(_TIMEOUT_S))
+        try:
+            stream.until(_TIMEOUT_S)
+            stream.prove(self._key)
+            while not self._stop.is_set():
+                stream.until(_TIMEOUT_S)
+                protected = _protected(stream)
+                self._copies.keep(protected)
+                self._say("rows of another node are copied")
+                for space, keys in protected.items():
+                    self._copy(stream, space, keys)
+                self._stop.wait(_LOOK_S)
+        finally:
+            self._stream = None
+            stream.close()
+
+    def _copy(self, stream: RowStream, space: Space, keys: list[bytes]) -> None:
+        wanted = self._copies.missing(space, keys)
+        if wanted:
+            stream.choose(space)
+        size = max(1, _QUESTION_BYTES // space.row_bytes)
+        for start in range(0, len(wanted), size):
+            self._wait_idle()
+            began_s, some = time.monotonic(), wanted[start : start + size]
+            stream.until(_TIMEOUT_S)
+            stream.send(rows.encode(RowFrame.LOAD, some))
+            for key in some:
+                row = memoryview(bytearray(space.row_bytes))
+                if (tag := stream.receive_row(row)) is not None:
+                    self._copies.put(space, key, (tag, row))
+            if self._bytes_per_s is not None:
+                took_s = time.monotonic() - began_s
+                self._stop.wait(max(0.0, len(some) * space.row_bytes / self._bytes_per_s - took_s))
+            if self._stop.is_set():
+                return
+
+    def _say(self, what: str) -> None:
+        """Say it once, until something else is said."""
+        if what != self._said and not self._stop.is_set():
+            self._said = what
+            log.warning(what)
+
+
+def _protected(stream: RowStream) -> dict[Space, list[bytes]]:
+    """Ask which rows running streams need. Raises TransferError."""
+    stream.send(rows.encode(RowFrame.PROTECTED))
+    found: dict[Space, list[bytes]] = {}
+    left = rows.MAX_KEYS
+    while (head := stream.receive_head()).frame is RowFrame.KEYS and head.keys <= left:
+        left -= head.keys
+        keys = rows.split_keys(stream.receive_exactly(head.keys_bytes), head.key_bytes)
+        space = rows.decode_space(stream.receive_exactly(head.body_bytes))
+        found.setdefault(space, []).extend(keys)
+    if head.frame is not RowFrame.HELD:
+        raise TransferError(f"row port: {head.frame.name} of {head.keys} keys; allowed: KEYS, HELD")
+    return found
