@@ -230,6 +230,7 @@ ALL = (
     _of("gpu", "plane", 8, "plane", GPU),
     _of("checkpoint_cost", "vllm-gpu", 3, "vllm --gpu --rounds 2 --pairs 5", VLLM, GPU),
     _of("demo_vllm", "demo_vllm", 4, "run", VLLM),
+    _of("vllm_scheduler", "vllm_scheduler", 2, "run", VLLM),
     _of("first_minutes", "demo", 3, "demo"),
     _of("first_minutes", "vllm", 4, "vllm", VLLM),
     _of("first_minutes", "scripted", 1, "vllm --scripted"),
