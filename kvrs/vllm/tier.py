@@ -29,7 +29,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.link import RegionLink
-from kvrs.vllm import ledger, node
+from kvrs.vllm import adapters, ledger, node
+from kvrs.vllm.adapters import BASE, LoraAdapter
 from kvrs.vllm.agents import KnownAgents
 from kvrs.vllm.guard import Switch, guarded
 
@@ -58,6 +59,14 @@ class _Load:
     parts: int
     begun_s: float
     loaded: list[bytes] = field(default_factory=list)
+
+
+class _Wanted(NamedTuple):
+    """A row that is to be loaded: its key in vLLM and at agents, and where to."""
+
+    key: bytes
+    at_agent: bytes
+    view: memoryview
 
 
 class _Threads(NamedTuple):
@@ -94,6 +103,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         # Of the scheduler's thread: what is known of each request's keys.
         self._known: defaultdict[str, dict[bytes, _Asked | RowClient | None]] = defaultdict(dict)
         self._new: defaultdict[str, list[bytes]] = defaultdict(list)
+        self._adapter: dict[str, LoraAdapter] = {}  # Of each request that asks.
         self._taken: defaultdict[str, dict[bytes, RowClient]] = defaultdict(dict)
         self._protected: set[str] = set()
         self._asking: dict[str, list[RowClient]] = {}
@@ -136,11 +146,15 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         given = req_context.kv_transfer_params
         params = given if isinstance(given, dict) else {}
+        if (adapter := adapters.current()) is None:
+            return RequestOffloadingContext()  # It is no request of KvrsOffloading.
+        req_context.set_state(adapter)
         if self._serves_all or isinstance(params.get("kvrs"), dict):
             self._protected.add(req_context.req_id)
             # What another connector brings is not looked for here: vLLM asks all of them.
             if not params.get("do_remote_prefill"):
                 self._asking[req_context.req_id] = self._agents_of(params.get("kvrs"))
+                self._adapter[req_context.req_id] = adapter
             # A protected stream has no hole where the prefix cache of the engine had its blocks.
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
@@ -159,7 +173,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         if request not in self._protected:
             return
         self._protected.discard(request)
-        for by_request in (self._asking, self._known, self._new, self._taken):
+        for by_request in (self._asking, self._adapter, self._known, self._new, self._taken):
             by_request.pop(request, None)
         if self._policy is not None:
             self._policy.release(request)
@@ -171,6 +185,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
                 self._policy.release(request)
         self._protected.clear()
         self._asking.clear()
+        self._adapter.clear()
 
     # Lookups: the first look at keys gathers them, the end of the step asks, a later step knows.
 
@@ -210,7 +225,8 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             asked = _Asked(time.monotonic(), len(usable), own_waits)
             self._known[request].update(dict.fromkeys(keys, asked))
             for agent in usable:
-                self._threads_of[agent].lookups.put((request, keys, asked))
+                item = (request, self._adapter[request], keys, asked)
+                self._threads_of[agent].lookups.put(item)
         self._new.clear()
         self._take_answers()
 
@@ -220,11 +236,15 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             while True:
                 self._answers.get_nowait()()
 
-    def _look_up(self, item: tuple[str, list[bytes], _Asked], agent: RowClient) -> None:
-        request, keys, asked = item
+    def _look_up(
+        self, item: tuple[str, LoraAdapter, list[bytes], _Asked], agent: RowClient
+    ) -> None:
+        request, adapter, keys, asked = item
         found: Sequence[bool] = ()
         try:
-            found = agent.find(keys, asked.since_s + self._lookup_s - time.monotonic())
+            adapter.learn()
+            if shared := adapter.scoped(keys):
+                found = agent.find(shared, asked.since_s + self._lookup_s - time.monotonic())
         finally:
             self._answers.put(lambda: self._found(request, keys, asked, agent, found))
 
@@ -269,24 +289,30 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
 
     @guarded(lambda: False)
     def _queue_load(self, job: TransferJob) -> bool:
-        taken = self._taken.get(job.req_context.req_id, {})
-        parts: defaultdict[RowClient, list[tuple[bytes, memoryview]]] = defaultdict(list)
-        for key, row in zip(job.keys, job.chunk_ids.tolist(), strict=True):
+        request, keys = job.req_context.req_id, list(job.keys)
+        taken = self._taken.get(request, {})
+        shared = self._adapter.get(request, BASE).scoped(keys)
+        if len(shared) != len(keys):
+            return False
+        parts: defaultdict[RowClient, list[_Wanted]] = defaultdict(list)
+        for key, at_agent, row in zip(keys, shared, job.chunk_ids.tolist(), strict=True):
             if (agent := taken.pop(key, None)) is not None:
-                parts[agent].append((key, self._row(row)))
-        load = _Load(job.job_id, len(job.keys), len(parts), time.monotonic())
+                parts[agent].append(_Wanted(key, at_agent, self._row(row)))
+        load = _Load(job.job_id, len(keys), len(parts), time.monotonic())
         for agent, wanted in parts.items():
             self._threads_of[agent].loads.put((load, wanted))
         return bool(parts)
 
-    def _load(self, item: tuple[_Load, list[tuple[bytes, memoryview]]], agent: RowClient) -> None:
+    def _load(self, item: "tuple[_Load, list[_Wanted]]", agent: RowClient) -> None:
         load, wanted = item
         loaded: list[bytes] = []
+        rows = [(each.at_agent, each.view) for each in wanted]
         try:
-            count = agent.load(wanted, load.begun_s + self._load_s - time.monotonic())
-            loaded = [key for key, _ in wanted[:count]]
+            count = agent.load(rows, load.begun_s + self._load_s - time.monotonic())
+            loaded = [each.key for each in wanted[:count]]
         finally:
-            wanted.clear()  # Nothing refers to vLLM's memory from here on.
+            wanted.clear()
+            rows.clear()  # Nothing refers to vLLM's memory from here on.
             with self._idle:
                 load.loaded += loaded
                 load.parts -= 1

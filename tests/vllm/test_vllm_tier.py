@@ -85,6 +85,7 @@ def test_prompts_are_decided_whatever_fails() -> None:
         "another hangs, and one has the rest": [6, 4, 2],
         "another is not named": [4, 4, 0],
         "agents are no list": [4, 4, 0],
+        "its adapter is not known": 0,
         "after a reset": 0,
     }
 
