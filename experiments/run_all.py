@@ -225,6 +225,7 @@ ALL = (
         VLLM,
         GPU,
     ),
+    _of("vllm_rows", "vllm_rows", 100, "run --limit-s 6000", VLLM),
     _of("checkpoint_cost", "checkpoint_cost", 10),
     _of("checkpoint_cost", "vllm", 15, "vllm", VLLM),
     _of("gpu", "plane", 8, "plane", GPU),
