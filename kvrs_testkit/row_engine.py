@@ -9,6 +9,8 @@ import random
 import socket
 import sys
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 from kvrs.protocol.rows import RegionInfo
 from kvrs.protocol.secrets import Scope, scoped_key
@@ -17,6 +19,7 @@ from kvrs.transfer.rows.link import RegionLink
 
 KEY_BYTES = 36
 AGENT = "agent"
+NO_FIELDS: Mapping[str, Any] = {}
 
 
 def key_of(number: int) -> bytes:
@@ -31,13 +34,21 @@ class RowEngine:
     """Rows, a ledger of them, and a link to the agent."""
 
     def __init__(
-        self, path: str, secret: bytes, namespace: bytes, rows: int, row_bytes: int
+        self,
+        path: str,
+        secret: bytes,
+        namespace: bytes,
+        rows: int,
+        row_bytes: int,
+        fields: Mapping[str, Any] = NO_FIELDS,
+        model: str = "tiny",
     ) -> None:
         self.rows, self.row_bytes = rows, row_bytes
         self.memory = os.memfd_create("rows")
         os.ftruncate(self.memory, rows * row_bytes)
         self.ledger = RowLedger(rows, row_bytes)
-        info = RegionInfo(f"engine {os.getpid()}", namespace, rows, row_bytes, {"model": "none"})
+        name = f"engine {os.getpid()}"
+        info = RegionInfo(name, namespace, rows, row_bytes, {**fields}, model)
         key = scoped_key(secret, Scope.ROWS, AGENT)
         self.link = RegionLink(info, self.memory, self.ledger, lambda: dial(path), key)
 

@@ -4,6 +4,7 @@ has no pages.
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -40,6 +41,8 @@ class ScriptedAgent(ScriptedServer):
     slot_updates: list[SlotUpdate] = field(default_factory=list)
     slots_lost: set[str] = field(default_factory=set)  # Streams whose slot is reported as ended.
     deaf: bool = False  # It does not answer requests for slots.
+    regions: list[Any] = field(default_factory=list)  # As it reports them.
+    serves_other_nodes: bool = True
 
     def routes(self, router: web.UrlDispatcher) -> None:
         router.add_get("/kvrs/v1/agent", self._info)
@@ -98,6 +101,8 @@ class ScriptedAgent(ScriptedServer):
             checkpoints=len(self.pages),
             pages={StreamId(stream): pages for stream, pages in changed.items()},
             denied=[StreamId(stream) for stream in self.denied],
+            regions=self.regions,
+            serves_other_nodes=self.serves_other_nodes,
         )
 
     async def _leases(self, request: web.Request) -> web.Response:

@@ -94,6 +94,7 @@ class ScriptedVllm(ScriptedServer):
     version: str = "0.32.0"
     connector: bool = True
     kvrs: ScriptedConnector | None = None  # The connector of kvrs in it.
+    has_tier: bool = False  # It has its own CPU tier, with kvrs in that.
     lacks: set[str] = field(default_factory=set)  # Fields, metrics and paths that it does not know.
     transfer: dict[str, Any] = field(
         default_factory=dict
@@ -295,7 +296,7 @@ class ScriptedVllm(ScriptedServer):
         if transfer is not None:
             if self.kvrs is not None:
                 parsed = await self._load(self.kvrs, transfer, parsed, salt)
-            elif "kvrs" in transfer:
+            elif "kvrs" in transfer and not self.has_tier:
                 self.script.violations.append("parameters for a connector that is not there")
             if transfer.get("do_remote_decode"):
                 return self._prefill(parsed)

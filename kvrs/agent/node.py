@@ -167,6 +167,7 @@ class NodeAgent:
             pages={stream: self.store.held(stream) for stream in streams},
             denied=denied,
             slots=self.slots.counts(),
+            regions=self._regions.reports(),
         )
 
     def update_slots(self, update: SlotUpdate) -> SlotAnswer:

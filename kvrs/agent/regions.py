@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from kvrs.errors import TransferError
-from kvrs.protocol.rows import RegionInfo, RowTags, Space
+from kvrs.protocol.rows import MAX_REGIONS, RegionInfo, RegionReport, RowTags, Space
 from kvrs.transfer.rows.ledger import ORDERED, LedgerView
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 _FRESH_S = 0.02
 # Memory of a dead engine that nothing has read for this long is given back.
 ADOPTED_S = 30.0
-MAX_REGIONS = 64  # Of a node; an engine has one for each data-parallel rank.
 _FLOCK = struct.Struct("hhqqi4x")
 
 
@@ -62,6 +61,15 @@ class EngineRegion:
     @property
     def epoch(self) -> bytes:
         return self._ledger.epoch
+
+    @property
+    def is_closed(self) -> bool:
+        """None of its rows is served any more."""
+        return self._ledger.is_closed
+
+    @property
+    def report(self) -> RegionReport:
+        return RegionReport.of(self.info, is_alive=self.died_s is None)
 
     def is_alive(self) -> bool:
         """Return whether the engine's process exists."""
@@ -169,6 +177,7 @@ class Regions:
 
     def __init__(self) -> None:
         self._regions: list[EngineRegion] = []
+        self._told: set[frozenset[bytes]] = set()  # Pairs of namespaces that differ.
         self._lock = threading.Lock()
 
     @property
@@ -205,6 +214,12 @@ class Regions:
             found.setdefault(each.info.space, {}).update(dict.fromkeys(each.protected(now_s)))
         return {space: list(keys) for space, keys in found.items()}
 
+    def reports(self) -> list[RegionReport]:
+        """Return those whose rows may be served."""
+        with self._lock:
+            held = list(self._regions)
+        return [each.report for each in held if not each.is_closed]
+
     def settle(self, now_s: float) -> None:
         """Adopt the regions of engines that have died; give back what nothing reads any more."""
         with self._lock:
@@ -219,17 +234,16 @@ class Regions:
                     self._regions = [each for each in self._regions if each is not region]
 
     def _tell_differences(self, region: EngineRegion) -> None:
-        for other in self._regions:
-            if other.died_s is not None or other.info.namespace == region.info.namespace:
+        """Say once which fields keep engines of one model from sharing their rows."""
+        info = region.info
+        for other in (each.info for each in self._regions):
+            pair = frozenset({info.namespace, other.namespace})
+            if other.model != info.model or len(pair) == 1 or pair in self._told:
                 continue
-            fields = sorted({*other.info.fields, *region.info.fields})
-            differ = [
-                name
-                for name in fields
-                if other.info.fields.get(name) != region.info.fields.get(name)
-            ]
+            names = sorted({*other.fields, *info.fields})
+            differ = [each for each in names if other.fields.get(each) != info.fields.get(each)]
             log.warning(
-                "rows of two engines are not shared: their namespaces differ",
-                extra={"engines": [other.info.engine, region.info.engine], "fields": differ},
+                "rows of two engines of one model are not shared: their namespaces differ",
+                extra={"engines": [other.engine, info.engine], "fields": differ},
             )
-            return
+            self._told.add(pair)

@@ -13,6 +13,7 @@ from kvrs.config.cluster import Backend
 from kvrs.config.file import ADMIN_ENV_NAME, Config, config_digest
 from kvrs.core.fleet.generated import Continues
 from kvrs.errors import ConfigError
+from kvrs.protocol.instance import Role
 
 PATIENCE_S = 5.0  # For instances that have not come up yet, and peers that are not reached.
 _ASK_AGAIN_S = 0.5
@@ -79,6 +80,7 @@ def cluster_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
     yield from _proxies(config, state["proxies"], answer.url)
     yield from _judged("instances", "instance", state["instances"], _OF_INSTANCES)
     yield from _backup_mode(config, up)
+    yield from _rows(config, up, state["agents"])
     yield from _judged("connectors", "connector of", _of_each(up, "connector"), _OF_CONNECTORS)
     yield from _judged("hand-offs", "hand-offs of", _of_each(up, "hand_offs"), _OF_HAND_OFFS)
     yield from _judged("self-tests", "self-test of", tests, _OF_SELF_TESTS)
@@ -298,6 +300,29 @@ def _judged(check: str, one: str, rows: list[Row], faults: Iterable[_Fault]) -> 
         named["because"] = f" ({because})" if because else ""
         value, remedy = fault.value.format(**named), fault.remedy.format(**named)
         yield fault.find(f"{one} {row['id']}", value, fault.allowed, remedy)
+
+
+def _rows(config: Config, up: list[Row], agents: list[Row]) -> Iterator[Finding]:
+    """Yield whether agents serve the rows of each vLLM that decodes without a connector, and those
+    mean the same.
+    """
+    if config.cluster.backend is not Backend.VLLM:
+        return
+    regions = [each for row in agents for each in row.get("regions", ()) if each["is_alive"]]
+    having, is_kept = {each["engine"] for each in regions}, config.backup.mode is not BackupMode.OFF
+    instances = [each for _, each in config.cluster.instances() if each.role is not Role.PREFILL]
+    bare = {each.id for each in instances if not each.connector_port}
+    lacking = [row["id"] for row in up if row["id"] in bare - having]
+    if having and not is_kept:
+        value = f"backup.mode is off, and agents serve rows of {', '.join(sorted(having))}"
+        yield doubtful("rows", value, "local", "set backup.mode")
+    elif is_kept and bare and lacking:
+        value = f"no agent serves any of {', '.join(lacking)}"
+        remedy = "start vLLM with KvrsOffloading there, and see its log (kvrs docs vllm)"
+        yield doubtful("rows", value, "those of each decode instance", remedy)
+    if len({each["namespace"] for each in regions}) > 1:
+        remedy = "see which fields differ in the log of an agent that serves both"
+        yield doubtful("rows", "they mean different things", "one namespace", remedy)
 
 
 def _backup_mode(config: Config, up: list[Row]) -> Iterator[Finding]:

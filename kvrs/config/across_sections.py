@@ -220,12 +220,12 @@ def _faults_of_vllm(cluster: ClusterSettings, mode: BackupMode) -> Iterator[str]
             f"cluster.model: missing, with a connector_port at {', '.join(connected)}; allowed: "
             f"the model's directory, whose config.json has the size of its pages"
         )
-    with_rows = any(node.agent.row_port for node in cluster.nodes)
+    with_rows = mode is BackupMode.LOCAL or any(node.agent.row_port for node in cluster.nodes)
     if mode is not BackupMode.OFF and not (connected or with_rows):
         yield (
             f"backup.mode: got {mode.value!r} with backend 'vllm', of which no instance has a kvrs "
-            f"connector that sends checkpoints; allowed: 'off', or a connector_port, or a row_port "
-            f"of agents"
+            f"connector that sends checkpoints; allowed: 'off', 'local', or a connector_port, or a "
+            f"row_port of agents"
         )
     for instance in instances:
         if instance.role is Role.BOTH:

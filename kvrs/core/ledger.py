@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from kvrs.core.books.checkpoints import Checkpoints
 from kvrs.core.books.prefill_scale import PrefillScale
+from kvrs.core.books.rows import Rows
 from kvrs.core.books.waiting import SlotBook, Timers
 from kvrs.core.defences.outliers import Outliers
 from kvrs.core.defences.poison import PoisonCounter
@@ -164,6 +165,8 @@ class Ledger:
         if decode is not None and attempt.resumed:
             stream.tokens = decode.tokens or stream.tokens
             stream.note_pace(now_s)
+            if decode.rows:
+                self.kv_locations.rows.left(stream, decode)
         stream.recovery.note_failure(cause, failed, now_s)
         self.wait(stream, now_s)
 
@@ -278,6 +281,7 @@ class KvLocations:
         self._checkpoints = checkpoints
         self._streams = streams
         self._agent_of = agent_of
+        self.rows = Rows(view, checkpoints, streams)
         self._kept: dict[InstanceId, ev.PagesKept] = {}  # Of instances that are about to come up.
 
     def kept_pages(self, event: ev.PagesKept) -> None:
@@ -285,6 +289,7 @@ class KvLocations:
 
     def instance_up(self, member: Member) -> None:
         """Record the KV of open streams that the instance has kept."""
+        self.rows.find(member)
         event = self._kept.pop(member.id, None)
         if event is None or event.epoch != member.epoch:
             return
@@ -313,9 +318,11 @@ class KvLocations:
         if event.epoch != agent.epoch:
             return
         agent.reported_bytes, agent.reported_checkpoints = event.reserved_bytes, event.checkpoints
+        agent.serves_other_nodes = event.serves_other_nodes
         for stream_id, pages in event.pages.items():
             if (stream := self._streams.get(stream_id)) is not None:
                 self._checkpoints.reported(stream, agent, pages)
+        self.rows.reported(agent, event.regions)
 
     def _replicated(self, event: ev.CheckpointsReported) -> None:
         """An instance reports replicas. Of streams that it keeps under a lease it has more."""
@@ -406,6 +413,7 @@ class KvLocations:
 
     def _lose(self, agent: Agent, cause: str) -> None:
         del self._view.agents[agent.id]
+        self.rows.lost(agent)
         for stream_id in list(agent.streams):
             self._checkpoints.lose(
                 self._streams[stream_id], agent.id, f"{agent.id} was lost: {cause}"

@@ -14,6 +14,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.experts import ExpertReport
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.hand_offs import HandOffReport
+from kvrs.protocol.rows import RegionReports
 from kvrs.protocol.speculation import MOST_DRAFTS, DraftId, SpeculationReport
 from kvrs.protocol.stages import RestartReport, StageInfo, StageLent
 
@@ -138,8 +139,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     # The prefill instance of the same server, where there is one: a decode call without a hand-off
     # has the history computed there, so prefill and decode are one call.
     own_prefill: InstanceId | None = None
-    # A decode instance computes the prompt of a new stream within the call that decodes it, where
-    # no prefill instance is up.
+    # A decode instance computes prompts within the decode call, where no prefill instance is up.
     computes_prompts: bool = False
     worker_pids: list[int] = []  # Where the work is done in other processes than `pid`.
     ranks: list[RankInfo] = []  # None where one process computes everything.
@@ -314,8 +314,7 @@ class KvTransferParams(msgspec.Struct, omit_defaults=False):
     do_remote_prefill: bool = False
     remote_engine_id: str | None = None
     remote_block_ids: list[str] | None = None  # Tags of the full pages, in hexadecimal.
-    # Present for the convention; an instance looks peers up in its own registry.
-    remote_host: str | None = None
+    remote_host: str | None = None  # For the convention: peers are in the instance's registry.
     remote_port: int | None = None
     remote_request_id: str | None = None  # Names the retained hand-off, for its partial last page.
 
@@ -421,9 +420,8 @@ class ExitReport(msgspec.Struct, frozen=True):
     is_external: bool
 
 
-# Messages of a node's agent. As a holder of checkpoints it takes leases like an instance (`POST
-# /kvrs/v1/leases`). It also grants the slots of the instances of its node, which bound their
-# concurrent recovery transfers (`POST /kvrs/v1/slots`).
+# Messages of a node's agent. It takes leases on checkpoints like an instance, and grants slots of
+# the instances of its node, which bound their concurrent recovery transfers.
 
 
 class SlotRequest(msgspec.Struct, frozen=True):
@@ -498,3 +496,5 @@ class AgentReport(msgspec.Struct, frozen=True):
     denied: list[StreamId] = []  # Streams that found no room since the last line.
     # Slots of the targets that were ever requested, over all proxies.
     slots: dict[InstanceId, SlotCounts] = {}
+    regions: RegionReports = []  # Of vLLM's CPU tiers on its node,
+    serves_other_nodes: bool = False  # whose rows other nodes' servers can load, too.

@@ -27,12 +27,13 @@ import hmac
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from blake3 import blake3
 
 from kvrs.errors import TransferError
+from kvrs.ids import InstanceId
 from kvrs.protocol.secrets import derive
 
 NAMESPACE_BYTES = 32
@@ -42,7 +43,9 @@ MAX_ROW_BYTES = 1 << 30
 MAX_ABOUT_BYTES = 1 << 16
 MAX_REASON_BYTES = 512
 TAG_BYTES = 16
+MAX_REGIONS = 64  # Of a node; an engine has one for each data-parallel rank.
 
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _MAGIC = b"KR"
 _HEAD = struct.Struct("!2sBBIQ")
 _SPACE = struct.Struct(f"!{NAMESPACE_BYTES}sQ")
@@ -90,16 +93,36 @@ class Space(NamedTuple):
 class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The facts that come with a region's descriptors."""
 
-    engine: str
+    engine: _Name
     namespace: bytes
     rows: int
     row_bytes: int
     # What the namespace was made of, so that one that differs can be explained.
     fields: dict[str, Any]
+    model: str = ""  # As the engine serves it.
 
     @property
     def space(self) -> Space:
         return Space(self.namespace, self.row_bytes)
+
+
+class RegionReport(msgspec.Struct, frozen=True):
+    """One engine's rows, as the agent of its node reports them to proxies."""
+
+    engine: InstanceId
+    # The first digits of its digest: rows of equal ones mean the same.
+    namespace: Annotated[str, msgspec.Meta(min_length=16, max_length=16)]
+    is_alive: bool
+    rows: Annotated[int, msgspec.Meta(ge=0)]
+    row_bytes: Annotated[int, msgspec.Meta(ge=0)]
+
+    @classmethod
+    def of(cls, info: RegionInfo, *, is_alive: bool) -> "RegionReport":
+        namespace = info.namespace.hex()[:16]
+        return cls(InstanceId(info.engine), namespace, is_alive, info.rows, info.row_bytes)
+
+
+RegionReports = Annotated[list[RegionReport], msgspec.Meta(max_length=MAX_REGIONS)]
 
 
 class RowHead(msgspec.Struct, frozen=True):

@@ -75,7 +75,7 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
     secrets = read_secrets(config.security, os.environ)
     fields = space.fields_of(spec)
     namespace = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
-    info = RegionInfo(instance, namespace, rows, row_bytes, fields)
+    info = RegionInfo(instance, namespace, rows, row_bytes, fields, space.served_name())
     tags = RowTags(secrets)
     directory = store_directory(config.backup.directory, secrets[0], own.id)
     dials: dict[InstanceId, Callable[[float], socket.socket]] = {

@@ -30,6 +30,11 @@ def remember(vllm_config: Any) -> None:
     _configs.append(vllm_config)
 
 
+def served_name() -> str:
+    """The first name of `--served-model-name`, or the model's."""
+    return str(_configs[-1].model_config.served_model_name)
+
+
 def fields_of(spec: Any) -> dict[str, Any]:
     """Raises KvrsError: what the rows of this engine mean cannot be known, or may change."""
     if not _configs:

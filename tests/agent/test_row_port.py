@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvrs.agent import row_port
@@ -248,6 +249,61 @@ def test_an_engine_that_closed_its_ledger_serves_nothing(
     linked.ledger.writing(1)
     linked.ledger.holds(1, key_of(7))
     assert load(client, SMALL, [key_of(7)]) == [None]
+
+
+@pytest.mark.process
+def test_an_agent_reports_what_it_serves(agent: RowAgent, engine: subprocess.Popen[str]) -> None:
+    """A dead engine's rows until they are given back."""
+
+    def reported() -> list[tuple[str, str, bool, int, int]]:
+        return [msgspec.structs.astuple(each) for each in agent.regions.reports()]
+
+    facts = (f"engine {engine.pid}", SPACE.namespace.hex()[:16])
+    assert reported() == [(*facts, True, ROWS, SPACE.row_bytes)]
+
+    engine.kill()
+    engine.wait()
+    until(lambda: settled(agent))
+    assert reported() == [(*facts, False, ROWS, SPACE.row_bytes)]
+
+    agent.regions.settle(time.monotonic() + ADOPTED_S + 1)
+    assert reported() == []
+
+
+def test_rows_that_were_withdrawn_are_not_reported(agent: RowAgent, linked: RowEngine) -> None:
+    assert len(agent.regions.reports()) == 1
+    linked.ledger.close()
+    assert agent.regions.reports() == []
+
+
+def test_fields_by_which_engines_of_one_model_differ_are_named_once(
+    agent: RowAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not at each link, and not of engines with different models."""
+    spaces = bytes(31) + b"a", bytes(31) + b"b"
+    engines = [
+        RowEngine(agent.path, SECRET, space, 2, 4096, {"weights": weights, "device": "x"}, model)
+        for space, weights, model in (
+            (spaces[0], "1", "m"),
+            (spaces[1], "2", "m"),
+            (SPACE.namespace, "3", "n"),
+        )
+    ]
+    for engine in (*engines, engines[1]):
+        stream = agent.proven()
+        stream.send_with(engine.link._shown, rows.encode_region(engine.link._info))
+        stream.expect(RowFrame.HELD)
+
+    told = [each for each in caplog.records if "namespaces differ" in each.message]
+    assert [each.__dict__["fields"] for each in told] == [["weights"]]
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129])
+def test_an_engine_without_a_name_that_can_be_told_is_refused(agent: RowAgent, name: str) -> None:
+    """Proxies would take no report with it, and use the agent no more."""
+    info = rows.RegionInfo(name, SPACE.namespace, 2, 4096, {})
+    with pytest.raises(TransferError, match="engine"):
+        rows.decode_region(rows.encode_region(info)[rows.HEAD_BYTES :])
 
 
 @pytest.mark.process

@@ -30,12 +30,14 @@ def faults(settings: dict[str, Any]) -> list[str]:
 
 
 def test_checkpoints_need_one_connector() -> None:
+    """Rows of vLLM's own tier, on the own node, need none."""
     assert parse_config(document("/m", PORTS, {"d0": 1012}, **BACKUP)).agents_run
 
     (fault,) = faults(document("/m", PORTS, **BACKUP))
 
     assert fault.startswith("backup.mode: got 'remote' with backend 'vllm', of which no instance")
-    assert fault.endswith("allowed: 'off', or a connector_port, or a row_port of agents")
+    assert fault.endswith("allowed: 'off', 'local', or a connector_port, or a row_port of agents")
+    assert parse_config(document("/m", PORTS, backup={"mode": "local"})).agents_run
 
 
 def test_only_vllm_has_connectors() -> None:

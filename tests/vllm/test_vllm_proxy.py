@@ -97,9 +97,11 @@ def _is_ready(row: dict[str, Any]) -> bool:
 
 
 @asynccontextmanager
-async def open_front(servers: VllmServers, config: Config) -> AsyncIterator[Front]:
+async def open_front(
+    servers: VllmServers, config: Config, secret: bytes = SECRET
+) -> AsyncIterator[Front]:
     ports = config.proxy.model_copy(update={"port": 0, "admin_port": 0})
-    proxy = Proxy(config.model_copy(update={"proxy": ports}), SECRET)
+    proxy = Proxy(config.model_copy(update={"proxy": ports}), secret)
     await proxy.start()
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:

@@ -103,7 +103,13 @@ class CheckpointHolds:
         if pages or before is None or _totals(before) != _totals(report):
             self._tell(
                 ev.CheckpointsReported(
-                    known.id, report.epoch, report.reserved_bytes, report.checkpoints, pages
+                    known.id,
+                    report.epoch,
+                    report.reserved_bytes,
+                    report.checkpoints,
+                    pages,
+                    tuple(report.regions),
+                    report.serves_other_nodes,
                 ),
                 now_s,
             )
@@ -127,7 +133,15 @@ class CheckpointHolds:
             chosen = () if plan is None else plan.places
             up = [place.holder for place in chosen if self._instances.is_up(place.holder)]
             return dict.fromkeys(up, 0) | replicas_of(live)
-        return {agent: copy.pages for agent, copy in live.copies.items() if copy.lost is None}
+        kept = {agent: copy.pages for agent, copy in live.copies.items() if copy.lost is None}
+        return kept | self._in_rows(live)
+
+    def _in_rows(self, live: LiveStream) -> dict[InstanceId, int]:
+        plan = live.attempt.plan
+        if plan is None or not (there := self._instances.known[plan.decode]).rows:
+            return {}
+        tokens = len(live.journal.prompt_ids or ()) + len(live.journal.output_ids)
+        return {self.agents.by_node[there.node].id: tokens // there.page_size_tokens}
 
     def unprotected(self, live: LiveStream, unplaced: Mapping[StreamId, str]) -> str | None:
         """Why no agent keeps, or is about to keep, anything of the stream; `unplaced` is why the
@@ -138,7 +152,8 @@ class CheckpointHolds:
         plan, kept = live.attempt.plan, self.protected(live)
         if plan is None:
             return "no instance was found for it yet"
-        if any(kept.values()) or (kept and self._instances.known[plan.decode].checkpoints):
+        there = self._instances.known[plan.decode]
+        if any(kept.values()) or (kept and (there.checkpoints or there.rows)):
             return None
         if kept:
             return f"{plan.decode} sends no checkpoints"
@@ -183,5 +198,6 @@ class CheckpointHolds:
         return None if live is None else live.copies.get(agent)
 
 
-def _totals(report: AgentReport) -> tuple[int, int]:
-    return report.reserved_bytes, report.checkpoints
+def _totals(report: AgentReport) -> tuple[object, ...]:
+    shared = report.regions, report.serves_other_nodes
+    return report.reserved_bytes, report.checkpoints, *shared

@@ -32,7 +32,9 @@ class Checkpoints:
         mode = self._settings.mode
         node, need_bytes = decode.node, _need_bytes(stream, decode)
         chosen: list[Agent] = []
-        if not (decode.checkpoints or (prefill is not None and prefill.checkpoints)):
+        if decode.rows:
+            stream.unprotected, mode = "", BackupMode.OFF
+        elif not (decode.checkpoints or (prefill is not None and prefill.checkpoints)):
             # Room that is reserved and never filled would be missing to other streams.
             stream.unprotected = f"{decode.id} sends no checkpoints"
             mode = BackupMode.OFF

@@ -17,6 +17,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, AgentInfo, AgentReport
+from kvrs.protocol.rows import RegionReport
 
 _place = attrgetter("place")
 
@@ -40,6 +41,9 @@ class Agent:
     booked_of: Counter[NodeId] = field(default_factory=Counter)  # By the node that decodes.
     # Streams that have a checkpoint here, or are to have one.
     streams: set[StreamId] = field(default_factory=set)
+    # Of vLLM's CPU tiers on its node, and whether servers of others can load rows of them.
+    regions: tuple[RegionReport, ...] = ()
+    serves_other_nodes: bool = False
     # As its watch sees it.
     health: Health = Health.STARTING
     reason: str | None = None

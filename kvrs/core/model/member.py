@@ -267,6 +267,8 @@ class Member:
     names: tuple[str, ...] = ()  # Of models, aliases and adapters that it serves.
     fingerprint: str = ""
     kv_fingerprint: str = ""
+    # Namespace of the rows of its CPU tier, which the agent of its node serves; empty: it has none.
+    rows: str = ""
     hand_off_format: str = ""  # As `InstanceInfo.hand_off_format`.
     fetch_pages_max: int | None = None  # As `InstanceInfo.fetch_pages_max`.
     max_model_len: int = 0  # 0: not known.
@@ -321,7 +323,7 @@ class Member:
         self.info, self.epoch = info, info.epoch
         self.prefills = info.role is not Role.DECODE
         self.decodes = info.role is not Role.PREFILL
-        self.pulls = Capability.PULL_PAGES in capabilities
+        self.pulls = Capability.PULL_PAGES in capabilities or bool(self.rows)
         self.retains = Capability.RETAIN in capabilities
         self.caches = Capability.PREFIX_CACHE in capabilities
         self.splits = self.pulls and Capability.SPLIT in capabilities
@@ -330,7 +332,8 @@ class Member:
         self.resumes_exactly = Capability.EXACT_RESUME in capabilities
         self.computes_prompts = info.computes_prompts and info.role is Role.DECODE
         self.own_prefill, self.names = info.own_prefill, info.name_keys
-        self.fingerprint, self.kv_fingerprint = info.fingerprint, info.kv_fingerprint
+        self.fingerprint = info.fingerprint
+        self.kv_fingerprint = info.kv_fingerprint or self.rows
         self.fetch_pages_max, self.hand_off_format = info.fetch_pages_max, info.hand_off_format
         self.max_model_len, self.geometry = info.max_model_len, geometry
         self.page_bytes = geometry.page_bytes
@@ -341,6 +344,12 @@ class Member:
         """The same process, of which these facts have changed."""
         assert self.info is not None, self.id
         self.set_info(msgspec.structs.replace(self.info, **changes))
+
+    def set_rows(self, namespace: str) -> None:
+        """The agent of its node serves rows of this namespace; empty: none."""
+        if namespace != self.rows and self.info is not None:
+            self.rows = namespace
+            self.set_info(self.info)
 
     # As its watch sees it.
 

@@ -49,6 +49,7 @@ class StoredCheckpoint:
     pages: int = 0
     booked_for: NodeId | None = None  # The node that decodes the stream.
     kv_fingerprint: str | None = None  # Of the instance that saves; None: not known.
+    is_of_rows: bool = False  # They are rows of the instance's own memory (`books/rows.py`).
 
     def is_of(self, member: Member) -> bool:
         """The instance saves and loads pages like these."""

@@ -80,10 +80,7 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
         metrics.draining.labels(known.id).set(control.drains.is_draining(known.id))
         metrics.differs.labels(known.id).set(len(kinds) > 1 and weights.get(known.id) in kinds)
     for agent in control.agents.present():
-        metrics.agents.up.labels(agent.id).set(agent.health is Health.UP)
-        metrics.agents.reserved.labels(agent.id).set(
-            0 if agent.report is None else agent.report.reserved_bytes
-        )
+        metrics.agents.measure(agent)
     if (membership := gossip_view.membership) is not None:
         metrics.gossip.measure(membership)
     policy = control.policy.snapshot()
@@ -207,6 +204,7 @@ def _agent(known: Agent, url: str) -> dict[str, Any]:
         "checkpoints": None if report is None else report.checkpoints,
         "capacity_bytes": None if info is None else info.capacity_bytes,
         "slots": {} if report is None else msgspec.to_builtins(report.slots),
+        "regions": [] if report is None else msgspec.to_builtins(report.regions),
     }
     return shown if known.reason is None else shown | {"reason": known.reason}
 

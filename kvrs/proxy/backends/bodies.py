@@ -64,6 +64,16 @@ class Call:
     size_bytes: int = 0  # About how long the body is, where it may be long.
     most_tokens: int | None = None  # Where `max_tokens` is null: the engine's own limit.
     hand_off: HandOff | None = None  # It is told as the call is sent.
+    # The server keeps rows of the stream in its CPU tier, and loads others from these agents; None:
+    # it has no such rows.
+    row_agents: tuple[InstanceId, ...] | None = None
+
+    def add_transfer(self, name: str, params: object) -> None:
+        """Put an object into `kv_transfer_params`, beside those of a hand-off."""
+        transfer = self.fields.get("kv_transfer_params")
+        before = b"{" if transfer is None else bytes(transfer)[:-1] + b","
+        added = msgspec.json.encode({name: params})[1:]
+        self.fields["kv_transfer_params"] = msgspec.Raw(before + added)
 
     def spend(self) -> bytes:
         """The body, after which the call holds nothing: its answer may take minutes."""
@@ -79,6 +89,7 @@ def prefill_call(
     *,
     exact: bool,
     replays: bool = False,
+    has_rows: bool = False,
     traceparent: str | None = None,
 ) -> Call:
     """The call that computes and retains the KV of the whole history, or with `replays` of the
@@ -91,6 +102,7 @@ def prefill_call(
         exact=exact,
         replays=replays,
         is_prefill=True,
+        has_rows=has_rows,
         traceparent=traceparent,
     )
     fields = call.fields
@@ -111,6 +123,7 @@ def decode_call(
     exact: bool,
     replays: bool = False,
     slot_token: int = 0,
+    has_rows: bool = False,
     traceparent: str | None = None,
 ) -> Call:
     """The call that streams the tokens after the history, with `replays` all of the output. It
@@ -124,6 +137,7 @@ def decode_call(
         replays=replays,
         runs=runs,
         slot_token=slot_token,
+        has_rows=has_rows,
         traceparent=traceparent,
     )
     fields = call.fields
@@ -153,6 +167,7 @@ def _call(
     is_prefill: bool = False,
     runs: Sequence[act.PageRange] = (),
     slot_token: int = 0,
+    has_rows: bool,
     traceparent: str | None,
 ) -> Call:
     endpoint = journal.parsed.endpoint
@@ -205,7 +220,8 @@ def _call(
     size_bytes = journal.parsed.fields_bytes
     if history is not None:
         size_bytes += BYTES_PER_ID * len(history)
-    return Call(endpoint.path, fields, headers, size_bytes)
+    row_agents = tuple(dict.fromkeys(run.holder for run in runs)) if has_rows else None
+    return Call(endpoint.path, fields, headers, size_bytes, row_agents=row_agents)
 
 
 def context_headers(

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from kvrs.errors import ConfigError, KvrsError, UpstreamError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.guess import guessed_prefill
+from kvrs.protocol.connector import FIELD
 from kvrs.protocol.instance import (
     Capability,
     FetchReport,
@@ -324,10 +325,12 @@ class VllmBackend(VllmServer):
             raise await self._judged(error) from None
 
     def _plain(self, call: Call) -> Call:
-        """The call without kvrs's own field, which vLLM does not know: its connector does."""
+        """The call without kvrs's own field, which vLLM does not know: kvrs in it does."""
         params = call.fields.pop("kvrs", None)
         if params is not None and self._connector is not None:
             self._connector.seal(call, params)
+        elif call.row_agents is not None:
+            call.add_transfer(FIELD, {"agents": call.row_agents})
         return call
 
     async def _prefilled(self, call: Call, page_size_tokens: int) -> Prefilled:

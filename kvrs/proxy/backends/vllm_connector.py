@@ -215,12 +215,7 @@ class VllmConnector:
         if self.off_reason is not None:
             return
         params.token_ids = None  # vLLM gets a history as its prompt.
-        sealed = msgspec.json.encode(seal(params, self._key))
-        transfer = call.fields.get("kv_transfer_params")
-        before = b"{" if transfer is None else bytes(transfer)[:-1] + b","
-        call.fields["kv_transfer_params"] = msgspec.Raw(
-            before + f'"{FIELD}":'.encode() + sealed + b"}"
-        )
+        call.add_transfer(FIELD, seal(params, self._key))
 
 
 def _merged_links(handed_off: list[LinkReport], fetched: list[LinkReport]) -> list[LinkReport]:

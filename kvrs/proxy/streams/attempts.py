@@ -199,6 +199,7 @@ class AttemptCalls:
                 places,
                 exact=self._instances.known[instance].resumes_exactly,
                 replays=plan.replays,
+                has_rows=bool(self._instances.known[instance].rows),
                 traceparent=None if span is None else span.traceparent,
             )
             answer = await self._driver.backends[instance].prefill(call)
@@ -241,6 +242,7 @@ class AttemptCalls:
                     exact=exact,
                     replays=plan.replays,
                     slot_token=slot,
+                    has_rows=bool(self._instances.known[plan.decode].rows),
                     traceparent=None if self._span is None else self._span.traceparent,
                 )
                 self._mark(call, relay)

@@ -21,7 +21,9 @@ from prometheus_client import (
 from kvrs import __version__
 from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.model import actions as act
+from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.estimates import Option
+from kvrs.core.model.member import Health
 from kvrs.core.watch import DeathCause
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
@@ -218,6 +220,10 @@ class RecoveryMetrics:
             self._real.by_value[option].observe(recovery.real_s)
 
 
+# Values of the label `engine`.
+_ENGINES = {"alive": True, "dead": False}
+
+
 class AgentMetrics:
     def __init__(self, registry: CollectorRegistry, agents: Iterable[InstanceId]) -> None:
         gauge = partial(Gauge, registry=registry)
@@ -228,10 +234,15 @@ class AgentMetrics:
             registry=registry,
         )
         self.up = gauge("kvrs_agent_up", "1 while the agent is in use, else 0.", ["agent"])
-        self.reserved = gauge(
+        self._reserved = gauge(
             "kvrs_agent_reserved_bytes",
             "Memory that the agent has reserved for streams of all proxies.",
             ["agent"],
+        )
+        self._regions = gauge(
+            "kvrs_agent_regions",
+            "CPU tiers of vLLM whose rows the agent serves, by whether their engine lives.",
+            ["agent", "engine"],
         )
         for agent in agents:
             self.add(agent)
@@ -243,7 +254,17 @@ class AgentMetrics:
 
     def remove(self, agent: InstanceId) -> None:
         self.up.remove(agent)
-        self.reserved.remove(agent)
+        self._reserved.remove(agent)
+        for engine in _ENGINES:
+            self._regions.remove(agent, engine)
+
+    def measure(self, known: Agent) -> None:
+        report = known.report
+        self.up.labels(known.id).set(known.health is Health.UP)
+        self._reserved.labels(known.id).set(0 if report is None else report.reserved_bytes)
+        alive = [] if report is None else [each.is_alive for each in report.regions]
+        for engine, is_alive in _ENGINES.items():
+            self._regions.labels(known.id, engine).set(alive.count(is_alive))
 
     def lost(self, agent: InstanceId, cause: DeathCause) -> None:
         self.up.labels(agent).set(0)

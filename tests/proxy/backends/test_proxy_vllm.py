@@ -14,8 +14,6 @@ from aiohttp import web
 from kvrs.cli.cluster_checks import ProxyAnswer
 from kvrs.cli.findings import Level
 from kvrs.cli.model_checks import exactness_findings
-from kvrs.config.file import parse_config
-from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Role
 from kvrs.protocol.token_ids import packed
@@ -30,7 +28,7 @@ from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.scripted_server import ScriptedServer
 from kvrs_testkit.scripted_vllm import REFUSED
-from kvrs_testkit.vllm_cluster import LONG, PROMPT, TOKENS, Builder, Servers, document
+from kvrs_testkit.vllm_cluster import LONG, PROMPT, TOKENS, Builder, Servers
 
 
 async def test_a_stream_is_vllms_own(vllms: Builder) -> None:
@@ -493,12 +491,6 @@ async def test_prefill_and_decode_of_different_models_are_named(
         row["reason"] for row in (await system.state())["instances"] if row["health"] == "refused"
     ]
     assert value in reasons[0]
-
-
-def test_vllm_without_a_connector_sends_no_checkpoints() -> None:
-    said = "backup.mode: got 'local' with backend 'vllm'"
-    with pytest.raises(ConfigError, match=said):
-        parse_config(document("/model", {"p0": 1, "d0": 2, "d1": 3}, backup={"mode": "local"}))
 
 
 async def test_a_chat_without_a_limit_has_none_after_a_cut_either(

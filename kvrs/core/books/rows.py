@@ -1,0 +1,66 @@
+"""Rows of vLLM's CPU tiers, which the agent of a node serves out of the memory of its engines: the
+instances that have some, and where those of a stream are when its attempt has ended.
+
+They take no room at the agent and no lease: the engine has them in any case, and evicts those of
+protected streams last. The last blocks of a stream may not be among them.
+"""
+
+from collections.abc import Mapping
+
+from kvrs.core.books.checkpoints import Checkpoints
+from kvrs.core.model.cluster_view import Agent, ClusterView
+from kvrs.core.model.member import Member
+from kvrs.core.model.streams import StoredCheckpoint, Stream
+from kvrs.ids import StreamId
+from kvrs.protocol.rows import RegionReport
+
+
+class Rows:
+    def __init__(
+        self, view: ClusterView, checkpoints: Checkpoints, streams: Mapping[StreamId, Stream]
+    ) -> None:
+        self._view = view
+        self._checkpoints = checkpoints
+        self._streams = streams
+
+    def reported(self, agent: Agent, regions: tuple[RegionReport, ...]) -> None:
+        """The agent serves these regions, and no other."""
+        if regions == agent.regions:
+            return
+        agent.regions = regions
+        for member in self._view.by_node.get(agent.node, ()):
+            self.find(member)
+        served = {each.namespace for each in regions}
+        for name in [*agent.streams]:
+            stream = self._streams[name]
+            stored = stream.checkpoints[agent.id]
+            if stored.is_of_rows and stored.kv_fingerprint not in served:
+                self._checkpoints.lose(stream, agent.id, f"{agent.id} has given its rows back")
+
+    def lost(self, agent: Agent) -> None:
+        agent.regions = ()
+        for member in self._view.by_node.get(agent.node, ()):
+            member.set_rows("")
+
+    def find(self, member: Member) -> None:
+        """Note the namespace of the instance's rows. They stay noted when their engine has died, of
+        which the agent may hear first: the streams that it had are yet to leave it.
+        """
+        agent = self._view.agent_on(member.node)
+        if agent is None or not self._checkpoints.are_kept:
+            return
+        own = [each for each in agent.regions if each.engine == member.id]
+        alive = next((each.namespace for each in own if each.is_alive), "")
+        if alive or all(each.namespace != member.rows for each in own):
+            member.set_rows(alive)
+
+    def left(self, stream: Stream, member: Member) -> None:
+        """An attempt that brought tokens has ended there."""
+        agent = self._view.agent_on(member.node)
+        pages = (stream.history_tokens - 1) // member.page_size_tokens
+        if not member.rows or agent is None or not pages:
+            return
+        stream.checkpoints[agent.id] = StoredCheckpoint(
+            agent, member.geometry, pages=pages, kv_fingerprint=member.rows, is_of_rows=True
+        )
+        agent.streams.add(stream.id)

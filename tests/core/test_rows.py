@@ -1,0 +1,238 @@
+"""Streams of vLLM are restored out of the memory of their engine, which the agent of its node
+serves: no checkpoint is kept of them before.
+"""
+
+from typing import Any
+
+import pytest
+
+from kvrs.config.backup import BackupMode, BackupSettings
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
+from kvrs.core.model.estimates import Option
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.instance import Capability
+from kvrs.protocol.rows import RegionReport
+from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, load, of, only
+
+A = StreamId("A")
+D0, D1, D2 = (InstanceId(name) for name in ("d0", "d1", "d2"))
+AGENT_0, AGENT_1 = InstanceId("agent-n0"), InstanceId("agent-n1")
+SPACE, OTHER = "0123456789abcdef", "fedcba9876543210"
+LOCAL = BackupSettings(mode=BackupMode.LOCAL)
+
+
+def region(engine: str, namespace: str = SPACE, *, is_alive: bool = True) -> RegionReport:
+    return RegionReport(InstanceId(engine), namespace, is_alive, 1000, 1 << 16)
+
+
+class RowsHarness(PolicyHarness):
+    """Servers of vLLM with prefix caches; `d0` and `d2` are on node `n0`, `d1` on `n1`."""
+
+    def __init__(self, *names: str, backup: BackupSettings = LOCAL, **settings: Any) -> None:
+        super().__init__(backup=backup, **settings)
+        for name in names:
+            self.up(name)
+        self.agents("n0", "n1")
+
+    def up(self, name: str, epoch: int = 1) -> None:
+        node = NodeId("n1" if name == "d1" else "n0")
+        event = instance_up(
+            name,
+            epoch,
+            node=node,
+            capabilities=[Capability.PREFIX_CACHE],
+            computes_prompts=True,
+        )
+        self.handle(event)
+
+    def serve(self, agent: str, *regions: RegionReport, others: bool = True) -> list[act.Action]:
+        """`others`: to servers of other nodes, too."""
+        return self.handle(ev.CheckpointsReported(InstanceId(agent), 1, 0, 0, {}, regions, others))
+
+    def start(self) -> act.Start:
+        start = self.decoding("A", 100)
+        assert start.plan.decode == D0
+        return start
+
+
+def restore_of(record: act.Recovered) -> Any:
+    return next((each for each in record.estimates if each.option is Option.RESTORE), None)
+
+
+def test_a_victim_is_restored_on_the_node_whose_agent_serves_its_engine() -> None:
+    """Nothing was reserved or sent. All full pages but what the last position is in are loaded."""
+    harness = RowsHarness("d0", "d1", "d2")
+    harness.serve("agent-n0", region("d0"), region("d2"))
+    harness.serve("agent-n1", region("d1"))
+    assert harness.start().plan.places == ()
+    assert harness.policy.streams[A].unprotected == ""
+
+    actions = harness.lose("d0", A=60)
+
+    assert only(actions, act.Start).plan.runs == (act.PageRange(AGENT_0, 0, 9, 1),)
+    record, restore = only(actions, act.Recovered), restore_of(only(actions, act.Recovered))
+    assert (record.option, only(actions, act.Start).plan.decode) == (Option.RESTORE, D2)
+    assert restore.transfer_s == pytest.approx(0.002 + 9 * GEOMETRY.page_bytes / 26e9)
+
+
+def test_rows_of_another_node_cost_their_way() -> None:
+    """By the measured rate of the link; where computing is sooner it is computed."""
+    for bytes_per_s, option in ((1e9, Option.RESTORE), (1e6, Option.RECOMPUTE)):
+        harness = RowsHarness("d0", "d1")
+        harness.serve("agent-n0", region("d0"))
+        harness.serve("agent-n1", region("d1"))
+        harness.start()
+        harness.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), bytes_per_s))
+
+        record = only(harness.lose("d0", A=60), act.Recovered)
+
+        assert record.option is option
+        transfer_s = 0.002 + 9 * GEOMETRY.page_bytes / bytes_per_s
+        assert restore_of(record).transfer_s == pytest.approx(transfer_s)
+
+
+def test_rows_that_other_nodes_cannot_load_are_no_source_there() -> None:
+    harness = RowsHarness("d0", "d1")
+    harness.serve("agent-n0", region("d0"), others=False)
+    harness.serve("agent-n1", region("d1"))
+    harness.start()
+
+    assert only(harness.lose("d0", A=60), act.Recovered).option is Option.RECOMPUTE
+
+
+def test_auto_goes_to_another_node_where_the_one_with_the_rows_is_busy() -> None:
+    harness = RowsHarness("d0", "d1", "d2")
+    harness.serve("agent-n0", region("d0"), region("d2"))
+    harness.serve("agent-n1", region("d1"))
+    harness.start()
+    harness.handle(load("d2", queue_s=5.0))
+
+    assert only(harness.lose("d0", A=60), act.Start).plan.decode == D1
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "backup"),
+    [
+        pytest.param(SPACE, OTHER, LOCAL, id="other weights"),
+        pytest.param(SPACE, None, LOCAL, id="a server without rows"),
+        pytest.param(None, SPACE, LOCAL, id="it had no rows"),
+        pytest.param(SPACE, SPACE, BackupSettings(), id="nothing is to be protected"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_no_source(
+    own: str | None, others: str | None, backup: BackupSettings
+) -> None:
+    harness = RowsHarness("d0", "d2", backup=backup)
+    regions = [region(name, space) for name, space in (("d0", own), ("d2", others)) if space]
+    harness.serve("agent-n0", *regions)
+    harness.start()
+
+    record = only(harness.lose("d0", A=60), act.Recovered)
+
+    assert (record.option, restore_of(record)) == (Option.RECOMPUTE, None)
+
+
+def test_an_agent_speaks_for_the_engines_of_its_own_node_alone() -> None:
+    """A region of an engine that is not there, or that nobody knows, changes nothing."""
+    harness = RowsHarness("d0", "d1")
+    harness.serve("agent-n1", region("d0"), region("nobody"), region("d1"))
+    harness.start()
+
+    assert only(harness.lose("d0", A=60), act.Recovered).option is Option.RECOMPUTE
+
+
+def test_an_agent_may_hear_of_a_death_before_the_proxy() -> None:
+    """The rows that it serves of the dead engine are those of streams that are about to leave."""
+    harness = RowsHarness("d0", "d2")
+    harness.serve("agent-n0", region("d0"), region("d2"))
+    harness.start()
+    harness.serve("agent-n0", region("d0", is_alive=False), region("d2"))
+
+    assert only(harness.lose("d0", A=60), act.Recovered).option is Option.RESTORE
+
+
+def test_the_next_process_has_rows_when_the_agent_has_them() -> None:
+    """Not those of the one before: it may have been started without a tier."""
+    harness = RowsHarness("d0", "d2")
+    harness.serve("agent-n0", region("d0"), region("d2"))
+    harness.lose("d0")
+    harness.serve("agent-n0", region("d0", is_alive=False), region("d2"))
+    harness.up("d0", epoch=2)
+    assert harness.policy.members[D0].rows == ""
+
+    harness.serve("agent-n0", region("d0", is_alive=False), region("d0"), region("d2"))
+
+    assert harness.policy.members[D0].rows == SPACE
+
+
+def test_without_its_agent_an_instance_has_no_rows() -> None:
+    """They are back with it."""
+    harness = RowsHarness("d0", "d2")
+    harness.serve("agent-n0", region("d0"), region("d2"))
+    harness.handle(ev.HolderLost(AGENT_0, 1, "killed"))
+    harness.start()
+    assert harness.policy.streams[A].unprotected == "d0 sends no checkpoints"
+    assert harness.policy.members[D0].rows == ""
+
+    harness.agents("n0", epoch=2)
+    harness.handle(ev.CheckpointsReported(AGENT_0, 2, 0, 0, {}, (region("d0"),)))
+
+    assert harness.policy.members[D0].rows == SPACE
+
+
+@pytest.mark.parametrize("cause", ["given back", "the agent is lost"])
+def test_rows_that_are_gone_before_a_target_is_up_are_no_source(cause: str) -> None:
+    harness = RowsHarness("d0")
+    harness.serve("agent-n0", region("d0"))
+    harness.start()
+    harness.lose("d0", A=60)
+    if cause == "given back":
+        harness.serve("agent-n0")
+    else:
+        harness.handle(ev.HolderLost(AGENT_0, 1, "killed"))
+    assert not harness.policy.streams[A].checkpoints
+
+    harness.up("d2")
+
+    record = only(of(harness.actions, act.Recovered), act.Recovered)
+    assert record.option is Option.RECOMPUTE
+
+
+def test_a_moved_stream_takes_the_rows_of_a_living_engine() -> None:
+    """A drain computes nothing twice."""
+    harness = RowsHarness("d0", "d2")
+    harness.serve("agent-n0", region("d0"), region("d2"))
+    harness.start()
+
+    actions = harness.handle(ev.DrainOrdered(D0, moves=True, produced_tokens={A: 60}))
+
+    assert only(actions, act.Recovered).option is Option.RESTORE
+
+
+def test_a_stream_without_a_token_has_no_rows() -> None:
+    harness = RowsHarness("d0", "d2")
+    harness.serve("agent-n0", region("d0"), region("d2"))
+    harness.decoding("A", 100, resumed=False)
+
+    assert only(harness.lose("d0"), act.Recovered).option is not Option.RESTORE
+
+
+def test_loads_that_find_nothing_make_restoring_dearer() -> None:
+    """By what recoveries really took: here ten times as long as predicted."""
+    harness = RowsHarness("d0", "d2")
+    harness.serve("agent-n0", region("d0"), region("d2"))
+    chosen = []
+    for epoch in range(1, 12):
+        harness.decoding("A", 40)
+        record = only(harness.lose("d0", epoch, A=8), act.Recovered)
+        chosen.append(record.option)
+        is_restored = record.option is Option.RESTORE
+        harness.now_s += (10 if is_restored else 1) * record.predicted_s
+        harness.handle(ev.StreamResumed(A, 2))
+        harness.handle(ev.StreamEnded(A, 2))
+        harness.up("d0", epoch + 1)
+        harness.now_s += 11  # It does not die at once again and again.
+
+    assert chosen[0] is Option.RESTORE
+    assert Option.RECOMPUTE in chosen

@@ -1,0 +1,104 @@
+"""The proxy in front of real vLLM with its own CPU tier and kvrs in that: a stream that is cut goes
+on out of the memory of the server that was killed.
+"""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from kvrs.config.file import parse_config
+from kvrs_testkit.vllm_servers import PAGE_TOKENS, PYTHON_ENV, VllmServers, connector_config
+from tests.vllm.marks import REAL_VLLM
+from tests.vllm.test_vllm_proxy import DEADLINE_S, Front, open_front
+from tests.vllm.test_vllm_tier import with_tier
+
+pytestmark = REAL_VLLM
+
+TOKENS = 400
+AGENT = "agent-n0"
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServers]:
+    """Two decode instances on one node with its agent."""
+    document = connector_config(tmp_path_factory.mktemp("rows")).model_dump(mode="json")
+    first, second = nodes = document["cluster"]["nodes"]
+    first["instances"] += second["instances"]
+    nodes.remove(second)
+    for instance in first["instances"]:
+        instance["connector_port"] = None
+    document["backup"]["mode"] = "local"
+    with VllmServers(parse_config(document), os.environ[PYTHON_ENV]) as servers:
+        servers.start(AGENT)
+        for name in servers.names:
+            servers.transfer[name] = with_tier(servers, name)
+            servers.start(name)
+            servers.wait_ready(name)
+        yield servers
+
+
+@pytest.fixture
+async def front(servers: VllmServers) -> AsyncIterator[Front]:
+    async with open_front(servers, servers.config, servers.secret) as front:
+        yield front
+
+
+async def cut_stream(front: Front, seed: int, number: signal.Signals) -> tuple[list[int], int]:
+    """A stream whose server gets SIGKILL after some tokens, once its agent has got the signal;
+    return its ids, and how many tokens the other server has loaded for it.
+    """
+    draw = random.Random(seed)
+    prompt = draw.choices(range(5, 200), k=draw.randrange(100, 400))
+    asked = asyncio.create_task(
+        front.ask(prompt=prompt, max_tokens=TOKENS, ignore_eos=True, stream=True)
+    )
+    cut, killed = draw.randrange(60, 300), ""
+    async with asyncio.timeout(DEADLINE_S):
+        while not killed:
+            for stream in (await front.state())["streams"]:
+                if stream["output_tokens"] >= cut:
+                    killed = stream["decode"]
+            await asyncio.sleep(0.005)
+    (survivor,) = {*front.servers.names} - {killed}
+    before = front.servers.counters(survivor)["pulled_tokens"]
+    if number is not signal.SIGCONT:
+        os.kill(front.servers.pid(AGENT), number)
+    front.servers.kill(killed)
+    status, events = await asked
+    assert status == 200
+    ids = [i for event in events for choice in event["choices"] for i in choice["token_ids"]]
+    loaded = front.servers.counters(survivor)["pulled_tokens"] - before
+    calm = front.servers.complete(
+        survivor, prompt=prompt, max_tokens=TOKENS, cache_salt=f"calm {seed}"
+    )
+    os.kill(front.servers.pid(AGENT), signal.SIGCONT)
+    front.servers.start(killed)
+    front.servers.wait_ready(killed)
+    await front.until_up()
+    assert ids == calm["choices"][0]["token_ids"]
+    return prompt, int(loaded)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_stream_of_a_killed_server_is_restored_from_its_memory(
+    front: Front, seed: int
+) -> None:
+    """All but its last blocks are loaded, and the record says what was done."""
+    prompt, loaded = await cut_stream(front, seed, signal.SIGCONT)
+
+    (record,) = (await front.state())["recoveries"]
+    assert (record["option"], record["outcome"]) == ("restore", "resumed")
+    history = len(prompt) + record["produced_tokens"]
+    assert loaded >= (history // PAGE_TOKENS - 1) * PAGE_TOKENS
+
+
+async def test_a_stream_goes_on_without_its_agent(front: Front) -> None:
+    """It is stopped, and answers neither proxy nor servers: the history is computed."""
+    _, loaded = await cut_stream(front, 7, signal.SIGSTOP)
+
+    (record,) = (await front.state())["recoveries"]
+    assert (loaded, record["outcome"]) == (0, "resumed")
