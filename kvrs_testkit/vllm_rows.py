@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrs.config.cluster import InstanceSettings
-from kvrs.config.file import parse_config
+from kvrs.config.file import Config, parse_config
 from kvrs_testkit.vllm_servers import (
     PYTHON_ENV,
     REQUEST_TIMEOUT_S,
@@ -21,36 +21,35 @@ from kvrs_testkit.vllm_servers import (
     connector_config,
 )
 
-# A request that is protected, and that loads what is held of it.
-KVRS: dict[str, Any] = {"kv_transfer_params": {"kvrs": {}}}
+
+def asking(*agents: str) -> dict[str, Any]:
+    """Fields of a request that is protected, and that loads what its node's agent holds of it, or
+    these agents of other nodes.
+    """
+    return {"kv_transfer_params": {"kvrs": {"agents": list(agents)} if agents else {}}}
+
+
+KVRS = asking()
 REGIONS = "vllm_offload_"  # Files of /dev/shm.
 CPU_BYTES = 64 << 20
 
 
-class RowServers(VllmServers):
-    """Decode instances d0, d1 ... on one node with its agent."""
+class TierServers(VllmServers):
+    """Instances with the tier, each on its node of the configuration."""
 
-    def __init__(
-        self, directory: Path, *flags: str, model: Path | None = None, instances: int = 2
-    ) -> None:
-        document = connector_config(directory, instances).model_dump(mode="json")
-        first, *others = document["cluster"]["nodes"]
-        for node in others:
-            first["instances"] += node["instances"]
-        document["cluster"]["nodes"] = [first]
-        document["backup"]["mode"] = "local"
-        if model is not None:
-            document["cluster"]["model"] = str(model)
-        super().__init__(parse_config(document), os.environ[PYTHON_ENV], *flags)
+    def __init__(self, config: Config, *flags: str) -> None:
+        super().__init__(config, os.environ[PYTHON_ENV], *flags)
         self.cpu_tier: dict[str, Any] = {}  # Options of vLLM's tier, beside those of all.
         self.options: dict[str, Any] = {}  # Of kvrs in it.
+        self.config_of: dict[str, Path] = {}  # Of instances that see the cluster otherwise.
 
     @property
     def agent(self) -> str:
         return str(self.config.cluster.nodes[0].agent_id)
 
     def _connector(self, instance: InstanceSettings) -> dict[str, Any]:
-        place = {"config": str(self._config_path), "instance": str(instance.id)}
+        config = self.config_of.get(str(instance.id), self._config_path)
+        place = {"config": str(config), "instance": str(instance.id)}
         return {
             "kv_connector": "KvrsOffloading",
             "kv_connector_module_path": "kvrs.vllm.offloading",
@@ -111,6 +110,25 @@ class RowServers(VllmServers):
     def loaded_tokens(self, name: str) -> float:
         """Tokens of prompts that came from the CPU tier, and so from agents."""
         return self.counters(name)["pulled_tokens"]
+
+
+class RowServers(TierServers):
+    """Decode instances d0, d1 ... on one node with its agent."""
+
+    def __init__(
+        self, directory: Path, *flags: str, model: Path | None = None, instances: int = 2
+    ) -> None:
+        document = connector_config(directory, instances).model_dump(mode="json")
+        first, *others = document["cluster"]["nodes"]
+        for node in others:
+            first["instances"] += node["instances"]
+        for instance in first["instances"]:
+            instance["connector_port"] = None
+        document["cluster"]["nodes"] = [first]
+        document["backup"]["mode"] = "local"
+        if model is not None:
+            document["cluster"]["model"] = str(model)
+        super().__init__(parse_config(document), *flags)
 
 
 def prompt_of(seed: int) -> list[int]:

@@ -15,9 +15,9 @@ from kvrs.config.file import dump_config, parse_config
 from kvrs.transfer.rows.dialling import dial_tcp
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.row_relay import Relay
-from kvrs_testkit.vllm_servers import PAGE_TOKENS, PYTHON_ENV, VllmServers, connector_config
+from kvrs_testkit.vllm_rows import TierServers, asking, prompt_of
+from kvrs_testkit.vllm_servers import PAGE_TOKENS, connector_config
 from tests.vllm.marks import REAL_VLLM
-from tests.vllm.tier_servers import asking, prompt_of, stream, with_tier
 
 pytestmark = REAL_VLLM
 
@@ -31,12 +31,12 @@ class World:
     agent of n1 does not use for its copies.
     """
 
-    def __init__(self, servers: VllmServers, relay: Relay) -> None:
+    def __init__(self, servers: TierServers, relay: Relay) -> None:
         self.servers, self.relay = servers, relay
 
     def loaded(self) -> float:
         """Tokens that d1 has loaded so far."""
-        return self.servers.counters("d1")["pulled_tokens"]
+        return self.servers.loaded_tokens("d1")
 
     def ask(self, prompt: list[int], *agents: str) -> tuple[list[int], float]:
         """A completion at d1: its ids, and the tokens that were loaded for it."""
@@ -62,15 +62,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         node["agent"]["row_port"] = port
         for instance in node["instances"]:
             instance["connector_port"] = None
-    with VllmServers(parse_config(document), os.environ[PYTHON_ENV]) as servers:
+    with TierServers(parse_config(document)) as servers:
         relay = Relay(partial(dial_tcp, "127.0.0.1", ports[0]))
         relay.listen(between)
         other = servers.config.model_dump(mode="json")
         other["cluster"]["nodes"][0]["agent"]["row_port"] = between
         by_relay = directory / "by_relay.yaml"
         by_relay.write_text(dump_config(parse_config(other)))
-        servers.transfer["d0"] = with_tier(str(servers._config_path), "d0")
-        servers.transfer["d1"] = with_tier(str(by_relay), "d1")
+        servers.config_of["d1"] = by_relay
         servers.start(FAR, NEAR)
         servers.wait_ready(FAR, NEAR)
         for name in ("d0", "d1"):
@@ -173,11 +172,11 @@ def test_a_stream_goes_on_from_the_second_copy_of_a_lost_node(world: World, seed
             servers.kill(FAR)
             servers.kill("d0")
 
-    stream(servers, "d0", prompt, TOKENS, read)
+    servers.stream("d0", prompt, TOKENS, read, **asking())
     assert len(got) < TOKENS
     before = world.loaded()
     rest: list[int] = []
-    stream(servers, "d1", prompt + got, TOKENS - len(got), rest.extend, [FAR])
+    servers.stream("d1", prompt + got, TOKENS - len(got), rest.extend, **asking(FAR))
     loaded = world.loaded() - before
     calm = servers.complete("d1", prompt=prompt, max_tokens=TOKENS, cache_salt=f"lost {seed}")
     servers.start(FAR, "d0")

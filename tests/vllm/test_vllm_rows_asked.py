@@ -10,11 +10,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kvrs.config.file import parse_config
-from kvrs_testkit.vllm_servers import PAGE_TOKENS, PYTHON_ENV, VllmServers, connector_config
+from kvrs_testkit.vllm_rows import RowServers
+from kvrs_testkit.vllm_servers import PAGE_TOKENS
 from tests.vllm.marks import REAL_VLLM
 from tests.vllm.test_vllm_proxy import DEADLINE_S, Front, open_front
-from tests.vllm.test_vllm_tier import with_tier
 
 pytestmark = REAL_VLLM
 
@@ -23,26 +22,14 @@ AGENT = "agent-n0"
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServers]:
-    """Two decode instances on one node with its agent."""
-    document = connector_config(tmp_path_factory.mktemp("rows")).model_dump(mode="json")
-    first, second = nodes = document["cluster"]["nodes"]
-    first["instances"] += second["instances"]
-    nodes.remove(second)
-    for instance in first["instances"]:
-        instance["connector_port"] = None
-    document["backup"]["mode"] = "local"
-    with VllmServers(parse_config(document), os.environ[PYTHON_ENV]) as servers:
-        servers.start(AGENT)
-        for name in servers.names:
-            servers.transfer[name] = with_tier(servers, name)
-            servers.start(name)
-            servers.wait_ready(name)
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RowServers]:
+    with RowServers(tmp_path_factory.mktemp("rows")) as servers:
+        servers.start_all()
         yield servers
 
 
 @pytest.fixture
-async def front(servers: VllmServers) -> AsyncIterator[Front]:
+async def front(servers: RowServers) -> AsyncIterator[Front]:
     async with open_front(servers, servers.config, servers.secret) as front:
         yield front
 
