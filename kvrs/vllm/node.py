@@ -42,6 +42,7 @@ class NodeParts:
     policy: "ledger.KvrsPolicy"
     agents: KnownAgents
     serves_all: bool
+    number_type: Any  # Of a row, as torch has it; None: rows cannot be compared.
     lookup_s: float
     load_s: float
 
@@ -104,5 +105,12 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
         keys[own.agent_id],
     )
     agents = KnownAgents(clients.pop(own.agent_id), clients)
-    serves_all = given.requests == "all"
-    return NodeParts(link, policy, agents, serves_all, given.lookup_s, given.load_s)
+    return NodeParts(
+        link,
+        policy,
+        agents,
+        given.requests == "all",
+        space.number_type(spec),
+        given.lookup_s,
+        given.load_s,
+    )

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadPolicy, RequestOffloadingContext
@@ -33,6 +34,7 @@ from kvrs.vllm import adapters, ledger, node
 from kvrs.vllm.adapters import BASE, LoraAdapter
 from kvrs.vllm.agents import KnownAgents
 from kvrs.vllm.guard import Switch, guarded
+from kvrs.vllm.proof import RowProofs
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +102,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         self._link: RegionLink | None = None
         self._lookup_s = self._load_s = 0.0
         self._serves_all = False
+        self._proofs = RowProofs(None)
         # Of the scheduler's thread: what is known of each request's keys.
         self._known: defaultdict[str, dict[bytes, _Asked | RowClient | None]] = defaultdict(dict)
         self._new: defaultdict[str, list[bytes]] = defaultdict(list)
@@ -122,7 +125,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
 
     def _start(self, found: node.NodeParts) -> None:
         self._lookup_s, self._load_s = found.lookup_s, found.load_s
-        self._serves_all = found.serves_all
+        self._serves_all, self._proofs = found.serves_all, RowProofs(found.number_type)
         self._link, self._policy, self._agents = found.link, found.policy, found.agents
         self._link.start()
         self._begin_threads(found.agents.own, _OWN_LOADERS)
@@ -130,12 +133,10 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
     def _begin_threads(self, agent: RowClient, loaders: int = 1) -> None:
         found = _Threads(queue.SimpleQueue(), queue.SimpleQueue(), loaders)
         self._threads_of[agent] = found
-        for work, items in (
-            (self._look_up, found.lookups),
-            *[(self._load, found.loads)] * loaders,
-        ):
+        look_up: Callable[..., None] = partial(self._look_up, agent)
+        for work, items in ((look_up, found.lookups), *[(_call, found.loads)] * loaders):
             thread = threading.Thread(
-                target=_work, args=(work, items, agent), name="kvrs-tier", daemon=True
+                target=_work, args=(work, items), name="kvrs-tier", daemon=True
             )
             self._threads.append(thread)
             thread.start()
@@ -237,7 +238,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
                 self._answers.get_nowait()()
 
     def _look_up(
-        self, item: tuple[str, LoraAdapter, list[bytes], _Asked], agent: RowClient
+        self, agent: RowClient, item: tuple[str, LoraAdapter, list[bytes], _Asked]
     ) -> None:
         request, adapter, keys, asked = item
         found: Sequence[bool] = ()
@@ -262,6 +263,12 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         asked.own_waits &= not is_own
         if (known := self._known.get(request)) is None:
             return
+        at = self._proofs.leave_out(found)
+        if at is not None and known.get(keys[at]) is asked:
+            known.update(dict.fromkeys(keys[at:]))  # The engine computes from here on.
+            for shared in self._adapter[request].scoped([keys[at]]):
+                fetched = (keys[at], shared, self._row_bytes, agent, self._load_s)
+                self._threads_of[agent].loads.put(partial(self._proofs.fetch, *fetched))
         for key, is_held in zip(keys, found, strict=False):
             if is_held and known.get(key) is asked:
                 if is_own:
@@ -275,12 +282,24 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         """Nothing is to be stored: agents read the row where it is. It stays longer than others."""
         self._begin()
         self._hold(job_metadata)
-        self._end(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
+        if not self._queue_proof(job_metadata):
+            self._end(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
 
     @guarded(lambda: None)
     def _hold(self, job: TransferJob) -> None:
         if self._policy is not None and job.req_context.req_id in self._protected:
             self._policy.hold(job.req_context.req_id, job.keys)
+
+    @guarded(lambda: False)
+    def _queue_proof(self, job: TransferJob) -> bool:
+        keys = list(job.keys)
+        if (due := self._proofs.due(keys)) is None:
+            return False
+        at, theirs = due
+        assert self._agents is not None
+        prove = partial(self._prove, job.job_id, int(job.chunk_ids[at]), theirs)
+        self._threads_of[self._agents.own].loads.put(prove)
+        return True
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._begin()
@@ -300,11 +319,18 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
                 parts[agent].append(_Wanted(key, at_agent, self._row(row)))
         load = _Load(job.job_id, len(keys), len(parts), time.monotonic())
         for agent, wanted in parts.items():
-            self._threads_of[agent].loads.put((load, wanted))
+            self._threads_of[agent].loads.put(partial(self._load, load, wanted, agent))
         return bool(parts)
 
-    def _load(self, item: "tuple[_Load, list[_Wanted]]", agent: RowClient) -> None:
-        load, wanted = item
+    def _prove(self, job: int, row: int, theirs: bytearray) -> None:
+        try:
+            if self._proofs.differ(self._row(row), theirs):
+                reason = "a row of an agent is not what this engine computes"
+                self._answers.put(lambda: self.switch.turn_off(reason))
+        finally:
+            self._end(JobResult(job, success=True, transfer_bytes=0))
+
+    def _load(self, load: _Load, wanted: list[_Wanted], agent: RowClient) -> None:
         loaded: list[bytes] = []
         rows = [(each.at_agent, each.view) for each in wanted]
         try:
@@ -375,9 +401,13 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         self._memory.release()  # Else vLLM cannot close its map.
 
 
-def _work(work: Callable[..., None], items: Any, *more: Any) -> None:
+def _call(work: Callable[[], None]) -> None:
+    work()
+
+
+def _work(work: Callable[[Any], None], items: Any) -> None:
     while (item := items.get()) is not None:
         try:
-            work(item, *more)
+            work(item)
         except Exception:
-            log.exception("kvrs in vLLM: %s", work.__name__)
+            log.exception("kvrs in vLLM")
