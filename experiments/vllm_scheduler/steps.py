@@ -36,7 +36,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 )
 
 from kvrs.protocol.rows import RegionInfo
-from kvrs.vllm import ledger, node
+from kvrs.vllm import adapters, ledger, node
 from kvrs.vllm.agents import KnownAgents
 from kvrs.vllm.tier import KvrsTier
 from kvrs_testkit.row_agent import RowAgent
@@ -115,7 +115,9 @@ class Stack:
     def request(self) -> ReqContext:
         self._requests += 1
         context = ReqContext(f"request {self._requests}", {"kvrs": {}})
+        adapters.begin(None)  # As the connector tells the tier.
         self.manager.on_new_request(context)
+        adapters.end()
         return context
 
     def store(self, keys: list[bytes], context: ReqContext) -> None:
@@ -154,7 +156,7 @@ class Agent:
         assert policy.ledger is not None
         policy.ledger.describe(ROW_BYTES)
         client = self._agent.client(self.info.space)
-        return node.NodeParts(mock.Mock(), policy, KnownAgents(client, {}), False, 5.0, 20.0)
+        return node.NodeParts(mock.Mock(), policy, KnownAgents(client, {}), False, None, 5.0, 20.0)
 
     def close(self) -> None:
         self._engine.link.close()
