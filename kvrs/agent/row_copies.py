@@ -61,6 +61,11 @@ class RowCopies:
         return [] if found is None else [found]
 
     @property
+    def spaces(self) -> list[Space]:
+        """Return those of which it has rows."""
+        return [each.space for each in list(self._spaces.values()) if each.rows]
+
+    @property
     def held_bytes(self) -> int:
         copies = list(self._spaces.values())
         return sum(len(each.rows) * each.space.row_bytes for each in copies)

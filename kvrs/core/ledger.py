@@ -322,7 +322,7 @@ class KvLocations:
         for stream_id, pages in event.pages.items():
             if (stream := self._streams.get(stream_id)) is not None:
                 self._checkpoints.reported(stream, agent, pages)
-        self.rows.reported(agent, event.regions)
+        self.rows.reported(agent, event.regions, event.row_copies)
 
     def _replicated(self, event: ev.CheckpointsReported) -> None:
         """An instance reports replicas. Of streams that it keeps under a lease it has more."""

@@ -14,7 +14,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.experts import ExpertReport
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.hand_offs import HandOffReport
-from kvrs.protocol.rows import RegionReports
+from kvrs.protocol.rows import RegionReports, ShortSpaces
 from kvrs.protocol.speculation import MOST_DRAFTS, DraftId, SpeculationReport
 from kvrs.protocol.stages import RestartReport, StageInfo, StageLent
 
@@ -482,9 +482,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
 
 
 class AgentReport(msgspec.Struct, frozen=True):
-    """Answer of `GET /kvrs/v1/holdings`, and each line of `GET /kvrs/v1/holdings?watch=SECONDS`
-    (newline-delimited JSON).
-    """
+    """Answer of `GET /kvrs/v1/holdings`, and each line of its `?watch=SECONDS`."""
 
     epoch: Natural
     reserved_bytes: Natural
@@ -496,5 +494,6 @@ class AgentReport(msgspec.Struct, frozen=True):
     denied: list[StreamId] = []  # Streams that found no room since the last line.
     # Slots of the targets that were ever requested, over all proxies.
     slots: dict[InstanceId, SlotCounts] = {}
-    regions: RegionReports = []  # Of vLLM's CPU tiers on its node,
-    serves_other_nodes: bool = False  # whose rows other nodes' servers can load, too.
+    regions: RegionReports = []  # Of vLLM's CPU tiers on its node.
+    serves_other_nodes: bool = False  # Their servers can load rows, too.
+    row_copies: ShortSpaces = []  # Namespaces of another node's rows that it has some of.

@@ -106,23 +106,31 @@ class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Space(self.namespace, self.row_bytes)
 
 
+# The first digits of a namespace: rows of equal ones mean the same.
+ShortSpace = Annotated[str, msgspec.Meta(min_length=16, max_length=16)]
+
+
+def short(namespace: bytes) -> ShortSpace:
+    return namespace.hex()[:16]
+
+
 class RegionReport(msgspec.Struct, frozen=True):
     """One engine's rows, as the agent of its node reports them to proxies."""
 
     engine: InstanceId
-    # The first digits of its digest: rows of equal ones mean the same.
-    namespace: Annotated[str, msgspec.Meta(min_length=16, max_length=16)]
+    namespace: ShortSpace
     is_alive: bool
     rows: Annotated[int, msgspec.Meta(ge=0)]
     row_bytes: Annotated[int, msgspec.Meta(ge=0)]
 
     @classmethod
     def of(cls, info: RegionInfo, *, is_alive: bool) -> "RegionReport":
-        namespace = info.namespace.hex()[:16]
-        return cls(InstanceId(info.engine), namespace, is_alive, info.rows, info.row_bytes)
+        space = short(info.namespace)
+        return cls(InstanceId(info.engine), space, is_alive, info.rows, info.row_bytes)
 
 
 RegionReports = Annotated[list[RegionReport], msgspec.Meta(max_length=MAX_REGIONS)]
+ShortSpaces = Annotated[list[ShortSpace], msgspec.Meta(max_length=MAX_REGIONS)]
 
 
 class RowHead(msgspec.Struct, frozen=True):

@@ -62,6 +62,50 @@ class _Load:
     begun_s: float
     loaded: list[bytes] = field(default_factory=list)
 
+    def result(self, row_bytes: int) -> JobResult:
+        whole = len(self.loaded) == self.keys
+        return JobResult(
+            self.job,
+            success=whole,
+            successful_keys=None if whole or not self.loaded else tuple(self.loaded),
+            transfer_time=time.monotonic() - self.begun_s,
+            transfer_bytes=len(self.loaded) * row_bytes,
+        )
+
+
+class _Jobs:
+    """Jobs of vLLM that threads work at, and those that vLLM has not been told the end of."""
+
+    def __init__(self) -> None:
+        self._done: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
+        self._running = 0
+        self.changed = threading.Condition()
+
+    def begin(self) -> None:
+        with self.changed:
+            self._running += 1
+
+    def end(self, result: JobResult) -> None:
+        self._done.put(result)
+        with self.changed:
+            self._running -= 1
+            self.changed.notify_all()
+
+    def take_ended(self) -> list[JobResult]:
+        ended = []
+        with suppress(queue.Empty):
+            while True:
+                ended.append(self._done.get_nowait())
+        return ended
+
+    def are_open(self) -> bool:
+        return self._running > 0 or not self._done.empty()
+
+    def wait(self) -> None:
+        """Return when no thread works at one."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._running == 0)
+
 
 class _Wanted(NamedTuple):
     """A row that is to be loaded: its key in vLLM and at agents, and where to."""
@@ -112,9 +156,8 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         self._asking: dict[str, list[RowClient]] = {}
         # Between threads.
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
+        self._jobs = _Jobs()
         self._threads_of: dict[RowClient, _Threads] = {}
-        self._running, self._idle = 0, threading.Condition()
         self._threads: list[threading.Thread] = []
         try:
             self._start(
@@ -280,10 +323,10 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Nothing is to be stored: agents read the row where it is. It stays longer than others."""
-        self._begin()
+        self._jobs.begin()
         self._hold(job_metadata)
         if not self._queue_proof(job_metadata):
-            self._end(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
+            self._jobs.end(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
 
     @guarded(lambda: None)
     def _hold(self, job: TransferJob) -> None:
@@ -302,9 +345,9 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         return True
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._begin()
+        self._jobs.begin()
         if not self._queue_load(job_metadata):
-            self._end(JobResult(job_metadata.job_id, success=False))
+            self._jobs.end(JobResult(job_metadata.job_id, success=False))
 
     @guarded(lambda: False)
     def _queue_load(self, job: TransferJob) -> bool:
@@ -328,7 +371,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
                 reason = "a row of an agent is not what this engine computes"
                 self._answers.put(lambda: self.switch.turn_off(reason))
         finally:
-            self._end(JobResult(job, success=True, transfer_bytes=0))
+            self._jobs.end(JobResult(job, success=True, transfer_bytes=0))
 
     def _load(self, load: _Load, wanted: list[_Wanted], agent: RowClient) -> None:
         loaded: list[bytes] = []
@@ -339,53 +382,28 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         finally:
             wanted.clear()
             rows.clear()  # Nothing refers to vLLM's memory from here on.
-            with self._idle:
+            with self._jobs.changed:
                 load.loaded += loaded
                 load.parts -= 1
                 is_over = not load.parts
             if is_over:
-                self._end(self._result(load))
-
-    def _result(self, load: _Load) -> JobResult:
-        whole = len(load.loaded) == load.keys
-        return JobResult(
-            load.job,
-            success=whole,
-            successful_keys=None if whole or not load.loaded else tuple(load.loaded),
-            transfer_time=time.monotonic() - load.begun_s,
-            transfer_bytes=len(load.loaded) * self._row_bytes,
-        )
+                self._jobs.end(load.result(self._row_bytes))
 
     def _row(self, row: int) -> memoryview:
         return self._memory[row * self._row_bytes : (row + 1) * self._row_bytes]
 
-    def _begin(self) -> None:
-        with self._idle:
-            self._running += 1
-
-    def _end(self, result: JobResult) -> None:
-        self._done.put(result)
-        with self._idle:
-            self._running -= 1
-            self._idle.notify_all()
-
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._take_answers()
-        finished = []
-        with suppress(queue.Empty):
-            while True:
-                finished.append(self._done.get_nowait())
-        return finished
+        return self._jobs.take_ended()
 
     def has_pending_work(self) -> bool:
-        return self._running > 0 or not self._done.empty()
+        return self._jobs.are_open()
 
     def drain_jobs(self) -> None:
         """Wait until no thread writes into vLLM's memory: at most as long as a load may take. vLLM
         calls this at a reset of its cache.
         """
-        with self._idle:
-            self._idle.wait_for(lambda: self._running == 0)
+        self._jobs.wait()
         self.switch.turn_off("vLLM's cache was reset: its weights may be others since")
 
     def shutdown(self) -> None:

@@ -46,9 +46,14 @@ class RowsHarness(PolicyHarness):
         )
         self.handle(event)
 
-    def serve(self, agent: str, *regions: RegionReport, others: bool = True) -> list[act.Action]:
-        """`others`: to servers of other nodes, too."""
-        return self.handle(ev.CheckpointsReported(InstanceId(agent), 1, 0, 0, {}, regions, others))
+    def serve(
+        self, agent: str, *regions: RegionReport, others: bool = True, copies: str = ""
+    ) -> list[act.Action]:
+        """`others`: to servers of other nodes, too; `copies`: the namespace of second copies."""
+        copied = (copies,) if copies else ()
+        return self.handle(
+            ev.CheckpointsReported(InstanceId(agent), 1, 0, 0, {}, regions, others, copied)
+        )
 
     def start(self) -> act.Start:
         start = self.decoding("A", 100)
@@ -197,6 +202,42 @@ def test_rows_that_are_gone_before_a_target_is_up_are_no_source(cause: str) -> N
 
     record = only(of(harness.actions, act.Recovered), act.Recovered)
     assert record.option is Option.RECOMPUTE
+
+
+@pytest.mark.parametrize("first", ["agent", "instance"])
+def test_a_stream_of_a_lost_node_is_restored_from_the_second_copy(first: str) -> None:
+    """Whichever loss is known first."""
+    harness = RowsHarness("d0", "d1")
+    harness.serve("agent-n0", region("d0"))
+    harness.serve("agent-n1", region("d1"), copies=SPACE)
+    harness.start()
+
+    if first == "agent":
+        harness.handle(ev.HolderLost(AGENT_0, 1, "killed"))
+        actions = harness.lose("d0", A=60)
+    else:
+        harness.handle(ev.InstanceLost(D0, 1, "killed", {A: 60}))
+        actions = harness.actions
+
+    assert only(actions, act.Recovered).option is Option.RESTORE
+    start = of(actions, act.Start)[-1]
+    assert (start.plan.decode, {run.holder for run in start.plan.runs}) == (D1, {AGENT_1})
+
+
+@pytest.mark.parametrize("cause", ["dropped", "of other rows", "its agent is lost"])
+def test_a_second_copy_that_is_not_there_is_no_source(cause: str) -> None:
+    harness = RowsHarness("d0", "d1")
+    harness.serve("agent-n0", region("d0"))
+    harness.serve("agent-n1", region("d1"), copies=OTHER if cause == "of other rows" else SPACE)
+    harness.start()
+    if cause == "dropped":
+        harness.serve("agent-n1", region("d1"))
+    elif cause == "its agent is lost":
+        harness.handle(ev.HolderLost(AGENT_1, 1, "killed"))
+
+    harness.handle(ev.HolderLost(AGENT_0, 1, "killed"))
+
+    assert only(harness.lose("d0", A=60), act.Recovered).option is Option.RECOMPUTE
 
 
 def test_a_moved_stream_takes_the_rows_of_a_living_engine() -> None:

@@ -110,6 +110,7 @@ class CheckpointHolds:
                     pages,
                     tuple(report.regions),
                     report.serves_other_nodes,
+                    tuple(report.row_copies),
                 ),
                 now_s,
             )
@@ -199,5 +200,5 @@ class CheckpointHolds:
 
 
 def _totals(report: AgentReport) -> tuple[object, ...]:
-    shared = report.regions, report.serves_other_nodes
+    shared = report.regions, report.serves_other_nodes, report.row_copies
     return report.reserved_bytes, report.checkpoints, *shared

@@ -5,13 +5,14 @@ They take no room at the agent and no lease: the engine has them in any case, an
 protected streams last. The last blocks of a stream may not be among them.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 from kvrs.core.books.checkpoints import Checkpoints
 from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import StoredCheckpoint, Stream
-from kvrs.ids import StreamId
+from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.rows import RegionReport
 
 
@@ -22,25 +23,41 @@ class Rows:
         self._view = view
         self._checkpoints = checkpoints
         self._streams = streams
+        # Agents with second copies, by the namespaces of these.
+        self._copying: defaultdict[str, dict[InstanceId, Agent]] = defaultdict(dict)
 
-    def reported(self, agent: Agent, regions: tuple[RegionReport, ...]) -> None:
-        """The agent serves these regions, and no other."""
-        if regions == agent.regions:
+    def reported(
+        self, agent: Agent, regions: tuple[RegionReport, ...], copies: tuple[str, ...]
+    ) -> None:
+        """The agent serves these regions and copies, and no other."""
+        if (regions, copies) == (agent.regions, agent.row_copies):
             return
         agent.regions = regions
+        self._copies(agent, copies)
         for member in self._view.by_node.get(agent.node, ()):
             self.find(member)
-        served = {each.namespace for each in regions}
+        served = {*copies, *(each.namespace for each in regions)}
         for name in [*agent.streams]:
             stream = self._streams[name]
             stored = stream.checkpoints[agent.id]
             if stored.is_of_rows and stored.kv_fingerprint not in served:
                 self._checkpoints.lose(stream, agent.id, f"{agent.id} has given its rows back")
 
+    def _copies(self, agent: Agent, namespaces: tuple[str, ...]) -> None:
+        for namespace in agent.row_copies:
+            self._copying[namespace].pop(agent.id, None)
+        agent.row_copies = namespaces
+        for namespace in namespaces:
+            self._copying[namespace][agent.id] = agent
+
     def lost(self, agent: Agent) -> None:
         agent.regions = ()
+        self._copies(agent, ())
         for member in self._view.by_node.get(agent.node, ()):
-            member.set_rows("")
+            # With a second copy its streams are still to go on from that: the agent of a node that
+            # is lost may be known to be lost first.
+            if not self._copying[member.rows]:
+                member.set_rows("")
 
     def find(self, member: Member) -> None:
         """Note the namespace of the instance's rows. They stay noted when their engine has died, of
@@ -56,11 +73,13 @@ class Rows:
 
     def left(self, stream: Stream, member: Member) -> None:
         """An attempt that brought tokens has ended there."""
-        agent = self._view.agent_on(member.node)
         pages = (stream.history_tokens - 1) // member.page_size_tokens
-        if not member.rows or agent is None or not pages:
+        if not member.rows or not pages:
             return
-        stream.checkpoints[agent.id] = StoredCheckpoint(
-            agent, member.geometry, pages=pages, kv_fingerprint=member.rows, is_of_rows=True
-        )
-        agent.streams.add(stream.id)
+        own = self._view.agent_on(member.node)
+        for agent in (own, *self._copying[member.rows].values()):
+            if agent is not None:
+                stream.checkpoints[agent.id] = StoredCheckpoint(
+                    agent, member.geometry, pages=pages, kv_fingerprint=member.rows, is_of_rows=True
+                )
+                agent.streams.add(stream.id)

@@ -17,7 +17,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, AgentInfo, AgentReport
-from kvrs.protocol.rows import RegionReport
+from kvrs.protocol.rows import RegionReport, ShortSpace
 
 _place = attrgetter("place")
 
@@ -44,6 +44,7 @@ class Agent:
     # Of vLLM's CPU tiers on its node, and whether servers of others can load rows of them.
     regions: tuple[RegionReport, ...] = ()
     serves_other_nodes: bool = False
+    row_copies: tuple[ShortSpace, ...] = ()  # Of another node: namespaces.
     # As its watch sees it.
     health: Health = Health.STARTING
     reason: str | None = None

@@ -14,7 +14,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.gpus import GpuState
 from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, ModelNames
-from kvrs.protocol.rows import RegionReport
+from kvrs.protocol.rows import RegionReport, ShortSpace
 
 
 class InstanceUp(msgspec.Struct, frozen=True):
@@ -196,6 +196,7 @@ class CheckpointsReported(msgspec.Struct, frozen=True):
     # Rows of vLLM's CPU tiers that it serves, to servers of its node or also of others.
     regions: tuple[RegionReport, ...] = ()
     serves_other_nodes: bool = False
+    row_copies: tuple[ShortSpace, ...] = ()  # Of another node: namespaces.
 
 
 class Deadlines(msgspec.Struct, frozen=True):
