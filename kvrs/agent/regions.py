@@ -130,6 +130,20 @@ class EngineRegion:
             )
         return known[1], buffer
 
+    def place(self, key: bytes, now_s: float) -> tuple[bytes, int, int] | None:
+        """Return tag, descriptor and offset of a row that does not change any more: that of a dead
+        engine, which was read before.
+        """
+        row, sequence = self._rows.get(key, (0, 0))
+        made_at, tag = self._known_tags.get(row, (0, b""))
+        if self.died_s is None or not sequence or made_at != sequence:
+            return None
+        whole = os.fstat(self._memory).st_size == self.info.rows * self.info.row_bytes
+        if not whole or not self._ledger.still(row, sequence):
+            return None
+        self.used_s = now_s
+        return tag, self._memory, row * self.info.row_bytes
+
     def _look(self, now_s: float) -> None:
         if self.died_s is None:
             if not ORDERED:

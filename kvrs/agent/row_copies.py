@@ -41,6 +41,9 @@ class CopiedRows:
     def held(self, keys: Sequence[bytes], now_s: float) -> list[bool]:
         return [key in self.rows for key in keys]
 
+    def place(self, key: bytes, now_s: float) -> None:
+        """Return nothing: no row lies in a file."""
+
     def read(self, key: bytes, buffer: memoryview, now_s: float) -> Row | None:
         """Return the row where it lies: the buffer is not needed."""
         self.used_s = now_s

@@ -217,6 +217,11 @@ class _Questions:
             self._row = bytearray(self._space.row_bytes)
         buffer = memoryview(self._row)
         for each in sources:
+            if (at := each.place(key, self._port.now_s())) is not None:
+                tag, file, offset = at
+                self._stream.send(rows.row_start(self._space.row_bytes, tag))
+                self._stream.send_file(file, offset, self._space.row_bytes)
+                return
             if (found := each.read(key, buffer, self._port.now_s())) is not None:
                 tag, row = found
                 self._stream.send(rows.row_start(len(row), tag), row)

@@ -2,8 +2,11 @@
 TCP, and the second copy at a third.
 """
 
+import functools
+import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +18,7 @@ from kvrs.protocol.rows import RowTags, Space
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.dialling import dial_tcp
+from kvrs.transfer.rows.stream import RowStream
 from kvrs_testkit.row_agent import SECRET, RowAgent, until
 from kvrs_testkit.row_engine import AGENT, RowEngine, key_of, row_of
 from kvrs_testkit.row_relay import Relay
@@ -115,6 +119,7 @@ def test_another_namespace_or_size_has_no_rows(source: Source) -> None:
 
 
 def test_a_row_that_is_given_to_another_key_is_gone(source: Source) -> None:
+    assert load(source.client(SPACE), KEYS) == of(KEYS)
     source.engine.write(0, 50)
     source.settle()
     assert load(source.client(SPACE), KEYS[:1]) == []
@@ -154,6 +159,36 @@ def test_a_row_that_changed_in_the_memory_of_the_first_agent_is_no_row(
     assert load(agents[0].client(SPACE), KEYS) == of(KEYS)
     engine.spoil(row=2)
     assert load(agents[0].client(SPACE), KEYS) == of(KEYS[:2])
+
+
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_rows_of_a_dead_engine_that_were_read_before_go_from_its_memory(
+    agents: list[RowAgent], engine: RowEngine, over_tcp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def client() -> RowClient:
+        return agents[0].client(SPACE, agents[0].tcp if over_tcp else None)
+
+    assert load(client(), KEYS[:6]) == of(KEYS[:6])
+    (region,) = agents[0].regions.of(SPACE)
+    region.adopt(time.monotonic())
+    monkeypatch.setattr(RowStream, "send_file", sent := Noted(RowStream.send_file))
+    assert load(client(), KEYS) == of(KEYS)
+    assert sent.count == 6
+    engine.spoil(row=2)
+    assert load(client(), KEYS) == of(KEYS[:2])
+    os.ftruncate(engine.memory, 0)
+    assert load(client(), KEYS) == []
+
+
+class Noted:
+    """A method that counts its calls."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method, self.count = method, 0
+
+    def __get__(self, stream: RowStream, _: type) -> Callable[..., None]:
+        self.count += 1
+        return functools.partial(self._method, stream)
 
 
 def test_a_row_that_changed_in_the_second_copy_is_no_row(
