@@ -237,6 +237,7 @@ ALL = (
     _of("first_minutes", "scripted", 1, "vllm --scripted"),
     _of("field_requests", "field_requests", 4),
     _of("proxy_rolls", "proxy_rolls", 8),
+    _of("row_pull", "row_pull", 2, "measure"),
     Experiment("measured_once", tuple(_MEASURED_ONCE), 0, ""),
 )
 
