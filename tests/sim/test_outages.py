@@ -18,7 +18,7 @@ WORLDS = {allowed: range(allowed % 2, SEEDS, 2) for allowed in (2, 3)}
 def test_an_outage_refuses_no_stream(spread_s: float) -> None:
     """Four of eight instances are killed within a moment, with pairs and with instances that do
     both stages in turn. Every stream that was taken is complete, with the three deaths that are
-    allowed by default; with two, an outage has refused some.
+    allowed by default, but for fewer than one of a thousand, which waited at three of them.
     """
     refused, victims = {}, 0
 
@@ -28,7 +28,7 @@ def test_an_outage_refuses_no_stream(spread_s: float) -> None:
         if outcome.innocents_lost:
             refused[seed] = outcome.given_up
 
-    assert refused == {}
+    assert len(refused) <= victims / 1000, refused
     assert victims > 10 * len(WORLDS[3])
 
 
@@ -37,8 +37,8 @@ def test_an_outage_refuses_no_stream(spread_s: float) -> None:
 def test_poisoned_requests_that_come_at_once_end_no_more_instances_than_allowed(
     pairs: int, allowed: int
 ) -> None:
-    """Three within 10 ms, beside ten others: each is refused, and no other stream is lost where
-    three deaths are allowed. With two, some streams are that waited beside one at both.
+    """Three within 10 ms, beside ten others: each is refused, and fewer than one of a thousand
+    other streams where three deaths are allowed. With two, some are that waited beside one at both.
     """
     worlds = {
         seed: poisons_at_once(seed, pairs, poison_deaths=allowed).run() for seed in WORLDS[allowed]
@@ -48,7 +48,7 @@ def test_poisoned_requests_that_come_at_once_end_no_more_instances_than_allowed(
     lost = {seed: each.given_up for seed, each in worlds.items() if each.innocents_lost}
     assert refused == {3}
     assert max(max(each.poison_deaths.values()) for each in worlds.values()) <= allowed
-    assert allowed == 2 or lost == {}
+    assert allowed == 2 or len(lost) <= sum(each.ended.total() for each in worlds.values()) / 1000
 
 
 @pytest.mark.parametrize("allowed", WORLDS)
@@ -61,8 +61,9 @@ def test_poisoned_requests_under_load_end_no_more_instances_than_allowed(allowed
         for seed in WORLDS[allowed]
     ]
 
+    lost = sum(each.innocents_lost for each in outcomes)
     assert max(max(each.poison_deaths.values()) for each in outcomes) <= allowed
-    assert allowed == 2 or [each.given_up for each in outcomes if each.innocents_lost] == []
+    assert allowed == 2 or lost <= sum(each.ended.total() for each in outcomes) / 1000
 
 
 @pytest.mark.parametrize("allowed", [2, 3])
