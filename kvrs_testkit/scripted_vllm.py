@@ -95,6 +95,9 @@ class ScriptedVllm(ScriptedServer):
     connector: bool = True
     kvrs: ScriptedConnector | None = None  # The connector of kvrs in it.
     has_tier: bool = False  # It has its own CPU tier, with kvrs in that.
+    row_bytes: float = 0.0  # That a request which names agents loads, in `row_s`.
+    row_s: float = 0.001
+    row_loads: int = 0
     lacks: set[str] = field(default_factory=set)  # Fields, metrics and paths that it does not know.
     transfer: dict[str, Any] = field(
         default_factory=dict
@@ -246,6 +249,13 @@ class ScriptedVllm(ScriptedServer):
                 "xfer_time_seconds_count": float(self.pulled),
             } | self.nixl
             lines += [f"vllm:nixl_{name}{{{labels}}} {count}" for name, count in counts.items()]
+        if self.has_tier:
+            for tier, loads in (("1:KvrsTier", self.row_loads), ("2:fs", 99)):
+                for name, each in (("bytes", self.row_bytes), ("time", self.row_s)):
+                    lines.append(
+                        f"vllm:kv_offload_tiering_read_{name}_total"
+                        f'{{{labels},tier="{tier}"}} {loads * each}'
+                    )
         if self.hash is not None:
             lines.append(f'vllm:nixl_config_info{{{labels},compatibility_hash="{self.hash}"}} 1.0')
         kept = [line for line in lines if not any(name in line for name in self.lacks)]
@@ -294,10 +304,7 @@ class ScriptedVllm(ScriptedServer):
         if any(status != "healthy" for status in self.engines or []):
             return _json({"error": {"message": "unhealthy", "code": 503}}, 503)
         if transfer is not None:
-            if self.kvrs is not None:
-                parsed = await self._load(self.kvrs, transfer, parsed, salt)
-            elif "kvrs" in transfer and not self.has_tier:
-                self.script.violations.append("parameters for a connector that is not there")
+            parsed = await self._as_loaded(transfer, parsed, salt)
             if transfer.get("do_remote_decode"):
                 return self._prefill(parsed)
             if not transfer.get("do_remote_prefill"):
@@ -308,6 +315,18 @@ class ScriptedVllm(ScriptedServer):
             return await self._decode(request, parsed, transfer, known, salt)
         finally:
             self.running -= 1
+
+    async def _as_loaded(
+        self, transfer: dict[str, Any], parsed: CompletionRequest | ChatRequest, salt: str | None
+    ) -> CompletionRequest | ChatRequest:
+        """The request as it is computed behind what kvrs loads for it."""
+        if self.kvrs is not None:
+            return await self._load(self.kvrs, transfer, parsed, salt)
+        if self.has_tier:
+            self.row_loads += bool(transfer.get("kvrs", {}).get("agents"))
+        elif "kvrs" in transfer:
+            self.script.violations.append("parameters for a connector that is not there")
+        return parsed
 
     async def _load(
         self,

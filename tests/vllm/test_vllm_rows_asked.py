@@ -7,9 +7,11 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
+from kvrs.protocol.instance import MEMORY
 from kvrs_testkit.vllm_rows import RowServers
 from kvrs_testkit.vllm_servers import PAGE_TOKENS
 from tests.vllm.marks import REAL_VLLM
@@ -19,6 +21,7 @@ pytestmark = REAL_VLLM
 
 TOKENS = 400
 AGENT = "agent-n0"
+SHOWN = ("option", "predicted_s", "real_s", "gap_s", "loaded_tokens", "computed_tokens")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,7 @@ async def cut_stream(front: Front, seed: int, number: signal.Signals) -> tuple[l
                 if stream["output_tokens"] >= cut:
                     killed = stream["decode"]
             await asyncio.sleep(0.005)
-    (survivor,) = {*front.servers.names} - {killed}
+    (survivor,) = {"d0", "d1"} - {killed}
     before = front.servers.counters(survivor)["pulled_tokens"]
     if number is not signal.SIGCONT:
         os.kill(front.servers.pid(AGENT), number)
@@ -77,10 +80,24 @@ async def test_a_stream_of_a_killed_server_is_restored_from_its_memory(
     """All but its last blocks are loaded, and the record says what was done."""
     prompt, loaded = await cut_stream(front, seed, signal.SIGCONT)
 
-    (record,) = (await front.state())["recoveries"]
+    record = await counted_record(front)
     assert (record["option"], record["outcome"]) == ("restore", "resumed")
     history = len(prompt) + record["produced_tokens"]
     assert loaded >= (history // PAGE_TOKENS - 1) * PAGE_TOKENS
+    assert (record["loaded_tokens"], record["computed_tokens"]) == (loaded, history - loaded)
+    (link,) = (each for each in (await front.state())["links"] if each["source"] == MEMORY)
+    assert link["measured"]
+
+
+async def counted_record(front: Front) -> dict[str, Any]:
+    """The only recovery, once it is known how much was loaded for it."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            (record,) = (await front.state())["recoveries"]
+            if record["loaded_tokens"] is not None:
+                print({name: record[name] for name in SHOWN})
+                return dict(record)
+            await asyncio.sleep(0.1)
 
 
 async def test_a_stream_goes_on_without_its_agent(front: Front) -> None:
@@ -88,4 +105,5 @@ async def test_a_stream_goes_on_without_its_agent(front: Front) -> None:
     _, loaded = await cut_stream(front, 7, signal.SIGSTOP)
 
     (record,) = (await front.state())["recoveries"]
+    print({name: record[name] for name in SHOWN})
     assert (loaded, record["outcome"]) == (0, "resumed")

@@ -333,7 +333,7 @@ class Member:
         self.computes_prompts = info.computes_prompts and info.role is Role.DECODE
         self.own_prefill, self.names = info.own_prefill, info.name_keys
         self.fingerprint = info.fingerprint
-        self.kv_fingerprint = info.kv_fingerprint or self.rows
+        self.kv_fingerprint = self.rows or info.kv_fingerprint
         self.fetch_pages_max, self.hand_off_format = info.fetch_pages_max, info.hand_off_format
         self.max_model_len, self.geometry = info.max_model_len, geometry
         self.page_bytes = geometry.page_bytes

@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from kvrs.core.model import actions as act
-from kvrs.ids import InstanceId, NodeId
+from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import (
     REPLAY_KEY,
     CheckpointTarget,
@@ -57,6 +57,22 @@ class HandOff:
 
 
 @dataclass(slots=True, eq=False)
+class RowLoad:
+    """Rows of a history that a server with its own CPU tier is to load from agents; with no agent
+    it is only to keep those of the stream.
+    """
+
+    stream: StreamId
+    attempt: int
+    owner_epoch: int
+    history_tokens: int
+    agents: tuple[InstanceId, ...]
+    pages: int  # That these have.
+    node: NodeId | None = None  # Of the first agent.
+    is_over: bool = False  # A token has come, or the call has ended.
+
+
+@dataclass(slots=True, eq=False)
 class Call:
     path: str
     fields: dict[str, Any]
@@ -64,9 +80,7 @@ class Call:
     size_bytes: int = 0  # About how long the body is, where it may be long.
     most_tokens: int | None = None  # Where `max_tokens` is null: the engine's own limit.
     hand_off: HandOff | None = None  # It is told as the call is sent.
-    # The server keeps rows of the stream in its CPU tier, and loads others from these agents; None:
-    # it has no such rows.
-    row_agents: tuple[InstanceId, ...] | None = None
+    rows: RowLoad | None = None  # None: the server keeps none that an agent serves.
 
     def add_transfer(self, name: str, params: object) -> None:
         """Put an object into `kv_transfer_params`, beside those of a hand-off."""
@@ -102,9 +116,10 @@ def prefill_call(
         exact=exact,
         replays=replays,
         is_prefill=True,
-        has_rows=has_rows,
         traceparent=traceparent,
     )
+    if has_rows:
+        call.rows = _row_load(journal, attempt)
     fields = call.fields
     fields["max_tokens"] = 1
     fields["temperature"] = 0
@@ -137,9 +152,10 @@ def decode_call(
         replays=replays,
         runs=runs,
         slot_token=slot_token,
-        has_rows=has_rows,
         traceparent=traceparent,
     )
+    if has_rows:
+        call.rows = _row_load(journal, attempt, runs)
     fields = call.fields
     fields["stream"] = True
     # Engines of kvrs say no more of a stream than is counted here.
@@ -167,7 +183,6 @@ def _call(
     is_prefill: bool = False,
     runs: Sequence[act.PageRange] = (),
     slot_token: int = 0,
-    has_rows: bool,
     traceparent: str | None,
 ) -> Call:
     endpoint = journal.parsed.endpoint
@@ -220,8 +235,18 @@ def _call(
     size_bytes = journal.parsed.fields_bytes
     if history is not None:
         size_bytes += BYTES_PER_ID * len(history)
-    row_agents = tuple(dict.fromkeys(run.holder for run in runs)) if has_rows else None
-    return Call(endpoint.path, fields, headers, size_bytes, row_agents=row_agents)
+    return Call(endpoint.path, fields, headers, size_bytes)
+
+
+def _row_load(journal: Journal, attempt: int, runs: Sequence[act.PageRange] = ()) -> RowLoad:
+    return RowLoad(
+        journal.stream,
+        attempt,
+        journal.owner_epoch,
+        len(journal.prompt_ids or ()) + len(journal.output_ids),
+        tuple(dict.fromkeys(run.holder for run in runs)),
+        sum(run.pages for run in runs),
+    )
 
 
 def context_headers(

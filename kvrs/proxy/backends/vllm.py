@@ -7,6 +7,7 @@ and `/metrics` (`vllm_identity.py` tells its processes apart); its load from pol
 
 import asyncio
 import secrets
+import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
@@ -35,6 +36,7 @@ from kvrs.protocol.instance import (
     RankRequest,
     Role,
 )
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import BYTES_PER_ID, Call
 from kvrs.proxy.backends.idle_connection import IdleConnection
@@ -45,6 +47,7 @@ from kvrs.proxy.backends.vllm_identity import connector_mark, engine_mark
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_models import ListedModels
 from kvrs.proxy.backends.vllm_replay import with_replay
+from kvrs.proxy.backends.vllm_rows import RowLoads
 from kvrs.proxy.backends.vllm_server import VllmServer
 from kvrs.proxy.backends.vllm_transfer import checked, read
 from kvrs.proxy.wire.event_form import LacksIdsError, check_events
@@ -107,6 +110,7 @@ class VllmBackend(VllmServer):
         self._connector = connector  # None: a plain vLLM.
         self._info: InstanceInfo | None = None  # Of the process that was probed last.
         self._denied: str | None = None  # Why it must not be used, since it denied one token.
+        self._row_loads = RowLoads(identity.node)
 
     # Identity and load.
 
@@ -297,13 +301,19 @@ class VllmBackend(VllmServer):
         start = None if self._connector is None else self._connector.known_start
         epoch = self._epoch(metrics, None if start is None else connector_mark(start))
         hand_offs, drafts = self._counts(metrics)
+        now_s, fetches = time.monotonic(), list[FetchReport]()
+        if self._info is not None:
+            token_bytes = self._info.geometry.bytes_per_token
+            fetches = self._row_loads.read(metrics, token_bytes, now_s)
         return LoadReport(
             epoch=epoch,
             queued=waiting,
             running=metrics.running,
             free_pages=metrics.free_pages,
             queue_delay_s=waiting * metrics.prefill_s,
-            links=self._measured_links(metrics),
+            links=[*self._measured_links(metrics), *self._row_loads.links(now_s)],
+            fetches=fetches,
+            kv_bytes={TrafficClass.RECOVERY.label: int(metrics.rows_read[0])},
             speculation=None if metrics.drafts is None else drafts,
             hand_offs=None if metrics.hand_offs is None else hand_offs,
             progress=metrics.progress,
@@ -327,10 +337,10 @@ class VllmBackend(VllmServer):
     def _plain(self, call: Call) -> Call:
         """The call without kvrs's own field, which vLLM does not know: kvrs in it does."""
         params = call.fields.pop("kvrs", None)
-        if params is not None and self._connector is not None:
+        if call.rows is not None:
+            call.add_transfer(FIELD, {"agents": call.rows.agents})
+        elif params is not None and self._connector is not None:
             self._connector.seal(call, params)
-        elif call.row_agents is not None:
-            call.add_transfer(FIELD, {"agents": call.row_agents})
         return call
 
     async def _prefilled(self, call: Call, page_size_tokens: int) -> Prefilled:
@@ -355,6 +365,8 @@ class VllmBackend(VllmServer):
         assert info is not None
         front = None if self._connector is None else self._connector.front(call)
         pull = self._begin_pull(call, info.geometry.bytes_per_token)
+        if (rows := call.rows) is not None and rows.agents:
+            self._row_loads.begin(rows, info.geometry.page_bytes)
         decoded = super().decode(_limited(self._plain(call), info.max_model_len), reader)
         if front is not None:
             decoded = decode_behind(partial(super().ask, front), decoded, info.id)
@@ -365,6 +377,8 @@ class VllmBackend(VllmServer):
         finally:
             if pull is not None:
                 pull.is_over = True
+            if rows is not None:
+                rows.is_over = True
 
     async def free_hand_off(self, transfer: msgspec.Raw, history: Sequence[int]) -> None:
         """Ask for one token after the history. The request fetches the KV, or it is aborted while

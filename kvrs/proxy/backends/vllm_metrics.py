@@ -21,6 +21,7 @@ _OF_PROGRESS = (
     "vllm:request_success_total",
     "vllm:kv_cache_usage_perc",
 )
+_ROW_TIER = ':KvrsTier"'  # Behind its number among the tiers.
 _LABEL = re.compile(r'([a-zA-Z_]+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -133,6 +134,21 @@ class VllmMetrics:
         """KV that the connector has fetched since the start; None: this version does not say."""
         found = list(self._values("vllm:nixl_bytes_transferred_sum"))
         return sum(found) if found else None
+
+    @property
+    def rows_read(self) -> tuple[float, float]:
+        """Bytes that kvrs's tier has loaded since the start, and the seconds of its loads, of each
+        for itself.
+        """
+        size_bytes, seconds = (
+            sum(
+                value
+                for labels, value in self._found.get(f"vllm:kv_offload_tiering_{name}_total", ())
+                if _ROW_TIER in labels
+            )
+            for name in ("read_bytes", "read_time")
+        )
+        return size_bytes, seconds
 
     @property
     def drafts(self) -> SpeculationReport | None:

@@ -17,7 +17,7 @@ from kvrs.errors import ConfigError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
-from kvrs.proxy.backends.bodies import Call, HandOff, decode_call, prefill_call
+from kvrs.proxy.backends.bodies import Call, HandOff, RowLoad, decode_call, prefill_call
 from kvrs.proxy.fleet.slots import SlotDeniedError
 from kvrs.proxy.streams.answer_reader import Told
 from kvrs.proxy.streams.clients import ClientGoneError
@@ -47,8 +47,8 @@ class AttemptCalls:
     """Runs in a task of its own, which is cancelled when a later attempt takes over."""
 
     __slots__ = (
-        *("_attempt", "_driver", "_hand_off", "_instances", "_live", "_relay", "_span"),
-        "_trace",
+        *("_attempt", "_driver", "_hand_off", "_instances", "_live", "_relay", "_rows"),
+        *("_span", "_trace"),
     )
 
     def __init__(self, live: OpenStream, plan: act.Plan, driver: "Driver") -> None:
@@ -62,6 +62,7 @@ class AttemptCalls:
         # The relay of the decode call, while it runs.
         self._relay: Relay | WholeAnswer | None = None
         self._hand_off: HandOff | None = None  # Of an engine without leases, until it is fetched.
+        self._rows: RowLoad | None = None  # Of the decode call.
 
     async def run(self, *, gives_end: bool = False) -> None:
         """With `gives_end`, give the client what is missing of a stream that has all its ids: no
@@ -308,6 +309,8 @@ class AttemptCalls:
         if self._hand_off is not None:
             self._hand_off.was_fetched()
             self._hand_off = None
+        if self._rows is not None:
+            self._rows.is_over = True
         if not attempt.has_resumed:
             if self._span is not None:
                 self._span.first_token()
@@ -318,7 +321,10 @@ class AttemptCalls:
 
     def _mark(self, call: Call, reader: Relay | WholeAnswer) -> None:
         """Note in the decode call, which is about to be sent, what it is besides."""
-        call.hand_off = self._hand_off
+        call.hand_off, self._rows = self._hand_off, call.rows
+        if call.rows is not None and call.rows.agents:
+            agent = self._driver.control.agents.known.get(call.rows.agents[0])
+            call.rows.node = None if agent is None else agent.node
         if isinstance(reader, WholeAnswer):
             ask_whole(call)
             self._attempt.asks_whole(self._driver.clock())

@@ -1,12 +1,14 @@
 """vLLM servers whose rows in host memory the agent of their node serves."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.vllm_cluster import LONG, PROMPT, TOKENS, Builder, Servers, Vllms
+from tests.proxy.backends.connectors import equip
 
 pytestmark = pytest.mark.network
 
@@ -49,14 +51,23 @@ async def serve(system: Vllms, **regions: list[dict[str, Any]]) -> None:
     await system.until(is_heard)
 
 
-async def cut_in_mid_stream(system: Vllms, prompt: list[int] = LONG, **fields: Any) -> list[int]:
-    """The decode instance of a stream is killed after three tokens."""
-    system.shared.prompt_tokens, system.shared.gate_at = len(prompt), 3
-    system.shared.gate = asyncio.Event()
-    asked = asyncio.create_task(system.ids(prompt, **fields))
+async def cut_in_mid_stream(
+    system: Vllms, holds: Callable[[], Awaitable[bool]] | None = None
+) -> list[int]:
+    """The decode instance of a stream is killed after three tokens. `holds` is to become true
+    before the sixth.
+    """
+    system.shared.prompt_tokens, system.shared.gate_at = len(LONG), 3
+    first, second = asyncio.Event(), asyncio.Event()
+    system.shared.gate = first
+    asked = asyncio.create_task(system.ids(LONG))
     await system.until_streams_hold(3)
     await system.servers["d0"].kill()
-    system.shared.gate.set()
+    system.shared.gate, system.shared.gate_at = second, 5
+    first.set()
+    if holds is not None:
+        await system.until(holds)
+    second.set()
     return await asked
 
 
@@ -77,6 +88,34 @@ async def test_a_cut_stream_is_restored_from_the_agent_of_the_dead_servers_node(
     assert params_of(system, "d1") == {"kvrs": {"agents": ["agent-n0"]}}
     assert await system.causes() == [("restore", "d0", "d1")]
     assert system.shared.violations == []
+
+
+@pytest.mark.parametrize("loaded_tokens", [32, 0])
+async def test_what_was_loaded_is_learned_from_the_servers_counters(
+    vllms: Builder, loaded_tokens: int
+) -> None:
+    """The record has it, the link's rate is measured, and what another tier reads is not counted.
+    Where nothing was found the server has computed all of it.
+    """
+
+    def prepare(servers: Servers) -> None:
+        decoding_alone(servers)
+        servers["d1"].row_bytes = 256.0 * loaded_tokens
+
+    system = await vllms(prepare, backup=LOCAL)
+    await serve(system, n0=[region("d0")], n1=[region("d1")])
+
+    async def is_counted() -> bool:
+        wanted = loaded_tokens, len(LONG) + 3 - loaded_tokens
+        rows = (await system.state())["recoveries"]
+        return wanted in [(row["loaded_tokens"], row["computed_tokens"]) for row in rows]
+
+    await cut_in_mid_stream(system, is_counted)
+
+    links = {(row["source"], row["target"]): row for row in (await system.state())["links"]}
+    assert links["n0", "n1"]["measured"] is (loaded_tokens > 0)
+    count = await system.count("kvrs_worker_kv_bytes_total", worker="d1", kind="recovery")
+    assert count == 256 * loaded_tokens
 
 
 async def test_an_agents_rows_protect_streams(vllms: Builder) -> None:
@@ -107,6 +146,24 @@ async def test_parameters_of_a_hand_off_stay(vllms: Builder) -> None:
     assert (asked["do_remote_decode"], asked["kvrs"]) == (True, {"agents": []})
     assert (pulled["do_remote_prefill"], pulled["kvrs"]) == (True, {"agents": []})
     assert system.servers["d0"].pulled == 1
+
+
+async def test_a_port_of_the_connector_in_the_file_does_not_matter(vllms: Builder) -> None:
+    """Nothing answers there: the servers have been started with the tier in its place."""
+
+    def prepare(servers: Servers) -> None:
+        decoding_alone(servers)
+        equip(servers)
+        for server in servers.values():
+            assert server.kvrs is not None
+            server.kvrs.off_reason = "not started"
+
+    system = await vllms(prepare, backup=LOCAL)
+    await serve(system, n0=[region("d0")], n1=[region("d1")])
+
+    assert await cut_in_mid_stream(system) == expected_ids(LONG, TOKENS)
+
+    assert params_of(system, "d1") == {"kvrs": {"agents": ["agent-n0"]}}
 
 
 @pytest.mark.parametrize("backup", [LOCAL, {"mode": "off"}])
