@@ -15,7 +15,7 @@ class Option(StrEnum):
     IN_PLACE = "in_place"  # The same attempt goes on at its instance, which re-forms.
     SUBSTITUTE = "substitute"  # So, and another instance's host computes the stage that was lost.
     MIGRATE = "migrate"  # From an instance that retains the KV, or has it in its prefix cache.
-    RESTORE = "restore"  # From a checkpoint in an agent's host memory.
+    RESTORE = "restore"  # From a checkpoint in an agent's host memory, or rows that it serves.
     REUSE = "reuse"  # The target has it.
     SPLIT = "split"  # The front is computed while the back is fetched.
     RECOMPUTE = "recompute"

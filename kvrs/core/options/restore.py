@@ -1,5 +1,5 @@
 """Restore: the history's KV comes from a checkpoint in the host memory of an agent (LUMEN section
-4.2, RaidServe's KV backup).
+4.2, RaidServe's KV backup), or from rows of an engine's own memory that an agent serves.
 
 As migrate; from the agent of the target's own node at the rate of its memory, and at
 `host_to_device_bytes_per_s` until that is measured.
