@@ -108,9 +108,11 @@ class EngineRegion:
             keys = [self._keys[row] for row in self._ledger.protected()]
             return [key for key in keys if key in self._rows]
 
-    def read(self, key: bytes, buffer: memoryview, now_s: float) -> tuple[bytes, memoryview] | None:
-        """Read a row into the buffer; return its tag, and its bytes. None: it is not held, or was
-        given to another key meanwhile.
+    def read(
+        self, key: bytes, buffer: memoryview, now_s: float, *, tagged: bool = True
+    ) -> tuple[bytes, memoryview] | None:
+        """Read a row into the buffer; return its tag, if it is to have one, and its bytes. None: it
+        is not held, or was given to another key meanwhile.
         """
         with self._lock:
             self._look(now_s)
@@ -122,6 +124,8 @@ class EngineRegion:
         # Also of a dead engine: it may have died behind the first look and begun the row before.
         if size != self.info.row_bytes or not self._ledger.still(row, sequence):
             return None
+        if not tagged:
+            return b"", buffer
         known = self._known_tags.get(row, (0, b""))
         if known[0] != sequence:
             known = self._known_tags[row] = (

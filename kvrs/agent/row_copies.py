@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from kvrs.agent.regions import ADOPTED_S
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
 from kvrs.protocol.rows import RowFrame, Space
@@ -20,8 +21,6 @@ from kvrs.transfer.rows.stream import RowStream
 
 log = logging.getLogger(__name__)
 
-# Rows of a node that is lost are given back when nothing has read them for this long.
-KEPT_S = 30.0
 _LOOK_S = 0.25  # Between two questions for what is protected: how far copies may be behind.
 _RETRY_S = 1.0
 _TIMEOUT_S = 30.0
@@ -44,8 +43,10 @@ class CopiedRows:
     def place(self, key: bytes, now_s: float) -> None:
         """Return nothing: no row lies in a file."""
 
-    def read(self, key: bytes, buffer: memoryview, now_s: float) -> Row | None:
-        """Return the row where it lies: the buffer is not needed."""
+    def read(
+        self, key: bytes, buffer: memoryview, now_s: float, *, tagged: bool = True
+    ) -> Row | None:
+        """Return the row where it lies, with its tag: it came from another node."""
         self.used_s = now_s
         return self.rows.get(key)
 
@@ -102,7 +103,7 @@ class RowCopies:
         with self._lock:
             used_s = max((each.used_s for each in self._spaces.values()), default=0.0)
             lost_s = self._lost_s
-            if self._spaces and lost_s is not None and now_s - max(lost_s, used_s) > KEPT_S:
+            if self._spaces and lost_s is not None and now_s - max(lost_s, used_s) > ADOPTED_S:
                 log.info("copies of a lost node's rows given back")
                 self._spaces = {}
 
@@ -140,7 +141,7 @@ class RowCopier:
         while not self._stop.is_set():
             try:
                 self._follow()
-            except (OSError, TransferError) as error:
+            except (OSError, MemoryError, TransferError) as error:
                 self._say(f"rows of another node are not copied: {error}")
             except Exception:
                 log.exception("rows of another node are not copied any more")
@@ -178,8 +179,8 @@ class RowCopier:
             stream.send(rows.encode(RowFrame.LOAD, some))
             for key in some:
                 row = memoryview(bytearray(space.row_bytes))
-                if (tag := stream.receive_row(row)) is not None:
-                    self._copies.put(space, key, (tag, row))
+                if (found := stream.receive_row(row)) is not None:
+                    self._copies.put(space, key, (found[1], row))
             if self._bytes_per_s is not None:
                 took_s = time.monotonic() - began_s
                 self._stop.wait(max(0.0, len(some) * space.row_bytes / self._bytes_per_s - took_s))

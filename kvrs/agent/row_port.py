@@ -216,15 +216,23 @@ class _Questions:
         if sources and len(self._row) != self._space.row_bytes:
             self._row = bytearray(self._space.row_bytes)
         buffer = memoryview(self._row)
+        is_local = self._stream.is_local
         for each in sources:
-            if (at := each.place(key, self._port.now_s())) is not None:
+            at = None if is_local else each.place(key, self._port.now_s())
+            if at is not None:
                 tag, file, offset = at
                 self._stream.send(rows.row_start(self._space.row_bytes, tag))
                 self._stream.send_file(file, offset, self._space.row_bytes)
                 return
-            if (found := each.read(key, buffer, self._port.now_s())) is not None:
+            found = each.read(key, buffer, self._port.now_s(), tagged=not is_local)
+            if found is not None:
                 tag, row = found
-                self._stream.send(rows.row_start(len(row), tag), row)
+                head = (
+                    rows.row_start(len(row), tag)
+                    if tag
+                    else rows.row_start(len(row), rows.checksum(row), RowFrame.CHECKED)
+                )
+                self._stream.send(head, row)
                 return
         self._stream.send(rows.encode(RowFrame.GONE))
 

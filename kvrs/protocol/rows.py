@@ -9,7 +9,8 @@ the agent answers, one question at a time:
                its ledger. The connection stays open as long as the engine lives
     SPACE      HELD: from here on keys are of this namespace and rows of this size
     LOOKUP     FOUND and a byte for each key: 1 where its row is held
-    LOAD       ROW for each key, in order: its tag and its bytes; or GONE
+    LOAD       ROW for each key, in order: its tag and its bytes; or GONE. Within a node CHECKED
+               for rows of its own engines: a checksum stands in place of the tag
     PROTECTED  KEYS for each space with rows that running streams need, then HELD. Rows that are
                loaded by this connection wait for those of all others
     any        REFUSED and the reason, and the end
@@ -18,9 +19,10 @@ A frame is a header (magic, type, bytes of a key, number of keys, bytes of what 
 keys, and the rest. All lengths are compared with bounds before memory is allocated for them.
 
 The tag of a row is keyed BLAKE3 over its namespace, key and bytes, under a key of the cluster. The
-agent of its engine makes it once, behind the ledger's word that the bytes are those of the key, and
-a server that loads the row verifies it, whichever agents and networks the row came by. What is not
-a row has no mac: who changes it on its way can only have prompts computed.
+agent of its engine makes it once, as the row first leaves the node, behind the ledger's word that
+the bytes are those of the key, and a server that loads the row verifies it, whichever agents and
+networks the row came by. What is not a row has no mac: who changes it on its way can only have
+prompts computed.
 """
 
 import hmac
@@ -31,6 +33,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from blake3 import blake3
+from xxhash import xxh3_128_digest
 
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
@@ -65,6 +68,7 @@ class RowFrame(IntEnum):
     REFUSED = 9
     PROTECTED = 10
     KEYS = 11
+    CHECKED = 12
 
 
 _MAX_BODY_BYTES = {
@@ -79,6 +83,7 @@ _MAX_BODY_BYTES = {
     RowFrame.REFUSED: MAX_REASON_BYTES,
     RowFrame.PROTECTED: 0,
     RowFrame.KEYS: _SPACE.size,
+    RowFrame.CHECKED: TAG_BYTES + MAX_ROW_BYTES,
 }
 _WITH_KEYS = {RowFrame.LOOKUP, RowFrame.LOAD, RowFrame.KEYS}
 
@@ -155,7 +160,7 @@ def decode_head(head: bytes | bytearray | memoryview) -> RowHead:
     """Raises TransferError: it is none, or what follows would be too long."""
     magic, kind, key_bytes, keys, body_bytes = _HEAD.unpack(head)
     if magic != _MAGIC or kind not in _MAX_BODY_BYTES:
-        raise TransferError(f"row port: frame {magic!r} {kind}; allowed: {_MAGIC!r} 1 to 11")
+        raise TransferError(f"row port: frame {magic!r} {kind}; allowed: {_MAGIC!r} 1 to 12")
     frame = RowFrame(kind)
     if body_bytes > (most := _MAX_BODY_BYTES[frame]):
         raise TransferError(f"row port: {frame.name} of {body_bytes} bytes; allowed: {most}")
@@ -187,9 +192,14 @@ def decode_space(body: bytes) -> Space:
     return space
 
 
-def row_start(row_bytes: int, tag: bytes) -> bytes:
+def row_start(row_bytes: int, tag: bytes, frame: RowFrame = RowFrame.ROW) -> bytes:
     """Make the head that precedes the bytes of a row."""
-    return _HEAD.pack(_MAGIC, RowFrame.ROW, 0, 0, TAG_BYTES + row_bytes) + tag
+    return _HEAD.pack(_MAGIC, frame, 0, 0, TAG_BYTES + row_bytes) + tag
+
+
+def checksum(row: bytearray | memoryview) -> bytes:
+    """Make the checksum of a row, as long as a tag."""
+    return xxh3_128_digest(row)
 
 
 class RowTags:

@@ -87,7 +87,9 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
     dials[own.agent_id] = partial(dial_unix, directory)
     keys = {agent: scoped_key(secrets[0], Scope.ROWS, agent) for agent in dials}
     clients = {
-        str(agent): RowClient(agent, dial, keys[agent], info.space, tags)
+        str(agent): RowClient(
+            agent, dial, keys[agent], info.space, tags, is_local=agent == own.agent_id
+        )
         for agent, dial in dials.items()
     }
     policy = ledger.latest()

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvrs.agent import row_port
-from kvrs.agent.row_copies import KEPT_S, RowCopies
+from kvrs.agent.regions import ADOPTED_S
+from kvrs.agent.row_copies import RowCopies
 from kvrs.config.file import parse_config
 from kvrs.errors import TransferError
 from kvrs.ids import NodeId
@@ -80,9 +81,9 @@ def test_copies_outlive_the_other_node_until_nothing_reads_them(
     first.close()
     until(lambda: second.copies._lost_s is not None)
 
-    second.copies.settle(time.monotonic() + KEPT_S - 5)
+    second.copies.settle(time.monotonic() + ADOPTED_S - 5)
     found = load(second.stream(SPACE), SPACE, KEYS[:3])
-    second.copies.settle(time.monotonic() + KEPT_S + 5)
+    second.copies.settle(time.monotonic() + ADOPTED_S + 5)
 
     assert found == [row_of(KEYS[0], 4096), row_of(KEYS[1], 4096), None]
     assert copied(second) == set()

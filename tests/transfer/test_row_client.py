@@ -39,8 +39,9 @@ class Agent:
         self._listener.listen()
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def client(self) -> RowClient:
-        return RowClient("n0", lambda timeout_s: dial(self.path), KEY, SPACE, TAGS)
+    def client(self, *, is_local: bool = False) -> RowClient:
+        over = lambda timeout_s: dial(self.path)  # noqa: E731
+        return RowClient("n0", over, KEY, SPACE, TAGS, is_local=is_local)
 
     def close(self) -> None:
         with suppress(OSError):
@@ -153,6 +154,19 @@ def test_a_row_of_another_key_or_namespace_is_not_there(
 
     agent.answer = answer
     expect(load(agent.client()), 0)
+
+
+@pytest.mark.parametrize(("is_local", "count"), [(True, len(KEYS)), (False, 0)])
+def test_a_checksum_is_enough_within_a_host_alone(agent: Agent, is_local: bool, count: int) -> None:
+    """Whoever is on the way to another host can make one."""
+
+    def answer(stream: RowStream, keys: list[bytes], number: int) -> None:
+        for key in keys:
+            row = bytearray(row_of(key, ROW_BYTES))
+            stream.send(rows.row_start(len(row), rows.checksum(row), RowFrame.CHECKED), row)
+
+    agent.answer = answer
+    expect(load(agent.client(is_local=is_local)), count)
 
 
 def test_what_came_before_an_agent_dies_counts(agent: Agent) -> None:

@@ -33,6 +33,11 @@ class RowStream:
         self._connection = connection
         self._deadline_s: float | None = None
 
+    @property
+    def is_local(self) -> bool:
+        """The other end is a process of this host."""
+        return self._connection.family == socket.AF_UNIX
+
     def until(self, timeout_s: float | None) -> None:
         """Let everything from here on be done within this time. None: it may take for ever."""
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -177,9 +182,9 @@ class RowStream:
         self.send(rows.encode(RowFrame.SPACE, body=rows.encode_space(space)))
         self.expect(RowFrame.HELD)
 
-    def receive_row(self, into: memoryview) -> bytes | None:
-        """Receive the bytes of a row; return its tag, which the caller verifies. None: the row is
-        gone.
+    def receive_row(self, into: memoryview) -> tuple[RowFrame, bytes] | None:
+        """Receive the bytes of a row; return ROW and its tag, or CHECKED and its checksum, which
+        the caller verifies. None: the row is gone.
 
         Raises:
             TransferError: something else came, or a row of another size.
@@ -187,11 +192,12 @@ class RowStream:
         head = self.receive_head()
         if head.frame is RowFrame.GONE:
             return None
-        if head.frame is not RowFrame.ROW or head.body_bytes != rows.TAG_BYTES + len(into):
+        is_row = head.frame in (RowFrame.ROW, RowFrame.CHECKED)
+        if not is_row or head.body_bytes != rows.TAG_BYTES + len(into):
             raise TransferError(f"row port: {head.frame.name} of {head.body_bytes} bytes")
         tag = self.receive_exactly(rows.TAG_BYTES)
         self.receive_into(into)
-        return tag
+        return head.frame, tag
 
     def receive_exactly(self, size: int) -> bytes:
         """Raises TransferError. The caller has checked the size."""
