@@ -118,10 +118,11 @@ class RowServers(TierServers):
     def __init__(
         self, directory: Path, *flags: str, model: Path | None = None, instances: int = 2
     ) -> None:
-        document = connector_config(directory, instances).model_dump(mode="json")
+        document = connector_config(directory, max(instances, 2)).model_dump(mode="json")
         first, *others = document["cluster"]["nodes"]
         for node in others:
             first["instances"] += node["instances"]
+        del first["instances"][instances:]
         for instance in first["instances"]:
             instance["connector_port"] = None
         document["cluster"]["nodes"] = [first]
