@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 )
 
 from kvrs.transfer.rows.client import RowClient
-from kvrs.vllm import ledger, node, tier
+from kvrs.vllm import adapters, ledger, node, tier
 
 ROW_BYTES = 4096
 STEPS = 400
@@ -92,11 +92,16 @@ class World:
         self.manager = TieringOffloadingManager(primary, [self.tier])
         self.requests = 0
 
-    def request(self, keys: int, params: Any = ASKING) -> tuple[int, int]:
-        """Look a prompt up until all its keys are decided: steps, and keys that were there."""
+    def request(self, keys: int, params: Any = ASKING, *, is_told: bool = True) -> tuple[int, int]:
+        """Look a prompt up until all its keys are decided: steps, and keys that were there.
+        `is_told`: by the connector, which knows its adapter.
+        """
         self.requests += 1
         context = ReqContext(f"r{self.requests}", params)
+        if is_told:
+            adapters.begin(None)
         self.manager.on_new_request(context)
+        adapters.end()
         wanted = [make_offload_key(n.to_bytes(32, "big"), 0) for n in range(keys)]
         for step in range(STEPS):
             found, waits = 0, False
@@ -145,6 +150,9 @@ def main() -> None:
         world = World(8, all_=all_)
         said[name] = world.request(4, params)[1]
         world.end()
+    world = World(8)
+    said["its adapter is not known"] = world.request(4, is_told=False)[1]
+    world.end()
     world = World(8)
     world.request(4)
     world.manager.reset_cache()

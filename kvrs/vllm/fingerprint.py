@@ -9,6 +9,7 @@ from huggingface_hub import snapshot_download
 
 from kvrs.errors import KvrsError
 from kvrs.protocol.geometry import KvGeometry
+from kvrs.vllm import files
 
 LAYOUT = 1  # Of vLLM's blocks in our pages; rises where it changes.
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
@@ -17,10 +18,10 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 def weights_of(model: str, revision: str | None = None, cache: str | None = None) -> str:
     """Digest of the weights, code and configuration in a model's directory, or in the snapshot of
     a model's name that is in the cache of Hugging Face. Of files in a cache their names there,
-    which are digests of all they have; of others the samples that `fingerprint_of` takes.
+    which are digests of all they have; of others all bytes.
 
     Raises:
-        KvrsError: there are none.
+        KvrsError: there are none, or they have changed since this server started.
     """
     directory = Path(model)
     if not directory.is_dir():
@@ -30,13 +31,20 @@ def weights_of(model: str, revision: str | None = None, cache: str | None = None
             )
         except (OSError, ValueError) as error:
             raise KvrsError(f"{model}: neither a directory nor in the cache: {error}") from None
+    weights = _weights_in(directory)
+    small = sorted([*directory.glob("*.json"), *directory.glob("*.py")])
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted([*directory.glob("*.json"), *directory.glob("*.py")]):
-        digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
-    for path in sorted(directory.glob("*.safetensors")):
-        if path.is_symlink():
-            digest.update(path.resolve().name.encode())
-    _add_weights(digest, directory)
+    plain = []
+    for path in [*small, *weights]:
+        if path.is_symlink() and path.resolve().parent.name == "blobs":
+            digest.update(f"{path.name} {path.resolve().name}".encode())
+        else:
+            plain.append(path)
+    if plain:
+        signature = files.signature_of(directory, plain)
+        digest.update(files.digest_of(plain))
+        if files.signature_of(directory, plain) != signature:
+            raise KvrsError(f"{directory} changes")
     return digest.hexdigest()
 
 
@@ -54,16 +62,21 @@ def fingerprint_of(model: str, arithmetic: Sequence[str], geometry: KvGeometry) 
     return f"vLLM blocks {LAYOUT}, {digest.hexdigest()}"
 
 
-def _add_weights(digest: hashlib.blake2b, directory: Path) -> None:
-    files = sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")])
-    if not files:
+def _weights_in(directory: Path) -> list[Path]:
+    found = sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")])
+    if not found:
         raise KvrsError(
             f"{directory}: no *.safetensors or *.bin; allowed: a directory with weights"
         )
-    digest.update(json.dumps([file.name for file in files]).encode())
+    return found
+
+
+def _add_weights(digest: hashlib.blake2b, directory: Path) -> None:
+    weights = _weights_in(directory)
+    digest.update(json.dumps([each.name for each in weights]).encode())
     config = directory / "config.json"
     digest.update(config.read_bytes() if config.is_file() else b"")
-    for path in files:
+    for path in weights:
         size = path.stat().st_size
         digest.update(size.to_bytes(8, "big"))
         with path.open("rb") as file:

@@ -9,7 +9,7 @@ have reported that the copy is complete. A fault in the ledger closes it, and le
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec
 
@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
 
 from kvrs.transfer.rows.ledger import RowLedger
+from kvrs.vllm.adapters import BASE, LoraAdapter
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -54,6 +55,9 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
         self.ledger: RowLedger | None = None
         self._keys_of: dict[str, set[OffloadKey]] = {}  # By protected request.
         self._holders: Counter[OffloadKey] = Counter()
+        self._adapters: dict[
+            OffloadKey, LoraAdapter
+        ] = {}  # Of rows, and of a few that are no more.
         try:
             self.ledger = RowLedger(cache_capacity)
         except Exception:
@@ -89,6 +93,10 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
         if key in self._holders and key in self.chunks:
             self._ranks[key] += _PROTECTED
         return is_evictable
+
+    def on_store_miss(self, keys: Iterable[OffloadKey], req_context: Any) -> None:
+        self._note_adapter(list(keys), req_context)
+        super().on_store_miss(keys, req_context)
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
         self._writing(chunk.chunk_id)
@@ -127,4 +135,16 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
     @_noting
     def _holds(self, key: OffloadKey) -> None:
         assert self.ledger is not None
-        self.ledger.holds(self.chunks[key].chunk_id, key)
+        for shared in self._adapters.get(key, BASE).scoped([key]):
+            self.ledger.holds(self.chunks[key].chunk_id, shared)
+
+    @_noting
+    def _note_adapter(self, keys: Sequence[OffloadKey], req_context: Any) -> None:
+        adapter = req_context.get_state(LoraAdapter)
+        if adapter in (None, BASE):
+            return
+        if len(self._adapters) > 2 * self.cache_capacity:
+            self._adapters = {
+                key: each for key, each in self._adapters.items() if key in self.chunks
+            }
+        self._adapters |= dict.fromkeys(keys, adapter)

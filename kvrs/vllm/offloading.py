@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from kvrs.vllm import space
+from kvrs.vllm import adapters, space
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,14 @@ class KvrsOffloading(OffloadingConnector):  # type: ignore[misc]  # vLLM is not 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         fill(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
+
+    def on_new_request(self, request: Any) -> None:
+        try:
+            adapters.begin(request.lora_request)
+        except Exception:
+            log.exception("rows of a request are not shared")
+        super().on_new_request(request)
+        adapters.end()
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *more: Any) -> Any:

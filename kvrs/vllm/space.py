@@ -57,6 +57,8 @@ def fields_of(spec: Any) -> dict[str, Any]:
         "sliding_window": str(model.disable_sliding_window),
         "images": repr(getattr(model.multimodal_config, "mm_processor_kwargs", None)),
         "attention": repr(config.attention_config),
+        "adapters": repr(config.lora_config),  # Their own digests are in the keys.
+        "drafts": _drafts(config.speculative_config),
         "cache": {each: str(getattr(cache, each, None)) for each in _CACHE},
         "layout": str(spec.config.kv_cache_layout),
         "device": _device(),
@@ -71,9 +73,9 @@ def _unknown(config: Any) -> str | None:
         return "VLLM_SERVER_DEV_MODE lets weights be changed; allowed: 0"
     if config.weight_transfer_config is not None:
         return "weight_transfer_config lets weights be changed; allowed: none"
-    if config.lora_config is not None:
-        return "an adapter is named in a key by its path, not by its weights; allowed: no LoRA"
     parallel = config.parallel_config
+    if parallel.worker_extension_cls:
+        return "worker_extension_cls may change weights; allowed: none"
     if getattr(parallel, "nnodes_within_dp", 1) != 1 or not (
         parallel.world_size == 1 or str(parallel.distributed_executor_backend) in {"mp", "uni"}
     ):
@@ -86,6 +88,14 @@ def _unknown(config: Any) -> str | None:
     if not algorithm.startswith("sha256"):
         return f"prefix_caching_hash_algo {algorithm}; allowed: sha256, sha256_cbor"
     return None
+
+
+def _drafts(config: Any) -> str:
+    """A draft model's KV is a part of a row."""
+    if config is None or config.method.startswith("ngram") or config.method == "suffix":
+        return "none"
+    model = config.draft_model_config
+    return f"{config.method} {weights_of(model.model, model.revision)}"
 
 
 def _digest(text: str) -> str:

@@ -24,7 +24,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.link import RegionLink
-from kvrs.vllm import ledger, node
+from kvrs.vllm import adapters, ledger, node
+from kvrs.vllm.adapters import BASE, LoraAdapter
 from kvrs.vllm.guard import Switch, guarded
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class _Asked:
 class _Load:
     job: int
     keys: list[bytes]
+    shared: Sequence[bytes]  # The keys at agents.
     rows: list[int]
     agents: "list[RowClient | None]"
     begun_s: float
@@ -75,9 +77,9 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         # Of the scheduler's thread: what is known of each request's keys.
         self._known: defaultdict[str, dict[bytes, _Asked | RowClient | None]] = defaultdict(dict)
         self._new: defaultdict[str, list[bytes]] = defaultdict(list)
+        self._adapter: dict[str, LoraAdapter] = {}  # Of each request that asks.
         self._taken: defaultdict[str, dict[bytes, RowClient]] = defaultdict(dict)
         self._protected: set[str] = set()
-        self._asking: set[str] = set()
         # Between threads.
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
@@ -116,11 +118,14 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         given = req_context.kv_transfer_params
         params = given if isinstance(given, dict) else {}
+        if (adapter := adapters.current()) is None:
+            return RequestOffloadingContext()  # It is no request of KvrsOffloading.
+        req_context.set_state(adapter)
         if self._serves_all or isinstance(params.get("kvrs"), dict):
             self._protected.add(req_context.req_id)
             # What another connector brings is not looked for here: vLLM asks all of them.
             if not params.get("do_remote_prefill"):
-                self._asking.add(req_context.req_id)
+                self._adapter[req_context.req_id] = adapter
             # A protected stream has no hole where the prefix cache of the engine had its blocks.
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
@@ -131,7 +136,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         if request not in self._protected:
             return
         self._protected.discard(request)
-        self._asking.discard(request)
+        self._adapter.pop(request, None)
         for by_request in (self._known, self._new, self._taken):
             by_request.pop(request, None)
         if self._policy is not None:
@@ -143,14 +148,14 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             for request in self._protected:
                 self._policy.release(request)
         self._protected.clear()
-        self._asking.clear()
+        self._adapter.clear()
 
     # Lookups: the first look at keys gathers them, the end of the step asks, a later step knows.
 
     @guarded(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         request = req_context.req_id
-        if request not in self._asking:
+        if request not in self._adapter:
             return LookupResult.MISS
         known = self._known[request]
         if key not in known:
@@ -179,7 +184,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             asked = _Asked(time.monotonic(), len(self._agents))
             self._known[request].update(dict.fromkeys(keys, asked))
             for lookups in self._lookups:
-                lookups.put((request, keys, asked))
+                lookups.put((request, self._adapter[request], keys, asked))
         self._new.clear()
         self._take_answers()
 
@@ -189,11 +194,15 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             while True:
                 self._answers.get_nowait()()
 
-    def _look_up(self, item: tuple[str, list[bytes], _Asked], agent: RowClient) -> None:
-        request, keys, asked = item
+    def _look_up(
+        self, item: tuple[str, LoraAdapter, list[bytes], _Asked], agent: RowClient
+    ) -> None:
+        request, adapter, keys, asked = item
         found: Sequence[bool] = ()
         try:
-            found = agent.find(keys, asked.since_s + self._lookup_s - time.monotonic())
+            adapter.learn()
+            if shared := adapter.scoped(keys):
+                found = agent.find(shared, asked.since_s + self._lookup_s - time.monotonic())
         finally:
             self._answers.put(lambda: self._found(request, keys, asked, agent, found))
 
@@ -233,21 +242,25 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
     @guarded(lambda: False)
     def _queue_load(self, job: TransferJob) -> bool:
         taken, keys = self._taken.get(job.req_context.req_id, {}), list(job.keys)
+        adapter = self._adapter.get(job.req_context.req_id, BASE)
+        if len(shared := adapter.scoped(keys)) != len(keys):
+            return False
         agents = [taken.pop(key, None) for key in keys]
         now_s = time.monotonic()
-        self._loads.put(_Load(job.job_id, keys, job.chunk_ids.tolist(), agents, now_s))
+        self._loads.put(_Load(job.job_id, keys, shared, job.chunk_ids.tolist(), agents, now_s))
         return True
 
     def _load(self, load: _Load) -> None:
         loaded: list[bytes] = []
         try:
-            by_agent: defaultdict[RowClient, list[tuple[bytes, memoryview]]] = defaultdict(list)
-            for key, row, agent in zip(load.keys, load.rows, load.agents, strict=True):
+            by_agent: defaultdict[RowClient, list[int]] = defaultdict(list)
+            for at, agent in enumerate(load.agents):
                 if agent is not None:
-                    by_agent[agent].append((key, self._row(row)))
-            for agent, wanted in by_agent.items():
+                    by_agent[agent].append(at)
+            for agent, places in by_agent.items():
+                wanted = [(load.shared[at], self._row(load.rows[at])) for at in places]
                 count = agent.load(wanted, load.begun_s + self._load_s - time.monotonic())
-                loaded += [key for key, _ in wanted[:count]]
+                loaded += [load.keys[at] for at in places[:count]]
         finally:
             whole = len(loaded) == len(load.keys)
             self._end(

@@ -4,6 +4,7 @@ with stand-ins for what is imported of it.
 
 import importlib
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvrs.errors import KvrsError
+from kvrs.vllm import files
 
 
 class FileMapper:
@@ -49,6 +51,8 @@ def space(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "kvrs.vllm.space", raising=False)
+    # The server starts behind all that the test writes.
+    monkeypatch.setattr(files, "STARTED_NS", time.time_ns() + 10**12)
     monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
     return importlib.import_module("kvrs.vllm.space")
 
@@ -67,9 +71,13 @@ class Engine:
         self.config = SimpleNamespace(
             weight_transfer_config=None,
             lora_config=None,
+            speculative_config=None,
             load_config=SimpleNamespace(load_format="auto", download_dir=None),
             parallel_config=SimpleNamespace(
-                world_size=1, nnodes_within_dp=1, distributed_executor_backend="mp"
+                world_size=1,
+                nnodes_within_dp=1,
+                distributed_executor_backend="mp",
+                worker_extension_cls="",
             ),
             attention_config="FLASH_ATTN",
             cache_config=SimpleNamespace(
@@ -114,6 +122,62 @@ def test_other_weights_are_another_space(space: ModuleType, tmp_path: Path) -> N
     assert Engine(first).fields(space) != Engine(second).fields(space)
 
 
+def drafts(engine: Engine, method: str) -> SimpleNamespace:
+    model = SimpleNamespace(model=engine.spec.model, revision=None)
+    return SimpleNamespace(method=method, draft_model_config=model)
+
+
+def test_all_bytes_of_weights_count(space: ModuleType, tmp_path: Path) -> None:
+    """A version may differ in one number."""
+    weights = bytearray(1 << 20)
+    first = written(tmp_path / "a", bytes(weights))
+    weights[500_001] = 1
+    second = written(tmp_path / "b", bytes(weights))
+    assert Engine(first).fields(space) != Engine(second).fields(space)
+
+
+def test_weights_that_change_while_the_server_runs_are_not_shared(
+    space: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be others than those that its workers have read."""
+    monkeypatch.setattr(files, "STARTED_NS", time.time_ns() - 10**9)
+    with pytest.raises(KvrsError, match="changed since this server started"):
+        Engine(written(tmp_path / "model")).fields(space)
+
+
+def test_files_of_a_hub_s_cache_are_known_by_its_digests(space: ModuleType, tmp_path: Path) -> None:
+    """Also where this server has just fetched them."""
+    found = []
+    for name in ("a", "b", "other"):
+        model, blobs = tmp_path / name / "snapshots" / "1", tmp_path / name / "blobs"
+        model.mkdir(parents=True)
+        blobs.mkdir()
+        for file in ("config.json", "model.safetensors"):
+            blob = "other" if name == "other" and file != "config.json" else file[:5] * 8
+            (blobs / blob).write_bytes(b"")
+            (model / file).symlink_to(blobs / blob)
+        found.append(Engine(model).fields(space))
+    assert found[0] == found[1] != found[2]
+
+
+def test_drafts_without_a_model_are_no_part_of_the_space(space: ModuleType, tmp_path: Path) -> None:
+    model = written(tmp_path / "model")
+    usual, other = Engine(model), Engine(model)
+    other.config.speculative_config = drafts(other, "ngram")
+    assert usual.fields(space) == other.fields(space)
+
+
+def test_weights_of_drafts_are_a_part_of_the_space(space: ModuleType, tmp_path: Path) -> None:
+    model, found = written(tmp_path / "model"), []
+    for name in ("a", "b"):
+        engine = Engine(model)
+        engine.config.speculative_config = drafts(engine, "eagle")
+        path = written(tmp_path / name, name.encode())
+        engine.config.speculative_config.draft_model_config.model = str(path)
+        found.append(engine.fields(space))
+    assert found[0] != found[1]
+
+
 DIFFER: dict[str, Callable[[Engine], None]] = {
     "dtype": lambda engine: setattr(engine.spec, "dtype", "fp8"),
     "parallelism": lambda engine: setattr(engine.spec, "tp", 2),
@@ -129,6 +193,27 @@ DIFFER: dict[str, Callable[[Engine], None]] = {
     ),
     "state of Mamba": lambda engine: setattr(
         engine.config.cache_config, "mamba_ssm_cache_dtype", "half"
+    ),
+    "adapters": lambda engine: setattr(engine.config, "lora_config", "LoRAConfig(rank=8)"),
+    "revision of drafts": lambda engine: setattr(
+        engine.config, "speculative_config", drafts(engine, "eagle")
+    ),
+    "type of the KV cache": lambda engine: setattr(
+        engine.config.cache_config, "cache_dtype", "fp8_e5m2"
+    ),
+    "layers without quantised KV": lambda engine: setattr(
+        engine.config.cache_config, "kv_cache_dtype_skip_layers", ["3"]
+    ),
+    "implementation": lambda engine: setattr(
+        engine.config.model_config, "model_impl", "transformers"
+    ),
+    "sliding window": lambda engine: setattr(
+        engine.config.model_config, "disable_sliding_window", True
+    ),
+    "images": lambda engine: setattr(
+        engine.config.model_config,
+        "multimodal_config",
+        SimpleNamespace(mm_processor_kwargs={"max_pixels": 1024}),
     ),
     "hash": lambda engine: setattr(
         engine.config.cache_config, "prefix_caching_hash_algo", "sha256_cbor"
@@ -177,7 +262,9 @@ def test_the_seed_of_hashes_is_a_part_of_the_space(
 
 UNKNOWN: dict[str, Callable[[Engine], None]] = {
     "weight_transfer": lambda engine: setattr(engine.config, "weight_transfer_config", {}),
-    "LoRA": lambda engine: setattr(engine.config, "lora_config", {}),
+    "worker_extension_cls": lambda engine: setattr(
+        engine.config.parallel_config, "worker_extension_cls", "rl.Worker"
+    ),
     "load_format dummy": lambda engine: setattr(engine.config.load_config, "load_format", "dummy"),
     "calculate_kv_scales": lambda engine: setattr(
         engine.config.cache_config, "calculate_kv_scales", True

@@ -84,6 +84,7 @@ def test_prompts_are_decided_whatever_fails() -> None:
         "params are no object": 0,
         "kvrs is no object": 0,
         "another connector brings it": 0,
+        "its adapter is not known": 0,
         "after a reset": 0,
     }
 
