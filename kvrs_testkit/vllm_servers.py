@@ -45,8 +45,9 @@ FLAGS = [
         "67108864",
     ),
     *("--max-model-len", "2048", "--max-num-seqs", "48"),
-    *("--logits-processors", "kvrs.vllm.replay:Replay"),
 ]
+# vLLM refuses speculative decoding beside it.
+REPLAY_FLAGS = ("--logits-processors", "kvrs.vllm.replay:Replay")
 # Beside them, where servers share a GPU.
 GPU_FLAGS = ("--gpu-memory-utilization", "0.2")
 # On a GPU the same stream has other tokens in another batch without it.
@@ -148,6 +149,7 @@ class VllmServers(Processes):
         super().__init__(config)
         self._python, self._pythons = python, pythons
         self._flags = flags
+        self.replays = True
         # By instance, beside those of all: flags, and fields of --kv-transfer-config.
         self.flags: dict[str, list[str]] = {}
         self.transfer: dict[str, dict[str, Any]] = {}
@@ -179,6 +181,7 @@ class VllmServers(Processes):
                     "--port",
                     str(instance.port),
                     *FLAGS,
+                    *(REPLAY_FLAGS if self.replays else ()),
                     *self._flags,
                     *self.flags.get(name, ()),
                 ),
@@ -301,6 +304,7 @@ class VllmServers(Processes):
             "local_tokens": prompts_of("local_cache_hit"),
             "computed_tokens": prompts_of("local_compute"),
             "pulled_bytes": total("nixl_bytes_transferred_sum"),
+            "stored_bytes": total("kv_offload_tiering_write_bytes_total"),
             "running": total("num_requests_running"),
             "preemptions": total("num_preemptions_total"),
             "cache_usage": total("kv_cache_usage_perc"),

@@ -13,6 +13,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvrs.vllm import adapters, space
+from kvrs.vllm.start_check import faults_of_tier
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +59,14 @@ def fill(vllm_config: Any) -> None:
         if not isinstance(given, dict):
             log.error("kvrs is off in this vLLM: kvrs: got %.100r; allowed: an object", given)
             return
+        if faults := [*faults_of_tier(KvrsOffloading)]:
+            log.error("kvrs is off in this vLLM: %s", "; ".join(faults))
+            return
         for name, value in _DEFAULTS.items():
             options.setdefault(name, value)
         tier = {"type": "KvrsTier", "module_path": "kvrs.vllm.tier", **given}
         options["secondary_tiers"] = [tier, *options.get("secondary_tiers", ())]
+    except ImportError as error:
+        log.error("kvrs is off in this vLLM: %s", error)
     except Exception:
         log.exception("kvrs is off in this vLLM")

@@ -1,10 +1,10 @@
-"""The check at start that vLLM's interface is the one which the connector is written for, by its
-features and not by its version.
+"""The check at start that vLLM's interface is the one which kvrs is written for, by its features
+and not by its version.
 """
 
 import inspect
 from abc import update_abstractmethods
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from importlib import import_module
 from typing import Any
 
@@ -49,6 +49,75 @@ CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 
 
+# The same of what `ledger`, `tier`, `node`, `space` and `adapters` use.
+_OFFLOAD = "vllm.v1.kv_offload"
+TIER_READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    f"{_OFFLOAD}.base": {
+        "LookupResult": ("HIT", "MISS", "RETRY"),
+        "Medium": ("CPU",),
+        "OffloadPolicy": ("REQUEST_LEVEL",),
+        "OffloadingSpec": ("config", "blocks_per_chunk"),
+        "ReqContext": ("req_id", "kv_transfer_params"),
+    },
+    f"{_OFFLOAD}.config": {"OffloadingConfig": ("canonical_layout", "kv_cache_layout")},
+    f"{_OFFLOAD}.cpu.policies.base": {
+        "CachePolicy": ("cache_capacity",),
+        "ChunkStatus": ("chunk_id",),
+    },
+    f"{_OFFLOAD}.cpu.policies.lru": {"LRUCachePolicy": ("chunks", "_ranks", "_evictable")},
+    f"{_OFFLOAD}.cpu.shared_offload_region": {
+        "SharedOffloadRegion": ("fd", "mmap_path", "_creator"),
+    },
+    f"{_OFFLOAD}.tiering.base": {
+        "JobResult": (
+            *("job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"),
+        ),
+        "SecondaryTierManager": ("block_size_bytes",),
+        "TransferJob": ("job_id", "keys", "chunk_ids", "req_context"),
+    },
+    f"{_OFFLOAD}.tiering.spec": {"TieringOffloadingSpec": ("_scheduler_mmap",)},
+    "vllm.v1.request": {"Request": ("lora_request",)},
+    "vllm.lora.request": {"LoRARequest": ("lora_path",)},
+}
+TIER_CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    f"{_OFFLOAD}.base": {
+        "RequestOffloadingContext": ("policy",),
+        "ReqContext.get_state": ("self", "kind"),
+        "ReqContext.set_state": ("self", "state"),
+    },
+    f"{_OFFLOAD}.cpu.policies.lru": {
+        "LRUCachePolicy": ("capacity",),
+        "LRUCachePolicy._assign_new_rank": ("self", "key"),
+        "LRUCachePolicy._push_evictable": ("self", "key"),
+    },
+    f"{_OFFLOAD}.file_mapper": {
+        "FileMapper.from_offloading_spec": ("root", "spec", "chunks", "agnostic"),
+        "FileMapper.get_run_config": ("self",),
+    },
+    f"{_OFFLOAD}.tiering.base": {
+        "SecondaryTierManager.__init__": ("self", "spec", "view", "kind", "detector"),
+    },
+    "vllm.v1.core.kv_cache_utils": {"get_none_hash_seed": ()},
+}
+
+
+def faults_of_tier(connector: type) -> Iterator[str]:
+    """Differences in what the tier, the policy and their connector use of vLLM.
+
+    Raises:
+        ImportError: there is no such module, or it lacks a name.
+    """
+    ledger, tier = (import_module(f"kvrs.vllm.{name}") for name in ("ledger", "tier"))
+    own = {"hold", "release", "give_up"}  # Of the policy.
+    for ours in (connector, tier.KvrsTier, ledger.KvrsPolicy):
+        yield from faults_of_hooks(ours, ours.__bases__, own)
+        yield from (
+            f"vLLM wants a hook {name}" for name in sorted(getattr(ours, "__abstractmethods__", ()))
+        )
+    yield from faults_of_reads(TIER_READS)
+    yield from faults_of_calls(TIER_CALLS)
+
+
 def fill_abstract(connector: type) -> list[str]:
     """Give a connector the hooks that it must have and does not know: they do nothing. Returns
     their names.
@@ -60,10 +129,16 @@ def fill_abstract(connector: type) -> list[str]:
     return unknown
 
 
-def faults_of_hooks(connector: type, bases: Sequence[type]) -> Iterator[str]:
-    """Differences in the hooks that the connector overrides."""
+def faults_of_hooks(
+    connector: type, bases: Sequence[type], own: Set[str] = frozenset()
+) -> Iterator[str]:
+    """Differences in the hooks that the connector overrides; `own` are no hooks."""
     for name, hook in vars(connector).items():
-        if name.startswith("_") or not (callable(hook) or isinstance(hook, classmethod | property)):
+        if (
+            name.startswith("_")
+            or name in own
+            or not (callable(hook) or isinstance(hook, classmethod | property))
+        ):
             continue
         found = [inspect.getattr_static(base, name, None) for base in bases]
         theirs = next((each for each in found if each is not None), None)

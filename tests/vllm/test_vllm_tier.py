@@ -5,41 +5,26 @@ computed, and a stream that is cut goes on from it.
 import json
 import os
 import random
-import subprocess
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvrs.config.file import parse_config
-from kvrs_testkit.vllm_servers import (
-    PAGE_TOKENS,
-    PYTHON_ENV,
-    REQUEST_TIMEOUT_S,
-    VllmServers,
-    connector_config,
-)
+from kvrs_testkit.vllm_rows import KVRS, REGIONS, RowServers, prompt_of, run_in_vllm
+from kvrs_testkit.vllm_servers import PAGE_TOKENS
 from tests.vllm.marks import REAL_VLLM
 
 pytestmark = REAL_VLLM
 
 TOKENS = 600
-REGIONS = "vllm_offload_"
-KVRS: dict[str, Any] = {"kv_transfer_params": {"kvrs": {}}}
 
 
-def printed(program: str, *arguments: str) -> dict[str, int]:
-    """Run a program of the testkit in vLLM's interpreter; return what it prints."""
-    done = subprocess.run(
-        [os.environ[PYTHON_ENV], "-m", f"kvrs_testkit.{program}", *arguments],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-    )
+def printed(program: str, *arguments: str) -> dict[str, Any]:
+    """Return what a program of the testkit prints as its last line."""
+    done = run_in_vllm(program, *arguments)
     assert done.returncode == 0, done.stderr
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -48,19 +33,7 @@ def test_the_ledger_trusts_what_was_copied_and_nothing_else(seed: int) -> None:
     """In vLLM's own manager, under stores, loads, failures and a reset drawn at random. A reader
     that believes the last key of each row is wrong thousands of times.
     """
-    program = [
-        os.environ[PYTHON_ENV],
-        "-m",
-        "kvrs_testkit.vllm_ledger_fuzz",
-        str(seed),
-        "3000",
-        "24",
-    ]
-    done = subprocess.run(
-        program, env=os.environ | {"PYTHONPATH": os.getcwd()}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    counts = json.loads(done.stdout.splitlines()[-1])
+    counts = printed("vllm_ledger_fuzz", str(seed), "3000", "24")
     assert (counts["wrong"], counts["evicted_too_soon"]) == (0, 0)
     assert min(counts["trusted"], counts["naive_wrong"]) > 1000
 
@@ -89,76 +62,40 @@ def test_prompts_are_decided_whatever_fails() -> None:
     }
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServers]:
-    """Two decode instances on one node with its agent."""
-    document = connector_config(tmp_path_factory.mktemp("tier"), 3).model_dump(mode="json")
-    first, second, _ = nodes = document["cluster"]["nodes"]
-    first["instances"] += second["instances"]
-    nodes.remove(second)
-    with VllmServers(parse_config(document), os.environ[PYTHON_ENV]) as servers:
-        for name in ("d0", "d1"):
-            servers.transfer[name] = with_tier(servers, name)
-        servers.start(str(servers.config.cluster.nodes[0].agent_id))
-        for name in ("d0", "d1"):
-            servers.start(name)
-            servers.wait_ready(name)
-        yield servers
+def test_a_changed_vllm_turns_kvrs_off_by_the_name_of_the_hook() -> None:
+    """Each name that kvrs uses is changed, as a later version may have it."""
+    found = printed("vllm_changed")
+    assert found.pop("") == []
+    assert len(found) == 16
+    for name, faults in found.items():
+        (fault,) = faults
+        assert name in fault
 
 
-def with_tier(servers: VllmServers, name: str) -> dict[str, Any]:
-    return {
-        "kv_connector": "KvrsOffloading",
-        "kv_connector_module_path": "kvrs.vllm.offloading",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "CpuTieringSpec",
-            "spec_module_path": "kvrs_testkit.vllm_cpu_tier",
-            "cpu_bytes_to_use": 64 << 20,
-            "kvrs": {"config": str(servers._config_path), "instance": name},
-        },
+def test_a_vllm_with_a_changed_hook_starts_and_says_which(tmp_path: Path) -> None:
+    with RowServers(tmp_path, instances=1) as servers:
+        servers.transfer["d0"] = {"kv_connector_module_path": "kvrs_testkit.vllm_changed"}
+        servers.environment["KVRS_CHANGED"] = "lookup"
+        servers.start_all()
+        found = servers.complete("d0", prompt=prompt_of(1), max_tokens=4, **KVRS)
+        assert len(found["choices"][0]["token_ids"]) == 4
+        said = [line for line in servers.said().splitlines() if "kvrs is off" in line]
+    assert said
+    assert {line.split("kvrs is off in this vLLM: ")[1] for line in said} == {
+        "vLLM's hook lookup takes (self, keys, req_context); allowed: (self, key, req_context)"
     }
 
 
-def prompt_of(seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return draw.choices(range(5, 200), k=draw.randrange(100, 400))
-
-
-def stream(
-    servers: VllmServers,
-    name: str,
-    prompt: list[int],
-    tokens: int,
-    got: Callable[[list[int]], None],
-) -> None:
-    """Hand on each event's ids, until the stream or its server ends."""
-    body = {
-        "model": servers.model,
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "stream": True,
-        "temperature": 0,
-        "return_token_ids": True,
-        "ignore_eos": True,
-    } | KVRS
-    request = urllib.request.Request(
-        servers.url(name) + "/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
-            for line in answer:
-                if line.startswith(b"data: {"):
-                    got(json.loads(line[6:])["choices"][0]["token_ids"])
-    except OSError:
-        return
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RowServers]:
+    with RowServers(tmp_path_factory.mktemp("tier")) as servers:
+        servers.start_all()
+        yield servers
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_stream_goes_on_from_the_memory_of_a_killed_server(
-    servers: VllmServers, seed: int
+    servers: RowServers, seed: int
 ) -> None:
     """All its full blocks are loaded, at most the last one of a step that was not over is not."""
     prompt, cut = prompt_of(seed), random.Random(seed).randrange(60, 500)
@@ -169,11 +106,11 @@ def test_a_stream_goes_on_from_the_memory_of_a_killed_server(
         if len(got) >= cut:
             servers.kill("d0")
 
-    stream(servers, "d0", prompt, TOKENS, read)
-    before = servers.counters("d1")
+    servers.stream("d0", prompt, TOKENS, read, **KVRS)
+    before = servers.loaded_tokens("d1")
     rest: list[int] = []
-    stream(servers, "d1", prompt + got, TOKENS - len(got), rest.extend)
-    loaded = servers.counters("d1")["pulled_tokens"] - before["pulled_tokens"]
+    servers.stream("d1", prompt + got, TOKENS - len(got), rest.extend, **KVRS)
+    loaded = servers.loaded_tokens("d1") - before
     calm = servers.complete("d1", prompt=prompt, max_tokens=TOKENS, cache_salt=f"calm {seed}")
     servers.start("d0")
     servers.wait_ready("d0")
@@ -184,43 +121,41 @@ def test_a_stream_goes_on_from_the_memory_of_a_killed_server(
 
 
 def test_nobody_who_does_not_ask_is_given_rows_and_another_salt_has_none(
-    servers: VllmServers,
+    servers: RowServers,
 ) -> None:
     prompt = prompt_of(7)
     servers.complete("d0", prompt=prompt, max_tokens=40, **KVRS)
     for fields in ({}, KVRS | {"cache_salt": "another tenant"}):
-        before = servers.counters("d1")["pulled_tokens"]
+        before = servers.loaded_tokens("d1")
         servers.complete("d1", prompt=prompt, max_tokens=4, **fields)
-        assert servers.counters("d1")["pulled_tokens"] == before
-    before = servers.counters("d1")["pulled_tokens"]
+        assert servers.loaded_tokens("d1") == before
+    before = servers.loaded_tokens("d1")
     servers.complete("d1", prompt=[*prompt, 7], max_tokens=4, cache_salt=None, **KVRS)
-    assert servers.counters("d1")["pulled_tokens"] == before  # Its own prefix cache has them.
+    assert servers.loaded_tokens("d1") == before  # Its own prefix cache has them.
 
 
-def test_without_an_agent_prompts_are_computed_and_nothing_waits(servers: VllmServers) -> None:
+def test_without_an_agent_prompts_are_computed_and_nothing_waits(servers: RowServers) -> None:
     prompt = prompt_of(8)
     calm = servers.complete("d0", prompt=prompt, max_tokens=40, **KVRS)
-    agent = str(servers.config.cluster.nodes[0].agent_id)
-    servers.kill(agent)
+    servers.kill(servers.agent)
     try:
         found = servers.complete("d1", prompt=prompt, max_tokens=40, **KVRS)
         assert found["choices"][0]["token_ids"] == calm["choices"][0]["token_ids"]
     finally:
-        servers.start(agent)
-        servers.wait_ready(agent)
+        servers.start(servers.agent)
+        servers.wait_ready(servers.agent)
 
 
-def test_the_next_agent_serves_an_engine_that_lives_on(servers: VllmServers) -> None:
+def test_the_next_agent_serves_an_engine_that_lives_on(servers: RowServers) -> None:
     """The engine hands its memory to the next agent by itself."""
-    agent = str(servers.config.cluster.nodes[0].agent_id)
-    servers.kill(agent)
-    servers.start(agent)
-    servers.wait_ready(agent)
+    servers.kill(servers.agent)
+    servers.start(servers.agent)
+    servers.wait_ready(servers.agent)
     for attempt in range(10):
         prompt = prompt_of(10 + attempt)
         servers.complete("d0", prompt=prompt, max_tokens=4, **KVRS)
-        before = servers.counters("d1")["pulled_tokens"]
+        before = servers.loaded_tokens("d1")
         servers.complete("d1", prompt=prompt, max_tokens=4, **KVRS)
-        if servers.counters("d1")["pulled_tokens"] > before:
+        if servers.loaded_tokens("d1") > before:
             return
     raise AssertionError("no row of d0 came from the second agent")

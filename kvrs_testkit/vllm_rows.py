@@ -1,0 +1,128 @@
+"""Real vLLM with its own CPU tier, and kvrs's policy and tier in it: servers of one node, whose
+rows the node's agent serves.
+"""
+
+import json
+import os
+import random
+import subprocess
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvrs.config.cluster import InstanceSettings
+from kvrs.config.file import parse_config
+from kvrs_testkit.vllm_servers import (
+    PYTHON_ENV,
+    REQUEST_TIMEOUT_S,
+    ServerError,
+    VllmServers,
+    connector_config,
+)
+
+# A request that is protected, and that loads what is held of it.
+KVRS: dict[str, Any] = {"kv_transfer_params": {"kvrs": {}}}
+REGIONS = "vllm_offload_"  # Files of /dev/shm.
+CPU_BYTES = 64 << 20
+
+
+class RowServers(VllmServers):
+    """Decode instances d0, d1 ... on one node with its agent."""
+
+    def __init__(
+        self, directory: Path, *flags: str, model: Path | None = None, instances: int = 2
+    ) -> None:
+        document = connector_config(directory, instances).model_dump(mode="json")
+        first, *others = document["cluster"]["nodes"]
+        for node in others:
+            first["instances"] += node["instances"]
+        document["cluster"]["nodes"] = [first]
+        document["backup"]["mode"] = "local"
+        if model is not None:
+            document["cluster"]["model"] = str(model)
+        super().__init__(parse_config(document), os.environ[PYTHON_ENV], *flags)
+        self.cpu_tier: dict[str, Any] = {}  # Options of vLLM's tier, beside those of all.
+        self.options: dict[str, Any] = {}  # Of kvrs in it.
+
+    @property
+    def agent(self) -> str:
+        return str(self.config.cluster.nodes[0].agent_id)
+
+    def _connector(self, instance: InstanceSettings) -> dict[str, Any]:
+        place = {"config": str(self._config_path), "instance": str(instance.id)}
+        return {
+            "kv_connector": "KvrsOffloading",
+            "kv_connector_module_path": "kvrs.vllm.offloading",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "CpuTieringSpec",
+                "spec_module_path": "kvrs_testkit.vllm_cpu_tier",
+                "cpu_bytes_to_use": CPU_BYTES,
+                "kvrs": place | self.options,
+            }
+            | self.cpu_tier,
+        }
+
+    def stream(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        tokens: int,
+        got: Callable[[list[int]], None],
+        **fields: Any,
+    ) -> None:
+        """Hand on each event's ids, until the stream or its server ends."""
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "stream": True,
+            "temperature": 0,
+            "return_token_ids": True,
+            "ignore_eos": True,
+        } | fields
+        request = urllib.request.Request(  # noqa: S310 - our own URL
+            self.url(name) + "/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:  # noqa: S310 - our own URL
+                for line in answer:
+                    if line.startswith(b"data: {"):
+                        event = json.loads(line[6:])
+                        if "choices" not in event:
+                            raise ServerError(f"{name}: {event}")
+                        got(event["choices"][0]["token_ids"])
+        except OSError:
+            return
+
+    def said(self) -> str:
+        """Return what servers and agent have logged of kvrs, and of errors."""
+        lines = [
+            f"{name}: {line}"
+            for name in (self.agent, *self.names)
+            for line in self._log(name).read_text(errors="replace").splitlines()
+            if "kvrs" in line.lower() or "ERROR" in line or name == self.agent
+        ]
+        return "\n".join(lines)
+
+    def loaded_tokens(self, name: str) -> float:
+        """Tokens of prompts that came from the CPU tier, and so from agents."""
+        return self.counters(name)["pulled_tokens"]
+
+
+def prompt_of(seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return draw.choices(range(5, 200), k=draw.randrange(100, 400))
+
+
+def run_in_vllm(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of the testkit in vLLM's interpreter."""
+    return subprocess.run(
+        [os.environ[PYTHON_ENV], "-m", f"kvrs_testkit.{program}", *arguments],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
