@@ -225,6 +225,7 @@ ALL = (
         VLLM,
         GPU,
     ),
+    _of("vllm_rows", "vllm_rows", 100, "run --limit-s 6000", VLLM),
     _of("checkpoint_cost", "checkpoint_cost", 10),
     _of("checkpoint_cost", "vllm", 15, "vllm", VLLM),
     _of("checkpoint_cost", "vllm-gpu", 3, "vllm --gpu --rounds 2 --pairs 5", VLLM, GPU),

@@ -1,0 +1,226 @@
+"""Servers of real vLLM with kvrs in their own CPU tier die in mid-stream, and their streams go on
+at another server of the node, from the rows of the dead one.
+
+    python -m experiments.vllm_rows.run [--limit-s S]
+
+A run adds rounds to those that the same code has measured before. Needs KVRS_VLLM_PYTHON.
+"""
+
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from experiments.cells import Cells
+from experiments.command_line import parser_of
+from experiments.record import Record
+from kvrs_testkit.vllm_rows import RowServers, prompt_of
+from kvrs_testkit.vllm_servers import PAGE_TOKENS, Part, ServerError
+
+NAME = "vllm_rows"
+STREAMS, TOKENS = 8, 300
+SLOW_COPY_MS = 15
+# By kind: rounds, the part of the server that is killed, and what becomes of the agent.
+DEATHS: dict[str, tuple[int, Part]] = {
+    "server": (30, Part.SERVER),
+    "worker": (15, Part.WORKER),
+    "agent": (6, Part.SERVER),  # The agent first; the next one has come when the server dies.
+    "node": (6, Part.SERVER),  # With its agent, and so with all rows.
+}
+LAG_BLOCKS = 2  # Of each stream: full blocks that need not have a row.
+SERVERS = ("d0", "d1")
+_OFF = ("kvrs connector is off", "kvrs saves no KV", "kvrs is off")
+
+
+def rounds() -> list[str]:
+    """Names of the rounds, so that those of each kind come evenly."""
+    spread = [
+        ((number + 0.5) / count, kind, number)
+        for kind, (count, _) in DEATHS.items()
+        for number in range(count)
+    ]
+    return [f"{kind} {number}" for _, kind, number in sorted(spread)]
+
+
+class Rounds:
+    """A node with two servers, of which one dies in each round."""
+
+    def __init__(self, servers: RowServers, seed: int) -> None:
+        self._servers, self._seed = servers, seed
+        self._victim = 0
+        self._delay_ms = dict.fromkeys(SERVERS, 0)
+
+    def measure(self, name: str) -> dict[str, Any]:
+        kind = name.split()[0]
+        draw = random.Random(f"{self._seed} {name}")
+        victim, other = SERVERS[self._victim], SERVERS[1 - self._victim]
+        prompts = [prompt_of(draw.randrange(1 << 30)) for _ in range(STREAMS)]
+        cell: dict[str, Any] = {"victim": victim, "copy_delay_ms": self._delay_ms[victim]}
+        with ThreadPoolExecutor(STREAMS) as pool:
+            stored = self._servers.counters(victim)["stored_bytes"]
+            got = self._cut(kind, victim, prompts, draw, pool)
+            before = self._servers.loaded_tokens(other)
+            rests = [
+                *pool.map(lambda each: self._go_on(other, *each), zip(prompts, got, strict=True))
+            ]
+            loaded = self._servers.loaded_tokens(other) - before
+            self._start_again(victim, SLOW_COPY_MS if draw.random() < 0.5 else 0)
+            calm = [*pool.map(lambda each: self._calm(other, each), prompts)]
+        histories = [prompt + ids for prompt, ids in zip(prompts, got, strict=True)]
+        said = self._servers.said()
+        cell |= {
+            "tokens_at_death": [len(each) for each in got],
+            **compared(got, rests, calm),
+            "full_blocks": sum(len(each) // PAGE_TOKENS for each in histories),
+            "loaded_blocks": int(loaded) // PAGE_TOKENS,
+            "stored_bytes": self._stored - stored,
+            "engines_ended": int(not self._servers.is_up(other)),
+            "turned_off": sum(said.count(words) for words in _OFF),
+        }
+        self._servers.wait_ready(victim)
+        self._victim = 1 - self._victim
+        return cell
+
+    def _cut(
+        self,
+        kind: str,
+        victim: str,
+        prompts: Sequence[list[int]],
+        draw: random.Random,
+        pool: ThreadPoolExecutor,
+    ) -> list[list[int]]:
+        """Return what the clients have when the server dies, at a moment by all their tokens."""
+        got: list[list[int]] = [[] for _ in prompts]
+        dies_at = draw.randrange(STREAMS * TOKENS // 5, STREAMS * TOKENS * 4 // 5)
+        due = threading.Event()
+
+        def read(number: int) -> None:
+            def more(ids: list[int]) -> None:
+                got[number].extend(ids)
+                if sum(map(len, got)) >= dies_at:
+                    due.set()
+
+            with suppress(ServerError):  # Of a server whose worker has died.
+                self._servers.stream(victim, prompts[number], TOKENS, more)
+
+        reading = [pool.submit(read, number) for number in range(STREAMS)]
+        due.wait()
+        if kind == "agent":
+            self._servers.kill(self._servers.agent)
+            self._servers.start(self._servers.agent)
+            self._servers.wait_ready(self._servers.agent)
+            time.sleep(1.0)  # The engine dials the next agent.
+        self._stored = self._servers.counters(victim)["stored_bytes"]
+        if kind == "node":
+            self._servers.kill(self._servers.agent)
+        self._servers.kill(victim, DEATHS[kind][1])
+        for each in reading:
+            each.result()
+        if kind == "node":
+            self._servers.start(self._servers.agent)
+        return got
+
+    def _go_on(self, name: str, prompt: list[int], got: list[int]) -> list[int]:
+        rest: list[int] = []
+        if len(got) < TOKENS:
+            self._servers.stream(name, prompt + got, TOKENS - len(got), rest.extend)
+        return rest
+
+    def _calm(self, name: str, prompt: list[int]) -> list[int]:
+        found = self._servers.complete(name, prompt=prompt, max_tokens=TOKENS, cache_salt="calm")
+        return list(found["choices"][0]["token_ids"])
+
+    def _start_again(self, name: str, delay_ms: int) -> None:
+        self._servers.environment["KVRS_COPY_DELAY_MS"] = str(delay_ms)
+        self._delay_ms[name] = delay_ms
+        self._servers.start(name)
+
+
+def compared(
+    got: Sequence[list[int]], rests: Sequence[list[int]], calm: Sequence[list[int]]
+) -> dict[str, int]:
+    """Count the differences of what clients have had from the same streams without a death."""
+    found = Counter(lost=0, repeated=0, different=0)
+    for ids, rest, wanted in zip(got, rests, calm, strict=True):
+        all_ids = ids + rest
+        found["lost"] += max(0, len(wanted) - len(all_ids))
+        found["repeated"] += max(0, len(all_ids) - len(wanted))
+        found["different"] += sum(a != b for a, b in zip(all_ids, wanted, strict=False))
+    return dict(found)
+
+
+def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures by kind of death, and of all."""
+    by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in (*DEATHS, "all")}
+    for name, cell in cells.items():
+        counts = {key: value for key, value in cell.items() if isinstance(value, int)}
+        counts |= {"rounds": 1, "slow": int(cell["copy_delay_ms"] > 0)}
+        counts["streams"] = sum(0 < tokens < TOKENS for tokens in cell["tokens_at_death"])
+        for kind in (name.split()[0], "all"):
+            by_kind[kind].update(counts)
+    return {kind: dict(found) for kind, found in by_kind.items()}
+
+
+def missed(figures: Mapping[str, Any]) -> list[str]:
+    """The bars that are missed."""
+    found = [
+        f"{figures['all'][what]} {what}; bar 0"
+        for what in ("lost", "repeated", "different", "stored_bytes", "engines_ended", "turned_off")
+        if figures["all"].get(what)
+    ]
+    for kind, counts in figures.items():
+        if kind in ("node", "all") or not counts:
+            continue
+        behind = counts["full_blocks"] - counts["loaded_blocks"]
+        if behind > LAG_BLOCKS * STREAMS * counts["rounds"]:
+            found.append(f"{kind}: {behind} full blocks were not loaded; bar two per stream")
+    return found
+
+
+def as_text(figures: Mapping[str, Any], misses: Sequence[str]) -> str:
+    head = [
+        *("rounds", "slow", "streams", "lost", "repeated", "different"),
+        *("full_blocks", "loaded_blocks", "stored_bytes", "engines_ended", "turned_off"),
+    ]
+    lines = ["of death     " + "".join(f"{name:>15}" for name in head)]
+    lines += [
+        f"{kind:<13}" + "".join(f"{counts.get(name, 0):>15,}" for name in head)
+        for kind, counts in figures.items()
+    ]
+    return "\n".join([*lines, "", *(f"MISSED: {each}" for each in misses)]) + "\n"
+
+
+def main() -> int:
+    parser = parser_of(__doc__, __file__, seed=1)
+    parser.add_argument("--limit-s", type=float, default=3000.0, help="no round begins later")
+    options = parser.parse_args()
+    record = Record(options.seed, timed=False)
+    names = rounds()
+    cells = Cells(options.out, NAME, {"streams_per_round": STREAMS, "tokens": TOKENS})
+    give_up_s = time.monotonic() + options.limit_s
+    with TemporaryDirectory() as directory, RowServers(Path(directory)) as servers:
+        servers.options["requests"] = "all"
+        servers.start_all()
+        drill = Rounds(servers, options.seed)
+        for name in names:
+            if name in cells.found or time.monotonic() > give_up_s:
+                continue
+            cells.measure([name], options.limit_s, drill.measure)
+            figures = summary(cells.found)
+            text = as_text(figures, misses := missed(figures))
+            cells.keep(record, {"by_death": figures}, text)
+    figures = summary(cells.found)
+    misses = missed(figures)
+    print(as_text(figures, misses))
+    return 1 if misses else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
