@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.v1.kv_offload.base import (
     LookupResult,
     ReqContext,
@@ -23,24 +24,25 @@ from vllm.v1.kv_offload.tiering.manager import (
 )
 
 from kvrs.transfer.rows.client import RowClient
-from kvrs.vllm import adapters, ledger, node, tier
+from kvrs.vllm import adapters, ledger, node, proof, tier
 
 ROW_BYTES = 4096
 STEPS = 400
 ASKING: dict[str, Any] = {"kvrs": {}}
+NUMBERS = [*range(1, 1 + ROW_BYTES // 4)]
 GUARDED = (
     *("on_new_request", "on_request_finished", "lookup", "on_schedule_end", "_take_answers"),
-    *("_hold", "_queue_load"),
+    *("_hold", "_queue_load", "_queue_proof"),
 )
 LEDGER = ("writing", "holds")
 
 
 class Region:
     def __init__(self, rows: int) -> None:
-        self._rows = np.zeros((rows, ROW_BYTES), np.int8)
+        self.rows = np.zeros((rows, ROW_BYTES), np.int8)
 
     def create_kv_memoryview(self) -> memoryview:
-        view: Any = self._rows
+        view: Any = self.rows
         return memoryview(view)
 
     def cleanup(self) -> None:
@@ -52,6 +54,7 @@ class Agent(RowClient):
 
     def __init__(self, most: int) -> None:
         self.name, self.most, self.loaded = "agent", most, 0
+        self.row = np.array(NUMBERS, np.float32).tobytes()
 
     @property
     def is_usable(self) -> bool:
@@ -63,6 +66,8 @@ class Agent(RowClient):
     def load(self, wanted: Sequence[tuple[bytes, memoryview]], timeout_s: float) -> int:
         count = min(len(wanted), self.most)
         self.loaded += count
+        for _, row in wanted[:count]:
+            row[:] = self.row
         return count
 
     def close(self) -> None:
@@ -80,21 +85,32 @@ class Link:
 class World:
     def __init__(self, rows: int, most: int = 1 << 30, *, all_: bool = False) -> None:
         self.agent = Agent(most)
+        self.region = Region(rows)
         primary = CPUPrimaryTierOffloadingManager(
-            rows, Region(rows), "KvrsPolicy", "kvrs.vllm.ledger"
+            rows, self.region, "KvrsPolicy", "kvrs.vllm.ledger"
         )
         policy = ledger.latest()
         assert policy is not None
         self.policy = policy
         link: Any = Link()
-        node.of_tier = lambda *_: node.NodeParts(link, policy, [self.agent], all_, 0.3, 2.0)
+        node.of_tier = lambda *_: node.NodeParts(
+            link, policy, [self.agent], all_, torch.float32, 0.3, 2.0
+        )
         self.tier = tier.KvrsTier(None, primary.get_kv_memoryview(), "KvrsTier")
         self.manager = TieringOffloadingManager(primary, [self.tier])
         self.requests = 0
 
-    def request(self, keys: int, params: Any = ASKING, *, is_told: bool = True) -> tuple[int, int]:
+    def request(
+        self,
+        keys: int,
+        params: Any = ASKING,
+        *,
+        is_told: bool = True,
+        computed: bytes | None = None,
+    ) -> tuple[int, int]:
         """Look a prompt up until all its keys are decided: steps, and keys that were there.
-        `is_told`: by the connector, which knows its adapter.
+        `is_told`: by the connector, which knows its adapter. `computed`: what the engine then makes
+        of the first key that was not there.
         """
         self.requests += 1
         context = ReqContext(f"r{self.requests}", params)
@@ -113,10 +129,26 @@ class World:
                 found += result is not LookupResult.RETRY
             self.manager.on_schedule_end(ScheduleEndContext([], []))
             if not waits:
+                if computed is not None:
+                    while not self.tier._proofs.is_fetched:
+                        time.sleep(0.002)
+                    self._compute(wanted[found], context, computed)
                 self.manager.on_request_finished(context)
                 return step, found
             time.sleep(0.002)
         raise AssertionError(f"a prompt of {keys} keys was not decided in {STEPS} steps")
+
+    def _compute(self, key: Any, context: ReqContext, row: bytes) -> None:
+        stored = self.manager.prepare_store([key], context)
+        assert stored is not None
+        (place,) = stored.store_spec.chunk_ids
+        self.region.rows[place] = np.frombuffer(row, np.int8)
+        self.manager.complete_store([key], context)
+        give_up_s = time.monotonic() + 10
+        while self.tier.has_pending_work() and time.monotonic() < give_up_s:
+            self.manager.on_schedule_end(ScheduleEndContext([], []))
+            time.sleep(0.002)
+        self.manager.on_schedule_end(ScheduleEndContext([], []))
 
     def end(self) -> None:
         self.manager.shutdown()
@@ -150,6 +182,14 @@ def main() -> None:
         world = World(8, all_=all_)
         said[name] = world.request(4, params)[1]
         world.end()
+    proof.PROMPTS = 2
+    for name, factor in (("a row is proved", 1.01), ("a row is refuted", -1.0)):
+        world = World(16)
+        row = (np.array(NUMBERS, np.float32) * factor).tobytes()
+        said[name] = [world.request(4)[1], world.request(8, computed=row)[1]]
+        said[name] += [world.tier.switch.off_reason, world.request(10)[1]]
+        world.end()
+    proof.PROMPTS = 1000
     world = World(8)
     said["its adapter is not known"] = world.request(4, is_told=False)[1]
     world.end()

@@ -40,6 +40,7 @@ class NodeParts:
     policy: "ledger.KvrsPolicy"
     agents: list[RowClient]
     serves_all: bool
+    number_type: Any  # Of a row, as torch has it; None: rows cannot be compared.
     lookup_s: float
     load_s: float
 
@@ -96,4 +97,12 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
     info = RegionInfo(instance, namespace, rows, row_bytes, fields)
     link = RegionLink(info, region.fd, policy.ledger, dial, key)
     agents = [RowClient(own.agent_id, dial, key, namespace, row_bytes)]
-    return NodeParts(link, policy, agents, given.requests == "all", given.lookup_s, given.load_s)
+    return NodeParts(
+        link,
+        policy,
+        agents,
+        given.requests == "all",
+        space.number_type(spec),
+        given.lookup_s,
+        given.load_s,
+    )

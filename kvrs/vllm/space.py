@@ -14,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.kv_offload.file_mapper import FileMapper
 
 from kvrs.errors import KvrsError
+from kvrs.vllm import proof
 from kvrs.vllm.fingerprint import weights_of
 
 FORMAT = 1  # Rises where the meaning of a row changes.
@@ -65,6 +66,12 @@ def fields_of(spec: Any) -> dict[str, Any]:
         "hash_algorithm": str(config.cache_config.prefix_caching_hash_algo),
         "hash_seed": str(get_none_hash_seed()),
     }
+
+
+def number_type(spec: Any) -> Any:
+    config = _configs[-1]
+    dtype = str(config.cache_config.cache_dtype)
+    return proof.number_type(len(spec.config.groups), dtype, config.model_config.dtype)
 
 
 def _unknown(config: Any) -> str | None:

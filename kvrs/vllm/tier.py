@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadPolicy, RequestOffloadingContext
@@ -27,6 +28,7 @@ from kvrs.transfer.rows.link import RegionLink
 from kvrs.vllm import adapters, ledger, node
 from kvrs.vllm.adapters import BASE, LoraAdapter
 from kvrs.vllm.guard import Switch, guarded
+from kvrs.vllm.proof import RowProofs
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         self._link: RegionLink | None = None
         self._lookup_s = self._load_s = 0.0
         self._serves_all = False
+        self._proofs = RowProofs(None)
         # Of the scheduler's thread: what is known of each request's keys.
         self._known: defaultdict[str, dict[bytes, _Asked | RowClient | None]] = defaultdict(dict)
         self._new: defaultdict[str, list[bytes]] = defaultdict(list)
@@ -83,7 +86,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         # Between threads.
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
-        self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lookups: list[queue.SimpleQueue[Any]] = []
         self._running, self._idle = 0, threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -96,14 +99,14 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
 
     def _start(self, found: node.NodeParts) -> None:
         self._lookup_s, self._load_s = found.lookup_s, found.load_s
-        self._serves_all = found.serves_all
+        self._serves_all, self._proofs = found.serves_all, RowProofs(found.number_type)
         self._link, self._policy, self._agents = found.link, found.policy, found.agents
         self._link.start()
         for agent in self._agents:
             self._lookups.append(queue.SimpleQueue())
             self._begin_thread(self._look_up, self._lookups[-1], agent)
         for _ in range(_LOADERS):
-            self._begin_thread(self._load, self._loads)
+            self._begin_thread(_call, self._loads)
 
     def _begin_thread(self, work: Callable[..., None], items: Any, *more: Any) -> None:
         thread = threading.Thread(
@@ -217,6 +220,11 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         asked.waiting -= 1
         if (known := self._known.get(request)) is None:
             return
+        if (at := self._proofs.leave_out(found)) is not None:
+            found = found[:at]
+            for shared in self._adapter[request].scoped([keys[at]]):
+                fetched = (keys[at], shared, self._row_bytes, agent, self._load_s)
+                self._loads.put(partial(self._proofs.fetch, *fetched))
         for key, is_held in zip(keys, found, strict=False):
             if is_held and known.get(key) is asked:
                 known[key] = agent
@@ -227,12 +235,22 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         """Nothing is to be stored: agents read the row where it is. It stays longer than others."""
         self._begin()
         self._hold(job_metadata)
-        self._end(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
+        if not self._queue_proof(job_metadata):
+            self._end(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
 
     @guarded(lambda: None)
     def _hold(self, job: TransferJob) -> None:
         if self._policy is not None and job.req_context.req_id in self._protected:
             self._policy.hold(job.req_context.req_id, job.keys)
+
+    @guarded(lambda: False)
+    def _queue_proof(self, job: TransferJob) -> bool:
+        keys = list(job.keys)
+        if (due := self._proofs.due(keys)) is None:
+            return False
+        at, theirs = due
+        self._loads.put(partial(self._prove, job.job_id, int(job.chunk_ids[at]), theirs))
+        return True
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._begin()
@@ -247,8 +265,17 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             return False
         agents = [taken.pop(key, None) for key in keys]
         now_s = time.monotonic()
-        self._loads.put(_Load(job.job_id, keys, shared, job.chunk_ids.tolist(), agents, now_s))
+        load = _Load(job.job_id, keys, shared, job.chunk_ids.tolist(), agents, now_s)
+        self._loads.put(partial(self._load, load))
         return True
+
+    def _prove(self, job: int, row: int, theirs: bytearray) -> None:
+        try:
+            if self._proofs.differ(self._row(row), theirs):
+                reason = "a row of an agent is not what this engine computes"
+                self._answers.put(lambda: self.switch.turn_off(reason))
+        finally:
+            self._end(JobResult(job, success=True, transfer_bytes=0))
 
     def _load(self, load: _Load) -> None:
         loaded: list[bytes] = []
@@ -315,6 +342,10 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         for agent in self._agents:
             agent.close()
         self._memory.release()  # Else vLLM cannot close its map.
+
+
+def _call(work: Callable[[], None]) -> None:
+    work()
 
 
 def _work(work: Callable[..., None], items: Any, *more: Any) -> None:

@@ -44,7 +44,7 @@ def test_prompts_are_decided_whatever_fails() -> None:
     """
     found = printed("vllm_tier_run")
     fails = {name: count for name, count in found.items() if name.endswith(" fails")}
-    assert len(fails) == 11
+    assert len(fails) == 12
     assert set(fails.values()) <= {0, 4}
     told = {name: count for name, count in found.items() if name not in fails}
     assert told == {
@@ -58,6 +58,8 @@ def test_prompts_are_decided_whatever_fails() -> None:
         "kvrs is no object": 0,
         "another connector brings it": 0,
         "its adapter is not known": 0,
+        "a row is proved": [4, 7, None, 10],
+        "a row is refuted": [4, 7, "a row of an agent is not what this engine computes", 8],
         "after a reset": 0,
     }
 
