@@ -26,6 +26,7 @@ class LoraAdapter:
     def __init__(self, path: str | None) -> None:
         self._directory = None if path is None else Path(path)
         self._lock = threading.Lock()
+        self._paths: list[Path] = []
         self._digest = b""
         self._signature: files.Signature | None = None
         self._refused = False
@@ -36,9 +37,13 @@ class LoraAdapter:
             if self._directory is None or self._signature is not None or self._refused:
                 return
             try:
-                signature = self._look()
-                digest = files.digest_of(self._files())
-                if signature != self._look():
+                if not self._directory.is_dir():
+                    raise KvrsError(f"{self._directory} is no directory; allowed: the adapter's")
+                found = sorted(self._directory.rglob("*"))
+                self._paths = [*files.on_the_way(self._directory), *found]
+                signature = files.signature_of(self._paths)
+                digest = files.digest_of(each for each in found if each.is_file())
+                if signature != files.signature_of(self._paths):
                     raise KvrsError(f"{self._directory} changes")
                 self._digest, self._signature = digest, signature
             except (KvrsError, OSError) as error:
@@ -53,22 +58,12 @@ class LoraAdapter:
         if self._signature is None or self._refused:
             return []
         try:
-            if self._look() != self._signature:
+            if files.signature_of(self._paths) != self._signature:
                 raise KvrsError(f"{self._directory} has changed")
         except (KvrsError, OSError) as error:
             self._refuse(error)
             return []
         return [hashlib.sha256(self._digest + key).digest() + key[-_GROUP_BYTES:] for key in keys]
-
-    def _files(self) -> list[Path]:
-        assert self._directory is not None
-        if not self._directory.is_dir():
-            raise KvrsError(f"{self._directory} is no directory; allowed: one with the adapter")
-        return sorted(each for each in self._directory.rglob("*") if each.is_file())
-
-    def _look(self) -> files.Signature:
-        assert self._directory is not None
-        return files.signature_of(self._directory, self._files())
 
     def _refuse(self, error: Exception) -> None:
         if not self._refused:

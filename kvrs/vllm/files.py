@@ -1,6 +1,7 @@
 """Digests of all bytes of files that vLLM has read, where these are still what it has read."""
 
 import os
+import stat
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,22 +23,32 @@ STARTED_NS = _process_start_ns()
 Signature = tuple[tuple[int, int, int, int, int], ...]
 
 
-def signature_of(directory: Path, files: Iterable[Path]) -> Signature:
-    """Return what changes with any change of these files, of the directory, or of a link on the
-    way to them.
+def on_the_way(directory: Path) -> list[Path]:
+    """Return the directory, and the links that lead to it."""
+    return [*(each for each in directory.absolute().parents if each.is_symlink()), directory]
+
+
+def signature_of(paths: Iterable[Path]) -> Signature:
+    """Return what changes with any change of these files, directories and links.
 
     Raises:
         KvrsError: one has changed since this server started, which may have read another one.
         OSError: one cannot be found.
     """
-    ways = [each for each in directory.absolute().parents if each.is_symlink()]
     found = []
-    for path in (*ways, directory, *files):
-        for of in (path.lstat(), path.stat()) if path.is_symlink() else (path.lstat(),):
-            if of.st_ctime_ns > STARTED_NS:
-                raise KvrsError(f"{path} has changed since this server started; allowed: earlier")
-            found.append((of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns, of.st_ctime_ns))
+    for path in paths:
+        of = os.lstat(path)
+        if stat.S_ISLNK(of.st_mode):
+            found.append(_identity(path, of))
+            of = os.stat(path)
+        found.append(_identity(path, of))
     return tuple(found)
+
+
+def _identity(path: Path, of: os.stat_result) -> tuple[int, int, int, int, int]:
+    if of.st_ctime_ns > STARTED_NS:
+        raise KvrsError(f"{path} has changed since this server started; allowed: earlier")
+    return of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns, of.st_ctime_ns
 
 
 def digest_of(files: Iterable[Path]) -> bytes:

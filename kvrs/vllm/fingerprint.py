@@ -41,9 +41,10 @@ def weights_of(model: str, revision: str | None = None, cache: str | None = None
         else:
             plain.append(path)
     if plain:
-        signature = files.signature_of(directory, plain)
+        read = [*files.on_the_way(directory), *plain]
+        signature = files.signature_of(read)
         digest.update(files.digest_of(plain))
-        if files.signature_of(directory, plain) != signature:
+        if files.signature_of(read) != signature:
             raise KvrsError(f"{directory} changes")
     return digest.hexdigest()
 
