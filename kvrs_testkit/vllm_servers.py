@@ -304,7 +304,6 @@ class VllmServers(Processes):
             "local_tokens": prompts_of("local_cache_hit"),
             "computed_tokens": prompts_of("local_compute"),
             "pulled_bytes": total("nixl_bytes_transferred_sum"),
-            "stored_bytes": total("kv_offload_tiering_write_bytes_total"),
             "running": total("num_requests_running"),
             "preemptions": total("num_preemptions_total"),
             "cache_usage": total("kv_cache_usage_perc"),
