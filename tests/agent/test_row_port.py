@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvrs.agent.regions import ADOPTED_S, Regions
@@ -310,3 +311,17 @@ def test_a_region_that_shrinks_ends_nothing(agent: Agent, linked: RowEngine) -> 
     assert load(client, [key_of(7)]) == [row_of(key_of(7), 4096)]
     os.ftruncate(linked.memory, 0)
     assert load(client, [key_of(7)]) == [None]
+
+
+@pytest.mark.process
+def test_what_two_namespaces_of_a_node_differ_in_is_said(
+    agent: Agent, linked: RowEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = RowEngine(agent.path, SECRET, bytes(32), 2, 4096)
+    fields = {"model": "none", "weights": "others"}
+    info = msgspec.structs.replace(other.link._info, fields=fields)
+    stream = agent.proven()
+    stream.send_with(other.link._shown, rows.encode_region(info))
+    stream.expect(RowFrame.HELD)
+    (record,) = [each for each in caplog.records if "namespaces differ" in each.message]
+    assert record.__dict__["fields"] == ["weights"]

@@ -160,6 +160,28 @@ def test_files_of_a_hub_s_cache_are_known_by_its_digests(space: ModuleType, tmp_
     assert found[0] == found[1] != found[2]
 
 
+def test_a_model_s_name_is_its_snapshot_in_the_hub_s_cache(
+    space: ModuleType, tmp_path: Path
+) -> None:
+    """The same name may be another version on another server."""
+    found = []
+    for version in ("1", "2"):
+        model = tmp_path / version / "models--kvrs--tiny"
+        snapshot = model / "snapshots" / version
+        snapshot.mkdir(parents=True)
+        (model / "blobs").mkdir()
+        (model / "refs").mkdir()
+        (model / "refs" / "main").write_text(version)
+        for file in ("config.json", "model.safetensors"):
+            (model / "blobs" / f"{file} {version}").write_bytes(b"")
+            (snapshot / file).symlink_to(model / "blobs" / f"{file} {version}")
+        engine = Engine(Path("kvrs/tiny"))
+        engine.config.load_config.download_dir = str(tmp_path / version)
+        found.append(engine.fields(space))
+    assert found[0] != found[1]
+    assert found[0]["weights"] != found[1]["weights"]
+
+
 def test_drafts_without_a_model_are_no_part_of_the_space(space: ModuleType, tmp_path: Path) -> None:
     model = written(tmp_path / "model")
     usual, other = Engine(model), Engine(model)
