@@ -15,7 +15,9 @@ PROMPTS = 32
 # A row that is computed in another batch differs by roundings through all layers. One of other
 # tokens, weights or layout has nothing in common with it: about 1.4.
 _MOST = 0.25
-_FP8 = {
+_TYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
@@ -28,7 +30,7 @@ def number_type(groups: int, cache_dtype: str, model_dtype: Any) -> torch.dtype 
         return None  # A row may be state of another type.
     if cache_dtype == "auto":
         return model_dtype if isinstance(model_dtype, torch.dtype) else None
-    return _FP8.get(cache_dtype)
+    return _TYPES.get(cache_dtype)
 
 
 def distance(
