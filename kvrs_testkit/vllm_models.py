@@ -74,22 +74,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
-    # Its state, which is larger than KV of a few tokens, decides the size of a block.
-    "hybrid": (
-        "Qwen3NextConfig",
-        _EXPERTS
-        | {
-            "num_key_value_heads": HEADS,
-            "head_dim": 64,
-            "num_experts": 4,
-            "shared_expert_intermediate_size": 64,
-            "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-        },
-    ),
 }
 ADAPTER_RANK = 8
 

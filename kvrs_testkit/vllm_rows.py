@@ -33,10 +33,11 @@ class RowServers(VllmServers):
     def __init__(
         self, directory: Path, *flags: str, model: Path | None = None, instances: int = 2
     ) -> None:
-        document = connector_config(directory, instances).model_dump(mode="json")
+        document = connector_config(directory, max(instances, 2)).model_dump(mode="json")
         first, *others = document["cluster"]["nodes"]
         for node in others:
             first["instances"] += node["instances"]
+        del first["instances"][instances:]
         document["cluster"]["nodes"] = [first]
         document["backup"]["mode"] = "local"
         if model is not None:

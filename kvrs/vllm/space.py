@@ -80,6 +80,8 @@ def _unknown(config: Any) -> str | None:
         return "VLLM_SERVER_DEV_MODE lets weights be changed; allowed: 0"
     if config.weight_transfer_config is not None:
         return "weight_transfer_config lets weights be changed; allowed: none"
+    if config.model_config.is_hybrid:
+        return "restored state of a hybrid model is not shown to be exact; allowed: attention alone"
     parallel = config.parallel_config
     if parallel.worker_extension_cls:
         return "worker_extension_cls may change weights; allowed: none"

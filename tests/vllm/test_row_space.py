@@ -95,6 +95,7 @@ class Engine:
                 max_model_len=4096,
                 model_impl="auto",
                 disable_sliding_window=False,
+                is_hybrid=False,
                 multimodal_config=None,
             ),
         )
@@ -287,6 +288,7 @@ UNKNOWN: dict[str, Callable[[Engine], None]] = {
     "worker_extension_cls": lambda engine: setattr(
         engine.config.parallel_config, "worker_extension_cls", "rl.Worker"
     ),
+    "hybrid": lambda engine: setattr(engine.config.model_config, "is_hybrid", True),
     "load_format dummy": lambda engine: setattr(engine.config.load_config, "load_format", "dummy"),
     "calculate_kv_scales": lambda engine: setattr(
         engine.config.cache_config, "calculate_kv_scales", True

@@ -45,11 +45,6 @@ KINDS = {
     "experts": Kind("experts"),
     "window": Kind("window", ("--prefix-cache-retention-interval", "64")),
     "mla": Kind("mla", ("--block-size", "16"), block_tokens=16, goes_on_at_a_block=True),
-    "hybrid": Kind(
-        "hybrid",
-        ("--dtype", "bfloat16", "--prefix-cache-retention-interval", "96"),
-        block_tokens=96,
-    ),
     "adapter": Kind(flags=("--enable-lora", "--max-lora-rank", "8"), has_adapter=True),
     "ngram": Kind(
         flags=(
@@ -61,7 +56,6 @@ KINDS = {
     "tp": Kind(
         flags_of={"d0": ("--tensor-parallel-size", "2")}, cpu_tier={"canonical_layout": True}
     ),
-    "dp": Kind(flags=("--data-parallel-size", "2"), streams=4),
     "preemption": Kind(
         flags=("--kv-cache-memory-bytes", str(50 * 65536), "--max-model-len", "1024"), streams=4
     ),
