@@ -13,6 +13,7 @@ from typing import Any
 
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config, parse_config
+from kvrs.protocol.instance import Role
 from kvrs_testkit.vllm_servers import (
     PYTHON_ENV,
     REQUEST_TIMEOUT_S,
@@ -30,12 +31,19 @@ def asking(*agents: str) -> dict[str, Any]:
 
 
 KVRS = asking()
-REGIONS = "vllm_offload_"  # Files of /dev/shm.
 CPU_BYTES = 64 << 20
 
 
+def regions() -> set[str]:
+    """Names of regions that lie in /dev/shm, also those that stock vLLM has left there."""
+    names = os.listdir("/dev/shm")  # noqa: S108 - where vLLM has them.
+    return {name for name in names if name.startswith("vllm_offload_")}
+
+
 class TierServers(VllmServers):
-    """Instances with the tier, each on its node of the configuration."""
+    """Instances with the tier, each on its node of the configuration; beside NIXL where prompts are
+    handed over.
+    """
 
     def __init__(self, config: Config, *flags: str) -> None:
         super().__init__(config, os.environ[PYTHON_ENV], *flags)
@@ -50,7 +58,7 @@ class TierServers(VllmServers):
     def _connector(self, instance: InstanceSettings) -> dict[str, Any]:
         config = self.config_of.get(str(instance.id), self._config_path)
         place = {"config": str(config), "instance": str(instance.id)}
-        return {
+        tier = {
             "kv_connector": "KvrsOffloading",
             "kv_connector_module_path": "kvrs.vllm.offloading",
             "kv_role": "kv_both",
@@ -61,6 +69,13 @@ class TierServers(VllmServers):
                 "kvrs": place | self.options,
             }
             | self.cpu_tier,
+        }
+        if all(each.role is Role.DECODE for each in self._instances.values()):
+            return tier
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [super()._connector(instance), tier]},
         }
 
     def stream(

@@ -8,8 +8,10 @@ beside `kvrs` and wins over what is set here.
 """
 
 import logging
+from contextlib import suppress
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvrs.vllm import adapters, space
@@ -70,3 +72,11 @@ def fill(vllm_config: Any) -> None:
         log.error("kvrs is off in this vLLM: %s", error)
     except Exception:
         log.exception("kvrs is off in this vLLM")
+
+
+# MultiConnector finds the class of a connector's counters by its name alone, in the API server,
+# which ends all requests where that fails.
+with suppress(Exception):  # It is known already.
+    KVConnectorFactory.register_connector(
+        KvrsOffloading.__name__, __name__, KvrsOffloading.__name__
+    )
