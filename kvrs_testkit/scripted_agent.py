@@ -20,6 +20,7 @@ from kvrs.protocol.instance import (
     SlotRequest,
     SlotUpdate,
 )
+from kvrs.protocol.rows import RowsReport
 from kvrs_testkit.scripted_server import ScriptedServer
 
 CAPACITY_BYTES = 1 << 20
@@ -101,8 +102,8 @@ class ScriptedAgent(ScriptedServer):
             checkpoints=len(self.pages),
             pages={StreamId(stream): pages for stream, pages in changed.items()},
             denied=[StreamId(stream) for stream in self.denied],
-            regions=self.regions,
-            serves_other_nodes=self.serves_other_nodes,
+            # Its regions may be such as no agent would report.
+            rows=RowsReport(tuple(self.regions), self.serves_other_nodes),
         )
 
     async def _leases(self, request: web.Request) -> web.Response:

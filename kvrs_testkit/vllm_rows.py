@@ -6,7 +6,6 @@ import json
 import os
 import random
 import subprocess
-import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from kvrs.config.file import Config, parse_config
 from kvrs.protocol.instance import Role
 from kvrs_testkit.vllm_servers import (
     PYTHON_ENV,
-    REQUEST_TIMEOUT_S,
     ServerError,
     VllmServers,
     connector_config,
@@ -96,13 +94,8 @@ class TierServers(VllmServers):
             "return_token_ids": True,
             "ignore_eos": True,
         } | fields
-        request = urllib.request.Request(  # noqa: S310 - our own URL
-            self.url(name) + "/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
         try:
-            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:  # noqa: S310 - our own URL
+            with self._post(name, body) as answer:
                 for line in answer:
                     if line.startswith(b"data: {"):
                         event = json.loads(line[6:])

@@ -318,16 +318,20 @@ class VllmServers(Processes):
             "return_token_ids": True,
             "ignore_eos": True,
         } | fields
+        try:
+            with self._post(name, body) as answer:
+                return json.load(answer)
+        except OSError as error:
+            raise ServerError(f"{name}: {error}") from None
+
+    def _post(self, name: str, body: dict[str, Any]) -> Any:
+        """Ask for a completion; the answer is to be closed. Raises OSError."""
         request = urllib.request.Request(  # noqa: S310 - our own URL
             self.url(name) + "/v1/completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        try:
-            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:  # noqa: S310 - our own URL
-                return json.load(answer)
-        except OSError as error:
-            raise ServerError(f"{name}: {error}") from None
+        return urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S)  # noqa: S310 - our own URL
 
     def _warm_up(self, prefill: str, decode: str) -> None:
         """Hand two prompts over; the second shares a beginning with the first, at both."""

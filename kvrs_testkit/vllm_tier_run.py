@@ -151,7 +151,7 @@ class World:
             self.manager.on_schedule_end(ScheduleEndContext([], []))
             if not waits:
                 if computed is not None:
-                    while not self.tier._proofs.is_fetched:
+                    while self.tier._proofs._theirs is None:
                         time.sleep(0.002)
                     self._compute(wanted[found], context, computed)
                 self.manager.on_request_finished(context)

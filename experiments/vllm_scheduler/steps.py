@@ -150,7 +150,7 @@ class Agent:
         self.info = RegionInfo("engine", NAMESPACE, len(keys), ROW_BYTES, {"model": "none"})
 
     def parts(self) -> node.NodeParts:
-        """Those of the engine whose policy was made last."""
+        """Return the parts for the engine whose policy was made last."""
         policy = ledger.latest()
         assert policy is not None
         assert policy.ledger is not None

@@ -23,7 +23,7 @@ from kvrs.net.http import naming_port
 from kvrs.net.proving import Keys, instance_keys
 from kvrs.net.tls import load_certificates
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
-from kvrs.protocol.rows import RowTags, short
+from kvrs.protocol.rows import RowsReport, RowTags, short
 from kvrs.protocol.secrets import Scope, scoped_key, scoped_keys
 from kvrs.transfer.anchors.files import AnchoredFiles
 from kvrs.transfer.links import SendingLinks
@@ -167,9 +167,11 @@ class NodeAgent:
             pages={stream: self.store.held(stream) for stream in streams},
             denied=denied,
             slots=self.slots.counts(),
-            regions=self._regions.reports(),
-            serves_other_nodes=self.node.agent.row_port is not None,
-            row_copies=[short(each.namespace) for each in self._copies.spaces],
+            rows=RowsReport(
+                tuple(self._regions.reports()),
+                self.node.agent.row_port is not None,
+                tuple(short(each.namespace) for each in self._copies.spaces),
+            ),
         )
 
     def update_slots(self, update: SlotUpdate) -> SlotAnswer:

@@ -17,6 +17,7 @@ from kvrs.errors import TransferError
 from kvrs.protocol import rows
 from kvrs.protocol.rows import RowFrame, Space
 from kvrs.protocol.secrets import ScopedKey
+from kvrs.transfer.rows.link import ToldOnce
 from kvrs.transfer.rows.stream import RowStream
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class CopiedRows:
 
 
 class RowCopies:
-    """All copies at one agent, which are of one other node. `room_bytes` is their memory."""
+    """Second copies at one agent, of the rows of one other node. `room_bytes` is their memory."""
 
     def __init__(self, room_bytes: Callable[[], int]) -> None:
         self._room_bytes = room_bytes
@@ -126,7 +127,7 @@ class RowCopier:
         self._bytes_per_s, self._wait_idle = bytes_per_s, wait_idle
         self._stop = threading.Event()
         self._stream: RowStream | None = None
-        self._said = ""
+        self._told = ToldOnce(log)
         self._thread = threading.Thread(target=self._run, name="row-copies", daemon=True)
 
     def start(self) -> None:
@@ -142,7 +143,8 @@ class RowCopier:
             try:
                 self._follow()
             except (OSError, MemoryError, TransferError) as error:
-                self._say(f"rows of another node are not copied: {error}")
+                if not self._stop.is_set():
+                    self._told.warn(f"rows of another node are not copied: {error}")
             except Exception:
                 log.exception("rows of another node are not copied any more")
                 return
@@ -159,7 +161,7 @@ class RowCopier:
                 stream.until(_TIMEOUT_S)
                 protected = _protected(stream)
                 self._copies.keep(protected)
-                self._say("rows of another node are copied")
+                self._told.warn("rows of another node are copied")
                 for space, keys in protected.items():
                     self._copy(stream, space, keys)
                 self._stop.wait(_LOOK_S)
@@ -186,12 +188,6 @@ class RowCopier:
                 self._stop.wait(max(0.0, len(some) * space.row_bytes / self._bytes_per_s - took_s))
             if self._stop.is_set():
                 return
-
-    def _say(self, what: str) -> None:
-        """Say it once, until something else is said."""
-        if what != self._said and not self._stop.is_set():
-            self._said = what
-            log.warning(what)
 
 
 def _protected(stream: RowStream) -> dict[Space, list[bytes]]:

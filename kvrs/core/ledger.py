@@ -93,8 +93,8 @@ class Ledger:
         self._put_hand_off(stream, prefill, decode)
 
     def _put_hand_off(self, stream: Stream, prefill: Member, decode: Member) -> None:
-        """From the beginning of prefill on: what is fetched meanwhile may still be under way when
-        the hand-off begins.
+        """Book the hand-off on its link from the start of prefill on: a fetch that is decided
+        meanwhile may still be under way when the hand-off begins.
         """
         if decode.node != prefill.node:
             size_bytes = stream.history_tokens * decode.bytes_per_token
@@ -318,11 +318,10 @@ class KvLocations:
         if event.epoch != agent.epoch:
             return
         agent.reported_bytes, agent.reported_checkpoints = event.reserved_bytes, event.checkpoints
-        agent.serves_other_nodes = event.serves_other_nodes
         for stream_id, pages in event.pages.items():
             if (stream := self._streams.get(stream_id)) is not None:
                 self._checkpoints.reported(stream, agent, pages)
-        self.rows.reported(agent, event.regions, event.row_copies)
+        self.rows.reported(agent, event.rows)
 
     def _replicated(self, event: ev.CheckpointsReported) -> None:
         """An instance reports replicas. Of streams that it keeps under a lease it has more."""

@@ -14,7 +14,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.experts import ExpertReport
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.hand_offs import HandOffReport
-from kvrs.protocol.rows import RegionReports, ShortSpaces
+from kvrs.protocol.rows import NO_ROWS, RowsReport
 from kvrs.protocol.speculation import MOST_DRAFTS, DraftId, SpeculationReport
 from kvrs.protocol.stages import RestartReport, StageInfo, StageLent
 
@@ -494,6 +494,4 @@ class AgentReport(msgspec.Struct, frozen=True):
     denied: list[StreamId] = []  # Streams that found no room since the last line.
     # Slots of the targets that were ever requested, over all proxies.
     slots: dict[InstanceId, SlotCounts] = {}
-    regions: RegionReports = []  # Of vLLM's CPU tiers on its node.
-    serves_other_nodes: bool = False  # Their servers can load rows, too.
-    row_copies: ShortSpaces = []  # Namespaces of another node's rows that it has some of.
+    rows: RowsReport = NO_ROWS

@@ -12,8 +12,8 @@ from kvrs.protocol.tags import Tag
 
 
 class TrafficClass(IntEnum):
-    """Priority on a link: the lower goes first. Someone reads the stream that recovers, and waits
-    for the next token; the one that is handed off has none yet.
+    """Priority on a link: the lower goes first. A stream that recovers was cut between two tokens;
+    one that is handed off has none yet.
     """
 
     RECOVERY = 0

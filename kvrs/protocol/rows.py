@@ -120,7 +120,7 @@ def short(namespace: bytes) -> ShortSpace:
 
 
 class RegionReport(msgspec.Struct, frozen=True):
-    """One engine's rows, as the agent of its node reports them to proxies."""
+    """The rows of one engine, in the report of the agent of its node."""
 
     engine: InstanceId
     namespace: ShortSpace
@@ -134,8 +134,16 @@ class RegionReport(msgspec.Struct, frozen=True):
         return cls(InstanceId(info.engine), space, is_alive, info.rows, info.row_bytes)
 
 
-RegionReports = Annotated[list[RegionReport], msgspec.Meta(max_length=MAX_REGIONS)]
-ShortSpaces = Annotated[list[ShortSpace], msgspec.Meta(max_length=MAX_REGIONS)]
+class RowsReport(msgspec.Struct, frozen=True):
+    """All rows of vLLM's CPU tiers that an agent serves, as it reports them to proxies."""
+
+    regions: Annotated[tuple[RegionReport, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
+    to_other_nodes: bool = False  # Servers of other nodes can load rows, too.
+    # Namespaces of another node's rows, some of which the agent has second copies of.
+    copies: Annotated[tuple[ShortSpace, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
+
+
+NO_ROWS = RowsReport()
 
 
 class RowHead(msgspec.Struct, frozen=True):

@@ -59,15 +59,13 @@ class RowProofs:
         self._prompts += 1
         return None if self._prompts % PROMPTS else held - 1
 
-    def fetch(self, key: bytes, shared: bytes, row_bytes: int, agent: RowClient, s: float) -> None:
-        """Read an agent's bytes."""
+    def fetch(
+        self, key: bytes, shared: bytes, row_bytes: int, agent: RowClient, timeout_s: float
+    ) -> None:
+        """Read an agent's bytes of a row."""
         theirs = bytearray(row_bytes)
-        if agent.load([(shared, memoryview(theirs))], s):
+        if agent.load([(shared, memoryview(theirs))], timeout_s):
             self._theirs = key, theirs
-
-    @property
-    def is_fetched(self) -> bool:
-        return self._theirs is not None
 
     def due(self, keys: Sequence[bytes]) -> tuple[int, bytearray] | None:
         """Return the place of the row that was left out, now that it is computed, and the agent's

@@ -4,7 +4,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -24,14 +23,6 @@ pytestmark = pytest.mark.network
 
 SPACE = Space(bytes(31) + b"s", 4096)
 KEYS = [key_of(number) for number in range(1, 9)]
-
-
-@pytest.fixture
-def agents(tmp_path: Path) -> Iterator[list[RowAgent]]:
-    agents = [RowAgent(tmp_path / f"rows {number}") for number in range(2)]
-    yield agents
-    for agent in agents:
-        agent.close()
 
 
 @pytest.fixture

@@ -38,14 +38,6 @@ class Source(NamedTuple):
 
 
 @pytest.fixture
-def agents(tmp_path: Path) -> Iterator[list[RowAgent]]:
-    agents = [RowAgent(tmp_path / f"rows {number}") for number in range(2)]
-    yield agents
-    for agent in agents:
-        agent.close()
-
-
-@pytest.fixture
 def engine(agents: list[RowAgent]) -> Iterator[RowEngine]:
     engine = RowEngine(agents[0].path, SECRET, SPACE.namespace, len(KEYS), SPACE.row_bytes)
     for row in range(len(KEYS)):

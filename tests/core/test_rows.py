@@ -12,7 +12,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Capability
-from kvrs.protocol.rows import RegionReport
+from kvrs.protocol.rows import RegionReport, RowsReport
 from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, load, of, only
 
 A = StreamId("A")
@@ -50,10 +50,8 @@ class RowsHarness(PolicyHarness):
         self, agent: str, *regions: RegionReport, others: bool = True, copies: str = ""
     ) -> list[act.Action]:
         """`others`: to servers of other nodes, too; `copies`: the namespace of second copies."""
-        copied = (copies,) if copies else ()
-        return self.handle(
-            ev.CheckpointsReported(InstanceId(agent), 1, 0, 0, {}, regions, others, copied)
-        )
+        rows = RowsReport(regions, others, (copies,) if copies else ())
+        return self.handle(ev.CheckpointsReported(InstanceId(agent), 1, 0, 0, {}, rows))
 
     def start(self) -> act.Start:
         start = self.decoding("A", 100)
@@ -181,7 +179,7 @@ def test_without_its_agent_an_instance_has_no_rows() -> None:
     assert harness.policy.members[D0].rows == ""
 
     harness.agents("n0", epoch=2)
-    harness.handle(ev.CheckpointsReported(AGENT_0, 2, 0, 0, {}, (region("d0"),)))
+    harness.handle(ev.CheckpointsReported(AGENT_0, 2, 0, 0, {}, RowsReport((region("d0"),))))
 
     assert harness.policy.members[D0].rows == SPACE
 

@@ -108,9 +108,7 @@ class CheckpointHolds:
                     report.reserved_bytes,
                     report.checkpoints,
                     pages,
-                    tuple(report.regions),
-                    report.serves_other_nodes,
-                    tuple(report.row_copies),
+                    report.rows,
                 ),
                 now_s,
             )
@@ -200,5 +198,4 @@ class CheckpointHolds:
 
 
 def _totals(report: AgentReport) -> tuple[object, ...]:
-    shared = report.regions, report.serves_other_nodes, report.row_copies
-    return report.reserved_bytes, report.checkpoints, *shared
+    return report.reserved_bytes, report.checkpoints, report.rows

@@ -13,10 +13,12 @@ from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import StoredCheckpoint, Stream
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.rows import RegionReport
+from kvrs.protocol.rows import NO_ROWS, RowsReport
 
 
 class Rows:
+    """The book of rows by instance, by agent and by stream."""
+
     def __init__(
         self, view: ClusterView, checkpoints: Checkpoints, streams: Mapping[StreamId, Stream]
     ) -> None:
@@ -26,33 +28,29 @@ class Rows:
         # Agents with second copies, by the namespaces of these.
         self._copying: defaultdict[str, dict[InstanceId, Agent]] = defaultdict(dict)
 
-    def reported(
-        self, agent: Agent, regions: tuple[RegionReport, ...], copies: tuple[str, ...]
-    ) -> None:
-        """The agent serves these regions and copies, and no other."""
-        if (regions, copies) == (agent.regions, agent.row_copies):
+    def reported(self, agent: Agent, rows: RowsReport) -> None:
+        """The agent serves these rows, and no other."""
+        if rows == agent.rows:
             return
-        agent.regions = regions
-        self._copies(agent, copies)
+        self._note(agent, rows)
         for member in self._view.by_node.get(agent.node, ()):
             self.find(member)
-        served = {*copies, *(each.namespace for each in regions)}
+        served = {*rows.copies, *(each.namespace for each in rows.regions)}
         for name in [*agent.streams]:
             stream = self._streams[name]
             stored = stream.checkpoints[agent.id]
             if stored.is_of_rows and stored.kv_fingerprint not in served:
                 self._checkpoints.lose(stream, agent.id, f"{agent.id} has given its rows back")
 
-    def _copies(self, agent: Agent, namespaces: tuple[str, ...]) -> None:
-        for namespace in agent.row_copies:
+    def _note(self, agent: Agent, rows: RowsReport) -> None:
+        for namespace in agent.rows.copies:
             self._copying[namespace].pop(agent.id, None)
-        agent.row_copies = namespaces
-        for namespace in namespaces:
+        agent.rows = rows
+        for namespace in rows.copies:
             self._copying[namespace][agent.id] = agent
 
     def lost(self, agent: Agent) -> None:
-        agent.regions = ()
-        self._copies(agent, ())
+        self._note(agent, NO_ROWS)
         for member in self._view.by_node.get(agent.node, ()):
             # With a second copy its streams are still to go on from that: the agent of a node that
             # is lost may be known to be lost first.
@@ -66,7 +64,7 @@ class Rows:
         agent = self._view.agent_on(member.node)
         if agent is None or not self._checkpoints.are_kept:
             return
-        own = [each for each in agent.regions if each.engine == member.id]
+        own = [each for each in agent.rows.regions if each.engine == member.id]
         alive = next((each.namespace for each in own if each.is_alive), "")
         if alive or all(each.namespace != member.rows for each in own):
             member.set_rows(alive)

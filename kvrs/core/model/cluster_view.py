@@ -17,7 +17,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, AgentInfo, AgentReport
-from kvrs.protocol.rows import RegionReport, ShortSpace
+from kvrs.protocol.rows import NO_ROWS, RowsReport
 
 _place = attrgetter("place")
 
@@ -41,10 +41,7 @@ class Agent:
     booked_of: Counter[NodeId] = field(default_factory=Counter)  # By the node that decodes.
     # Streams that have a checkpoint here, or are to have one.
     streams: set[StreamId] = field(default_factory=set)
-    # Of vLLM's CPU tiers on its node, and whether servers of others can load rows of them.
-    regions: tuple[RegionReport, ...] = ()
-    serves_other_nodes: bool = False
-    row_copies: tuple[ShortSpace, ...] = ()  # Of another node: namespaces.
+    rows: RowsReport = NO_ROWS
     # As its watch sees it.
     health: Health = Health.STARTING
     reason: str | None = None

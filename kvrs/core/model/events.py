@@ -14,7 +14,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.gpus import GpuState
 from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, ModelNames
-from kvrs.protocol.rows import RegionReport, ShortSpace
+from kvrs.protocol.rows import NO_ROWS, RowsReport
 
 
 class InstanceUp(msgspec.Struct, frozen=True):
@@ -193,10 +193,7 @@ class CheckpointsReported(msgspec.Struct, frozen=True):
     reserved_bytes: int  # For the streams of all proxies.
     checkpoints: int
     pages: Mapping[StreamId, int]
-    # Rows of vLLM's CPU tiers that it serves, to servers of its node or also of others.
-    regions: tuple[RegionReport, ...] = ()
-    serves_other_nodes: bool = False
-    row_copies: tuple[ShortSpace, ...] = ()  # Of another node: namespaces.
+    rows: RowsReport = NO_ROWS
 
 
 class Deadlines(msgspec.Struct, frozen=True):

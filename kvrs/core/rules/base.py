@@ -185,7 +185,7 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
         agent = checkpoint.agent
         if not checkpoint.pages or not checkpoint.is_of(target):
             continue
-        if checkpoint.is_of_rows and agent.node != node and not agent.serves_other_nodes:
+        if checkpoint.is_of_rows and agent.node != node and not agent.rows.to_other_nodes:
             continue
         link = view.link_from(agent, node)
         is_local = agent.node == node and not link.measured

@@ -204,8 +204,8 @@ def _agent(known: Agent, url: str) -> dict[str, Any]:
         "checkpoints": None if report is None else report.checkpoints,
         "capacity_bytes": None if info is None else info.capacity_bytes,
         "slots": {} if report is None else msgspec.to_builtins(report.slots),
-        "regions": [] if report is None else msgspec.to_builtins(report.regions),
-        "row_copies": [] if report is None else report.row_copies,
+        "regions": [] if report is None else msgspec.to_builtins(report.rows.regions),
+        "row_copies": [] if report is None else list(report.rows.copies),
     }
     return shown if known.reason is None else shown | {"reason": known.reason}
 

@@ -17,7 +17,7 @@ _TOLD_S = 5.0  # A report is repeated for so long.
 
 
 class RowLoads:
-    """Those of one server, and what they say of its links."""
+    """Loads of rows at one server, and the rates of its links that follow from them."""
 
     def __init__(self, node: NodeId) -> None:
         self._node = node

@@ -262,7 +262,7 @@ class AgentMetrics:
         report = known.report
         self.up.labels(known.id).set(known.health is Health.UP)
         self._reserved.labels(known.id).set(0 if report is None else report.reserved_bytes)
-        alive = [] if report is None else [each.is_alive for each in report.regions]
+        alive = [] if report is None else [each.is_alive for each in report.rows.regions]
         for engine, is_alive in _ENGINES.items():
             self._regions.labels(known.id, engine).set(alive.count(is_alive))
 

@@ -48,7 +48,7 @@ class RegionLink:
         # ends it with the process, although the agent still has the file open. Closing any
         # descriptor of the file would end the lock, so this process closes none.
         fcntl.lockf(ledger.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-        self._said = ""
+        self._told = ToldOnce(log)
         self._stop = threading.Event()
         self._stream: RowStream | None = None
         self._thread = threading.Thread(target=self._run, name="kvrs-link", daemon=True)
@@ -69,7 +69,8 @@ class RegionLink:
             try:
                 self._hold()
             except (OSError, TransferError) as error:
-                self._say(f"no agent holds the KV of this engine: {error}")
+                if not self._stop.is_set():
+                    self._told.warn(f"no agent holds the KV of this engine: {error}")
             except Exception:
                 log.exception("no agent holds the KV of this engine")
                 return
@@ -82,7 +83,7 @@ class RegionLink:
             stream.prove(self._key)
             stream.send_with(self._shown, encode_region(self._info))
             stream.expect(RowFrame.HELD)
-            self._say("the agent of this node holds the KV of this engine")
+            self._told.warn("the agent of this node holds the KV of this engine")
             stream.until(None)
             if not self._stop.is_set():
                 stream.receive_head()
@@ -90,11 +91,17 @@ class RegionLink:
             self._stream = None
             stream.close()
 
-    def _say(self, what: str) -> None:
-        """Say it once, until something else is said."""
-        if what != self._said and not self._stop.is_set():
-            self._said = what
-            log.warning(what)
+
+class ToldOnce:
+    """A state that a log has once, until it is another one."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log, self._last = log, ""
+
+    def warn(self, state: str) -> None:
+        if state != self._last:
+            self._last = state
+            self._log.warning(state)
 
 
 def read_only(descriptor: int) -> int:

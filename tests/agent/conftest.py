@@ -1,0 +1,17 @@
+"""Fixtures of the tests of rows."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrs_testkit.row_agent import RowAgent
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[list[RowAgent]]:
+    """Two agents, of two nodes."""
+    agents = [RowAgent(tmp_path / f"rows {number}") for number in range(2)]
+    yield agents
+    for agent in agents:
+        agent.close()
