@@ -109,3 +109,45 @@ def findings_of_restricted(spec: dict[str, Any]) -> list[str]:
         }
         wrong += [f"{name}: {check}" for check, holds in checks.items() if not holds]
     return wrong
+
+
+def size_bytes(text: str) -> int:
+    """A quantity of Kubernetes: `88Gi`."""
+    assert text.endswith("Gi")
+    return int(text.removesuffix("Gi")) << 30
+
+
+def tier_of(transfer: dict[str, Any]) -> dict[str, Any]:
+    """The options of vLLM's CPU tier with kvrs in it, of a `--kv-transfer-config`; NIXL, if it is
+    there, comes first.
+    """
+    first, *others = (
+        transfer["kv_connector_extra_config"]["connectors"]
+        if transfer["kv_connector"] == "MultiConnector"
+        else [transfer]
+    )
+    if others:
+        assert first["kv_connector"] == "NixlConnector"
+        (first,) = others
+    assert first["kv_connector"] == "KvrsOffloading"
+    assert first["kv_connector_module_path"] == "kvrs.vllm.offloading"
+    assert first["kv_role"] == "kv_both"
+    found: dict[str, Any] = first["kv_connector_extra_config"]
+    return found
+
+
+def check_memory_of_a_restart(pod: dict[str, Any], server: dict[str, Any], more: int = 0) -> None:
+    """A server that starts again has its region beside that of the one before, which its agent
+    still holds: /dev/shm, what is requested for the container, and its limit, if it has one, are
+    for both, /dev/shm for `more` bytes beside them.
+    """
+    region = tier_of(json.loads(server["args"][1]))["cpu_bytes_to_use"]
+    (name,) = (each["name"] for each in server["volumeMounts"] if each["mountPath"] == "/dev/shm")
+    (shm,) = (each["emptyDir"] for each in pod["volumes"] if each["name"] == name)
+    resources = server["resources"]
+
+    assert shm["medium"] == "Memory"
+    assert size_bytes(shm["sizeLimit"]) > 2 * region + more
+    assert size_bytes(resources["requests"]["memory"]) > 2 * region
+    limit = resources["limits"].get("memory")
+    assert limit is None or size_bytes(limit) > 2 * region

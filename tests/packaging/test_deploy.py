@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 import yaml
 
+from kvrs.config.backup import BackupMode
 from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config, load_config
-from tests.packaging.charts import findings_of_restricted
+from tests.packaging.charts import (
+    check_memory_of_a_restart,
+    findings_of_restricted,
+    size_bytes,
+    tier_of,
+)
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ENVIRONMENT = {"KVRS_SECRET": "x" * 32, "KVRS_ADMIN_TOKEN": "y" * 32}
+_WITH_VLLM = ("machines.yaml", "vllm.yaml")
 
 
 def documents() -> dict[str, list[dict[str, Any]]]:
@@ -156,21 +163,23 @@ def test_systemd_accepts_the_units(unit: str, tmp_path: Path) -> None:
     assert wrong == []
 
 
-def test_servers_with_the_connector_go_with_their_configuration(tmp_path: Path) -> None:
-    """Each pod is a node: its server and its agent have the ids and ports of the file."""
+def test_servers_with_an_agent_in_their_pod_go_with_their_configuration(tmp_path: Path) -> None:
+    """Each pod is a node: its server and its agent have the ids and ports of the file, one user,
+    and one /dev/shm, in which the agent's socket is and which outlives the server's container.
+    """
     text = (DEPLOY / "kubernetes" / "vllm.yaml").read_text()
     found = {each["kind"]: each for each in yaml.safe_load_all(text)}
     file = tmp_path / "cluster.yaml"
     file.write_text(found["ConfigMap"]["data"]["cluster.yaml"])
     config = load_config(file, ENVIRONMENT)
     pods, service = found["StatefulSet"], found["Service"]
-    server, agent = pods["spec"]["template"]["spec"]["containers"]
-    transfer = json.loads(server["args"][1])
-    place = transfer["kv_connector_extra_config"]["kvrs"]
+    spec = pods["spec"]["template"]["spec"]
+    server, agent = spec["containers"]
+    place = tier_of(json.loads(server["args"][1]))["kvrs"]
     ports = {each["name"]: each["containerPort"] for each in [*server["ports"], *agent["ports"]]}
-    volumes = {each["name"]: each for each in pods["spec"]["template"]["spec"]["volumes"]}
+    volumes = {each["name"] for each in spec["volumes"]}
 
-    assert transfer["kv_connector_module_path"] == "kvrs.vllm.connector"
+    assert findings_of_restricted(spec) == []
     assert len(config.cluster.nodes) == pods["spec"]["replicas"]
     for number, node in enumerate(config.cluster.nodes):
         (instance,) = node.instances
@@ -180,17 +189,38 @@ def test_servers_with_the_connector_go_with_their_configuration(tmp_path: Path) 
         assert (instance.host, node.agent.host) == (host, host)
         assert ports == {
             "http": instance.port,
-            "connector": instance.connector_port,
             "agent": node.agent.port,
             "pages": node.agent.page_port,
+            "rows": node.agent.row_port,
         }
+    assert config.backup.mode is BackupMode.REMOTE
     assert service["spec"]["publishNotReadyAddresses"] is True
+    assert {each["port"] for each in service["spec"]["ports"]} >= {ports["agent"], ports["rows"]}
     assert server["command"][-1] == str(ports["http"])
     assert place["config"] == agent["args"][2] == f"/etc/kvrs/{file.name}"
-    limit = int(agent["resources"]["limits"]["memory"].removesuffix("Gi")) << 30
-    room = int(volumes["shm"]["emptyDir"]["sizeLimit"].removesuffix("Gi")) << 30
-    assert config.backup.capacity_bytes < min(limit, room)
     for container in (server, agent):
         environment = {each["name"]: each["valueFrom"] for each in container["env"]}
         assert "secretKeyRef" in environment["KVRS_SECRET"]
-        assert {each["name"] for each in container["volumeMounts"]} == volumes.keys()
+        mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        assert mounts.keys() == volumes
+        assert config.backup.directory == mounts["shm"]
+        assert not {"runAsUser", "runAsGroup"} & container["securityContext"].keys()
+    assert config.backup.capacity_bytes < size_bytes(agent["resources"]["limits"]["memory"])
+    check_memory_of_a_restart(spec, server, more=config.backup.capacity_bytes)
+
+
+def test_the_image_of_vllm_is_made_of_what_the_build_is_given() -> None:
+    """By the user of the agent's image, which its directory is open to."""
+    text = (DEPLOY / "kubernetes" / "vllm.Dockerfile").read_text()
+    given = (DEPLOY.parent / ".dockerignore").read_text().splitlines()
+    copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY ")]
+
+    names = [name for names in copied for name in names]
+    assert all((DEPLOY.parent / name).exists() for name in names)
+    assert {f"!{name}" for name in names} <= {*given}
+    assert "USER 10001" in text
+    manifests = [(DEPLOY / "kubernetes" / name).read_text() for name in _WITH_VLLM]
+    version = re.search(r"^FROM vllm/vllm-openai:v([\d.]+)$", text, re.MULTILINE)
+    assert version is not None
+    assert all(f"image: vllm-kvrs:{version[1]}\n" in each for each in manifests)
+    assert all("runAsUser: 10001" in each for each in manifests)

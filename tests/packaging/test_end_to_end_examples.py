@@ -10,10 +10,18 @@ from typing import Any
 import pytest
 import yaml
 
+from kvrs.config.backup import BackupMode
 from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config, load_config
 from kvrs.protocol.instance import Role
-from tests.packaging.charts import CHART, ENVIRONMENT, findings_of_restricted
+from tests.packaging.charts import (
+    CHART,
+    ENVIRONMENT,
+    check_memory_of_a_restart,
+    findings_of_restricted,
+    size_bytes,
+    tier_of,
+)
 
 DEPLOY = CHART.parent
 COMPOSE = DEPLOY / "compose"
@@ -34,62 +42,93 @@ def pod_of(name: str) -> Any:
 
 
 def test_proxies_of_the_chart_have_the_cluster_of_the_machines() -> None:
-    """Both files name it, since the chart has no engines."""
-    text = MACHINES["ConfigMap", "kvrs-cluster"]["data"]["cluster.yaml"]
+    """Both files name it, since the chart has no engines. The directory is that of agents."""
+    document = yaml.safe_load(MACHINES["ConfigMap", "kvrs-cluster"]["data"]["cluster.yaml"])
     values = yaml.safe_load((CHART / "ci" / "machines-values.yaml").read_text())["config"]
 
-    assert yaml.safe_load(text) == values
+    del document["backup"]["directory"]
+    assert document == values
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_servers_on_machines_go_with_their_file(role: Role, tmp_path: Path) -> None:
-    """NIXL's connector and that of kvrs, at the ports and under the ids of the file; ids are names
-    of machines, so that a pod knows its own.
+    """NIXL's connector and vLLM's CPU tier with kvrs in it, at the ports and under the ids of the
+    file; ids are names of machines, so that a pod knows its own.
     """
     config = of_machines(tmp_path)
     spec = pod_of(f"vllm-{role.value}")
     (server,) = spec["containers"]
     ports = {each["name"]: each["containerPort"] for each in server["ports"]}
     transfer = json.loads(server["args"][1])
-    nixl, kvrs = transfer["kv_connector_extra_config"]["connectors"]
+    nixl, _ = transfer["kv_connector_extra_config"]["connectors"]
 
     assert spec["nodeSelector"] == {"kvrs.io/role": role.value}
     assert spec["hostNetwork"] is True
-    assert transfer["kv_connector"] == "MultiConnector"
     wanted = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}[role]
-    assert (nixl["kv_connector"], nixl["kv_role"]) == ("NixlConnector", wanted)
-    assert kvrs["kv_connector_module_path"] == "kvrs.vllm.connector"
-    place = kvrs["kv_connector_extra_config"]["kvrs"]
+    assert nixl["kv_role"] == wanted
+    place = tier_of(transfer)["kvrs"]
     assert place == {"config": "/etc/kvrs/cluster.yaml", "instance": "$(NODE_NAME)"}
     for node, instance in config.cluster.instances():
         assert str(node.id) == str(instance.id)
         assert instance.host == node.agent.host
-        assert (instance.port, instance.connector_port) == (ports["http"], ports["connector"])
+        assert instance.port == ports["http"]
     assert {each["name"] for each in server["volumeMounts"]} == {
         each["name"] for each in spec["volumes"]
     }
     environment = {each["name"] for each in server["env"]}
     assert {"NODE_NAME", "KVRS_SECRET", "VLLM_NIXL_SIDE_CHANNEL_HOST"} <= environment
     assert server["command"][-1] == str(ports["http"])
+    check_memory_of_a_restart(spec, server)
 
 
-def test_agents_on_machines_have_room_for_what_they_keep(tmp_path: Path) -> None:
-    """They are restricted but for the network of the machine, and outlive the servers there."""
+def sockets_of(spec: dict[str, Any]) -> dict[str, Any]:
+    """The directory of the machine in which the agent listens, as a pod has it."""
+    ((name, host),) = (
+        (each["name"], each["hostPath"]) for each in spec["volumes"] if "hostPath" in each
+    )
+    assert host["type"] == "DirectoryOrCreate"
+    containers = [*spec["containers"], *spec.get("initContainers", [])]
+    mounts = {
+        each["mountPath"]
+        for one in containers
+        for each in one["volumeMounts"]
+        if each["name"] == name
+    }
+    assert len(mounts) == 1
+    return {
+        "host": host["path"],
+        "mount": mounts.pop(),
+        "user": spec["securityContext"]["runAsUser"],
+    }
+
+
+def test_agents_on_machines_outlive_servers_and_their_pods(tmp_path: Path) -> None:
+    """A directory of the machine has the socket over which servers, as the same user, pass their
+    memory. Beside it and the machine's network all pods are restricted, but for the container that
+    gives the directory to this user.
+    """
     config = of_machines(tmp_path)
-    spec = pod_of("kvrs-agent")
-    (agent,) = spec["containers"]
+    pods = [pod_of(name) for name in ("kvrs-agent", "vllm-prefill", "vllm-decode")]
+    (agent,) = pods[0]["containers"]
+    (directory,) = pods[0]["initContainers"]
     ports = {each["name"]: each["containerPort"] for each in agent["ports"]}
-    (shm,) = (each["emptyDir"] for each in spec["volumes"] if each["name"] == "shm")
+    shared = ["hostNetwork", "volume sockets: {'hostPath'}"]
 
-    assert findings_of_restricted(spec) == ["hostNetwork"]
+    places = [sockets_of(spec) for spec in pods]
+    assert places == [places[0]] * 3
+    assert places[0]["mount"] == config.backup.directory
+    of_root = ["directory: runAsNonRoot", "directory: runAsUser", "directory: capabilities.add"]
+    assert [findings_of_restricted(spec) for spec in pods] == [shared + of_root, shared, shared]
+    user = places[0]["user"]
+    assert directory["command"] == ["chown", f"{user}:{user}", places[0]["mount"]]
     assert agent["args"][-2:] == ["--node", "$(NODE_NAME)"]
     assert all(
-        (node.agent.port, node.agent.page_port) == (ports["agent"], ports["pages"])
+        (node.agent.port, node.agent.page_port, node.agent.row_port)
+        == (ports["agent"], ports["pages"], ports["rows"])
         for node in config.cluster.nodes
     )
-    limit = int(agent["resources"]["limits"]["memory"].removesuffix("Gi")) << 30
-    room = int(shm["sizeLimit"].removesuffix("Gi")) << 30
-    assert config.backup.capacity_bytes < room < limit
+    assert config.backup.mode is BackupMode.REMOTE
+    assert config.backup.capacity_bytes < size_bytes(agent["resources"]["limits"]["memory"])
     assert not [*faults_of_proxy(config, ENVIRONMENT)]
 
 
@@ -105,14 +144,29 @@ def test_containers_of_compose_have_the_names_and_ports_of_their_file() -> None:
 
     for node, instance in config.cluster.instances():
         server, agent = services[instance.host], services[node.agent.host]
-        transfer = json.loads(server["command"][1])
-        place = transfer["kv_connector_extra_config"]["kvrs"]
-        assert place == {"config": "/etc/kvrs/kvrs.yaml", "instance": instance.id}
+        tier = tier_of(json.loads(server["command"][1]))
+        assert tier["kvrs"] == {"config": "/etc/kvrs/kvrs.yaml", "instance": instance.id}
         assert agent["command"][-1] == node.id
-        room = int(agent["shm_size"].removesuffix("gb")) << 30
-        assert config.backup.capacity_bytes < room
+        assert tier["cpu_bytes_to_use"] < int(server["shm_size"].removesuffix("gb")) << 30
+        for each in (server, agent):
+            assert f"sockets:{config.backup.directory}" in each["volumes"]
     dockerfile = (COMPOSE / "vllm.Dockerfile").read_text()
     assert f'"--port", "{instance.port}"' in dockerfile
+    copies = f"kvrs_testkit/{tier['spec_module_path']}.py"
+    assert f"COPY {copies} /opt/copies/\n" in dockerfile
+    assert "PYTHONPATH=/opt/copies " in dockerfile
+    assert f"class {tier['spec_name']}(" in (COMPOSE / "../.." / copies).read_text()
+    given = compose()["volumes"]["sockets"]["driver_opts"]["o"].split(",")
+    users = {
+        each.removeprefix("USER ")
+        for path in (COMPOSE / "vllm.Dockerfile", DEPLOY / "Dockerfile")
+        for each in path.read_text().splitlines()
+        if each.startswith("USER ")
+    }
+    assert {f"uid={user}" for user in users} == {given[0]}
+    assert (
+        config.backup.capacity_bytes < int(given[1].removeprefix("size=").removesuffix("m")) << 20
+    )
     assert [*faults_of_proxy(config, ENVIRONMENT)] == []
     published = [port for each in services.values() for port in each.get("ports", [])]
     assert published == ["127.0.0.1:8000:8000", "127.0.0.1:9090:9090"]
