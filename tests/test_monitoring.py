@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, str]] = {
         'kvrs_worker_up{worker="p0", instance="proxy:8001"}': "1x30",
         'kvrs_worker_streams{role="prefill", worker="p0", instance="proxy:8001"}': "0x30",
     },
-    "KvrsConnectorOff": {f"kvrs_connector_off{{{WORKER}}}": "0x10 1x12 0x8"},
+    "KvrsWorkerUnprotected": {f"kvrs_worker_unprotected{{{WORKER}}}": "0x10 1x12 0x8"},
     "KvrsPeerUnreached": {f"kvrs_peers_unreached{{{JOB}}}": "0x10 1x12 0x8"},
     "KvrsWorkerEjected": {f"kvrs_worker_ejected{{{WORKER}}}": "0x10 1x5 0x15"},
     "KvrsStreamsGivenUp": {'kvrs_streams_given_up_total{reason="retries"}': "0x10 1x20"},
@@ -74,7 +74,6 @@ CASES: dict[str, dict[str, str]] = {
         "kvrs_draft_tokens_total{source='other', worker='d1', outcome='rejected'}": "0+300x71",
     },
     "KvrsDamagedPages": {f"kvrs_damaged_pages_total{{{WORKER}}}": "0x10 1x60"},
-    "KvrsConnectorDamage": {f"kvrs_connector_pages_damaged_total{{{WORKER}}}": "0x10 1+1x70 71x40"},
     "KvrsHandOffFaults": {
         f"kvrs_hand_off_faults_total{{{WORKER}, kind='late'}}": "0x10 1+1x70 71x40"
     },

@@ -16,9 +16,10 @@ from kvrs.core.fleet.known import Agents, Instances
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Agent
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Copy, LiveStream
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import AgentInfo, AgentReport
+from kvrs.protocol.instance import AgentInfo, AgentReport, Role
 
 # Why an agent keeps nothing of a stream.
 _GONE = "keeps nothing of it any more"
@@ -159,6 +160,12 @@ class CheckpointHolds:
         if live.copies:
             return "; ".join(f"{agent} {copy.lost}" for agent, copy in live.copies.items())
         return unplaced.get(live.id, "no agent was found for it")
+
+    def are_missing(self, known: Member) -> bool:
+        """The instance is in use for decoding, and no agent gets anything of its streams."""
+        is_asked = self._mode is not BackupMode.OFF and known.role is not Role.PREFILL
+        has_some = known.checkpoints or bool(known.rows)
+        return is_asked and self._instances.is_up(known.id) and not has_some
 
     def count_unprotected(self) -> int:
         """Streams that should be protected, and are not."""

@@ -77,6 +77,7 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
     for known in control.instances.present():
         metrics.open_streams.labels(known.id, known.role).set(at[known.id])
         metrics.reports.measure(known)
+        metrics.without_copies.labels(known.id).set(control.checkpoints.are_missing(known))
         metrics.draining.labels(known.id).set(control.drains.is_draining(known.id))
         metrics.differs.labels(known.id).set(len(kinds) > 1 and weights.get(known.id) in kinds)
     for agent in control.agents.present():

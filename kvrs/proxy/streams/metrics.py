@@ -46,6 +46,7 @@ from kvrs.proxy.streams.stream_metrics import (
 # Without a series `_created` for each counter and histogram.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # The library has no annotation.
 
+_UNPROTECTED = "1 while it decodes and no agent gets KV of its streams, else 0."
 _DIFFERS = "1 while it computes other tokens than another worker that is up, else 0."
 OUTCOMES_OF_REQUESTS = ("complete", "failed", "client_gone", "rejected")
 
@@ -98,6 +99,7 @@ class Metrics:
         self.up = gauge("kvrs_worker_up", "1 while the worker is in use, else 0.", ["worker"])
         self.ejected = gauge("kvrs_worker_ejected", "1 while it is ejected, else 0.", ["worker"])
         self.differs = gauge("kvrs_worker_differs", _DIFFERS, ["worker"])
+        self.without_copies = gauge("kvrs_worker_unprotected", _UNPROTECTED, ["worker"])
         self.draining = gauge(
             "kvrs_worker_draining",
             "1 while the worker gets no new streams, by order or because it ends, else 0.",
@@ -156,6 +158,7 @@ class Metrics:
             self.up.labels(worker)
             self.ejected.labels(worker)
             self.differs.labels(worker)
+            self.without_copies.labels(worker)
             self.draining.labels(worker)
             self.failures.labels(worker)
             for cause in DeathCause:
@@ -163,7 +166,7 @@ class Metrics:
 
     def remove_worker(self, worker: InstanceId) -> None:
         """It is no part of the cluster any more; what was counted of it stays."""
-        for gauge in (self.up, self.ejected, self.differs, self.draining):
+        for gauge in (self.up, self.ejected, self.differs, self.without_copies, self.draining):
             gauge.remove(worker)
         self.open_streams.remove(worker, self._roles.pop(worker))
         self.reports.remove(worker)

@@ -135,6 +135,17 @@ async def test_an_agents_rows_protect_streams(vllms: Builder) -> None:
     assert await system.count("kvrs_agent_regions", agent="agent-n0", engine="dead") == 0
 
 
+async def test_decode_servers_whose_rows_no_agent_serves_are_counted(vllms: Builder) -> None:
+    """A prefill server computes prompts alone."""
+    system = await vllms(with_tiers, backup=LOCAL)
+    await serve(system, n0=[region("d0")])
+
+    metric = "kvrs_worker_unprotected"
+    found = [await system.count(metric, worker=each) for each in ("p0", "d0", "d1")]
+
+    assert found == [0, 0, 1]
+
+
 async def test_parameters_of_a_hand_off_stay(vllms: Builder) -> None:
     """Both instances keep rows, and decode pulls the prompt by NIXL."""
     system = await vllms(with_tiers, backup=LOCAL)
