@@ -110,20 +110,20 @@ def test_the_first_file_for_vllm_has_nothing_that_is_off() -> None:
     assert not needs_secret(config)
 
 
-def test_lines_of_the_guide_give_the_first_file_its_connectors() -> None:
+def test_lines_of_the_guide_give_the_first_file_its_agents() -> None:
     """Laid over it, as the page says; then a secret is needed."""
     page = (ROOT / "docs/guide/vllm.md").read_text(encoding="utf-8")
     (lines,) = re.findall(r"    backup: \{mode: remote.*(?:\n    .*)+", page)
     above = parse_yaml(textwrap.dedent(lines))
     document = parse_yaml(first_file(Backend.VLLM))
     for node, more in zip(document["cluster"]["nodes"], above["cluster"].pop("nodes"), strict=True):
-        given = {each["id"]: each for each in node["instances"]}
-        given |= {each["id"]: each for each in more.pop("instances")}
-        node |= more | {"instances": [*given.values()]}
+        assert node["id"] == more["id"]
+        node |= more
 
     config = parse_config(merged(document, above))
 
-    ports = {each.id: each.connector_port for _, each in config.cluster.instances()}
-    assert ports == {"p0": None, "d0": 8300, "d1": 8301}
+    assert [config.cluster.row_holder(each.id) for each in config.cluster.nodes] == [
+        *reversed(config.cluster.nodes)
+    ]
     assert config.agents_run
     assert needs_secret(config)
