@@ -25,7 +25,6 @@ from kvrs.core.rules import ALL, BY_NAME
 from kvrs.core.rules.base import Rule, cases_of
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.connector import STAGING_BYTES, staging_pages
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import Capability, Role, assumed_instance
 
@@ -68,8 +67,6 @@ class Question:
     # The target fetches no pages of instances: the holder computes behind what it has cached, and
     # hands off.
     prefix_cache: bool = False
-    # Room of vLLM's connector for the pages that it fetches.
-    staging_bytes: int = STAGING_BYTES
     # Learned factors that predictions are multiplied by.
     corrections: Mapping[Option, float] = field(default_factory=dict)
 
@@ -172,8 +169,8 @@ def _case(question: Question) -> Case:
     settings = question.settings
     view = ClusterView(question.local_bytes_per_s)
     at_holder = at_target = frozenset(Capability)
-    if question.prefix_cache:  # As vLLM; with its connector pages of agents are fetched.
-        at_holder = at_target = at_holder - {Capability.RETAIN}
+    if question.prefix_cache:  # As vLLM, which loads rows of agents.
+        at_holder = at_target = at_holder - {Capability.RETAIN, Capability.SPLIT}
         if not question.checkpoint_tokens:
             at_target -= {Capability.PULL_PAGES}
     holder, prefill, target = (
@@ -189,10 +186,6 @@ def _case(question: Question) -> Case:
             ("target", _N1, Role.DECODE, at_target),
         )
     )
-    if question.prefix_cache:
-        target.learn(
-            fetch_pages_max=staging_pages(question.staging_bytes, question.geometry.page_bytes)
-        )
     prefill.note_queue(question.queue_s)
     target.note_queue(question.target_queue_s)
     for node in (_N0, _N2):

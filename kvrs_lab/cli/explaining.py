@@ -1,11 +1,12 @@
 """`kvrs lab explain`: one decision, taken apart."""
 
+from collections.abc import Collection
+
 import typer
 
 import kvrs.cli.options as base
 import kvrs_lab.cli.options as opt
 from kvrs.errors import ConfigError
-from kvrs.protocol.connector import STAGING_BYTES
 from kvrs.tables import show
 
 
@@ -18,35 +19,36 @@ def explain(
     queue_depth: opt.QueueDepth = 0.0,
     checkpoint_tokens: opt.CheckpointTokens = 0,
     prefix_cache: opt.PrefixCache = False,
-    staging_bytes: opt.StagingBytes = STAGING_BYTES,
     log: opt.Log = None,
     as_json: base.Json = False,
 ) -> None:
-    """Show one recovery decision: all options, the terms of each sum, where the answer flips."""
+    """Show one recovery decision: all options, the terms of each sum, where the answer flips.
+    Without --profile: for each model, the bandwidth above which loading beats computing.
+    """
     given = locals()
     from kvrs.cli.incidents import explain_log
-    from kvrs_lab.explain.questions import decision_document
+    from kvrs_lab.explain.questions import break_even_document, decision_document
 
     if log is not None:
-        _refuse_unused(ctx)
+        _refuse_unused(ctx, "with --log", ("as_json", "log"))
         raise typer.Exit(0 if explain_log(log, as_json=as_json) else 1)
-    missing = [
-        f"--{name.replace('_', '-')}: missing"
-        for name in ("profile", "prompt_tokens")
-        if given[name] is None
-    ]
-    if missing:
+    if prompt_tokens is None:
         instead = "--log with an event log instead"
-        raise ConfigError([f"{line}; allowed: a value, or {instead}" for line in missing])
+        raise ConfigError(f"--prompt-tokens: missing; allowed: a value, or {instead}")
+    if profile is None:
+        _refuse_unused(ctx, "without --profile", ("as_json", "prompt_tokens"))
+        show(break_even_document(prompt_tokens), as_json=as_json)
+        return
     show(decision_document(given), as_json=as_json)
 
 
-def _refuse_unused(ctx: typer.Context) -> None:
-    """Raises ConfigError: an option was given that the reading of a log does not have."""
+def _refuse_unused(ctx: typer.Context, given: str, used: Collection[str]) -> None:
+    """Raises ConfigError: an option was given that another kind of question has."""
+    allowed = ", ".join(f"--{each.removeprefix('as_').replace('_', '-')}" for each in used)
     unused = [
-        f"--{name.replace('_', '-')}: given with --log, which does not use it; allowed: --json"
+        f"--{name.replace('_', '-')}: given {given}, which does not use it; allowed: {allowed}"
         for name in ctx.params
-        if name not in ("log", "as_json")
+        if name not in used
         and (source := ctx.get_parameter_source(name)) is not None
         and source.name == "COMMANDLINE"
     ]

@@ -182,9 +182,6 @@ CheckpointTokens = Annotated[
 PrefixCache = Annotated[
     bool, typer.Option("--prefix-cache", help="vLLM: no pages come from other instances")
 ]
-StagingBytes = Annotated[
-    int, typer.Option(help="With --prefix-cache: room of vLLM's connector for fetched pages")
-]
 Log = Annotated[
     Path | None,
     typer.Option(help="Or a proxy's event log: show its incidents, decide them again"),

@@ -19,6 +19,7 @@ _BANDWIDTH = re.compile(
     r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(Ki|Mi|Gi|Ti|[kMGT]?)(bit|B|b)(?:/s|ps)"
 )
 _MAX_TOKENS = 1 << 24
+_RATES = ("10Gbit/s", "25Gbit/s", "100Gbit/s", "400Gbit/s")
 # Of the profile, and of the question all but those that the profile and the policy stand for.
 _LABELS = ("label", "model", "dtype", "gpu", "cpu", "tp", "engine", "version", "kind", "source")
 _ASKED = tuple(
@@ -51,7 +52,6 @@ def decision_document(given: Mapping[str, Any]) -> dict[str, Any]:
         checkpoint_tokens=given["checkpoint_tokens"],
         host_to_device_bytes_per_s=BackupSettings().host_to_device_bytes_per_s,
         prefix_cache=given["prefix_cache"],
-        staging_bytes=given["staging_bytes"],
     )
     return {
         "version": 1,
@@ -59,6 +59,21 @@ def decision_document(given: Mapping[str, Any]) -> dict[str, Any]:
         "question": {name: getattr(question, name) for name in _ASKED},
         "answer": explain(question),
     }
+
+
+def break_even_document(tokens: int) -> dict[str, Any]:
+    """For each profile, the seconds in which a history of so many tokens is computed, and loaded at
+    some rates; and the bytes per second at which both take as long.
+    """
+    rows = []
+    for name in catalog.names():
+        kv_bytes = tokens * catalog.profile(name).geometry.bytes_per_token
+        prefill_s = catalog.prefill_table(name).seconds_for(tokens)
+        row = {"profile": name, "kv_bytes": kv_bytes, "prefill_s": prefill_s}
+        row["even_bytes_per_s"] = kv_bytes / prefill_s
+        row |= {f"load_s at {rate}": kv_bytes / parse_bandwidth(rate, "") for rate in _RATES}
+        rows.append(row)
+    return {"version": 1, "history_tokens": tokens, "break_even": rows}
 
 
 def parse_bandwidth(text: str, option: str) -> float:
@@ -102,7 +117,6 @@ def _faults_of_decision(given: Mapping[str, Any]) -> Iterator[str]:
     yield from _out_of_range(given, "prompt_tokens", 1, _MAX_TOKENS)
     yield from _out_of_range(given, "output_tokens", 0, _MAX_TOKENS)
     yield from _out_of_range(given, "checkpoint_tokens", 0, history_tokens)
-    yield from _out_of_range(given, "staging_bytes", 1, 1 << 40)
     yield from numbers_out_of_range([("--queue-depth", given["queue_depth"])], zero=True)
     try:
         parse_bandwidth(given["bandwidth"], "--bandwidth")

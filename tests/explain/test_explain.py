@@ -55,7 +55,6 @@ questions = st.builds(
     reused_tokens=st.sampled_from([0, 10, 100, 400]),
     corrections=st.dictionaries(st.sampled_from(Option), st.floats(0.25, 4)),
     prefix_cache=st.booleans(),
-    staging_bytes=st.sampled_from([1, 10 * GEOMETRY.page_bytes, 1 << 27]),
 )
 
 
@@ -187,9 +186,9 @@ def test_the_hand_off_by_rom_leaves_at_the_crossover_queue_depth(
     assert by_auto.how is Handoff.AUTO
 
 
-def test_vllm_restores_pages_of_agents_and_fetches_none_of_instances() -> None:
-    """With its connector, which a checkpoint in question stands for; without it nothing is fetched.
-    Migrating goes by the prefix cache all the same.
+def test_vllm_restores_rows_of_agents_and_fetches_none_of_instances() -> None:
+    """A checkpoint in question stands for the rows; without them nothing is fetched. Migrating
+    goes by the prefix cache all the same, and nothing is split.
     """
     asked = question(prefix_cache=True, host_to_device_bytes_per_s=2_048_000_000.0)
 
@@ -201,34 +200,6 @@ def test_vllm_restores_pages_of_agents_and_fetches_none_of_instances() -> None:
     assert total_s(connected, Option.RESTORE) == pytest.approx(0.002 + 320e-6 + 0.020)
     for option in options:
         assert total_s(plain, option) == total_s(connected, option)
-
-
-def test_vllm_restores_what_its_connector_has_room_for() -> None:
-    """Half of the checkpoint comes, and the rest of the history is computed."""
-    asked = question(
-        prefix_cache=True,
-        checkpoint_tokens=320,
-        host_to_device_bytes_per_s=2_048_000_000.0,
-        staging_bytes=10 * GEOMETRY.page_bytes,
-    )
-
-    (restore,) = (each for each in explain(asked).options if each.option is Option.RESTORE)
-
-    assert restore.total_s == pytest.approx(0.002 + 160e-6 + 0.180)
-    assert restore.terms[-1].how == "180 tokens behind 160, which fill its staging memory"
-    unbounded = explain(replace(asked, prefix_cache=False))
-    assert total_s(unbounded, Option.RESTORE) == pytest.approx(0.002 + 320e-6 + 0.020)
-
-
-def test_vllm_splits_what_it_restores_over_a_link() -> None:
-    """Half of it is computed while the other half comes, at one millisecond per token each."""
-    asked = question(prefix_cache=True, checkpoint_at=CheckpointAt.OTHER)
-
-    plain, connected = explain(asked), explain(replace(asked, checkpoint_tokens=320))
-
-    assert Option.SPLIT not in {each.option for each in plain.options}
-    assert connected.chosen is Option.SPLIT
-    assert total_s(connected, Option.SPLIT) == pytest.approx(0.002 + 0.160 + 0.020, abs=0.016)
 
 
 def test_a_checkpoint_beside_the_target_comes_from_host_memory() -> None:

@@ -108,6 +108,26 @@ def test_json_holds_question_and_answer() -> None:
     }
 
 
+def test_without_a_profile_every_model_has_its_break_even() -> None:
+    """The rate at which KV is loaded in the time in which it is computed; the same model needs more
+    of a faster GPU.
+    """
+    asked = as_json("--prompt-tokens", "8000")
+    rows = {row["profile"]: row for row in asked["break_even"]}
+
+    assert {*rows} == {*catalog.names()}
+    for row in rows.values():
+        loaded_s = row["kv_bytes"] / row["even_bytes_per_s"]
+        assert loaded_s == pytest.approx(row["prefill_s"])
+        assert row["load_s at 100Gbit/s"] == pytest.approx(row["kv_bytes"] / 12.5e9)
+    a100, h100 = (f"llama-3.1-8b-{gpu}-vllm-tp1" for gpu in ("a100", "h100"))
+    assert rows[a100]["kv_bytes"] == rows[h100]["kv_bytes"] == 8000 * 131_072
+    assert rows[a100]["even_bytes_per_s"] < rows[h100]["even_bytes_per_s"]
+    assert h100 in explained("--prompt-tokens", "8000")
+    with pytest.raises(ConfigError, match="--queue-depth: given without --profile, which does not"):
+        explained("--prompt-tokens", "8000", "--queue-depth", "2")
+
+
 def test_a_profile_that_is_none_is_named_by_its_option() -> None:
     """And the links and profiles that there are."""
     with pytest.raises(
@@ -133,21 +153,6 @@ def test_wrong_options_are_named_all_at_once() -> None:
         )
 
     assert len(refused.value.faults) == 3
-
-
-def test_the_staging_memory_of_vllm_s_connector_is_an_option() -> None:
-    """By default it holds 1,024 tokens of a model like Llama-3.1-8B."""
-    asked = (
-        *("--profile", "llama-3.1-8b-h100-vllm-tp1", "--prompt-tokens", "8000"),
-        *("--prefix-cache", "--checkpoint-tokens", "8000"),
-    )
-
-    usual, large = explained(*asked), explained(*asked, "--staging-bytes", str(2 << 30))
-
-    assert "6,976 tokens behind 1,024, which fill its staging memory" in usual
-    assert "16 tokens behind 7,984" in large
-    with pytest.raises(ConfigError, match="--staging-bytes: got 0; allowed: 1 to"):
-        explained(*asked, "--staging-bytes", "0")
 
 
 def test_a_checkpoint_is_an_option_of_the_command() -> None:
@@ -342,5 +347,5 @@ def test_an_option_of_another_question_is_refused() -> None:
     result = CliRunner().invoke(app, ["lab", "explain", *arguments])
 
     assert isinstance(result.exception, ConfigError)
-    unused = "--queue-depth: given with --log, which does not use it; allowed: --json"
+    unused = "--queue-depth: given with --log, which does not use it; allowed: --json, --log"
     assert unused in str(result.exception)
