@@ -141,10 +141,16 @@ class Starter:
         loads = {member.id: member.streams for member in targets}
         assigned = assign(self._settings.dispatch, victims, loads)
         limit = ceiling(len(victims), loads)
-        others = (len(victims) - 1) / len(targets) if victims and targets else 0.0
+        others = float(len(victims) - 1)
+        # Where rows are loaded, prompts are computed in chunks: those that were placed before go on
+        # between them, and wait for none of it.
+        is_chunked = any(member.rows for member in targets)
         for stream in ordered:
             self._gathered.pop(stream.id, None)
-            self._place(stream, assigned.get(stream.id), limit, now_s, others)
+            shared = others / len(targets) if victims and targets else 0.0
+            self._place(stream, assigned.get(stream.id), limit, now_s, shared)
+            if is_chunked and not stream.is_fresh:
+                others = max(0.0, others - 1)
 
     def place_again(self, stream: Stream, now_s: float) -> None:
         """One stream, because its time has come; with the others, if it is gathered. A stream that

@@ -114,6 +114,26 @@ def test_auto_goes_to_another_node_where_the_one_with_the_rows_is_busy() -> None
     assert only(harness.lose("d0", A=60), act.Start).plan.decode == D1
 
 
+def test_many_victims_use_both_loading_and_computing() -> None:
+    """Where one of them is loaded about as quickly as computed, half of them are: the last one goes
+    on in half of the time that either way takes for all.
+    """
+    harness = RowsHarness("d0", "d1")
+    harness.serve("agent-n0", region("d0"))
+    harness.serve("agent-n1", region("d1"))
+    harness.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 2e6))
+    for number in range(16):
+        harness.decoding(f"S{number}", 3000)
+    plans = {stream.id: stream.attempt.plan for stream in harness.policy.streams.values()}
+    cut = [name for name, plan in plans.items() if plan is not None and plan.decode == D0]
+
+    actions = harness.lose("d0", **dict.fromkeys(map(str, cut), 60))
+
+    chosen = [each.option for each in of(actions, act.Recovered)]
+    assert len(chosen) == 8
+    assert chosen.count(Option.RESTORE) == chosen.count(Option.RECOMPUTE) == 4
+
+
 @pytest.mark.parametrize(
     ("own", "others", "backup"),
     [
