@@ -48,7 +48,7 @@ class RowEngine:
         os.ftruncate(self.memory, rows * row_bytes)
         self.ledger = RowLedger(rows, row_bytes)
         name = f"engine {os.getpid()}"
-        info = RegionInfo(name, namespace, rows, row_bytes, {**fields}, model)
+        info = RegionInfo(name, namespace, rows, row_bytes, {**fields}, model, 16)
         key = scoped_key(secret, Scope.ROWS, AGENT)
         self.link = RegionLink(info, self.memory, self.ledger, lambda: dial(path), key)
 

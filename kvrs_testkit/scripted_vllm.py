@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import random
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +26,6 @@ from kvrs.protocol.openai.requests import (
     parse_completion_request,
 )
 from kvrs_testkit.scripted import Fault
-from kvrs_testkit.scripted_connector import ScriptedConnector
 from kvrs_testkit.scripted_model import (
     Arithmetic,
     Step,
@@ -93,11 +91,11 @@ class ScriptedVllm(ScriptedServer):
     adapters: dict[str, str] = field(default_factory=lambda: {"adapter": "/adapters/a"})
     version: str = "0.32.0"
     connector: bool = True
-    kvrs: ScriptedConnector | None = None  # The connector of kvrs in it.
     has_tier: bool = False  # It has its own CPU tier, with kvrs in that.
     row_bytes: float = 0.0  # That a request which names agents loads, in `row_s`.
     row_s: float = 0.001
     row_loads: int = 0
+    spoils_rows: bool = False  # What it loads is another prompt's.
     lacks: set[str] = field(default_factory=set)  # Fields, metrics and paths that it does not know.
     transfer: dict[str, Any] = field(
         default_factory=dict
@@ -161,14 +159,10 @@ class ScriptedVllm(ScriptedServer):
     async def start(self) -> None:
         self.engine, self.started_s = f"engine-{next(_ENGINES)}", next(_STARTS)
         self.script.engines.add(self.engine)
-        if self.kvrs is not None:
-            await self.kvrs.start()
         await super().start()
 
     async def kill(self) -> None:
         self.script.engines.discard(self.engine)
-        if self.kvrs is not None:
-            await self.kvrs.close()
         await super().kill()
 
     def kill_engine(self) -> None:
@@ -304,7 +298,7 @@ class ScriptedVllm(ScriptedServer):
         if any(status != "healthy" for status in self.engines or []):
             return _json({"error": {"message": "unhealthy", "code": 503}}, 503)
         if transfer is not None:
-            parsed = await self._as_loaded(transfer, parsed, salt)
+            parsed = self._as_loaded(transfer, parsed)
             if transfer.get("do_remote_decode"):
                 return self._prefill(parsed)
             if not transfer.get("do_remote_prefill"):
@@ -316,47 +310,20 @@ class ScriptedVllm(ScriptedServer):
         finally:
             self.running -= 1
 
-    async def _as_loaded(
-        self, transfer: dict[str, Any], parsed: CompletionRequest | ChatRequest, salt: str | None
+    def _as_loaded(
+        self, transfer: dict[str, Any], parsed: CompletionRequest | ChatRequest
     ) -> CompletionRequest | ChatRequest:
         """The request as it is computed behind what kvrs loads for it."""
-        if self.kvrs is not None:
-            return await self._load(self.kvrs, transfer, parsed, salt)
         if self.has_tier:
-            self.row_loads += bool(transfer.get("kvrs", {}).get("agents"))
+            loads = bool(transfer.get("kvrs", {}).get("agents"))
+            self.row_loads += loads
+            if loads and self.spoils_rows:
+                assert isinstance(parsed, CompletionRequest)
+                history = _history(parsed)
+                return msgspec.structs.replace(parsed, prompt=[history[0] + 1, *history[1:]])
         elif "kvrs" in transfer:
-            self.script.violations.append("parameters for a connector that is not there")
+            self.script.violations.append("parameters for a tier that is not there")
         return parsed
-
-    async def _load(
-        self,
-        kvrs: ScriptedConnector,
-        transfer: dict[str, Any],
-        parsed: CompletionRequest | ChatRequest,
-        salt: str | None,
-    ) -> CompletionRequest | ChatRequest:
-        """The request as it is computed behind what the connector loads for it."""
-        history = _history(parsed)
-        params = kvrs.take(transfer, len(history), parsed.max_tokens or 0)
-        if params is None or not params.sources:
-            return parsed
-        front = history[: params.sources[0].first_page * PAGE]
-        has_front = await self._has_cached(front, salt, kvrs.deadline_s)
-        if not kvrs.load(params, len(history), has_front=has_front) or kvrs.loads_rightly:
-            return parsed
-        assert isinstance(parsed, CompletionRequest)
-        return msgspec.structs.replace(parsed, prompt=[history[0] + 1, *history[1:]])
-
-    async def _has_cached(self, front: list[int], salt: str | None, deadline_s: float) -> bool:
-        """It gets into the prefix cache in time."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(deadline_s):
-                while front and not any(
-                    each == salt and [*ids[: len(front)]] == front for each, ids in self.cached
-                ):
-                    await asyncio.sleep(0.005)
-                return True
-        return False
 
     def _one_token(self, parsed: CompletionRequest | ChatRequest, salt: str | None) -> web.Response:
         history = _history(parsed)

@@ -56,13 +56,10 @@ Builder = Callable[..., Awaitable[Vllms]]
 def document(
     model: str,
     ports: dict[str, int],
-    connectors: Mapping[str, int] | None = None,
     agents: Mapping[str, int] | None = None,
     **sections: Any,
 ) -> dict[str, Any]:
-    """The servers of `ADDRESSES` that have a port; `connectors` are ports by server, `agents` by
-    node.
-    """
+    """The servers of `ADDRESSES` that have a port; `agents` are ports by node."""
     nodes = [
         {
             "id": node,
@@ -72,7 +69,6 @@ def document(
                     "id": name,
                     "role": "prefill" if name[0] == "p" else "decode",
                     "port": ports[name],
-                    "connector_port": (connectors or {}).get(name),
                 }
                 for name, on in ADDRESSES.items()
                 if on == node and name in ports

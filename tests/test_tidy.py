@@ -92,7 +92,7 @@ IMPURE_IMPORTS = {
     *("threading", "time", "random", "secrets", "uuid", "logging", "aiohttp", "uvloop", "urllib"),
     *("torch", "numpy", "ray", "matplotlib"),
 }
-# Only the engine computes with tensors, only the connector in vLLM copies its tensors, only the
+# Only the engine computes with tensors, only kvrs in vLLM reads its rows, only the
 # cluster starts Ray, only the report draws.
 HOMES_OF_LIBRARIES = {
     "torch": ["kvrs_engine.engine", "kvrs.vllm"],

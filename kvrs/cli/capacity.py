@@ -21,8 +21,7 @@ def capacity_remark(config: Config) -> Iterator[str]:
     """
     if not config.agents_run or config.cluster.model is None:
         return
-    vllm = config.cluster.backend is Backend.VLLM
-    if vllm and not any(each.connector_port for _, each in config.cluster.instances()):
+    if config.cluster.backend is Backend.VLLM:
         return  # Rows of vLLM's own memory take none of it.
     if (directory := find_model(config.cluster.model)) is None:
         return

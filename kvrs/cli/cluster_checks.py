@@ -79,9 +79,7 @@ def cluster_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
     tests = _of_each(up, "self_test")
     yield from _proxies(config, state["proxies"], answer.url)
     yield from _judged("instances", "instance", state["instances"], _OF_INSTANCES)
-    yield from _backup_mode(config, up)
     yield from _rows(config, up, state["agents"])
-    yield from _judged("connectors", "connector of", _of_each(up, "connector"), _OF_CONNECTORS)
     yield from _judged("hand-offs", "hand-offs of", _of_each(up, "hand_offs"), _OF_HAND_OFFS)
     yield from _judged("self-tests", "self-test of", tests, _OF_SELF_TESTS)
     if up and not tests:
@@ -190,30 +188,6 @@ _OF_INSTANCES = (
     ),
     _Fault(_is_not_up, bad, _NOT_UP, "up", "start it at {url}, or see its log"),
 )
-_OF_CONNECTORS = (
-    _Fault(
-        lambda row: row["off_reason"],
-        bad,
-        "off ({off_reason})",
-        "at work: it saves and restores",
-        "give vLLM the KVRS_SECRET and the cluster's file of the proxy, open its connector_port to "
-        "the proxy; else see vLLM's log, and restart it",
-    ),
-    _Fault(
-        lambda row: row["differs_from"],
-        doubtful,
-        "{fingerprint}, not that of {differs_from}",
-        "one fingerprint: else nothing is restored",
-        "the same weights, dtype, block size and overrides at all of them",
-    ),
-    _Fault(
-        lambda row: row["version"] != kvrs.__version__,
-        doubtful,
-        "kvrs {version}",
-        f"kvrs {kvrs.__version__}, as here",
-        "install the same kvrs beside vLLM, and restart it",
-    ),
-)
 _OF_HAND_OFFS = (
     _Fault(
         lambda row: row["differs_from"] and row["role"] != "prefill",
@@ -303,40 +277,19 @@ def _judged(check: str, one: str, rows: list[Row], faults: Iterable[_Fault]) -> 
 
 
 def _rows(config: Config, up: list[Row], agents: list[Row]) -> Iterator[Finding]:
-    """Yield whether agents serve the rows of each vLLM that decodes without a connector, and those
-    mean the same.
-    """
+    """Yield whether agents serve the rows of each vLLM that decodes, and those mean the same."""
     if config.cluster.backend is not Backend.VLLM:
         return
     regions = [each for row in agents for each in row.get("regions", ()) if each["is_alive"]]
     having, is_kept = {each["engine"] for each in regions}, config.backup.mode is not BackupMode.OFF
-    instances = [each for _, each in config.cluster.instances() if each.role is not Role.PREFILL]
-    bare = {each.id for each in instances if not each.connector_port}
-    lacking = [row["id"] for row in up if row["id"] in bare - having]
+    lacking = [row["id"] for row in up if row["role"] != Role.PREFILL and row["id"] not in having]
     if having and not is_kept:
         value = f"backup.mode is off, and agents serve rows of {', '.join(sorted(having))}"
         yield doubtful("rows", value, "local", "set backup.mode")
-    elif is_kept and bare and lacking:
+    elif is_kept and lacking:
         value = f"no agent serves any of {', '.join(lacking)}"
         remedy = "start vLLM with KvrsOffloading there, and see its log (kvrs docs vllm)"
         yield doubtful("rows", value, "those of each decode instance", remedy)
     if len({each["namespace"] for each in regions}) > 1:
         remedy = "see which fields differ in the log of an agent that serves both"
         yield doubtful("rows", "they mean different things", "one namespace", remedy)
-
-
-def _backup_mode(config: Config, up: list[Row]) -> Iterator[Finding]:
-    """Yield whether `backup.mode` fits to the connectors in vLLM."""
-    if config.cluster.backend is not Backend.VLLM:
-        return
-    mode = config.backup.mode.value
-    having = {each.id for _, each in config.cluster.instances() if each.connector_port}
-    lacking = [row["id"] for row in up if row["id"] not in having]
-    if having and mode == BackupMode.OFF:
-        value = f"{mode}, and {len(having)} instances have a connector_port"
-        remedy = "set backup.mode, and start an agent on each node"
-        yield doubtful("backup.mode", value, "remote, local or both", remedy)
-    elif having and lacking:
-        value = f"{mode}, and no connector_port at {', '.join(lacking)}"
-        remedy = "start vLLM with the connector there (kvrs docs vllm)"
-        yield doubtful("backup.mode", value, "a connector in each, or no checkpoint", remedy)

@@ -183,7 +183,7 @@ def _secret(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     if config.security.secret_file is not None or ENV_NAME in environ:
         return
     if not needs_secret(config):
-        yield good("secret", "none is needed: no peer, agent or connector shares it")
+        yield good("secret", "none is needed: no peer or agent shares it")
     else:
         allowed = f"security.secret_file, or {ENV_NAME}, of {MIN_SECRET_BYTES} bytes or more"
         remedy = f"export {ENV_NAME}=$(openssl rand -hex 32); `kvrs lab up` makes its own"

@@ -36,7 +36,6 @@ def faults_across_sections(config: Sections) -> Iterator[str]:
             pass
         case _:
             assert_never(config.cluster.backend)
-    yield from _faults_of_connectors(config)
     yield from _faults_of_ranks(config)
     yield from _faults_of_groups(config.cluster, re_forms=config.elastic.enabled)
     yield from _faults_of_roles(config)
@@ -181,16 +180,6 @@ def _faults_of_state_plane(config: Sections) -> Iterator[str]:
         )
 
 
-def _faults_of_connectors(config: Sections) -> Iterator[str]:
-    backend = config.cluster.backend
-    for _, instance in config.cluster.instances():
-        if instance.connector_port is not None and backend is not Backend.VLLM:
-            yield (
-                f"cluster.nodes: instance {instance.id!r} has a connector_port; allowed with "
-                f"backend {backend.value!r}: null"
-            )
-
-
 def _faults_of_distserve(cluster: ClusterSettings) -> Iterator[str]:
     for node in cluster.nodes:
         roles = sorted(instance.role.value for instance in node.instances)
@@ -214,18 +203,11 @@ def _faults_of_distserve(cluster: ClusterSettings) -> Iterator[str]:
 def _faults_of_vllm(cluster: ClusterSettings, mode: BackupMode) -> Iterator[str]:
     """Yield settings that do not fit servers of vLLM."""
     instances = [instance for _, instance in cluster.instances()]
-    connected = [each.id for each in instances if each.connector_port]
-    if cluster.model is None and connected:
-        yield (
-            f"cluster.model: missing, with a connector_port at {', '.join(connected)}; allowed: "
-            f"the model's directory, whose config.json has the size of its pages"
-        )
     with_rows = mode is BackupMode.LOCAL or any(node.agent.row_port for node in cluster.nodes)
-    if mode is not BackupMode.OFF and not (connected or with_rows):
+    if mode is not BackupMode.OFF and not with_rows:
         yield (
-            f"backup.mode: got {mode.value!r} with backend 'vllm', of which no instance has a kvrs "
-            f"connector that sends checkpoints; allowed: 'off', 'local', or a connector_port, or a "
-            f"row_port of agents"
+            f"backup.mode: got {mode.value!r} with backend 'vllm', where no agent has a row_port; "
+            f"allowed: 'off', 'local', or a row_port of agents"
         )
     for instance in instances:
         if instance.role is Role.BOTH:

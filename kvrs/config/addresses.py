@@ -25,11 +25,6 @@ def addresses_of(
         for address in ((each.host, each.port), (each.host, each.page_port))
     ]
     addresses += [
-        (instance.host, instance.connector_port)
-        for _, instance in cluster.instances()
-        if instance.connector_port is not None
-    ]
-    addresses += [
         (node.agent.host, node.agent.row_port)
         for node in cluster.nodes
         if node.agent.row_port is not None

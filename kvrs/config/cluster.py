@@ -71,8 +71,6 @@ class InstanceSettings(Settings):
     """Port of the HTTP API. 0: any free port, chosen once by `kvrs lab up`."""
     page_port: int = Field(default=0, ge=0, le=65535)
     """Where its pages are pulled from. 0: any free port, chosen once by `kvrs lab up`."""
-    connector_port: int | None = Field(default=None, ge=1, le=65535, json_schema_extra=VLLM)
-    """Port of the kvrs connector in it, for the proxies. null: it has none."""
     bind: Host | None = None
     """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
     tp: int = Field(default=1, ge=1, le=MAX_RANKS, json_schema_extra=EMBEDDED)
@@ -145,11 +143,6 @@ class InstanceSettings(Settings):
     @property
     def url(self) -> str:
         return f"http://{netloc(self.host, self.port)}"
-
-    @property
-    def protocol_port(self) -> int:
-        """Where the instance protocol is spoken: the HTTP API's port, or that of a connector."""
-        return self.connector_port or self.port
 
 
 _LABEL = r"[A-Za-z0-9._/-]+=[A-Za-z0-9._-]+"

@@ -37,14 +37,13 @@ def check_exposure(config: Config, environ: Mapping[str, str]) -> None:
 
 
 def needs_secret(config: Config) -> bool:
-    """True if another process has to know the secret of a proxy: an agent, another proxy, an engine
-    of ours or a connector in vLLM. Else the proxy can draw one for itself.
+    """True if another process has to know the secret of a proxy: an agent, another proxy or one of
+    our engines. Else the proxy can draw one for itself.
     """
     proxy, cluster = config.proxy, config.cluster
     has_peers = bool(proxy.peers or proxy.peer_port)
-    has_connectors = any(each.connector_port for _, each in cluster.instances())
     is_ours = cluster.backend is not Backend.VLLM
-    return is_ours or has_peers or has_connectors or config.agents_run
+    return is_ours or has_peers or config.agents_run
 
 
 def notes(config: Config) -> Iterator[str]:

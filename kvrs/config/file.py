@@ -36,7 +36,7 @@ class Config(Sections):
         """URL at which an instance or agent speaks kvrs's own protocol."""
         if isinstance(process, AgentSettings):
             return self.inner_url(process.host, process.port)
-        return self.inner_url(process.host, process.protocol_port)
+        return self.inner_url(process.host, process.port)
 
     def inner_url(self, host: str, port: int) -> str:
         scheme = "http" if self.security.tls is None else "https"

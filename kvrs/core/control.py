@@ -108,12 +108,11 @@ class Control(Generic[S]):
             agent_of=lambda up: self.agents.known[up.holder],
             stream_of=self.streams.__getitem__,
         )
-        is_vllm = config.cluster.backend is Backend.VLLM
         self.self_tests = SelfTests(
             self.instances.known,
             enabled=runs_self_tests,
             tests_kv=config.cluster.backend is not Backend.DISTSERVE,
-            tests_restores=lambda: is_vllm and self.agents.any_up(),
+            loads_rows_of=self.policy.loads_rows_of,
         )
         self.agents = Agents.of(config)
         self.leases = Leases(config.transfer.lease_s)

@@ -178,9 +178,7 @@ class InstanceEvents:
             cause = f"moved: its GPU is {event.state.value}: {event.reason}"
             self._move(member, cause, event.produced_tokens, now_s)
 
-    def learned(
-        self, event: ev.SelfTested | ev.NamesListed | ev.CapabilitiesListed, now_s: float
-    ) -> None:
+    def learned(self, event: ev.SelfTested | ev.NamesListed, now_s: float) -> None:
         """Other facts of an instance that runs on."""
         member = self._view.members.get(event.instance)
         if member is None or event.epoch != member.epoch:
@@ -191,12 +189,6 @@ class InstanceEvents:
             case ev.NamesListed():
                 member.learn(names=event.names)
                 self._starter.place_idle(now_s)
-            case ev.CapabilitiesListed():
-                member.learn(
-                    capabilities=event.capabilities,
-                    kv_fingerprint=event.kv_fingerprint,
-                    fetch_pages_max=event.fetch_pages_max,
-                )
             case _:
                 assert_never(event)
 

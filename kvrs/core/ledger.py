@@ -73,10 +73,6 @@ class Ledger:
             else:
                 link = self.view.link_from(agent, target)
             _put_on_link(attempt, link, run.pages * decode.page_bytes)
-        if plan.runs and decode.fetch_pages_max is not None:
-            pages = sum(run.pages for run in plan.runs)
-            decode.fetching_pages += pages
-            attempt.fetches_at = decode, pages
         stage = Stage.DECODE if runs_on is decode else Stage.PREFILL
         self._put_hand_off(stream, runs_on, decode)
         self._run(stream, stage, runs_on, decode)
@@ -119,10 +115,6 @@ class Ledger:
         for link, size_bytes in attempt.links:
             link.in_flight_bytes -= size_bytes
         attempt.links.clear()
-        if attempt.fetches_at is not None:
-            member, pages = attempt.fetches_at
-            member.fetching_pages -= pages
-            attempt.fetches_at = None
 
     def arrived(self, stream: Stream) -> None:
         """The attempt has brought a token: what it fetched or computed first is there."""

@@ -85,6 +85,13 @@ class RecoveryPolicy:
             self._ledger, self._starter, self._staying, self._steps, policy, member_of
         )
 
+    def loads_rows_of(self, target: Member, holder: Member) -> bool:
+        """The instance can load rows that the agent of the other one's node serves."""
+        if not holder.rows or holder.rows != target.rows:
+            return False
+        agent = self._view.agent_on(holder.node)
+        return agent is not None and (holder.node == target.node or agent.rows.to_other_nodes)
+
     def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
         """Apply one event; return the actions it calls for, in the order in which they are to be
         carried out.
@@ -112,7 +119,7 @@ class RecoveryPolicy:
                 self._instances.gpu_judged(event, now_s)
             case ev.DrainOrdered() | ev.DrainEnded():
                 self._instances.ordered(event, now_s)
-            case ev.SelfTested() | ev.NamesListed() | ev.CapabilitiesListed():
+            case ev.SelfTested() | ev.NamesListed():
                 self._instances.learned(event, now_s)
             case ev.LoadReported():
                 self._instances.reported(event, now_s)

@@ -27,7 +27,6 @@ from kvrs.config.proxy import ProxySettings
 from kvrs.core.control import Control
 from kvrs.core.fleet.known import (
     others_of_other_format,
-    others_with_other_kv,
     overdue_after_s,
 )
 from kvrs.core.fleet.names import listed_names
@@ -39,11 +38,10 @@ from kvrs.protocol.instance import (
     NO_OTHER_NAMES,
     AgentInfo,
     AgentReport,
-    Capability,
-    ConnectorReport,
     InstanceInfo,
     LoadReport,
 )
+from kvrs.protocol.rows import NO_ROWS
 
 # Between two tries to reach a process, doubling.
 FIRST_PAUSE_S = 0.05
@@ -85,8 +83,6 @@ class WatchNote(Enum):
     REFUSED = auto()
     UNREACHED = auto()
     NAMES = auto()
-    CAPABILITIES = auto()
-    OTHER_KV = auto()
     OTHER_FORMAT = auto()
 
 
@@ -320,15 +316,12 @@ class InstanceWatch(Watch[Member, InstanceInfo, LoadReport]):
         self.known = self._control.instance_up(self.known, info, now_s)
         if info.names != NO_OTHER_NAMES:
             self._shell.note(WatchNote.NAMES, listed_names(info))
-        self._compare_kv()
         if others := others_of_other_format(self._control.instances, self.known):
             self._shell.note(WatchNote.OTHER_FORMAT, [*others])
 
     def _count(self, info: InstanceInfo, report: LoadReport, now_s: float) -> WatchStep | None:
         if report.names is not None and report.names != info.names:
             info = self._relist(msgspec.structs.replace(info, names=report.names), now_s)
-        if report.capabilities is not None:
-            info = self._equip(info, report.capabilities, report.connector, now_s)
         self._control.load_reported(self.known, report, now_s)
         if not report.full_degree:
             return None
@@ -336,36 +329,6 @@ class InstanceWatch(Watch[Member, InstanceInfo, LoadReport]):
         number = 0 if report.reforming is None else report.reforming.number
         self._asked_shape = report.layout_number, report.degree, number
         return None if self._asked_shape == self._shape else WatchStep.SHAPE
-
-    def _equip(
-        self,
-        before: InstanceInfo,
-        capabilities: list[Capability],
-        connector: ConnectorReport | None,
-        now_s: float,
-    ) -> InstanceInfo:
-        """The same process can do this from now on, perhaps more or less than before."""
-        kv_fingerprint = (connector and connector.fingerprint) or before.kv_fingerprint
-        pages_max = (connector and connector.staging_pages) or before.fetch_pages_max
-        info = msgspec.structs.replace(
-            before,
-            capabilities=capabilities,
-            kv_fingerprint=kv_fingerprint,
-            fetch_pages_max=pages_max,
-        )
-        if info == before:
-            return before
-        self._info = info
-        self._control.self_tests.up(info, now_s)
-        event = ev.CapabilitiesListed(info.id, info.epoch, capabilities, kv_fingerprint, pages_max)
-        self._control.tell(event, now_s)
-        self._shell.note(WatchNote.CAPABILITIES, [each.value for each in capabilities])
-        self._compare_kv()
-        return info
-
-    def _compare_kv(self) -> None:
-        if others := others_with_other_kv(self._control.instances, self.known):
-            self._shell.note(WatchNote.OTHER_KV, [*others])
 
     def _relist(self, info: InstanceInfo, now_s: float) -> InstanceInfo:
         """The same process serves other names than before."""
@@ -401,10 +364,12 @@ class AgentWatch(Watch[Agent, AgentInfo, AgentReport]):
 
     def _up(self, info: AgentInfo, now_s: float) -> None:
         self._checkpoints.up(self.known, info, now_s)
-        self._self_tests.changed()
 
     def _count(self, info: AgentInfo, report: AgentReport, now_s: float) -> None:
+        before = self.known.report
         self._checkpoints.reported(self.known, report, now_s)
+        if report.rows != (NO_ROWS if before is None else before.rows):
+            self._self_tests.changed()
 
     def _lose(self, cause: str, now_s: float) -> None:
         self._checkpoints.lost(self.known, cause, now_s)

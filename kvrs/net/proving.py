@@ -42,9 +42,7 @@ def instance_keys(
 ) -> Keys:
     """Keys of the ports at which the instance protocol is spoken."""
     return {
-        address_of(f"http://{netloc(each.host, each.protocol_port)}"): scoped_key(
-            secret, scope, each.id
-        )
+        address_of(f"http://{netloc(each.host, each.port)}"): scoped_key(secret, scope, each.id)
         for each in instances
     }
 

@@ -150,10 +150,6 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     # they are leased as those of a hand-off.
     kept: dict[StreamId, Natural] = {}
     names: ModelNames = NO_OTHER_NAMES
-    # Of its pages at agents, where it is not the fingerprint: of the connector in vLLM.
-    kv_fingerprint: str = ""
-    # Room for fetched pages, beyond which a history is computed; None: as many as there are.
-    fetch_pages_max: Natural | None = None
     hand_off_format: str = ""  # Of vLLM (`kvrs/protocol/hand_offs.py`); empty: not told.
 
     @property
@@ -220,20 +216,6 @@ class ReformingReport(msgspec.Struct, frozen=True):
     held_page_s: Seconds = 0.0
 
 
-class ConnectorReport(msgspec.Struct, frozen=True):
-    """Counts of the kvrs connector in vLLM, since its start where they only rise."""
-
-    version: str  # Of kvrs.
-    pages_saved: Natural = 0  # That agents have taken, each agent for itself.
-    pages_loaded: Natural = 0  # Copied into vLLM's blocks after they were verified.
-    pages_damaged: Natural = 0  # Fetched with a wrong checksum, and computed instead.
-    lag_pages: Natural = 0  # Full pages of protected streams that agents do not have yet.
-    pinned_blocks: Natural = 0  # Staged pages and the blocks that wait for them.
-    off_reason: str | None = None  # Why it does nothing; None: it is at work.
-    fingerprint: str = ""  # Of the pages that it saves and loads.
-    staging_pages: Natural = 0  # Room for pages on their way, fetched or saved; 0: not told.
-
-
 class FetchReport(msgspec.Struct, frozen=True):
     """The end of a fetch of the pages that the `sources` of an attempt name."""
 
@@ -243,7 +225,6 @@ class FetchReport(msgspec.Struct, frozen=True):
     # Of the history, in tokens: fetched, verified and used; and neither that nor in the own cache.
     loaded_tokens: Natural
     computed_tokens: Natural
-    fault: str = ""  # Why no more was fetched, where it tells.
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -291,11 +272,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     replica_pages: Natural = 0
     replica_dropped_pages: Natural = 0
     names: ModelNames | None = None  # As of `InstanceInfo`, where they change; None: as they were.
-    connector: ConnectorReport | None = None  # Of vLLM; None: it has none.
     hand_offs: HandOffReport | None = None  # Of vLLM's NIXL; None: it has none.
     speculation: SpeculationReport | None = None  # None: it has no source of drafts.
     experts: ExpertReport | None = None  # None: it has none, or is one process.
-    capabilities: list[Capability] | None = None  # As of `InstanceInfo`; None: as they were.
     progress: float = 0.0  # Counts what it computes, in tokens or steps; 0: not counted.
 
 

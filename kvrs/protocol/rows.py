@@ -39,6 +39,7 @@ from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.secrets import derive
 
+PARAMS_FIELD = "kvrs"  # In `kv_transfer_params` of a request to vLLM.
 NAMESPACE_BYTES = 32
 MAX_KEY_BYTES = 55
 MAX_KEYS = 1 << 16
@@ -53,7 +54,6 @@ _MAGIC = b"KR"
 _HEAD = struct.Struct("!2sBBIQ")
 _SPACE = struct.Struct(f"!{NAMESPACE_BYTES}sQ")
 HEAD_BYTES = _HEAD.size
-SPACE_BYTES = _SPACE.size
 
 
 class RowFrame(IntEnum):
@@ -105,6 +105,7 @@ class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # What the namespace was made of, so that one that differs can be explained.
     fields: dict[str, Any]
     model: str = ""  # As the engine serves it.
+    row_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: not told.
 
     @property
     def space(self) -> Space:
@@ -127,11 +128,18 @@ class RegionReport(msgspec.Struct, frozen=True):
     is_alive: bool
     rows: Annotated[int, msgspec.Meta(ge=0)]
     row_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    row_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # As of `RegionInfo`.
 
     @classmethod
     def of(cls, info: RegionInfo, *, is_alive: bool) -> "RegionReport":
-        space = short(info.namespace)
-        return cls(InstanceId(info.engine), space, is_alive, info.rows, info.row_bytes)
+        return cls(
+            InstanceId(info.engine),
+            short(info.namespace),
+            is_alive,
+            info.rows,
+            info.row_bytes,
+            info.row_tokens,
+        )
 
 
 class RowsReport(msgspec.Struct, frozen=True):

@@ -38,11 +38,6 @@ def salt_of(cache_salt: str, adapter: str) -> str:
     return blake2b(cache_salt.encode(), digest_size=TAG_BYTES, key=key).hexdigest()
 
 
-def next_tag(parent: Tag, page_token_ids: Sequence[int]) -> Tag:
-    """The tag of the page that holds `page_token_ids` and follows the page tagged `parent`."""
-    return _hashed(parent, _words(page_token_ids))
-
-
 def page_tags(root: Tag, token_ids: Sequence[int], page_size_tokens: int) -> list[Tag]:
     """Tags of the full pages of `token_ids`, first page first; a partial last page has none."""
     tags: list[Tag] = []

@@ -1,18 +1,12 @@
-"""The fingerprint of a model in vLLM: pages move only between equal ones."""
+"""The digest of a model's weights: rows are shared only between equal ones."""
 
 import hashlib
-import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
 from kvrs.errors import KvrsError
-from kvrs.protocol.geometry import KvGeometry
 from kvrs.vllm import files
-
-LAYOUT = 1  # Of vLLM's blocks in our pages; rises where it changes.
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def weights_of(model: str, revision: str | None = None, cache: str | None = None) -> str:
@@ -49,20 +43,6 @@ def weights_of(model: str, revision: str | None = None, cache: str | None = None
     return digest.hexdigest()
 
 
-def fingerprint_of(model: str, arithmetic: Sequence[str], geometry: KvGeometry) -> str:
-    """Fingerprint of a model's directory: of its files of weights the sizes, the heads, and samples
-    at equal distances, since to read all would take minutes. `arithmetic`: settings by which equal
-    weights give other KV.
-
-    Raises:
-        KvrsError: the directory has no weights.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps([LAYOUT, [*arithmetic], [*map(repr, [geometry])]]).encode())
-    _add_weights(digest, Path(model))
-    return f"vLLM blocks {LAYOUT}, {digest.hexdigest()}"
-
-
 def _weights_in(directory: Path) -> list[Path]:
     found = sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")])
     if not found:
@@ -70,17 +50,3 @@ def _weights_in(directory: Path) -> list[Path]:
             f"{directory}: no *.safetensors or *.bin; allowed: a directory with weights"
         )
     return found
-
-
-def _add_weights(digest: hashlib.blake2b, directory: Path) -> None:
-    weights = _weights_in(directory)
-    digest.update(json.dumps([each.name for each in weights]).encode())
-    config = directory / "config.json"
-    digest.update(config.read_bytes() if config.is_file() else b"")
-    for path in weights:
-        size = path.stat().st_size
-        digest.update(size.to_bytes(8, "big"))
-        with path.open("rb") as file:
-            for index in range(_SAMPLES):
-                file.seek(index * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))

@@ -1,7 +1,7 @@
-"""An error of the connector turns the connector off, never the engine.
+"""An error of kvrs in vLLM turns kvrs off, never the engine.
 
 vLLM ends its engine, with all requests, at any exception in a hook. So each hook answers as one
-that has nothing to do, once the connector is off.
+that has nothing to do, once kvrs is off.
 """
 
 import functools
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 class Switch:
-    """The state of the connector. `turned_off` is called once, at the first error."""
+    """The state of an object with hooks. `turned_off` is called once, at the first error."""
 
     def __init__(self, turned_off: Callable[[], None] = lambda: None) -> None:
         self.off_reason: str | None = None
@@ -26,15 +26,15 @@ class Switch:
         if self.off_reason is not None:
             return
         self.off_reason = reason
-        log.error("the kvrs connector is off: %s", reason)
+        log.error("kvrs is off in this vLLM: %s", reason)
         try:
             self.turned_off()
         except Exception:
-            log.exception("the kvrs connector could not clear up")
+            log.exception("kvrs could not clear up")
 
 
 def guarded(idle: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a hook of an object with a `switch`. `idle` makes the answer of a connector that has
+    """Decorate a hook of an object with a `switch`. `idle` makes the answer of an object that has
     nothing to do.
     """
 

@@ -59,13 +59,7 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
         raise KvrsError("the workers of this engine may have mapped another region")
     # An engine that shares nothing does so too: vLLM itself leaves the name behind at a kill.
     unlink_region(Path(region.mmap_path), region.fd)
-    try:
-        given = msgspec.convert(options, _Options)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"kv_connector_extra_config.kvrs: got {options!r:.200}; allowed: config (the cluster's "
-            f"YAML), instance (an id in it), and if wanted requests, lookup_s and load_s ({error})"
-        ) from None
+    given = _options(options)
     config = load_config(Path(given.config), os.environ)
     instance = InstanceId(given.instance)
     nodes = {each.id: node for node, each in config.cluster.instances()}
@@ -76,7 +70,9 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
     secrets = read_secrets(config.security, os.environ)
     fields = space.fields_of(spec)
     namespace = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
-    info = RegionInfo(instance, namespace, rows, row_bytes, fields, space.served_name())
+    tokens = spec.blocks_per_chunk * max(spec.tokens_per_block)
+    name = space.served_name()
+    info = RegionInfo(instance, namespace, rows, row_bytes, fields, name, tokens)
     tags = RowTags(secrets)
     directory = store_directory(config.backup.directory, secrets[0], own.id)
     dials: dict[InstanceId, Callable[[float], socket.socket]] = {
@@ -116,3 +112,14 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
         given.lookup_s,
         given.load_s,
     )
+
+
+def _options(given: dict[str, Any]) -> _Options:
+    """Raises ConfigError."""
+    try:
+        return msgspec.convert(given, _Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"kv_connector_extra_config.kvrs: got {given!r:.200}; allowed: config (the cluster's "
+            f"YAML), instance (an id in it), and if wanted requests, lookup_s and load_s ({error})"
+        ) from None

@@ -3,60 +3,20 @@ and not by its version.
 """
 
 import inspect
-from abc import update_abstractmethods
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from importlib import import_module
 from typing import Any
 
-from kvrs.vllm import block_table
-
-# Of these vLLM may have none: it asks for nothing then, and what they are for is done without.
-OPTIONAL = {
-    "bind_gpu_block_pool",
-    "get_required_kvcache_layout",
-    "has_pending_push_work",
-    "requires_kv_delivery",
-    "reset_cache",
-    "set_xfer_handshake_metadata_pp_aware",
-}
 ANY = ["*"]
+_OFFLOAD = "vllm.v1.kv_offload"
 # What is read of vLLM beside its hooks, by module and class: attributes of the class, fields, or
 # what its `__init__` sets.
 READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "vllm.distributed.kv_transfer.kv_connector.v1.base": {
-        "KVConnectorBase_V1": ("_vllm_config", "_kv_transfer_config", "_connector_metadata"),
-    },
-    "vllm.v1.core.sched.output": block_table.READS,
-    "vllm.v1.outputs": {"KVConnectorOutput": ("kv_connector_worker_meta",)},
-    "vllm.v1.request": {
-        "Request": (
-            *("request_id", "kv_transfer_params", "cache_salt", "lora_request", "mm_features"),
-            *("status", "num_tokens", "num_computed_tokens", "all_token_ids"),
-        ),
-        "RequestStatus": ("FINISHED_LENGTH_CAPPED",),
-    },
-    "vllm.v1.core.block_pool": {"BlockPool": ("blocks",)},
-    "vllm.v1.core.kv_cache_utils": {"KVCacheBlock": ("block_hash",)},
-}
-# What is called, by module and name: the arguments that it gets, by position.
-CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "vllm.v1.core.kv_cache_manager": {"KVCacheBlocks.get_block_ids": ("self",)},
-    "vllm.v1.core.block_pool": {
-        "BlockPool.touch": ("self", "blocks"),
-        "BlockPool.free_blocks": ("self", "blocks"),
-    },
-    "vllm.distributed.parallel_state": {"get_tensor_model_parallel_rank": ()},
-}
-
-
-# The same of what `ledger`, `tier`, `node`, `space` and `adapters` use.
-_OFFLOAD = "vllm.v1.kv_offload"
-TIER_READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     f"{_OFFLOAD}.base": {
         "LookupResult": ("HIT", "MISS", "RETRY"),
         "Medium": ("CPU",),
         "OffloadPolicy": ("REQUEST_LEVEL",),
-        "OffloadingSpec": ("config", "blocks_per_chunk"),
+        "OffloadingSpec": ("config", "blocks_per_chunk", "tokens_per_block"),
         "ReqContext": ("req_id", "kv_transfer_params"),
     },
     f"{_OFFLOAD}.config": {"OffloadingConfig": ("canonical_layout", "kv_cache_layout")},
@@ -79,7 +39,8 @@ TIER_READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "vllm.v1.request": {"Request": ("lora_request",)},
     "vllm.lora.request": {"LoRARequest": ("lora_path",)},
 }
-TIER_CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+# What is called, by module and name: the arguments that it gets, by position.
+CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     f"{_OFFLOAD}.base": {
         "RequestOffloadingContext": ("policy",),
         "ReqContext.get_state": ("self", "kind"),
@@ -114,19 +75,8 @@ def faults_of_tier(connector: type) -> Iterator[str]:
         yield from (
             f"vLLM wants a hook {name}" for name in sorted(getattr(ours, "__abstractmethods__", ()))
         )
-    yield from faults_of_reads(TIER_READS)
-    yield from faults_of_calls(TIER_CALLS)
-
-
-def fill_abstract(connector: type) -> list[str]:
-    """Give a connector the hooks that it must have and does not know: they do nothing. Returns
-    their names.
-    """
-    unknown = sorted(getattr(connector, "__abstractmethods__", ()))
-    for name in unknown:
-        setattr(connector, name, _nothing)
-    update_abstractmethods(connector)
-    return unknown
+    yield from faults_of_reads(READS)
+    yield from faults_of_calls(CALLS)
 
 
 def faults_of_hooks(
@@ -143,15 +93,14 @@ def faults_of_hooks(
         found = [inspect.getattr_static(base, name, None) for base in bases]
         theirs = next((each for each in found if each is not None), None)
         if theirs is None:
-            if name not in OPTIONAL:
-                yield f"vLLM has no hook {name}"
+            yield f"vLLM has no hook {name}"
             continue
         taken, given = _parameters(hook), _parameters(theirs)
         if type(theirs) is not type(hook) or (given != taken and taken is not ANY):
             yield (f"vLLM's hook {name} takes ({', '.join(given)}); allowed: ({', '.join(taken)})")
 
 
-def faults_of_reads(needed: Mapping[str, Mapping[str, tuple[str, ...]]] = READS) -> Iterator[str]:
+def faults_of_reads(needed: Mapping[str, Mapping[str, tuple[str, ...]]]) -> Iterator[str]:
     """Attributes that vLLM's classes and their objects lack.
 
     Raises:
@@ -165,7 +114,7 @@ def faults_of_reads(needed: Mapping[str, Mapping[str, tuple[str, ...]]] = READS)
                 yield from faults_of_features((found, name) for name in names)
 
 
-def faults_of_calls(needed: Mapping[str, Mapping[str, tuple[str, ...]]] = CALLS) -> Iterator[str]:
+def faults_of_calls(needed: Mapping[str, Mapping[str, tuple[str, ...]]]) -> Iterator[str]:
     """Functions and methods that vLLM lacks, or that cannot be called so.
 
     Raises:
@@ -207,7 +156,3 @@ def _parameters(hook: Any) -> list[str]:
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return ANY
     return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
-
-
-def _nothing(*args: Any, **more: Any) -> None:
-    return None

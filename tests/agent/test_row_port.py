@@ -255,16 +255,16 @@ def test_an_engine_that_closed_its_ledger_serves_nothing(
 def test_an_agent_reports_what_it_serves(agent: RowAgent, engine: subprocess.Popen[str]) -> None:
     """A dead engine's rows until they are given back."""
 
-    def reported() -> list[tuple[str, str, bool, int, int]]:
+    def reported() -> list[tuple[object, ...]]:
         return [msgspec.structs.astuple(each) for each in agent.regions.reports()]
 
     facts = (f"engine {engine.pid}", SPACE.namespace.hex()[:16])
-    assert reported() == [(*facts, True, ROWS, SPACE.row_bytes)]
+    assert reported() == [(*facts, True, ROWS, SPACE.row_bytes, 16)]
 
     engine.kill()
     engine.wait()
     until(lambda: settled(agent))
-    assert reported() == [(*facts, False, ROWS, SPACE.row_bytes)]
+    assert reported() == [(*facts, False, ROWS, SPACE.row_bytes, 16)]
 
     agent.regions.settle(time.monotonic() + ADOPTED_S + 1)
     assert reported() == []

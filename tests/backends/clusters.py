@@ -22,7 +22,6 @@ from aiohttp import web
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import RequestError
 from kvrs_testkit.processes import ForkedProcesses, Processes
-from kvrs_testkit.scripted_connector import ScriptedConnector
 from kvrs_testkit.scripted_server import SECRET
 from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
 from kvrs_testkit.vllm_cluster import ADDRESSES, CONFIG, document
@@ -50,9 +49,6 @@ class Cluster(Protocol):
 
     config: Config
     secret: bytes
-    # A fence ends attempts that run and refuses later ones. With vLLM's connector it ends only what
-    # they save and fetch: vLLM ends them when their connections are closed.
-    ends_fenced: bool
 
     def kill(self, name: str, worker_pids: list[int]) -> None:
         """Kill the instance; `worker_pids` are those that it has reported."""
@@ -64,8 +60,6 @@ class Cluster(Protocol):
 
 
 class EmbeddedCluster(ForkedProcesses):
-    ends_fenced = True
-
     def start(self, *names: str) -> None:
         for name in names:
             # Above every fence of the epochs before.
@@ -84,8 +78,6 @@ class DistServeCluster(Processes):
     """Two servers, each of which is two instances: what dies of one is a stage, and it comes back
     by itself.
     """
-
-    ends_fenced = True
 
     def start(self, *nodes: str) -> None:
         for node in nodes:
@@ -121,7 +113,6 @@ class VllmCluster:
     """The servers of `tests/conftest.py`."""
 
     secret = b"none of vLLM's business"
-    ends_fenced = True  # It has no fence.
 
     def __init__(self, servers: Any) -> None:
         self.config: Config = servers.config
@@ -154,11 +145,10 @@ def _refusal(message: str, param: str | None) -> web.Response:
     return web.json_response({"error": error}, status=400)
 
 
-class ConnectorCluster:
-    """Scripted vLLM servers with a scripted connector in each, in a thread of their own."""
+class ScriptedCluster:
+    """Scripted vLLM servers, in a thread of their own."""
 
     secret = SECRET
-    ends_fenced = False
 
     def __init__(self, directory: Path) -> None:
         (directory / "config.json").write_text(json.dumps(CONFIG))
@@ -166,18 +156,14 @@ class ConnectorCluster:
         self._servers = {}
         for name, node in ADDRESSES.items():
             role = "prefill" if name[0] == "p" else "decode"
-            server = self._servers[name] = _ScriptedVllm(name, node, role=role, script=script)
-            server.kvrs = ScriptedConnector(name, node)
+            self._servers[name] = _ScriptedVllm(name, node, role=role, script=script)
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         for server in self._servers.values():
             self._do(server.start())
         ports = {name: server.port for name, server in self._servers.items()}
-        connectors = {
-            name: server.kvrs.port for name, server in self._servers.items() if server.kvrs
-        }
-        self.config = parse_config(document(str(directory), ports, connectors))
+        self.config = parse_config(document(str(directory), ports))
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(_SCRIPTED_TIMEOUT_S)
@@ -197,8 +183,8 @@ class ConnectorCluster:
 
 
 @contextmanager
-def connectors(directory: Path) -> Iterator[ConnectorCluster]:
-    with closing(ConnectorCluster(directory)) as cluster:
+def scripted(directory: Path) -> Iterator[ScriptedCluster]:
+    with closing(ScriptedCluster(directory)) as cluster:
         yield cluster
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from kvrs_testkit.processes import ForkedProcesses, Processes
-from tests.backends.clusters import Cluster, VllmCluster, connectors, distserve, embedded
+from tests.backends.clusters import Cluster, VllmCluster, distserve, embedded, scripted
 from tests.backends.conversations import BackendCluster
 
 
@@ -17,7 +17,7 @@ from tests.backends.conversations import BackendCluster
     scope="session",
     params=[
         "embedded",
-        "connectors",
+        "scripted",
         pytest.param("distserve", marks=pytest.mark.distserve),
         pytest.param("vllm", marks=pytest.mark.vllm),
     ],
@@ -26,15 +26,15 @@ def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     match request.param:
-        case "connectors":
-            with connectors(tmp_path_factory.mktemp("vllm")) as scripted:
-                yield scripted
+        case "scripted":
+            with scripted(tmp_path_factory.mktemp("vllm")) as servers:
+                yield servers
         case "embedded":
             with embedded(request.getfixturevalue("tiny_llama")) as ours:
                 yield ours
         case "distserve":
-            with distserve() as servers:
-                yield servers
+            with distserve() as patched:
+                yield patched
         case _:
             yield VllmCluster(request.getfixturevalue("vllm_servers"))
 
@@ -43,7 +43,7 @@ def cluster(
 async def system(cluster: Cluster) -> AsyncIterator[BackendCluster]:
     """The cluster as a proxy sees it, every instance up and met."""
     async with new_engine_links(cluster.config, cluster.secret) as links:
-        system = BackendCluster(cluster, open_backends(cluster.config, links, cluster.secret))
+        system = BackendCluster(cluster, open_backends(cluster.config, links))
         await system.meet()
         yield system
 

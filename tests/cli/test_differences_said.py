@@ -71,7 +71,7 @@ def test_the_room_of_an_agent_is_said_in_tokens_and_streams(
     config = parse_config(
         {
             "backup": {"mode": "remote", "capacity_bytes": capacity_bytes},
-            "cluster": {"backend": "vllm", "model": str(tmp_path), "nodes": nodes()},
+            "cluster": {"backend": "distserve", "model": str(tmp_path), "nodes": nodes()},
         }
     )
 
@@ -93,9 +93,7 @@ def nodes() -> list[dict[str, Any]]:
         {
             "id": f"n{n}",
             "agent": {"port": 8400 + n},
-            "instances": [
-                {"id": f"d{n}", "role": "decode", "port": 8200 + n, "connector_port": 8300 + n}
-            ],
+            "instances": [{"id": f"p{n}", "role": "prefill"}, {"id": f"d{n}", "role": "decode"}],
         }
         for n in range(2)
     ]

@@ -97,8 +97,8 @@ def test_variables_and_options_of_the_proxy_lie_over_the_urls() -> None:
         given.read({"KVRS_PROXY__PORT": "x"})
 
 
-def of_vllm(connectors: dict[str, int] | None = None, **sections: Any) -> Config:
-    return parse_config(document("/m", PORTS, connectors, **sections))
+def of_vllm(**sections: Any) -> Config:
+    return parse_config(document("/m", PORTS, **sections))
 
 
 def test_a_secret_is_needed_where_another_process_has_to_know_it() -> None:
@@ -107,7 +107,7 @@ def test_a_secret_is_needed_where_another_process_has_to_know_it() -> None:
     assert not needs_secret(line([], ["http://a:1"]).read({}))
 
     peer = {"id": "other", "peer_port": 5}
-    assert needs_secret(of_vllm({"d0": 7}))
+    assert needs_secret(of_vllm(backup={"mode": "local"}))
     assert needs_secret(of_vllm(proxy={"peers": [peer]}))
     assert needs_secret(of_vllm(proxy={"peer_port": 4}))
     ports = {"host": "127.0.0.1", "port": 5, "page_port": 6, "gossip_port": 7}

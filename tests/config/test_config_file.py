@@ -90,7 +90,7 @@ def test_unknown_keys_deep_in_a_list_name_what_is_allowed_there() -> None:
     (fault,) = faults_of({"cluster": {"nodes": nodes}})
 
     assert fault.startswith(
-        "cluster.nodes.0.instances.1.prot: unknown key; allowed: bind, connector_port, group, "
+        "cluster.nodes.0.instances.1.prot: unknown key; allowed: bind, group, "
         "host, id, page_port, port, pp, role, stage_hosts, tp"
     )
 

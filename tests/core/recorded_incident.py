@@ -15,7 +15,7 @@ from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.gpus import GpuState
-from kvrs.protocol.instance import Capability, ModelNames, ReformingReport
+from kvrs.protocol.instance import ModelNames, ReformingReport
 from tests.core.policy_harness import instance_up, load
 
 POLICY, SLO, BACKUP = PolicySettings(), SloSettings(), BackupSettings(mode=BackupMode.REMOTE)
@@ -191,15 +191,11 @@ class Rough:
             self.rise(name)
 
     def load(self, name: InstanceId, drawn: int, seconds: float, stream: StreamId) -> ev.Event:
-        """An event of an instance's load, names, capabilities or re-forming."""
+        """An event of an instance's load, names or re-forming."""
         if drawn >= 850_000:
             return self.re_formed(name, drawn, stream)
-        if drawn < 806_000:
-            return ev.NamesListed(name, self.epochs[name], ModelNames(NAMES[: drawn % 3]))
         if drawn < 812_000:
-            left_out = set(list(Capability)[drawn % 3 :: 3])
-            able = [each for each in Capability if each not in left_out]
-            return ev.CapabilitiesListed(name, self.epochs[name], able)
+            return ev.NamesListed(name, self.epochs[name], ModelNames(NAMES[: drawn % 3]))
         return load(name, seconds, epoch=self.epochs[name])
 
     def said(self, name: InstanceId, drawn: int, stream: StreamId) -> ev.Event:

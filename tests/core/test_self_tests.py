@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.core.fleet.generated import Continues, Generated, Likeness
+from kvrs.core.fleet.generated import Continues, Generated
 from kvrs.core.fleet.self_tests import RestoreTest, SelfTest, SelfTests, TokensTest, TransferTest
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, NodeId
@@ -291,18 +291,18 @@ def test_a_process_of_the_same_version_is_tested_5_s_after_it_came_up() -> None:
     assert bench.tests.next_retry_s() == 105.0
 
 
-# Restores from agents, where engines load from these in another way than from each other.
-
-OF_CONNECTOR = [Capability.PREFIX_CACHE, Capability.PULL_PAGES, Capability.CHECKPOINT]
+# Restores from rows that agents serve.
 
 
-class Connectors(Bench):
+class Rows(Bench):
+    """Rows of these instances are alike, and agents serve them."""
+
     def __init__(self, *names: str) -> None:
-        self.agents_up = True
-        super().__init__(*names, tests_restores=lambda: self.agents_up)
+        self.served = {*names}
+        super().__init__(*names, loads_rows_of=self._loads_rows_of)
 
-    def up(self, name: str, epoch: int = 1, **changes: Any) -> None:
-        super().up(name, epoch, **({"capabilities": OF_CONNECTOR} | changes))
+    def _loads_rows_of(self, target: Member, holder: Member) -> bool:
+        return {target.id, holder.id} <= self.served
 
     def described(self, name: str) -> dict[str, Any]:
         found = self.tests.describe(InstanceId(name))
@@ -310,9 +310,9 @@ class Connectors(Bench):
         return found
 
 
-def test_each_decode_instance_is_to_restore_what_another_instance_has_saved() -> None:
-    """Once its own tokens are known, with which those behind loaded pages are compared."""
-    bench = Connectors("p0", "d0", "d1")
+def test_each_decode_instance_is_to_restore_rows_of_another_instance() -> None:
+    """Once its own tokens are known, with which those behind loaded rows are compared."""
+    bench = Rows("p0", "d0", "d1")
 
     done = bench.run()
 
@@ -323,14 +323,13 @@ def test_each_decode_instance_is_to_restore_what_another_instance_has_saved() ->
 
 
 def test_what_fails_to_restore_is_withdrawn_with_the_reason_and_tried_again() -> None:
-    """With pages of another instance, since the fault may be that one's or a passing one."""
-    bench = Connectors("p0", "d0", "d1")
+    """With rows of another instance, since the fault may be that one's or a passing one."""
+    bench = Rows("p0", "d0", "d1")
     bench.computing = {"d0"}
     bench.run()
 
     shown = bench.described("d0")
     assert (shown["restores"], shown["cause"], shown["done"]) == (False, "loaded none", True)
-    assert shown["capabilities"] == ["prefix_cache", "checkpoint", "exact seeded"]
     assert bench.tests.news([InstanceId("d0")])[0].restores is False
     assert bench.moves() == {"p0", "d0", "d1"}
 
@@ -341,12 +340,11 @@ def test_what_fails_to_restore_is_withdrawn_with_the_reason_and_tried_again() ->
     assert bench.run() == [("agent of", "p0", "d0")]
     shown = bench.described("d0")
     assert (shown["restores"], shown["cause"]) == (True, "")
-    assert "pull_pages" in shown["capabilities"]
 
 
-def restarted() -> Connectors:
+def restarted() -> Rows:
     """d0 has restored, and is up again as another process."""
-    bench = Connectors("p0", "d0", "d1")
+    bench = Rows("p0", "d0", "d1")
     bench.run()
     bench.lose("d0")
     bench.up("d0", epoch=2)
@@ -354,7 +352,7 @@ def restarted() -> Connectors:
 
 
 def test_what_restored_before_is_withdrawn_when_it_fails_a_second_time() -> None:
-    """It is tested behind a death: pages may come late then, and this may be the one instance that
+    """It is tested behind a death: rows may come late then, and this may be the one instance that
     streams can be restored at.
     """
     bench = restarted()
@@ -384,7 +382,7 @@ def test_what_goes_on_with_other_tokens_is_withdrawn_at_once() -> None:
 
 
 def test_a_process_of_the_same_version_inherits_what_was_seen_of_restores() -> None:
-    bench = Connectors("p0", "d0", "d1")
+    bench = Rows("p0", "d0", "d1")
     bench.computing = {"d0"}
     bench.run()
 
@@ -397,69 +395,15 @@ def test_a_process_of_the_same_version_inherits_what_was_seen_of_restores() -> N
     assert (inherited, bench.described("d0")["restores"]) == (False, None)
 
 
-@pytest.mark.parametrize("lacks", ["an agent", "the capability", "another that saves"])
+@pytest.mark.parametrize("lacks", ["d0", "d1"])
 def test_what_cannot_be_tested_is_believed_and_tested_once_it_can(lacks: str) -> None:
-    bench = Connectors("d0", "d1")
-    bench.agents_up = lacks != "an agent"
-    few = [Capability.PREFIX_CACHE]
-    if lacks == "the capability":
-        bench.up("d0", capabilities=few)
-    elif lacks == "another that saves":
-        bench.up("d1", capabilities=few)
+    bench = Rows("d0", "d1")
+    bench.served = {"d0", "d1"} - {lacks}
     assert ("agent of", "d1", "d0") not in bench.run()
     assert bench.described("d0")["restores"] is None
     assert bench.described("d0")["done"]
 
-    bench.agents_up = True
-    for name in ("d0", "d1"):
-        info = bench.known[InstanceId(name)].info
-        assert info is not None
-        bench.tests.up(msgspec.structs.replace(info, capabilities=OF_CONNECTOR), bench.now_s)
+    bench.served = {"d0", "d1"}
 
+    assert not bench.described("d0")["done"]
     assert ("agent of", "d1", "d0") in bench.run()
-
-
-def generated(token: int, *likeliest: dict[int, float]) -> Generated:
-    """Tokens that begin alike and go on with this one."""
-    return Generated((1, token), (), Continues.GREEDY, likeliest=likeliest)
-
-
-@pytest.mark.parametrize(
-    ("mine", "theirs", "likeness"),
-    [
-        ({2: -0.7, 3: -1.1}, {3: -0.7, 2: -1.1}, Likeness.NEAR),
-        ({2: -0.7, 3: -1.3}, {3: -0.7, 2: -1.3}, Likeness.OTHER),
-        ({2: -0.7, 3: -1.3}, {3: -0.7, 2: -1.1}, Likeness.NEAR),  # Far apart at one of them only.
-        ({2: -0.1, 9: -4.0}, {3: -0.1, 9: -4.0}, Likeness.OTHER),  # Not even listed.
-        ({}, {}, Likeness.OTHER),  # An engine that gives none.
-    ],
-)
-def test_a_difference_counts_where_both_find_its_tokens_far_apart(
-    mine: dict[int, float], theirs: dict[int, float], likeness: Likeness
-) -> None:
-    """Rounding makes two tokens change places that are about as likely."""
-    first: dict[int, float] = {1: 0.0}
-
-    assert generated(2, first, mine).likeness(generated(3, first, theirs)) is likeness
-
-
-def test_near_ties_connect_instances_to_one_set_of_weights() -> None:
-    """Also by way of a third; every instance whose set has another name is told of again."""
-    bench = Bench("d0", "d1", "d2")
-    first: dict[int, float] = {1: 0.0}
-    near = {2: -0.7, 3: -0.9}
-    kinds = [
-        generated(2, first, {2: -0.1, 3: -3.0}),
-        generated(4, first, {4: -0.1, 2: -3.0}),
-        generated(3, first, {**near, 4: -0.9}),
-    ]
-    news = []
-    for made in kinds:
-        test = bench.next()
-        assert isinstance(test, TokensTest)
-        bench.tests.generated(test, made)
-        news.append({each.instance: each.weights for each in bench.tests.news([test.instance])})
-
-    assert news[:2] == [{"d0": "d0"}, {"d1": "d1"}]
-    assert news[2] == {"d2": "d0", "d1": "d0"}
-    assert bench.tests.comparison.near_ties

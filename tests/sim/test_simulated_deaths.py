@@ -124,9 +124,8 @@ def test_generated_worlds_cover_every_death_event_and_action() -> None:
     outcomes += [outcome_told(sick, seed) for seed in range(4)]
     events = sum((outcome.events for outcome in outcomes), Counter[str]())
     actions = sum((outcome.actions for outcome in outcomes), Counter[str]())
-    # Not simulated: memory that outlives an engine, names of adapters, connectors, answers in one
-    # piece.
-    kinds = (ev.PagesKept, ev.NamesListed, ev.CapabilitiesListed, ev.WholeAsked)
+    # Not simulated: memory that outlives an engine, names of adapters, answers in one piece.
+    kinds = (ev.PagesKept, ev.NamesListed, ev.WholeAsked)
     absent = {each.__name__ for each in kinds}
     simulated = {kind.__name__ for kind in get_args(ev.Event)} - absent
     assert set(events) == simulated

@@ -175,9 +175,8 @@ class Checkpoints:
         if checkpoint is None or not checkpoint.is_of(decode):
             if checkpoint is not None:
                 _rebook(checkpoint, 0)
-            checkpoint = stream.checkpoints[agent.id] = StoredCheckpoint(
-                agent, decode.geometry, kv_fingerprint=decode.kv_fingerprint
-            )
+            checkpoint = StoredCheckpoint(agent, decode.geometry)
+            stream.checkpoints[agent.id] = checkpoint
             agent.streams.add(stream.id)
         _rebook(checkpoint, need_bytes, decode.node)
         return checkpoint

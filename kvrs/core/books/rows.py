@@ -39,7 +39,7 @@ class Rows:
         for name in [*agent.streams]:
             stream = self._streams[name]
             stored = stream.checkpoints[agent.id]
-            if stored.is_of_rows and stored.kv_fingerprint not in served:
+            if stored.rows and stored.rows not in served:
                 self._checkpoints.lose(stream, agent.id, f"{agent.id} has given its rows back")
 
     def _note(self, agent: Agent, rows: RowsReport) -> None:
@@ -78,6 +78,6 @@ class Rows:
         for agent in (own, *self._copying[member.rows].values()):
             if agent is not None:
                 stream.checkpoints[agent.id] = StoredCheckpoint(
-                    agent, member.geometry, pages=pages, kv_fingerprint=member.rows, is_of_rows=True
+                    agent, member.geometry, pages=pages, rows=member.rows
                 )
                 agent.streams.add(stream.id)

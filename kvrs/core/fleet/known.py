@@ -204,16 +204,6 @@ def all_refused(instances: Instances) -> str | None:
     return "; ".join(causes) or None
 
 
-def others_with_other_kv(instances: Instances, known: Member) -> list[InstanceId]:
-    """Instances whose checkpoints cannot be restored there, nor its own at them."""
-    own = known.kv_fingerprint
-    return [
-        each.id
-        for each in instances.present()
-        if own and each.health is Health.UP and each.kv_fingerprint not in ("", own)
-    ]
-
-
 def others_of_other_format(instances: Instances, known: Member) -> list[InstanceId]:
     """Instances with which NIXL can exchange no hand-offs there."""
     return [
@@ -258,9 +248,6 @@ class Agents:
 
     def is_up(self, agent: InstanceId) -> bool:
         return self.known[agent].health is Health.UP
-
-    def any_up(self) -> bool:
-        return any(known.health is Health.UP for known in self.known.values())
 
     def fault(self, known: Agent, info: AgentInfo) -> str | None:
         """Why an agent that answered cannot be used."""

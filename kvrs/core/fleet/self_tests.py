@@ -24,7 +24,6 @@ _MAX_FAILURES = 5
 _OF_KV = frozenset(
     (Capability.PULL_PAGES, Capability.RETAIN, Capability.SPLIT, Capability.PREFIX_CACHE)
 )
-_OF_AGENTS = frozenset((Capability.PULL_PAGES, Capability.SPLIT))
 _LATER_S = 5.0  # Until a process is tested after one of the same version.
 _MAX_LOSSES = 2  # An instance that dies in so many of its tests is not tested again.
 
@@ -46,7 +45,7 @@ class TransferTest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestoreTest:
-    """Pages that `holder` saves at an agent, loaded by `target`."""
+    """Rows of `holder` that the agent of its node serves, loaded by `target`."""
 
     holder: InstanceId
     target: InstanceId
@@ -94,8 +93,8 @@ class TestedProcess:
 
 class SelfTests:
     """The self-tests of one proxy. Without `tests_kv` engines are believed to move KV: they cannot
-    be asked. While `tests_restores()`, instances save at agents and load from them by another way
-    than that between each other (vLLM with a connector), which is tested apart.
+    be asked. Rows of their own memory, which agents serve (vLLM's), come by another way than KV
+    between instances, which is tested apart.
     """
 
     def __init__(
@@ -104,12 +103,12 @@ class SelfTests:
         *,
         enabled: bool,
         tests_kv: bool,
-        tests_restores: Callable[[], bool] = lambda: False,
+        loads_rows_of: Callable[[Member, Member], bool] = lambda target, holder: False,
     ) -> None:
         self._known = known
         self._enabled = enabled
         self._may_test_kv = tests_kv
-        self._tests_restores = tests_restores
+        self._loads_rows = lambda target, holder: loads_rows_of(known[target], known[holder])
         self._lives: dict[InstanceId, TestedProcess] = {}
         # To be read only: those that run now, or did last.
         self.processes: Mapping[InstanceId, TestedProcess] = self._lives
@@ -284,8 +283,6 @@ class SelfTests:
         """
         seen = self.seen(life.info.id)
         unseen = set() if seen.moves_kv else {*_OF_KV}
-        if seen.restores is not None:
-            unseen = unseen - _OF_AGENTS if seen.restores else unseen | _OF_AGENTS
         names = [each.value for each in life.info.capabilities if each not in unseen]
         return names if seen.generated is None else [*names, seen.generated.continues.value]
 
@@ -306,8 +303,9 @@ class SelfTests:
         for life in free.values():
             if self._tests_kv and life.moves_kv is None and (test := _pair(life, free)) is not None:
                 return self._take(test)
-        for life in free.values() if self._tests_restores() else ():
-            if (restore := _restore(life, free)) is not None:
+        # One that fails again and again would keep the others' holders busy.
+        for life in sorted(free.values(), key=lambda life: life.failures):
+            if (restore := _restore(life, free, self._loads_rows)) is not None:
                 return self._take(restore)
         return None
 
@@ -353,7 +351,7 @@ class SelfTests:
         """`fault`: why the target does not restore; empty: it does. A passing cause may end: it is
         tried again after a pause that doubles. What restored in its former process is still
         used for it until it has failed twice, or went on with other tokens (`is_wrong`): it is
-        tested behind a death, when pages come late and streams have nowhere else to go.
+        tested behind a death, when rows come late and streams have nowhere else to go.
         """
         for life in self._end(test):
             if life.info.id == test.target:
@@ -399,8 +397,7 @@ class SelfTests:
         others = {each.info.id: each for each in self._lives.values() if self._may_be_tested(each)}
         if self._tests_kv and life.moves_kv is None and _pair(life, others) is not None:
             return False
-        may_restore = self._tests_restores() and _restore(life, others) is not None
-        return life.restores is not None or not may_restore
+        return life.restores is not None or _restore(life, others, self._loads_rows) is None
 
 
 def _drafts(generated: Generated | None) -> dict[str, Any] | None:
@@ -445,21 +442,17 @@ def _pair(life: TestedProcess, free: Mapping[InstanceId, TestedProcess]) -> Tran
     return first
 
 
-def _restore(life: TestedProcess, free: Mapping[InstanceId, TestedProcess]) -> RestoreTest | None:
+def _restore(
+    life: TestedProcess,
+    free: Mapping[InstanceId, TestedProcess],
+    loads_rows_of: Callable[[InstanceId, InstanceId], bool],
+) -> RestoreTest | None:
     """A test of the instance, with another holder after each failure, which may be that one's."""
-    can_pull = Capability.PULL_PAGES in life.info.capabilities
-    if life.generated is None or life.restores or not can_pull:
+    target = life.info.id
+    if life.generated is None or life.restores:
         return None
-    holders = [
-        name
-        for name, other in free.items()
-        if other is not life
-        and Capability.CHECKPOINT in other.info.capabilities
-        and other.info.kv_fingerprint == life.info.kv_fingerprint
-    ]
-    if not holders:
-        return None
-    return RestoreTest(holders[life.failures % len(holders)], life.info.id)
+    holders = [name for name in free if name != target and loads_rows_of(target, name)]
+    return RestoreTest(holders[life.failures % len(holders)], target) if holders else None
 
 
 def _can_exchange(holder: Role, target: Role) -> bool:

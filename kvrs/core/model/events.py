@@ -13,7 +13,7 @@ from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.gpus import GpuState
-from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, ModelNames
+from kvrs.protocol.instance import InstanceInfo, LoadReport, ModelNames
 from kvrs.protocol.rows import NO_ROWS, RowsReport
 
 
@@ -128,18 +128,6 @@ class NamesListed(msgspec.Struct, frozen=True):
     instance: InstanceId
     epoch: int
     names: ModelNames
-
-
-class CapabilitiesListed(msgspec.Struct, frozen=True):
-    """The instance has these capabilities from now on: a connector comes and goes while vLLM
-    runs.
-    """
-
-    instance: InstanceId
-    epoch: int
-    capabilities: list[Capability]
-    kv_fingerprint: str = ""
-    fetch_pages_max: int | None = None
 
 
 class LoadReported(msgspec.Struct, frozen=True):
@@ -384,7 +372,6 @@ Event = (
     | InstanceRemoved
     | SelfTested
     | NamesListed
-    | CapabilitiesListed
     | LoadReported
     | LinkMeasured
     | HolderUp

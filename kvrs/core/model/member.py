@@ -240,8 +240,6 @@ class Member:
     # Streams of which the current stage, or the only call, runs there.
     running: set[StreamId] = field(default_factory=set)
     held: set[StreamId] = field(default_factory=set)  # Streams of which it retains or caches pages.
-    # Pages that this proxy's streams are fetching there, where it has room for so many.
-    fetching_pages: int = 0
     gpu_degraded: bool = False  # By the settings, for this state of its GPU it is to be drained.
     draining: bool = False  # The process has reported that it is about to end.
     drain_ordered: bool = False  # By an operator.
@@ -266,11 +264,9 @@ class Member:
     own_prefill: InstanceId | None = None
     names: tuple[str, ...] = ()  # Of models, aliases and adapters that it serves.
     fingerprint: str = ""
-    kv_fingerprint: str = ""
     # Namespace of the rows of its CPU tier, which the agent of its node serves; empty: it has none.
     rows: str = ""
     hand_off_format: str = ""  # As `InstanceInfo.hand_off_format`.
-    fetch_pages_max: int | None = None  # As `InstanceInfo.fetch_pages_max`.
     max_model_len: int = 0  # 0: not known.
     geometry: KvGeometry = field(init=False)
     page_bytes: int = 0
@@ -333,8 +329,7 @@ class Member:
         self.computes_prompts = info.computes_prompts and info.role is Role.DECODE
         self.own_prefill, self.names = info.own_prefill, info.name_keys
         self.fingerprint = info.fingerprint
-        self.kv_fingerprint = self.rows or info.kv_fingerprint
-        self.fetch_pages_max, self.hand_off_format = info.fetch_pages_max, info.hand_off_format
+        self.hand_off_format = info.hand_off_format
         self.max_model_len, self.geometry = info.max_model_len, geometry
         self.page_bytes = geometry.page_bytes
         self.page_size_tokens = geometry.page_size_tokens

@@ -48,15 +48,13 @@ class StoredCheckpoint:
     booked_bytes: int = 0
     pages: int = 0
     booked_for: NodeId | None = None  # The node that decodes the stream.
-    kv_fingerprint: str | None = None  # Of the instance that saves; None: not known.
-    is_of_rows: bool = False  # They are rows of the instance's own memory (`books/rows.py`).
+    # Their namespace, where they are rows of the instance's own memory (`books/rows.py`).
+    rows: str = ""
 
     def is_of(self, member: Member) -> bool:
         """The instance saves and loads pages like these."""
-        theirs, kv_fingerprint = self.geometry, self.kv_fingerprint
-        return (theirs is member.geometry or theirs == member.geometry) and (
-            kv_fingerprint is None or kv_fingerprint == member.kv_fingerprint
-        )
+        theirs = self.geometry
+        return self.rows == member.rows and (theirs is member.geometry or theirs == member.geometry)
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -95,8 +93,6 @@ class AttemptState:
     stay_deadline: StayDeadline | None = None  # While it stays at an instance that re-forms.
     # With the bytes that it has put on each.
     links: list[tuple[Link, int]] = field(default_factory=list)
-    # With the pages for which it takes room there.
-    fetches_at: tuple[Member, int] | None = None
 
 
 @dataclass(slots=True, eq=False)

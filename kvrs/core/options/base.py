@@ -100,15 +100,9 @@ class RecoveryOption(msgspec.Struct, frozen=True):
 
 def usable_pages(stream: Stream, target: Member) -> int:
     """Pages worth fetching: the last position of a history is always computed, because its logits
-    are what is needed. Of more than the target has room for, only the leading
-    ones are.
+    are what is needed.
     """
-    pages = (stream.prompt_tokens + stream.produced_tokens - 1) // target.page_size_tokens
-    if target.fetch_pages_max is None:
-        return pages
-    own = stream.holders.get(target.id)
-    room = target.fetch_pages_max - target.fetching_pages
-    return min(pages, max(room, 0 if own is None else own.pages))
+    return (stream.prompt_tokens + stream.produced_tokens - 1) // target.page_size_tokens
 
 
 def lookahead_s(stream: Stream, target: Member) -> float:
@@ -149,12 +143,6 @@ def hand_off_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
 def tail(case: Case, prefix_pages: int) -> str:
     prefix = prefix_pages * case.target.page_size_tokens
     return f"{case.history_tokens - prefix:,} tokens behind {prefix:,}"
-
-
-def fetched_tail(case: Case, prefix_pages: int) -> str:
-    """The text of `tail`, which says if there was no room for more pages."""
-    is_full = prefix_pages == usable_pages(case.stream, case.target) < case.wanted_pages
-    return tail(case, prefix_pages) + (", which fill its staging memory" if is_full else "")
 
 
 def division(what: str, size_bytes: int, bytes_per_s: float) -> str:

@@ -21,7 +21,6 @@ from kvrs.core.options.base import (
     KvSource,
     RecoveryOption,
     Term,
-    fetched_tail,
     hand_off_terms,
     handshake_term,
     tail,
@@ -305,7 +304,7 @@ def fetch_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
         prefix = case.pages_of(estimate.second)
         _, how = transfer(case, estimate.second, prefix - has)
         yield Term("extension", rest_s, f"handshake, and {how}")
-    yield Term("prefill", estimate.compute_s, fetched_tail(case, prefix))
+    yield Term("prefill", estimate.compute_s, tail(case, prefix))
 
 
 MIGRATE = RecoveryOption(Option.MIGRATE, estimate, plan, terms, needs=attrgetter("wanted_pages"))

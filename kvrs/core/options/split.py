@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from math import inf
 
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.options.base import Case, RecoveryOption, Term, fetched_tail, transfer
+from kvrs.core.options.base import Case, RecoveryOption, Term, tail, transfer
 from kvrs.core.options.migrate import fetch_plan
 from kvrs.profiles.tables import PrefillTable
 
@@ -73,7 +73,7 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
         f"and of computing the first {first_page:,} pages meanwhile: {front_s:.6f} s"
     )
     yield Term("fetch and front", max(0.0, estimate.raw_s - estimate.queue_s - tail_s), meanwhile)
-    yield Term("prefill", tail_s, fetched_tail(case, prefix))
+    yield Term("prefill", tail_s, tail(case, prefix))
 
 
 def best_front(

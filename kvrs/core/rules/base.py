@@ -18,7 +18,6 @@ from kvrs.core.options.base import (
     RecoveryOption,
     Term,
     lookahead_s,
-    usable_pages,
 )
 from kvrs.profiles.tables import PrefillTable
 
@@ -134,10 +133,7 @@ def cases_of(books: Books, stream: Stream, targets: Sequence[Member], now_s: flo
             if (own := stream.holders.get(target.id)) is not None:
                 held = min(own.pages, wanted)
             if wanted and target.pulls:
-                bounded = target.fetch_pages_max is not None
-                usable = usable_pages(stream, target) if bounded else wanted
-                if usable:
-                    sources = sources_of(books.view, stream, target, usable)
+                sources = sources_of(books.view, stream, target, wanted)
                 # Tested here, because calls make up the time of a decision.
                 if sources and books.slots.is_used:
                     slot_wait_s = books.slots.expected_wait_s(target.id, stream.id, now_s)
@@ -185,7 +181,7 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
         agent = checkpoint.agent
         if not checkpoint.pages or not checkpoint.is_of(target):
             continue
-        if checkpoint.is_of_rows and agent.node != node and not agent.rows.to_other_nodes:
+        if checkpoint.rows and agent.node != node and not agent.rows.to_other_nodes:
             continue
         link = view.link_from(agent, node)
         is_local = agent.node == node and not link.measured

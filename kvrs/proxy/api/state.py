@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.core.fleet.known import others_of_other_format, others_with_other_kv
+from kvrs.core.fleet.known import others_of_other_format
 from kvrs.core.fleet.names import listed_names
 from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.member import Health, Member
@@ -113,7 +113,6 @@ def _instance(
         "epoch": None if known.info is None else known.info.epoch,
         "models": [] if known.info is None else listed_names(known.info),
         "load": load or None,
-        "connector": _connector(known, driver),
         "hand_offs": _hand_offs(known, driver),
         "speculation": load.get("speculation"),
         "experts": load.get("experts"),  # None: it has none, or is one process.
@@ -147,15 +146,6 @@ def _restart(known: Member, reload: Reload | None) -> dict[str, Any]:
         return {"paired_with": None}
     helper = {"paired_with": load.speculation.helper}
     return helper if load.full_degree else {"state": "full", **helper}
-
-
-def _connector(known: Member, driver: Driver) -> dict[str, Any] | None:
-    """Counts of the kvrs connector in vLLM; None: it has none, or is not up."""
-    report = None if known.load is None else known.load.connector
-    if report is None:
-        return None
-    others = others_with_other_kv(driver.control.instances, known)
-    return {**msgspec.to_builtins(report), "differs_from": others}
 
 
 def _hand_offs(known: Member, driver: Driver) -> dict[str, Any] | None:
@@ -249,7 +239,6 @@ def _recovery(recovery: Recovery) -> dict[str, Any]:
         "outcome": recovery.outcome,
         "loaded_tokens": recovery.loaded_tokens,
         "computed_tokens": recovery.computed_tokens,
-        "fetch_fault": recovery.fetch_fault,
         "adopted_pages": recovery.adopted_pages,
         "recomputed_tokens": recovery.recomputed_tokens,
         "produced_tokens": recovery.produced_tokens,

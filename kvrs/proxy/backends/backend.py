@@ -18,7 +18,6 @@ import msgspec
 from kvrs.errors import KvrsError
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import (
-    FetchReport,
     Heartbeat,
     InstanceInfo,
     LeaseAnswer,
@@ -123,11 +122,6 @@ class Backend(Protocol):
     async def kv_received(self) -> float | None:
         """KV that has come from other instances since its start, in pages or bytes; None: it does
         not count that.
-        """
-
-    async def fetches(self) -> list[FetchReport]:
-        """Fetches of recoveries that have ended there within the last seconds; none of an engine
-        that does not count them.
         """
 
     async def order_rank(self, order: RankRequest) -> RankAnswer:

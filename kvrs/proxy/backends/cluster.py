@@ -9,13 +9,11 @@ from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.net.proving import instance_keys
 from kvrs.net.tls import Certificates
-from kvrs.protocol.connector import connector_key
 from kvrs.protocol.instance import Role
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_model
 from kvrs.proxy.backends.pd import PdBackend
 from kvrs.proxy.backends.vllm import ConfiguredIdentity, VllmBackend
-from kvrs.proxy.backends.vllm_connector import VllmConnector
 from kvrs.proxy.wire.pool import Access, EngineLinks
 
 VLLM_API_KEY = "KVRS_VLLM_API_KEY"
@@ -23,18 +21,16 @@ VLLM_API_KEY = "KVRS_VLLM_API_KEY"
 
 def new_engine_links(config: Config, secret: bytes, tls: Certificates | None = None) -> EngineLinks:
     """The connections for all requests to instances. vLLM cannot prove itself: it gets nothing that
-    comes of the cluster's secret, but its own API key. A connector of kvrs in it proves itself.
+    comes of the cluster's secret, but its own API key.
     """
     if config.cluster.backend is Engine.VLLM:
-        instances = [each for _, each in config.cluster.instances() if each.connector_port]
-        connectors = EngineLinks(Access(instance_keys(secret, instances), tls))
-        return EngineLinks(Access(token=os.environ.get(VLLM_API_KEY) or None), connectors)
+        return EngineLinks(Access(token=os.environ.get(VLLM_API_KEY) or None))
     instances = [instance for _, instance in config.cluster.instances()]
     return EngineLinks(Access(instance_keys(secret, instances), tls))
 
 
 def open_backends(
-    config: Config, links: EngineLinks, secret: bytes, files: ModelFiles | None = None
+    config: Config, links: EngineLinks, files: ModelFiles | None = None
 ) -> dict[InstanceId, Backend]:
     """One per configured instance. `files`: those of the model; None: the backends share
     new ones.
@@ -48,7 +44,7 @@ def open_backends(
         raise ConfigError(fault_of_model(model))
     files = files or ModelFiles(model)
     return {
-        instance.id: open_backend(config, links, secret, node, instance, files)
+        instance.id: open_backend(config, links, node, instance, files)
         for node, instance in config.cluster.instances()
     }
 
@@ -56,18 +52,12 @@ def open_backends(
 def open_backend(
     config: Config,
     links: EngineLinks,
-    secret: bytes,
     node: NodeSettings,
     instance: InstanceSettings,
     files: ModelFiles,
 ) -> Backend:
     if config.cluster.backend is not Engine.VLLM:
         return PdBackend(links, config.url_of(instance))
-    connector = None
-    if instance.connector_port is not None:
-        assert links.connectors is not None
-        peer = PdBackend(links.connectors, config.url_of(instance))
-        connector = VllmConnector(peer, connector_key(secret, instance.id))
     identity = ConfiguredIdentity(
         instance.id,
         node.id,
@@ -76,4 +66,4 @@ def open_backend(
         hands_off=Role.PREFILL in config.cluster.roles,
         served_name=config.cluster.served_name,
     )
-    return VllmBackend(links, instance.url, identity, connector)
+    return VllmBackend(links, instance.url, identity)

@@ -16,7 +16,6 @@ from kvrs.ids import StreamId
 from kvrs.process.large_work import LARGE_BYTES
 from kvrs.protocol.instance import (
     FenceRequest,
-    FetchReport,
     InstanceInfo,
     LoadReport,
     RankAnswer,
@@ -181,9 +180,6 @@ class PdBackend(OpenAiPeer):
 
     async def kv_received(self) -> float | None:
         return (await self.load()).fetched_pages
-
-    async def fetches(self) -> list[FetchReport]:
-        return (await self.load()).fetches
 
     def blames_prefill(self, error: Any) -> bool:
         return False  # These engines compute the pages that they cannot fetch.

@@ -11,7 +11,6 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -21,11 +20,9 @@ from msgspec.structs import replace
 from kvrs.errors import ConfigError, KvrsError, UpstreamError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.guess import guessed_prefill
-from kvrs.protocol.connector import FIELD
 from kvrs.protocol.instance import (
     Capability,
     FetchReport,
-    Heartbeat,
     InstanceInfo,
     KvTransferParams,
     LeaseAnswer,
@@ -37,13 +34,12 @@ from kvrs.protocol.instance import (
     Role,
 )
 from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.rows import PARAMS_FIELD
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import BYTES_PER_ID, Call
 from kvrs.proxy.backends.idle_connection import IdleConnection
 from kvrs.proxy.backends.model_files import ModelFiles
-from kvrs.proxy.backends.vllm_connector import VllmConnector
-from kvrs.proxy.backends.vllm_front import decode_behind
-from kvrs.proxy.backends.vllm_identity import connector_mark, engine_mark
+from kvrs.proxy.backends.vllm_identity import engine_mark
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_models import ListedModels
 from kvrs.proxy.backends.vllm_replay import with_replay
@@ -98,16 +94,9 @@ class VllmBackend(VllmServer):
 
     UNAUTHORISED = "its --api-key is not what the proxy's environment has in KVRS_VLLM_API_KEY"
 
-    def __init__(
-        self,
-        links: EngineLinks,
-        url: str,
-        identity: ConfiguredIdentity,
-        connector: VllmConnector | None = None,
-    ) -> None:
+    def __init__(self, links: EngineLinks, url: str, identity: ConfiguredIdentity) -> None:
         super().__init__(links, url)
         self._identity = identity
-        self._connector = connector  # None: a plain vLLM.
         self._info: InstanceInfo | None = None  # Of the process that was probed last.
         self._denied: str | None = None  # Why it must not be used, since it denied one token.
         self._row_loads = RowLoads(identity.node)
@@ -136,16 +125,14 @@ class VllmBackend(VllmServer):
                 ) from None
             self._info, self._denied = info, None
         await self._check_engines()
-        return self._info if self._connector is None else await self._connector.join(self._info)
+        return self._info
 
     async def _other_mark(self, metrics: VllmMetrics) -> str | None:
-        """A mark of a process without a start time that may be another one: of its connector, else
-        of its engine where it does prefill. None: it shows none.
+        """A mark of a process without a start time that may be another one, of its engine where it
+        does prefill. None: it shows none.
         """
         if metrics.started_s is not None or not self._process.is_in_doubt:
             return None
-        if self._connector is not None and (start := await self._connector.start()) is not None:
-            return connector_mark(start)
         if self._info is None or self._info.role is not Role.PREFILL:
             return None
         try:
@@ -238,16 +225,7 @@ class VllmBackend(VllmServer):
     def watch_load(
         self, interval_s: float
     ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
-        if self._connector is None:
-            return aclosing(self._reports(interval_s))
-        return self._connector.beside(interval_s, self._reports(interval_s))
-
-    def watch_heartbeats(
-        self, interval_s: float
-    ) -> AbstractAsyncContextManager[AsyncIterator[Heartbeat]]:
-        if self._connector is None:
-            return super().watch_heartbeats(interval_s)
-        return self._connector.peer.watch_heartbeats(interval_s)
+        return aclosing(self._reports(interval_s))
 
     async def _reports(self, interval_s: float) -> AsyncGenerator[LoadReport]:
         """Load reports without time limits: the watcher has one."""
@@ -292,14 +270,10 @@ class VllmBackend(VllmServer):
             self._info = msgspec.structs.replace(info, names=names)
         return names
 
-    async def fetches(self) -> list[FetchReport]:
-        return [] if self._connector is None else await self._connector.peer.fetches()
-
     async def load(self) -> LoadReport:
         metrics = await self._metrics()
         waiting = metrics.waiting
-        start = None if self._connector is None else self._connector.known_start
-        epoch = self._epoch(metrics, None if start is None else connector_mark(start))
+        epoch = self._epoch(metrics, None)
         hand_offs, drafts = self._counts(metrics)
         now_s, fetches = time.monotonic(), list[FetchReport]()
         if self._info is not None:
@@ -335,12 +309,10 @@ class VllmBackend(VllmServer):
             raise await self._judged(error) from None
 
     def _plain(self, call: Call) -> Call:
-        """The call without kvrs's own field, which vLLM does not know: kvrs in it does."""
-        params = call.fields.pop("kvrs", None)
+        """The call without kvrs's own field, which vLLM does not know: its tier knows another."""
+        call.fields.pop("kvrs", None)
         if call.rows is not None:
-            call.add_transfer(FIELD, {"agents": call.rows.agents})
-        elif params is not None and self._connector is not None:
-            self._connector.seal(call, params)
+            call.add_transfer(PARAMS_FIELD, {"agents": call.rows.agents})
         return call
 
     async def _prefilled(self, call: Call, page_size_tokens: int) -> Prefilled:
@@ -363,15 +335,11 @@ class VllmBackend(VllmServer):
     async def decode(self, call: Call, reader: Reader) -> None:
         info = self._info
         assert info is not None
-        front = None if self._connector is None else self._connector.front(call)
         pull = self._begin_pull(call, info.geometry.bytes_per_token)
         if (rows := call.rows) is not None and rows.agents:
             self._row_loads.begin(rows, info.geometry.page_bytes)
-        decoded = super().decode(_limited(self._plain(call), info.max_model_len), reader)
-        if front is not None:
-            decoded = decode_behind(partial(super().ask, front), decoded, info.id)
         try:
-            await decoded
+            await super().decode(_limited(self._plain(call), info.max_model_len), reader)
         except DeniedError as error:
             raise await self._judged(error) from None
         finally:
@@ -439,9 +407,7 @@ class VllmBackend(VllmServer):
         raise UpstreamError("vLLM has no leases of proxies")
 
     async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
-        if self._connector is None:
-            raise UpstreamError("vLLM cannot be fenced")
-        return await self._connector.fence(attempts)
+        raise UpstreamError("vLLM cannot be fenced")
 
 
 def _limited(call: Call, max_model_len: int) -> Call:

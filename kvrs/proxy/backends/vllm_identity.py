@@ -1,9 +1,9 @@
 """The identity of a vLLM server's process, which vLLM itself does not report.
 
-Marks tell processes apart: the start time in `/metrics`, the start of the kvrs connector in the
-engine, the engine id in a hand-off of prefill. A server may have several processes behind its port,
-and `/metrics` of several API servers has no start time at all. So a mark that was not seen before
-is a new process only where something else says so too:
+Marks tell processes apart: the start time in `/metrics`, the engine id in a hand-off of prefill. A
+server may have several processes behind its port, and `/metrics` of several API servers has no
+start time at all. So a mark that was not seen before is a new process only where something else
+says so too:
 
 | a read of `/metrics` shows         | watch stands | watch connection ended  | server was lost |
 | ---------------------------------- | ------------ | ----------------------- | --------------- |
@@ -26,11 +26,6 @@ from enum import IntEnum
 
 REPLACED_S = 10.0
 _MOST_MARKS = 256
-
-
-def connector_mark(start: int) -> str:
-    """The mark of the start of a kvrs connector."""
-    return f"connector {start}"
 
 
 def engine_mark(engine_id: str) -> str:

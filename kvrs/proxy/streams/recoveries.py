@@ -52,7 +52,6 @@ class Recovery:
     # fetched, or it does not count.
     loaded_tokens: int | None = None
     computed_tokens: int | None = None
-    fetch_fault: str = ""  # By the target: why no more was fetched.
     # Where the attempt stayed and began again: pages of which a donor had a replica, and what of
     # the history was computed once more.
     adopted_pages: int | None = None
@@ -169,7 +168,6 @@ class RecoveryLog:
                 if (each.stream, each.owner_epoch, each.attempt) == name:
                     each.loaded_tokens = fetch.loaded_tokens
                     each.computed_tokens = fetch.computed_tokens
-                    each.fetch_fault = fetch.fault
                     break
 
     def restarted(self, restarts: Iterable[RestartReport]) -> None:

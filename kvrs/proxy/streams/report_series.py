@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import ConnectorReport, LoadReport
+from kvrs.protocol.instance import LoadReport
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.stages import StageInfo
 
@@ -53,10 +53,6 @@ def _ring(load: LoadReport, read: Callable[[StageInfo], int]) -> Mapping[Labels,
         for each in load.stages
         if each.replica_to or each.unprotected
     }
-
-
-def _of_connector(read: Callable[[ConnectorReport], int]) -> Callable[[LoadReport], Found]:
-    return lambda load: None if load.connector is None else read(load.connector)
 
 
 def _hand_off_faults(load: LoadReport) -> Found:
@@ -164,16 +160,6 @@ GAUGES = (
         in_groups=True,
         of_engine=True,
     ),
-    Reported(
-        "kvrs_connector_pinned_blocks",
-        "Staged pages of vLLM, and blocks that wait for them.",
-        _of_connector(lambda report: report.pinned_blocks),
-    ),
-    Reported(
-        "kvrs_connector_off",
-        "1 while vLLM runs and its connector does nothing, else 0.",
-        _of_connector(lambda report: report.off_reason is not None),
-    ),
 )
 # Counted by the worker since its start.
 TOTALS = (
@@ -220,21 +206,6 @@ TOTALS = (
         "Pages that streams of the worker went on with out of a donor's replicas.",
         lambda load: load.adopted_pages if _ring(load, lambda stage: 0) else None,
         of_engine=True,
-    ),
-    Reported(
-        "kvrs_connector_pages_saved",
-        "Pages that agents have taken from vLLM.",
-        _of_connector(lambda report: report.pages_saved),
-    ),
-    Reported(
-        "kvrs_connector_pages_loaded",
-        "Verified pages copied into blocks of vLLM.",
-        _of_connector(lambda report: report.pages_loaded),
-    ),
-    Reported(
-        "kvrs_connector_pages_damaged",
-        "Pages fetched with a wrong checksum.",
-        _of_connector(lambda report: report.pages_damaged),
     ),
 )
 

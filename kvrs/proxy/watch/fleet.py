@@ -148,7 +148,7 @@ class Fleet:
 
     def _is_up_elsewhere(self, before: InstanceSettings, after: InstanceSettings) -> bool:
         known = self._driver.control.instances.known[after.id]
-        return _address(before) != _address(after) and known.health is Health.UP
+        return before.url != after.url and known.health is Health.UP
 
     def _unserved(self, removed: list[InstanceId]) -> Iterator[str]:
         """Streams that run need instances that are up, not such as may come up."""
@@ -171,7 +171,7 @@ class Fleet:
         for name, (node, instance) in wanted.items():
             if name not in known:
                 self._add(after, node, instance)
-            elif _address(known[name][1]) != _address(instance):
+            elif known[name][1].url != instance.url:
                 self._move(after, node, instance)
         for name in known.keys() - wanted.keys():
             log.info("instance leaves", extra={"instance": name})
@@ -197,7 +197,7 @@ class Fleet:
         links = self._links
         links.engines.admit(instance_keys(links.secret, [instance]))
         links.backends[instance.id] = open_backend(
-            config, links.engines, links.secret, node, instance, self._driver.tokenizer.files
+            config, links.engines, node, instance, self._driver.tokenizer.files
         )
         self._metrics.add_workers({instance.id: instance.role})
         self._watch(self._topology.add(instance.id, node.id, instance.role, instance.group))
@@ -210,7 +210,7 @@ class Fleet:
         links.engines.admit(instance_keys(links.secret, [instance]))
         links.backends[instance.id].leave()
         links.backends[instance.id] = open_backend(
-            config, links.engines, links.secret, node, instance, self._driver.tokenizer.files
+            config, links.engines, node, instance, self._driver.tokenizer.files
         )
         self._watch(known)
 
@@ -265,10 +265,6 @@ class Fleet:
 
 def _instances(config: Config) -> dict[InstanceId, tuple[NodeSettings, InstanceSettings]]:
     return {instance.id: (node, instance) for node, instance in config.cluster.instances()}
-
-
-def _address(instance: InstanceSettings) -> tuple[object, ...]:
-    return instance.url, instance.connector_port
 
 
 def _place(node: NodeSettings, instance: InstanceSettings) -> tuple[object, ...]:

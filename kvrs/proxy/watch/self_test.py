@@ -8,7 +8,6 @@ none of them can delay a client's stream but by a few tokens' work at an instanc
 import asyncio
 import logging
 import secrets
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, assert_never
@@ -18,7 +17,6 @@ import msgspec
 from kvrs.core.fleet.generated import Continues, Generated
 from kvrs.core.fleet.self_tests import RestoreTest, SelfTest, TokensTest, TransferTest, names_of
 from kvrs.core.model import actions as act
-from kvrs.core.model.member import Health
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability, InstanceInfo, LeaseUpdate, Role
@@ -42,14 +40,12 @@ _SEED = 20_26
 # No special ids of usual vocabularies, and few enough for the smallest.
 _PROMPT_IDS = range(3, 35)
 _PAGES = 2  # Full ones of the prompt, where the model has room for them.
+_ROWS = 2  # The same of a test of rows.
 _TIMEOUT_S = 60.0  # The first request of a vLLM may take half a minute.
 _AT_ONCE = 4
 # Counters of an engine may be published a moment after the answer.
 _COUNTED_WITHIN_S = 3.0
 _COUNT_PAUSE_S = 0.1
-_SAVED_WITHIN_S = 10.0
-# The most of a stream whose pages go to an agent, beside it: it is ended when they are there.
-_SAVING_TOKENS = 512
 
 
 # Requests of what engines compile or load on first use, each by itself, since a server may refuse
@@ -282,79 +278,62 @@ class SelfTester:
             update = LeaseUpdate(1.0, release=[journal.stream])
             await self._backend(holder).leases(update)
 
-    # KV at agents.
+    # Rows at agents.
 
     async def _restore(self, holder: InstanceId, target: InstanceId) -> tuple[str, bool]:
-        """Why the target does not go on rightly with pages that the holder has saved at an agent,
-        by its own count of them and by the tokens (empty: it does), and whether that is for the
+        """Why the target does not go on rightly with rows that the holder's agent serves, by the
+        server's own count of them and by the tokens (empty: it does), and whether that is for the
         tokens.
         """
-        up = (each for each in self._control.agents.present() if each.health is Health.UP)
-        agent = next(up, None)
-        if agent is None or agent.info is None:
-            raise UpstreamError("no agent is up")
-        generated = self._tests.seen(target).generated
-        assert generated is not None
-        journal, info = self._journal(target, seed=None), self._info(holder)
-        saved = self._journal(target, seed=None, tokens=_SAVING_TOKENS, of=journal)
-        pages = journal.prompt_tokens // info.geometry.page_size_tokens
-        reserved_bytes = 2 * (pages + TOKENS) * info.geometry.page_bytes
-        try:
-            places = [act.Place(agent.id, reserved_bytes)]
-            if info.role is Role.PREFILL:
-                await self._prefill(holder, saved, places)
-                await self._has_saved(agent.id, saved, pages)
-            else:
-                await self._save(holder, saved, places, pages)
-            journal.attempt = saved.attempt
-            journal.output_ids[:] = array("I", generated.greedy[:CUT])
-            run = act.PageRange(agent.id, 0, pages, agent.info.epoch)
-            await self._stream(target, journal, [run])
-        finally:
-            update = LeaseUpdate(1.0, release=[journal.stream])
-            await self._driver.agent_backends[agent.id].leases(update)
-        fetches = await self._backend(target).fetches()
-        loaded = sum(each.loaded_tokens for each in fetches if each.stream == journal.stream)
-        if pages and not loaded:
-            told = next((each.fault for each in fetches if each.stream == journal.stream), "")
-            why = f" ({told})" if told else ""
-            return f"loaded none of {pages} pages that {holder} has saved at {agent.id}{why}", False
+        agent, row_tokens = self._rows_of(holder)
+        most = self._info(target).max_model_len - TOKENS
+        length = min(_ROWS * row_tokens + 1, most) if most > 0 else _ROWS * row_tokens + 1
+        if length <= row_tokens:
+            return f"rows of {row_tokens} tokens; allowed for its model: {most - 1}", False
+        salt = secrets.token_hex(8)
+        whole = self._journal(target, None, prompt_tokens=length)
+        saved = self._journal(target, None, prompt_tokens=length, salt=salt)
+        cut = self._journal(target, None, prompt_tokens=length, salt=salt)
+        await self._stream(target, whole)
+        if self._info(holder).role is Role.PREFILL:
+            await self._prefill(holder, saved, has_rows=True)
+        else:
+            await self._stream(holder, saved, has_rows=True)
+        cut.output_ids[:] = whole.output_ids[:CUT]
+        pages = length // self._info(target).geometry.page_size_tokens
+        await self._stream(target, cut, [act.PageRange(agent, 0, pages, 0)], has_rows=True)
+        if not await self._loaded_tokens(target, cut):
+            return f"loaded none of the rows that {agent} serves of {holder}", False
         alike = self._tests.goes_on(self._tests.processes.get(holder), target, sampled=False)
-        if alike and tuple(journal.output_ids) != generated.greedy:
-            return f"goes on with other tokens behind pages that {holder} has saved", True
+        if alike and cut.output_ids != whole.output_ids:
+            return f"goes on with other tokens behind rows of {holder}", True
         return "", False
 
-    async def _save(
-        self, holder: InstanceId, journal: Journal, places: Sequence[act.Place], pages: int
-    ) -> None:
-        """Have a stream computed until the agent has its pages: an instance forgets pages of one
-        that has ended.
-        """
-        stream = asyncio.create_task(self._stream(holder, journal, places=places))
-        saved = asyncio.create_task(self._has_saved(places[0].holder, journal, pages))
-        try:
-            await asyncio.wait((stream, saved), return_when=asyncio.FIRST_COMPLETED)
-            if stream.done():
-                stream.result()
-            await saved
-        finally:
-            stream.cancel()
-            saved.cancel()
-            await asyncio.gather(stream, saved, return_exceptions=True)
+    def _rows_of(self, holder: InstanceId) -> tuple[InstanceId, int]:
+        """The agent that serves them, and tokens of one.
 
-    async def _has_saved(self, agent: InstanceId, journal: Journal, pages: int) -> None:
-        """Raises UpstreamError: the agent does not get the pages of the stream in time."""
-        backend, found = self._driver.agent_backends[agent], 0
-        with suppress(TimeoutError):
-            async with (
-                asyncio.timeout(_SAVED_WITHIN_S),
-                backend.watch_holdings(_COUNT_PAUSE_S) as reports,
-            ):
-                async for report in reports:
-                    found = report.pages.get(journal.stream, found)
-                    if found >= pages:
-                        return
-        raise UpstreamError(f"{agent} has got {found} of {pages} pages that were to be saved")
+        Raises:
+            UpstreamError: it serves none any more.
+        """
+        node = self._control.instances.known[holder].node
+        for agent in self._control.agents.present():
+            regions = (
+                () if agent.node != node or agent.report is None else agent.report.rows.regions
+            )
+            for region in regions:
+                if region.engine == holder and region.is_alive:
+                    return agent.id, region.row_tokens
+        raise UpstreamError(f"no agent serves rows of {holder}")
+
+    async def _loaded_tokens(self, target: InstanceId, journal: Journal) -> int:
+        until_s = self._clock() + _COUNTED_WITHIN_S
+        while True:
+            for fetch in (await self._backend(target).load()).fetches:
+                if fetch.stream == journal.stream:
+                    return fetch.loaded_tokens
+            if self._clock() > until_s:
+                return 0
+            await asyncio.sleep(_COUNT_PAUSE_S)
 
     # Calls.
 
@@ -376,25 +355,19 @@ class SelfTester:
         instance: InstanceId,
         seed: int | None,
         tokens: int = TOKENS,
-        of: Journal | None = None,
         *,
+        prompt_tokens: int = 0,
+        salt: str = "",
         lists: bool = False,
     ) -> Journal:
-        """A stream of the known prompt, or that one with another length. Its salt keeps it out of
-        the caches of others. `lists`: with log probabilities.
+        """A stream of the known prompt. Its salt keeps it out of the caches of others.
+        `prompt_tokens`: 0 for some pages. `lists`: with log probabilities.
         """
         info = self._info(instance)
-        if of is not None and of.prompt_ids is not None:
-            prompt, stream = [*of.prompt_ids], of.stream
-            salt = of.parsed.request.cache_salt
-            if info.max_model_len:
-                tokens = min(tokens, info.max_model_len - len(prompt))
-        else:
-            length = _PAGES * info.geometry.page_size_tokens + 1
-            if info.max_model_len:
-                length = max(1, min(length, info.max_model_len - tokens))
-            prompt = [_PROMPT_IDS[(index * index) % len(_PROMPT_IDS)] for index in range(length)]
-            stream, salt = StreamId(NAME + secrets.token_hex(16)), secrets.token_hex(8)
+        length = prompt_tokens or _PAGES * info.geometry.page_size_tokens + 1
+        if info.max_model_len:
+            length = max(1, min(length, info.max_model_len - tokens))
+        prompt = [_PROMPT_IDS[(index * index) % len(_PROMPT_IDS)] for index in range(length)]
         backend = VLLM if self._is_vllm else EMBEDDED
         fields: dict[str, Any] = {
             "model": info.model,
@@ -402,14 +375,14 @@ class SelfTester:
             "max_tokens": tokens,
             "temperature": 0.0 if seed is None else 1.0,
             "ignore_eos": True,
-            "cache_salt": salt,
+            "cache_salt": salt or secrets.token_hex(8),
         }
         if seed is not None:
             fields["seed"] = seed
         elif lists and self._is_vllm:
             fields |= {"logprobs": _LISTED, "return_tokens_as_token_ids": True}
         journal = Journal(
-            stream=stream,
+            stream=StreamId(NAME + secrets.token_hex(16)),
             parsed=read(COMPLETIONS, msgspec.json.encode(fields), backend),
             arrived_s=self._clock(),
             seed=seed,
@@ -421,11 +394,11 @@ class SelfTester:
         return journal
 
     async def _prefill(
-        self, instance: InstanceId, journal: Journal, places: Sequence[act.Place] = ()
+        self, instance: InstanceId, journal: Journal, *, has_rows: bool = False
     ) -> msgspec.Raw | None:
         journal.attempt += 1
         exact = self._control.instances.known[instance].resumes_exactly
-        call = prefill_call(journal, journal.attempt, places, exact=exact)
+        call = prefill_call(journal, journal.attempt, (), exact=exact, has_rows=has_rows)
         return (await self._backend(instance).prefill(call)).transfer
 
     async def _stream(
@@ -434,15 +407,18 @@ class SelfTester:
         journal: Journal,
         runs: Sequence[act.PageRange] = (),
         transfer: msgspec.Raw | None = None,
-        places: Sequence[act.Place] = (),
         drafts: Sequence[int] = (),
+        *,
+        has_rows: bool = False,
     ) -> tuple[Mapping[int, float], ...]:
         """Have the rest of a stream computed, whose ids are added to the journal; return the log
         probabilities of the likeliest tokens at each position, as far as they are given.
         """
         journal.attempt += 1
         exact = self._control.instances.known[instance].resumes_exactly
-        call = decode_call(journal, journal.attempt, runs, places, transfer, exact=exact)
+        call = decode_call(
+            journal, journal.attempt, runs, (), transfer, exact=exact, has_rows=has_rows
+        )
         if drafts:
             call.fields["kvrs"].drafts = [*drafts]
         events = EventReader()

@@ -179,14 +179,9 @@ class Watcher:
                 log.warning("not reached", extra={"instance": self.id, "cause": detail})
             case WatchNote.NAMES:
                 log.info("names", extra={"instance": self.id, "names": detail})
-            case WatchNote.OTHER_KV:
-                extra = {"instance": self.id, "others": detail}
-                log.warning("restores no checkpoints of others: other fingerprint", extra=extra)
             case WatchNote.OTHER_FORMAT:
                 extra = {"instance": self.id, "others": detail}
                 log.warning("no hand-offs with these: NIXL's formats differ", extra=extra)
-            case WatchNote.CAPABILITIES:
-                log.info("capabilities", extra={"instance": self.id, "capabilities": detail})
 
 
 def _death_cause(fault: UpstreamError) -> DeathCause:

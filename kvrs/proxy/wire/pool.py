@@ -53,11 +53,10 @@ class Access(msgspec.Struct, frozen=True):
 
 class EngineLinks:
     """All connections to instances: a session for control calls, and a pool per instance for the
-    calls of streams. Those to connectors within them, which are processes of kvrs, are apart.
+    calls of streams.
     """
 
-    def __init__(self, access: Access, connectors: "EngineLinks | None" = None) -> None:
-        self.connectors = connectors
+    def __init__(self, access: Access) -> None:
         self._keys = None if access.keys is None else dict(access.keys)
         self._access = access = replace(access, keys=self._keys)
         self._pools: list[Pool] = []
@@ -72,8 +71,6 @@ class EngineLinks:
         """Further processes that may be connected to."""
         if self._keys is not None:
             self._keys.update(keys)
-        if self.connectors is not None:
-            self.connectors.admit(keys)
 
     def pool(self, url: str) -> "Pool":
         self._pools.append(made := Pool(self._access, url))
@@ -88,8 +85,6 @@ class EngineLinks:
         for pool in self._pools:
             pool.close()
         await self.session.close()
-        if self.connectors is not None:
-            await self.connectors.close()
 
     async def __aenter__(self) -> "EngineLinks":
         return self

@@ -53,21 +53,12 @@ async def vllms(vllm_model: str) -> AsyncIterator[Builder]:
             }
             prepare(servers)
             ports = await start(*({**servers, **(others or {})}).values())
-            connectors = {
-                name: server.kvrs.port
-                for name, server in servers.items()
-                if server.kvrs is not None
-            }
             nodes = ("n0", "n1") if "backup" in sections else ()
             agents = {node: ScriptedAgent(f"agent-{node}", node) for node in nodes}
             await start(*agents.values())
-            for server in servers.values():
-                if server.kvrs is not None:
-                    server.kvrs.holdings = {each.id: each.pages for each in agents.values()}
             settings = document(
                 vllm_model,
                 ports,
-                connectors,
                 {node: agent.port for node, agent in agents.items()},
                 **sections,
             )

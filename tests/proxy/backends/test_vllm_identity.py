@@ -8,7 +8,6 @@ import pytest
 from kvrs.proxy.backends.vllm_identity import (
     REPLACED_S,
     ProcessIdentity,
-    connector_mark,
     engine_mark,
 )
 from kvrs_testkit.scripted_model import expected_ids
@@ -153,8 +152,6 @@ def test_counters_do_not_tell_that_a_server_which_was_lost_is_the_same() -> None
 @pytest.mark.parametrize(
     ("noted", "shown", "is_same"),
     [
-        (connector_mark(5), connector_mark(5), True),
-        (connector_mark(5), connector_mark(6), False),
         (engine_mark("a_dp0"), engine_mark("a_dp1"), True),
         (engine_mark("a"), engine_mark("b"), False),
     ],

@@ -8,7 +8,6 @@ import pytest
 
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.vllm_cluster import LONG, PROMPT, TOKENS, Builder, Servers, Vllms
-from tests.proxy.backends.connectors import equip
 
 pytestmark = pytest.mark.network
 
@@ -36,6 +35,7 @@ def region(engine: str, namespace: str = SPACE, *, is_alive: bool = True) -> dic
         "is_alive": is_alive,
         "rows": 1000,
         "row_bytes": 65536,
+        "row_tokens": 16,
     }
 
 
@@ -159,24 +159,6 @@ async def test_parameters_of_a_hand_off_stay(vllms: Builder) -> None:
     assert system.servers["d0"].pulled == 1
 
 
-async def test_a_port_of_the_connector_in_the_file_does_not_matter(vllms: Builder) -> None:
-    """Nothing answers there: the servers have been started with the tier in its place."""
-
-    def prepare(servers: Servers) -> None:
-        decoding_alone(servers)
-        equip(servers)
-        for server in servers.values():
-            assert server.kvrs is not None
-            server.kvrs.off_reason = "not started"
-
-    system = await vllms(prepare, backup=LOCAL)
-    await serve(system, n0=[region("d0")], n1=[region("d1")])
-
-    assert await cut_in_mid_stream(system) == expected_ids(LONG, TOKENS)
-
-    assert params_of(system, "d1") == {"kvrs": {"agents": ["agent-n0"]}}
-
-
 @pytest.mark.parametrize("backup", [LOCAL, {"mode": "off"}])
 async def test_servers_whose_rows_no_agent_serves_get_no_parameters(
     vllms: Builder, backup: dict[str, Any]
@@ -193,13 +175,25 @@ async def test_servers_whose_rows_no_agent_serves_get_no_parameters(
     assert await system.causes() == [("recompute", "d0", "d1")]
 
 
+async def restores_of(system: Vllms) -> dict[str, Any]:
+    """Results of the tests of rows, and the causes of failures."""
+
+    async def is_tested() -> bool:
+        tests = [row["self_test"] for row in (await system.state())["instances"]]
+        return all(test["restores"] is not None for test in tests)
+
+    await system.until(is_tested)
+    tests = {row["id"]: row["self_test"] for row in (await system.state())["instances"]}
+    return {name: (test["restores"], test["cause"]) for name, test in tests.items()}
+
+
 async def test_nothing_is_kept_of_requests_that_kvrs_does_not_recover(vllms: Builder) -> None:
-    """Those of its self-tests, and those that are passed on as they are."""
+    """Those that are passed on as they are, and those of its self-tests but for a test of rows."""
 
     def prepare(servers: Servers) -> None:
         decoding_alone(servers)
         for server in servers.values():
-            server.passed = ("/v1/embeddings",)
+            server.passed, server.row_bytes = ("/v1/embeddings",), 256.0 * 32
 
     system = await vllms(prepare, backup=LOCAL, proxy={"self_test": True})
     await serve(system, n0=[region("d0")], n1=[region("d1")])
@@ -208,12 +202,72 @@ async def test_nothing_is_kept_of_requests_that_kvrs_does_not_recover(vllms: Bui
         return all(row["self_test"]["done"] for row in (await system.state())["instances"])
 
     await system.until(is_tested)
+    await restores_of(system)
     async with system.http.post(f"{system.url}/v1/embeddings", json={"input": "a"}) as answer:
         assert answer.status == 200
 
     bodies = [body for name in ("d0", "d1") for body in system.servers[name].bodies]
     assert bodies
-    assert [body["kv_transfer_params"] for body in bodies if "kv_transfer_params" in body] == []
+    told = [body["kv_transfer_params"] for body in bodies if "kv_transfer_params" in body]
+    # Each saves rows for the other, and loads those of the other.
+    assert sorted(told, key=str) == [
+        {"kvrs": {"agents": ["agent-n0"]}},
+        {"kvrs": {"agents": ["agent-n1"]}},
+        *[{"kvrs": {"agents": []}}] * 2,
+    ]
+
+
+async def test_a_self_test_loads_rows_of_another_server(vllms: Builder) -> None:
+    """It begins when agents report them, and counts what the server has loaded. A server that
+    loads none, or goes on with other tokens, is not restored at.
+    """
+
+    def prepare(servers: Servers) -> None:
+        decoding_alone(servers)
+        servers["d0"].row_bytes = servers["d1"].row_bytes = 256.0 * 32
+
+    system = await vllms(prepare, backup=LOCAL, proxy={"self_test": True})
+    await serve(system, n0=[region("d0")], n1=[region("d1")])
+
+    assert await restores_of(system) == {"d0": (True, ""), "d1": (True, "")}
+    assert (system.servers["d0"].row_loads, system.servers["d1"].row_loads) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"row_bytes": 0.0}, "loaded none of the rows that agent-n0 serves of d0"),
+        ({"spoils_rows": True}, "goes on with other tokens behind rows of d0"),
+    ],
+)
+async def test_a_server_that_restores_wrongly_is_not_restored_at(
+    vllms: Builder, change: dict[str, Any], cause: str
+) -> None:
+    def prepare(servers: Servers) -> None:
+        decoding_alone(servers)
+        for server in servers.values():
+            server.row_bytes = 256.0 * 32
+        for name, value in change.items():
+            setattr(servers["d1"], name, value)
+
+    system = await vllms(prepare, backup=LOCAL, proxy={"self_test": True})
+    await serve(system, n0=[region("d0")], n1=[region("d1")])
+
+    found = await restores_of(system)
+    assert (found["d0"], found["d1"]) == ((True, ""), (False, cause))
+
+    assert await cut_in_mid_stream(system) == expected_ids(LONG, TOKENS)
+    assert await system.causes() == [("recompute", "d0", "d1")]
+
+
+async def test_a_row_that_is_longer_than_any_prompt_is_not_tested(vllms: Builder) -> None:
+    system = await vllms(decoding_alone, backup=LOCAL, proxy={"self_test": True})
+    long = {"row_tokens": 1 << 20}
+    await serve(system, n0=[region("d0") | long], n1=[region("d1") | long])
+
+    found = await restores_of(system)
+
+    assert found["d1"] == (False, "rows of 1048576 tokens; allowed for its model: 4083")
 
 
 async def test_rows_of_other_weights_are_not_loaded(vllms: Builder) -> None:

@@ -7,7 +7,7 @@ from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.experts import ExpertReport
 from kvrs.protocol.hand_offs import HandOffReport
-from kvrs.protocol.instance import ConnectorReport, LoadReport, Role
+from kvrs.protocol.instance import LoadReport, Role
 from kvrs.protocol.speculation import SpeculationReport
 from kvrs.protocol.stages import StageInfo
 from kvrs.proxy.streams.report_series import GAUGES, TOTALS, ReportSeries
@@ -29,7 +29,6 @@ def full_report(*stages: StageInfo) -> LoadReport:
         replica_pages=5,
         stages=[*stages],
         speculation=SpeculationReport("lookup", True, 4, 10, 6, 1),
-        connector=ConnectorReport("1", pages_saved=8),
         hand_offs=HandOffReport(),
     )
 

@@ -1,0 +1,101 @@
+"""Files for servers of vLLM: which agents they allow, and what of earlier versions is refused."""
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrs.config.cluster import Backend
+from kvrs.config.exposure import needs_secret
+from kvrs.config.file import parse_config
+from kvrs.config.first_file import first_file
+from kvrs.config.settings import parse_yaml
+from kvrs.config.source import merged
+from kvrs.errors import ConfigError
+from kvrs_testkit.vllm_cluster import document
+
+ROOT = Path(__file__).parents[2]
+PORTS = {"p0": 1001, "d0": 1002, "d1": 1003}
+
+
+def faults(settings: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(settings)
+    return caught.value.faults
+
+
+def test_rows_for_other_nodes_need_a_port_of_agents() -> None:
+    """Those of the own node need none."""
+    settings = document("/m", PORTS, backup={"mode": "remote"})
+    (fault,) = faults(settings)
+
+    assert fault.startswith("backup.mode: got 'remote' with backend 'vllm', where no agent has")
+    assert fault.endswith("allowed: 'off', 'local', or a row_port of agents")
+    settings["cluster"]["nodes"][0]["agent"]["row_port"] = 1021
+    assert parse_config(settings).agents_run
+    assert parse_config(document("/m", PORTS, backup={"mode": "local"})).agents_run
+
+
+def test_the_port_of_the_connector_that_went_is_refused_with_its_replacement() -> None:
+    settings = document("/m", PORTS)
+    settings["cluster"]["nodes"][0]["instances"][0]["connector_port"] = 1012
+
+    (fault,) = faults(settings)
+
+    assert fault.startswith("cluster.nodes.0.instances.0.connector_port: ")
+    assert "start vLLM with KvrsOffloading in place of KvrsConnector" in fault
+
+
+def test_decode_instances_of_vllm_need_no_prefill_instance() -> None:
+    """They compute prompts themselves."""
+    alone = {name: port for name, port in PORTS.items() if name != "p0"}
+
+    assert parse_config(document("/m", alone))
+    assert faults(document("/m", {"p0": 1001})) == [
+        "cluster.nodes: node 'n1' has no instances; allowed: at least one, or a stage of another "
+        "node's (stage_hosts)",
+        "cluster.nodes: no instance of role 'decode'; allowed: at least one",
+    ]
+
+
+def test_agents_and_services_exclude_each_other() -> None:
+    """The nodes of addresses have no agents."""
+    settings = document("/m", PORTS, backup={"mode": "local"})
+    settings["cluster"]["services"] = [{"id": "s", "host": "h", "port": 1, "role": "decode"}]
+
+    (fault,) = faults(settings)
+
+    assert fault.startswith("cluster.services: got 1 with backup.mode")
+
+
+def test_the_first_file_for_vllm_has_nothing_that_is_off() -> None:
+    """No agent, no key without a value, no secret; it starts as it is once the addresses fit."""
+    text = first_file(Backend.VLLM)
+
+    config = parse_config(parse_yaml(text))
+
+    words = {*re.findall(r"\w+", re.sub("#.*", "", text))}
+    assert not {"agent", "null", "profiles", "backup"} & words
+    assert "SECRET" not in text
+    assert not needs_secret(config)
+
+
+def test_lines_of_the_guide_give_the_first_file_its_agents() -> None:
+    """Laid over it, as the page says; then a secret is needed."""
+    page = (ROOT / "docs/guide/vllm.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"    backup: \{mode: remote.*(?:\n    .*)+", page)
+    above = parse_yaml(textwrap.dedent(lines))
+    document = parse_yaml(first_file(Backend.VLLM))
+    for node, more in zip(document["cluster"]["nodes"], above["cluster"].pop("nodes"), strict=True):
+        assert node["id"] == more["id"]
+        node |= more
+
+    config = parse_config(merged(document, above))
+
+    assert [config.cluster.row_holder(each.id) for each in config.cluster.nodes] == [
+        *reversed(config.cluster.nodes)
+    ]
+    assert config.agents_run
+    assert needs_secret(config)
