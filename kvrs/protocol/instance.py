@@ -181,6 +181,7 @@ def assumed_instance(
 
 # The source of the link on which instances of a node copy pages out of the memory of its agent.
 MEMORY = NodeId(":memory")
+PREFIX = "prefix"  # Of `LoadReport.kv_bytes`, beside the classes of traffic.
 
 
 class LinkReport(msgspec.Struct, frozen=True):
@@ -251,7 +252,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     fetches: list[FetchReport] = []  # That have ended within the last seconds.
     restarts: list[RestartReport] = []  # The same.
     adopted_pages: Natural = 0  # Of all restarts since the start.
-    # KV over the network since the start: `handoff`, `recovery` (fetched), `checkpoint` (sent).
+    # KV from elsewhere since the start, in bytes: fetched for a `handoff` or a `recovery`, or for a
+    # new prompt that begins with it (`prefix`); and sent as a `checkpoint`.
     kv_bytes: dict[str, Natural] = {}
     draining: bool = False  # It ends as soon as none of its streams and pages is needed any more.
     # While it re-forms: pushed at once when that begins, is predicted otherwise, and ends.

@@ -33,7 +33,6 @@ from kvrs.protocol.instance import (
     RankRequest,
     Role,
 )
-from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.rows import PARAMS_FIELD
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import BYTES_PER_ID, Call
@@ -287,7 +286,7 @@ class VllmBackend(VllmServer):
             queue_delay_s=waiting * metrics.prefill_s,
             links=[*self._measured_links(metrics), *self._row_loads.links(now_s)],
             fetches=fetches,
-            kv_bytes={TrafficClass.RECOVERY.label: int(metrics.rows_read[0])},
+            kv_bytes=self._row_loads.kv_bytes,
             speculation=None if metrics.drafts is None else drafts,
             hand_offs=None if metrics.hand_offs is None else hand_offs,
             progress=metrics.progress,

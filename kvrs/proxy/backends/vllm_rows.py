@@ -1,12 +1,16 @@
-"""Rows that a vLLM server has loaded for recovered streams, by its own counters.
+"""Rows that a vLLM server has loaded, by its own counters: for recovered streams, and for prompts
+whose beginning an agent had of other ones.
 
 vLLM counts what kvrs's tier reads for all requests together. What was read until streams have their
 tokens is shared among them by what each could have loaded, and none gets more than that. Where
 other requests load rows at the same time, it is an upper bound.
 """
 
+from math import nan
+
 from kvrs.ids import NodeId
-from kvrs.protocol.instance import MEMORY, FetchReport, LinkReport
+from kvrs.protocol.instance import MEMORY, PREFIX, FetchReport, LinkReport
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.proxy.backends.bodies import RowLoad
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
@@ -24,8 +28,9 @@ class RowLoads:
         self._meter = HandOffMeter()
         self._open: list[tuple[RowLoad, FetchedHandOff]] = []
         self._over_s: float | None = None  # Since when all of these are over.
-        self._before: tuple[float | None, float] = None, 0.0  # Process and bytes, as read last.
+        self._before: tuple[float | None, float] = nan, 0.0  # Process and bytes, as read last.
         self._came_bytes = 0.0  # While some were open.
+        self._recovery_bytes = self._prefix_bytes = 0.0
         self._told: list[tuple[float, FetchReport]] = []
 
     def begin(self, load: RowLoad, page_bytes: int) -> None:
@@ -43,8 +48,11 @@ class RowLoads:
         for load, pull in self._open:
             pull.is_over = load.is_over
         self._meter.counted(Pulled(size_bytes, size_bytes, seconds), now_s, process)
-        if self._open and process == before:
-            self._came_bytes += max(0.0, size_bytes - bytes_before)
+        came_bytes = max(0.0, size_bytes - bytes_before) if process == before else 0.0
+        if self._open:
+            self._came_bytes += came_bytes
+        else:
+            self._prefix_bytes += came_bytes
         if not all(load.is_over for load, _ in self._open):
             self._over_s = None
         elif self._over_s is None:
@@ -54,6 +62,14 @@ class RowLoads:
         self._told = [each for each in self._told if now_s - each[0] < _TOLD_S]
         return [report for _, report in self._told]
 
+    @property
+    def kv_bytes(self) -> dict[str, int]:
+        """Bytes by what they were loaded for, since each process of the server was met."""
+        return {
+            TrafficClass.RECOVERY.label: int(self._recovery_bytes),
+            PREFIX: int(self._prefix_bytes),
+        }
+
     def links(self, now_s: float) -> list[LinkReport]:
         found = self._meter.measurements(now_s)
         return [LinkReport(source, *measured) for source, measured in found.items()]
@@ -61,6 +77,8 @@ class RowLoads:
     def _settle(self, bytes_per_token: int, now_s: float) -> None:
         wanted_bytes = sum(pull.size_bytes for _, pull in self._open)
         share = min(1.0, self._came_bytes / wanted_bytes) if wanted_bytes else 0.0
+        self._recovery_bytes += share * wanted_bytes
+        self._prefix_bytes += self._came_bytes - share * wanted_bytes
         for load, pull in self._open:
             loaded = round(share * pull.size_bytes / bytes_per_token)
             rest = max(0, load.history_tokens - loaded)

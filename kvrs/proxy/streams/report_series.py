@@ -9,11 +9,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import LoadReport
+from kvrs.protocol.instance import PREFIX, LoadReport
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.stages import StageInfo
 
-KV_KINDS = tuple(traffic.label for traffic in TrafficClass)
+KV_KINDS = (*(traffic.label for traffic in TrafficClass), PREFIX)
 
 Labels = tuple[str, ...]  # Values of the labels behind `worker`.
 Found = float | Mapping[Labels, float] | None  # None: the report has nothing of it.
@@ -171,7 +171,8 @@ TOTALS = (
     ),
     Reported(
         "kvrs_worker_kv_bytes",
-        "KV that the worker has fetched or, as checkpoints, sent over the network.",
+        "KV that the worker has fetched, for recoveries, hand-offs or new prompts, or has sent as "
+        "checkpoints.",
         lambda load: {(kind,): load.kv_bytes.get(kind, 0) for kind in KV_KINDS},
         labels=("kind",),
         from_start=tuple((kind,) for kind in KV_KINDS),

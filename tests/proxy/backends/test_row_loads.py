@@ -74,6 +74,28 @@ def test_counters_of_the_next_process_begin_anew() -> None:
     assert tokens_of(told(loads, 9000.0, 2.0, started_s=8.0)) == {"A": (0, 20)}
 
 
+def test_bytes_are_counted_by_what_they_were_loaded_for() -> None:
+    """None that came before the proxy knew the server; what is more than recovered streams could
+    load is of new prompts.
+    """
+    loads = RowLoads(N0)
+    told(loads, 5000.0, 0.0)
+    assert loads.kv_bytes == {"recovery": 0, "prefix": 0}
+    told(loads, 5300.0, 1.0)
+    assert loads.kv_bytes == {"recovery": 0, "prefix": 300}
+
+    own = load("A", 1)
+    loads.begin(own, PAGE_BYTES)
+    own.is_over = True
+    told(loads, 7300.0, 2.0)
+    told(loads, 7300.0, 3.0)
+
+    assert loads.kv_bytes == {"recovery": 1600, "prefix": 700}
+    told(loads, 900.0, 4.0, started_s=8.0)
+    told(loads, 1000.0, 5.0, started_s=8.0)
+    assert loads.kv_bytes == {"recovery": 1600, "prefix": 800}
+
+
 @pytest.mark.parametrize(("node", "source"), [(N0, MEMORY), (N1, N1)])
 def test_the_rate_of_a_load_is_that_of_the_agents_link(node: NodeId, source: NodeId) -> None:
     """Within the node of its memory."""

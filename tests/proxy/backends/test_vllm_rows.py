@@ -114,8 +114,9 @@ async def test_what_was_loaded_is_learned_from_the_servers_counters(
 
     links = {(row["source"], row["target"]): row for row in (await system.state())["links"]}
     assert links["n0", "n1"]["measured"] is (loaded_tokens > 0)
-    count = await system.count("kvrs_worker_kv_bytes_total", worker="d1", kind="recovery")
-    assert count == 256 * loaded_tokens
+    name = "kvrs_worker_kv_bytes_total"
+    assert await system.count(name, worker="d1", kind="recovery") == 256 * loaded_tokens
+    assert await system.count(name, worker="d1", kind="prefix") == 0
 
 
 async def test_an_agents_rows_protect_streams(vllms: Builder) -> None:
