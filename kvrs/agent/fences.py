@@ -30,6 +30,7 @@ class FenceSender:
         self, urls: Mapping[InstanceId, str], keys: Keys, tls: Certificates | None
     ) -> None:
         """`urls` and `keys`: of the instances."""
+        self.are_fenced = True  # vLLM is not: what it loads late is of its own request.
         self._urls = dict(urls)
         self._keys = dict(keys)
         self._tls = tls
@@ -48,7 +49,7 @@ class FenceSender:
         by_target: defaultdict[InstanceId, list[SlotRequest]] = defaultdict(list)
         for each in transfers:
             by_target[each.target].append(each)
-        if by_target:
+        if by_target and self.are_fenced:
             self._waiting.put_nowait(by_target)
 
     async def run(self) -> None:

@@ -15,7 +15,7 @@ from kvrs.agent.row_copies import RowCopier, RowCopies
 from kvrs.agent.row_port import RowPort
 from kvrs.agent.slots import SlotTable
 from kvrs.config.backup import BackupMode
-from kvrs.config.cluster import NodeSettings
+from kvrs.config.cluster import Backend, NodeSettings
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
@@ -96,6 +96,7 @@ class NodeAgent:
         self.tls = load_certificates("security.tls", config.security.tls)
         self._secret = secret
         self.fences = FenceSender(*self._instances_of(config), self.tls)
+        self.fences.are_fenced = config.cluster.backend is not Backend.VLLM
         self._orphan_s = _ORPHAN_S
         # None: instances own their memory.
         self.anchors = AnchoredFiles(directory) if config.state_plane.enabled else None

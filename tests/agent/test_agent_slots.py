@@ -134,6 +134,31 @@ async def test_transfers_of_a_dead_owner_are_fenced(tmp_path: Path) -> None:
     assert (report.slots[E0].held, report.slots[E0].expired) == (0, 2)
 
 
+async def test_a_server_of_vllm_is_asked_for_nothing(tmp_path: Path) -> None:
+    """It has no fences and no load reports: a lease there ends by itself."""
+    written = with_slots(tmp_path)
+    written["cluster"] |= {"backend": "vllm", "model": str(tmp_path)}
+    written["cluster"]["nodes"][0]["instances"][0]["role"] = "decode"
+    written["cluster"]["nodes"][0]["agent"]["gossip_port"] = free_ports(1)[0]
+    config = parse_config(written | {"gossip": {"enabled": True}})
+    port, calls = config.cluster.nodes[0].instances[0].port, list[int]()
+
+    async def called(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        calls.append(port)
+        writer.close()
+
+    listener = await asyncio.start_server(called, "127.0.0.1", port)
+    async with listener, running(config), session(config) as client:
+        update = SlotUpdate("a", 0.1, acquire=[asked("s")])
+        await ask(client, "/kvrs/v1/slots", SlotAnswer, update)
+        async with asyncio.timeout(60):
+            while not (await ask(client, "/kvrs/v1/holdings", AgentReport)).slots[E0].expired:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
+
+    assert calls == []
+
+
 async def test_an_agent_ends_while_an_instance_does_not_answer(tmp_path: Path) -> None:
     """Pending fence requests do not delay its end."""
     config = parse_config(with_slots(tmp_path))
