@@ -206,30 +206,12 @@ ALL = (
     _of("kills", "vllm", 15, "run decode vllm", VLLM),
     _of("kills", "vllm-replay", 10, "run decode vllm --replays --kills 50", VLLM),
     _of("kills", "vllm-replay-targets", 20, "run decode vllm --targets --kills 15", VLLM),
-    *(
-        _of("kills", "-".join(["vllm", *name]), minutes, f"run decode vllm --option {words}", VLLM)
-        for name, minutes, words in (
-            (("restore",), 48, "restore --kills 100"),
-            (("restore", "flip"), 48, "restore --kills 100 --damage flip"),
-            (("restore", "negate"), 8, "restore --kills 12 --damage negate"),
-            (("recompute",), 48, "recompute --kills 100"),
-            (("migrate",), 60, "migrate --kills 100"),
-            (("split",), 62, "split --kills 100"),
-        )
-    ),
-    _of(
-        "kills",
-        "vllm-restore-gpu",
-        3,
-        "run decode vllm --option restore --kills 3 --gpu",
-        VLLM,
-        GPU,
-    ),
+    _of("kills", "vllm-recompute", 48, "run decode vllm --option recompute --kills 100", VLLM),
+    _of("kills", "vllm-migrate", 60, "run decode vllm --option migrate --kills 100", VLLM),
     _of("vllm_rows", "vllm_rows", 100, "run --limit-s 6000", VLLM),
     _of("checkpoint_cost", "checkpoint_cost", 10),
     _of("checkpoint_cost", "vllm", 15, "vllm", VLLM),
     _of("gpu", "plane", 8, "plane", GPU),
-    _of("checkpoint_cost", "vllm-gpu", 3, "vllm --gpu --rounds 2 --pairs 5", VLLM, GPU),
     _of("demo_vllm", "demo_vllm", 4, "run", VLLM),
     _of("vllm_scheduler", "vllm_scheduler", 2, "run", VLLM),
     _of("first_minutes", "demo", 3, "demo"),

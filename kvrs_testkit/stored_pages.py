@@ -2,7 +2,6 @@
 
 import math
 import os
-import random
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -23,32 +22,10 @@ class _OpenedDirectory(StoreDirectory):
         """Take no lock."""
 
 
-def flip_bits(
-    config: Config, secret: bytes, node: NodeId, share: float, choose: random.Random
-) -> int:
-    """Flip a bit in this share of the pages; return in how many. Their checksums are wrong then."""
-    with _opened(config, secret, node) as directory:
-        segments = _segments(directory, config)
-        pages = [slot for slot, _ in segments.adopt() if choose.random() < share]
-        for slot in pages:
-            page = segments.view(slot)
-            page[choose.randrange(len(page))] ^= 1 << choose.randrange(8)
-    return len(pages)
-
-
-def negate(config: Config, secret: bytes, node: NodeId) -> int:
-    """Negate all numbers of all pages, with right checksums; return of how many. The numbers are
-    float32.
-    """
-
-    def change(page: memoryview) -> None:
-        page[3::4] = bytes(byte ^ 0x80 for byte in page[3::4])
-
-    return _rewrite(config, secret, node, change)
-
-
 def poison(config: Config, secret: bytes, node: NodeId) -> int:
-    """Make all numbers of all pages NaN, as `negate` does."""
+    """Make all numbers of all pages NaN, with right checksums; return of how many. The numbers
+    are float32.
+    """
 
     def change(page: memoryview) -> None:
         page[:] = _NAN * (len(page) // 4)

@@ -3,22 +3,20 @@ rows the node's agent serves.
 """
 
 import json
+import mmap
 import os
 import random
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config, parse_config
-from kvrs.protocol.instance import Role
-from kvrs_testkit.vllm_servers import (
-    PYTHON_ENV,
-    ServerError,
-    VllmServers,
-    connector_config,
-)
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.processes import below
+from kvrs_testkit.vllm_servers import PYTHON_ENV, ServerError, VllmServers, vllm_config
 
 
 def asking(*agents: str) -> dict[str, Any]:
@@ -43,17 +41,18 @@ class TierServers(VllmServers):
     handed over.
     """
 
-    def __init__(self, config: Config, *flags: str) -> None:
-        super().__init__(config, os.environ[PYTHON_ENV], *flags)
+    def __init__(self, config: Config, *flags: str, python: str | None = None) -> None:
+        super().__init__(config, python or os.environ[PYTHON_ENV], *flags)
         self.cpu_tier: dict[str, Any] = {}  # Options of vLLM's tier, beside those of all.
         self.options: dict[str, Any] = {}  # Of kvrs in it.
         self.config_of: dict[str, Path] = {}  # Of instances that see the cluster otherwise.
+        self.stock: set[str] = set()  # Instances without the tier.
 
     @property
     def agent(self) -> str:
         return str(self.config.cluster.nodes[0].agent_id)
 
-    def _connector(self, instance: InstanceSettings) -> dict[str, Any]:
+    def _connector(self, instance: InstanceSettings) -> dict[str, Any] | None:
         config = self.config_of.get(str(instance.id), self._config_path)
         place = {"config": str(config), "instance": str(instance.id)}
         tier = {
@@ -68,13 +67,28 @@ class TierServers(VllmServers):
             }
             | self.cpu_tier,
         }
-        if all(each.role is Role.DECODE for each in self._instances.values()):
+        nixl = super()._connector(instance)
+        if str(instance.id) in self.stock:
+            return nixl
+        if nixl is None:
             return tier
         return {
             "kv_connector": "MultiConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"connectors": [super()._connector(instance), tier]},
+            "kv_connector_extra_config": {"connectors": [nixl, tier]},
         }
+
+    @contextmanager
+    def memory_of(self, name: str) -> Iterator[mmap.mmap]:
+        """The CPU tier of a server that runs, also after its death."""
+        places = [
+            place
+            for pid in below(self.pid(name))
+            for place in Path(f"/proc/{pid}/fd").iterdir()
+            if "vllm_offload_" in os.readlink(place)
+        ]
+        with places[0].open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            yield memory
 
     def stream(
         self,
@@ -120,24 +134,37 @@ class TierServers(VllmServers):
         return self.counters(name)["pulled_tokens"]
 
 
+def row_config(
+    directory: Path, nodes: Mapping[str, Sequence[str]], *, model: Path | None = None
+) -> Config:
+    """Instances of these nodes, and an agent on each. Those of several nodes serve rows to the
+    other ones. `model`: another one than the tiny one.
+    """
+    config = vllm_config(directory, nodes, gossip={"enabled": False}, backup={"mode": "local"})
+    document = config.model_dump(mode="json")
+    if len(nodes) > 1:
+        document["backup"]["mode"] = "remote"
+        of_nodes = document["cluster"]["nodes"]
+        for node, port in zip(of_nodes, free_ports(len(of_nodes)), strict=True):
+            node["agent"]["row_port"] = port
+    if model is not None:
+        document["cluster"]["model"] = str(model)
+    return parse_config(document)
+
+
 class RowServers(TierServers):
     """Decode instances d0, d1 ... on one node with its agent."""
 
     def __init__(
-        self, directory: Path, *flags: str, model: Path | None = None, instances: int = 2
+        self,
+        directory: Path,
+        *flags: str,
+        model: Path | None = None,
+        instances: int = 2,
+        python: str | None = None,
     ) -> None:
-        document = connector_config(directory, max(instances, 2)).model_dump(mode="json")
-        first, *others = document["cluster"]["nodes"]
-        for node in others:
-            first["instances"] += node["instances"]
-        del first["instances"][instances:]
-        for instance in first["instances"]:
-            instance["connector_port"] = None
-        document["cluster"]["nodes"] = [first]
-        document["backup"]["mode"] = "local"
-        if model is not None:
-            document["cluster"]["model"] = str(model)
-        super().__init__(parse_config(document), *flags)
+        nodes = {"n0": [f"d{number}" for number in range(instances)]}
+        super().__init__(row_config(directory, nodes, model=model), *flags, python=python)
 
 
 def prompt_of(seed: int) -> list[int]:

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import urllib.request
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -24,12 +25,12 @@ from kvrs.protocol.instance import Role
 from kvrs_engine.engine.random_model import write_tiny_model
 from kvrs_lab.cluster.ports import resolve_ports
 from kvrs_testkit.free_ports import free_ports
-from kvrs_testkit.processes import Processes, below, nodes_with_pairs
+from kvrs_testkit.processes import Processes, below
 
 # The interpreter of an environment with vLLM, as `make test-vllm` makes one.
 PYTHON_ENV = "KVRS_VLLM_PYTHON"
-# The same with the oldest version that runs the connector.
-OLDEST_PYTHON_ENV = "KVRS_VLLM_OLDEST_PYTHON"
+# Nodes with their instances: NIXL brings prompts from p0 to both others.
+HANDED_OVER = {"n0": ("p0", "d0"), "n1": ("d1",)}
 MODEL_SEED = 1
 # Float32 and no compiler: small differences must come from nothing but the engine's own batches. 64
 # MB hold 32,768 tokens of KV.
@@ -89,56 +90,33 @@ class ServerError(KvrsError):
     """A server did not answer as vLLM does."""
 
 
-def vllm_config(directory: Path, *, with_kvrs: bool = False) -> Config:
-    """One prefill and two decode instances on free ports; their model, tiny and random, is written
-    into the directory. `with_kvrs`: they have the kvrs connector, too, and each node an agent.
+def vllm_config(
+    directory: Path, nodes: Mapping[str, Sequence[str]] = HANDED_OVER, **sections: Any
+) -> Config:
+    """Instances of these nodes on free ports, those with a p for prefill and others for decode;
+    their model, tiny and random, is written into the directory. `sections`: of the configuration.
     """
-    nodes = [
-        {
-            "id": "n0",
-            "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}],
-        },
-        {"id": "n1", "instances": [{"id": "d1", "role": "decode"}]},
-    ]
     model = directory / "tiny-llama"
     write_tiny_model(model, MODEL_SEED)
+    ports = iter(free_ports(sum(map(len, nodes.values()))))
+
+    def instance(name: str) -> dict[str, Any]:
+        role = Role.PREFILL if name.startswith("p") else Role.DECODE
+        return {"id": name, "role": role.value, "port": next(ports)}
+
     document: dict[str, Any] = {
         "proxy": {"port": 0, "admin_port": 0},
-        "cluster": {"nodes": nodes},
+        "cluster": {
+            "backend": "vllm",
+            "model": str(model),
+            "nodes": [
+                {"id": node, "instances": [*map(instance, names)]} for node, names in nodes.items()
+            ],
+        },
         # Of another machine: it decides nothing where the policy names its option.
         "profiles": {"prefill": "llama-3.1-8b-a100-vllm-tp1"},
     }
-    if with_kvrs:
-        document |= {"gossip": {"enabled": False}, "backup": {"mode": "remote"}}
-    document = resolve_ports(parse_config(document)).model_dump(mode="json")
-    document["cluster"] |= {"backend": "vllm", "model": str(model)}
-    if with_kvrs:
-        instances = [each for node in document["cluster"]["nodes"] for each in node["instances"]]
-        for instance, port in zip(instances, free_ports(len(instances)), strict=True):
-            instance["connector_port"] = port
-    return parse_config(document)
-
-
-def connector_config(directory: Path, decodes: int = 2, **sections: Any) -> Config:
-    """Decode instances with the kvrs connector, each on a node with an agent. `sections` are of the
-    configuration, beside those that are needed.
-    """
-    model = directory / "tiny-llama"
-    write_tiny_model(model, MODEL_SEED)
-    document: dict[str, Any] = {
-        "proxy": {"port": 0, "admin_port": 0},
-        "gossip": {"enabled": False},
-        "backup": {"mode": "remote"},
-        "cluster": {"nodes": nodes_with_pairs(decodes)},
-        "profiles": {"prefill": "llama-3.1-8b-a100-vllm-tp1"},
-    } | sections
-    document = resolve_ports(parse_config(document)).model_dump(mode="json")
-    for node in document["cluster"]["nodes"]:
-        # The prefill instance was there for its port, which the connector gets.
-        prefill, decode = node["instances"]
-        node["instances"] = [decode | {"connector_port": prefill["port"]}]
-    document["cluster"] |= {"backend": "vllm", "model": str(model)}
-    return parse_config(document)
+    return resolve_ports(parse_config(document | sections))
 
 
 class VllmServers(Processes):
@@ -154,7 +132,6 @@ class VllmServers(Processes):
         self.flags: dict[str, list[str]] = {}
         self.transfer: dict[str, dict[str, Any]] = {}
         self.environment: dict[str, str] = {}  # Of all, beside `ENVIRONMENT`.
-        self.connector_options: dict[str, Any] = {}  # Of the kvrs connector of all.
         self._instances = {
             str(instance.id): instance for _, instance in self.config.cluster.instances()
         }
@@ -169,7 +146,10 @@ class VllmServers(Processes):
                 self.kill(name)
                 former.wait(_END_TIMEOUT_S)
             instance, python = self._instances[name], self._pythons.get(name, self._python)
-            connector = self._connector(instance)
+            flags = self.flags.get(name, [])
+            if (connector := self._connector(instance)) is not None:
+                given = json.dumps(connector | self.transfer.get(name, {}))
+                flags = [*flags, "--kv-transfer-config", given]
             self._spawn(
                 name,
                 "vllm.entrypoints.openai.api_server",
@@ -183,10 +163,8 @@ class VllmServers(Processes):
                     *FLAGS,
                     *(REPLAY_FLAGS if self.replays else ()),
                     *self._flags,
-                    *self.flags.get(name, ()),
+                    *flags,
                 ),
-                "--kv-transfer-config",
-                json.dumps(connector | self.transfer.get(name, {})),
                 python=python,
                 **ENVIRONMENT | self.environment,
                 VLLM_NIXL_SIDE_CHANNEL_PORT=str(instance.page_port),
@@ -195,29 +173,18 @@ class VllmServers(Processes):
                 VLLM_CACHE_ROOT=str(Path(python).parent.parent / "cache"),
             )
 
-    def _connector(self, instance: InstanceSettings) -> dict[str, Any]:
-        """NIXL's where prompts are handed over, and that of kvrs where it has a port."""
-        place = {"config": str(self._config_path), "instance": str(instance.id)}
-        place |= self.connector_options
-        nixl = {
+    @property
+    def are_handed_prompts(self) -> bool:
+        return any(each.role is Role.PREFILL for each in self._instances.values())
+
+    def _connector(self, instance: InstanceSettings) -> dict[str, Any] | None:
+        """NIXL's where prompts are handed over; None: vLLM has no connector."""
+        if not self.are_handed_prompts:
+            return None
+        return {
             "kv_connector": "NixlConnector",
             "kv_role": _ROLES[instance.role],
             "kv_buffer_device": "cpu",
-        }
-        kvrs = {
-            "kv_connector": "KvrsConnector",
-            "kv_connector_module_path": "kvrs.vllm.connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"kvrs": place},
-        }
-        if instance.connector_port is None:
-            return nixl
-        if all(each.role is Role.DECODE for each in self._instances.values()):
-            return kvrs
-        return {
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"connectors": [nixl, kvrs]},
         }
 
     def start_all(self) -> None:

@@ -86,8 +86,8 @@ def test_a_combination_takes_its_own_options_alone(capsys: pytest.CaptureFixture
     for words, said in (
         (["decode", "embedded", "--mix"], "takes no --mix"),
         (["proxy", "simulated"], "no series of proxy simulated"),
-        (["decode", "vllm", "--option", "split", "--worlds", "2"], "--worlds is for --option with"),
-        (["decode", "vllm", "--gpu"], "--gpu is for --replays and --option restore"),
+        (["decode", "vllm", "--option", "migrate", "--worlds", "2"], "--worlds is for --option"),
+        (["decode", "vllm", "--gpu"], "--gpu is for --replays and --option recompute"),
     ):
         with pytest.raises(SystemExit):
             kills_run.parsed(words)

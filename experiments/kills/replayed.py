@@ -33,14 +33,16 @@ from kvrs_engine.engine.random_model import SYLLABLES
 from kvrs_testkit.vllm_servers import (
     BATCH_INVARIANT,
     GPU_FLAGS,
+    HANDED_OVER,
     PYTHON_ENV,
     VllmServers,
-    connector_config,
     vllm_config,
 )
 
 WAVE = 8
 CUTS = 50  # Of each kind.
+# With --gpu, which has no room for a prefill server.
+ALONE = {"n0": ("d0",), "n1": ("d1",)}
 FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 UNDER_WAY_TOKENS = (3, 60)
 # Between two runs in batches of other sizes, of a log probability.
@@ -286,7 +288,7 @@ def run(options: argparse.Namespace) -> int:
     flags = (*FLAGS, *GPU_FLAGS) if options.gpu else FLAGS
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = connector_config(directory) if options.gpu else vllm_config(directory)
+        config = vllm_config(directory, ALONE if options.gpu else HANDED_OVER)
         servers = VllmServers(config, os.environ[PYTHON_ENV], *flags)
         servers.environment = BATCH_INVARIANT if options.gpu else {}
         stack.enter_context(servers).start_all()

@@ -22,7 +22,6 @@ from experiments.kills import (
     vllm,
     worlds,
 )
-from experiments.kills.vllm_figures import Damage
 from kvrs.config.backup import BackupMode
 from kvrs.config.distserve import HOME_ENV
 from kvrs.config.policy import PolicyName
@@ -33,8 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "backup": {"type": BackupMode, "choices": list(BackupMode)},
     "load": {"choices": ["generated", "trace"], "help": "trace: Mooncake's conversations"},
     "api": {"choices": ["completions", "responses"]},
-    "option": {"choices": list(vllm.POLICIES), "help": "all but migrate: with the connector"},
-    "damage": {"type": Damage, "choices": list(Damage), "help": "of pages that agents hold"},
+    "option": {"choices": list(vllm.POLICIES), "help": "default: one behind the other"},
     "streams": {"type": int, "help": "of each series"},
     "kills": {"type": int},
     "proxies": {"type": int, "choices": range(2, 9), "metavar": "2..8"},
@@ -74,7 +72,7 @@ PARTS: dict[tuple[str, str], Part] = {
     ("decode", "embedded"): Part(_decode, ("policy", "load", "streams")),
     ("decode", "vllm"): Part(
         _vllm,
-        ("option", "damage", "streams", "kills", "gpu", "worlds", "replays", "limit_s", "targets"),
+        ("option", "streams", "kills", "gpu", "worlds", "replays", "limit_s", "targets"),
         PYTHON_ENV,
     ),
     ("decode", "simulated"): Part(simulated.run, ("streams", "seeds")),
@@ -109,10 +107,8 @@ def parsed(words: list[str] | None = None) -> tuple[Part, argparse.Namespace]:
     given = {name for name in OPTIONS if getattr(options, name)}
     if unknown := sorted(given - {*part.options}):
         parser.error(f"{options.victims} {options.cluster} takes no {_flag(unknown[0])}")
-    if options.damage and options.option not in ("restore", "split"):
-        parser.error("--damage is for --option restore and split")
-    if options.gpu and not (options.replays or options.option in ("restore", "recompute", "split")):
-        parser.error("--gpu is for --replays and --option restore, recompute and split")
+    if options.gpu and not (options.replays or options.option == "recompute"):
+        parser.error("--gpu is for --replays and --option recompute")
     if options.worlds and not (options.option and options.kills):
         parser.error("--worlds is for --option with --kills")
     if options.limit_s and not options.kills:

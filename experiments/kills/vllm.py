@@ -5,7 +5,7 @@ For each option requests run in waves; in each wave one decode server is hit whe
 are under way. Of two servers none is left in a self-test, so that whatever the other one pulls from
 then on is the recovery's doing; of three the next wave begins while one is started again. Behind
 each wave its requests run undisturbed, with another salt: no prefix cache helps one run or the
-other.
+other. Servers whose own memory is served after their death: experiments/vllm_rows.
 """
 
 import argparse
@@ -29,7 +29,6 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from experiments.kills.vllm_figures import (
-    Damage,
     Death,
     Wave,
     faults_of,
@@ -43,26 +42,23 @@ from kvrs.net.admin import AdminClient, AdminPort
 from kvrs.protocol.instance import Role
 from kvrs_lab.load.open_loop import Dialect, Progress, replay
 from kvrs_lab.traces.records import ReplayRequest, StreamRecord
-from kvrs_testkit import stored_pages
 from kvrs_testkit.vllm_servers import (
     BATCH_INVARIANT,
     GPU_FLAGS,
-    PAGE_TOKENS,
+    HANDED_OVER,
     PYTHON_ENV,
     START_TIMEOUT_S,
     Part,
     VllmServers,
-    connector_config,
     vllm_config,
 )
 
 POLICIES = {
     "recompute": PolicyName.ALWAYS_RECOMPUTE,
     "migrate": PolicyName.ALWAYS_MIGRATE,
-    "restore": PolicyName.ALWAYS_RESTORE,
-    "split": PolicyName.AUTO,
 }
-BOTH = ("recompute", "migrate")  # Without --option: what vLLM does without the connector.
+# With --option recompute: servers that compute prompts themselves.
+ALONE = {"n0": ("d0",), "n1": ("d1",), "n2": ("d2",)}
 UNDER_WAY_TOKENS = (5, 100)  # How far the last stream of a wave is when death comes.
 PROMPT_TOKENS = (40, 200)
 # A survivor holds all streams of a wave at once: at most 30,000 of its 32,768 tokens.
@@ -71,28 +67,14 @@ ARRIVALS_S = 1.0
 STREAM_TIMEOUT_S = 240.0
 UP_TIMEOUT_S = 120.0  # With self-tests, of which one may take 60 s.
 STREAMS_PER_KILL = 12  # With --kills: of three servers the one with most of them is hit.
-# A split is what `auto` chooses for long histories of few victims, which wait for each other's
-# fronts, where a page takes about as long to fetch as to compute: by this table, over such links.
-SPLIT_STREAMS_PER_KILL = 4
-SPLIT_PROMPT_TOKENS = (700, 1000)
-SPLIT_UNDER_WAY_TOKENS = (100, 300)
-SPLIT_SECTIONS = {
-    "profiles": {"prefill": "llama-3.1-70b-a100-vllm-tp4"},
-    "transfer": {"link_bytes_per_s": 8e6},
-}
-FLIPPED_SHARE = 0.2
 _LOOK_AGAIN_S = 0.05
 
 
 # The hang first, because nothing has to be started again after it.
 DEATHS = (Death.HANG, Death.SERVER, Death.WORKER)
-# Here the hang comes while the server before it is started again.
-WITH_AGENTS = (Death.SERVER, Death.HANG, Death.WORKER, Death.NODE)
 
 
-def make_requests(
-    model: str, count: int, seed: int, prompt_tokens: tuple[int, int] = PROMPT_TOKENS
-) -> list[ReplayRequest]:
+def make_requests(model: str, count: int, seed: int) -> list[ReplayRequest]:
     """Greedy, because nothing else continues exactly in vLLM; no two share a beginning.
 
     Prompts are of whole characters, as text is: after half a one vLLM's first chunk repeats the
@@ -109,7 +91,7 @@ def make_requests(
     found: list[ReplayRequest] = []
     while len(found) < count:
         arrival_s = choose.uniform(0, ARRIVALS_S)
-        prompt = tuple(choose.choices(ids, k=choose.randint(*prompt_tokens)))
+        prompt = tuple(choose.choices(ids, k=choose.randint(*PROMPT_TOKENS)))
         max_tokens = choose.randint(*OUTPUT_TOKENS)
         if (size := (len(prompt), max_tokens)) not in sizes:
             sizes.add(size)
@@ -146,19 +128,13 @@ class Found:
 class Series:
     """Waves of one pool of servers, which are up."""
 
-    def __init__(
-        self, servers: VllmServers, console: Console, damage: Damage | None = None
-    ) -> None:
+    def __init__(self, servers: VllmServers, console: Console) -> None:
         self._servers = servers
         self._console = console
-        self._damage = damage
         config = servers.config
         self._decodes = {
-            str(each.id): node
-            for node, each in config.cluster.instances()
-            if each.role is not Role.PREFILL
+            str(each.id) for _, each in config.cluster.instances() if each.role is not Role.PREFILL
         }
-        self._deaths = WITH_AGENTS if config.agents_run else DEATHS
         # Of two servers both have to be up when one is hit.
         self._may_be_down = len(self._decodes) - 2
         self._starts = ThreadPoolExecutor()
@@ -172,13 +148,12 @@ class Series:
         """Its waves; none begins later than `until_s` of the monotonic clock."""
         found, choose = Found(), random.Random(seed)
         self._start_proxy(POLICIES[option])
-        prompt_tokens = SPLIT_PROMPT_TOKENS if option == "split" else PROMPT_TOKENS
-        requests = make_requests(self._servers.model, count, seed, prompt_tokens)
+        requests = make_requests(self._servers.model, count, seed)
         start_s = time.monotonic()
-        for number, part in enumerate(waves_of(requests, kills or len(self._deaths))):
+        for number, part in enumerate(waves_of(requests, kills or len(DEATHS))):
             if time.monotonic() > until_s:
                 break
-            death = self._deaths[number % len(self._deaths)]
+            death = DEATHS[number % len(DEATHS)]
             wave = asyncio.run(self._wave(option, death, part, choose))
             self._say(f"{option}, {death.value}: {wave.hit} of {len(part)} streams hit")
             self._bring_back(wave.victim, death)
@@ -205,11 +180,8 @@ class Series:
         if death is Death.HANG:
             self._servers.signal(victim, signal.SIGCONT)
             return
-        names = [victim]
-        if death is Death.NODE:
-            names.append(str(self._decodes[victim].agent_id))
-        self._servers.start(*names)
-        self._starting.append(self._starts.submit(self._servers.wait_ready, *names))
+        self._servers.start(victim)
+        self._starting.append(self._starts.submit(self._servers.wait_ready, victim))
 
     async def _all_tested(self, may_be_down: int) -> set[str]:
         """Wait until no more decode servers than these are down or in tests; return those that are
@@ -227,10 +199,9 @@ class Series:
                     self._starting.remove(started)
                 state = await port.state()
                 ready = {row["id"] for row in state["instances"] if _is_tested(row)}
-                others = {row["id"] for row in state["instances"]} - self._decodes.keys()
-                agents_up = all(row["health"] == "up" for row in state["agents"])
-                missing = self._decodes.keys() - ready
-                if others <= ready and agents_up and len(missing) <= may_be_down:
+                others = {row["id"] for row in state["instances"]} - self._decodes
+                missing = self._decodes - ready
+                if others <= ready and len(missing) <= may_be_down:
                     return ready - others
                 await asyncio.sleep(_LOOK_AGAIN_S)
 
@@ -253,10 +224,7 @@ class Series:
                 replay(self._url, requests, timeout_s=STREAM_TIMEOUT_S, progress=progress)
             )
             try:
-                is_split = option == "split"
-                tokens = choose.randint(*(SPLIT_UNDER_WAY_TOKENS if is_split else UNDER_WAY_TOKENS))
-                if self._damage is not None:  # There is something that can be damaged.
-                    tokens = max(tokens, 2 * PAGE_TOKENS)
+                tokens = choose.randint(*UNDER_WAY_TOKENS)
                 streams = await asyncio.wait_for(
                     under_way(port, progress, tokens), STREAM_TIMEOUT_S
                 )
@@ -264,11 +232,8 @@ class Series:
                 victim = on_ready.most_common(1)[0][0]
                 others = sorted(ready - {victim})
                 before = self._counters(others)
-                damaged = self._damage_pages(choose)
                 strike(self._servers, victim, death)
                 struck_s = time.time() - start_s
-                if death is Death.NODE:
-                    self._servers.kill(str(self._decodes[victim].agent_id))
                 records = await load
             finally:
                 load.cancel()
@@ -279,7 +244,6 @@ class Series:
         return Wave(
             option=option,
             death=death,
-            damage=self._damage,
             victim=victim,
             struck_s=struck_s,
             streams=streams,
@@ -288,37 +252,11 @@ class Series:
             recoveries=[row for row in state["recoveries"] if row["at_s"] >= start_s],
             pulled_tokens=after["pulled_tokens"] - before["pulled_tokens"],
             pulled_bytes=after["pulled_bytes"] - before["pulled_bytes"],
-            damaged_pages=damaged,
             ended=[name for name in others if not self._servers.is_up(name)],
-            off_reasons=[
-                row["connector"]["off_reason"]
-                for row in state["instances"]
-                if row["id"] in others and row["connector"] and row["connector"]["off_reason"]
-            ],
-            withdrawn=[
-                test["cause"]
-                for row in state["instances"]
-                if (test := row["self_test"]) and test["restores"] is False
-            ],
         )
 
     def _counters(self, names: Sequence[str]) -> Counter[str]:
         return sum((Counter(self._servers.counters(name)) for name in names), Counter())
-
-    def _damage_pages(self, choose: random.Random) -> int:
-        """Damage pages of all agents; return how many."""
-        config, secret = self._servers.config, self._servers.secret
-        nodes = [node.id for node in config.cluster.nodes]
-        match self._damage:
-            case None:
-                return 0
-            case Damage.FLIP:
-                return sum(
-                    stored_pages.flip_bits(config, secret, node, FLIPPED_SHARE, choose)
-                    for node in nodes
-                )
-            case Damage.NEGATE:
-                return sum(stored_pages.negate(config, secret, node) for node in nodes)
 
 
 def _is_tested(row: dict[str, Any]) -> bool:
@@ -345,7 +283,7 @@ def strike(servers: VllmServers, victim: str, death: Death) -> None:
     match death:
         case Death.HANG:
             servers.signal(victim, signal.SIGSTOP)
-        case Death.SERVER | Death.NODE:
+        case Death.SERVER:
             servers.kill(victim)
         case Death.WORKER:
             servers.kill(victim, Part.WORKER)
@@ -357,7 +295,7 @@ def kill_series(
     seed: int,
     console: Console,
     results: Path,
-    options: Sequence[str] = BOTH,
+    options: Sequence[str] = (*POLICIES,),
     kills: int | None = None,
 ) -> list[str]:
     """Run the series on servers that are up, print its table and write it under `results`.
@@ -416,17 +354,16 @@ def run(options: argparse.Namespace) -> int:
     seeds = range(options.seed, options.seed + worlds)
     record = Record(*seeds, timed=kills is None)
     until_s = time.monotonic() + (options.limit_s or math.inf)
-    per_kill = SPLIT_STREAMS_PER_KILL if options.option == "split" else STREAMS_PER_KILL
     if kills:
         kills = math.ceil(kills / worlds)
-    streams = options.streams or (kills * per_kill if kills else 100)
-    chosen = (options.option,) if options.option else BOTH
+    streams = options.streams or (kills * STREAMS_PER_KILL if kills else 100)
+    chosen = (options.option,) if options.option else (*POLICIES,)
     where = "gpu" if options.gpu else None
-    name = "-".join(filter(None, ("vllm", options.option, options.damage, where)))
+    name = "-".join(filter(None, ("vllm", options.option, where)))
 
     def world(servers: VllmServers, seed: int) -> list[Found]:
         servers.start_all()
-        series = Series(servers, console, options.damage)
+        series = Series(servers, console)
         return _by_option(series, chosen, streams, kills, seed, until_s)
 
     with ExitStack() as stack:
@@ -446,11 +383,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _servers(options: argparse.Namespace, stack: ExitStack) -> VllmServers:
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    if options.option in (None, "migrate"):  # Over NIXL.
-        config = vllm_config(directory)
-    else:
-        sections = SPLIT_SECTIONS if options.option == "split" else {}
-        config = connector_config(directory, decodes=3, **sections)
+    config = vllm_config(directory, ALONE if options.option == "recompute" else HANDED_OVER)
     flags = GPU_FLAGS if options.gpu else ()
     servers = VllmServers(config, os.environ[PYTHON_ENV], *flags)
     servers.environment = BATCH_INVARIANT if options.gpu else {}

@@ -15,15 +15,8 @@ from rich.table import Table
 from kvrs_lab.report import oracle
 from kvrs_lab.report.oracle import StreamVerdict
 from kvrs_lab.traces.records import ReplayRequest, StreamRecord
-from kvrs_testkit.vllm_servers import PAGE_TOKENS
 
 HIT_AT_LEAST = 8
-# A stream's last blocks may not have been sent yet when death comes.
-BEHIND_BLOCKS = 2
-UNPROTECTED_SHARE = 0.05  # As when the agent had just died.
-FETCHING = ("restore", "split")
-# `auto` restores a stream at the node that has its pages, where nothing has to cross a link.
-SPLIT_SHARE = 0.25
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
@@ -31,17 +24,9 @@ class Death(StrEnum):
     HANG = "hang"  # SIGSTOP of the whole server; it wakes when its streams have ended elsewhere.
     SERVER = "server"  # SIGKILL of the whole server: connections break.
     WORKER = "worker"  # SIGKILL of its worker process: HTTP 200, an error event, [DONE].
-    NODE = "node"  # SIGKILL of the server and of its node's agent.
 
 
 ON_THEIR_WAY_S = 0.05  # Tokens of a server may still be when it is hit.
-
-
-class Damage(StrEnum):
-    """The damage to pages that agents hold when death comes."""
-
-    FLIP = "flip"  # One bit of every fifth page: the checksum is wrong, and the page is not used.
-    NEGATE = "negate"  # All numbers of all pages, with right checksums: tails of streams change.
 
 
 @dataclass
@@ -50,7 +35,6 @@ class Wave:
 
     option: str
     death: Death
-    damage: Damage | None
     victim: str
     struck_s: float  # When it was hit, since the start of the wave.
     streams: list[dict[str, Any]]  # The proxy's rows of those that were open then.
@@ -60,10 +44,7 @@ class Wave:
     # By the other decode servers, from the hit to the end of the wave.
     pulled_tokens: float
     pulled_bytes: float
-    damaged_pages: int
     ended: list[str]  # Other decode servers that are not there any more.
-    off_reasons: list[str]  # Of their connectors.
-    withdrawn: list[str]  # Why self-tests have withdrawn restore from servers.
 
     @property
     def hit(self) -> int:
@@ -115,21 +96,12 @@ def figures_of(
     return {
         "option": first.option,
         "death": first.death.value,
-        "damage": None if first.damage is None else first.damage.value,
         "kills": len(waves),
         "kills_per_hour": round(kills_per_hour),
         "streams": len(verdicts),
         "hit": sum(wave.hit for wave, _ in waves),
         "ended_first": sum(wave.ended_first for wave, _ in waves),
         "recoveries": dict(Counter(row["option"] for _, row in recoveries)),
-        "unprotected": dict(
-            Counter(
-                stream["unprotected"] or "nothing sent yet"
-                for wave, _ in waves
-                for stream in wave.streams
-                if stream["decode"] == wave.victim and not any(stream["protected"].values())
-            )
-        ),
         "causes": dict(Counter(_NUMBER.sub("N", row["cause"]) for _, row in recoveries)),
         "exact": sum(verdict.exact for verdict in verdicts),
         "errors": sum(not record.completed for wave, _ in waves for record in wave.records),
@@ -146,42 +118,8 @@ def figures_of(
         "pulled_bytes": round(sum(wave.pulled_bytes for wave, _ in waves)),
         "gap_s_p50": round(gaps_s[len(gaps_s) // 2], 3) if gaps_s else None,
         "gap_s_max": round(gaps_s[-1], 3) if gaps_s else None,
-        **_of_pages(of_waves),
         **_of_others(of_waves),
     }
-
-
-def _of_pages(waves: Sequence[tuple[Wave, list[StreamVerdict]]]) -> dict[str, Any]:
-    """Pages of checkpoints, in tokens. `full_blocks_tokens` could be loaded at most."""
-    found, nothing_loaded = Counter[str](), Counter[str]()
-    for wave, verdicts in waves:
-        found["damaged_pages"] += wave.damaged_pages
-        loaded = set()
-        for row, index in wave.recovered():
-            found["loaded_tokens"] += row["loaded_tokens"] or 0
-            found["computed_tokens"] += row["computed_tokens"] or 0
-            if row["loaded_tokens"]:
-                loaded.add(index)
-        for option in FETCHING:
-            for row, index in wave.recovered(option):
-                blocks = (wave.history_tokens(row, index) - 1) // PAGE_TOKENS
-                found["full_blocks_tokens"] += (blocks - _first_page(row)) * PAGE_TOKENS
-                if not row["loaded_tokens"]:
-                    why = row["fetch_fault"] or "not reported"
-                    nothing_loaded[_NUMBER.sub("N", why)] += 1
-        found["loaded_streams"] += len(loaded)
-        found["loaded_streams_exact"] += sum(verdicts[index].exact for index in loaded)
-    names = ("full_blocks_tokens", "loaded_tokens", "computed_tokens", "loaded_streams")
-    counts = {name: found[name] for name in (*names, "loaded_streams_exact", "damaged_pages")}
-    return counts | {"nothing_loaded": dict(nothing_loaded)}
-
-
-def _first_page(recovery: dict[str, Any]) -> int:
-    """Where what is loaded begins: behind the front of a split."""
-    chosen = recovery["option"]
-    return int(
-        next(each["first_page"] for each in recovery["estimates"] if each["option"] == chosen)
-    )
 
 
 def _of_others(waves: Sequence[tuple[Wave, list[StreamVerdict]]]) -> dict[str, Any]:
@@ -205,49 +143,27 @@ def _of_others(waves: Sequence[tuple[Wave, list[StreamVerdict]]]) -> dict[str, A
         "bystanders_harmed": harmed,
         "bystander_gap_s_max": round(max(gaps_s), 3),
         "engines_ended": sum(len(wave.ended) for wave, _ in waves),
-        "off_reasons": dict(Counter(each for wave, _ in waves for each in wave.off_reasons)),
-        "withdrawn": dict(Counter(each for wave, _ in waves for each in wave.withdrawn)),
     }
 
 
 def faults_of(row: dict[str, Any]) -> list[str]:
     """The parts of the claim that a row does not bear out; empty when all of it holds."""
-    option, hit, recoveries, damage = row["option"], row["hit"], row["recoveries"], row["damage"]
-    # With negated pages streams of which some were loaded are to differ.
-    changed = row["loaded_streams"] if damage == Damage.NEGATE else 0
-    faults = []
-    if row["exact"] != row["streams"] - changed:
-        faults.append(f"{row['exact']} of {row['streams'] - changed} streams are exact")
-    if damage == Damage.NEGATE and row["loaded_streams_exact"]:
-        faults.append(f"{row['loaded_streams_exact']} streams did not use what was loaded")
+    option, hit, recoveries, faults = row["option"], row["hit"], row["recoveries"], []
+    if row["exact"] != row["streams"]:
+        faults.append(f"{row['exact']} of {row['streams']} streams are exact")
     if hit < HIT_AT_LEAST:
         faults.append(f"only {hit} streams were hit")
-    # A stream of which no agent has a page is recomputed.
-    able = hit - sum(row["unprotected"].values()) if option in FETCHING else hit
-    if recoveries.get(option, 0) < able * (SPLIT_SHARE if option == "split" else 1):
-        faults.append(f"{recoveries.get(option, 0)} of {able} streams were recovered by {option}")
+    if recoveries.get(option, 0) < hit:
+        faults.append(f"{recoveries.get(option, 0)} of {hit} streams were recovered by {option}")
     if option == "migrate" and row["pulled_tokens"] < row["moved_tokens"]:
         faults.append(
             f"{row['moved_tokens']} tokens were to be moved, {row['pulled_tokens']} were pulled"
         )
     if option == "recompute" and row["pulled_tokens"]:
         faults.append(f"{row['pulled_tokens']} tokens were pulled")
-    faults += _faults_of_fetches(row) if option in FETCHING else []
-    faults += [
+    return faults + [
         f"{row[name]} {name}" for name in ("bystanders_harmed", "engines_ended") if row[name]
     ]
-    return faults + [f"a connector is off: {reason}" for reason in row["off_reasons"]]
-
-
-def _faults_of_fetches(row: dict[str, Any]) -> list[str]:
-    loaded, full = row["loaded_tokens"], row["full_blocks_tokens"]
-    if sum(row["unprotected"].values()) > UNPROTECTED_SHARE * row["hit"]:
-        return [f"without a page at an agent: {row['unprotected']}"]
-    if row["damage"] == Damage.FLIP:
-        return [] if 0 < loaded < full else [f"{loaded} of {full} tokens loaded beside damage"]
-    fetching = sum(row["recoveries"].get(option, 0) for option in FETCHING)
-    behind = BEHIND_BLOCKS * PAGE_TOKENS * fetching
-    return [] if full - behind <= loaded <= full else [f"{loaded} of {full} tokens were loaded"]
 
 
 def without_times(row: dict[str, Any]) -> dict[str, Any]:
@@ -265,8 +181,6 @@ COLUMNS = {
     "other": "different",
     "to move": "moved_tokens",
     "pulled": "pulled_tokens",
-    "loaded": "loaded_tokens",
-    "computed": "computed_tokens",
     "bystanders": "bystanders",
     "harmed": "bystanders_harmed",
 }

@@ -36,7 +36,7 @@ DEATHS: dict[str, tuple[int, Part]] = {
 }
 LAG_BLOCKS = 2  # Of each stream: full blocks that need not have a row.
 SERVERS = ("d0", "d1")
-_OFF = ("kvrs connector is off", "kvrs saves no KV", "kvrs is off")
+_OFF = ("kvrs saves no KV", "kvrs is off")
 
 
 def rounds() -> list[str]:

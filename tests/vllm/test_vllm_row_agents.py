@@ -11,12 +11,12 @@ from functools import partial
 
 import pytest
 
-from kvrs.config.file import dump_config, parse_config
+from kvrs.config.file import Config, dump_config, parse_config
 from kvrs.transfer.rows.dialling import dial_tcp
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.row_relay import Relay
-from kvrs_testkit.vllm_rows import TierServers, asking, prompt_of
-from kvrs_testkit.vllm_servers import PAGE_TOKENS, connector_config
+from kvrs_testkit.vllm_rows import TierServers, asking, prompt_of, row_config
+from kvrs_testkit.vllm_servers import PAGE_TOKENS
 from tests.vllm.marks import REAL_VLLM
 
 pytestmark = REAL_VLLM
@@ -52,18 +52,18 @@ class World:
         return ids
 
 
+def ports_of(config: Config) -> list[int]:
+    found = [node.agent.row_port for node in config.cluster.nodes]
+    return [port for port in found if port is not None]
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     directory = tmp_path_factory.mktemp("agents")
-    document = connector_config(directory, 2).model_dump(mode="json")
-    nodes = document["cluster"]["nodes"]
-    *ports, between = free_ports(3)
-    for node, port in zip(nodes, ports, strict=True):
-        node["agent"]["row_port"] = port
-        for instance in node["instances"]:
-            instance["connector_port"] = None
-    with TierServers(parse_config(document)) as servers:
-        relay = Relay(partial(dial_tcp, "127.0.0.1", ports[0]))
+    config = row_config(directory, {"n0": ["d0"], "n1": ["d1"]})
+    (port, _), (between,) = ports_of(config), free_ports(1)
+    with TierServers(config) as servers:
+        relay = Relay(partial(dial_tcp, "127.0.0.1", port))
         relay.listen(between)
         other = servers.config.model_dump(mode="json")
         other["cluster"]["nodes"][0]["agent"]["row_port"] = between

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from kvrs.config.file import Config
+from kvrs.config.policy import PolicyName
 from kvrs.protocol.instance import MEMORY
-from kvrs_testkit.vllm_rows import RowServers
+from kvrs_testkit.vllm_rows import RowServers, prompt_of
 from kvrs_testkit.vllm_servers import PAGE_TOKENS
 from tests.vllm.marks import REAL_VLLM
 from tests.vllm.test_vllm_proxy import DEADLINE_S, Front, open_front
@@ -35,6 +37,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RowServers]:
 async def front(servers: RowServers) -> AsyncIterator[Front]:
     async with open_front(servers, servers.config, servers.secret) as front:
         yield front
+
+
+def always_restoring(config: Config) -> Config:
+    policy = config.policy.model_copy(update={"name": PolicyName.ALWAYS_RESTORE})
+    return config.model_copy(update={"policy": policy})
 
 
 async def cut_stream(front: Front, seed: int, number: signal.Signals) -> tuple[list[int], int]:
@@ -107,3 +114,56 @@ async def test_a_stream_goes_on_without_its_agent(front: Front) -> None:
     (record,) = (await front.state())["recoveries"]
     print({name: record[name] for name in SHOWN})
     assert (loaded, record["outcome"]) == (0, "resumed")
+
+
+async def test_servers_have_tested_that_they_restore(front: Front) -> None:
+    """Each with a row of the other one, as it came up."""
+    found = {row["id"]: row["self_test"]["restores"] for row in (await front.state())["instances"]}
+    assert found == {"d0": True, "d1": True}
+
+
+async def test_streams_of_a_killed_server_are_restored_and_others_are_left_alone(
+    servers: RowServers,
+) -> None:
+    """Both are what they would be without a death; of the former all but their last blocks are
+    loaded.
+    """
+    prompts = [prompt_of(40 + number) for number in range(8)]
+    config = always_restoring(servers.config)
+    async with open_front(servers, config, servers.secret) as front, asyncio.timeout(DEADLINE_S):
+        asked = [
+            asyncio.create_task(
+                front.ask(prompt=prompt, max_tokens=TOKENS, ignore_eos=True, stream=True)
+            )
+            for prompt in prompts
+        ]
+        streams: list[dict[str, Any]] = []
+        while len(streams) < len(prompts) or min(each["output_tokens"] for each in streams) < 60:
+            streams = (await front.state())["streams"]
+            await asyncio.sleep(0.005)
+        hit = {each["id"]: each["prompt_tokens"] for each in streams if each["decode"] == "d0"}
+        before = servers.loaded_tokens("d1")
+        servers.kill("d0")
+        answers = await asyncio.gather(*asked)
+        recoveries = (await front.state())["recoveries"]
+        loaded = servers.loaded_tokens("d1") - before
+        calm = await asyncio.gather(
+            *(
+                asyncio.to_thread(
+                    servers.complete, "d1", prompt=each, max_tokens=TOKENS, cache_salt="calm"
+                )
+                for each in prompts
+            )
+        )
+    servers.start("d0")
+    servers.wait_ready("d0")
+
+    assert 0 < len(hit) < len(prompts)
+    for (status, events), of_calm in zip(answers, calm, strict=True):
+        assert status == 200
+        ids = [i for event in events for choice in event["choices"] for i in choice["token_ids"]]
+        assert ids == of_calm["choices"][0]["token_ids"]
+    found = [(row["stream"], row["option"], row["outcome"]) for row in recoveries]
+    assert sorted(found) == sorted((stream, "restore", "resumed") for stream in hit)
+    tokens = [hit[row["stream"]] + row["produced_tokens"] for row in recoveries]
+    assert loaded >= sum(each // PAGE_TOKENS - 2 for each in tokens) * PAGE_TOKENS

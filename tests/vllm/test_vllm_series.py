@@ -27,12 +27,8 @@ AS_CLAIMED: dict[str, Any] = {
     "recoveries": {"migrate": 20},
     "moved_tokens": 2000,
     "pulled_tokens": 2000,
-    "damage": None,
-    "unprotected": {},
-    "loaded_streams": 0,
     "bystanders_harmed": 0,
     "engines_ended": 0,
-    "off_reasons": {},
 }
 
 
@@ -46,6 +42,8 @@ AS_CLAIMED: dict[str, Any] = {
         ({"recoveries": {"migrate": 19, "recompute": 1}}, 1),
         ({"exact": 29}, 1),
         ({"hit": 7, "recoveries": {"migrate": 7}}, 1),
+        ({"bystanders_harmed": 1}, 1),
+        ({"engines_ended": 1}, 1),
     ],
     ids=[
         "as-claimed",
@@ -55,6 +53,8 @@ AS_CLAIMED: dict[str, Any] = {
         "by-another-option",
         "inexact",
         "few-hit",
+        "a-bystander-harmed",
+        "an-engine-ended",
     ],
 )
 def test_an_option_is_proven_by_what_was_pulled(change: dict[str, Any], faults: int) -> None:

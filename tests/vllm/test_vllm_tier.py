@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvrs_testkit.vllm_rows import KVRS, RowServers, prompt_of, regions, run_in_vllm
@@ -107,20 +108,10 @@ def test_a_stream_goes_on_from_the_memory_of_a_killed_server(
     servers: RowServers, seed: int
 ) -> None:
     """All its full blocks are loaded, at most the last one of a step that was not over is not."""
-    prompt, cut = prompt_of(seed), random.Random(seed).randrange(60, 500)
-    got: list[int] = []
-    there = regions()
+    prompt, there = prompt_of(seed), regions()
 
-    def read(ids: list[int]) -> None:
-        got.extend(ids)
-        if len(got) >= cut:
-            servers.kill("d0")
-
-    servers.stream("d0", prompt, TOKENS, read, **KVRS)
-    before = servers.loaded_tokens("d1")
-    rest: list[int] = []
-    servers.stream("d1", prompt + got, TOKENS - len(got), rest.extend, **KVRS)
-    loaded = servers.loaded_tokens("d1") - before
+    got = cut_stream(servers, prompt, random.Random(seed).randrange(60, 500))
+    rest, loaded = gone_on(servers, prompt, got)
     calm = servers.complete("d1", prompt=prompt, max_tokens=TOKENS, cache_salt=f"calm {seed}")
     servers.start("d0")
     servers.wait_ready("d0")
@@ -128,6 +119,46 @@ def test_a_stream_goes_on_from_the_memory_of_a_killed_server(
     assert got + rest == calm["choices"][0]["token_ids"]
     assert loaded >= (len(prompt + got) // PAGE_TOKENS - 1) * PAGE_TOKENS
     assert regions() <= there
+
+
+def cut_stream(servers: RowServers, prompt: list[int], cut: int) -> list[int]:
+    """What a client has of a stream whose server, d0, is killed behind so many tokens."""
+    got: list[int] = []
+
+    def read(ids: list[int]) -> None:
+        got.extend(ids)
+        if len(got) >= cut:
+            servers.kill("d0")
+
+    servers.stream("d0", prompt, TOKENS, read, **KVRS)
+    return got
+
+
+def gone_on(servers: RowServers, prompt: list[int], got: list[int]) -> tuple[list[int], float]:
+    """The rest of a stream at d1, and how many tokens that has loaded for it."""
+    before = servers.loaded_tokens("d1")
+    rest: list[int] = []
+    servers.stream("d1", prompt + got, TOKENS - len(got), rest.extend, **KVRS)
+    return rest, servers.loaded_tokens("d1") - before
+
+
+def test_negated_rows_of_a_killed_server_change_the_tail(servers: RowServers) -> None:
+    """Loaded rows are used: attention reads what the dead server's memory has."""
+    prompt = prompt_of(20)
+    calm = servers.complete("d1", prompt=prompt, max_tokens=TOKENS, cache_salt="calm")
+    with servers.memory_of("d0") as memory:
+        got = cut_stream(servers, prompt, 200)
+        numbers = np.frombuffer(memory, np.float32)
+        np.negative(numbers, out=numbers)
+        del numbers
+    rest, loaded = gone_on(servers, prompt, got)
+    servers.start("d0")
+    servers.wait_ready("d0")
+
+    ids = calm["choices"][0]["token_ids"]
+    assert got == ids[: len(got)]
+    assert loaded >= (len(prompt + got) // PAGE_TOKENS - 1) * PAGE_TOKENS
+    assert rest != ids[len(got) :]
 
 
 def test_nobody_who_does_not_ask_is_given_rows_and_another_salt_has_none(
