@@ -122,7 +122,7 @@ def test_a_stream_goes_on_from_the_memory_of_a_killed_server(
 
 
 def cut_stream(servers: RowServers, prompt: list[int], cut: int) -> list[int]:
-    """What a client has of a stream whose server, d0, is killed behind so many tokens."""
+    """Return what a client has of a stream whose server, d0, is killed behind so many tokens."""
     got: list[int] = []
 
     def read(ids: list[int]) -> None:
@@ -135,7 +135,7 @@ def cut_stream(servers: RowServers, prompt: list[int], cut: int) -> list[int]:
 
 
 def gone_on(servers: RowServers, prompt: list[int], got: list[int]) -> tuple[list[int], float]:
-    """The rest of a stream at d1, and how many tokens that has loaded for it."""
+    """Return the rest of a stream at d1, and how many tokens that has loaded for it."""
     before = servers.loaded_tokens("d1")
     rest: list[int] = []
     servers.stream("d1", prompt + got, TOKENS - len(got), rest.extend, **KVRS)
