@@ -210,7 +210,7 @@ ALL = (
     _of("kills", "vllm-migrate", 60, "run decode vllm --option migrate --kills 100", VLLM),
     _of("vllm_rows", "vllm_rows", 100, "run --limit-s 6000", VLLM),
     _of("checkpoint_cost", "checkpoint_cost", 10),
-    _of("checkpoint_cost", "vllm", 15, "vllm", VLLM),
+    _of("checkpoint_cost", "vllm", 20, "vllm", VLLM),
     _of("gpu", "plane", 8, "plane", GPU),
     _of("demo_vllm", "demo_vllm", 4, "run", VLLM),
     _of("vllm_scheduler", "vllm_scheduler", 2, "run", VLLM),

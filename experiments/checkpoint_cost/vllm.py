@@ -47,6 +47,7 @@ SIDES: dict[str, tuple[str, dict[str, Any]]] = {
 AGENT = ("well", "stopped", "dead")
 MAX_COST = 0.02
 LOOKUP_S, LOAD_S = 0.3, 2.0  # Defaults of the tier: how long an agent may take.
+WAITS_S = LOOKUP_S / 2  # So much later than alone a prompt has waited for an agent.
 MAX_RATIO = 1.0  # Of the first token behind a history, loaded, to the same computed.
 _LINKED_S = 2.0  # Within that an engine has found the next agent.
 
@@ -229,7 +230,7 @@ def _first(firsts: Sequence[Mapping[str, Any]], agent: str) -> dict[str, Any]:
             found[side] |= {
                 "added_s": statistics.median(added_s),
                 "added_s_interval": interval(added_s),
-                "waits": sum(each >= LOOKUP_S for each in added_s),
+                "waits": sum(each >= WAITS_S for each in added_s),
                 "added_s_max": max(added_s),
             }
     return found
