@@ -33,8 +33,7 @@ demo: .venv/.demo
 time-demo: install
 	$(BIN)/python -m experiments.first_minutes.demo
 
-# The same before real vLLM on this machine's CPU, with kvrs in its CPU tier: one stream, whose server
-# is killed.
+# The same before real vLLM on this machine's CPU: one stream, whose server is killed.
 # A quarter of an hour with the installation (3 GB), three minutes without.
 demo-vllm: install .venv-vllm/.installed
 	KVRS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python OMP_NUM_THREADS=1 \
