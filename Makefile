@@ -74,8 +74,7 @@ package: lint
 	$(BIN)/python -m tests.packaging.bill out/package-report.json > out/package/sbom.cdx.json
 	cd out/package && sha256sum * > SHA256SUMS
 
-# Real vLLM on this machine's CPU, in an environment of its own (3 GB): about half an hour on two
-# cores, with the installation.
+# Real vLLM on this machine's CPU, in an environment of its own (3 GB): most of an hour on two cores.
 test-vllm: install .venv-vllm/.installed
 	KVRS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -s -m vllm tests/backends tests/vllm
