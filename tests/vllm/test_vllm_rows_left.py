@@ -4,9 +4,10 @@ at their end, stays nowhere.
 
 import asyncio
 import random
+import signal
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,24 @@ def history(seed: int) -> list[int]:
     return random.Random(seed).choices(range(5, 200), k=BLOCKS * PAGE_TOKENS + 1)
 
 
+@asynccontextmanager
+async def stuttering(servers: RowServers) -> AsyncIterator[None]:
+    """The agent runs for short moments, so that much of the time loads are under way."""
+
+    async def stutter() -> None:
+        while True:
+            for number, for_s in ((signal.SIGSTOP, 0.05), (signal.SIGCONT, 0.003)):
+                servers.signal(servers.agent, number)
+                await asyncio.sleep(for_s)
+
+    task = asyncio.create_task(stutter())
+    try:
+        yield
+    finally:
+        task.cancel()
+        servers.signal(servers.agent, signal.SIGCONT)
+
+
 async def left(http: aiohttp.ClientSession, url: str, body: dict[str, Any], after_s: float) -> None:
     with suppress(TimeoutError, aiohttp.ClientError):
         async with asyncio.timeout(after_s), http.post(f"{url}/v1/completions", json=body) as said:
@@ -77,8 +96,9 @@ async def test_200_aborts_in_mid_load_and_mid_save_leave_nothing(servers: RowSer
             url = servers.url("d0" if saved else "d1")
             await left(http, url, body, choose.random() * LEFT_WITHIN_S)
 
-        for first in range(0, ABORTS, AT_ONCE):
-            await asyncio.gather(*map(abort, range(first, first + AT_ONCE)))
+        async with stuttering(servers):
+            for first in range(0, ABORTS, AT_ONCE):
+                await asyncio.gather(*map(abort, range(first, first + AT_ONCE)))
         await asyncio.sleep(5.0)
 
     assert servers.loaded_tokens("d1") > before
