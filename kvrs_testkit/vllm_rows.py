@@ -15,7 +15,6 @@ from typing import Any
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config, parse_config
 from kvrs_testkit.free_ports import free_ports
-from kvrs_testkit.processes import below
 from kvrs_testkit.vllm_servers import PYTHON_ENV, ServerError, VllmServers, vllm_config
 
 
@@ -83,7 +82,7 @@ class TierServers(VllmServers):
         """The CPU tier of a server that runs, also after its death."""
         places = [
             place
-            for pid in below(self.pid(name))
+            for pid in self.parts(name)
             for place in Path(f"/proc/{pid}/fd").iterdir()
             if "vllm_offload_" in os.readlink(place)
         ]

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -223,6 +224,10 @@ class VllmServers(Processes):
     def url(self, name: str) -> str:
         return self._instances[name].url
 
+    def parts(self, name: str) -> list[int]:
+        """Processes of a server that runs, but for its API server."""
+        return [*below(self.pid(name))]
+
     def is_up(self, name: str) -> bool:
         return self._running[name].poll() is None and _is_healthy(self.url(name))
 
@@ -310,6 +315,19 @@ class VllmServers(Processes):
                 decode, prompt=prompt, max_tokens=8, kv_transfer_params=answer["kv_transfer_params"]
             )
             self.complete(decode, prompt=prompt[::-1], max_tokens=4, logprobs=1)
+
+
+def wait_ended(parts: Sequence[int]) -> None:
+    """Wait until these processes are gone.
+
+    Raises:
+        ServerError: some are left.
+    """
+    until_s = time.monotonic() + _END_TIMEOUT_S
+    while alive := [pid for pid in parts if Path(f"/proc/{pid}").exists()]:
+        if time.monotonic() > until_s:
+            raise ServerError(f"processes {alive} are left")
+        time.sleep(0.05)
 
 
 def _title(pid: int) -> str:

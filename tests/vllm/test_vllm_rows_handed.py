@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from kvrs_testkit.vllm_rows import KVRS, TierServers, prompt_of, row_config
-from kvrs_testkit.vllm_servers import PAGE_TOKENS
+from kvrs_testkit.vllm_servers import PAGE_TOKENS, wait_ended
 from tests.vllm.marks import REAL_VLLM
 from tests.vllm.test_vllm_proxy import Front, open_front
 from tests.vllm.test_vllm_rows_asked import always_restoring, counted_record, cut_stream
@@ -52,7 +52,9 @@ def test_with_prefill_dead_its_rows_are_still_there(servers: TierServers) -> Non
     given = {"kv_transfer_params": asked | KVRS["kv_transfer_params"]}
     calm = servers.complete("d1", prompt=prompt, max_tokens=40, cache_salt="calm")
     servers.complete("p0", prompt=prompt, max_tokens=1, **given)
+    parts = servers.parts("p0")
     servers.kill("p0")
+    wait_ended(parts)
     before = servers.counters("d1")
 
     found = servers.complete("d1", prompt=prompt, max_tokens=40, **KVRS)

@@ -5,18 +5,15 @@ at their end, stays nowhere.
 import asyncio
 import random
 import signal
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from kvrs_testkit.processes import below
 from kvrs_testkit.vllm_rows import KVRS, RowServers, regions
-from kvrs_testkit.vllm_servers import PAGE_TOKENS
+from kvrs_testkit.vllm_servers import PAGE_TOKENS, wait_ended
 from tests.vllm.marks import REAL_VLLM
 
 pytestmark = REAL_VLLM
@@ -41,12 +38,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RowServers]:
         servers.start("d1")
         servers.wait_ready("d1")
         yield servers
-        parts = [pid for name in servers.names for pid in below(servers.pid(name))]
+        parts = [pid for name in servers.names for pid in servers.parts(name)]
     assert len(parts) >= 4, "an engine and a worker of each server"
-    ended_s = time.monotonic() + 20.0
-    while alive := [pid for pid in parts if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < ended_s, f"processes {alive} are left"
-        time.sleep(0.05)
+    wait_ended(parts)
     assert regions() <= there
 
 
