@@ -3,7 +3,6 @@ computed, and a stream that is cut goes on from it.
 """
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tests.vllm.marks import REAL_VLLM
 
 pytestmark = REAL_VLLM
 
-TOKENS = 600
+TOKENS = 1200
 
 
 def printed(program: str, *arguments: str) -> dict[str, Any]:
@@ -103,16 +102,14 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RowServers]:
         yield servers
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_stream_goes_on_from_the_memory_of_a_killed_server(
-    servers: RowServers, seed: int
-) -> None:
+@pytest.mark.parametrize("cut", [70, 430, 1000])
+def test_a_stream_goes_on_from_the_memory_of_a_killed_server(servers: RowServers, cut: int) -> None:
     """All its full blocks are loaded, at most the last one of a step that was not over is not."""
-    prompt, there = prompt_of(seed), regions()
+    prompt, there = prompt_of(cut), regions()
 
-    got = cut_stream(servers, prompt, random.Random(seed).randrange(60, 500))
+    got = cut_stream(servers, prompt, cut)
     rest, loaded = gone_on(servers, prompt, got)
-    calm = servers.complete("d1", prompt=prompt, max_tokens=TOKENS, cache_salt=f"calm {seed}")
+    calm = servers.complete("d1", prompt=prompt, max_tokens=TOKENS, cache_salt=f"calm {cut}")
     servers.start("d0")
     servers.wait_ready("d0")
 
