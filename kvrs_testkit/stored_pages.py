@@ -3,7 +3,6 @@
 import math
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 from kvrs.config.file import Config
@@ -26,11 +25,14 @@ def poison(config: Config, secret: bytes, node: NodeId) -> int:
     """Make all numbers of all pages NaN, with right checksums; return of how many. The numbers
     are float32.
     """
-
-    def change(page: memoryview) -> None:
-        page[:] = _NAN * (len(page) // 4)
-
-    return _rewrite(config, secret, node, change)
+    with _opened(config, secret, node) as directory:
+        segments = _segments(directory, config)
+        pages = segments.adopt()
+        for slot, tag in pages:
+            page = segments.view(slot)
+            page[:] = _NAN * (len(page) // 4)
+            segments.write_record(slot, tag, checksum(page))
+    return len(pages)
 
 
 def poison_memory(config: Config, secret: bytes, node: NodeId, instance: InstanceId) -> None:
@@ -44,19 +46,6 @@ def poison_memory(config: Config, secret: bytes, node: NodeId, instance: Instanc
         # Behind the pages is one that is always zero.
         memory.seek(-(pages + 1) * state.page_bytes, os.SEEK_END)
         memory.write(_NAN * (pages * state.page_bytes // 4))
-
-
-def _rewrite(
-    config: Config, secret: bytes, node: NodeId, change: Callable[[memoryview], None]
-) -> int:
-    with _opened(config, secret, node) as directory:
-        segments = _segments(directory, config)
-        pages = segments.adopt()
-        for slot, tag in pages:
-            page = segments.view(slot)
-            change(page)
-            segments.write_record(slot, tag, checksum(page))
-    return len(pages)
 
 
 def _opened(config: Config, secret: bytes, node: NodeId) -> _OpenedDirectory:

@@ -123,11 +123,9 @@ def vllm_config(
 class VllmServers(Processes):
     """The instances of a configuration whose backend is vllm, and at most one proxy at a time."""
 
-    def __init__(self, config: Config, python: str, *flags: str, **pythons: str) -> None:
-        """`pythons`: the interpreters of instances that run in another environment."""
+    def __init__(self, config: Config, python: str, *flags: str) -> None:
         super().__init__(config)
-        self._python, self._pythons = python, pythons
-        self._flags = flags
+        self._python, self._flags = python, flags
         self.replays = True
         # By instance, beside those of all: flags, and fields of --kv-transfer-config.
         self.flags: dict[str, list[str]] = {}
@@ -146,7 +144,7 @@ class VllmServers(Processes):
                 # A server whose engine is dead ends by itself, when its last connection has closed.
                 self.kill(name)
                 former.wait(_END_TIMEOUT_S)
-            instance, python = self._instances[name], self._pythons.get(name, self._python)
+            instance = self._instances[name]
             flags = self.flags.get(name, [])
             if (connector := self._connector(instance)) is not None:
                 given = json.dumps(connector | self.transfer.get(name, {}))
@@ -166,12 +164,12 @@ class VllmServers(Processes):
                     *self._flags,
                     *flags,
                 ),
-                python=python,
+                python=self._python,
                 **ENVIRONMENT | self.environment,
                 VLLM_NIXL_SIDE_CHANNEL_PORT=str(instance.page_port),
                 PYTHONPATH=str(Path(__file__).parents[1]),
                 # Beside the environment: the next start finds it, and it goes when that goes.
-                VLLM_CACHE_ROOT=str(Path(python).parent.parent / "cache"),
+                VLLM_CACHE_ROOT=str(Path(self._python).parent.parent / "cache"),
             )
 
     @property
