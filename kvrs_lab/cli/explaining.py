@@ -22,9 +22,7 @@ def explain(
     log: opt.Log = None,
     as_json: base.Json = False,
 ) -> None:
-    """Show one recovery decision: all options, the terms of each sum, where the answer flips.
-    Without --profile: for each model, the bandwidth above which loading beats computing.
-    """
+    """Show one recovery decision, all options with their terms; or when loading beats computing."""
     given = locals()
     from kvrs.cli.incidents import explain_log
     from kvrs_lab.explain.questions import break_even_document, decision_document

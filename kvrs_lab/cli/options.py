@@ -166,7 +166,10 @@ Files = Annotated[
     typer.Argument(help="report.json, or its directory; the others are compared with the first"),
 ]
 Profile = Annotated[
-    str | None, typer.Option(help="Name of a table that comes with kvrs, or the path of one")
+    str | None,
+    typer.Option(
+        help="Name of a table that comes with kvrs, or the path of one; none: break-even of all"
+    ),
 ]
 PromptTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of the prompt (L)")]
 OutputTokens = Annotated[int, typer.Option(min=0, help="Tokens that the client already has (t)")]
