@@ -1,6 +1,5 @@
 """The row port of an agent in the test's own process, over a UNIX socket and over TCP."""
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -13,9 +12,9 @@ from kvrs.protocol import rows
 from kvrs.protocol.rows import RowFrame, RowTags, Space
 from kvrs.protocol.secrets import Scope, scoped_key, scoped_keys
 from kvrs.transfer.rows.client import RowClient
-from kvrs.transfer.rows.dialling import dial_tcp, listen_tcp
+from kvrs.transfer.rows.dialling import dial_tcp, dial_unix, listen_tcp, listen_unix, remove_unix
 from kvrs.transfer.rows.stream import RowStream
-from kvrs_testkit.row_engine import AGENT, dial
+from kvrs_testkit.row_engine import AGENT, DIAL_S
 
 SECRET = bytes(range(32))
 TIMEOUT_S = 20.0
@@ -37,11 +36,7 @@ class RowAgent:
         )
         self._streams: list[RowStream] = []
         self._copiers: list[RowCopier] = []
-        path.unlink(missing_ok=True)
-        local = socket.socket(socket.AF_UNIX)
-        local.bind(self.path)
-        local.listen(128)
-        self.port.listen(local)
+        self.port.listen(listen_unix(path))
 
     @cached_property
     def tcp(self) -> int:
@@ -69,14 +64,14 @@ class RowAgent:
     def client(self, space: Space, port: int | None = None) -> RowClient:
         """A client over UNIX, or over TCP at a port."""
         over = (
-            (lambda timeout_s: dial(self.path))
+            partial(dial_unix, Path(self.path))
             if port is None
             else partial(dial_tcp, "127.0.0.1", port)
         )
         return RowClient("a", over, self.key, space, self.tags, is_local=port is None)
 
     def connected(self) -> RowStream:
-        self._streams.append(RowStream(dial(self.path)))
+        self._streams.append(RowStream(dial_unix(Path(self.path), DIAL_S)))
         return self._streams[-1]
 
     def proven(self) -> RowStream:
@@ -93,6 +88,7 @@ class RowAgent:
         for copier in self._copiers:
             copier.close()
         self.port.close()
+        remove_unix(Path(self.path))
         for stream in self._streams:
             stream.close()
 

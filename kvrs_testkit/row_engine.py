@@ -1,24 +1,28 @@
 """An engine that does nothing but write rows, as a process: its memory, ledger and link are those
 of the product, and each row says by its bytes which key it holds.
 
-`python -m kvrs_testkit.row_engine SOCKET SECRET NAMESPACE ROWS ROW_BYTES` writes until it is ended.
+`python -m kvrs_testkit.row_engine DIRECTORY SECRET NAMESPACE ROWS ROW_BYTES [AGENT]` writes until
+it is ended.
 """
 
 import os
 import random
-import socket
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from kvrs.protocol.rows import RegionInfo
 from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs.transfer.rows.dialling import dial_unix
 from kvrs.transfer.rows.ledger import RowLedger
 from kvrs.transfer.rows.link import RegionLink
 
 KEY_BYTES = 36
 AGENT = "agent"
+DIAL_S = 5.0
 NO_FIELDS: Mapping[str, Any] = {}
 
 
@@ -35,13 +39,14 @@ class RowEngine:
 
     def __init__(
         self,
-        path: str,
+        directory: str,
         secret: bytes,
         namespace: bytes,
         rows: int,
         row_bytes: int,
         fields: Mapping[str, Any] = NO_FIELDS,
         model: str = "tiny",
+        agent: str = AGENT,
     ) -> None:
         self.rows, self.row_bytes = rows, row_bytes
         self.memory = os.memfd_create("rows")
@@ -49,8 +54,9 @@ class RowEngine:
         self.ledger = RowLedger(rows, row_bytes)
         name = f"engine {os.getpid()}"
         info = RegionInfo(name, namespace, rows, row_bytes, {**fields}, model, 16)
-        key = scoped_key(secret, Scope.ROWS, AGENT)
-        self.link = RegionLink(info, self.memory, self.ledger, lambda: dial(path), key)
+        key = scoped_key(secret, Scope.ROWS, agent)
+        dial = partial(dial_unix, Path(directory), DIAL_S)
+        self.link = RegionLink(info, self.memory, self.ledger, dial, key)
 
     def write(self, row: int, number: int, pieces: int = 1) -> None:
         """Put a key into a row, as an engine does: the copy takes a while."""
@@ -68,20 +74,15 @@ class RowEngine:
         os.pwrite(self.memory, bytes((byte ^ 1,)), at)
 
 
-def dial(path: str) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(path)
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
 def main() -> None:
-    path, secret, namespace, rows, row_bytes = sys.argv[1:]
+    directory, secret, namespace, rows, row_bytes, *agent = sys.argv[1:]
     engine = RowEngine(
-        path, bytes.fromhex(secret), bytes.fromhex(namespace), int(rows), int(row_bytes)
+        directory,
+        bytes.fromhex(secret),
+        bytes.fromhex(namespace),
+        int(rows),
+        int(row_bytes),
+        agent=agent[0] if agent else AGENT,
     )
     engine.link.start()
     draw = random.Random(os.getpid())

@@ -27,12 +27,12 @@ from kvrs.protocol.rows import RowsReport, RowTags, short
 from kvrs.protocol.secrets import Scope, scoped_key, scoped_keys
 from kvrs.transfer.anchors.files import AnchoredFiles
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import PAGES_SOCKET, ROWS_SOCKET, Identity
-from kvrs.transfer.rows.dialling import dial_tcp, listen_tcp
+from kvrs.transfer.peers import PAGES_SOCKET, Identity
+from kvrs.transfer.rows.dialling import dial_tcp, listen_tcp, listen_unix, remove_unix
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.shared_memory.passing import listen_in
-from kvrs.transfer.store.directory import StoreDirectory, store_directory
+from kvrs.transfer.store.directory import StoreDirectory, row_directory, store_directory
 from kvrs.transfer.store.host import HostStore, UnreportedChanges
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class NodeAgent:
         """
         self.node = node_of(config, node)
         self._directory = directory
+        self._row_directory = row_directory(config.backup.directory, secret, node)
         self._backup = config.backup
         self._keeps = config.backup.at_agents
         if (
@@ -193,7 +194,7 @@ class NodeAgent:
 
         Raises:
             OSError: the page port cannot be had.
-            ConfigError: the row port cannot be had.
+            ConfigError: the row port, or the directory of its socket, cannot be had.
         """
         self._page_port = await self.page_server.start(
             self.node.agent.bound(self.node.agent.host), self.node.agent.page_port
@@ -201,7 +202,7 @@ class NodeAgent:
         if self._keeps:
             listener = listen_in(self._directory.path, PAGES_SOCKET, socket.SOCK_STREAM)
             self.page_server.lend(listener, self.store.places)
-        self._rows.listen(listen_in(self._directory.path, ROWS_SOCKET, socket.SOCK_STREAM))
+        self._rows.listen(listen_unix(self._row_directory))
         settings = self.node.agent
         if settings.row_port is not None:
             bind = settings.bound(settings.host)
@@ -216,9 +217,9 @@ class NodeAgent:
             copier.close()
         self._rows.close()
         await self.page_server.close()
-        for name in (PAGES_SOCKET, ROWS_SOCKET):
-            with suppress(FileNotFoundError):
-                self._directory.unlink(name)
+        remove_unix(self._row_directory)
+        with suppress(FileNotFoundError):
+            self._directory.unlink(PAGES_SOCKET)
 
     async def settle_regions(self) -> None:
         """Adopt the memory of engines that die, and give back what is not read any more, until

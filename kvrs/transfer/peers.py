@@ -19,8 +19,7 @@ from kvrs.protocol.parts import PagePart
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.shared_memory.regions import Region
 
-PAGES_SOCKET = "pages"  # In an agent's directory: its own.
-ROWS_SOCKET = "rows"  # The same, of rows of engines' memory.
+PAGES_SOCKET = "pages"  # In the directory of an agent's store.
 
 __all__ = [
     "PAGES_SOCKET",

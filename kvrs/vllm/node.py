@@ -20,7 +20,7 @@ from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.dialling import dial_tcp, dial_unix
 from kvrs.transfer.rows.link import RegionLink, unlink_region
-from kvrs.transfer.store.directory import store_directory
+from kvrs.transfer.store.directory import row_directory
 from kvrs.vllm import ledger, space
 from kvrs.vllm.agents import KnownAgents
 
@@ -74,7 +74,7 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
     name = space.served_name()
     info = RegionInfo(instance, namespace, rows, row_bytes, fields, name, tokens)
     tags = RowTags(secrets)
-    directory = store_directory(config.backup.directory, secrets[0], own.id)
+    directory = row_directory(config.backup.directory, secrets[0], own.id)
     dials: dict[InstanceId, Callable[[float], socket.socket]] = {
         node.agent_id: partial(dial_tcp, node.agent.host, node.agent.row_port)
         for node in config.cluster.nodes

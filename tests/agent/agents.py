@@ -92,16 +92,21 @@ class AgentProcess:
         secret: bytes = SECRET,
         *,
         forked: bool = True,
+        user: Sequence[str] = (),
     ) -> None:
-        """`forked`: rather than run by its command line."""
+        """`forked`: rather than run by its command line. `user`: another one and its groups, as
+        `kvrs_testkit.as_user` takes them.
+        """
         self.config = parse_config(written)
         self._path = directory / f"{derive(secret, b'name').hex()[:8]}.yaml"
         self._path.write_text(yaml.safe_dump(written))
-        self._secret, self._forked = secret, forked
+        self._secret, self._forked = secret, forked and not user
+        program = ["kvrs_testkit.as_user", *user, "kvrs.agent.__main__"] if user else ["kvrs.agent"]
+        self._command = [sys.executable, "-m", *program]
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "kvrs.agent", "--config", str(self._path), "--node", "n0"]
+        command = [*self._command, "--config", str(self._path), "--node", "n0"]
         environment = os.environ | {"KVRS_SECRET": self._secret.decode()}
         with starts_forked() if self._forked else nullcontext():
             self.process = subprocess.Popen(

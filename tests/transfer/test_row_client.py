@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from kvrs.protocol.rows import RowFrame, RowTags, Space
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows import stream
 from kvrs.transfer.rows.client import RowClient
+from kvrs.transfer.rows.dialling import dial_unix, listen_unix
 from kvrs.transfer.rows.stream import RowStream
-from kvrs_testkit.row_engine import AGENT, dial, key_of, row_of
+from kvrs_testkit.row_engine import AGENT, key_of, row_of
 
 SECRET = bytes(32)
 KEY = scoped_key(SECRET, Scope.ROWS, AGENT)
@@ -30,18 +32,15 @@ class Agent:
     """An agent by script."""
 
     def __init__(self, path: Path) -> None:
-        self.path = str(path)
+        self.dial = partial(dial_unix, path)
         self.connections = 0
         self.asked: list[list[bytes]] = []
         self.answer: Answer = whole
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.path)
-        self._listener.listen()
+        self._listener = listen_unix(path)
         threading.Thread(target=self._accept, daemon=True).start()
 
     def client(self, *, is_local: bool = False) -> RowClient:
-        over = lambda timeout_s: dial(self.path)  # noqa: E731
-        return RowClient("n0", over, KEY, SPACE, TAGS, is_local=is_local)
+        return RowClient("n0", self.dial, KEY, SPACE, TAGS, is_local=is_local)
 
     def close(self) -> None:
         with suppress(OSError):
@@ -217,10 +216,8 @@ def test_an_agent_that_never_proves_itself_costs_the_time_of_a_question(
 ) -> None:
     monkeypatch.setattr(stream, "PROOF_S", 3600.0)  # The agent's own limit is none of the client's.
     path = tmp_path / "silent"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        client = RowClient("n0", lambda timeout_s: dial(str(path)), KEY, SPACE, TAGS)
+    with listen_unix(path):
+        client = RowClient("n0", partial(dial_unix, path), KEY, SPACE, TAGS)
         assert list(client.find(KEYS, 0.2)) == [False] * len(KEYS)
     client.close()
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import stat
 from collections.abc import Callable
 
 import pytest
@@ -120,3 +121,13 @@ def test_memory_that_can_be_cut_is_refused() -> None:
     os.write(other, os.pread(ledger.descriptor, 1 << 20, 0))
     with pytest.raises(TransferError, match="sealed"):
         LedgerView(other)
+
+
+def test_a_reader_of_another_user_cannot_open_a_ledger_for_writing() -> None:
+    """All users may open memory by a descriptor of it, unless its mode says otherwise."""
+    ledger = RowLedger(ROWS, 4096)
+
+    mode = os.fstat(ledger.descriptor).st_mode
+
+    assert stat.S_IMODE(mode) == 0o600
+    os.close(ledger.descriptor)

@@ -1,26 +1,91 @@
-"""Sockets of the row port: in a directory of the own host, and over TCP between nodes."""
+"""Sockets of the row port: in a directory of the own host, and over TCP between nodes.
 
+The directory is the agent's and holds the socket alone. Processes of its group may connect: that of
+`backup.directory` if the agent's user is in it, else the agent's own. Neither end uses a directory
+that others may write to, or enter.
+"""
+
+import os
 import queue
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvrs.transfer.peers import ROWS_SOCKET
-from kvrs.transfer.shared_memory.passing import connect_in
+from kvrs.errors import ConfigError
+from kvrs.transfer.shared_memory.passing import bind_at, connect_at, opened
+from kvrs.transfer.store.directory import not_ours, open_to_others
 from kvrs.transfer.stream import page_socket, tune
 
 _BACKLOG = 128
 # Bytes that are sent may stay unacknowledged so long before the other end counts as gone.
 _GONE_S = 10.0
+_MODE, _OTHERS = 0o750, 0o027  # Of the directory, and what its mode must not have.
+_SOCKET, _SOCKET_MODE = "rows", 0o660
+
+
+def listen_unix(directory: Path) -> socket.socket:
+    """Make the directory if there is none, and listen in it.
+
+    Raises:
+        ConfigError: it cannot be made, belongs to another user, or others may use it.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(directory, 0o700)
+        with opened(directory) as inside:
+            if reason := not_ours(os.fstat(inside), _OTHERS):
+                raise PermissionError(reason)
+            bind_at(inside, _SOCKET, listener)
+            os.chmod(_SOCKET, _SOCKET_MODE, dir_fd=inside)
+            _give_to_group(inside)
+            os.fchmod(inside, _MODE)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"backup.directory: {directory}: {error.strerror or error}; allowed: a directory of "
+            f"this user, mode {_MODE:04o}"
+        ) from None
+    return listener
+
+
+def _give_to_group(directory: int) -> None:
+    for group in (os.stat("..", dir_fd=directory).st_gid, os.getegid()):
+        with suppress(OSError):  # This user is not in it.
+            os.chown(_SOCKET, -1, group, dir_fd=directory, follow_symlinks=False)
+            os.fchown(directory, -1, group)
+            return
+
+
+def remove_unix(directory: Path) -> None:
+    """Remove the directory and the socket in it, if they are this user's."""
+    with suppress(OSError), opened(directory) as inside:
+        if not_ours(os.fstat(inside), _OTHERS) is None:
+            os.unlink(_SOCKET, dir_fd=inside)
+            os.rmdir(directory)
 
 
 def dial_unix(directory: Path, timeout_s: float) -> socket.socket:
-    """Raises OSError: no agent listens in the directory."""
+    """Raises OSError: no agent listens in the directory, this user may not enter it, or others than
+    its group may.
+    """
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(timeout_s)
-        connect_in(directory, ROWS_SOCKET, connection)
+        with opened(directory) as inside:
+            # Its owner is this user or shares a group with it: else it were closed.
+            if reason := open_to_others(os.fstat(inside), _OTHERS):
+                raise PermissionError(reason)
+            connect_at(inside, _SOCKET, connection)
+    except PermissionError as error:
+        connection.close()
+        raise PermissionError(
+            f"{directory}: {error.strerror or error}; allowed: a directory of mode {_MODE:04o} "
+            f"whose owner or group this user has"
+        ) from None
     except BaseException:
         connection.close()
         raise

@@ -59,6 +59,7 @@ class RowLedger:
         self.rows = rows
         size = (rows + 1) * _ENTRY_BYTES
         self.descriptor = os.memfd_create("kvrs-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(self.descriptor, 0o600)  # A reader of another user cannot open it for writing.
         os.ftruncate(self.descriptor, size)
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
         self._memory = mmap.mmap(self.descriptor, size)

@@ -1,4 +1,4 @@
-"""UNIX sockets in a private directory, over which processes of a host pass descriptors."""
+"""UNIX sockets in a directory, over which processes of a host pass descriptors."""
 
 import array
 import os
@@ -18,10 +18,8 @@ def listen_in(directory: Path, name: str, kind: socket.SocketKind) -> socket.soc
     """Raises OSError: the socket cannot be made."""
     listener = socket.socket(socket.AF_UNIX, kind)
     try:
-        with _opened(directory) as opened:
-            with suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=opened)
-            listener.bind(_path(opened, name))
+        with opened(directory) as inside:
+            bind_at(inside, name, listener)
         listener.listen(64)
     except BaseException:
         listener.close()
@@ -29,10 +27,26 @@ def listen_in(directory: Path, name: str, kind: socket.SocketKind) -> socket.soc
     return listener
 
 
+def bind_at(directory: int, name: str, listener: socket.socket) -> None:
+    """Bind a socket in an open directory, in the place of one that was left there.
+
+    Raises:
+        OSError: the socket cannot be made.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory)
+    listener.bind(_path(directory, name))
+
+
 def connect_in(directory: Path, name: str, connection: socket.socket) -> None:
     """Raises OSError: there is no such directory, or no process listens in it."""
-    with _opened(directory) as opened:
-        connection.connect(_path(opened, name))
+    with opened(directory) as inside:
+        connect_at(inside, name, connection)
+
+
+def connect_at(directory: int, name: str, connection: socket.socket) -> None:
+    """Raises OSError: no process listens in the open directory."""
+    connection.connect(_path(directory, name))
 
 
 def foreign_user(connection: socket.socket) -> str | None:
@@ -79,12 +93,13 @@ def close_all(descriptors: list[int]) -> None:
 
 
 @contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def opened(directory: Path) -> Iterator[int]:
+    """A descriptor of the directory, which is no link. Raises OSError."""
+    inside = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        yield opened
+        yield inside
     finally:
-        os.close(opened)
+        os.close(inside)
 
 
 def _path(directory_fd: int, name: str) -> str:

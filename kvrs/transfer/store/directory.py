@@ -40,8 +40,16 @@ def store_directory(base: str, secret: bytes, node: NodeId) -> Path:
     """Path of the node's store. The name differs between clusters of one host, and reveals nothing
     of their secrets.
     """
-    name = derive(secret, b"kvrs-store")[:_NAME_BYTES].hex()
-    return Path(base) / f"kvrs-{name}-{quote(node, safe='')}"
+    return Path(base) / f"kvrs-{_name(secret, node)}"
+
+
+def row_directory(base: str, secret: bytes, node: NodeId) -> Path:
+    """Path of the directory with the socket of the node's rows, beside that of its store."""
+    return Path(base) / f"kvrs-rows-{_name(secret, node)}"
+
+
+def _name(secret: bytes, node: NodeId) -> str:
+    return f"{derive(secret, b'kvrs-store')[:_NAME_BYTES].hex()}-{quote(node, safe='')}"
 
 
 class PrivateDirectory:
@@ -65,7 +73,7 @@ class PrivateDirectory:
 
     def _open(self) -> int:
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        if reason := _not_ours(os.fstat(fd)):
+        if reason := not_ours(os.fstat(fd)):
             os.close(fd)
             raise PermissionError(reason)
         return fd
@@ -80,7 +88,7 @@ class PrivateDirectory:
             OSError: there is none, or it is not.
         """
         fd = self.open(name, flags)
-        if reason := _not_ours(os.fstat(fd)):
+        if reason := not_ours(os.fstat(fd)):
             os.close(fd)
             raise PermissionError(reason)
         return fd
@@ -165,7 +173,7 @@ class StoreDirectory(PrivateDirectory):
         """The state that the last process left; None: nothing that can be read."""
         try:
             with os.fdopen(self.open(_STATE, os.O_RDONLY), "rb") as file:
-                if _not_ours(os.fstat(file.fileno())) is None:
+                if not_ours(os.fstat(file.fileno())) is None:
                     return msgspec.json.decode(file.read(1 << 16), type=StoreState)
         except FileNotFoundError:
             return None
@@ -214,10 +222,17 @@ class StoreDirectory(PrivateDirectory):
                 self.unlink(name)
 
 
-def _not_ours(status: os.stat_result) -> str | None:
+def not_ours(status: os.stat_result, others: int = 0o077) -> str | None:
+    """Why a file or directory is not this user's, closed to others; None: it is. `others`: bits
+    that its mode must not have.
+    """
     if status.st_uid != os.geteuid():
         return f"belongs to user {status.st_uid}"
-    if mode := stat.S_IMODE(status.st_mode) & 0o077:
+    return open_to_others(status, others)
+
+
+def open_to_others(status: os.stat_result, others: int) -> str | None:
+    if mode := stat.S_IMODE(status.st_mode) & others:
         return f"others may use it (mode bits {mode:03o})"
     return None
 
