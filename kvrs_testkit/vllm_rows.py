@@ -7,20 +7,25 @@ import mmap
 import os
 import random
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config, parse_config
+from kvrs.ids import InstanceId
+from kvrs.protocol.row_params import PARAMS_FIELD, params_key, seal
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.vllm_servers import PYTHON_ENV, ServerError, VllmServers, vllm_config
 
 
 def asking(*agents: str) -> dict[str, Any]:
     """Fields of a request that is protected, and that loads what its node's agent holds of it, or
-    these agents of other nodes.
+    these agents of other nodes. `TierServers.sealed` makes them right for a server.
     """
     return {"kv_transfer_params": {"kvrs": {"agents": list(agents)} if agents else {}}}
 
@@ -88,6 +93,19 @@ class TierServers(VllmServers):
         ]
         with places[0].open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
             yield memory
+
+    def sealed(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The body with what it asks of kvrs as a proxy asks this server."""
+        params = body.get("kv_transfer_params") or {}
+        given = params.get(PARAMS_FIELD)
+        if not isinstance(given, dict) or "mac" in given:
+            return body
+        key = params_key(self.secret, InstanceId(name))
+        made = msgspec.to_builtins(seal(given.get("agents", ()), key, time.time()))
+        return body | {"kv_transfer_params": params | {PARAMS_FIELD: made}}
+
+    def _post(self, name: str, body: dict[str, Any]) -> Any:
+        return super()._post(name, self.sealed(name, body))
 
     def stream(
         self,

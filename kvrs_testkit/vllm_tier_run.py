@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
@@ -23,19 +24,28 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
+from kvrs.protocol.row_params import PARAMS_FIELD, seal
 from kvrs.transfer.rows.client import RowClient
 from kvrs.vllm import adapters, ledger, node, proof, tier
 from kvrs.vllm.agents import KnownAgents
 
 ROW_BYTES = 4096
 STEPS = 400
-ASKING: dict[str, Any] = {"kvrs": {}}
+KEYS = b"k" * 32, b"older" * 8  # While a secret is rotated.
 NUMBERS = [*range(1, 1 + ROW_BYTES // 4)]
 GUARDED = (
     *("on_new_request", "on_request_finished", "lookup", "on_schedule_end", "_take_answers"),
     *("_hold", "_queue_load", "_queue_proof"),
 )
 LEDGER = ("writing", "holds")
+
+
+def asking(*agents: Any, key: bytes = KEYS[0]) -> dict[str, Any]:
+    """Parameters as a proxy makes them."""
+    return {PARAMS_FIELD: msgspec.to_builtins(seal(agents, key, time.time()))}
+
+
+ASKING = asking()
 
 
 class Region:
@@ -106,7 +116,7 @@ class World:
     ) -> None:
         self.agent = Agent("own", most, holds)
         self.region = Region(rows)
-        agents = KnownAgents(self.agent, {each.name: each for each in others})
+        agents = KnownAgents(self.agent, {each.name: each for each in others}, KEYS)
         primary = CPUPrimaryTierOffloadingManager(
             rows, self.region, "KvrsPolicy", "kvrs.vllm.ledger"
         )
@@ -119,7 +129,7 @@ class World:
         )
         self.tier = tier.KvrsTier(None, primary.get_kv_memoryview(), "KvrsTier")
         self.manager = TieringOffloadingManager(primary, [self.tier])
-        self.requests = 0
+        self.requests, self.protects = 0, False
 
     def request(
         self,
@@ -138,6 +148,7 @@ class World:
         if is_told:
             adapters.begin(None)
         self.manager.on_new_request(context)
+        self.protects = bool(self.tier._protected)
         adapters.end()
         wanted = [make_offload_key(n.to_bytes(32, "big"), 0) for n in range(keys)]
         for step in range(STEPS):
@@ -184,13 +195,26 @@ def with_others(said: dict[str, Any]) -> None:
         ("another hangs in a load", [Agent("b", hangs="load")], ["b"]),
         ("another hangs, and one has the rest", [Agent("b"), Agent("c", hangs="find")], ["c", "b"]),
         ("another is not named", [Agent("b")], []),
-        ("agents are no list", [Agent("b")], "b"),
     ):
         world = World(8, holds=4, others=others)
         if len(others) > 1:
             world.tier._lookup_s = 3.0  # Far more than the steps of a prompt may take.
-        found = world.request(6, {"kvrs": {"agents": agents}})[1]
+        found = world.request(6, asking(*agents))[1]
         said[name] = [found, world.agent.loaded, others[0].loaded]
+        world.end()
+    for name, all_, params in (
+        ("a client names another", False, {"kvrs": {"agents": ["b"]}}),
+        ("a client names another to one that serves all", True, {"kvrs": {"agents": ["b"]}}),
+        ("the key is that of another server", False, asking("b", key=b"x" * 32)),
+        ("the key is the older one", False, asking("b", key=KEYS[1])),
+        ("agents are no names", False, asking(["b"], 7)),
+        ("surrogates", False, {"kvrs": ASKING["kvrs"] | {"agents": ["\ud800"]}}),
+        ("a million agents", False, {"kvrs": ASKING["kvrs"] | {"agents": ["b"] * 1_000_000}}),
+    ):
+        world = World(8, all_=all_, holds=4, others=[other := Agent("b")])
+        found = world.request(6, params)[1]
+        said[name] = [found, world.agent.loaded, other.loaded, world.protects]
+        assert world.tier.switch.off_reason is None
         world.end()
 
 

@@ -100,7 +100,7 @@ class Bench:
         } | fields
         answer = Answer(time.perf_counter())
         url = f"{self._servers.url(name)}/v1/completions"
-        async with self._http.post(url, json=body) as events:
+        async with self._http.post(url, json=self._servers.sealed(name, body)) as events:
             events.raise_for_status()
             async for line in events.content:
                 if line.startswith(b"data: {"):

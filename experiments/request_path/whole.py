@@ -115,7 +115,7 @@ class Proxy:
     def __init__(self, config: Config, infos: Sequence[InstanceInfo]) -> None:
         clock, metrics = time.monotonic, Metrics({})
         self.links = links = _Links()
-        backends = open_backends(config, links)
+        backends = open_backends(config, links, b"")
         self.driver = driver = Driver(config, backends, {}, metrics, clock, time.time)
         control = driver.control
         mirror = Mirror(

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any, TypeVar
 from unittest import mock
 
+import msgspec
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -35,6 +36,7 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
+from kvrs.protocol.row_params import PARAMS_FIELD, seal
 from kvrs.protocol.rows import RegionInfo
 from kvrs.vllm import adapters, ledger, node
 from kvrs.vllm.agents import KnownAgents
@@ -46,7 +48,7 @@ ROW_BYTES = 4096  # Its bytes are moved by other threads, and are not counted.
 PROMPT_CHUNKS = 1000  # 128,000 tokens, in chunks of 8 blocks of 16.
 LOAD_STEPS = 5
 STREAMS, CHUNK_STEPS = 200, 128  # Streams that decode, and steps in which each fills a chunk.
-NAMESPACE = bytes(32)
+NAMESPACE, PARAMS_KEY = bytes(32), b"k" * 32
 
 R = TypeVar("R")
 
@@ -114,7 +116,8 @@ class Stack:
 
     def request(self) -> ReqContext:
         self._requests += 1
-        context = ReqContext(f"request {self._requests}", {"kvrs": {}})
+        params = {PARAMS_FIELD: msgspec.to_builtins(seal((), PARAMS_KEY, time.time()))}
+        context = ReqContext(f"request {self._requests}", params)
         adapters.begin(None)  # As the connector tells the tier.
         self.manager.on_new_request(context)
         adapters.end()
@@ -156,7 +159,9 @@ class Agent:
         assert policy.ledger is not None
         policy.ledger.describe(ROW_BYTES)
         client = self._agent.client(self.info.space)
-        return node.NodeParts(mock.Mock(), policy, KnownAgents(client, {}), False, None, 5.0, 20.0)
+        return node.NodeParts(
+            mock.Mock(), policy, KnownAgents(client, {}, [PARAMS_KEY]), False, None, 5.0, 20.0
+        )
 
     def close(self) -> None:
         self._engine.link.close()

@@ -39,7 +39,6 @@ from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.secrets import derive
 
-PARAMS_FIELD = "kvrs"  # In `kv_transfer_params` of a request to vLLM.
 NAMESPACE_BYTES = 32
 MAX_KEY_BYTES = 55
 MAX_KEYS = 1 << 16

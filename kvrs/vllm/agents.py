@@ -1,43 +1,52 @@
 """The agents that a request is looked up at: that of the own node, and those that it names."""
 
 import logging
+import time
+from collections.abc import Sequence
 from typing import Any
 
+from kvrs.errors import RequestError
+from kvrs.protocol.row_params import unseal
 from kvrs.transfer.rows.client import RowClient
 
 log = logging.getLogger(__name__)
 
-MAX_NAMED = 16  # By one request.
-_MAX_TOLD = 16  # Unknown ids that are logged, once each.
+_MAX_TOLD = 16  # Faults of requests that are logged, once each.
 
 
 class KnownAgents:
     """Clients of the agents of the cluster, by id."""
 
-    def __init__(self, own: RowClient, others: dict[str, RowClient]) -> None:
+    def __init__(
+        self, own: RowClient, others: dict[str, RowClient], params_keys: Sequence[bytes]
+    ) -> None:
+        """`params_keys`: the keys under which a proxy may have named agents to this server."""
         self.own = own
         self._others = others
-        self._unknown: set[str] = set()
+        self._params_keys = params_keys
+        self._told: set[str] = set()
 
-    def named(self, given: Any) -> list[RowClient]:
-        """Return the agents for the field `kvrs` of a request's params, the own node's first. What
-        is malformed names none, and an id that is unknown is passed over.
+    def named(self, given: Any) -> list[RowClient] | None:
+        """Return the agents for the field `kvrs` of a request's params, the own node's first. An id
+        that is unknown is passed over. None: no proxy of this cluster has made the field.
         """
-        names = given.get("agents") if isinstance(given, dict) else None
-        if not isinstance(names, list) or len(names) > MAX_NAMED:
-            names = []
+        if given is None:
+            return None
+        try:
+            names = unseal(given, self._params_keys, time.time())
+        except RequestError as error:
+            self._tell(f"kv_transfer_params.kvrs of a request is ignored: {error}")
+            return None
         found = {self.own: None}
         for name in names:
-            if not isinstance(name, str):
-                continue
             if (agent := self._others.get(name)) is not None:
                 found[agent] = None
             elif name != self.own.name:
-                self._tell(name)
+                allowed = ", ".join(self._others) or "none, no other agent has a row_port"
+                self._tell(f"a request names the agent {name!r:.64}; allowed: {allowed}")
         return list(found)
 
-    def _tell(self, name: str) -> None:
-        if name not in self._unknown and len(self._unknown) < _MAX_TOLD:
-            self._unknown.add(name)
-            allowed = ", ".join(self._others) or "none, no other agent has a row_port"
-            log.warning("a request names the agent %.64r; allowed: %s", name, allowed)
+    def _tell(self, fault: str) -> None:
+        if fault not in self._told and len(self._told) < _MAX_TOLD:
+            self._told.add(fault)
+            log.warning(fault)

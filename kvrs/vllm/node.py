@@ -15,6 +15,7 @@ import msgspec
 from kvrs.config.file import load_config, read_secrets
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId
+from kvrs.protocol.row_params import params_key
 from kvrs.protocol.rows import RegionInfo, RowTags
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows.client import RowClient
@@ -102,7 +103,8 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
         partial(dial_unix, directory, given.lookup_s),
         keys[own.agent_id],
     )
-    agents = KnownAgents(clients.pop(own.agent_id), clients)
+    params_keys = [params_key(secret, instance) for secret in secrets]
+    agents = KnownAgents(clients.pop(own.agent_id), clients, params_keys)
     return NodeParts(
         link,
         policy,

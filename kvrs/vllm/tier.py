@@ -9,9 +9,9 @@ threads of its own, one that looks keys up and others that load, so that an agen
 no other; each ends its work by a deadline and always answers. The first error that is not expected
 turns the tier off: it then finds nothing, and vLLM computes.
 
-A request's `kv_transfer_params.kvrs` is an object; its `agents` are ids of agents of other nodes.
-They are asked at the same time as that of the own node, which wins: to ask them only for what it
-lacks would let an own agent that hangs hide what they hold.
+A request's `kv_transfer_params.kvrs` is an object of a proxy (`row_params.py`); its `agents` are
+ids of agents of other nodes. They are asked at the same time as that of the own node, which wins:
+to ask them only for what it lacks would let an own agent that hangs hide what they hold.
 """
 
 import logging
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadPolicy, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvrs.protocol.row_params import PARAMS_FIELD
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.link import RegionLink
 from kvrs.vllm import adapters, ledger, node
@@ -193,23 +194,23 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         if (adapter := adapters.current()) is None:
             return RequestOffloadingContext()  # It is no request of KvrsOffloading.
         req_context.set_state(adapter)
-        if self._serves_all or isinstance(params.get("kvrs"), dict):
+        assert self._agents is not None
+        named = self._agents.named(params.get(PARAMS_FIELD))
+        if self._serves_all or named is not None:
             self._protected.add(req_context.req_id)
             # What another connector brings is not looked for here: vLLM asks all of them.
             if not params.get("do_remote_prefill"):
-                self._asking[req_context.req_id] = self._agents_of(params.get("kvrs"))
+                self._asking[req_context.req_id] = self._ready(named or [self._agents.own])
                 self._adapter[req_context.req_id] = adapter
             # A protected stream has no hole where the prefix cache of the engine had its blocks.
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
-    def _agents_of(self, given: Any) -> list[RowClient]:
-        assert self._agents is not None
-        found = self._agents.named(given)
-        for agent in found:
+    def _ready(self, agents: list[RowClient]) -> list[RowClient]:
+        for agent in agents:
             if agent not in self._threads_of:
                 self._begin_threads(agent)
-        return found
+        return agents
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:

@@ -43,7 +43,7 @@ def cluster(
 async def system(cluster: Cluster) -> AsyncIterator[BackendCluster]:
     """The cluster as a proxy sees it, every instance up and met."""
     async with new_engine_links(cluster.config, cluster.secret) as links:
-        system = BackendCluster(cluster, open_backends(cluster.config, links))
+        system = BackendCluster(cluster, open_backends(cluster.config, links, cluster.secret))
         await system.meet()
         yield system
 

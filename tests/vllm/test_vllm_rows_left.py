@@ -87,8 +87,9 @@ async def test_200_aborts_in_mid_load_and_mid_save_leave_nothing(servers: RowSer
             # d1 loads; every third request is computed and saved at d0, of a tenant of its own.
             saved: dict[str, Any] = {} if number % 3 else {"cache_salt": f"{number}"}
             body |= KVRS | saved | {"prompt": histories[number % len(histories)]}
-            url = servers.url("d0" if saved else "d1")
-            await left(http, url, body, choose.random() * LEFT_WITHIN_S)
+            name = "d0" if saved else "d1"
+            asked = servers.sealed(name, body)
+            await left(http, servers.url(name), asked, choose.random() * LEFT_WITHIN_S)
 
         async with stuttering(servers):
             for first in range(0, ABORTS, AT_ONCE):

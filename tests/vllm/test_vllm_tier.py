@@ -3,13 +3,17 @@ computed, and a stream that is cut goes on from it.
 """
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from kvrs.ids import InstanceId
+from kvrs.protocol.row_params import params_key, seal
 from kvrs_testkit.vllm_rows import KVRS, RowServers, prompt_of, regions, run_in_vllm
 from kvrs_testkit.vllm_servers import PAGE_TOKENS
 from tests.vllm.marks import REAL_VLLM
@@ -17,6 +21,7 @@ from tests.vllm.marks import REAL_VLLM
 pytestmark = REAL_VLLM
 
 TOKENS = 1200
+OLDER = b"the secret before, long enough"
 
 
 def printed(program: str, *arguments: str) -> dict[str, Any]:
@@ -63,7 +68,14 @@ def test_prompts_are_decided_whatever_fails() -> None:
         "another hangs in a load": [4, 4, 0],
         "another hangs, and one has the rest": [6, 4, 2],
         "another is not named": [4, 4, 0],
-        "agents are no list": [4, 4, 0],
+        # And whether rows of the request are kept.
+        "a client names another": [0, 0, 0, False],
+        "a client names another to one that serves all": [4, 4, 0, True],
+        "the key is that of another server": [0, 0, 0, False],
+        "the key is the older one": [6, 4, 2, True],
+        "agents are no names": [0, 0, 0, False],
+        "surrogates": [0, 0, 0, False],
+        "a million agents": [0, 0, 0, False],
         "its adapter is not known": 0,
         "a row is proved": [4, 7, None, 10],
         "a row is refuted": [4, 7, "a row of an agent is not what this engine computes", 8],
@@ -111,6 +123,7 @@ def test_a_server_with_the_flags_of_the_old_connector_names_the_new_ones(tmp_pat
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RowServers]:
     with RowServers(tmp_path_factory.mktemp("tier")) as servers:
+        servers.environment["KVRS_SECRET"] = f"{servers.secret.decode()}\n{OLDER.decode()}"
         servers.start_all()
         yield servers
 
@@ -210,3 +223,36 @@ def test_the_next_agent_serves_an_engine_that_lives_on(servers: RowServers) -> N
         if servers.loaded_tokens("d1") > before:
             return
     raise AssertionError("no row of d0 came from the second agent")
+
+
+def signed(secret: bytes, server: str) -> Any:
+    made = seal([], params_key(secret, InstanceId(server)), time.time())
+    return msgspec.to_builtins(made)
+
+
+def test_a_server_heeds_what_proxies_of_its_cluster_have_signed(servers: RowServers) -> None:
+    """Also by the older secret, while one is rotated. A client of its own port, and one that has
+    captured what another server was told, is served as if it had not asked.
+    """
+    right = signed(servers.secret, "d1")
+    cases: list[tuple[Any, bool]] = [
+        (right, True),
+        (signed(OLDER, "d1"), True),
+        (signed(servers.secret, "d0"), False),
+        (right | {"agents": ["agent-n0"]}, False),
+        (right | {"mac": "0" * 64}, False),
+        ({"agents": [], "mac": 7}, False),
+        (["mac"], False),
+    ]
+    for number, (given, is_heeded) in enumerate(cases):
+        prompt = prompt_of(70 + number)
+        calm = servers.complete("d0", prompt=prompt, max_tokens=4, **KVRS)
+        before = servers.loaded_tokens("d1")
+
+        fields = {"kv_transfer_params": {"kvrs": given}}
+        found = servers.complete("d1", prompt=prompt, max_tokens=4, **fields)
+
+        assert (servers.loaded_tokens("d1") > before) == is_heeded, given
+        assert found["choices"][0]["token_ids"] == calm["choices"][0]["token_ids"]
+    told = [line for line in servers.said().splitlines() if "is ignored" in line]
+    assert len(told) == 2

@@ -10,6 +10,7 @@ from kvrs.ids import InstanceId
 from kvrs.net.proving import instance_keys
 from kvrs.net.tls import Certificates
 from kvrs.protocol.instance import Role
+from kvrs.protocol.row_params import params_key
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_model
 from kvrs.proxy.backends.pd import PdBackend
@@ -20,8 +21,8 @@ VLLM_API_KEY = "KVRS_VLLM_API_KEY"
 
 
 def new_engine_links(config: Config, secret: bytes, tls: Certificates | None = None) -> EngineLinks:
-    """The connections for all requests to instances. vLLM cannot prove itself: it gets nothing that
-    comes of the cluster's secret, but its own API key.
+    """The connections for all requests to instances. vLLM cannot prove itself: it gets no key of
+    the cluster, but its own API key.
     """
     if config.cluster.backend is Engine.VLLM:
         return EngineLinks(Access(token=os.environ.get(VLLM_API_KEY) or None))
@@ -30,7 +31,7 @@ def new_engine_links(config: Config, secret: bytes, tls: Certificates | None = N
 
 
 def open_backends(
-    config: Config, links: EngineLinks, files: ModelFiles | None = None
+    config: Config, links: EngineLinks, secret: bytes, files: ModelFiles | None = None
 ) -> dict[InstanceId, Backend]:
     """One per configured instance. `files`: those of the model; None: the backends share
     new ones.
@@ -44,7 +45,7 @@ def open_backends(
         raise ConfigError(fault_of_model(model))
     files = files or ModelFiles(model)
     return {
-        instance.id: open_backend(config, links, node, instance, files)
+        instance.id: open_backend(config, links, secret, node, instance, files)
         for node, instance in config.cluster.instances()
     }
 
@@ -52,6 +53,7 @@ def open_backends(
 def open_backend(
     config: Config,
     links: EngineLinks,
+    secret: bytes,
     node: NodeSettings,
     instance: InstanceSettings,
     files: ModelFiles,
@@ -66,4 +68,4 @@ def open_backend(
         hands_off=Role.PREFILL in config.cluster.roles,
         served_name=config.cluster.served_name,
     )
-    return VllmBackend(links, instance.url, identity)
+    return VllmBackend(links, instance.url, identity, params_key(secret, instance.id))

@@ -33,7 +33,7 @@ from kvrs.protocol.instance import (
     RankRequest,
     Role,
 )
-from kvrs.protocol.rows import PARAMS_FIELD
+from kvrs.protocol.row_params import MAX_AGENTS, PARAMS_FIELD, seal
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import BYTES_PER_ID, Call
 from kvrs.proxy.backends.idle_connection import IdleConnection
@@ -93,9 +93,12 @@ class VllmBackend(VllmServer):
 
     UNAUTHORISED = "its --api-key is not what the proxy's environment has in KVRS_VLLM_API_KEY"
 
-    def __init__(self, links: EngineLinks, url: str, identity: ConfiguredIdentity) -> None:
+    def __init__(
+        self, links: EngineLinks, url: str, identity: ConfiguredIdentity, params_key: bytes
+    ) -> None:
         super().__init__(links, url)
         self._identity = identity
+        self._params_key = params_key
         self._info: InstanceInfo | None = None  # Of the process that was probed last.
         self._denied: str | None = None  # Why it must not be used, since it denied one token.
         self._row_loads = RowLoads(identity.node)
@@ -311,7 +314,8 @@ class VllmBackend(VllmServer):
         """The call without kvrs's own field, which vLLM does not know: its tier knows another."""
         call.fields.pop("kvrs", None)
         if call.rows is not None:
-            call.add_transfer(PARAMS_FIELD, {"agents": call.rows.agents})
+            agents = call.rows.agents[:MAX_AGENTS]
+            call.add_transfer(PARAMS_FIELD, seal(agents, self._params_key, time.time()))
         return call
 
     async def _prefilled(self, call: Call, page_size_tokens: int) -> Prefilled:

@@ -111,7 +111,7 @@ def build(
     clock = time.monotonic
     metrics = metrics_of(config)
     files = ModelFiles(config.cluster.model)
-    backends = open_backends(config, links.engines, files)
+    backends = open_backends(config, links.engines, ring[0], files)
     agents = links.new_agents()
     event_log = new_event_log(config, reloads)
     driver = Driver(config, backends, agents, metrics, clock, time.time, event_log, files)

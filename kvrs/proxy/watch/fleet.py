@@ -197,7 +197,7 @@ class Fleet:
         links = self._links
         links.engines.admit(instance_keys(links.secret, [instance]))
         links.backends[instance.id] = open_backend(
-            config, links.engines, node, instance, self._driver.tokenizer.files
+            config, links.engines, links.secret, node, instance, self._driver.tokenizer.files
         )
         self._metrics.add_workers({instance.id: instance.role})
         self._watch(self._topology.add(instance.id, node.id, instance.role, instance.group))
@@ -210,7 +210,7 @@ class Fleet:
         links.engines.admit(instance_keys(links.secret, [instance]))
         links.backends[instance.id].leave()
         links.backends[instance.id] = open_backend(
-            config, links.engines, node, instance, self._driver.tokenizer.files
+            config, links.engines, links.secret, node, instance, self._driver.tokenizer.files
         )
         self._watch(known)
 

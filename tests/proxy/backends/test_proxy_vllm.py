@@ -509,7 +509,7 @@ async def test_a_chat_without_a_limit_has_none_after_a_cut_either(
         named = ConfiguredIdentity(
             InstanceId("d1"), NodeId("n1"), Role.DECODE, ModelFiles(vllm_model)
         )
-        backend = VllmBackend(links, f"http://127.0.0.1:{server.port}", named)
+        backend = VllmBackend(links, f"http://127.0.0.1:{server.port}", named, b"")
         await backend.info()
         events = EventReader()
         await backend.decode(decode_call(journal, 2, (), (), None, exact=False), events)

@@ -48,7 +48,7 @@ def test_a_hand_off_ages_while_the_proxy_is_stopped(monkeypatch: pytest.MonkeyPa
         loop = virtual_loop()
         monkeypatch.setattr(stalls, "time", SimpleNamespace(monotonic=loop.time))
         async with EngineLinks(Access()) as links:
-            backend = VllmBackend(links, "http://x", IDENTITY)
+            backend = VllmBackend(links, "http://x", IDENTITY, b"")
             good_until_s = (await backend._prefilled(Call(how, {}), 32)).good_until_s
         assert good_until_s is not None
         return good_until_s - loop.time()

@@ -1,11 +1,16 @@
 """vLLM servers whose rows in host memory the agent of their node serves."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
+from kvrs.errors import RequestError
+from kvrs.ids import InstanceId
+from kvrs.protocol.row_params import params_key, unseal
+from kvrs_testkit.scripted import SECRET
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.vllm_cluster import LONG, PROMPT, TOKENS, Builder, Servers, Vllms
 
@@ -72,7 +77,15 @@ async def cut_in_mid_stream(
 
 
 def params_of(system: Vllms, name: str, at: int = -1) -> Any:
-    return system.servers[name].bodies[at].get("kv_transfer_params")
+    return opened(system.servers[name].bodies[at].get("kv_transfer_params"), name)
+
+
+def opened(params: Any, name: str) -> Any:
+    """Parameters with the agents that the tier of a server finds in them."""
+    if params is None:
+        return None
+    agents = unseal(params["kvrs"], [params_key(SECRET, InstanceId(name))], time.time())
+    return params | {"kvrs": {"agents": agents}}
 
 
 async def test_a_cut_stream_is_restored_from_the_agent_of_the_dead_servers_node(
@@ -88,6 +101,18 @@ async def test_a_cut_stream_is_restored_from_the_agent_of_the_dead_servers_node(
     assert params_of(system, "d1") == {"kvrs": {"agents": ["agent-n0"]}}
     assert await system.causes() == [("restore", "d0", "d1")]
     assert system.shared.violations == []
+
+
+async def test_what_a_server_is_told_is_right_at_no_other(vllms: Builder) -> None:
+    """A client that sees the parameters cannot have another server keep rows, or ask agents."""
+    system = await vllms(decoding_alone, backup=LOCAL)
+    await serve(system, n0=[region("d0")], n1=[region("d1")])
+
+    await cut_in_mid_stream(system)
+
+    params = system.servers["d1"].bodies[-1]["kv_transfer_params"]["kvrs"]
+    with pytest.raises(RequestError, match="its mac is under no secret"):
+        unseal(params, [params_key(SECRET, InstanceId("d0"))], time.time())
 
 
 @pytest.mark.parametrize("loaded_tokens", [32, 0])
@@ -207,9 +232,13 @@ async def test_nothing_is_kept_of_requests_that_kvrs_does_not_recover(vllms: Bui
     async with system.http.post(f"{system.url}/v1/embeddings", json={"input": "a"}) as answer:
         assert answer.status == 200
 
-    bodies = [body for name in ("d0", "d1") for body in system.servers[name].bodies]
+    bodies = [(name, body) for name in ("d0", "d1") for body in system.servers[name].bodies]
     assert bodies
-    told = [body["kv_transfer_params"] for body in bodies if "kv_transfer_params" in body]
+    told = [
+        opened(body["kv_transfer_params"], name)
+        for name, body in bodies
+        if "kv_transfer_params" in body
+    ]
     # Each saves rows for the other, and loads those of the other.
     assert sorted(told, key=str) == [
         {"kvrs": {"agents": ["agent-n0"]}},
