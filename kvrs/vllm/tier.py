@@ -224,10 +224,13 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             self._policy.release(request)
 
     def _let_go(self) -> None:
-        """The tier is off: no row is kept longer than others."""
+        """The tier is off: no row is kept longer than others, and none is served, so that proxies
+        see it.
+        """
         if self._policy is not None:
             for request in self._protected:
                 self._policy.release(request)
+            self._policy.give_up()
         self._protected.clear()
         self._asking.clear()
         self._adapter.clear()
