@@ -89,8 +89,10 @@ class RecoveryPolicy:
         """The instance can load rows that the agent of the other one's node serves."""
         if not holder.rows or holder.rows != target.rows:
             return False
+        if holder.node == target.node:
+            return True
         agent = self._view.agent_on(holder.node)
-        return agent is not None and (holder.node == target.node or agent.rows.to_other_nodes)
+        return agent is not None and agent.rows.to_other_nodes
 
     def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
         """Apply one event; return the actions it calls for, in the order in which they are to be

@@ -369,7 +369,7 @@ class AgentWatch(Watch[Agent, AgentInfo, AgentReport]):
         before = self.known.report
         self._checkpoints.reported(self.known, report, now_s)
         if report.rows != (NO_ROWS if before is None else before.rows):
-            self._self_tests.changed()
+            self._self_tests.rows_changed()
 
     def _lose(self, cause: str, now_s: float) -> None:
         self._checkpoints.lost(self.known, cause, now_s)

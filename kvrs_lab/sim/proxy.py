@@ -15,7 +15,7 @@ from kvrs.core.books.leases import Leases
 from kvrs.core.control import Control
 from kvrs.core.event_log import event_line, header_line
 from kvrs.core.fleet.generated import Continues, Generated
-from kvrs.core.fleet.self_tests import SelfTest, TokensTest, TransferTest, names_of
+from kvrs.core.fleet.tested import SelfTest, TokensTest, TransferTest, names_of
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Member

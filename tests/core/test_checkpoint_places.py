@@ -144,7 +144,7 @@ def test_an_instance_that_sends_no_checkpoints_takes_no_room(names: str, placed:
     assert (start.plan.prefill, start.plan.decode) == ("p0", "d0")
     assert bool(start.plan.places) is placed
     assert harness.policy.snapshot()["unprotected"] == (
-        {} if placed else {"A": "d0 sends no checkpoints"}
+        {} if placed else {"A": "no agent keeps KV of d0"}
     )
     assert any(agent(harness, name)["booked_bytes"] for name in AGENTS) is placed
 

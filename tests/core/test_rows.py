@@ -195,7 +195,7 @@ def test_without_its_agent_an_instance_has_no_rows() -> None:
     harness.serve("agent-n0", region("d0"), region("d2"))
     harness.handle(ev.HolderLost(AGENT_0, 1, "killed"))
     harness.start()
-    assert harness.policy.streams[A].unprotected == "d0 sends no checkpoints"
+    assert harness.policy.streams[A].unprotected == "no agent keeps KV of d0"
     assert harness.policy.members[D0].rows == ""
 
     harness.agents("n0", epoch=2)
@@ -295,3 +295,18 @@ def test_loads_that_find_nothing_make_restoring_dearer() -> None:
 
     assert chosen[0] is Option.RESTORE
     assert Option.RECOMPUTE in chosen
+
+
+def test_rows_can_be_loaded_where_they_mean_the_same_and_their_agent_is_reached() -> None:
+    harness = RowsHarness("d0", "d1", "d2")
+    members = harness.policy.members
+
+    def loads(target: InstanceId, holder: InstanceId) -> bool:
+        return harness.policy.loads_rows_of(members[target], members[holder])
+
+    assert not loads(D2, D0)
+    harness.serve("agent-n0", region("d0"), region("d2"), others=False)
+    harness.serve("agent-n1", region("d1"))
+    assert (loads(D2, D0), loads(D1, D0), loads(D0, D1)) == (True, False, True)
+    harness.serve("agent-n0", region("d0"), region("d2", OTHER))
+    assert (loads(D2, D0), loads(D1, D0), loads(D1, D2)) == (False, True, False)

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from kvrs.core.fleet.generated import Continues, Generated
-from kvrs.core.fleet.self_tests import RestoreTest, SelfTest, SelfTests, TokensTest, TransferTest
+from kvrs.core.fleet.self_tests import SelfTests
+from kvrs.core.fleet.tested import RestoreTest, SelfTest, TokensTest, TransferTest
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.geometry import KvGeometry
@@ -407,3 +408,93 @@ def test_what_cannot_be_tested_is_believed_and_tested_once_it_can(lacks: str) ->
 
     assert not bench.described("d0")["done"]
     assert ("agent of", "d1", "d0") in bench.run()
+
+
+def test_a_server_that_restores_nothing_keeps_no_other_from_its_test() -> None:
+    """It is tested five times, and is blamed alone; another holder is as good as before."""
+    bench = Rows("d0", "d1")
+    bench.computing = {"d0"}
+    for _ in range(20):
+        bench.run()
+        bench.wait()
+
+    found = {name: bench.described(name) for name in ("d0", "d1")}
+    assert {name: (each["restores"], each["failures"]) for name, each in found.items()} == {
+        "d0": (False, 5),
+        "d1": (True, 0),
+    }
+
+
+def test_rows_that_cannot_be_loaded_say_nothing_of_hand_offs() -> None:
+    """A prefill instance that comes up later still finds a partner."""
+    bench = Rows("p0", "d0", "d1")
+    bench.computing = {"d0", "d1"}
+    for _ in range(20):
+        bench.run()
+        bench.wait()
+
+    bench.up("p0", epoch=2, fingerprint="g")
+    bench.run()
+
+    assert bench.moves() == {"p0", "d0", "d1"}
+
+
+def test_other_rows_are_tested_again() -> None:
+    """The way to them may have been closed, or their agent may have been wrong."""
+    bench = Rows("d0", "d1")
+    bench.computing = {"d0", "d1"}
+    for _ in range(20):
+        bench.run()
+        bench.wait()
+    assert bench.run() == []
+
+    bench.computing = set()
+    bench.tests.rows_changed()
+    bench.run()
+
+    assert [bench.described(name)["restores"] for name in ("d0", "d1")] == [True, True]
+
+
+def test_an_instance_that_ends_in_two_tests_of_rows_is_not_restored_at() -> None:
+    """However often it generates tokens in between."""
+    bench = Rows("d0", "d1")
+    for epoch in (2, 3):
+        target, test = "", bench.tests.next(bench.now_s)
+        while target != "d0":
+            match test:
+                case None:
+                    bench.wait()
+                case RestoreTest(target=target):
+                    if target != "d0":
+                        bench.tests.restored(test, "", bench.now_s)
+                case TokensTest():
+                    bench.tests.generated(test, EXACT)
+                case _:
+                    raise AssertionError(test)
+            if target != "d0":
+                test = bench.tests.next(bench.now_s)
+        assert isinstance(test, RestoreTest)
+        bench.lose("d0")
+        bench.up("d0", epoch=epoch)
+        bench.tests.put_off(test, "it was ended", bench.now_s)
+
+    bench.run()
+    shown = bench.described("d0")
+    assert (shown["restores"], shown["cause"]) == (False, "it has ended in its tests of rows")
+    assert bench.described("d1")["restores"] is True
+
+
+def test_a_test_of_rows_that_shows_nothing_is_carried_out_later() -> None:
+    bench = Rows("d0", "d1")
+    while not isinstance(test := bench.next(), RestoreTest):
+        assert isinstance(test, TokensTest)
+        bench.tests.generated(test, EXACT)
+
+    bench.tests.put_off(test, "not counted yet", bench.now_s)
+
+    shown = bench.described(test.target)
+    assert (shown["restores"], shown["cause"], shown["failures"]) == (None, "not counted yet", 0)
+    bench.run()
+    bench.wait()
+    assert ("agent of", test.holder, test.target) in bench.run()
+    assert bench.described(test.target)["restores"] is True

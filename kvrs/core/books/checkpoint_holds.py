@@ -156,7 +156,7 @@ class CheckpointHolds:
         if any(kept.values()) or (kept and (there.checkpoints or there.rows)):
             return None
         if kept:
-            return f"{plan.decode} sends no checkpoints"
+            return f"no agent keeps KV of {plan.decode}"
         if live.copies:
             return "; ".join(f"{agent} {copy.lost}" for agent, copy in live.copies.items())
         return unplaced.get(live.id, "no agent was found for it")

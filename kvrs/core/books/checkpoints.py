@@ -36,7 +36,7 @@ class Checkpoints:
             stream.unprotected, mode = "", BackupMode.OFF
         elif not (decode.checkpoints or (prefill is not None and prefill.checkpoints)):
             # Room that is reserved and never filled would be missing to other streams.
-            stream.unprotected = f"{decode.id} sends no checkpoints"
+            stream.unprotected = f"no agent keeps KV of {decode.id}"
             mode = BackupMode.OFF
         if mode is BackupMode.PEER:
             return self._at_peer(stream, decode, need_bytes)

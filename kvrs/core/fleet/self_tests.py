@@ -2,19 +2,26 @@
 
 An instance is tested once in the life of its process. Until then it has what was seen of the same
 version in its former process, and its test waits until the streams that the former process left
-have gone on there; without one, no KV is fetched to or from it, and it is taken at its
-word that it continues streams exactly. The tests themselves are requests of the driver.
+have gone on there; without one, no KV is fetched to or from it, and it is taken at its word that it
+continues streams exactly and restores rows. The tests themselves are requests of the driver.
 """
 
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
-from typing import Any, assert_never
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from kvrs.core.fleet.comparison import Comparison, compare
 from kvrs.core.fleet.generated import Continues, Generated, Likeness
+from kvrs.core.fleet.tested import (
+    RestoreTest,
+    Seen,
+    SelfTest,
+    TestedProcess,
+    TokensTest,
+    TransferTest,
+    names_of,
+)
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId
@@ -26,69 +33,6 @@ _OF_KV = frozenset(
 )
 _LATER_S = 5.0  # Until a process is tested after one of the same version.
 _MAX_LOSSES = 2  # An instance that dies in so many of its tests is not tested again.
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokensTest:
-    """A stream of known tokens at the instance, whole and cut."""
-
-    instance: InstanceId
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TransferTest:
-    """KV from `holder` to `target`, by the way of a recovery."""
-
-    holder: InstanceId
-    target: InstanceId
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RestoreTest:
-    """Rows of `holder` that the agent of its node serves, loaded by `target`."""
-
-    holder: InstanceId
-    target: InstanceId
-
-
-SelfTest = TokensTest | TransferTest | RestoreTest
-
-
-class Seen(msgspec.Struct, frozen=True):
-    moves_kv: bool = False
-    generated: Generated | None = None
-    restores: bool | None = None  # From agents; None: not tested apart, it is as `moves_kv`.
-
-    @property
-    def tokens(self) -> str:
-        return "" if self.generated is None else self.generated.name
-
-
-@dataclass(slots=True, eq=False)
-class TestedProcess:
-    """One process of one instance."""
-
-    info: InstanceInfo
-    generated: Generated | None = None
-    # None: not tested, or not seen to move with any other instance that was not seen either.
-    moves_kv: bool | None = None
-    partners: set[InstanceId] = field(default_factory=set)  # With which no KV was seen to move.
-    former: Seen | None = None  # Of the process before it.
-    is_busy: bool = False
-    restores: bool | None = None  # None: not tested.
-    restore_fault: str = ""
-    failures: int = 0
-    retry_at_s: float = 0.0
-    cause: str = ""
-
-    @property
-    def seen(self) -> Seen:
-        former = self.former or Seen()
-        return Seen(
-            former.moves_kv if self.moves_kv is None else self.moves_kv,
-            self.generated or former.generated,
-            former.restores if self.restores is None else self.restores,
-        )
 
 
 class SelfTests:
@@ -112,7 +56,9 @@ class SelfTests:
         self._lives: dict[InstanceId, TestedProcess] = {}
         # To be read only: those that run now, or did last.
         self.processes: Mapping[InstanceId, TestedProcess] = self._lives
-        self._losses: dict[InstanceId, int] = {}  # In its tests, one after the other.
+        # In its tests, one after the other; and in those of rows.
+        self._losses: dict[InstanceId, int] = {}
+        self._restore_losses: dict[InstanceId, int] = {}
         self._running: dict[SelfTest, list[TestedProcess]] = {}
         self._told: dict[InstanceId, tuple[str, str]] = {}  # Tokens and weights, by `news`.
         self.comparison = Comparison()
@@ -153,16 +99,37 @@ class SelfTests:
         is_alike = before is not None and _version(before.info) == _version(info)
         if not is_alike:
             self._losses.pop(info.id, None)
+            self._restore_losses.pop(info.id, None)
         former = before.seen if before is not None and is_alike else None
         later_s = 0.0 if former in (None, Seen()) else now_s + _LATER_S
-        self._lives[info.id] = TestedProcess(info, former=former, retry_at_s=later_s)
+        ends_of_it = self._restore_losses.get(info.id, 0) >= _MAX_LOSSES
+        self._lives[info.id] = TestedProcess(
+            info,
+            former=former,
+            retry_at_s=later_s,
+            restores=False if ends_of_it else None,
+            restore_fault="it has ended in its tests of rows" * ends_of_it,
+            restore_failures=_MAX_FAILURES * ends_of_it,
+        )
         for other in self._lives.values():
             other.partners.discard(info.id)
 
     def lost(self, instance: InstanceId) -> None:
         life = self._lives.get(instance)
-        if life is not None and life.is_busy:
-            self._losses[instance] = self._losses.get(instance, 0) + 1
+        if life is None or not life.is_busy:
+            return
+        losses = self._losses
+        for test, lives in self._running.items():
+            if isinstance(test, RestoreTest) and life in lives:
+                losses = self._restore_losses
+        losses[instance] = losses.get(instance, 0) + 1
+
+    def rows_changed(self) -> None:
+        """Agents serve other rows than before: what failed with those may not fail with these."""
+        for life in self._lives.values():
+            if self._restore_losses.get(life.info.id, 0) < _MAX_LOSSES:
+                life.restore_failures, life.restore_at_s = 0, 0.0
+        self.changed()
 
     def forget(self, instance: InstanceId) -> None:
         """It is no part of the cluster any more."""
@@ -170,6 +137,7 @@ class SelfTests:
         self._told.pop(instance, None)
         self._compare()
         self._losses.pop(instance, None)
+        self._restore_losses.pop(instance, None)
 
     # What is known.
 
@@ -187,22 +155,9 @@ class SelfTests:
 
     def _compare(self) -> None:
         """Compare what the instances compute, as far as it was seen."""
-        self.least = self._find_least()
+        self.least = _least(self._known, self._lives, self.continues)
         seen = {name: life.seen.generated for name, life in self._lives.items()}
         self.comparison = compare({name: each for name, each in seen.items() if each is not None})
-
-    def _find_least(self) -> tuple[InstanceId | None, Continues]:
-        least: tuple[InstanceId | None, Continues] = None, Continues.SEEDED
-        for name in self._known:
-            life = self._lives.get(name)
-            if life is None or not _decodes(life.info.role):
-                continue
-            is_exact = Capability.EXACT_RESUME in life.info.capabilities
-            declared = Continues.SEEDED if is_exact else Continues.GREEDY
-            found = self.continues(name) or declared
-            if found.is_below(least[1]):
-                least = name, found
-        return least
 
     def news(self, instances: Container[InstanceId]) -> list[ev.SelfTested]:
         """Events for the policy about those of these instances that have been tested, and about
@@ -257,10 +212,10 @@ class SelfTests:
             "drafts": _drafts(self.seen(instance).generated),
             "moves_kv": self.seen(instance).moves_kv if self._tests_kv else None,
             "restores": life.seen.restores,
-            "capabilities": self._capabilities(life),
+            "capabilities": _capabilities(life.info, self.seen(instance)),
             "differs_from": others,
             "near_ties_with": near,
-            "failures": life.failures,
+            "failures": life.failures + life.restore_failures,
             "cause": life.cause or life.restore_fault,
         }
 
@@ -276,15 +231,6 @@ class SelfTests:
                 continue
             found[mine.likeness(theirs) is not Likeness.OTHER].append(other)
         return found
-
-    def _capabilities(self, life: TestedProcess) -> list[str]:
-        """Capabilities that the instance declares, less those that were not seen, and how it
-        continues a stream.
-        """
-        seen = self.seen(life.info.id)
-        unseen = set() if seen.moves_kv else {*_OF_KV}
-        names = [each.value for each in life.info.capabilities if each not in unseen]
-        return names if seen.generated is None else [*names, seen.generated.continues.value]
 
     # Tests, one at a time for each instance.
 
@@ -304,17 +250,20 @@ class SelfTests:
             if self._tests_kv and life.moves_kv is None and (test := _pair(life, free)) is not None:
                 return self._take(test)
         # One that fails again and again would keep the others' holders busy.
-        for life in sorted(free.values(), key=lambda life: life.failures):
-            if (restore := _restore(life, free, self._loads_rows)) is not None:
+        holders = _free(self._lives, self._known)
+        for life in sorted(free.values(), key=lambda life: life.restore_failures):
+            is_due = life.restore_at_s <= now_s
+            if is_due and (restore := _restore(life, holders, self._loads_rows)) is not None:
                 return self._take(restore)
         return None
 
     def next_retry_s(self) -> float | None:
         """When an instance may be tested that had to wait."""
         waiting = (
-            life.retry_at_s
+            at_s
             for life in self._lives.values()
-            if life.retry_at_s and self._may_be_tested(life)
+            for at_s in (life.retry_at_s, life.restore_at_s)
+            if at_s and self._may_be_tested(life)
         )
         return min(waiting, default=None)
 
@@ -358,8 +307,16 @@ class SelfTests:
                 is_first = bool(fault) and not is_wrong and not life.restore_fault
                 believed = is_first and (life.former or Seen()).restores
                 life.restores, life.restore_fault = None if believed else not fault, fault
-                life.failures = life.failures + 1 if fault else 0
-                life.retry_at_s = now_s + 2.0**life.failures if fault else 0.0
+                life.restore_failures = life.restore_failures + 1 if fault else 0
+                life.restore_at_s = now_s + 2.0**life.restore_failures if fault else 0.0
+                if not fault:
+                    self._restore_losses.pop(test.target, None)
+
+    def put_off(self, test: RestoreTest, cause: str, now_s: float) -> None:
+        """The test has shown nothing, and is nobody's failure."""
+        for life in self._end(test):
+            if life.info.id == test.target:
+                life.restore_fault, life.restore_at_s = cause, now_s + _LATER_S
 
     def failed(self, test: SelfTest, cause: str, now_s: float) -> None:
         """The test could not be carried out; it is tried again after a pause that doubles."""
@@ -400,6 +357,42 @@ class SelfTests:
         return life.restores is not None or _restore(life, others, self._loads_rows) is None
 
 
+def _least(
+    known: Iterable[InstanceId],
+    lives: Mapping[InstanceId, TestedProcess],
+    continues: Callable[[InstanceId], Continues | None],
+) -> tuple[InstanceId | None, Continues]:
+    least: tuple[InstanceId | None, Continues] = None, Continues.SEEDED
+    for name in known:
+        life = lives.get(name)
+        if life is None or not _decodes(life.info.role):
+            continue
+        is_exact = Capability.EXACT_RESUME in life.info.capabilities
+        declared = Continues.SEEDED if is_exact else Continues.GREEDY
+        found = continues(name) or declared
+        if found.is_below(least[1]):
+            least = name, found
+    return least
+
+
+def _capabilities(info: InstanceInfo, seen: Seen) -> list[str]:
+    """Capabilities that the instance declares, less those that were not seen, and how it continues
+    a stream.
+    """
+    unseen = set() if seen.moves_kv else {*_OF_KV}
+    names = [each.value for each in info.capabilities if each not in unseen]
+    return names if seen.generated is None else [*names, seen.generated.continues.value]
+
+
+def _free(
+    lives: Mapping[InstanceId, TestedProcess], known: Mapping[InstanceId, Member]
+) -> list[InstanceId]:
+    """Instances whose rows may be loaded now."""
+    return [
+        name for name, life in lives.items() if not life.is_busy and known[name].health is Health.UP
+    ]
+
+
 def _drafts(generated: Generated | None) -> dict[str, Any] | None:
     """Plain data; `steps` have verified the drafts that were proposed."""
     if generated is None or (drafts := generated.drafts) is None:
@@ -414,17 +407,6 @@ def _process(info: InstanceInfo) -> tuple[object, ...]:
 
 def _version(info: InstanceInfo) -> tuple[object, ...]:
     return info.model, info.fingerprint, tuple(info.capabilities)
-
-
-def names_of(test: SelfTest) -> tuple[InstanceId, ...]:
-    """The instances that are tested."""
-    match test:
-        case TokensTest():
-            return (test.instance,)
-        case TransferTest() | RestoreTest():
-            return (test.holder, test.target)
-        case _:
-            assert_never(test)
 
 
 def _pair(life: TestedProcess, free: Mapping[InstanceId, TestedProcess]) -> TransferTest | None:
@@ -444,15 +426,15 @@ def _pair(life: TestedProcess, free: Mapping[InstanceId, TestedProcess]) -> Tran
 
 def _restore(
     life: TestedProcess,
-    free: Mapping[InstanceId, TestedProcess],
+    others: Iterable[InstanceId],
     loads_rows_of: Callable[[InstanceId, InstanceId], bool],
 ) -> RestoreTest | None:
     """A test of the instance, with another holder after each failure, which may be that one's."""
     target = life.info.id
-    if life.generated is None or life.restores:
+    if life.generated is None or life.restores or life.restore_failures >= _MAX_FAILURES:
         return None
-    holders = [name for name in free if name != target and loads_rows_of(target, name)]
-    return RestoreTest(holders[life.failures % len(holders)], target) if holders else None
+    holders = [name for name in others if name != target and loads_rows_of(target, name)]
+    return RestoreTest(holders[life.restore_failures % len(holders)], target) if holders else None
 
 
 def _can_exchange(holder: Role, target: Role) -> bool:

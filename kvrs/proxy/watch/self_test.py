@@ -14,8 +14,8 @@ from typing import Any, assert_never
 
 import msgspec
 
-from kvrs.core.fleet.generated import Continues, Generated
-from kvrs.core.fleet.self_tests import RestoreTest, SelfTest, TokensTest, TransferTest, names_of
+from kvrs.core.fleet.generated import Continues, Generated, Likeness
+from kvrs.core.fleet.tested import RestoreTest, SelfTest, TokensTest, TransferTest, names_of
 from kvrs.core.model import actions as act
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
@@ -41,6 +41,7 @@ _SEED = 20_26
 _PROMPT_IDS = range(3, 35)
 _PAGES = 2  # Full ones of the prompt, where the model has room for them.
 _ROWS = 2  # The same of a test of rows.
+_LOADS = 2  # Tries to load them.
 _TIMEOUT_S = 60.0  # The first request of a vLLM may take half a minute.
 _AT_ONCE = 4
 # Counters of an engine may be published a moment after the answer.
@@ -70,6 +71,10 @@ _WARM_UPS: Sequence[dict[str, Any]] = (
 )
 _LISTED = 5  # Log probabilities at each position, of the likeliest tokens.
 _ID_PREFIX = "token_id:"  # Before the number of a token, in the place of its text.
+
+
+class _ShowsNothing(Exception):  # noqa: N818 - it is no error.
+    """A test of rows is to be carried out later, and is no failure."""
 
 
 class SelfTester:
@@ -114,11 +119,20 @@ class SelfTester:
             cause = str(error) or f"no answer within {_TIMEOUT_S:g} s"
             if isinstance(error, RefusedError):
                 cause = error.body.decode(errors="replace")[:300]
-            self._tests.failed(test, cause, self._clock())
+            if isinstance(test, RestoreTest):
+                self._tests.restored(test, cause, self._clock())
+            else:
+                self._tests.failed(test, cause, self._clock())
             extra = {"instances": names_of(test), "cause": cause}
             log.warning("self-test failed", extra=extra)
+        except _ShowsNothing as reason:
+            assert isinstance(test, RestoreTest)
+            self._tests.put_off(test, str(reason), self._clock())
         except BaseException:
-            self._tests.failed(test, "it was ended", self._clock())
+            if isinstance(test, RestoreTest):
+                self._tests.put_off(test, "it was ended", self._clock())
+            else:
+                self._tests.failed(test, "it was ended", self._clock())
             raise
         for news in self._tests.news(names_of(test)):
             self._control.tell(news, self._clock())
@@ -286,53 +300,68 @@ class SelfTester:
         tokens.
         """
         agent, row_tokens = self._rows_of(holder)
-        most = self._info(target).max_model_len - TOKENS
-        length = min(_ROWS * row_tokens + 1, most) if most > 0 else _ROWS * row_tokens + 1
-        if length <= row_tokens:
-            return f"rows of {row_tokens} tokens; allowed for its model: {most - 1}", False
-        salt = secrets.token_hex(8)
-        whole = self._journal(target, None, prompt_tokens=length)
+        length, limit = _ROWS * row_tokens + 1, self._info(target).max_model_len
+        if limit and length > limit - TOKENS and (length := limit - TOKENS) <= row_tokens:
+            return f"rows of {row_tokens} tokens; allowed for its model: {length - 1}", False
+        lists, salt = bool(self._seen(target).likeliest), secrets.token_hex(8)
+        whole = self._journal(target, None, prompt_tokens=length, lists=lists)
+        wanted = await self._stream(target, whole)
         saved = self._journal(target, None, prompt_tokens=length, salt=salt)
-        cut = self._journal(target, None, prompt_tokens=length, salt=salt)
-        await self._stream(target, whole)
         if self._info(holder).role is Role.PREFILL:
-            await self._prefill(holder, saved, has_rows=True)
+            if (transfer := await self._prefill(holder, saved, has_rows=True)) is not None:
+                await self._backend(target).free_hand_off(transfer, saved.prompt_ids or ())
         else:
             await self._stream(holder, saved, has_rows=True)
-        cut.output_ids[:] = whole.output_ids[:CUT]
         pages = length // self._info(target).geometry.page_size_tokens
-        await self._stream(target, cut, [act.PageRange(agent, 0, pages, 0)], has_rows=True)
-        if not await self._loaded_tokens(target, cut):
+        for _ in range(_LOADS):  # The last rows are there a moment after the answer.
+            cut = self._journal(target, None, prompt_tokens=length, salt=salt, lists=lists)
+            cut.output_ids[:] = whole.output_ids[:CUT]
+            run = act.PageRange(agent, 0, pages, 0)
+            found = await self._stream(target, cut, [run], has_rows=True)
+            if loaded := await self._loaded_tokens(target, cut):
+                break
+        if not loaded:
             return f"loaded none of the rows that {agent} serves of {holder}", False
-        alike = self._tests.goes_on(self._tests.processes.get(holder), target, sampled=False)
-        if alike and cut.output_ids != whole.output_ids:
-            return f"goes on with other tokens behind rows of {holder}", True
+        if self._tests.goes_on(self._tests.processes.get(holder), target, sampled=False):
+            computed, behind = (
+                Generated(tuple(ids), (), Continues.GREEDY, likeliest=likeliest)
+                for ids, likeliest in (
+                    (whole.output_ids, wanted),
+                    (cut.output_ids, (*wanted[:CUT], *found)),
+                )
+            )
+            if computed.likeness(behind) is Likeness.OTHER:
+                return f"goes on with other tokens behind rows of {holder}", True
         return "", False
+
+    def _seen(self, target: InstanceId) -> Generated:
+        """Its own tokens, which are tested before."""
+        generated = self._tests.seen(target).generated
+        assert generated is not None
+        return generated
 
     def _rows_of(self, holder: InstanceId) -> tuple[InstanceId, int]:
         """The agent that serves them, and tokens of one.
 
         Raises:
-            UpstreamError: it serves none any more.
+            _ShowsNothing: it serves none any more, or does not tell their tokens.
         """
         node = self._control.instances.known[holder].node
-        for agent in self._control.agents.present():
-            regions = (
-                () if agent.node != node or agent.report is None else agent.report.rows.regions
-            )
-            for region in regions:
-                if region.engine == holder and region.is_alive:
+        if (agent := self._control.agents.by_node.get(node)) is not None and agent.report:
+            for region in agent.report.rows.regions:
+                if region.engine == holder and region.is_alive and region.row_tokens:
                     return agent.id, region.row_tokens
-        raise UpstreamError(f"no agent serves rows of {holder}")
+        raise _ShowsNothing(f"no agent serves rows of {holder}")
 
     async def _loaded_tokens(self, target: InstanceId, journal: Journal) -> int:
+        """Raises _ShowsNothing: the server's counters are still shared with other streams."""
         until_s = self._clock() + _COUNTED_WITHIN_S
         while True:
             for fetch in (await self._backend(target).load()).fetches:
                 if fetch.stream == journal.stream:
                     return fetch.loaded_tokens
             if self._clock() > until_s:
-                return 0
+                raise _ShowsNothing("what it has loaded is not counted yet")
             await asyncio.sleep(_COUNT_PAUSE_S)
 
     # Calls.
@@ -421,6 +450,8 @@ class SelfTester:
         )
         if drafts:
             call.fields["kvrs"].drafts = [*drafts]
+        if call.rows is not None and runs:
+            call.rows.node = self._control.agents.known[runs[0].holder].node
         events = EventReader()
         await self._backend(instance).decode(call, events)
         likeliest = list[Mapping[int, float]]()
