@@ -100,8 +100,11 @@ class TierServers(VllmServers):
         given = params.get(PARAMS_FIELD)
         if not isinstance(given, dict) or "mac" in given:
             return body
-        key = params_key(self.secret, InstanceId(name))
-        made = msgspec.to_builtins(seal(given.get("agents", ()), key, time.time()))
+        if not isinstance(agents := given.get("agents", []), list):
+            return body
+        made = msgspec.to_builtins(
+            seal(agents, params_key(self.secret, InstanceId(name)), time.time())
+        )
         return body | {"kv_transfer_params": params | {PARAMS_FIELD: made}}
 
     def _post(self, name: str, body: dict[str, Any]) -> Any:

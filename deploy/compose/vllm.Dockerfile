@@ -13,7 +13,7 @@ COPY kvrs_lab ./kvrs_lab
 COPY distserve_patches ./distserve_patches
 RUN /opt/vllm/bin/python -m pip install --no-cache-dir '.[vllm]'
 COPY kvrs_testkit/vllm_cpu_tier.py /opt/copies/
-# The user of the agent, which takes connections of no other.
+# The user of the agent, which takes connections of its group.
 RUN useradd --uid 10001 --create-home kvrs
 USER 10001
 ENV PATH=/opt/vllm/bin:$PATH PYTHONPATH=/opt/copies VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1

@@ -8,6 +8,6 @@ COPY kvrs_engine ./kvrs_engine
 COPY kvrs_lab ./kvrs_lab
 COPY distserve_patches ./distserve_patches
 RUN pip install --no-cache-dir '.[vllm]'
-# The agent's user: it passes its memory to the agent in a directory that is closed to all others.
+# The agent's user: it passes its memory to the agent in a directory that its group may enter.
 RUN useradd --uid 10001 --create-home kvrs
 USER 10001

@@ -222,9 +222,9 @@ _OF_SELF_TESTS = (
     _Fault(
         lambda row: row["restores"] is False,
         bad,
-        "pages of agents are not restored, but computed again{because}",
-        "pages of agents are restored",
-        "see the log of vLLM and its connector",
+        "rows of agents are not loaded, but computed again{because}",
+        "rows of agents are loaded",
+        "see the logs of vLLM and of the agents",
     ),
     _Fault(
         lambda row: row["failures"],

@@ -144,7 +144,7 @@ class Starter:
         others = float(len(victims) - 1)
         # Where rows are loaded, prompts are computed in chunks: those that were placed before go on
         # between them, and wait for none of it.
-        is_chunked = any(member.rows for member in targets)
+        is_chunked = all(member.rows for member in targets)
         for stream in ordered:
             self._gathered.pop(stream.id, None)
             shared = others / len(targets) if victims and targets else 0.0

@@ -252,8 +252,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     fetches: list[FetchReport] = []  # That have ended within the last seconds.
     restarts: list[RestartReport] = []  # The same.
     adopted_pages: Natural = 0  # Of all restarts since the start.
-    # KV from elsewhere since the start, in bytes: fetched for a `handoff` or a `recovery`, or for a
-    # new prompt that begins with it (`prefix`); and sent as a `checkpoint`.
+    # KV from elsewhere since the start (of vLLM, since it was met), in bytes: fetched for a
+    # `handoff` or a `recovery`, or for a new prompt that begins with it (`prefix`); and sent as a
+    # `checkpoint`.
     kv_bytes: dict[str, Natural] = {}
     draining: bool = False  # It ends as soon as none of its streams and pages is needed any more.
     # While it re-forms: pushed at once when that begins, is predicted otherwise, and ends.

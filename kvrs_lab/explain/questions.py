@@ -65,6 +65,7 @@ def break_even_document(tokens: int) -> dict[str, Any]:
     """For each profile, the seconds in which a history of so many tokens is computed, and loaded at
     some rates; and the bytes per second at which both take as long.
     """
+    _check(_out_of_range({"prompt_tokens": tokens}, "prompt_tokens", 1, _MAX_TOKENS))
     rows = []
     for name in catalog.names():
         kv_bytes = tokens * catalog.profile(name).geometry.bytes_per_token

@@ -2,8 +2,8 @@
 (`kvrs/proxy/backends/backend.py`).
 
 The same suite runs over the embedded engine, DistServe with its patches, vLLM, and scripted servers
-of vLLM with the kvrs connector. What an engine
-does not declare among its capabilities it need not do; what it declares, it must.
+of vLLM. What an engine does not declare among its capabilities it need not do; what it declares, it
+must.
 """
 
 import asyncio

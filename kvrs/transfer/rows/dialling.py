@@ -76,7 +76,7 @@ def dial_unix(directory: Path, timeout_s: float) -> socket.socket:
     try:
         connection.settimeout(timeout_s)
         with opened(directory) as inside:
-            # Its owner is this user or shares a group with it: else it were closed.
+            # A user who is not root has its owner or its group: else it were closed.
             if reason := open_to_others(os.fstat(inside), _OTHERS):
                 raise PermissionError(reason)
             connect_at(inside, _SOCKET, connection)
