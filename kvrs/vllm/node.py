@@ -19,7 +19,7 @@ from kvrs.protocol.row_params import params_key
 from kvrs.protocol.rows import RegionInfo, RowTags
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows.client import RowClient
-from kvrs.transfer.rows.dialling import dial_tcp, dial_unix
+from kvrs.transfer.rows.dialling import dial_first, dial_tcp
 from kvrs.transfer.rows.link import RegionLink, unlink_region
 from kvrs.transfer.store.directory import row_directory
 from kvrs.vllm import ledger, space
@@ -75,13 +75,13 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
     name = space.served_name()
     info = RegionInfo(instance, namespace, rows, row_bytes, fields, name, tokens)
     tags = RowTags(secrets)
-    directory = row_directory(config.backup.directory, secrets[0], own.id)
+    directories = [row_directory(config.backup.directory, secret, own.id) for secret in secrets]
     dials: dict[InstanceId, Callable[[float], socket.socket]] = {
         node.agent_id: partial(dial_tcp, node.agent.host, node.agent.row_port)
         for node in config.cluster.nodes
         if node.agent.row_port is not None
     }
-    dials[own.agent_id] = partial(dial_unix, directory)
+    dials[own.agent_id] = partial(dial_first, directories)
     keys = {agent: scoped_key(secrets[0], Scope.ROWS, agent) for agent in dials}
     clients = {
         str(agent): RowClient(
@@ -100,7 +100,7 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
         info,
         region.fd,
         policy.ledger,
-        partial(dial_unix, directory, given.lookup_s),
+        partial(dial_first, directories, given.lookup_s),
         keys[own.agent_id],
     )
     params_keys = [params_key(secret, instance) for secret in secrets]

@@ -18,7 +18,7 @@ from kvrs.errors import ConfigError
 from kvrs.protocol.rows import RowTags, Space
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows.client import RowClient
-from kvrs.transfer.rows.dialling import dial_unix, listen_unix, remove_unix
+from kvrs.transfer.rows.dialling import dial_first, dial_unix, listen_unix, remove_unix
 from kvrs.transfer.store.directory import row_directory, store_directory
 from kvrs_testkit.row_agent import until
 from kvrs_testkit.row_engine import key_of, row_of
@@ -203,3 +203,16 @@ def test_the_directory_is_not_reached_over_a_link(tmp_path: Path) -> None:
     remove_unix(tmp_path / "link")
 
     assert (tmp_path / "real" / "rows").is_socket()
+
+
+def test_an_agent_is_found_by_any_secret_while_these_are_rotated(tmp_path: Path) -> None:
+    """The one in use names its directory, and a server may still have another first one."""
+    secrets = (b"the next secret, long enough", SECRET)
+    directories = [row_directory(str(tmp_path), secret, N0) for secret in secrets]
+    with listen_unix(directories[1]) as listener:
+        for order in (directories, [*reversed(directories)]):
+            with dial_first(order, 5.0), listener.accept()[0]:
+                pass
+    remove_unix(directories[1])
+    with pytest.raises(FileNotFoundError):
+        dial_first(directories, 5.0)

@@ -9,6 +9,7 @@ import os
 import queue
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,20 @@ def remove_unix(directory: Path) -> None:
             os.rmdir(directory)
 
 
+def dial_first(directories: Sequence[Path], timeout_s: float) -> socket.socket:
+    """Connect to the agent that listens in one of these: the name of a directory follows the
+    cluster's first secret, and while secrets are rotated both ends may have another first one.
+
+    Raises:
+        OSError: as `dial_unix`, of the last directory.
+    """
+    *others, last = directories
+    for directory in others:
+        with suppress(OSError):
+            return dial_unix(directory, timeout_s)
+    return dial_unix(last, timeout_s)
+
+
 def dial_unix(directory: Path, timeout_s: float) -> socket.socket:
     """Raises OSError: no agent listens in the directory, this user may not enter it, or others than
     its group may.
@@ -76,7 +91,7 @@ def dial_unix(directory: Path, timeout_s: float) -> socket.socket:
     try:
         connection.settimeout(timeout_s)
         with opened(directory) as inside:
-            # A user who is not root has its owner or its group: else it were closed.
+            # The kernel has let in root, the directory's owner or a member of its group, no other.
             if reason := open_to_others(os.fstat(inside), _OTHERS):
                 raise PermissionError(reason)
             connect_at(inside, _SOCKET, connection)
