@@ -253,6 +253,8 @@ def main() -> None:
         row = (np.array(NUMBERS, np.float32) * factor).tobytes()
         said[name] = [world.request(4)[1], world.request(8, computed=row)[1]]
         said[name] += [world.tier.switch.off_reason, world.request(10)[1]]
+        # Agents are served none of its rows either, once it is off.
+        assert (world.policy.ledger is None) == (world.tier.switch.off_reason is not None)
         world.end()
     proof.PROMPTS = 1000
     world = World(8)

@@ -2,9 +2,10 @@
 
     python -m experiments.checkpoint_cost.vllm [--rounds 60] [--prompts 20] [--pairs 20]
 
-One node with its agent and three servers, of which one is vLLM without a connector. Streams: the
-same load there and at a server with kvrs, protected or not, in turns: time between tokens, tokens
-per second, CPU time of the server per token. First tokens: prompts that nobody protects, and
+One node with its agent and four servers: one is vLLM without a connector, one has upstream's
+OffloadingConnector without kvrs. Streams: the same load there and at a server with kvrs, protected
+or not, in turns: time between tokens, tokens
+per second, CPU time of the server per token. First tokens: unprotected prompts, and
 protected ones, each at both servers, while the agent is well, stopped and dead. Restoring: the
 first token behind a history, loaded from the memory of another server and computed, at the same
 server.
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -32,18 +33,21 @@ from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.rig import draw, interval, paired, percentile, process_cpu_s
 from kvrs_testkit.processes import below
-from kvrs_testkit.vllm_rows import KVRS, RowServers
+from kvrs_testkit.vllm_rows import CPU_BYTES, KVRS, RowServers, regions
 from kvrs_testkit.vllm_servers import PAGE_TOKENS, REQUEST_TIMEOUT_S
 
-WITH, OTHER, WITHOUT = "d0", "d1", "d2"  # Two servers with kvrs, and vLLM alone.
+# Two servers with kvrs, vLLM alone, and with upstream's connector.
+WITH, OTHER, WITHOUT, UPSTREAM = "d0", "d1", "d2", "d3"
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 40, 600
 HISTORY_TOKENS, BEHIND_TOKENS = 1500, 8
 # A way of running the streams: the server, and fields of the requests.
 SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "off": (WITHOUT, {}),
+    "upstream": (UPSTREAM, {}),
     "unprotected": (WITH, {}),
     "protected": (WITH, KVRS),
 }
+OF_KVRS = ("unprotected", "protected")
 AGENT = ("well", "stopped", "dead")
 MAX_COST = 0.02
 LOOKUP_S, LOAD_S = 0.3, 2.0  # Defaults of the tier: how long an agent may take.
@@ -136,7 +140,7 @@ class Bench:
         return sum(map(process_cpu_s, (pid, *below(pid))))
 
     async def first_tokens(self, agent: str, count: int) -> list[dict[str, Any]]:
-        """First tokens of so many prompts, each at the three sides in random order."""
+        """First tokens of so many prompts, each at all sides in random order."""
         found = []
         async with self._agent_is(agent):
             for _ in range(count):
@@ -217,6 +221,10 @@ def _streams(sides: Mapping[str, Side]) -> dict[str, Any]:
             for name in names:
                 cost, spread = paired(getattr(sides["off"], name), getattr(samples, name))
                 found[side][f"{name}_cost"] = {"cost": cost, "interval": spread}
+        if side in OF_KVRS:
+            for name in names:
+                cost, spread = paired(getattr(sides["upstream"], name), getattr(samples, name))
+                found[side][f"{name}_over_upstream"] = {"cost": cost, "interval": spread}
     return found
 
 
@@ -267,6 +275,13 @@ def as_text(result: Mapping[str, Any]) -> str:
             if cost := row.get(f"{name}_cost"):
                 line += f"  {what} {cost['cost']:+.1%} ± {cost['interval']:.1%}"
         lines.append(line)
+        if side in OF_KVRS:
+            over = [
+                f"{what} {cost['cost']:+.1%} ± {cost['interval']:.1%}"
+                for name, what in (("tpot_s", "TPOT"), ("cpu_s", "CPU"))
+                if (cost := row[f"{name}_over_upstream"])
+            ]
+            lines.append(f"  {'':<12}beside upstream's connector: {', '.join(over)}")
     lines.append(f"first token of prompts of {HISTORY_TOKENS} tokens, ms more than vLLM alone")
     for agent, row in result["first_tokens"].items():
         parts = [
@@ -293,14 +308,13 @@ def missed(result: Mapping[str, Any]) -> list[str]:
     """The bars that are missed."""
     found = [
         f"{side}: {result['streams'][side][f'{name}_cost']['cost']:+.1%} {what}; bar {MAX_COST:.0%}"
-        for side in SIDES
-        if side != "off"
+        for side in OF_KVRS
         for name, what in (("cpu_s", "CPU per token"), ("tpot_s", "TPOT"))
         if result["streams"][side][f"{name}_cost"]["cost"] > MAX_COST
     ]
     for agent, row in result["first_tokens"].items():
         if waits := row["unprotected"]["waits"]:
-            found.append(f"agent {agent}: {waits} prompts that nobody protects have waited; bar 0")
+            found.append(f"agent {agent}: {waits} unprotected prompts have waited; bar 0")
         most_s = row["protected"]["added_s_max"]
         if most_s > LOOKUP_S + LOAD_S:
             found.append(
@@ -317,6 +331,28 @@ def missed(result: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def upstreams_connector() -> dict[str, Any]:
+    """Configuration of vLLM's own connector, with the same memory and copies, for answers too."""
+    tier = {"spec_name": "CpuTieringSpec", "spec_module_path": "kvrs_testkit.vllm_cpu_tier"}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_module_path": None,
+        "kv_connector_extra_config": tier
+        | {"cpu_bytes_to_use": CPU_BYTES, "offload_prompt_only": False},
+    }
+
+
+@contextmanager
+def upstreams_region() -> Iterator[None]:
+    """Remove the memory that vLLM alone leaves behind when it is killed."""
+    before = regions()
+    try:
+        yield
+    finally:
+        for name in regions() - before:
+            Path("/dev/shm", name).unlink()  # noqa: S108 - where vLLM has it.
+
+
 def main() -> int:
     parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--rounds", type=int, default=60)
@@ -326,9 +362,11 @@ def main() -> int:
     record = Record(options.seed)
     with (
         tempfile.TemporaryDirectory() as directory,
-        RowServers(Path(directory), instances=3) as servers,
+        upstreams_region(),
+        RowServers(Path(directory), instances=4) as servers,
     ):
         servers.stock.add(WITHOUT)
+        servers.transfer[UPSTREAM] = upstreams_connector()
         servers.start_all()
         result = asyncio.run(measure(servers, options))
     misses = missed(result)

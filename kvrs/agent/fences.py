@@ -27,10 +27,17 @@ class FenceSender:
     """Sends fence requests to the instances of one node."""
 
     def __init__(
-        self, urls: Mapping[InstanceId, str], keys: Keys, tls: Certificates | None
+        self,
+        urls: Mapping[InstanceId, str],
+        keys: Keys,
+        tls: Certificates | None,
+        *,
+        can_fence: bool,
     ) -> None:
-        """`urls` and `keys`: of the instances."""
-        self.are_fenced = True  # vLLM is not: what it loads late is of its own request.
+        """`urls` and `keys`: of the instances. `can_fence`: they have fences. vLLM has none: a load
+        that comes late is of its own request, by keys of its content.
+        """
+        self._can_fence = can_fence
         self._urls = dict(urls)
         self._keys = dict(keys)
         self._tls = tls
@@ -49,7 +56,7 @@ class FenceSender:
         by_target: defaultdict[InstanceId, list[SlotRequest]] = defaultdict(list)
         for each in transfers:
             by_target[each.target].append(each)
-        if by_target and self.are_fenced:
+        if by_target and self._can_fence:
             self._waiting.put_nowait(by_target)
 
     async def run(self) -> None:

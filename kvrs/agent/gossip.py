@@ -84,7 +84,7 @@ class NodeGossip:
         if self._group is None or self._http is None:
             return
         if self._config.cluster.backend is Backend.VLLM:
-            return  # It has no instance protocol; proxies see its death.
+            return  # vLLM has no instance protocol: its load and its end are the proxies' to see.
         for instance in self._agent.node.instances:
             if self._publisher.add(instance.id):
                 self._group.create_task(self._watch(self._http, instance.id))

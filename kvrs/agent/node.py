@@ -96,8 +96,8 @@ class NodeAgent:
         self.slots = SlotTable(config.policy.slots_max, first_token=time.monotonic_ns())
         self.tls = load_certificates("security.tls", config.security.tls)
         self._secret = secret
-        self.fences = FenceSender(*self._instances_of(config), self.tls)
-        self.fences.are_fenced = config.cluster.backend is not Backend.VLLM
+        can_fence = config.cluster.backend is not Backend.VLLM
+        self.fences = FenceSender(*self._instances_of(config), self.tls, can_fence=can_fence)
         self._orphan_s = _ORPHAN_S
         # None: instances own their memory.
         self.anchors = AnchoredFiles(directory) if config.state_plane.enabled else None

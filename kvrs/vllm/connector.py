@@ -45,11 +45,12 @@ class KvrsConnector(base.KVConnectorBase_V1, _HMA):  # type: ignore[misc]  # vLL
     def request_finished_all_groups(self, *_: Any, **__: Any) -> tuple[bool, None]:
         return False, None
 
-    def set_xfer_handshake_metadata_pp_aware(self, *_: Any, **__: Any) -> None:
-        """A `MultiConnector` passes the data of its other connectors, which vLLM's own hook may
-        refuse.
-        """
+    def wait_for_save(self, *_: Any, **__: Any) -> None:
+        """Answer a hook for which there is nothing to do."""
 
-    update_state_after_alloc = start_load_kv = wait_for_layer_load = save_kv_layer = (
-        wait_for_save
-    ) = set_xfer_handshake_metadata_pp_aware
+    update_state_after_alloc = wait_for_save
+    start_load_kv = wait_for_save
+    wait_for_layer_load = wait_for_save
+    save_kv_layer = wait_for_save
+    # A `MultiConnector` passes the data of its other connectors, which vLLM's own hook may refuse.
+    set_xfer_handshake_metadata_pp_aware = wait_for_save

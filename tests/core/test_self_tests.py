@@ -480,7 +480,10 @@ def test_an_instance_that_ends_in_two_tests_of_rows_is_not_restored_at() -> None
 
     bench.run()
     shown = bench.described("d0")
-    assert (shown["restores"], shown["cause"]) == (False, "it has ended in its tests of rows")
+    assert (shown["restores"], shown["cause"]) == (
+        False,
+        "the instance has ended in its tests of rows",
+    )
     assert bench.described("d1")["restores"] is True
 
 

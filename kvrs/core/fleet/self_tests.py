@@ -56,7 +56,7 @@ class SelfTests:
         self._lives: dict[InstanceId, TestedProcess] = {}
         # To be read only: those that run now, or did last.
         self.processes: Mapping[InstanceId, TestedProcess] = self._lives
-        # In its tests, one after the other; and in those of rows.
+        # Ends of an instance in its tests, one after the other; those of rows are apart.
         self._losses: dict[InstanceId, int] = {}
         self._restore_losses: dict[InstanceId, int] = {}
         self._running: dict[SelfTest, list[TestedProcess]] = {}
@@ -102,15 +102,10 @@ class SelfTests:
             self._restore_losses.pop(info.id, None)
         former = before.seen if before is not None and is_alike else None
         later_s = 0.0 if former in (None, Seen()) else now_s + _LATER_S
-        ends_of_it = self._restore_losses.get(info.id, 0) >= _MAX_LOSSES
-        self._lives[info.id] = TestedProcess(
-            info,
-            former=former,
-            retry_at_s=later_s,
-            restores=False if ends_of_it else None,
-            restore_fault="it has ended in its tests of rows" * ends_of_it,
-            restore_failures=_MAX_FAILURES * ends_of_it,
-        )
+        self._lives[info.id] = life = TestedProcess(info, former=former, retry_at_s=later_s)
+        if self._restore_losses.get(info.id, 0) >= _MAX_LOSSES:
+            life.restores, life.restore_failures = False, _MAX_FAILURES
+            life.restore_fault = "the instance has ended in its tests of rows"
         for other in self._lives.values():
             other.partners.discard(info.id)
 
@@ -125,7 +120,7 @@ class SelfTests:
         losses[instance] = losses.get(instance, 0) + 1
 
     def rows_changed(self) -> None:
-        """Agents serve other rows than before: what failed with those may not fail with these."""
+        """Agents serve other rows than before: a test that failed with those may succeed now."""
         for life in self._lives.values():
             if self._restore_losses.get(life.info.id, 0) < _MAX_LOSSES:
                 life.restore_failures, life.restore_at_s = 0, 0.0
@@ -249,7 +244,7 @@ class SelfTests:
         for life in free.values():
             if self._tests_kv and life.moves_kv is None and (test := _pair(life, free)) is not None:
                 return self._take(test)
-        # One that fails again and again would keep the others' holders busy.
+        # Instances with the fewest failures first: a test keeps its holder from all others.
         holders = _free(self._lives, self._known)
         for life in sorted(free.values(), key=lambda life: life.restore_failures):
             is_due = life.restore_at_s <= now_s
@@ -313,7 +308,7 @@ class SelfTests:
                     self._restore_losses.pop(test.target, None)
 
     def put_off(self, test: RestoreTest, cause: str, now_s: float) -> None:
-        """The test has shown nothing, and is nobody's failure."""
+        """The test has shown nothing, counts as no failure, and is due again in a few seconds."""
         for life in self._end(test):
             if life.info.id == test.target:
                 life.restore_fault, life.restore_at_s = cause, now_s + _LATER_S

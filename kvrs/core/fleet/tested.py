@@ -59,7 +59,7 @@ class TestedProcess:
     is_busy: bool = False
     restores: bool | None = None  # None: not tested.
     restore_fault: str = ""
-    # Of its tests of rows, apart from those of the others.
+    # Failures of its tests of rows, and when the next one is due.
     restore_failures: int = 0
     restore_at_s: float = 0.0
     failures: int = 0

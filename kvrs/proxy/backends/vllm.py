@@ -130,8 +130,8 @@ class VllmBackend(VllmServer):
         return self._info
 
     async def _other_mark(self, metrics: VllmMetrics) -> str | None:
-        """A mark of a process without a start time that may be another one, of its engine where it
-        does prefill. None: it shows none.
+        """The mark of the engine of a prefill instance, where the process has no start time and may
+        be another one than before. None: the process shows no mark, or needs none.
         """
         if metrics.started_s is not None or not self._process.is_in_doubt:
             return None

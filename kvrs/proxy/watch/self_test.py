@@ -74,7 +74,7 @@ _ID_PREFIX = "token_id:"  # Before the number of a token, in the place of its te
 
 
 class _ShowsNothing(Exception):  # noqa: N818 - it is no error.
-    """A test of rows is to be carried out later, and is no failure."""
+    """A test of rows has shown nothing, and is to be carried out later."""
 
 
 class SelfTester:
@@ -309,7 +309,8 @@ class SelfTester:
         saved = self._journal(target, None, prompt_tokens=length, salt=salt)
         if self._info(holder).role is Role.PREFILL:
             if (transfer := await self._prefill(holder, saved, has_rows=True)) is not None:
-                await self._backend(target).free_hand_off(transfer, saved.prompt_ids or ())
+                with suppress(UpstreamError, RefusedError):  # The hand-off ends by itself, later.
+                    await self._backend(target).free_hand_off(transfer, saved.prompt_ids or ())
         else:
             await self._stream(holder, saved, has_rows=True)
         pages = length // self._info(target).geometry.page_size_tokens
@@ -335,7 +336,7 @@ class SelfTester:
         return "", False
 
     def _seen(self, target: InstanceId) -> Generated:
-        """Its own tokens, which are tested before."""
+        """Tokens of the target, whose test comes before those of rows."""
         generated = self._tests.seen(target).generated
         assert generated is not None
         return generated
@@ -344,7 +345,7 @@ class SelfTester:
         """The agent that serves them, and tokens of one.
 
         Raises:
-            _ShowsNothing: it serves none any more, or does not tell their tokens.
+            _ShowsNothing: no agent serves any, or their size in tokens is not told.
         """
         node = self._control.instances.known[holder].node
         if (agent := self._control.agents.by_node.get(node)) is not None and agent.report:

@@ -202,15 +202,18 @@ async def test_servers_whose_rows_no_agent_serves_get_no_parameters(
 
 
 async def restores_of(system: Vllms) -> dict[str, Any]:
-    """Results of the tests of rows, and the causes of failures."""
+    """Results of the tests of rows at decode instances, and the causes of failures."""
+    found: dict[str, Any] = {}
 
     async def is_tested() -> bool:
-        tests = [row["self_test"] for row in (await system.state())["instances"]]
-        return all(test["restores"] is not None for test in tests)
+        rows = {row["id"]: row["self_test"] for row in (await system.state())["instances"]}
+        found.update(
+            {name: (row["restores"], row["cause"]) for name, row in rows.items() if name[0] == "d"}
+        )
+        return all(restores is not None for restores, _ in found.values())
 
     await system.until(is_tested)
-    tests = {row["id"]: row["self_test"] for row in (await system.state())["instances"]}
-    return {name: (test["restores"], test["cause"]) for name, test in tests.items()}
+    return found
 
 
 async def test_nothing_is_kept_of_requests_that_kvrs_does_not_recover(vllms: Builder) -> None:
@@ -290,6 +293,48 @@ async def test_a_server_that_restores_wrongly_is_not_restored_at(
 
     assert await cut_in_mid_stream(system) == expected_ids(LONG, TOKENS)
     assert await system.causes() == [("recompute", "d0", "d1")]
+
+
+async def test_rows_of_a_prefill_instance_are_tested_and_its_hand_off_is_freed(
+    vllms: Builder,
+) -> None:
+    """Its blocks would wait for a stream that does not exist."""
+
+    def prepare(servers: Servers) -> None:
+        with_tiers(servers)
+        for server in servers.values():
+            server.row_bytes = 256.0 * 32
+
+    system = await vllms(prepare, backup=LOCAL, proxy={"self_test": True})
+    await serve(system, n0=[region("p0")], n1=[region("d1")])
+
+    async def has_restored() -> bool:
+        rows = {row["id"]: row["self_test"] for row in (await system.state())["instances"]}
+        return bool(rows["d1"]["restores"])
+
+    await system.until(has_restored)
+    assert system.servers["d1"].row_loads == 1
+    assert system.shared.hand_offs == {}
+
+
+@pytest.mark.parametrize(("gap", "restores"), [(0.1, True), (5.0, False)])
+async def test_a_near_tie_behind_rows_is_no_wrong_token(
+    vllms: Builder, gap: float, restores: bool
+) -> None:
+    """Two tokens that are about as likely change places by rounding; others do not."""
+
+    def prepare(servers: Servers) -> None:
+        decoding_alone(servers)
+        for server in servers.values():
+            server.row_bytes, server.tie_gap = 256.0 * 32, gap
+        servers["d1"].spoils_rows = True
+
+    system = await vllms(prepare, backup=LOCAL, proxy={"self_test": True})
+    await serve(system, n0=[region("d0")], n1=[region("d1")])
+
+    found = await restores_of(system)
+
+    assert found["d1"][0] is restores
 
 
 async def test_a_row_that_is_longer_than_any_prompt_is_not_tested(vllms: Builder) -> None:
