@@ -501,3 +501,17 @@ def test_a_test_of_rows_that_shows_nothing_is_carried_out_later() -> None:
     bench.wait()
     assert ("agent of", test.holder, test.target) in bench.run()
     assert bench.described(test.target)["restores"] is True
+
+
+def test_an_error_in_a_test_of_rows_is_a_failure_of_its_target_alone() -> None:
+    """A server that answers a load with an error would end recovered streams in the same way."""
+    bench = Rows("d0", "d1")
+    while not isinstance(test := bench.next(), RestoreTest):
+        assert isinstance(test, TokensTest)
+        bench.tests.generated(test, EXACT)
+
+    bench.tests.failed(test, "sent an error event", bench.now_s)
+
+    shown = bench.described(test.target)
+    assert (shown["restores"], shown["cause"]) == (False, "sent an error event")
+    assert bench.described(test.holder)["failures"] == 0

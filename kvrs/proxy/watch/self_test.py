@@ -119,10 +119,7 @@ class SelfTester:
             cause = str(error) or f"no answer within {_TIMEOUT_S:g} s"
             if isinstance(error, RefusedError):
                 cause = error.body.decode(errors="replace")[:300]
-            if isinstance(test, RestoreTest):
-                self._tests.restored(test, cause, self._clock())
-            else:
-                self._tests.failed(test, cause, self._clock())
+            self._tests.failed(test, cause, self._clock())
             extra = {"instances": names_of(test), "cause": cause}
             log.warning("self-test failed", extra=extra)
         except _ShowsNothing as reason:
