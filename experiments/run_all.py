@@ -209,6 +209,7 @@ ALL = (
     _of("kills", "vllm-recompute", 48, "run decode vllm --option recompute --kills 100", VLLM),
     _of("kills", "vllm-migrate", 60, "run decode vllm --option migrate --kills 100", VLLM),
     _of("vllm_rows", "vllm_rows", 100, "run --limit-s 6000", VLLM),
+    _of("vllm_rows", "agent/vllm_rows", 10, "run --kind agent", VLLM),
     _of("checkpoint_cost", "checkpoint_cost", 10),
     _of("checkpoint_cost", "vllm", 20, "vllm", VLLM),
     _of("gpu", "plane", 8, "plane", GPU),
