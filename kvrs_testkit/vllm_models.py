@@ -2,11 +2,12 @@
 
 Their architectures are those of `transformers`, so this runs in vLLM's interpreter: `python -m
 kvrs_testkit.vllm_models KIND DIRECTORY SEED` writes a model with the tokenizer of the tiny Llama.
-`adapter` writes a LoRA adapter for that Llama.
+`adapter` writes a LoRA adapter for that Llama, and `eagle` a head that drafts for it.
 """
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -75,12 +76,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# MiMo, whose file has a layer for drafts behind those of a Qwen2.
+_MTP = {
+    "architectures": ["MiMoForCausalLM"],
+    "num_hidden_layers": LAYERS,
+    "num_nextn_predict_layers": 1,
+}
 ADAPTER_RANK = 8
 
 
 def write(kind: str, directory: Path, seed: int) -> None:
     """Write a directory of Hugging Face: the same seed gives the same weights."""
-    name, more = MODELS[kind]
+    weights, document = _drawn(*MODELS[kind], seed)
+    write_model(directory, random_tokenizer(seed), weights, document)
+
+
+def _drawn(name: str, more: dict[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights and `config.json` of a model of transformers."""
     config = getattr(transformers, name)(**_SHAPE | more)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -90,8 +102,32 @@ def write(kind: str, directory: Path, seed: int) -> None:
     with TemporaryDirectory() as saved:  # Under the names of the hub.
         model.save_pretrained(saved)
         weights = load_file(Path(saved) / "model.safetensors")
-        document = json.loads((Path(saved) / "config.json").read_text())
-    write_model(directory, random_tokenizer(seed), weights, document)
+        return weights, json.loads((Path(saved) / "config.json").read_text())
+
+
+def write_mtp(directory: Path, seed: int) -> None:
+    """A model of which the last layer drafts the token behind the next one."""
+    more = {"num_hidden_layers": LAYERS + 1}
+    weights, document = _drawn("Qwen2Config", more, seed)
+    last, drafts = f"model.layers.{LAYERS}.", "model.mtp_layers.0."
+    weights = {name.replace(last, drafts): tensor for name, tensor in weights.items()}
+    weights[f"{drafts}input_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN) * 0.1
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        weights[f"{drafts}{name}.weight"] = torch.ones(HIDDEN)
+    document["layer_types"] = document["layer_types"][:LAYERS]
+    write_model(directory, random_tokenizer(seed), weights, document | _MTP)
+
+
+def write_eagle(directory: Path, seed: int) -> None:
+    """A head of one layer for the tiny Llama."""
+    weights, document = _drawn("LlamaConfig", {"num_hidden_layers": 1}, seed)
+    head = {
+        name.removeprefix("model."): tensor
+        for name, tensor in weights.items()
+        if name.startswith("model.layers.") and "input_layernorm" not in name  # It has none.
+    }
+    head["fc.weight"] = torch.randn(HIDDEN, 2 * HIDDEN) * 0.1
+    write_model(directory, random_tokenizer(seed), head, document)
 
 
 def write_adapter(directory: Path, seed: int) -> None:
@@ -121,10 +157,8 @@ def write_adapter(directory: Path, seed: int) -> None:
 
 def main() -> None:
     kind, directory, seed = sys.argv[1:]
-    if kind == "adapter":
-        write_adapter(Path(directory), int(seed))
-    else:
-        write(kind, Path(directory), int(seed))
+    others = {"adapter": write_adapter, "eagle": write_eagle, "mtp": write_mtp}
+    others.get(kind, partial(write, kind))(Path(directory), int(seed))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 the stream goes on at another one, identically and from the rows of the first.
 """
 
+import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ class Kind:
     block_tokens: int = PAGE_TOKENS
     has_drafts: bool = False
     has_adapter: bool = False
+    has_head: bool = False  # Of EAGLE, for the tiny Llama.
     streams: int = 1
     lag_blocks: int = 1  # Of each stream: full blocks that need not have a row.
     # vLLM's reference MLA for CPUs computes no prompt behind a context, and what it computes of a
@@ -53,6 +55,13 @@ KINDS = {
         ),
         has_drafts=True,
     ),
+    "eagle": Kind(has_drafts=True, has_head=True),
+    "mtp": Kind(
+        "mtp",
+        ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}'),
+        has_drafts=True,
+    ),
+    "ranks": Kind(flags=("--data-parallel-size", "2"), streams=4),
     "tp": Kind(
         flags_of={"d0": ("--tensor-parallel-size", "2")}, cpu_tier={"canonical_layout": True}
     ),
@@ -71,6 +80,10 @@ def running(kind: Kind, directory: Path) -> Iterator[RowServers]:
     if kind.has_adapter:
         written("adapter", directory / "adapter")
         flags += ["--lora-modules", f"{ADAPTER}={directory / 'adapter'}"]
+    if kind.has_head:
+        written("eagle", directory / "eagle")
+        drafts = {"method": "eagle", "model": str(directory / "eagle"), "num_speculative_tokens": 2}
+        flags += ["--speculative-config", json.dumps(drafts)]
     with RowServers(directory, *flags, model=model) as servers:
         servers.cpu_tier = kind.cpu_tier
         servers.replays = not kind.has_drafts
