@@ -20,6 +20,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.streams import CannotContinue, Complete
 from kvrs.core.model.streams import Outcome as CoreOutcome
 from kvrs.ids import InstanceId, StreamId
+from kvrs.process.steps import Steps
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
@@ -161,6 +162,9 @@ class Driver:
             limit = loop.call_later(self.request_timeout_s, self._out_of_time, live)
         try:
             self.control.open(live, now_s)
+            live.is_opening = False
+            if live.task is not None:
+                live.task.begin()
             return await outcome
         except BaseException:  # The client is gone, or a bug: any other end has closed it.
             self.control.close(live, self.clock())
@@ -261,7 +265,7 @@ class TaskShell:
         self._recoveries = recoveries
         self._metrics = metrics
         self._clock = clock
-        self._tasks: dict[asyncio.Task[None], OpenStream] = {}
+        self._tasks: dict[Steps[None], OpenStream] = {}
         self._quiet: asyncio.Future[None] | None = None
         self._wakes: set[asyncio.TimerHandle] = set()
 
@@ -272,11 +276,12 @@ class TaskShell:
         # A client that has just left ends its stream when its own task runs.
         if live.outcome.done():
             return
-        # It begins in a turn of its own: decisions that belong together are carried out before.
         work = AttemptCalls(live, plan, self._driver).run(gives_end=gives_end)
-        live.task = task = asyncio.get_running_loop().create_task(work)
+        live.task = task = Steps(work, self._task_ended)
         self._tasks[task] = live
-        task.add_done_callback(self._task_ended)
+        # Decisions that belong together are carried out before.
+        if not live.is_opening:
+            task.begin_soon()
 
     def end_attempt(self, live: OpenStream) -> None:
         live.enter(StreamPhase.WAITING, None)
@@ -313,12 +318,11 @@ class TaskShell:
     def count_slot(self, outcome: SlotOutcome) -> None:
         self._metrics.slots.labels(outcome).inc()
 
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: Steps[None], error: BaseException | None) -> None:
         live = self._tasks.pop(task)
-        error = None if task.cancelled() else task.exception()
         if not self._tasks and self._quiet is not None:
             self._quiet.set_result(None)
-        if error is not None:
+        if error is not None and not isinstance(error, asyncio.CancelledError):
             # A bug of ours. The client's handler raises it, so that neither of them goes on as if
             # nothing had happened.
             log.error("attempt ended by a bug", exc_info=error)

@@ -21,6 +21,7 @@ from kvrs.net.proving import HandshakeProtocol, Keys, address_of, prove
 from kvrs.net.tls import Certificates
 from kvrs.process.descriptors import is_exhausted
 from kvrs.process.large_work import LargeWork
+from kvrs.process.steps import Signal
 from kvrs.protocol.proof import ProofError
 from kvrs.protocol.secrets import ScopedKey
 from kvrs.proxy.wire.peer import (
@@ -112,7 +113,7 @@ class Pool:
         self._forget = self._lost  # One for all connections.
         self._sweep: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self._lost_calls: list[tuple[asyncio.Future[Need], UpstreamError]] = []
+        self._lost_calls: list[tuple[Signal[Need], UpstreamError]] = []
 
     def head(self, path: str, size_bytes: int, headers: str = "") -> bytes:
         """The head of a request; each line of `headers` has its end."""
@@ -167,7 +168,7 @@ class Pool:
             upstream.close()
 
     def _lost(
-        self, upstream: Upstream, call: asyncio.Future[Need] | None, error: UpstreamError | None
+        self, upstream: Upstream, call: Signal[Need] | None, error: UpstreamError | None
     ) -> None:
         self._kept.pop(upstream, None)
         if call is not None and error is not None:

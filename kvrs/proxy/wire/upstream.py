@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Protocol, assert_never, cast
 
 from kvrs.errors import UpstreamError
+from kvrs.process.steps import Signal
 from kvrs.proxy.wire.http_response import BrokenBody, Fault, HttpResponse, NotHttp
 from kvrs.proxy.wire.peer import LARGE_BODY_BYTES, ConnectionLostError, UnusableError
 from kvrs.proxy.wire.sse import EventSplitter
@@ -110,7 +111,7 @@ class Upstream(asyncio.Protocol):
         self._take: Callable[[bytes], Need] | None = None  # None: the head has not come yet.
         self._shortcut: Shortcut | None = None
         self._refusal: WholeReader | None = None
-        self._ended: asyncio.Future[Need] | None = None
+        self._ended: Signal[Need] | None = None
         self._room: asyncio.Future[None] | None = None  # For more of a large body.
         self._is_sent = True
         self._is_paused = False
@@ -128,8 +129,8 @@ class Upstream(asyncio.Protocol):
         """
         self._response, self._reader = HttpResponse(self._loop), reader
         self._take = self._refusal = None
-        self._ended = ended = self._loop.create_future()
-        reader.flow = self
+        ended: Signal[Need] = Signal(loop=self._loop)
+        self._ended, reader.flow = ended, self
         if len(body) <= LARGE_BODY_BYTES:
             self.transport.write(head + body)
             return ended
@@ -151,7 +152,7 @@ class Upstream(asyncio.Protocol):
         response = self._response
         if response is None or response.is_complete:
             return
-        self._ended = self._loop.create_future()
+        self._ended = Signal(loop=self._loop)
         self.resume()
         with suppress(TimeoutError, UpstreamError):
             async with asyncio.timeout(timeout_s):
@@ -288,7 +289,7 @@ class Upstream(asyncio.Protocol):
 
 
 # Takes the connection, its call and the error of that.
-Lost = Callable[[Upstream, asyncio.Future[Need] | None, UpstreamError | None], None]
+Lost = Callable[[Upstream, Signal[Need] | None, UpstreamError | None], None]
 
 
 def _drop(_: bytes) -> Need:

@@ -1,0 +1,156 @@
+"""Coroutines that go on within the callback that ends what they wait for.
+
+An asyncio task begins in the next turn of its event loop, and goes on in the turn after the one
+that ends what it waits for. `Steps` begins in the call of `begin`, and goes on within
+`Signal.set_result`: the callback that brings a response sends the request that follows it. At any
+other future it goes on as a task does. It is a task of another implementation, as asyncio's manual
+has them ("Extending"): a coroutine finds it as `asyncio.current_task`, with what `asyncio.timeout`
+asks of a task.
+"""
+
+import asyncio
+from asyncio.tasks import _enter_task, _leave_task
+from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Signal(asyncio.Future[T]):
+    """A future whose end is noticed at once, if `Steps` wait for it."""
+
+    waiter: Callable[[], None] | None = None
+
+    def set_result(self, result: T, /) -> None:
+        super().set_result(result)
+        self._notice()
+
+    def set_exception(self, exception: type[BaseException] | BaseException, /) -> None:
+        super().set_exception(exception)
+        self._notice()
+
+    def _notice(self) -> None:
+        waiter, self.waiter = self.waiter, None
+        if waiter is not None:
+            waiter()
+
+
+class Steps(Generic[T]):
+    """Runs a coroutine to its end, of which `ended` is told once, with the error that it ended by:
+    CancelledError included. An error is not kept: its frames would keep these steps.
+    """
+
+    __slots__ = (
+        *("_cancelling", "_context", "_coroutine", "_ended", "_has_begun", "_is_running"),
+        *("_loop", "_must_cancel", "_waits_for", "is_over"),
+    )
+
+    def __init__(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        ended: Callable[["Steps[T]", BaseException | None], None] = lambda *_: None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._coroutine = coroutine
+        self._ended = ended
+        self._context = copy_context()
+        self._waits_for: asyncio.Future[Any] | None = None
+        self._has_begun = self._is_running = self._must_cancel = self.is_over = False
+        self._cancelling = 0
+
+    def begin(self) -> None:
+        """Begin now, unless it has begun or was cancelled."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._step()
+
+    def begin_soon(self) -> None:
+        """Begin in a turn of the event loop of its own."""
+        self._has_begun = True
+        self._loop.call_soon(self._step)
+
+    # As of an asyncio task.
+
+    def cancel(self, msg: object = None) -> bool:
+        """Raise CancelledError where it waits, in the next turn of the event loop."""
+        if self.is_over:
+            return False
+        self._cancelling += 1
+        if not self._has_begun:
+            self.begin_soon()
+        waits_for = self._waits_for
+        if waits_for is not None:
+            if type(waits_for) is Signal and waits_for.waiter is not None:
+                waits_for.waiter = None
+                waits_for.add_done_callback(self._wake)
+            if waits_for.cancel():
+                return True
+        self._must_cancel = True
+        return True
+
+    def cancelling(self) -> int:
+        return self._cancelling
+
+    def uncancel(self) -> int:
+        self._cancelling = max(0, self._cancelling - 1)
+        return self._cancelling
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    def done(self) -> bool:
+        return self.is_over
+
+    # Steps.
+
+    def _step(self) -> None:
+        if self.is_over or self._is_running:
+            return
+        loop, outer = self._loop, asyncio.current_task(self._loop)
+        if outer is not None:
+            _leave_task(loop, outer)
+        _enter_task(loop, self)  # type: ignore[arg-type]  # It has what asyncio asks of a task.
+        self._waits_for, self._is_running = None, True
+        found: asyncio.Future[Any] | None = None
+        try:
+            if self._must_cancel:
+                self._must_cancel = False
+                found = self._context.run(self._coroutine.throw, asyncio.CancelledError())
+            else:
+                found = self._context.run(self._coroutine.send, None)
+        except StopIteration:
+            self._end(None)
+        except BaseException as error:
+            self._end(error)
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+        finally:
+            self._is_running = False
+            _leave_task(loop, self)  # type: ignore[arg-type]
+            if outer is not None:
+                _enter_task(loop, outer)
+        if not self.is_over:
+            self._wait_for(found)
+
+    def _end(self, error: BaseException | None) -> None:
+        self.is_over, ended = True, self._ended
+        del self._ended, self._coroutine, self._context
+        ended(self, error)
+
+    def _wait_for(self, found: asyncio.Future[Any] | None) -> None:
+        if found is None or self._must_cancel:  # A bare yield, as of `asyncio.sleep(0)`.
+            if found is not None:
+                found._asyncio_future_blocking = False
+                found.cancel()
+            self._loop.call_soon(self._step)
+            return
+        found._asyncio_future_blocking = False
+        self._waits_for = found
+        if type(found) is Signal:
+            found.waiter = self._step
+        else:
+            found.add_done_callback(self._wake)
+
+    def _wake(self, _: asyncio.Future[Any]) -> None:
+        self._step()
