@@ -51,8 +51,8 @@ from kvrs.proxy.wire.peer import (
     UnusableError,
 )
 from kvrs.proxy.wire.pool import EngineLinks
-from kvrs.proxy.wire.stalls import StallMonitor
 from kvrs.proxy.wire.upstream import EventReader, Reader
+from kvrs.proxy.wire.watchdog import awake_since_s
 
 # `/metrics` is 60 kB of text and takes the server milliseconds, so that it is read less often than
 # `/health`; a load report is at most this old.
@@ -319,9 +319,8 @@ class VllmBackend(VllmServer):
         return call
 
     async def _prefilled(self, call: Call, page_size_tokens: int) -> Prefilled:
-        with StallMonitor() as stalls:
-            answer = await super().prefill(call)
-            heard_s = stalls.awake_since_s()
+        answer = await super().prefill(call)
+        heard_s = awake_since_s()
         if answer.transfer is None:  # Its one token has ended the request.
             return answer
         transfer = checked(bytes(answer.transfer), len(answer.prompt_ids), page_size_tokens)

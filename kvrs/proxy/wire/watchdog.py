@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
-from kvrs.core.fleet.silence import SHORTEST_SILENCE_S, SilenceTimer
+from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.errors import UpstreamError
 
 _TICK_S = 0.02  # A look is at most this late.
 _LAG_S = 0.05  # Stalls of the event loop count from about this length on.
+_STOP_S = 1.0  # A lag from which on this process was stopped, and not only busy.
+_FIRST_LOOK_S = 0.1  # No limit is asked for before that: most calls have been answered by then.
 
 
 class SilentError(UpstreamError):
@@ -34,6 +36,7 @@ class _TimerWheel:
         # By how much timers of the event loop were late, in all: a process that lacks a processor
         # has heard nothing in that time.
         self.lag_s = 0.0
+        self._stop: tuple[float, float] | None = None  # The last one: from, to.
 
     def add(self, watchdog: "Watchdog", at_s: float) -> int:
         """Have it look at this time, or a little later; returns the tick."""
@@ -64,6 +67,8 @@ class _TimerWheel:
         self._timer = None
         now_s = self._loop.time()
         self.lag_s += max(0.0, now_s - self._timer_s)
+        if now_s - self._timer_s > _STOP_S:
+            self._stop = self._timer_s - _LAG_S, now_s
         # A timer may fire a moment before its time.
         while self._ticks and self._ticks[0] * _TICK_S <= now_s + _TICK_S / 2:
             tick = heapq.heappop(self._ticks)
@@ -71,6 +76,15 @@ class _TimerWheel:
                 watchdog.look_in_turn(tick)
         if self._ticks and self._timer is None:
             self._arm()
+
+    def awake_since_s(self) -> float:
+        """While watchdogs look: now, or the beginning of a stop that has just ended."""
+        now_s = self._loop.time()
+        if self._timer is not None and now_s - self._timer_s > _STOP_S:
+            return self._timer_s - _LAG_S
+        if self._stop is not None and now_s - self._stop[1] < _STOP_S:
+            return self._stop[0]
+        return now_s
 
 
 _wheels: WeakKeyDictionary[asyncio.AbstractEventLoop, _TimerWheel] = WeakKeyDictionary()
@@ -113,11 +127,8 @@ class Watchdog:
         self._cancelling = task.cancelling()
         self._before = self._wheel.blocks.get(task)
         self._wheel.blocks[task] = self
-        # Nothing is late yet, so that only the time of the first look is needed.
-        silence, now_s = self.silence, self._loop.time()
-        limit_s = self._limit_s(silence.heard_s, now_s)
-        silence.next_s = min(silence.heard_s + limit_s, now_s + SHORTEST_SILENCE_S)
-        self._tick = self._wheel.add(self, silence.next_s)
+        self.silence.next_s = self._loop.time() + _FIRST_LOOK_S
+        self._tick = self._wheel.add(self, self.silence.next_s)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -181,6 +192,16 @@ def loop_lag_s() -> float:
     """By how much timers of the running event loop were late, in all blocks of watchdogs so far."""
     wheel = _wheels.get(asyncio.get_running_loop())
     return 0.0 if wheel is None else wheel.lag_s
+
+
+def awake_since_s() -> float:
+    """The time, on the clock of the running event loop, since which this process has run without a
+    stop, asked within a watchdog's block: data that is read right after a stop may have arrived at
+    its beginning.
+    """
+    loop = asyncio.get_running_loop()
+    wheel = _wheels.get(loop)
+    return loop.time() if wheel is None else wheel.awake_since_s()
 
 
 def reset_timeout() -> None:

@@ -1,7 +1,6 @@
 """How long a hand-off of vLLM may be used."""
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,8 +14,8 @@ from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.vllm import _HAND_OFF_S, ConfiguredIdentity, VllmBackend
-from kvrs.proxy.wire import stalls
 from kvrs.proxy.wire.pool import Access, EngineLinks
+from kvrs.proxy.wire.watchdog import Watchdog
 from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 
 IDENTITY = ConfiguredIdentity(InstanceId("p0"), NodeId("n0"), Role.PREFILL, ModelFiles("x"))
@@ -46,10 +45,10 @@ def test_a_hand_off_ages_while_the_proxy_is_stopped(monkeypatch: pytest.MonkeyPa
 
     async def remaining_s(how: str) -> float:
         loop = virtual_loop()
-        monkeypatch.setattr(stalls, "time", SimpleNamespace(monotonic=loop.time))
         async with EngineLinks(Access()) as links:
             backend = VllmBackend(links, "http://x", IDENTITY, b"")
-            good_until_s = (await backend._prefilled(Call(how, {}), 32)).good_until_s
+            with Watchdog(lambda *_: 60.0):  # As a stream has one.
+                good_until_s = (await backend._prefilled(Call(how, {}), 32)).good_until_s
         assert good_until_s is not None
         return good_until_s - loop.time()
 
