@@ -1,0 +1,163 @@
+"""Short streams of known tokens, by the calls of a recovery: what self-tests ask of instances."""
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvrs.core.model import actions as act
+from kvrs.errors import UpstreamError
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import InstanceInfo
+from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
+from kvrs.protocol.openai.fields import EMBEDDED, VLLM
+from kvrs.proxy.backends.backend import Backend
+from kvrs.proxy.backends.bodies import decode_call, prefill_call
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.peer import UNREADABLE
+from kvrs.proxy.wire.requests import COMPLETIONS, read
+from kvrs.proxy.wire.upstream import EventReader
+
+NAME = "selftest-"  # Of the streams, before a number as long as that of any stream.
+TOKENS = 12
+CUT = 5
+SEED = 20_26
+# No special ids of usual vocabularies, and few enough for the smallest.
+PROMPT_IDS = range(3, 35)
+_PAGES = 2  # Full ones of the prompt, where the model has room for them.
+_LISTED = 5  # Log probabilities at each position, of the likeliest tokens.
+_ID_PREFIX = "token_id:"  # Before the number of a token, in the place of its text.
+
+
+class KnownStreams:
+    def __init__(self, driver: Driver, clock: Callable[[], float]) -> None:
+        self._driver = driver
+        self._control = driver.control
+        self._clock = clock
+
+    def backend(self, instance: InstanceId) -> Backend:
+        """Raises UpstreamError: the instance has been removed meanwhile."""
+        found = self._driver.backends.get(instance)
+        if found is None:
+            raise UpstreamError("removed")
+        return found
+
+    def info(self, instance: InstanceId) -> InstanceInfo:
+        info = self._control.instances.known[instance].info
+        if info is None:
+            raise UpstreamError("not up")
+        return info
+
+    def journal(
+        self,
+        instance: InstanceId,
+        seed: int | None,
+        tokens: int = TOKENS,
+        *,
+        prompt_tokens: int = 0,
+        salt: str = "",
+        lists: bool = False,
+    ) -> Journal:
+        """A stream of the known prompt. Its salt keeps it out of the caches of others.
+        `prompt_tokens`: 0 for some pages. `lists`: with log probabilities.
+        """
+        info = self.info(instance)
+        length = prompt_tokens or _PAGES * info.geometry.page_size_tokens + 1
+        if info.max_model_len:
+            length = max(1, min(length, info.max_model_len - tokens))
+        prompt = [PROMPT_IDS[(index * index) % len(PROMPT_IDS)] for index in range(length)]
+        backend = VLLM if self._driver.is_vllm else EMBEDDED
+        fields: dict[str, Any] = {
+            "model": info.model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0.0 if seed is None else 1.0,
+            "ignore_eos": True,
+            "cache_salt": salt or secrets.token_hex(8),
+        }
+        if seed is not None:
+            fields["seed"] = seed
+        elif lists and self._driver.is_vllm:
+            fields |= {"logprobs": _LISTED, "return_tokens_as_token_ids": True}
+        journal = Journal(
+            stream=StreamId(NAME + secrets.token_hex(16)),
+            parsed=read(COMPLETIONS, msgspec.json.encode(fields), backend),
+            arrived_s=self._clock(),
+            seed=seed,
+            prompt_ids=prompt,
+        )
+        # Later attempts are recoveries, which the embedded engine puts before new requests. Behind
+        # long prompts a test would take minutes, in which no KV is fetched.
+        journal.attempt = 1
+        return journal
+
+    async def prefill(
+        self, instance: InstanceId, journal: Journal, *, has_rows: bool = False
+    ) -> msgspec.Raw | None:
+        journal.attempt += 1
+        exact = self._control.instances.known[instance].resumes_exactly
+        call = prefill_call(journal, journal.attempt, (), exact=exact, has_rows=has_rows)
+        return (await self.backend(instance).prefill(call)).transfer
+
+    async def stream(
+        self,
+        instance: InstanceId,
+        journal: Journal,
+        runs: Sequence[act.PageRange] = (),
+        transfer: msgspec.Raw | None = None,
+        drafts: Sequence[int] = (),
+        *,
+        has_rows: bool = False,
+    ) -> tuple[Mapping[int, float], ...]:
+        """Have the rest of a stream computed, whose ids are added to the journal; return the log
+        probabilities of the likeliest tokens at each position, as far as they are given.
+        """
+        journal.attempt += 1
+        exact = self._control.instances.known[instance].resumes_exactly
+        call = decode_call(
+            journal, journal.attempt, runs, (), transfer, exact=exact, has_rows=has_rows
+        )
+        if drafts:
+            call.fields["kvrs"].drafts = [*drafts]
+        if call.rows is not None and runs:
+            call.rows.node = self._control.agents.known[runs[0].holder].node
+        events = EventReader()
+        await self.backend(instance).decode(call, events)
+        likeliest = list[Mapping[int, float]]()
+        for payload in events.payloads:
+            if payload != b"[DONE]":
+                for choice in _choices_of(payload):
+                    journal.output_ids.extend(choice.token_ids or ())
+                    likeliest += _likeliest(choice)
+        if b"[DONE]" not in events.payloads:
+            raise UpstreamError("ended without [DONE]")
+        return tuple(likeliest)
+
+
+def _choices_of(payload: bytes) -> list[ReceivedChoice]:
+    try:
+        chunk = CHUNK.decode(payload)
+    except UNREADABLE:
+        raise UpstreamError("sent an event that is not a completion chunk") from None
+    if chunk.error is not None:
+        raise UpstreamError("sent an error event")
+    return chunk.choices or []
+
+
+def _likeliest(choice: ReceivedChoice) -> list[Mapping[int, float]]:
+    """The likeliest tokens at each position of an event, by their ids."""
+    try:
+        listed = choice.logprob_lists().get("top_logprobs") or []
+        found = [msgspec.json.decode(each, type=dict[str, float] | None) or {} for each in listed]
+    except UNREADABLE:  # Later positions keep their places.
+        return [{} for _ in choice.token_ids or ()]
+    return [
+        {
+            int(token.removeprefix(_ID_PREFIX)): logprob
+            for token, logprob in each.items()
+            if token.startswith(_ID_PREFIX) and token.removeprefix(_ID_PREFIX).isdigit()
+        }
+        for each in found
+    ]
