@@ -36,6 +36,7 @@ from kvrs_testkit.scripted_model import (
     token_after,
 )
 from kvrs_testkit.scripted_server import ScriptedServer, abort
+from kvrs_testkit.scripted_store import StoreClient
 
 PAGE = 16
 _ENGINES = itertools.count(1)
@@ -96,6 +97,7 @@ class ScriptedVllm(ScriptedServer):
     row_s: float = 0.001
     row_loads: int = 0
     spoils_rows: bool = False  # What it loads is another prompt's.
+    store: StoreClient | None = None
     lacks: set[str] = field(default_factory=set)  # Fields, metrics and paths that it does not know.
     transfer: dict[str, Any] = field(
         default_factory=dict
@@ -159,6 +161,8 @@ class ScriptedVllm(ScriptedServer):
     async def start(self) -> None:
         self.engine, self.started_s = f"engine-{next(_ENGINES)}", next(_STARTS)
         self.script.engines.add(self.engine)
+        if self.store is not None:
+            self.store.restart()
         await super().start()
 
     async def kill(self) -> None:
@@ -250,6 +254,8 @@ class ScriptedVllm(ScriptedServer):
                         f"vllm:kv_offload_tiering_read_{name}_total"
                         f'{{{labels},tier="{tier}"}} {loads * each}'
                     )
+        if self.store is not None:
+            lines += self.store.metrics(labels)
         if self.hash is not None:
             lines.append(f'vllm:nixl_config_info{{{labels},compatibility_hash="{self.hash}"}} 1.0')
         kept = [line for line in lines if not any(name in line for name in self.lacks)]
@@ -318,12 +324,21 @@ class ScriptedVllm(ScriptedServer):
             loads = bool(transfer.get("kvrs", {}).get("agents"))
             self.row_loads += loads
             if loads and self.spoils_rows:
-                assert isinstance(parsed, CompletionRequest)
-                history = _history(parsed)
-                return msgspec.structs.replace(parsed, prompt=[history[0] + 1, *history[1:]])
+                return _spoilt(parsed)
         elif "kvrs" in transfer:
             self.script.violations.append("parameters for a tier that is not there")
         return parsed
+
+    def _from_store(
+        self, parsed: CompletionRequest | ChatRequest, salt: str | None
+    ) -> tuple[CompletionRequest | ChatRequest, bool]:
+        """The request as it is computed behind what the store has, and whether that can be
+        loaded.
+        """
+        if self.store is None:
+            return parsed, True
+        found, is_right = self.store.load(salt, _history(parsed))
+        return parsed if is_right else _spoilt(parsed), not (found and self.store.fails)
 
     def _one_token(self, parsed: CompletionRequest | ChatRequest, salt: str | None) -> web.Response:
         history = _history(parsed)
@@ -377,6 +392,7 @@ class ScriptedVllm(ScriptedServer):
     ) -> web.StreamResponse:
         if self.in_one_piece and not parsed.stream:
             return self._one_token(parsed, salt)
+        parsed, is_loaded = self._from_store(parsed, salt)
         history = _history(parsed)
         if self.queue is not None:
             await self._wait_in_queue(self.queue, transfer)
@@ -388,7 +404,7 @@ class ScriptedVllm(ScriptedServer):
             return await self._whole(request, parsed, history, position, transfer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        if transfer is not None and not self._pull(history, transfer):
+        if not is_loaded or (transfer is not None and not self._pull(history, transfer)):
             await response.write(_error("Internal server error") + DONE)
             return response
         async for event in self._events(parsed, history, position, known):
@@ -398,6 +414,8 @@ class ScriptedVllm(ScriptedServer):
             if isinstance(event, Fault):
                 return await _break(request, response, event)
             self.cached[salt, tuple(history)] = None
+            if self.store is not None:
+                self.store.save(salt, history)
             await asyncio.sleep(script.pause_s)
             await self.awake.wait()
             await response.write(event)
@@ -539,6 +557,13 @@ class ScriptedVllm(ScriptedServer):
 
 def _history(parsed: CompletionRequest | ChatRequest) -> list[int]:
     return ids_of(parsed.prompt) if isinstance(parsed, CompletionRequest) else rendered(parsed)
+
+
+def _spoilt(parsed: CompletionRequest | ChatRequest) -> CompletionRequest:
+    """The request as one behind KV of another prompt."""
+    assert isinstance(parsed, CompletionRequest)
+    history = _history(parsed)
+    return msgspec.structs.replace(parsed, prompt=[history[0] + 1, *history[1:]])
 
 
 def _event(

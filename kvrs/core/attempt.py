@@ -23,7 +23,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.member import Health, Member
 from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import SlotRequest
+from kvrs.protocol.instance import STORE, SlotRequest
 
 S = TypeVar("S", bound=LiveStream)
 
@@ -228,6 +228,11 @@ class Attempt(Generic[S]):
         """The decode instance takes the prefill instance's answer for the cause of its error."""
         if self.computes is None and not self.has_resumed:
             self.failed_at = self.plan.prefill or self.failed_at
+
+    def blame_store(self) -> None:
+        """The decode instance could not load what its store had said to have."""
+        if not self.has_resumed:
+            self.failed_at = InstanceId(STORE)
 
     def failure(
         self,

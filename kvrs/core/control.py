@@ -362,6 +362,7 @@ class Control(Generic[S]):
             had_not_ended,
             seen.restores,
             self.self_tests.comparison.weights.get(known.id, ""),
+            seen.store,
         )
         self._shell.instance_changed(event)
         self.tell(event, now_s)
@@ -369,6 +370,7 @@ class Control(Generic[S]):
 
     def load_reported(self, known: Member, report: LoadReport, now_s: float) -> None:
         self.drains.reported(known.id, now_s)
+        is_new_store = report.store != ("" if known.load is None else known.load.store)
         known.load = report
         known.reported_s = now_s
         progress = report.progress, report.free_pages
@@ -394,6 +396,12 @@ class Control(Generic[S]):
         for link in report.links:
             measured = Measurement(link.bytes_per_s, link.spread, link.age_s)
             self.link_measured(link.source, known.node, measured, now_s)
+        has_other_share = self.self_tests.stores.fetched(known.id, report.fetches)
+        if has_other_share:
+            for news in self.self_tests.news((known.id,)):
+                self.tell(news, now_s)
+        if is_new_store or has_other_share:
+            self.self_tests.changed()
 
     def _replicated(self, known: Member, report: LoadReport, now_s: float) -> None:
         """The instance keeps other pages than before that peers have sent it of open streams."""

@@ -12,7 +12,7 @@ from kvrs.core.defences.outliers import Outliers
 from kvrs.core.defences.poison import PoisonCounter
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Agent, ClusterView, Link
+from kvrs.core.model.cluster_view import Agent, ClusterView, Link, agent_of
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.lifecycle import MOVES, Stage
 from kvrs.core.model.member import Member
@@ -66,7 +66,7 @@ class Ledger:
         self.view.work.book(stream.client_name, runs_on, chosen.compute_s)
         attempt.booked_on, attempt.booked_s = runs_on, chosen.compute_s
         for run in plan.runs:
-            agent = self.view.agents.get(run.holder)
+            agent = agent_of(self.view, run.holder)
             target = decode.node
             if agent is None:
                 link = self.view.link(self.view.members[run.holder].node, target)

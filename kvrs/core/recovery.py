@@ -87,7 +87,7 @@ class RecoveryPolicy:
 
     def loads_rows_of(self, target: Member, holder: Member) -> bool:
         """The instance can load rows that the agent of the other one's node serves."""
-        if not holder.rows or holder.rows != target.rows:
+        if not holder.has_tier or holder.rows != target.rows:
             return False
         if holder.node == target.node:
             return True

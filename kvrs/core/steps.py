@@ -249,6 +249,8 @@ class Steps:
             return
         if event.failure is ev.FailureKind.NOT_A_NUMBER:
             self._ledger.kv_locations.distrust(stream)
+        elif event.instance == self._ledger.view.store.id:
+            self._ledger.kv_locations.forget(stream.id, event.instance)
         if event.failure is ev.FailureKind.BUSY:
             stream.recovery.note_busy_answer(now_s)
         elif was_ejected and stream.recovery.lasts_s(now_s) < self._settings.recovery.wait_s:

@@ -179,6 +179,8 @@ def assumed_instance(
     )
 
 
+# A store of KV that engines share by themselves, as a place that they load from.
+STORE = NodeId(":store")
 # The source of the link on which instances of a node copy pages out of the memory of its agent.
 MEMORY = NodeId(":memory")
 PREFIX = "prefix"  # Of `LoadReport.kv_bytes`, beside the classes of traffic.
@@ -278,6 +280,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     hand_offs: HandOffReport | None = None  # Of vLLM's NIXL; None: it has none.
     speculation: SpeculationReport | None = None  # None: it has no source of drafts.
     experts: ExpertReport | None = None  # None: it has none, or is one process.
+    # Kind of the store that it loads KV from by itself (LMCache, Mooncake); empty: none is seen.
+    store: str = ""
     progress: float = 0.0  # Counts what it computes, in tokens or steps; 0: not counted.
 
 

@@ -177,6 +177,7 @@ def test_a_test_that_fails_is_tried_again_and_then_left() -> None:
         "drafts": None,
         "moves_kv": None,
         "restores": None,
+        "store": None,
         "capabilities": [each.value for each in Capability],
         "differs_from": [],
         "near_ties_with": [],

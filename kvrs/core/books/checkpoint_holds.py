@@ -19,7 +19,7 @@ from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Copy, LiveStream
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import AgentInfo, AgentReport, Role
+from kvrs.protocol.instance import STORE, AgentInfo, AgentReport, Role
 
 # Why an agent keeps nothing of a stream.
 _GONE = "keeps nothing of it any more"
@@ -141,18 +141,20 @@ class CheckpointHolds:
         if plan is None or not (there := self._instances.known[plan.decode]).rows:
             return {}
         tokens = len(live.journal.prompt_ids or ()) + len(live.journal.output_ids)
+        if there.in_store:
+            return {InstanceId(STORE): tokens // there.page_size_tokens}
         return {self.agents.by_node[there.node].id: tokens // there.page_size_tokens}
 
     def unprotected(self, live: LiveStream, unplaced: Mapping[StreamId, str]) -> str | None:
         """Why no agent keeps, or is about to keep, anything of the stream; `unplaced` is why the
         policy found none for it.
         """
-        if self._mode is BackupMode.OFF:
-            return "backup.mode is off"
         plan, kept = live.attempt.plan, self.protected(live)
-        if plan is None:
+        there = None if plan is None else self._instances.known[plan.decode]
+        if self._mode is BackupMode.OFF and (there is None or not there.in_store):
+            return "backup.mode is off"
+        if plan is None or there is None:
             return "no instance was found for it yet"
-        there = self._instances.known[plan.decode]
         if any(kept.values()) or (kept and (there.checkpoints or there.rows)):
             return None
         if kept:

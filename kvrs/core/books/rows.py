@@ -2,7 +2,8 @@
 instances that have some, and where those of a stream are when its attempt has ended.
 
 They take no room at the agent and no lease: the engine has them in any case, and evicts those of
-protected streams last. The last blocks of a stream may not be among them.
+protected streams last. The last blocks of a stream may not be among them. A store that engines
+share by themselves is an agent without a process here: it has what they have stored of streams.
 """
 
 from collections import defaultdict
@@ -54,7 +55,7 @@ class Rows:
         for member in self._view.by_node.get(agent.node, ()):
             # With a second copy its streams are still to go on from that: the agent of a node that
             # is lost may be known to be lost first.
-            if not self._copying[member.rows]:
+            if member.has_tier and not self._copying[member.rows]:
                 member.set_rows("")
 
     def find(self, member: Member) -> None:
@@ -66,7 +67,8 @@ class Rows:
             return
         own = [each for each in agent.rows.regions if each.engine == member.id]
         alive = next((each.namespace for each in own if each.is_alive), "")
-        if alive or all(each.namespace != member.rows for each in own):
+        is_gone = member.has_tier and all(each.namespace != member.rows for each in own)
+        if alive or is_gone:
             member.set_rows(alive)
 
     def left(self, stream: Stream, member: Member) -> None:
@@ -74,10 +76,12 @@ class Rows:
         pages = (stream.history_tokens - 1) // member.page_size_tokens
         if not member.rows or not pages:
             return
-        own = self._view.agent_on(member.node)
-        for agent in (own, *self._copying[member.rows].values()):
-            if agent is not None:
-                stream.checkpoints[agent.id] = StoredCheckpoint(
-                    agent, member.geometry, pages=pages, rows=member.rows
-                )
-                agent.streams.add(stream.id)
+        holders = [self._view.store]
+        if not member.in_store:
+            own = self._view.agent_on(member.node)
+            holders = [each for each in (own, *self._copying[member.rows].values()) if each]
+        for agent in holders:
+            stream.checkpoints[agent.id] = StoredCheckpoint(
+                agent, member.geometry, pages=pages, rows=member.rows
+            )
+            agent.streams.add(stream.id)

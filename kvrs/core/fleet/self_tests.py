@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from kvrs.core.fleet.comparison import Comparison, compare
 from kvrs.core.fleet.generated import Continues, Generated, Likeness
+from kvrs.core.fleet.stores import Stores
 from kvrs.core.fleet.tested import (
     RestoreTest,
     Seen,
@@ -32,6 +33,7 @@ _OF_KV = frozenset(
     (Capability.PULL_PAGES, Capability.RETAIN, Capability.SPLIT, Capability.PREFIX_CACHE)
 )
 _LATER_S = 5.0  # Until a process is tested after one of the same version.
+_LONGEST_PAUSE_S = 600.0  # Between tests of a store that had nothing: it may be started later.
 _MAX_LOSSES = 2  # An instance that dies in so many of its tests is not tested again.
 
 
@@ -53,6 +55,7 @@ class SelfTests:
         self._enabled = enabled
         self._may_test_kv = tests_kv
         self._loads_rows = lambda target, holder: loads_rows_of(known[target], known[holder])
+        self.stores = Stores(known, enabled=enabled)
         self._lives: dict[InstanceId, TestedProcess] = {}
         # To be read only: those that run now, or did last.
         self.processes: Mapping[InstanceId, TestedProcess] = self._lives
@@ -60,7 +63,8 @@ class SelfTests:
         self._losses: dict[InstanceId, int] = {}
         self._restore_losses: dict[InstanceId, int] = {}
         self._running: dict[SelfTest, list[TestedProcess]] = {}
-        self._told: dict[InstanceId, tuple[str, str]] = {}  # Tokens and weights, by `news`.
+        # Tokens, weights and store, by `news`.
+        self._told: dict[InstanceId, tuple[str, str, ev.StoreSeen | None]] = {}
         self.comparison = Comparison()
         # The decode instance in use that continues streams least exactly, as far as is known, else
         # as it declares; None: all do so exactly.
@@ -103,6 +107,7 @@ class SelfTests:
         former = before.seen if before is not None and is_alike else None
         later_s = 0.0 if former in (None, Seen()) else now_s + _LATER_S
         self._lives[info.id] = life = TestedProcess(info, former=former, retry_at_s=later_s)
+        self.stores.begin(info.id)
         if self._restore_losses.get(info.id, 0) >= _MAX_LOSSES:
             life.restores, life.restore_failures = False, _MAX_FAILURES
             life.restore_fault = "the instance has ended in its tests of rows"
@@ -129,6 +134,7 @@ class SelfTests:
     def forget(self, instance: InstanceId) -> None:
         """It is no part of the cluster any more."""
         self._lives.pop(instance, None)
+        self.stores.begin(instance)
         self._told.pop(instance, None)
         self._compare()
         self._losses.pop(instance, None)
@@ -141,7 +147,11 @@ class SelfTests:
         life = self._lives.get(instance)
         if not self._enabled or life is None:
             return Seen(moves_kv=not self._enabled)
-        return life.seen if self._tests_kv else replace(life.seen, moves_kv=True)
+        seen = life.seen if self._tests_kv else replace(life.seen, moves_kv=True)
+        store = None if self._known[instance].has_tier else self.stores.of(instance)
+        if store is not None:
+            seen = replace(seen, restores=store.restores, store=store)
+        return seen
 
     def continues(self, instance: InstanceId) -> Continues | None:
         """None: not tested yet."""
@@ -161,14 +171,13 @@ class SelfTests:
         found = list[ev.SelfTested]()
         for name, life in self._lives.items():
             seen = self.seen(name)
-            told = seen.tokens, self.comparison.weights.get(name, "")
+            told = seen.tokens, self.comparison.weights.get(name, ""), seen.store
             is_new = name in instances or self._told.get(name, told) != told
             if is_new and self._known[name].health is Health.UP:
                 self._told[name] = told
-                epoch, (tokens, weights) = life.info.epoch, told
-                found.append(
-                    ev.SelfTested(name, epoch, seen.moves_kv, tokens, seen.restores, weights)
-                )
+                epoch, (tokens, weights, store) = life.info.epoch, told
+                facts = seen.moves_kv, tokens, seen.restores, weights, store
+                found.append(ev.SelfTested(name, epoch, *facts))
         return found
 
     def goes_on(
@@ -201,12 +210,14 @@ class SelfTests:
             return None
         continues = self.continues(instance)
         others, near = self.different(instance)
+        store = self.stores.describe(instance)
         return {
             "done": not life.is_busy and self._is_done(life),
             "continues": None if continues is None else continues.value,
             "drafts": _drafts(self.seen(instance).generated),
             "moves_kv": self.seen(instance).moves_kv if self._tests_kv else None,
-            "restores": life.seen.restores,
+            "restores": life.seen.restores if store is None else store["restores"],
+            "store": store,
             "capabilities": _capabilities(life.info, self.seen(instance)),
             "differs_from": others,
             "near_ties_with": near,
@@ -248,7 +259,10 @@ class SelfTests:
         holders = _free(self._lives, self._known)
         for life in sorted(free.values(), key=lambda life: life.restore_failures):
             is_due = life.restore_at_s <= now_s
-            if is_due and (restore := _restore(life, holders, self._loads_rows)) is not None:
+            if (
+                is_due
+                and (restore := _restore(life, holders, self._loads_rows, self.stores)) is not None
+            ):
                 return self._take(restore)
         return None
 
@@ -295,15 +309,21 @@ class SelfTests:
         """`fault`: why the target does not restore; empty: it does. A passing cause may end: it is
         tried again after a pause that doubles. What restored in its former process is still
         used for it until it has failed twice, or went on with other tokens (`is_wrong`): it is
-        tested behind a death, when rows come late and streams have nowhere else to go.
+        tested behind a death, when rows come late and streams have nowhere else to go. A store is
+        believed in no process before its test there.
         """
         for life in self._end(test):
             if life.info.id == test.target:
                 is_first = bool(fault) and not is_wrong and not life.restore_fault
-                believed = is_first and (life.former or Seen()).restores
+                believed = is_first and not test.in_store and (life.former or Seen()).restores
                 life.restores, life.restore_fault = None if believed else not fault, fault
                 life.restore_failures = life.restore_failures + 1 if fault else 0
-                life.restore_at_s = now_s + 2.0**life.restore_failures if fault else 0.0
+                pause_s = min(_LONGEST_PAUSE_S, 2.0 ** min(life.restore_failures, 16))
+                life.restore_at_s = now_s + pause_s if fault else 0.0
+                if test.in_store and fault:
+                    self.stores.failed(test.target, is_wrong=is_wrong)
+                elif test.in_store:
+                    self.stores.passed(test.target, test.holder)
                 if not fault:
                     self._restore_losses.pop(test.target, None)
 
@@ -354,7 +374,8 @@ class SelfTests:
         others = {each.info.id: each for each in self._lives.values() if self._may_be_tested(each)}
         if self._tests_kv and life.moves_kv is None and _pair(life, others) is not None:
             return False
-        return life.restores is not None or _restore(life, others, self._loads_rows) is None
+        restore = _restore(life, others, self._loads_rows, self.stores)
+        return life.restores is not None or restore is None
 
 
 def _least(
@@ -428,13 +449,19 @@ def _restore(
     life: TestedProcess,
     others: Iterable[InstanceId],
     loads_rows_of: Callable[[InstanceId, InstanceId], bool],
+    stores: Stores,
 ) -> RestoreTest | None:
     """A test of the instance, with another holder after each failure, which may be that one's."""
-    target = life.info.id
-    if life.generated is None or life.restores or life.restore_failures >= _MAX_FAILURES:
+    target, failures = life.info.id, life.restore_failures
+    if life.generated is None:
         return None
-    holders = [name for name in others if name != target and loads_rows_of(target, name)]
-    return RestoreTest(holders[life.restore_failures % len(holders)], target) if holders else None
+    names = [name for name in others if name != target]
+    holders, in_store = list[InstanceId](), False
+    if not life.restores and failures < _MAX_FAILURES:
+        holders = [name for name in names if loads_rows_of(target, name)]
+    if not holders and not stores.is_settled(target):
+        holders, in_store = [name for name in names if stores.may_share(target, name)], True
+    return RestoreTest(holders[failures % len(holders)], target, in_store) if holders else None
 
 
 def _can_exchange(holder: Role, target: Role) -> bool:

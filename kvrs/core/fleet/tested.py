@@ -6,6 +6,7 @@ from typing import assert_never
 import msgspec
 
 from kvrs.core.fleet.generated import Generated
+from kvrs.core.model.events import StoreSeen
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import InstanceInfo
 
@@ -27,10 +28,11 @@ class TransferTest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestoreTest:
-    """Rows of `holder` that the agent of its node serves, loaded by `target`."""
+    """KV of `holder` that the agent of its node serves, or a store has, loaded by `target`."""
 
     holder: InstanceId
     target: InstanceId
+    in_store: bool = False
 
 
 SelfTest = TokensTest | TransferTest | RestoreTest
@@ -39,7 +41,9 @@ SelfTest = TokensTest | TransferTest | RestoreTest
 class Seen(msgspec.Struct, frozen=True):
     moves_kv: bool = False
     generated: Generated | None = None
-    restores: bool | None = None  # From agents; None: not tested apart, it is as `moves_kv`.
+    # From agents or its store; None: not tested apart, it is as `moves_kv`.
+    restores: bool | None = None
+    store: StoreSeen | None = None
 
     @property
     def tokens(self) -> str:
@@ -59,7 +63,7 @@ class TestedProcess:
     is_busy: bool = False
     restores: bool | None = None  # None: not tested.
     restore_fault: str = ""
-    # Failures of its tests of rows, and when the next one is due.
+    # Failures of its tests of rows or its store, and when the next one is due.
     restore_failures: int = 0
     restore_at_s: float = 0.0
     failures: int = 0

@@ -16,7 +16,7 @@ from typing import Any
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.instance import MEMORY, AgentInfo, AgentReport
+from kvrs.protocol.instance import MEMORY, STORE, AgentInfo, AgentReport
 from kvrs.protocol.rows import NO_ROWS, RowsReport
 
 _place = attrgetter("place")
@@ -193,6 +193,7 @@ class ClusterView:
     def __init__(self, assumed_link_bytes_per_s: float) -> None:
         self.members: dict[InstanceId, Member] = {}
         self.agents: dict[InstanceId, Agent] = {}
+        self.store = Agent(InstanceId(STORE), STORE)  # Those of all engines that have one.
         # From the first to the second node, as far as they were asked for by `link`.
         self.links: dict[tuple[NodeId, NodeId], Link] = {}
         self.assumed_link = Link(assumed_link_bytes_per_s)
@@ -224,6 +225,11 @@ class ClusterView:
     def set_self_tested(self, member: Member, event: ev.InstanceUp | ev.SelfTested) -> None:
         member.moves_kv, member.tokens, member.weights = event.moves_kv, event.tokens, event.weights
         member.restores = event.moves_kv if event.restores is None else event.restores
+        if not member.has_tier and (store := event.store) is not None:
+            member.set_rows(store.namespace, in_store=True)
+            member.restores, member.store_share = store.restores, store.share
+        elif member.in_store:
+            member.set_rows("")
         self._compare_tokens()
         self.update(member)
 
@@ -468,6 +474,11 @@ _rank = attrgetter("rank")
 def _differ(formats: Iterable[str]) -> bool:
     """Two of these formats of hand-offs are known and differ."""
     return len({*formats} - {""}) > 1
+
+
+def agent_of(view: ClusterView, holder: InstanceId) -> Agent | None:
+    """The agent, or the store, of this id; None: it is an instance."""
+    return view.store if holder == view.store.id else view.agents.get(holder)
 
 
 def have_roles_of(member: Member, others: Sequence[Member]) -> bool:

@@ -17,6 +17,14 @@ from kvrs.protocol.instance import InstanceInfo, LoadReport, ModelNames
 from kvrs.protocol.rows import NO_ROWS, RowsReport
 
 
+class StoreSeen(msgspec.Struct, frozen=True):
+    """Facts of the store of KV that an instance's engine loads from by itself."""
+
+    namespace: str  # Equal where one instance has loaded what the other had stored.
+    restores: bool  # What others have stored serves this instance rightly.
+    share: float  # Of what recoveries asked for, that the store had.
+
+
 class InstanceUp(msgspec.Struct, frozen=True):
     """The instance answers and may be used. A higher epoch than before replaces the old one."""
 
@@ -30,6 +38,7 @@ class InstanceUp(msgspec.Struct, frozen=True):
     had_not_ended: bool = False
     restores: bool | None = None  # As `Member.restores`; None: as `moves_kv`.
     weights: str = ""  # As `Member.weights`.
+    store: StoreSeen | None = None  # None: none was seen.
 
 
 class PagesKept(msgspec.Struct, frozen=True):
@@ -120,6 +129,7 @@ class SelfTested(msgspec.Struct, frozen=True):
     tokens: str = ""  # As `Member.tokens`.
     restores: bool | None = None  # As of `InstanceUp`.
     weights: str = ""  # As `Member.weights`.
+    store: StoreSeen | None = None  # As of `InstanceUp`.
 
 
 class NamesListed(msgspec.Struct, frozen=True):

@@ -264,8 +264,12 @@ class Member:
     own_prefill: InstanceId | None = None
     names: tuple[str, ...] = ()  # Of models, aliases and adapters that it serves.
     fingerprint: str = ""
-    # Namespace of the rows of its CPU tier, which the agent of its node serves; empty: it has none.
+    # Namespace of rows of its CPU tier, which the agent of its node serves (`has_tier`), or of a
+    # store that its engine loads from by itself (`in_store`); empty: it has neither.
     rows: str = ""
+    has_tier: bool = False
+    in_store: bool = False
+    store_share: float = 1.0  # Of what recoveries asked its store for, that this had.
     hand_off_format: str = ""  # As `InstanceInfo.hand_off_format`.
     max_model_len: int = 0  # 0: not known.
     geometry: KvGeometry = field(init=False)
@@ -340,11 +344,19 @@ class Member:
         assert self.info is not None, self.id
         self.set_info(msgspec.structs.replace(self.info, **changes))
 
-    def set_rows(self, namespace: str) -> None:
-        """The agent of its node serves rows of this namespace; empty: none."""
+    def set_rows(self, namespace: str, *, in_store: bool = False) -> None:
+        """The agent of its node, or a store, has its rows, of this namespace; empty: neither."""
+        self.in_store, self.has_tier = in_store, bool(namespace) and not in_store
         if namespace != self.rows and self.info is not None:
             self.rows = namespace
             self.set_info(self.info)
+
+    @property
+    def store(self) -> str:
+        """The kind of the store that its engine loads from by itself, as far as it is to be used;
+        empty: none.
+        """
+        return "" if self.load is None or self.has_tier else self.load.store
 
     # As its watch sees it.
 

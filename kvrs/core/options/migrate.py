@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.cluster_view import ClusterView, agent_of
 from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, Stream
@@ -275,7 +275,7 @@ def fetch_plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
 
 
 def _epoch(view: ClusterView, holder: InstanceId) -> int:
-    agent = view.agents.get(holder)
+    agent = agent_of(view, holder)
     return view.members[holder].epoch if agent is None else agent.epoch
 
 

@@ -155,8 +155,8 @@ def cases_of(books: Books, stream: Stream, targets: Sequence[Member], now_s: flo
 
 
 def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -> list[KvSource]:
-    """Instances that retain leading pages of the history and agents that store some; at most
-    `SOURCES_MAX`, those with the most pages.
+    """Instances that retain leading pages of the history, and agents and stores that have some; at
+    most `SOURCES_MAX`, those with the most pages.
     """
     sources: list[KvSource] = []
     geometry, node, page_bytes = target.geometry, target.node, target.page_bytes
@@ -181,12 +181,19 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
         agent = checkpoint.agent
         if not checkpoint.pages or not checkpoint.is_of(target):
             continue
-        if checkpoint.rows and agent.node != node and not agent.rows.to_other_nodes:
+        if (
+            checkpoint.rows
+            and agent.node != node
+            and agent is not view.store
+            and not agent.rows.to_other_nodes
+        ):
             continue
         link = view.link_from(agent, node)
         is_local = agent.node == node and not link.measured
         rate = agent.host_to_device_bytes_per_s if is_local else link.bytes_per_s
         pages = min(checkpoint.pages, wanted)
+        if agent is view.store and not (pages := int(pages * target.store_share)):
+            continue
         sources.append(
             KvSource(agent.id, pages, page_bytes / rate, link.in_flight_bytes / rate, True)
         )

@@ -146,8 +146,10 @@ class Backend(Protocol):
         hand-offs have leases refuses.
         """
 
-    def blames_prefill(self, error: Any) -> bool:
-        """The error event that opened a decode call is about a hand-off that failed."""
+    def blames_load(self, error: Any) -> bool:
+        """The error event that opened a decode call is about KV that could not be loaded: of a
+        hand-off, or of a store.
+        """
 
     # Requests that need a capability.
 

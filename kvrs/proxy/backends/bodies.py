@@ -11,6 +11,7 @@ from kvrs.core.model import actions as act
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import (
     REPLAY_KEY,
+    STORE,
     CheckpointTarget,
     KvrsParams,
     KvTransferParams,
@@ -59,7 +60,7 @@ class HandOff:
 @dataclass(slots=True, eq=False)
 class RowLoad:
     """Rows of a history that a server with its own CPU tier is to load from agents; with no agent
-    it is only to keep those of the stream.
+    it is only to keep those of the stream. From a store it loads by itself.
     """
 
     stream: StreamId
@@ -68,8 +69,12 @@ class RowLoad:
     history_tokens: int
     agents: tuple[InstanceId, ...]
     pages: int  # That these have.
-    node: NodeId | None = None  # Of the first agent.
-    is_over: bool = False  # A token has come, or the call has ended.
+    node: NodeId | None = None  # Of the first agent, or STORE.
+    over_s: float | None = None  # When a token came, or the call ended; None: neither.
+
+    @property
+    def in_store(self) -> bool:
+        return self.node == STORE
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +85,7 @@ class Call:
     size_bytes: int = 0  # About how long the body is, where it may be long.
     most_tokens: int | None = None  # Where `max_tokens` is null: the engine's own limit.
     hand_off: HandOff | None = None  # It is told as the call is sent.
-    rows: RowLoad | None = None  # None: the server keeps none that an agent serves.
+    rows: RowLoad | None = None  # None: the server keeps none, and loads none.
 
     def add_transfer(self, name: str, params: object) -> None:
         """Put an object into `kv_transfer_params`, beside those of a hand-off."""
@@ -236,6 +241,13 @@ def _call(
     if history is not None:
         size_bytes += BYTES_PER_ID * len(history)
     return Call(endpoint.path, fields, headers, size_bytes)
+
+
+def store_load(journal: Journal, attempt: int, page_size_tokens: int) -> RowLoad:
+    """The part of the history that a server may load from its store by itself."""
+    load = _row_load(journal, attempt)
+    load.node, load.pages = STORE, (load.history_tokens - 1) // page_size_tokens
+    return load
 
 
 def _row_load(journal: Journal, attempt: int, runs: Sequence[act.PageRange] = ()) -> RowLoad:

@@ -181,7 +181,7 @@ class PdBackend(OpenAiPeer):
     async def kv_received(self) -> float | None:
         return (await self.load()).fetched_pages
 
-    def blames_prefill(self, error: Any) -> bool:
+    def blames_load(self, error: Any) -> bool:
         return False  # These engines compute the pages that they cannot fetch.
 
     def watch_load(

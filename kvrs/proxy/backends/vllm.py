@@ -293,6 +293,7 @@ class VllmBackend(VllmServer):
             speculation=None if metrics.drafts is None else drafts,
             hand_offs=None if metrics.hand_offs is None else hand_offs,
             progress=metrics.progress,
+            store=metrics.store,
         )
 
     # The calls of a stream.
@@ -313,7 +314,7 @@ class VllmBackend(VllmServer):
     def _plain(self, call: Call) -> Call:
         """The call without kvrs's own field, which vLLM does not know: its tier knows another."""
         call.fields.pop("kvrs", None)
-        if call.rows is not None:
+        if call.rows is not None and not call.rows.in_store:
             agents = call.rows.agents[:MAX_AGENTS]
             call.add_transfer(PARAMS_FIELD, seal(agents, self._params_key, time.time()))
         return call
@@ -338,8 +339,8 @@ class VllmBackend(VllmServer):
         info = self._info
         assert info is not None
         pull = self._begin_pull(call, info.geometry.bytes_per_token)
-        if (rows := call.rows) is not None and rows.agents:
-            self._row_loads.begin(rows, info.geometry.page_bytes)
+        if (rows := call.rows) is not None and (rows.agents or rows.in_store):
+            self._row_loads.begin(rows, info.geometry.page_bytes, time.monotonic())
         try:
             await super().decode(_limited(self._plain(call), info.max_model_len), reader)
         except DeniedError as error:
@@ -347,8 +348,8 @@ class VllmBackend(VllmServer):
         finally:
             if pull is not None:
                 pull.is_over = True
-            if rows is not None:
-                rows.is_over = True
+            if rows is not None and rows.over_s is None:
+                rows.over_s = time.monotonic()
 
     async def free_hand_off(self, transfer: msgspec.Raw, history: Sequence[int]) -> None:
         """Ask for one token after the history. The request fetches the KV, or it is aborted while
@@ -393,7 +394,7 @@ class VllmBackend(VllmServer):
             return error
         return RefusedError(error.status, error.body)
 
-    def blames_prefill(self, error: Any) -> bool:
+    def blames_load(self, error: Any) -> bool:
         match error:
             case {"code": 500, "message": str(message)}:
                 return message == _LOAD_FAILED

@@ -1,7 +1,8 @@
 """vLLM's `/metrics`, in Prometheus's text format."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from kvrs.protocol.hand_offs import HandOffReport
 from kvrs.protocol.speculation import SpeculationReport
@@ -22,7 +23,23 @@ _OF_PROGRESS = (
     "vllm:kv_cache_usage_perc",
 )
 _ROW_TIER = ':KvrsTier"'  # Behind its number among the tiers.
+# Series by which stores show that an engine uses them, from its start on.
+_STORES = {
+    "mooncake": "\n# TYPE vllm:mooncake_store_",
+    "lmcache": "\n# TYPE vllm:lmcache_",
+    "hf3fs": "\n# TYPE vllm:hf3fs_",
+}
+# Others are seen by what was loaded, but for where that was from: these are no stores.
+_NO_STORES = ("device", "host", "p2p")
 _LABEL = re.compile(r'([a-zA-Z_]+)="((?:[^"\\]|\\.)*)"')
+
+
+class StoreLoads(NamedTuple):
+    """Tokens that the engine asked a store for, and that this had."""
+
+    queries: float
+    hits: float
+    seconds: float | None
 
 
 class VllmMetrics:
@@ -141,14 +158,41 @@ class VllmMetrics:
         for itself.
         """
         size_bytes, seconds = (
-            sum(
-                value
-                for labels, value in self._found.get(f"vllm:kv_offload_tiering_{name}_total", ())
-                if _ROW_TIER in labels
-            )
+            sum(value for labels, value in self._tier_reads(name) if _ROW_TIER in labels)
             for name in ("read_bytes", "read_time")
         )
         return size_bytes, seconds
+
+    @property
+    def store(self) -> str:
+        """Kind of the store that the engine loads from by itself; empty: none is seen."""
+        if any(_ROW_TIER in labels for labels, _ in self._tier_reads("read_bytes")):
+            return ""  # Its rows come from agents.
+        for kind, series in _STORES.items():
+            if series in self._text:
+                return kind
+        return "other" if self.store_loads.hits else ""
+
+    @property
+    def store_loads(self) -> "StoreLoads":
+        """Since the start. Seconds are of each load for itself; None: the store counts none."""
+        hits = sum(
+            value
+            for labels, value in self._found.get("vllm:prompt_tokens_cached_by_source_total", ())
+            if not any(f'source="{source}"' in labels for source in _NO_STORES)
+        )
+        seconds = [
+            value
+            for labels, value in self._found.get(
+                "vllm:mooncake_store_operation_time_seconds_sum", ()
+            )
+            if 'operation="load_get"' in labels
+        ]
+        queries = sum(self._values("vllm:external_prefix_cache_queries_total"))
+        return StoreLoads(queries, hits, sum(seconds) if seconds else None)
+
+    def _tier_reads(self, name: str) -> Sequence[tuple[str, float]]:
+        return self._found.get(f"vllm:kv_offload_tiering_{name}_total", ())
 
     @property
     def drafts(self) -> SpeculationReport | None:

@@ -1,12 +1,15 @@
 """Rows that a vLLM server has loaded, by its own counters: for recovered streams, and for prompts
-whose beginning an agent had of other ones.
+whose beginning an agent, or the server's store, had of other ones.
 
-vLLM counts what kvrs's tier reads for all requests together. What was read until streams have their
-tokens is shared among them by what each could have loaded, and none gets more than that. Where
-other requests load rows at the same time, it is an upper bound.
+vLLM counts what is read for all requests together. What was read until streams have their tokens is
+shared among them by what each could have loaded, and none gets more than that. Of agents that is an
+upper bound where other requests load rows at the same time. A store is asked for every prompt, so
+that what recoveries have of it is what others cannot have had: these had at most what they asked
+for. Where that leaves open whether anything was loaded, nothing is reported.
 """
 
 from math import nan
+from typing import NamedTuple
 
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import MEMORY, PREFIX, FetchReport, LinkReport
@@ -20,45 +23,78 @@ _SETTLED_S = 0.5
 _TOLD_S = 5.0  # A report is repeated for so long.
 
 
+class _Counts(NamedTuple):
+    """Counts of a process since its start; of a store also the tokens that were asked for."""
+
+    size_bytes: float = 0.0
+    asked_tokens: float = 0.0
+    seconds: float = 0.0
+
+    def since(self, before: "_Counts") -> "_Counts":
+        return _Counts(*(max(0.0, new - old) for new, old in zip(self, before, strict=True)))
+
+    def plus(self, more: "_Counts") -> "_Counts":
+        return _Counts(*(one + other for one, other in zip(self, more, strict=True)))
+
+
+class _Open(NamedTuple):
+    load: RowLoad
+    pull: FetchedHandOff
+    began_s: float
+
+
 class RowLoads:
     """Loads of rows at one server, and the rates of its links that follow from them."""
 
     def __init__(self, node: NodeId) -> None:
         self._node = node
         self._meter = HandOffMeter()
-        self._open: list[tuple[RowLoad, FetchedHandOff]] = []
+        self._open: list[_Open] = []
         self._over_s: float | None = None  # Since when all of these are over.
-        self._before: tuple[float | None, float] = nan, 0.0  # Process and bytes, as read last.
-        self._came_bytes = 0.0  # While some were open.
+        # Process, whether they are of a store, and counts, as read last.
+        self._before: tuple[float | None, bool, _Counts] = nan, False, _Counts()
+        self._came = _Counts()  # While some were open.
         self._recovery_bytes = self._prefix_bytes = 0.0
+        self._of_store = Pulled(0.0, 0.0, 0.0)  # Loads of a store of which the time is known.
         self._told: list[tuple[float, FetchReport]] = []
 
-    def begin(self, load: RowLoad, page_bytes: int) -> None:
+    def begin(self, load: RowLoad, page_bytes: int, now_s: float) -> None:
         source = MEMORY if load.node is None or load.node == self._node else load.node
         pull = FetchedHandOff(source, load.pages * page_bytes, ranks=1)
-        self._open.append((load, pull))
+        self._open.append(_Open(load, pull, now_s))
         self._meter.begins(pull)
+        if load.in_store:
+            self._meter.counted(self._of_store, now_s)
         self._over_s = None
 
     def read(self, metrics: VllmMetrics, bytes_per_token: int, now_s: float) -> list[FetchReport]:
         """Take the counters; return the loads that are known since a few seconds."""
-        size_bytes, seconds = metrics.rows_read
-        process, (before, bytes_before) = metrics.started_s, self._before
-        self._before = process, size_bytes
-        for load, pull in self._open:
-            pull.is_over = load.is_over
-        self._meter.counted(Pulled(size_bytes, size_bytes, seconds), now_s, process)
-        came_bytes = max(0.0, size_bytes - bytes_before) if process == before else 0.0
-        if self._open:
-            self._came_bytes += came_bytes
+        in_store = bool(metrics.store)
+        if in_store:
+            found = metrics.store_loads
+            counts = _Counts(found.hits * bytes_per_token, found.queries, found.seconds or 0.0)
         else:
-            self._prefix_bytes += came_bytes
-        if not all(load.is_over for load, _ in self._open):
+            size_bytes, seconds = metrics.rows_read
+            counts = _Counts(size_bytes, 0.0, seconds)
+        process = metrics.started_s
+        *of, before = self._before
+        self._before = process, in_store, counts
+        came = counts.since(before) if of == [process, in_store] else _Counts()
+        for load, pull, _ in self._open:
+            pull.is_over = load.over_s is not None
+        if not in_store:
+            pulled = Pulled(counts.size_bytes, counts.size_bytes, counts.seconds)
+            self._meter.counted(pulled, now_s, process)
+        if self._open:
+            self._came = self._came.plus(came)
+        else:
+            self._prefix_bytes += came.size_bytes
+        if not all(pull.is_over for _, pull, _ in self._open):
             self._over_s = None
         elif self._over_s is None:
             self._over_s = now_s
         elif now_s - self._over_s >= _SETTLED_S:
-            self._settle(bytes_per_token, now_s)
+            self._settle(in_store, bytes_per_token, now_s)
         self._told = [each for each in self._told if now_s - each[0] < _TOLD_S]
         return [report for _, report in self._told]
 
@@ -74,15 +110,48 @@ class RowLoads:
         found = self._meter.measurements(now_s)
         return [LinkReport(source, *measured) for source, measured in found.items()]
 
-    def _settle(self, bytes_per_token: int, now_s: float) -> None:
-        wanted_bytes = sum(pull.size_bytes for _, pull in self._open)
-        share = min(1.0, self._came_bytes / wanted_bytes) if wanted_bytes else 0.0
+    def _settle(self, in_store: bool, bytes_per_token: int, now_s: float) -> None:
+        came, wanted_bytes = self._came, sum(each.pull.size_bytes for each in self._open)
+        share = min(1.0, came.size_bytes / wanted_bytes) if wanted_bytes else 0.0
+        if in_store:
+            share = self._settle_store(share, wanted_bytes, bytes_per_token, now_s)
+        else:
+            for load, pull, _ in self._open:
+                loaded = round(share * pull.size_bytes / bytes_per_token)
+                self._tell(load, loaded, max(0, load.history_tokens - loaded), now_s)
         self._recovery_bytes += share * wanted_bytes
-        self._prefix_bytes += self._came_bytes - share * wanted_bytes
-        for load, pull in self._open:
-            loaded = round(share * pull.size_bytes / bytes_per_token)
-            rest = max(0, load.history_tokens - loaded)
-            report = FetchReport(load.stream, load.attempt, load.owner_epoch, loaded, rest)
-            self._told.append((now_s, report))
+        self._prefix_bytes += came.size_bytes - share * wanted_bytes
         self._open.clear()
-        self._came_bytes, self._over_s = 0.0, None
+        self._came, self._over_s = _Counts(), None
+
+    def _settle_store(
+        self, most: float, wanted_bytes: float, bytes_per_token: int, now_s: float
+    ) -> float:
+        """Return the part of what the loads wanted that they certainly had; `most`: they can have
+        had so much.
+        """
+        came, own_tokens = self._came, sum(each.load.history_tokens for each in self._open)
+        of_others_bytes = max(0.0, came.asked_tokens - own_tokens) * bytes_per_token
+        certain_bytes = min(wanted_bytes, max(0.0, came.size_bytes - of_others_bytes))
+        if most and not certain_bytes:
+            return 0.0
+        for load, *_ in self._open:
+            part = load.history_tokens / own_tokens
+            asked = round(part * min(own_tokens, came.asked_tokens))
+            loaded = min(asked, round(part * certain_bytes / bytes_per_token))
+            self._tell(load, loaded, asked - loaded, now_s)
+        size_bytes, seconds = came.size_bytes, came.seconds
+        if not seconds:  # The store counts none: up to the tokens, by their own loads.
+            size_bytes = certain_bytes
+            seconds = sum((load.over_s or now_s) - began for load, _, began in self._open)
+        if certain_bytes:
+            of = self._of_store
+            self._of_store = Pulled(
+                of.transfers + size_bytes, of.size_bytes + size_bytes, of.seconds + seconds
+            )
+        self._meter.counted(self._of_store, now_s)
+        return certain_bytes / wanted_bytes if wanted_bytes else 0.0
+
+    def _tell(self, load: RowLoad, loaded: int, computed: int, now_s: float) -> None:
+        report = FetchReport(load.stream, load.attempt, load.owner_epoch, loaded, computed)
+        self._told.append((now_s, report))

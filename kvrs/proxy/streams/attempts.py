@@ -17,7 +17,7 @@ from kvrs.errors import ConfigError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
-from kvrs.proxy.backends.bodies import Call, HandOff, RowLoad, decode_call, prefill_call
+from kvrs.proxy.backends.bodies import Call, HandOff, RowLoad, decode_call, prefill_call, store_load
 from kvrs.proxy.fleet.slots import SlotDeniedError
 from kvrs.proxy.streams.answer_reader import Told
 from kvrs.proxy.streams.clients import ClientGoneError
@@ -200,7 +200,7 @@ class AttemptCalls:
                 places,
                 exact=self._instances.known[instance].resumes_exactly,
                 replays=plan.replays,
-                has_rows=bool(self._instances.known[instance].rows),
+                has_rows=self._instances.known[instance].has_tier,
                 traceparent=None if span is None else span.traceparent,
             )
             answer = await self._driver.backends[instance].prefill(call)
@@ -222,6 +222,7 @@ class AttemptCalls:
         slot = 0 if asked is None else await self._driver.slots.acquire(asked)
         if attempt.number > 1:
             await self._turn()
+            self._avoid_store()
         exact = self._instances.known[plan.decode].resumes_exactly
         silence = SilenceTimer(self._driver.clock())
         relay = self._relay = self._new_reader(continuation, exact, silence)
@@ -243,7 +244,7 @@ class AttemptCalls:
                     exact=exact,
                     replays=plan.replays,
                     slot_token=slot,
-                    has_rows=bool(self._instances.known[plan.decode].rows),
+                    has_rows=self._instances.known[plan.decode].has_tier,
                     traceparent=None if self._span is None else self._span.traceparent,
                 )
                 self._mark(call, relay)
@@ -253,14 +254,29 @@ class AttemptCalls:
                 await decoded
                 relay.check_end()
         except ErrorEventError as error:
-            if is_handed_off and backend.blames_prefill(error.details):
-                attempt.blame_hand_off()
+            if backend.blames_load(error.details):
+                self._blame_load(is_handed_off=is_handed_off)
             raise
         finally:
             relay.leave()
             self._relay = None
             if attempt.number == live.journal.attempt:
                 live.expect_token = None
+
+    def _avoid_store(self) -> None:
+        """Have the call find nothing in a store that is not known to be right."""
+        if self._driver.control.self_tests.stores.distrusts(self._attempt.plan.decode):
+            self._live.journal.spoilt_attempt = self._attempt.number
+
+    def _blame_load(self, *, is_handed_off: bool) -> None:
+        """The instance could not load KV. What a store promised is looked up no more: it may go on
+        to promise it.
+        """
+        if is_handed_off:
+            self._attempt.blame_hand_off()
+        elif self._instances.known[self._attempt.plan.decode].store:
+            self._attempt.blame_store()
+            self._live.journal.spoilt_attempt = self._attempt.number
 
     async def _turn(self) -> None:
         """Have the victims of one death call a few in each turn of the event loop: in between,
@@ -310,7 +326,7 @@ class AttemptCalls:
             self._hand_off.was_fetched()
             self._hand_off = None
         if self._rows is not None:
-            self._rows.is_over = True
+            self._rows.over_s = self._driver.clock()
         if not attempt.has_resumed:
             if self._span is not None:
                 self._span.first_token()
@@ -321,6 +337,9 @@ class AttemptCalls:
 
     def _mark(self, call: Call, reader: Relay | WholeAnswer) -> None:
         """Note in the decode call, which is about to be sent, what it is besides."""
+        known = self._instances.known[self._attempt.plan.decode]
+        if known.store and self._hand_off is None and self._attempt.number > 1:
+            call.rows = store_load(self._live.journal, self._attempt.number, known.page_size_tokens)
         call.hand_off, self._rows = self._hand_off, call.rows
         if call.rows is not None and call.rows.agents:
             agent = self._driver.control.agents.known.get(call.rows.agents[0])

@@ -13,7 +13,7 @@ from kvrs.protocol.instance import InstanceInfo
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
 from kvrs.protocol.openai.fields import EMBEDDED, VLLM
 from kvrs.proxy.backends.backend import Backend
-from kvrs.proxy.backends.bodies import decode_call, prefill_call
+from kvrs.proxy.backends.bodies import decode_call, prefill_call, store_load
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.peer import UNREADABLE
@@ -110,6 +110,7 @@ class KnownStreams:
         drafts: Sequence[int] = (),
         *,
         has_rows: bool = False,
+        in_store: bool = False,
     ) -> tuple[Mapping[int, float], ...]:
         """Have the rest of a stream computed, whose ids are added to the journal; return the log
         probabilities of the likeliest tokens at each position, as far as they are given.
@@ -121,7 +122,10 @@ class KnownStreams:
         )
         if drafts:
             call.fields["kvrs"].drafts = [*drafts]
-        if call.rows is not None and runs:
+        if in_store:
+            page_size_tokens = self.info(instance).geometry.page_size_tokens
+            call.rows = store_load(journal, journal.attempt, page_size_tokens)
+        elif call.rows is not None and runs:
             call.rows.node = self._control.agents.known[runs[0].holder].node
         events = EventReader()
         await self.backend(instance).decode(call, events)

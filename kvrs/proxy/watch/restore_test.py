@@ -1,11 +1,15 @@
-"""Tests of rows: an instance goes on with a stream behind rows of another one's engine."""
+"""Tests of rows: an instance goes on with a stream behind rows of another one's engine, which an
+agent serves or a store has.
+"""
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import NamedTuple
 
 from kvrs.core.fleet.generated import Continues, Generated, Likeness
+from kvrs.core.fleet.tested import RestoreTest
 from kvrs.core.model import actions as act
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
@@ -16,7 +20,10 @@ from kvrs.proxy.watch.known_streams import CUT, TOKENS, KnownStreams
 from kvrs.proxy.wire.journal import Journal
 
 _ROWS = 2  # Full ones of the prompt, where the model has room for them.
-_LOADS = 2  # Tries to load them.
+_LOADS = 2  # Tries to load them: the last ones are there a moment after the answer.
+# The most that stores keep in one piece, and by when they have what was computed.
+_CHUNK_TOKENS = 256
+_STORED_WITHIN_S = 1.0
 # Counters of an engine may be published a moment after the answer.
 COUNTED_WITHIN_S = 3.0
 COUNT_PAUSE_S = 0.1
@@ -26,55 +33,110 @@ class ShowsNothing(Exception):  # noqa: N818 - it is no error.
     """A test of rows has shown nothing, and is to be carried out later."""
 
 
+class _Place(NamedTuple):
+    """Where the target finds what the holder has computed."""
+
+    what: str  # For people.
+    row_tokens: int
+    agent: InstanceId | None = None  # None: it finds them in a store by itself.
+
+
+class _Whole(NamedTuple):
+    """A stream that the target has computed by itself."""
+
+    journal: Journal
+    likeliest: tuple[Mapping[int, float], ...]
+
+
 class RestoreTester:
     def __init__(self, streams: KnownStreams, driver: Driver, clock: Callable[[], float]) -> None:
         self._streams = streams
         self._control = driver.control
         self._tests = driver.control.self_tests
         self._clock = clock
+        # Salts of what was stored last for the tests of these targets.
+        self._stored: dict[InstanceId, str] = {}
 
-    async def outcome(self, holder: InstanceId, target: InstanceId) -> tuple[str, bool]:
-        """Why the target does not go on rightly with rows that the holder's agent serves, by the
-        server's own count of them and by the tokens (empty: it does), and whether that is for the
-        tokens.
+    async def outcome(self, test: RestoreTest) -> tuple[str, bool]:
+        """Why the target does not go on rightly with rows that the holder's agent serves, or that
+        a store has, by the server's own count of them and by the tokens (empty: it does), and
+        whether that is for the tokens.
+
+        What is in a store from before is looked at first: stores were seen to be wrong about that
+        after a restart, and right about all that was new.
         """
-        agent, row_tokens = self._rows_of(holder)
-        length, limit = _ROWS * row_tokens + 1, self._streams.info(target).max_model_len
-        if limit and length > limit - TOKENS and (length := limit - TOKENS) <= row_tokens:
-            return f"rows of {row_tokens} tokens; allowed for its model: {length - 1}", False
-        lists, salt = bool(self._seen(target).likeliest), secrets.token_hex(8)
+        holder, target = test.holder, test.target
+        place = self._store_of(test) if test.in_store else self._rows_of(holder)
+        length, limit = _ROWS * place.row_tokens + 1, self._streams.info(target).max_model_len
+        if limit and length > limit - TOKENS and (length := limit - TOKENS) <= place.row_tokens:
+            return f"rows of {place.row_tokens} tokens; allowed for its model: {length - 1}", False
+        lists = bool(self._seen(target).likeliest)
         whole = self._streams.journal(target, None, prompt_tokens=length, lists=lists)
-        wanted = await self._streams.stream(target, whole)
-        saved = self._streams.journal(target, None, prompt_tokens=length, salt=salt)
-        if self._streams.info(holder).role is Role.PREFILL:
-            if (transfer := await self._streams.prefill(holder, saved, has_rows=True)) is not None:
-                with suppress(UpstreamError, RefusedError):  # The hand-off ends by itself, later.
-                    await self._streams.backend(target).free_hand_off(
-                        transfer, saved.prompt_ids or ()
-                    )
-        else:
-            await self._streams.stream(holder, saved, has_rows=True)
-        pages = length // self._streams.info(target).geometry.page_size_tokens
-        for _ in range(_LOADS):  # The last rows are there a moment after the answer.
-            cut = self._streams.journal(target, None, prompt_tokens=length, salt=salt, lists=lists)
-            cut.output_ids[:] = whole.output_ids[:CUT]
-            run = act.PageRange(agent, 0, pages, 0)
-            found = await self._streams.stream(target, cut, [run], has_rows=True)
-            if loaded := await self._loaded_tokens(target, cut):
+        computed = _Whole(whole, await self._streams.stream(target, whole))
+        if test.in_store and (former := self._stored.get(target)) is not None:
+            loaded, is_alike = await self._behind(test, place, computed, former)
+            if loaded and not is_alike:
+                return f"goes on with other tokens behind {place.what}, from before", True
+        salt = secrets.token_hex(8)
+        await self._save(test, length, salt)
+        for _ in range(1 if test.in_store else _LOADS):
+            loaded, is_alike = await self._behind(test, place, computed, salt)
+            if loaded:
                 break
         if not loaded:
-            return f"loaded none of the rows that {agent} serves of {holder}", False
-        if self._tests.goes_on(self._tests.processes.get(holder), target, sampled=False):
-            computed, behind = (
-                Generated(tuple(ids), (), Continues.GREEDY, likeliest=likeliest)
-                for ids, likeliest in (
-                    (whole.output_ids, wanted),
-                    (cut.output_ids, (*wanted[:CUT], *found)),
-                )
-            )
-            if computed.likeness(behind) is Likeness.OTHER:
-                return f"goes on with other tokens behind rows of {holder}", True
+            return f"loaded none of {place.what}", False
+        if not is_alike:
+            return f"goes on with other tokens behind {place.what}", True
         return "", False
+
+    async def _save(self, test: RestoreTest, length: int, salt: str) -> None:
+        """Have the holder compute the prompt."""
+        holder, target, has_rows = test.holder, test.target, not test.in_store
+        saved = self._streams.journal(target, None, prompt_tokens=length, salt=salt)
+        if self._streams.info(holder).role is not Role.PREFILL:
+            await self._streams.stream(holder, saved, has_rows=has_rows)
+        elif transfer := await self._streams.prefill(holder, saved, has_rows=has_rows):
+            with suppress(UpstreamError, RefusedError):  # The hand-off ends by itself, later.
+                await self._streams.backend(target).free_hand_off(transfer, saved.prompt_ids or ())
+        if test.in_store:
+            self._stored[target] = salt
+            await asyncio.sleep(_STORED_WITHIN_S)
+
+    async def _behind(
+        self, test: RestoreTest, place: _Place, whole: _Whole, salt: str
+    ) -> tuple[int, bool]:
+        """Tokens that the target loads of the prompt, and whether it goes on behind them as it did
+        by itself. With a holder of which it is not known to go on exactly, tokens of rows are not
+        compared: their namespace says that they are of the same weights. A store says nothing.
+        """
+        target, journal, in_store = test.target, whole.journal, test.in_store
+        prompt_tokens, runs = len(journal.prompt_ids or ()), list[act.PageRange]()
+        if place.agent is not None:
+            pages = prompt_tokens // self._streams.info(target).geometry.page_size_tokens
+            runs.append(act.PageRange(place.agent, 0, pages, 0))
+        cut = self._streams.journal(
+            target,
+            None,
+            prompt_tokens=prompt_tokens,
+            salt=salt,
+            lists=bool(whole.likeliest),
+        )
+        cut.output_ids[:] = journal.output_ids[:CUT]
+        found = await self._streams.stream(
+            target, cut, runs, has_rows=not in_store, in_store=in_store
+        )
+        loaded = await self._loaded_tokens(target, cut)
+        holder = self._tests.processes.get(test.holder)
+        if not in_store and not self._tests.goes_on(holder, target, sampled=False):
+            return loaded, True
+        computed, behind = (
+            Generated(tuple(ids), (), Continues.GREEDY, likeliest=likeliest)
+            for ids, likeliest in (
+                (journal.output_ids, whole.likeliest),
+                (cut.output_ids, (*whole.likeliest[:CUT], *found)),
+            )
+        )
+        return loaded, computed.likeness(behind) is not Likeness.OTHER
 
     def _seen(self, target: InstanceId) -> Generated:
         """Tokens of the target, whose test comes before those of rows."""
@@ -82,17 +144,20 @@ class RestoreTester:
         assert generated is not None
         return generated
 
-    def _rows_of(self, holder: InstanceId) -> tuple[InstanceId, int]:
-        """The agent that serves them, and tokens of one.
+    def _store_of(self, test: RestoreTest) -> _Place:
+        kind = self._control.instances.known[test.target].store
+        return _Place(f"what its store ({kind}) has of {test.holder}", _CHUNK_TOKENS)
 
-        Raises:
-            ShowsNothing: no agent serves any, or their size in tokens is not told.
+    def _rows_of(self, holder: InstanceId) -> _Place:
+        """Raises:
+        ShowsNothing: no agent serves any, or their size in tokens is not told.
         """
         node = self._control.instances.known[holder].node
         if (agent := self._control.agents.by_node.get(node)) is not None and agent.report:
             for region in agent.report.rows.regions:
                 if region.engine == holder and region.is_alive and region.row_tokens:
-                    return agent.id, region.row_tokens
+                    what = f"the rows that {agent.id} serves of {holder}"
+                    return _Place(what, region.row_tokens, agent.id)
         raise ShowsNothing(f"no agent serves rows of {holder}")
 
     async def _loaded_tokens(self, target: InstanceId, journal: Journal) -> int:

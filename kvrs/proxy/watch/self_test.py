@@ -138,9 +138,10 @@ class SelfTester:
                 told = log.warning if moved is False else log.info
                 told("self-test", extra={"from": holder, "to": target, "moves_kv": moved})
             case RestoreTest(holder=holder, target=target):
-                fault, is_wrong = await self._restores.outcome(holder, target)
+                fault, is_wrong = await self._restores.outcome(test)
                 self._tests.restored(test, fault, self._clock(), is_wrong=is_wrong)
-                extra = {"from": holder, "to": target, "restores": not fault}
+                kind = self._control.instances.known[target].store if test.in_store else None
+                extra = {"from": holder, "to": target, "restores": not fault, "store": kind}
                 if fault:
                     log.warning("self-test", extra=extra | {"cause": fault})
                 else:

@@ -50,11 +50,11 @@ def test_streams_share_what_came_while_they_had_no_token(
     loads = RowLoads(N0)
     told(loads, 500.0, 0.0)
     first, second = load("A", 1), load("B", 2)
-    loads.begin(first, PAGE_BYTES)
-    loads.begin(second, PAGE_BYTES)
-    first.is_over = True
+    loads.begin(first, PAGE_BYTES, 0.0)
+    loads.begin(second, PAGE_BYTES, 0.0)
+    first.over_s = 1.0
     assert told(loads, 500.0 + came_bytes / 2, 1.0) == []
-    second.is_over = True
+    second.over_s = 1.0
     assert told(loads, 500.0 + came_bytes, 2.0) == []
     assert told(loads, 500.0 + came_bytes, 2.2) == []
 
@@ -67,8 +67,8 @@ def test_counters_of_the_next_process_begin_anew() -> None:
     loads = RowLoads(N0)
     told(loads, 5000.0, 0.0)
     own = load("A", 1)
-    loads.begin(own, PAGE_BYTES)
-    own.is_over = True
+    loads.begin(own, PAGE_BYTES, 0.0)
+    own.over_s = 1.0
     told(loads, 9000.0, 1.0, started_s=8.0)
 
     assert tokens_of(told(loads, 9000.0, 2.0, started_s=8.0)) == {"A": (0, 20)}
@@ -85,8 +85,8 @@ def test_bytes_are_counted_by_what_they_were_loaded_for() -> None:
     assert loads.kv_bytes == {"recovery": 0, "prefix": 300}
 
     own = load("A", 1)
-    loads.begin(own, PAGE_BYTES)
-    own.is_over = True
+    loads.begin(own, PAGE_BYTES, 0.0)
+    own.over_s = 1.0
     told(loads, 7300.0, 2.0)
     told(loads, 7300.0, 3.0)
 
@@ -102,8 +102,8 @@ def test_the_rate_of_a_load_is_that_of_the_agents_link(node: NodeId, source: Nod
     loads = RowLoads(N0)
     told(loads, 0.0, 0.0)
     own = load("A", 10, node)
-    loads.begin(own, PAGE_BYTES)
-    own.is_over = True
+    loads.begin(own, PAGE_BYTES, 0.0)
+    own.over_s = 1.0
     told(loads, 16000.0, 1.0, seconds=0.01)
 
     (link,) = loads.links(1.0)

@@ -272,7 +272,10 @@ async def test_a_self_test_loads_rows_of_another_server(vllms: Builder) -> None:
     ("change", "cause"),
     [
         ({"row_bytes": 0.0}, "loaded none of the rows that agent-n0 serves of d0"),
-        ({"spoils_rows": True}, "goes on with other tokens behind rows of d0"),
+        (
+            {"spoils_rows": True},
+            "goes on with other tokens behind the rows that agent-n0 serves of d0",
+        ),
     ],
 )
 async def test_a_server_that_restores_wrongly_is_not_restored_at(

@@ -110,7 +110,7 @@ async def test_drafts_of_its_own_are_counted_in_the_test(
     """Without any, what it continues was not seen with drafts; what others had before is none of
     the test's.
     """
-    monkeypatch.setattr(self_test, "_COUNTED_WITHIN_S", 0.2)
+    monkeypatch.setattr(self_test, "COUNTED_WITHIN_S", 0.2)
 
     def prepare(servers: Servers) -> None:
         servers["d0"].drafts, servers["d0"].drafts_each = (50, 200, 70), (1, 4, 2)
