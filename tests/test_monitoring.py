@@ -60,6 +60,7 @@ CASES: dict[str, dict[str, str]] = {
     "KvrsStreamsGivenUp": {'kvrs_streams_given_up_total{reason="retries"}': "0x10 1x20"},
     "KvrsOverloaded": {'kvrs_streams_given_up_total{reason="overloaded"}': "0x10 9x20"},
     "KvrsStreamsUnprotected": {"kvrs_streams_unprotected": "0x10 4x12 0x8"},
+    "KvrsStoreWrong": {f"kvrs_worker_store_wrong{{{WORKER}}}": "0x4 1x4 0x8"},
     "KvrsWorkerDiffers": {f"kvrs_worker_differs{{{WORKER}}}": "0x10 1x12 0x8"},
     "KvrsTokenizerMissing": {"kvrs_tokenizer_missing": "0x10 1x12 0x8"},
     "KvrsPredictionsOff": {

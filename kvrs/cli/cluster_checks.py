@@ -220,6 +220,20 @@ _OF_SELF_TESTS = (
         "check its connector and its page port",
     ),
     _Fault(
+        lambda row: row["store"] is not None and row["store"]["is_wrong"],
+        bad,
+        "its store is wrong: new prompts may get what is none of theirs{because}",
+        "the same tokens behind what it loads as without",
+        "empty the store, see that all its servers have one model, and start this one again",
+    ),
+    _Fault(
+        lambda row: row["store"] is not None and row["restores"] is False,
+        doubtful,
+        "nothing is restored from its store{because}",
+        "it loads what another instance has stored",
+        "see its log and that of the store; `kvrs docs vllm` says what to set",
+    ),
+    _Fault(
         lambda row: row["restores"] is False,
         bad,
         "rows of agents are not loaded, but computed again{because}",

@@ -158,6 +158,7 @@ def test_a_load_that_fails_is_no_fault_of_the_instance_and_is_not_tried_again() 
     actions = harness.handle(failed)
 
     assert only(actions, act.Start).plan == act.Plan(D1, None, ())
+    assert restore_of(only(actions, act.Recovered)) is None
     assert harness.policy.members[D1].answers.consecutive == 0
 
 

@@ -78,6 +78,8 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
         metrics.open_streams.labels(known.id, known.role).set(at[known.id])
         metrics.reports.measure(known)
         metrics.without_copies.labels(known.id).set(control.checkpoints.are_missing(known))
+        store = control.self_tests.stores.describe(known.id)
+        metrics.store_wrong.labels(known.id).set(store is not None and store["is_wrong"])
         metrics.draining.labels(known.id).set(control.drains.is_draining(known.id))
         metrics.differs.labels(known.id).set(len(kinds) > 1 and weights.get(known.id) in kinds)
     for agent in control.agents.present():
@@ -230,6 +232,7 @@ def _recovery(recovery: Recovery) -> dict[str, Any]:
         "option": recovery.option,
         "from": recovery.failed,
         "to": recovery.target,
+        "source": recovery.source,
         "cause": recovery.cause,
         "raw_s": recovery.raw_s,
         "predicted_s": recovery.predicted_s,

@@ -47,6 +47,7 @@ from kvrs.proxy.streams.stream_metrics import (
 disable_created_metrics()  # type: ignore[no-untyped-call]  # The library has no annotation.
 
 _UNPROTECTED = "1 while it decodes and no agent gets KV of its streams, else 0."
+_STORE_WRONG = "1 while it goes on wrongly behind KV of its store, else 0."
 _DIFFERS = "1 while it computes other tokens than another worker that is up, else 0."
 OUTCOMES_OF_REQUESTS = ("complete", "failed", "client_gone", "rejected")
 
@@ -100,6 +101,7 @@ class Metrics:
         self.ejected = gauge("kvrs_worker_ejected", "1 while it is ejected, else 0.", ["worker"])
         self.differs = gauge("kvrs_worker_differs", _DIFFERS, ["worker"])
         self.without_copies = gauge("kvrs_worker_unprotected", _UNPROTECTED, ["worker"])
+        self.store_wrong = gauge("kvrs_worker_store_wrong", _STORE_WRONG, ["worker"])
         self.draining = gauge(
             "kvrs_worker_draining",
             "1 while the worker gets no new streams, by order or because it ends, else 0.",
@@ -159,6 +161,7 @@ class Metrics:
             self.ejected.labels(worker)
             self.differs.labels(worker)
             self.without_copies.labels(worker)
+            self.store_wrong.labels(worker)
             self.draining.labels(worker)
             self.failures.labels(worker)
             for cause in DeathCause:
@@ -166,7 +169,8 @@ class Metrics:
 
     def remove_worker(self, worker: InstanceId) -> None:
         """It is no part of the cluster any more; what was counted of it stays."""
-        for gauge in (self.up, self.ejected, self.differs, self.without_copies, self.draining):
+        series = self.up, self.ejected, self.differs, self.without_copies, self.draining
+        for gauge in (*series, self.store_wrong):
             gauge.remove(worker)
         self.open_streams.remove(worker, self._roles.pop(worker))
         self.reports.remove(worker)

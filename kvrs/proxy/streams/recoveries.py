@@ -46,6 +46,7 @@ class Recovery:
     gap_s: float | None = (
         None  # From the last token before to the first one after; none before the first token.
     )
+    source: InstanceId | None = None  # From which KV is fetched first, or loaded out of a store.
     outcome: str = "running"  # Then one of `OUTCOMES`.
     owner_epoch: int = 0
     # By the target's own count, of the history: fetched and used; and computed. None: nothing was
@@ -121,6 +122,7 @@ class RecoveryLog:
             option=action.option,
             failed=action.failed,
             target=None if plan is None else plan.decode,
+            source=plan.runs[0].holder if plan is not None and plan.runs else None,
             cause=action.cause,
             predicted_s=action.predicted_s,
             # Estimates of all targets would take megabytes in a large cluster; the event log has

@@ -30,3 +30,38 @@ async def test_the_doctor_says_whose_rows_are_served(vllms: Builder, vllm_model:
     assert rows("off", *all_[1:]) == ["backup.mode is off, and agents serve rows of d0, d1"]
     assert rows("local", *all_[:2]) == ["no agent serves any of d1"]
     assert rows("local", *all_, region("d1", "b")) == ["they mean different things"]
+
+
+async def test_the_doctor_says_what_is_wrong_with_a_store(vllms: Builder, vllm_model: str) -> None:
+    """A wrong one is a fault of all that its server does, also of new prompts."""
+    system = await vllms()
+    state = await system.state()
+    settings = parse_config(
+        document(vllm_model, {name: server.port for name, server in system.servers.items()})
+    )
+
+    def found(restores: bool | None, *, is_wrong: bool) -> list[tuple[Level, str]]:
+        store = {"kind": "mooncake", "restores": restores, "share": 1.0, "is_wrong": is_wrong}
+        tested = {
+            "done": True,
+            "continues": "exact seeded",
+            "moves_kv": None,
+            "restores": restores,
+            "store": store,
+            "failures": 0,
+            "differs_from": [],
+            "cause": "why",
+        }
+        rows = [row for row in state["instances"] if row["id"] == "d0"]
+        answer = ProxyAnswer(
+            "http://127.0.0.1:1", state | {"instances": [rows[0] | {"self_test": tested}]}
+        )
+        findings = cluster_findings(settings, answer)
+        return [(each.level, each.value) for each in findings if "self-test" in each.check]
+
+    assert found(True, is_wrong=False) == [(Level.OK, "1 of 1 well")]
+    assert found(None, is_wrong=False) == [(Level.OK, "1 of 1 well")]
+    none = "nothing is restored from its store (why)"
+    assert found(False, is_wrong=False) == [(Level.WARNING, none)]
+    wrong = "its store is wrong: new prompts may get what is none of theirs (why)"
+    assert found(False, is_wrong=True) == [(Level.FAILURE, wrong)]

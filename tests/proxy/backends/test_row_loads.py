@@ -3,7 +3,7 @@
 import pytest
 
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.instance import MEMORY, FetchReport
+from kvrs.protocol.instance import MEMORY, STORE, FetchReport
 from kvrs.proxy.backends.bodies import RowLoad
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_rows import RowLoads
@@ -108,3 +108,101 @@ def test_the_rate_of_a_load_is_that_of_the_agents_link(node: NodeId, source: Nod
 
     (link,) = loads.links(1.0)
     assert (link.source, link.bytes_per_s) == (source, 1.6e6)
+
+
+# Loads of a store.
+
+BLOCK_TOKENS = 16
+
+
+def store_counters(
+    asked: float, hits: float, seconds: float | None = None, source: str = "external_unspecified"
+) -> VllmMetrics:
+    labels = 'engine="0"'
+    lines = [
+        "process_start_time_seconds 7.0",
+        "# TYPE vllm:mooncake_store_operation_time_seconds histogram",
+        f"vllm:external_prefix_cache_queries_total{{{labels}}} {asked}",
+        f'vllm:prompt_tokens_cached_by_source_total{{{labels},source="{source}"}} {hits}',
+    ]
+    if seconds is not None:
+        name = "vllm:mooncake_store_operation_time_seconds_sum"
+        lines.append(f'{name}{{{labels},operation="load_get",status="ok"}} {seconds}')
+        lines.append(f'{name}{{{labels},operation="save_put",status="ok"}} 99.0')
+    return VllmMetrics("\n".join(lines) + "\n")
+
+
+def stored(name: str, pages: int) -> RowLoad:
+    history = pages * BLOCK_TOKENS + 4
+    return RowLoad(StreamId(name), 2, 0, history, (), pages, STORE)
+
+
+def settled(loads: RowLoads, *counters: VllmMetrics) -> list[FetchReport]:
+    """Read these, of which the last holds on until the loads are known."""
+    for at, each in enumerate(counters):
+        loads.read(each, TOKEN_BYTES, float(at))
+    return loads.read(counters[-1], TOKEN_BYTES, len(counters) + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "hits", "found"),
+    [
+        pytest.param(36, 32, {"A": (32, 4)}, id="all"),
+        pytest.param(36, 16, {"A": (16, 20)}, id="half of it"),
+        pytest.param(36, 0, {"A": (0, 36)}, id="nothing"),
+        pytest.param(4, 0, {"A": (0, 4)}, id="the own cache had the rest"),
+        pytest.param(46, 40, {"A": (30, 6)}, id="others had 10 at most"),
+        pytest.param(136, 32, {}, id="others may have had all"),
+        pytest.param(136, 0, {"A": (0, 36)}, id="nobody had any"),
+    ],
+)
+def test_of_a_store_counts_what_other_requests_cannot_have_had(
+    asked: float, hits: float, found: dict[str, tuple[int, int]]
+) -> None:
+    """Every prompt asks it: those of others had no more than they asked for."""
+    loads, own = RowLoads(N0), stored("A", 2)
+    loads.read(store_counters(1000, 500), TOKEN_BYTES, 0.0)
+    loads.begin(own, PAGE_BYTES, 0.0)
+    own.over_s = 1.0
+
+    assert tokens_of(settled(loads, store_counters(1000 + asked, 500 + hits))) == found
+    counted = sum(loads.kv_bytes.values())
+    assert counted == hits * TOKEN_BYTES
+    assert loads.kv_bytes["recovery"] == sum(has for has, _ in found.values()) * TOKEN_BYTES
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bytes_per_s"),
+    [
+        pytest.param((2.0, 2.5), 32 * TOKEN_BYTES / 0.5, id="by its own times"),
+        pytest.param((None, 0.5), 32 * TOKEN_BYTES / 0.5, id="its first load"),
+        pytest.param((None, None), 32 * TOKEN_BYTES / 4.0, id="up to the token"),
+    ],
+)
+def test_the_rate_of_a_store_is_that_of_its_loads(
+    seconds: tuple[float | None, float | None], bytes_per_s: float
+) -> None:
+    loads, own = RowLoads(N0), stored("A", 2)
+    before, after = seconds
+    loads.read(store_counters(1000, 500, before), TOKEN_BYTES, 0.0)
+    loads.begin(own, PAGE_BYTES, 1.0)
+    own.over_s = 5.0
+
+    settled(loads, store_counters(1036, 532, after))
+
+    (link,) = loads.links(5.0)
+    assert link.source == STORE
+    assert link.bytes_per_s == pytest.approx(bytes_per_s)
+
+
+@pytest.mark.parametrize("source", ["device", "host", "p2p"])
+def test_the_servers_own_memory_and_its_peers_are_no_store(source: str) -> None:
+    """Nor is what kvrs's tier loads from agents."""
+    found = store_counters(1000, 500, source=source)
+    assert found.store == "mooncake"
+    assert found.store_loads.hits == 0
+    tier = 'vllm:kv_offload_tiering_read_bytes_total{tier="1:KvrsTier"} 0.0\n'
+    hits = 'vllm:prompt_tokens_cached_by_source_total{source="external_unspecified"} 5.0\n'
+    assert VllmMetrics(hits).store == "other"
+    assert VllmMetrics(hits + tier).store == ""
+    assert VllmMetrics(hits.replace("external_unspecified", source)).store == ""

@@ -3,12 +3,12 @@ salt, and believes the store only behind its own test of it.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from kvrs_testkit.scripted_model import expected_ids
+from kvrs_testkit.scripted_model import Arithmetic, expected_ids
 from kvrs_testkit.scripted_store import Blocks, StoreClient
 from kvrs_testkit.vllm_cluster import LONG, TOKENS, Builder, Servers, Vllms
 from tests.proxy.backends.test_vllm_rows import cut_in_mid_stream
@@ -87,6 +87,7 @@ async def test_a_cut_stream_goes_on_behind_what_its_dead_server_had_stored(vllms
     assert await cut_in_mid_stream(system, is_counted) == EXPECTED
 
     assert await system.causes() == [("restore", "d0", "d1")]
+    assert [row["source"] for row in (await system.state())["recoveries"]] == [":store"]
     assert store_of(system.servers, "d1").hits - before == 32
     assert salts(system, "d1") == [None]
     assert "kv_transfer_params" not in system.servers["d1"].bodies[-1]
@@ -192,7 +193,7 @@ async def test_a_load_that_fails_is_tried_again_without_the_store(vllms: Builder
 
     assert await cut_in_mid_stream(system) == EXPECTED
 
-    assert [option for option, *_ in await system.causes()] == ["restore", "recompute"]
+    assert await system.causes() == [("restore", "d0", "d1"), ("recompute", ":store", "d1")]
     assert [salt is None for salt in salts(system, "d1")] == [True, False]
     rows = {row["id"]: row for row in (await system.state())["instances"]}
     assert rows["d1"]["answers"]["failures_in_a_row"] == 0
@@ -230,3 +231,45 @@ async def test_without_self_tests_a_store_is_not_believed(vllms: Builder) -> Non
     assert await cut_in_mid_stream(system) == EXPECTED
 
     assert await system.causes() == [("recompute", "d0", "d1")]
+
+
+async def test_servers_of_two_models_that_share_a_store_are_found_out(vllms: Builder) -> None:
+    """Also where their own tokens have shown already that one does not go on like the other."""
+
+    def other(servers: Servers) -> None:
+        store_of(servers, "d1").weights = "other"
+        servers["d0"].arithmetic, servers["d1"].arithmetic = Arithmetic(), Arithmetic(1)
+
+    system = await vllms(sharing(other), proxy=TESTED)
+    await until_tested(system, "d0", "d1")
+
+    for name, holder in (("d0", "d1"), ("d1", "d0")):
+        row = await told(system, name)
+        assert (row["restores"], row["store"]["is_wrong"]) == (False, True)
+        assert row["cause"].endswith(f"behind what its store (mooncake) has of {holder}")
+
+
+async def test_no_test_of_a_store_counts_what_other_requests_load(vllms: Builder) -> None:
+    """It is put off, and streams are computed meanwhile."""
+
+    def busy(servers: Servers) -> None:
+        for server in servers.values():
+            server.store = BusyStore(store_of(servers, server.id).blocks)
+
+    system = await vllms(sharing(busy), proxy=TESTED)
+
+    async def is_put_off() -> bool:
+        rows = [await told(system, name) for name in ("d0", "d1")]
+        return "what it has loaded is not counted yet" in [row["cause"] for row in rows if row]
+
+    await system.until(is_put_off)
+    assert [(await told(system, name))["restores"] for name in ("d0", "d1")] == [None, None]
+
+
+class BusyStore(StoreClient):
+    """One that other requests ask for three times as much, of which it has a third."""
+
+    def load(self, salt: str | None, history: Sequence[int]) -> tuple[int, bool]:
+        self.queries += 3 * len(history)
+        self.hits += len(history)
+        return super().load(salt, history)
