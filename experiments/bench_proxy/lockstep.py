@@ -15,9 +15,10 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,6 +42,7 @@ _PROMPT = "".join(" " if n % 6 == 5 else chr(97 + n % 23) for n in range(256))
 _EVENT = b"data: {"
 _END = b"0\r\n\r\n"
 _SETTLE_S = 0.3
+_AFTERWARDS_S = 0.002  # What a proxy does when the client has its answer belongs to the request.
 
 Figures = dict[str, float]
 
@@ -118,7 +120,6 @@ class Subject:
     engines: Engines
     running: Running
     pids: Sequence[int]
-    background: float = 0.0  # CPU seconds in a second without streams.
 
     def cpu_s(self) -> float:
         # The CPU clock of another process, as clock_getcpuclockid(3) names it.
@@ -139,18 +140,10 @@ class Subject:
         for client in clients:
             client.read_token()
 
-    @contextmanager
-    def counted(self) -> Iterator["Spent"]:
-        """CPU of the block without the background's."""
-        spent, begun, begun_s = Spent(), self.cpu_s(), time.monotonic()
-        yield spent
-        wall_s = time.monotonic() - begun_s
-        spent.us = (self.cpu_s() - begun - self.background * wall_s) * 1e6
-
-
-@dataclass(slots=True)
-class Spent:
-    us: float = 0.0
+    def cpu_us(self, work: Callable[[], None]) -> float:
+        begun = self.cpu_s()
+        work()
+        return (self.cpu_s() - begun) * 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,58 +153,82 @@ class Sizes:
     requests: int
 
 
-def measure_background(subject: Subject) -> Figures:
-    begun, begun_s = subject.cpu_s(), time.monotonic()
+def measure_background(subjects: Sequence[Subject]) -> list[Figures]:
+    begun, begun_s = [subject.cpu_s() for subject in subjects], time.monotonic()
     time.sleep(BACKGROUND_S)
-    subject.background = (subject.cpu_s() - begun) / (time.monotonic() - begun_s)
-    return {"background ms/s": subject.background * 1e3}
+    wall_s = time.monotonic() - begun_s
+    return [
+        {"background ms/s": (subject.cpu_s() - before) / wall_s * 1e3}
+        for subject, before in zip(subjects, begun, strict=True)
+    ]
 
 
-def measure_tokens(subject: Subject, text: Text, sizes: Sizes) -> Figures:
-    """Microseconds of a token alone in its wake-up, and of one in a group."""
-    clients = [Client(subject.running.port) for _ in range(sizes.streams)]
+def measure_tokens(subjects: Sequence[Subject], text: Text, sizes: Sizes) -> list[Figures]:
+    """Microseconds of a token alone in its wake-up, and of one in a group: medians over rounds, in
+    which the subjects take turns. A report that comes in between is thus left out.
+    """
+    opened: list[tuple[Subject, list[Client]]] = []
     rounds = WARM_ROUNDS + sizes.rounds * len(GROUPS)
-    found: Figures = {}
-    subject.begin(clients, rounds + 1, text)
-    for _ in range(WARM_ROUNDS):
+    for subject in subjects:
+        clients = [Client(subject.running.port) for _ in range(sizes.streams)]
+        subject.begin(clients, rounds + 1, text)
+        opened.append((subject, clients))
+    found: list[Figures] = [{} for _ in opened]
+    for number, group in enumerate(GROUPS):
+        spent: list[list[float]] = [[] for _ in opened]
+        for turn in range(sizes.rounds + (0 if number else WARM_ROUNDS)):
+            for used, (subject, clients) in zip(spent, opened, strict=True):
+                us = subject.cpu_us(partial(_round, subject, clients, group))
+                if number or turn >= WARM_ROUNDS:
+                    used.append(us / len(clients))
+        for figures, used in zip(found, spent, strict=True):
+            figures[f"token, {text.name}, {group}"] = statistics.median(used)
+    for subject, clients in opened:
+        subject.step(clients)
         for client in clients:
-            subject.step([client])
-    for group in GROUPS:
-        with subject.counted() as spent:
-            for _ in range(sizes.rounds):
-                for first in range(0, len(clients), group):
-                    subject.step(clients[first : first + group])
-        found[f"token, {text.name}, {group}"] = spent.us / (sizes.rounds * len(clients))
-    subject.step(clients)
-    for client in clients:
-        client.read_end()
-        client.close()
+            client.read_end()
+            client.close()
     time.sleep(_SETTLE_S)
     return found
 
 
-def run_requests(subject: Subject, count: int) -> list[float]:
-    """One after the other; of each the CPU in microseconds up to its first token."""
-    client, to_first = Client(subject.running.port), []
+def _round(subject: Subject, clients: Sequence[Client], group: int) -> None:
+    """A token of each stream, of so many at a time."""
+    for first in range(0, len(clients), group):
+        subject.step(clients[first : first + group])
+
+
+def measure_requests(subjects: Sequence[Subject], count: int) -> list[Figures]:
+    """Microseconds of a request, and those up to its first token: medians."""
+    clients = [Client(subject.running.port) for subject in subjects]
+    to_first: list[list[float]] = [[] for _ in subjects]
+    whole: list[list[float]] = [[] for _ in subjects]
     for _ in range(count):
-        begun = subject.cpu_s()
-        subject.begin([client], SHORT_TOKENS, PROSE)
+        for n, (subject, client) in enumerate(zip(subjects, clients, strict=True)):
+            first_us = subject.cpu_us(partial(_first_token, subject, client))
+            to_first[n].append(first_us)
+            whole[n].append(first_us + subject.cpu_us(partial(_other_tokens, subject, client)))
+    for client in clients:
+        client.close()
+    return [
+        {
+            "to the first token": statistics.median(first),
+            f"request of {SHORT_TOKENS}": statistics.median(all_of_it),
+        }
+        for first, all_of_it in zip(to_first, whole, strict=True)
+    ]
+
+
+def _first_token(subject: Subject, client: Client) -> None:
+    subject.begin([client], SHORT_TOKENS, PROSE)
+    subject.step([client])
+
+
+def _other_tokens(subject: Subject, client: Client) -> None:
+    for _ in range(SHORT_TOKENS - 1):
         subject.step([client])
-        to_first.append((subject.cpu_s() - begun) * 1e6)
-        for _ in range(SHORT_TOKENS - 1):
-            subject.step([client])
-        client.read_end()
-    client.close()
-    return to_first
-
-
-def measure_requests(subject: Subject, sizes: Sizes) -> Figures:
-    with subject.counted() as spent:
-        to_first = run_requests(subject, sizes.requests)
-    return {
-        "to the first token": statistics.median(to_first),
-        f"request of {SHORT_TOKENS}": spent.us / sizes.requests,
-    }
+    client.read_end()
+    time.sleep(_AFTERWARDS_S)
 
 
 def put_together(found: Figures) -> Figures:
@@ -236,22 +253,25 @@ class Lockstep:
     found: dict[str, list[Figures]] = field(default_factory=dict)
 
     def run(self, reps: int) -> Self:
-        for subject in self.subjects:
-            run_requests(subject, WARM_REQUESTS)
+        measure_requests(self.subjects, WARM_REQUESTS)
         for rep in range(reps):
-            for subject in self.subjects[:: -1 if rep % 2 else 1]:
-                figures = measure_background(subject)
-                figures |= measure_requests(subject, self.sizes)
-                for text in self.texts:
-                    figures |= measure_tokens(subject, text, self.sizes)
-                figures |= put_together(figures)
-                self.found.setdefault(subject.name, []).append(figures)
+            shift = rep % len(self.subjects)
+            subjects = [*self.subjects[shift:], *self.subjects[:shift]]
+            parts = [
+                measure_background(subjects),
+                measure_requests(subjects, self.sizes.requests),
+                *(measure_tokens(subjects, text, self.sizes) for text in self.texts),
+            ]
+            for subject, *figures in zip(subjects, *parts, strict=True):
+                joined = {name: value for each in figures for name, value in each.items()}
+                rows = self.found.setdefault(subject.name, [])
+                rows.append(joined | put_together(joined))
             print(f"repetition {rep + 1} of {reps}", flush=True)
         return self
 
 
 def ratios(found: Mapping[str, Sequence[Figures]], name: str, what: str) -> list[float]:
-    """Of each repetition, beside the peer in the same one."""
+    """The ratio to the peer in each repetition."""
     pairs = zip(found[name], found.get(PEER, []), strict=False)
     return [mine[what] / theirs[what] for mine, theirs in pairs if theirs[what] > 0]
 

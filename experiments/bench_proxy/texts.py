@@ -1,4 +1,4 @@
-"""What mock engines say in lockstep: one line for each token, the part of a choice that it adds."""
+"""Texts of the mock engines in lockstep: a line per token, the part of a choice that it adds."""
 
 import json
 import re
