@@ -12,6 +12,7 @@ from kvrs.core.fleet.silence import Delivered
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import (
+    CHUNK,
     ChatChunkChoice,
     ChatDelta,
     Choice,
@@ -26,6 +27,7 @@ from kvrs.protocol.token_ids import packed
 from kvrs.proxy.streams.clients import SseClient, TakeToken
 from kvrs.proxy.streams.continuation import EngineText
 from kvrs.proxy.streams.relay import Relay
+from kvrs.proxy.wire.event_template import EventTemplate
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.peer import NotANumberError
 from kvrs.proxy.wire.requests import COMPLETIONS, read
@@ -33,7 +35,6 @@ from kvrs.proxy.wire.sse import (
     PROMPT_TOKEN_IDS,
     TOKEN_IDS,
     EventSplitter,
-    EventTemplate,
     cut_list,
     head_of,
     next_token_ids,
@@ -141,11 +142,15 @@ def test_a_template_reads_what_the_exact_reader_reads_or_nothing(
 
     for text, token_id in texts:
         data = make(text, [token_id]).replace(*change)
-        found = None if template is None else template.read(data)
+        found = None if template is None else template.read(b"before" + data, 6, 6 + len(data))
         if found is not None:
             assert template is not None
-            assert next_token_ids(data) == ([found[0]], cut_list(data, TOKEN_IDS))
-            assert cut_list(data, TOKEN_IDS) == data[: found[1]] + template.rest
+            token_id, text_end, characters = found
+            assert next_token_ids(data) == ([token_id], cut_list(data, TOKEN_IDS))
+            ids_at = text_end - 6 + template.ids_bytes
+            assert cut_list(data, TOKEN_IDS) == data[:ids_at] + template.rest
+            (choice,) = CHUNK.decode(data).choices or ()
+            assert characters == len(choice.plain_text) == len(text)
 
 
 def test_a_template_fits_the_plain_events_of_its_stream() -> None:
@@ -154,11 +159,15 @@ def test_a_template_fits_the_plain_events_of_its_stream() -> None:
         template = EventTemplate.of(make("a", [1]))
         assert template is not None
 
-        assert template.read(make(" word", [70000])) is not None
-        assert template.read(make("", [7])) is not None
-        assert template.read(make('"', [7])) is None
-        assert template.read(make("a", [1, 2])) is None
-        assert template.read(make("a", [1], finish="stop")) is None
+        def read(data: bytes, template: EventTemplate = template) -> int | None:
+            found = template.read(data, 0, len(data))
+            return None if found is None else found[2]
+
+        assert read(make(" word", [70000])) == 5
+        assert read(make("", [7])) == 0
+        assert read(make('"\\\n\u20ac\U0001f600', [7])) == 5
+        assert read(make("a", [1, 2])) is None
+        assert read(make("a", [1], finish="stop")) is None
 
 
 @SETTINGS
