@@ -377,6 +377,8 @@ static bool serve(struct connection *c, const char *method, const char *path, co
         return complete(c, body, false);
     if (!strcmp(method, "POST") && !strncmp(path, "/v1/chat/completions", 20))
         return complete(c, body, true);
+    if (!i->has_key && !strncmp(path, "/kvrs/", 6))
+        return answer_status(c, "404 Not Found");
     if (!strncmp(path, "/kvrs/v1/load", 13))
         return (query = strstr(path, "watch=")) ? watch(c, LOAD_WATCH, query + 6, i->load)
                                                 : answer_json(c, i->load, strlen(i->load));
