@@ -37,7 +37,6 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.message_parts import parsed_parts
 from kvrs.proxy.wire.peer import UNREADABLE, EngineError, NotANumberError
 from kvrs.proxy.wire.sse import (
-    CHOICES,
     PROMPT_TOKEN_IDS,
     TOKEN_IDS,
     EventSplitter,
@@ -304,13 +303,12 @@ class Relay(AnswerReader):
         )
 
     def _learn(self, data: bytes) -> None:
-        size = len(data)
-        if any(each.read(data, 0, size) is not None for each in self._templates):
-            return  # It came in several reads.
+        for known in self._templates:
+            if known.read(data, 0, len(data)) is not None:
+                return  # It came in several reads.
         self._lessons += 1
-        template = EventTemplate.of(data)
         # Its head may have another length than that of the first event.
-        if template is not None and template.before.startswith(CHOICES, self._head_bytes):
+        if (template := EventTemplate.of(data, self._head_bytes)) is not None:
             self._templates = [template, *self._templates[: _MOST_TEMPLATES - 1]]
             self._path = None
 

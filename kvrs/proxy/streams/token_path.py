@@ -55,7 +55,7 @@ class _Form:
         if template.before[:head_bytes] != journal.head:
             self.opening, self.skipped_bytes = data + journal.head, head_bytes
         self.ids_bytes = template.ids_bytes
-        end = b"" if journal.wants_ids else template.rest
+        end = b"" if journal.wants_ids else template.after[1:]
         self.end = shared(end + _END) if is_framed else end
         self.framing_bytes = len(self.opening) + len(self.end) - len(_END_OF_CHUNK)
 
@@ -65,8 +65,8 @@ class TokenPath:
 
     __slots__ = (
         *("_attempt", "_client", "_clock", "_counts_text", "_delivered", "_direct", "_form"),
-        *("_forms", "_gathered", "_journal", "_most_tokens", "_silence", "_take_token"),
-        *("_transport", "_wait_for_room", "_wants_ids"),
+        *("_forms", "_gathered", "_is_only_form", "_journal", "_most_tokens", "_silence"),
+        *("_take_token", "_transport", "_wait_for_room", "_wants_ids"),
     )
 
     def __init__(
@@ -103,6 +103,7 @@ class TokenPath:
             _Form(each, journal, head_bytes, is_framed=direct is not None) for each in templates
         ]
         self._form = self._forms[0]  # Of the last event.
+        self._is_only_form = len(self._forms) == 1
         # Bytes for the client, while the chunks of one read are taken; None: each is written.
         self._gathered: list[bytes] | None = None
 
@@ -118,7 +119,7 @@ class TokenPath:
         at, event_end = len(beginning), size - len(_END)
         found = form.read(data, at, event_end)
         if found is None or not data.endswith(_END):
-            return self._take_others(data)
+            return data if self._is_only_form else self._take_others(data)
         token_id, text_end, characters = found
         journal, transport, direct = self._journal, self._transport, self._direct
         ids, now_s = journal.output_ids, self._clock()

@@ -14,7 +14,7 @@ import msgspec
 from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.proxy.wire.message_parts import all_parts
 from kvrs.proxy.wire.peer import UNREADABLE
-from kvrs.proxy.wire.sse import TOKEN_IDS, UNFINISHED
+from kvrs.proxy.wire.sse import CHOICES, TOKEN_IDS, UNFINISHED
 
 # The first one of an event is the text that it adds, or one of two; what it means is tried out.
 _STRING = re.compile(
@@ -33,8 +33,16 @@ def shared(piece: bytes) -> bytes:
     return piece
 
 
+class _Kind(msgspec.Struct, frozen=True):
+    """The common part of the events of all streams of one kind, behind their heads."""
+
+    before: bytes  # Up to the text's first character.
+    between: bytes  # From the text's last quote to the id; empty: it has no text.
+    after: bytes  # From the end of the list of ids.
+
+
 class EventTemplate:
-    """One kind of token event.
+    """One kind of token event of one stream.
 
     `part` is the part of the message to which the text adds, by its name in `message_parts.py`;
     None: an event of this kind has an id and no text, as tokens that a parser holds back.
@@ -42,37 +50,30 @@ class EventTemplate:
 
     __slots__ = ("_between_bytes", "_text_at", "after", "before", "between", "ids_bytes", "part")
 
-    def __init__(self, before: bytes, between: bytes, after: bytes) -> None:
-        """`before`: up to the text's first character; `between`: from its last quote to the id;
-        `after`: from the end of the list of ids.
-        """
-        self.before = before
-        self.between = shared(between)
-        self.after = shared(after)
-        self.part: str | None = None
-        self.ids_bytes = len(between) - len(TOKEN_IDS)  # From the text's end to the ids' key.
-        self._text_at = len(before)
-        self._between_bytes = len(between)
+    def __init__(self, head: bytes, kind: _Kind, part: str | None) -> None:
+        self.before = head + kind.before
+        self.between = kind.between
+        self.after = kind.after
+        self.part = part
+        # From the text's end to the ids' key.
+        self.ids_bytes = len(kind.between) - len(TOKEN_IDS)
+        self._text_at = len(self.before)
+        self._between_bytes = len(kind.between)
 
     @classmethod
-    def of(cls, data: bytes) -> "EventTemplate | None":
-        """The template of an event in the usual form (`event_form.py`); None: it is no plain token
-        event.
+    def of(cls, data: bytes, head_bytes: int) -> "EventTemplate | None":
+        """The template of an event in the usual form (`event_form.py`), whose head is so long;
+        None: it is no plain token event.
         """
         if (ids_at := data.find(TOKEN_IDS)) < 0 or (end := data.find(b"]", ids_at)) < 0:
             return None
-        id_at = ids_at + len(TOKEN_IDS)
-        found = _STRING.search(data, 0, ids_at)
-        text_at, text_end = (id_at, id_at) if found is None else found.span(1)
-        if data.rfind(UNFINISHED, 0, ids_at) < 0:
+        if not data.startswith(CHOICES, head_bytes) or data.rfind(UNFINISHED, 0, ids_at) < 0:
             return None
-        template = cls(data[:text_at], data[text_end:id_at], data[end:])
-        return template if template._find_part() else None
-
-    @property
-    def rest(self) -> bytes:
-        """The end of an event, behind its list of ids."""
-        return self.after[1:]
+        id_at = ids_at + len(TOKEN_IDS)
+        found = _STRING.search(data, head_bytes, ids_at)
+        text_at, text_end = (id_at, id_at) if found is None else found.span(1)
+        kind, part = _known(_Kind(data[head_bytes:text_at], data[text_end:id_at], data[end:]))
+        return None if part is _NOT_PLAIN else cls(data[:head_bytes], kind, part or None)
 
     def read(self, data: bytes, at: int, end: int) -> tuple[int, int, int] | None:
         """Read the event `data[at:end]`: its id, where its text ends, and how many characters that
@@ -95,25 +96,30 @@ class EventTemplate:
             return None
         return int(digits), text_end, len(text)
 
-    def _find_part(self) -> bool:
-        """Find the part that texts add to; false: its events are no plain token events."""
-        if self._tried(b"") != []:
-            return False
-        if not self.between:
-            return True
-        match self._tried(_TRIED_TEXT):
-            case [(part, characters)] if characters == len(_TRIED_TEXT):
-                self.part = part
-                return True
-        return False
 
-    def _tried(self, text: bytes) -> list[tuple[str, int]] | None:
-        """Decode an event with this text whole: what it adds; None: it is no plain token event."""
-        data = b"".join((self.before, text, self.between, _TRIED_ID, self.after))
-        try:
-            choices = CHUNK.decode(data).choices or []
-            added = [each for choice in choices for each in all_parts(choice) if each[1]]
-        except UNREADABLE:
-            return None
-        is_plain = len(choices) == 1 and choices[0].finish_reason is None
-        return added if is_plain and choices[0].token_ids == [int(_TRIED_ID)] else None
+_NOT_PLAIN = "not plain"  # Instead of the name of a part.
+
+
+@lru_cache(maxsize=256)
+def _known(kind: _Kind) -> tuple[_Kind, str]:
+    """The kind as one object, and the part that texts add to: empty where it has no text."""
+    if _tried(kind, b"") != []:
+        return kind, _NOT_PLAIN
+    if not kind.between:
+        return kind, ""
+    match _tried(kind, _TRIED_TEXT):
+        case [(part, characters)] if characters == len(_TRIED_TEXT):
+            return kind, part
+    return kind, _NOT_PLAIN
+
+
+def _tried(kind: _Kind, text: bytes) -> list[tuple[str, int]] | None:
+    """Decode an event with this text whole: what it adds; None: it is no plain token event."""
+    data = b"".join((b"{" + kind.before[1:], text, kind.between, _TRIED_ID, kind.after))
+    try:
+        choices = CHUNK.decode(data).choices or []
+        added = [each for choice in choices for each in all_parts(choice) if each[1]]
+    except UNREADABLE:
+        return None
+    is_plain = len(choices) == 1 and choices[0].finish_reason is None
+    return added if is_plain and choices[0].token_ids == [int(_TRIED_ID)] else None

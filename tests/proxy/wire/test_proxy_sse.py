@@ -138,7 +138,7 @@ def test_a_template_reads_what_the_exact_reader_reads_or_nothing(
     """Events that do not fit it to the byte are left to the exact reader."""
     make = chat_event if is_chat else event
     learnt = make(*first)
-    template = EventTemplate.of(learnt) if next_token_ids(learnt) else None
+    template = EventTemplate.of(learnt, len(head_of(learnt))) if next_token_ids(learnt) else None
 
     for text, token_id in texts:
         data = make(text, [token_id]).replace(*change)
@@ -148,15 +148,36 @@ def test_a_template_reads_what_the_exact_reader_reads_or_nothing(
             token_id, text_end, characters = found
             assert next_token_ids(data) == ([token_id], cut_list(data, TOKEN_IDS))
             ids_at = text_end - 6 + template.ids_bytes
-            assert cut_list(data, TOKEN_IDS) == data[:ids_at] + template.rest
-            (choice,) = CHUNK.decode(data).choices or ()
-            assert characters == len(choice.plain_text) == len(text)
+            assert cut_list(data, TOKEN_IDS) == data[:ids_at] + template.after[1:]
+            choices = CHUNK.decode(data).choices or []
+            assert [characters] == [len(each.plain_text) for each in choices] == [len(text)]
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        (b'"text":"a"', b'"text":"a","delta":{"reasoning":"b"}'),
+        (b'"text":"a"', b'"text":"","delta":{"content":"b"}'),
+        (b'"finish_reason":null', b'"finish_reason":"stop"'),
+        (b'"token_ids":[1]', b'"token_ids":[1],"finish_reason":"stop"'),
+        (b'"text":"a"', b'"text":"a"}, {"text":"b"'),
+    ],
+)
+def test_an_event_that_adds_to_two_parts_is_no_template(unusual: tuple[bytes, bytes]) -> None:
+    """Characters of the other part would not be counted."""
+    plain = event("a", [1])
+    data = plain.replace(*unusual)
+
+    assert data != plain
+    assert EventTemplate.of(plain, len(head_of(plain))) is not None
+    assert EventTemplate.of(data, len(head_of(data))) is None
 
 
 def test_a_template_fits_the_plain_events_of_its_stream() -> None:
     """Those that are not plain do not fit."""
     for make in (event, chat_event):
-        template = EventTemplate.of(make("a", [1]))
+        learnt = make("a", [1])
+        template = EventTemplate.of(learnt, len(head_of(learnt)))
         assert template is not None
 
         def read(data: bytes, template: EventTemplate = template) -> int | None:
