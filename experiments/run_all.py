@@ -121,6 +121,8 @@ ALL = (
     _of("healthy_path", "healthy_path", 2),
     _of("healthy_path", "paced/healthy_path", 3, "run --paced --pairs 10 --tokens 200"),
     _of("bench_proxy", "bench_proxy", 15),
+    _of("bench_proxy", "lockstep", 4, "lockstep"),
+    _of("bench_proxy", "background", 3, "background"),
     _of("speculation", "exact", 20, "exact"),
     _of("speculation", "acceptance", 19, "acceptance"),
     _of("speculation", "gain", 16, "gain --pairs 4"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bench_proxy import proxies, table
+from experiments.bench_proxy import lockstep, proxies, table
 from experiments.bench_proxy.engines import (
     PAIR,
     VLLM_PAIR,
@@ -20,6 +20,7 @@ from experiments.bench_proxy.engines import (
     compile_programs,
     run_load,
 )
+from experiments.bench_proxy.texts import TEXTS, Text, as_sections
 from kvrs.protocol.instance import Role
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.nightly]
@@ -184,6 +185,51 @@ def test_the_fault_is_named(programs: Programs) -> None:
     ):
         with answering(answer) as port:
             assert "gone" in str(one_stream(programs, port)["fault"])
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=[text.name for text in TEXTS])
+def test_a_stream_by_hand_gives_a_token_for_each_step(
+    programs: Programs, tmp_path: Path, text: Text
+) -> None:
+    """In lockstep nothing is sent that was not asked for, and texts come line by line."""
+    lines = tmp_path / "texts"
+    lines.write_text(as_sections())
+    with Engines(programs, VLLM_PAIR, texts=lines) as engines:
+        clients = [lockstep.Client(engines.ports["d0"]) for _ in range(2)]
+        for number, client in enumerate(clients, 1):
+            client.ask(2, text)
+            assert engines.order(f"wait 0 {number}") == {"answers": 0, "streams": number}
+        for count in (1, 2, 1):
+            assert engines.order(f"step {count}") == {"written": count}
+        assert engines.order("step 1") == {"written": 0}
+        for client in clients:
+            client.read_token()
+            first = client.rest
+            client.read_token()
+            client.read_end()
+            client.close()
+
+    assert text.lines[0].encode() in first or text.lines[1].encode() in first
+
+
+def test_lockstep_figures_are_judged_by_ratios_within_one_repetition() -> None:
+    """A busy machine makes all proxies of one repetition dearer together."""
+    parts = {
+        "background ms/s": 1.0,
+        "request of 4": 500.0,
+        "to the first token": 90.0,
+        "token, prose, 1": 50.0,
+        "token, prose, 20": 17.0,
+    }
+    mine = [parts | lockstep.put_together(parts)] * 2
+    theirs = [{what: value * by for what, value in mine[0].items()} for by in (1.0, 3.0)]
+
+    rows = lockstep.judged({lockstep.PEER: theirs, "kvrs": mine})
+
+    assert mine[0]["200 x 20/s"] == pytest.approx(50 + (500 - 4 * 50) / 60 + 0.25)
+    assert mine[0]["256 x 200/s"] == pytest.approx(17 + (500 - 4 * 50) / 300 + 1e3 / 51_200)
+    assert [row["value"] for row in rows[:3]] == pytest.approx([2 / 3] * 3)
+    assert [row["met"] for row in rows] == [True] * 4
 
 
 def row(subject: str, **figures: object) -> dict[str, object]:

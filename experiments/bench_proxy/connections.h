@@ -33,7 +33,9 @@ struct connection {
     int64_t due_ns, interval_ns;
     int heap_index; /* -1: not in the heap. */
     int sequence, tokens, burst, cmpl;
-    bool begun, gives_ids, in_steps;
+    bool begun, gives_ids, in_steps, is_chat, by_hand;
+    int text;     /* Section of the texts; 0: tokens are numbered. */
+    int64_t turn; /* By which what is written by hand takes its turn. */
     char name[72];
     struct buffer answer;
     struct connection *previous, *next;

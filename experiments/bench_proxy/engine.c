@@ -1,6 +1,6 @@
 /* Mock engines: all instances of a cluster in one process and one epoll loop.
  *
- *     engine INSTANCES
+ *     engine INSTANCES [TEXTS]
  *
  * INSTANCES is a file with three lines per instance:
  *
@@ -11,17 +11,22 @@
  *
  * Each instance serves completions as prefill instance, decode instance and plain engine: a request
  * with "stream":true gets events, any other a whole answer with prompt ids and kv_transfer_params.
- * The field "user" of a request sets its pace: "RATE,BURST,PREFILL,STEPS", tokens per 1,000 s, tokens
- * sent at once at the start (100 to an event), microseconds until an answer begins; STEPS is 1 where
- * the tokens of all streams come together after that, as of an engine that computes batches. A token's text
- * is kSEQ+COUNT.NS; : its number in the stream, how many tokens the event has, when it was sent on
- * the monotonic clock in ns.
+ * The field "user" of a request sets its pace: "RATE,BURST,PREFILL,STEPS,TEXT", tokens per 1,000 s,
+ * tokens sent at once at the start (100 to an event), microseconds until an answer begins; STEPS is 1
+ * where the tokens of all streams come together after that, as of an engine that computes batches. A
+ * negative RATE leaves them to the commands "answer" and "step". A token's text is kSEQ+COUNT.NS; :
+ * its number in the stream, how many tokens the event has, when it was sent on the monotonic clock in
+ * ns. With TEXT above 0 it is the next line of that section of TEXTS, a file of sections that empty
+ * lines separate: each line is the part of a choice that a token adds, as JSON.
  *
  * Commands on stdin, each answered by one line on stdout:
  *
  *     listen ID     take connections at its port
  *     kill ID       reset all its connections and take no more, as by SIGKILL
  *     calls         calls of later attempts than the first, since the start or the last kill
+ *     wait A S      answer when A whole answers and S streams wait for a step
+ *     answer N      write the whole answers of the N requests that have waited for longest
+ *     step N        write a token of each of the N streams that have waited for longest
  *     end           end the process; so does the end of stdin
  */
 #define _GNU_SOURCE
@@ -51,13 +56,22 @@
 #define PREFIX "KVRS-PROOF/1 "
 #define JSON_HEAD "HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\n"
 
+#define MAX_TEXTS 16
+
 static int completions;
+
+/* Lines of the sections of TEXTS; the first section is 1. */
+static struct { char **lines; int count; } texts[MAX_TEXTS + 1];
 static time_t created;
 
 /* Calls with an attempt above 1, since the last kill. */
 static uint64_t *recovered;
 static int64_t *recovered_ns;
 static int recovered_count, recovered_room;
+
+/* What "wait" waits for; -1: nothing. And how often anything was left to the other two. */
+static int awaited_answers = -1, awaited_streams;
+static int64_t turns;
 
 static int64_t now_ns(void)
 {
@@ -90,18 +104,41 @@ static int token_id(int sequence)
     return (int)((uint32_t)sequence * 2654435761u >> 8) % 50000 + 3;
 }
 
+static void put_event_head(struct buffer *b, struct connection *c, const char *object)
+{
+    bool is_vllm = !c->instance->has_key;
+    print(b, "data: {\"id\":\"%s\",", c->name);
+    if (is_vllm)
+        print(b, "\"object\":\"%s\",", object);
+    print(b, "\"created\":%lld,\"model\":\"bench\",\"choices\":[{%s", (long long)created,
+          is_vllm ? "\"index\":0," : "");
+}
+
 /* As the embedded engine writes it, or a vLLM, which names the prompt's ids in the first one. */
 static void put_event(struct buffer *b, struct connection *c, int count, bool is_last)
 {
     bool is_vllm = !c->instance->has_key;
-    print(b, "data: {\"id\":\"%s\",%s\"created\":%lld,\"model\":\"bench\",\"choices\":[{%s",
-          c->name, is_vllm ? "\"object\":\"text_completion\"," : "", (long long)created,
-          is_vllm ? "\"index\":0," : "");
-    print(b, "\"text\":\"k%d+%d.%lld;\",%s\"logprobs\":null,\"finish_reason\":%s,"
-             "\"stop_reason\":null",
-          c->sequence, count, (long long)now_ns(), is_vllm ? "" : "\"index\":0,",
-          is_last ? "\"length\"" : "null");
-    if (c->gives_ids && is_vllm) {
+    const char *object = c->is_chat ? "chat.completion.chunk" : "text_completion";
+    put_event_head(b, c, object);
+    if (c->is_chat && c->sequence == 0) {
+        print(b, "\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"logprobs\":null,"
+                 "\"finish_reason\":null}]");
+        if (c->gives_ids && c->answer.size) {
+            print(b, ",\"prompt_token_ids\":");
+            put(b, c->answer.at, c->answer.size);
+        }
+        print(b, is_vllm ? "}\n\n" : ",\"object\":\"%s\"}\n\n", object);
+        put_event_head(b, c, object);
+    }
+    if (c->text) {
+        const char *line = texts[c->text].lines[c->sequence % texts[c->text].count];
+        put(b, line, strlen(line));
+    } else {
+        print(b, "\"text\":\"k%d+%d.%lld;\"", c->sequence, count, (long long)now_ns());
+    }
+    print(b, ",%s\"logprobs\":null,\"finish_reason\":%s%s", is_vllm ? "" : "\"index\":0,",
+          is_last ? "\"length\"" : "null", c->is_chat ? "" : ",\"stop_reason\":null");
+    if (c->gives_ids && is_vllm && !c->is_chat) {
         print(b, ",\"prompt_token_ids\":");
         if (c->answer.size)
             put(b, c->answer.at, c->answer.size);
@@ -115,9 +152,25 @@ static void put_event(struct buffer *b, struct connection *c, int count, bool is
             print(b, ",%d", token_id(c->sequence + i));
         print(b, "]");
     }
-    print(b, is_vllm ? "}]}\n\n" : "}],\"object\":\"text_completion\"}\n\n");
+    print(b, is_vllm ? "}]}\n\n" : "}],\"object\":\"%s\"}\n\n", object);
     if (is_last)
         print(b, "data: [DONE]\n\n");
+}
+
+/* Each event in a chunk of its own, as servers in Python write them. */
+static void put_events(struct connection *c, const char *at, size_t size)
+{
+    for (const char *end = at + size, *next; at < end; at = next) {
+        next = memmem(at, end - at, "\n\n", 2) + 2;
+        put_chunk(c, at, next - at);
+    }
+}
+
+/* Leave the next thing to "step", behind everything that waits for it. */
+static void leave_to_step(struct connection *c)
+{
+    unschedule(c);
+    c->turn = ++turns;
 }
 
 static bool write_tokens(struct connection *c)
@@ -136,7 +189,7 @@ static bool write_tokens(struct connection *c)
             some = c->tokens - c->sequence;
         event.size = 0;
         put_event(&event, c, some, c->sequence + some == c->tokens);
-        put_chunk(c, event.at, event.size);
+        put_events(c, event.at, event.size);
         c->sequence += some;
         count -= some;
     }
@@ -144,6 +197,8 @@ static bool write_tokens(struct connection *c)
         put(&c->out, "0\r\n\r\n", 5);
         c->kind = NOTHING;
         unschedule(c);
+    } else if (c->by_hand) {
+        leave_to_step(c);
     } else {
         int64_t next_ns = c->due_ns + c->interval_ns;
         schedule(c, c->in_steps ? next_ns / c->interval_ns * c->interval_ns : next_ns);
@@ -241,16 +296,19 @@ static void put_whole(struct buffer *b, struct connection *c, const struct buffe
     print(b, is_vllm ? "]],\"tp_size\":1}}" : "]}}");
 }
 
-static bool complete(struct connection *c, const char *body)
+static bool complete(struct connection *c, const char *body, bool is_chat)
 {
-    const char *user = value_of(body, "\"user\""), *kvrs = value_of(body, "\"kvrs\"");
-    long rate = 20000, burst = 1, prefill_us = 0, steps = 0;
+    const char *user = string_of(body, "\"user\""), *kvrs = value_of(body, "\"kvrs\"");
+    long rate = 20000, burst = 1, prefill_us = 0, steps = 0, text = 0;
     struct buffer ids = {0};
-    if (user && *user == '"')
-        sscanf(user + 1, "%ld,%ld,%ld,%ld", &rate, &burst, &prefill_us, &steps);
+    if (user)
+        sscanf(user + 1, "%ld,%ld,%ld,%ld,%ld", &rate, &burst, &prefill_us, &steps, &text);
     name_stream(c, body);
     note_recovery(c, body);
     c->begun = false;
+    c->is_chat = is_chat;
+    c->by_hand = rate < 0;
+    c->text = text > 0 && text <= MAX_TEXTS && texts[text].count ? text : 0;
     c->answer.size = 0;
     int history = put_prompt_ids(&ids, body);
     if (is_true(body, "\"stream\"")) {
@@ -269,6 +327,10 @@ static bool complete(struct connection *c, const char *body)
         put_whole(&c->answer, c, &ids, history);
     }
     drop(&ids);
+    if (c->by_hand) {
+        leave_to_step(c);
+        return true;
+    }
     schedule(c, now_ns() + prefill_us * 1000);
     return prefill_us > 0 || write_due(c);
 }
@@ -312,7 +374,11 @@ static bool serve(struct connection *c, const char *method, const char *path, co
     struct instance *i = c->instance;
     const char *query;
     if (!strcmp(method, "POST") && !strncmp(path, "/v1/completions", 15))
-        return complete(c, body);
+        return complete(c, body, false);
+    if (!strcmp(method, "POST") && !strncmp(path, "/v1/chat/completions", 20))
+        return complete(c, body, true);
+    if (!i->has_key && !strncmp(path, "/kvrs/", 6))
+        return answer_status(c, "404 Not Found");
     if (!strncmp(path, "/kvrs/v1/load", 13))
         return (query = strstr(path, "watch=")) ? watch(c, LOAD_WATCH, query + 6, i->load)
                                                 : answer_json(c, i->load, strlen(i->load));
@@ -538,16 +604,62 @@ static void tell_calls(void)
            (long long)last_ns);
 }
 
+/* Whether it waits for a command. */
+static bool is_left(const struct connection *c, enum kind kind)
+{
+    return c->by_hand && c->kind == kind;
+}
+
+static void tell_if_awaited(void)
+{
+    int answers = 0, streams = 0;
+    if (awaited_answers < 0)
+        return;
+    for (struct connection *c = connections; c; c = c->next) {
+        answers += is_left(c, WHOLE);
+        streams += is_left(c, STREAM);
+    }
+    if (answers < awaited_answers || streams < awaited_streams)
+        return;
+    awaited_answers = -1;
+    printf("{\"answers\":%d,\"streams\":%d}\n", answers, streams);
+    fflush(stdout);
+}
+
+static void step(int count, enum kind kind)
+{
+    int written = 0;
+    for (struct connection *first; written < count; written++) {
+        first = NULL;
+        for (struct connection *c = connections; c; c = c->next)
+            if (is_left(c, kind) && (!first || c->turn < first->turn))
+                first = c;
+        if (!first)
+            break;
+        if (write_due(first))
+            read_requests(first);
+    }
+    printf("{\"written\":%d}\n", written);
+}
+
 static void obey(char *line)
 {
     char word[16] = "", name[65] = "";
-    sscanf(line, "%15s %64s", word, name);
+    int streams = 0;
+    sscanf(line, "%15s %64s %d", word, name, &streams);
     struct instance *i = NULL;
     for (int n = 0; n < instance_count; n++)
         if (!strcmp(instances[n].id, name))
             i = &instances[n];
     if (!strcmp(word, "calls")) {
         tell_calls();
+    } else if (!strcmp(word, "wait")) {
+        awaited_answers = atoi(name);
+        awaited_streams = streams;
+    } else if (!strcmp(word, "step")) {
+        step(atoi(name), STREAM);
+    } else if (!strcmp(word, "answer")) {
+        step(atoi(name), WHOLE);
     } else if (!strcmp(word, "end")) {
         exit(0);
     } else if (i && !strcmp(word, "listen")) {
@@ -616,14 +728,39 @@ static void read_instances(const char *path)
     free(line);
 }
 
+static void read_texts(const char *path)
+{
+    FILE *file = fopen(path, "r");
+    char *line = NULL;
+    size_t room = 0;
+    int section = 1;
+    if (!file)
+        fail(path);
+    while (getline(&line, &room, file) > 0 && section <= MAX_TEXTS) {
+        line[strcspn(line, "\n")] = 0;
+        if (!*line) {
+            section++;
+            continue;
+        }
+        int n = texts[section].count++;
+        texts[section].lines = realloc(texts[section].lines, (n + 1) * sizeof(char *));
+        if (!texts[section].lines || !(texts[section].lines[n] = strdup(line)))
+            fail("realloc");
+    }
+    fclose(file);
+    free(line);
+}
+
 int main(int argc, char **argv)
 {
     struct epoll_event events[256], e = {EPOLLIN, {.ptr = NULL}};
     struct rlimit limit;
-    if (argc != 2) {
-        fprintf(stderr, "usage: engine INSTANCES\n");
+    if (argc != 2 && argc != 3) {
+        fprintf(stderr, "usage: engine INSTANCES [TEXTS]\n");
         return 2;
     }
+    if (argc == 3)
+        read_texts(argv[2]);
     getrlimit(RLIMIT_NOFILE, &limit);
     limit.rlim_cur = limit.rlim_max;
     setrlimit(RLIMIT_NOFILE, &limit);
@@ -660,6 +797,7 @@ int main(int argc, char **argv)
             if (write_due(c))
                 read_requests(c);
         }
+        tell_if_awaited();
         for (struct connection *next; closed; closed = next) {
             next = closed->next;
             free(closed);

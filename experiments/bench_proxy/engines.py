@@ -117,19 +117,24 @@ class Engines:
     """All instances of one run, in one process."""
 
     def __init__(
-        self, programs: Programs, instances: Sequence[Instance] = PAIR, core: int | None = None
+        self,
+        programs: Programs,
+        instances: Sequence[Instance] = PAIR,
+        core: int | None = None,
+        texts: Path | None = None,
     ) -> None:
         self.instances = instances
         self.ports: dict[str, int] = {}
         self._programs = programs
         self._core = core
+        self._texts = [] if texts is None else [texts]
 
     def __enter__(self) -> Self:
         with tempfile.NamedTemporaryFile("w", prefix="kvrs-bench-", suffix=".engines") as file:
             file.write("".join(instance.lines() for instance in self.instances))
             file.flush()
             self._process = subprocess.Popen(
-                pinned(self._core, [self._programs.engine, file.name]),
+                pinned(self._core, [self._programs.engine, file.name, *self._texts]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -91,17 +91,29 @@ static bool is_true(const char *json, const char *key)
     return false;
 }
 
+/* The first string under the key, which may be a value too, as of a message's role. */
+static const char *string_of(const char *json, const char *key)
+{
+    const char *value = json;
+    while ((value = value_of(value, key)) && *value != '"')
+        ;
+    return value;
+}
+
 static long number_of(const char *json, const char *key, long otherwise)
 {
     const char *value = value_of(json, key);
     return value && isdigit((unsigned char)*value) ? strtol(value, NULL, 10) : otherwise;
 }
 
-/* The prompt's ids as a JSON list, and how many: a text has one per four bytes. */
+/* The prompt's ids as a JSON list, and how many: a text, of a chat its first message, has one per
+ * four bytes. */
 static int put_prompt_ids(struct buffer *b, const char *body)
 {
     const char *prompt = value_of(body, "\"prompt\"");
     int count = 0;
+    if (!prompt)
+        prompt = value_of(body, "\"content\"");
     put(b, "[", 1);
     if (prompt && *prompt == '[') {
         const char *end = strchr(prompt, ']');

@@ -122,7 +122,10 @@ class BackendCluster:
 
     async def load(self, name: InstanceId, holds: Callable[[LoadReport], bool]) -> LoadReport:
         """The first report of which something is true."""
-        async with asyncio.timeout(PATIENCE_S), self.backends[name].watch_load(0.05) as reports:
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            self.backends[name].watch_load(0.05, int) as reports,
+        ):
             async for report in reports:
                 if holds(report):
                     return report

@@ -9,7 +9,7 @@ docs/guide/backends.md describes how to add a backend, tests/backends/ what each
 """
 
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -108,9 +108,12 @@ class Backend(Protocol):
         """Ask the instance for its report."""
 
     def watch_load(
-        self, interval_s: float
+        self, interval_s: float, tokens: Callable[[], int]
     ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
-        """Load reports, about every `interval_s`; the loss of the process is an UpstreamError."""
+        """Load reports, about every `interval_s`; the loss of the process is an UpstreamError.
+        `tokens` counts those of the instance so far: one that is polled is asked less while it
+        grows.
+        """
 
     def watch_heartbeats(
         self, interval_s: float

@@ -3,7 +3,7 @@ DistServe implement.
 """
 
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from email.utils import parsedate_to_datetime
 from math import inf
@@ -83,6 +83,10 @@ class OpenAiPeer(Peer):
 
     def leave(self) -> None:
         self._links.drop(self._pool)
+
+    async def _exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        assert (method == "GET") == (body is None)
+        return await self._pool.ask(path, body)
 
     async def prefill(self, call: Call) -> Prefilled:
         reader = WholeReader(_MAX_PREFILL_BYTES)
@@ -185,7 +189,7 @@ class PdBackend(OpenAiPeer):
         return False  # These engines compute the pages that they cannot fetch.
 
     def watch_load(
-        self, interval_s: float
+        self, interval_s: float, tokens: Callable[[], int]
     ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
         return self.watch("/kvrs/v1/load", interval_s, LoadReport)
 

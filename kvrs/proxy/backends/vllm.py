@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from math import inf
 from typing import Any
@@ -225,29 +225,37 @@ class VllmBackend(VllmServer):
         return None
 
     def watch_load(
-        self, interval_s: float
+        self, interval_s: float, tokens: Callable[[], int]
     ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
-        return aclosing(self._reports(interval_s))
+        return aclosing(self._reports(interval_s, tokens))
 
-    async def _reports(self, interval_s: float) -> AsyncGenerator[LoadReport]:
+    async def _reports(
+        self, interval_s: float, tokens: Callable[[], int]
+    ) -> AsyncGenerator[LoadReport]:
         """Load reports without time limits: the watcher has one."""
         try:
-            async for report in self._polled(interval_s):
+            async for report in self._polled(interval_s, tokens):
                 yield report
         finally:
             self._process.lost()
 
-    async def _polled(self, interval_s: float) -> AsyncGenerator[LoadReport]:
+    async def _polled(
+        self, interval_s: float, tokens: Callable[[], int]
+    ) -> AsyncGenerator[LoadReport]:
         clock = asyncio.get_running_loop().time
-        read_s, report = 0.0, None
+        read_s, report, heard = 0.0, None, tokens()
         async with IdleConnection(self.url) as idle:
             while True:
                 if self._denied is not None:
                     raise UnusableError(self._denied)
-                # An HTTP server whose engine is dead ends by itself a moment later.
-                await self._read("/health")
-                await self._check_engines()
-                if report is None or clock() - read_s >= _METRICS_INTERVAL_S:
+                is_due = report is None or clock() - read_s >= _METRICS_INTERVAL_S
+                # Tokens are a sign of life too.
+                before, heard = heard, tokens()
+                if is_due or heard == before:
+                    # An HTTP server whose engine is dead ends by itself a moment later.
+                    await self._read("/health")
+                    await self._check_engines()
+                if is_due or report is None:
                     read_s, report = clock(), await self.load()
                     report = msgspec.structs.replace(report, names=await self._listed())
                 yield report

@@ -13,7 +13,7 @@ from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.vllm_identity import ProcessIdentity
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_totals import ProcessTotals
-from kvrs.proxy.wire.peer import UNREADABLE, UnusableError, body_of
+from kvrs.proxy.wire.peer import UNREADABLE, UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
 
@@ -40,16 +40,12 @@ class VllmServer(OpenAiPeer):
         self._meter = HandOffMeter()
 
     async def _read(self, path: str) -> bytes:
-        async with self.call("GET", path, None) as response:
-            if response.status == 200:
-                return await body_of(response)
-            if response.status >= 500:
-                # The body stays unread, so that the connection is closed: a server without an
-                # engine runs as long as a connection is open.
-                raise UpstreamError(f"HTTP {response.status} for {path}: its engine is dead")
-            raise UnusableError(
-                f"another server than vLLM answers there: HTTP {response.status} for {path}"
-            )
+        status, answer = await self._pool.ask(path, None)
+        if status == 200:
+            return answer
+        if status >= 500:
+            raise UpstreamError(f"HTTP {status} for {path}: its engine is dead")
+        raise UnusableError(f"another server than vLLM answers there: HTTP {status} for {path}")
 
     async def _metrics(self) -> VllmMetrics:
         return VllmMetrics((await self._read("/metrics")).decode(errors="replace"))
@@ -89,10 +85,10 @@ class VllmServer(OpenAiPeer):
     async def _find_ft_path(self) -> None:
         self._ft_path = None
         for path in _FT_PATHS:
-            async with self.call("GET", path, None) as response:
-                if response.status == 200:
-                    self._ft_path = path
-                    return
+            status, _ = await self._pool.ask(path, None)
+            if status == 200:
+                self._ft_path = path
+                return
 
     async def _check_engines(self) -> None:
         """Raises UpstreamError: by its fault tolerance an engine of the server has stopped."""

@@ -29,17 +29,17 @@ from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
 from kvrs.proxy.streams.answer_reader import AnswerReader
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.continuation import Continuation, EngineText, Piece
-from kvrs.proxy.streams.replayed import ReplayedOutput, parsed_parts
+from kvrs.proxy.streams.replayed import ReplayedOutput
 from kvrs.proxy.streams.token_path import TokenPath
 from kvrs.proxy.wire.event_form import EventForm
+from kvrs.proxy.wire.event_template import EventTemplate
 from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.message_parts import parsed_parts
 from kvrs.proxy.wire.peer import UNREADABLE, EngineError, NotANumberError
 from kvrs.proxy.wire.sse import (
-    CHOICES,
     PROMPT_TOKEN_IDS,
     TOKEN_IDS,
     EventSplitter,
-    EventTemplate,
     cut_list,
     head_of,
     next_token_ids,
@@ -48,8 +48,11 @@ from kvrs.proxy.wire.sse import (
 )
 from kvrs.proxy.wire.upstream import Need, Shortcut
 
-# Events from which a template is tried to be learnt: a chat may begin with its reasoning.
+# Events from which a template is tried to be learnt, at the beginning and in so many tokens: a chat
+# goes from its reasoning to its text and to one tool call after the other.
 _MOST_LESSONS = 4
+_TOKENS_PER_LESSON = 16
+_MOST_TEMPLATES = 4  # Of a stream at a time; the oldest goes.
 
 
 class ErrorEventError(EngineError):
@@ -79,7 +82,7 @@ class Relay(AnswerReader):
     __slots__ = (
         *("_client", "_continuation", "_counts_each", "_counts_text", "_first_event"),
         *("_foreign_head", "_form", "_head_bytes", "_is_first", "_lessons", "_most_tokens"),
-        *("_noted", "_path", "_reads_all", "_replayed", "_sees_all", "_splitter", "_template"),
+        *("_noted", "_path", "_reads_all", "_replayed", "_sees_all", "_splitter", "_templates"),
         "_wants_ids",
     )
 
@@ -116,10 +119,10 @@ class Relay(AnswerReader):
         self._wants_ids = request.return_token_ids
         self._most_tokens = inf if request.max_tokens is None else request.max_tokens
         self._splitter, self._form = EventSplitter(), EventForm()
-        self._template: EventTemplate | None = None
-        self._path: TokenPath | None = None  # Of events that fit it, to which `shortcut` leads.
+        self._templates: list[EventTemplate] = []  # The last one that was learnt first.
+        self._path: TokenPath | None = None  # Of events that fit them, to which `shortcut` leads.
         self._counts_each = request.stream_options is not None and request.wants_each_usage
-        self._lessons = 0 if self._reads_all or self._counts_each else _MOST_LESSONS
+        self._lessons = 0  # So many events have been tried.
         self._is_first = not journal.output_ids
         self._sees_all = continuation is None and (self._is_first or replays)
         self._first_event = True
@@ -148,8 +151,8 @@ class Relay(AnswerReader):
         if self.is_over:
             return Need.NOTHING
         if not self._pass_on(self._splitter.feed(data)):
-            if self._template is not None:
-                self.shortcut = self._find_shortcut(self._template)
+            if self._templates:
+                self.shortcut = self._find_shortcut()
             return Need.MORE
         self.is_complete = True
         self.shortcut = None
@@ -157,22 +160,17 @@ class Relay(AnswerReader):
         self._completed()
         return Need.END if self._continuation is None else Need.NOTHING
 
-    def _find_shortcut(self, template: EventTemplate) -> Shortcut | None:
-        """The path of the usual token, whose form is known."""
+    def _find_shortcut(self) -> Shortcut | None:
+        """The path of the usual tokens, whose forms are known."""
         if self._splitter.rest:
             return None
         if self._path is None:
-            # Its head may have another length than that of the first event.
-            has_head = template.before.startswith(CHOICES, self._head_bytes)
-            direct = self._client.direct
-            if not has_head or not (direct or self._client.take_token):
-                return None
             self._path = TokenPath(
                 self._journal,
-                template,
+                self._templates,
                 self._head_bytes,
                 self._client,
-                direct,
+                self._client.direct,
                 delivered=self._delivered,
                 silence=self.silence,
                 clock=self._clock,
@@ -277,24 +275,42 @@ class Relay(AnswerReader):
 
     def _take(self, data: bytes) -> bytes | None:
         """Append one event to the journal; returns the client's form of it, if it gets any."""
-        if self._template is not None and (found := self._template.read(data)) is not None:
-            token_id, ids_at = found
-            self._append([token_id])
-            if not self._wants_ids:
-                data = data[:ids_at] + self._template.rest
-            return self._trim(data) if self._foreign_head else data
         usual = self._form.usual(data)
-        found_ids = None if self._reads_all else next_token_ids(usual)
-        if found_ids is None:
-            return self._take_rare(usual)
-        ids, without_ids = found_ids
-        is_as_sent, data = usual is data, usual
-        if self._lessons and is_as_sent and self._template is None and not self._first_event:
-            self._lessons -= 1
-            self._template = EventTemplate.of(data)
-        event = self._trim(data if self._wants_ids else without_ids)
-        self._append(ids)
+        teaches = usual is data and self._may_learn()
+        found = None if self._reads_all else next_token_ids(usual)
+        if found is None:
+            event = self._take_rare(usual)
+        else:
+            ids, without_ids = found
+            event = self._trim(usual if self._wants_ids else without_ids)
+            self._append(ids)
+        if teaches and event is not None and self._journal.finish_reason is None:
+            self._learn(usual)
         return event
+
+    def _may_learn(self) -> bool:
+        """The next event may be of a kind that the token path is to know: it is passed on as the
+        engine sends it, and is not the first.
+        """
+        journal = self._journal
+        most = _MOST_LESSONS + len(journal.output_ids) // _TOKENS_PER_LESSON
+        return (
+            self._lessons < most
+            and not (self._first_event or self._counts_each or journal.lacks_ids)
+            and self._continuation is None
+            and self._replayed is None
+            and bool(self._client.direct or self._client.take_token)
+        )
+
+    def _learn(self, data: bytes) -> None:
+        for known in self._templates:
+            if known.read(data, 0, len(data)) is not None:
+                return  # It came in several reads.
+        self._lessons += 1
+        # Its head may have another length than that of the first event.
+        if (template := EventTemplate.of(data, self._head_bytes)) is not None:
+            self._templates = [template, *self._templates[: _MOST_TEMPLATES - 1]]
+            self._path = None
 
     def _take_rare(self, data: bytes) -> bytes | None:
         """Take first, last and unusual events as `_take` does; they are decoded whole."""

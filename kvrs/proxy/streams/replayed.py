@@ -1,7 +1,6 @@
 """The output of an engine that generates what the client has once more, before anything new."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -9,40 +8,10 @@ import msgspec
 from kvrs.errors import UpstreamError
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
 from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.message_parts import REASONING, TEXT, all_parts, arguments_of, name_of
 from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, prompt_ids_of
 
-_TEXT = "text"
-_REASONING = ("reasoning", "reasoning_content")  # Two names of the same.
-
-
-class _Function(msgspec.Struct, gc=False):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _Call(msgspec.Struct, gc=False):
-    """A part of a tool call. Its id comes with its name."""
-
-    index: int = 0
-    function: _Function = msgspec.field(default_factory=_Function)
-
-
-_CALL = msgspec.json.Decoder(_Call)
-
-
-def parsed_parts(choice: ReceivedChoice) -> Iterator[tuple[str, int]]:
-    """The parts of a message beside its text that an event adds to, and how many characters.
-
-    Raises:
-        msgspec.DecodeError: a tool call has another form.
-    """
-    delta = choice.delta
-    if reasoning := delta.reasoning or delta.reasoning_content:
-        yield _REASONING[0], len(reasoning)
-    for raw in delta.tool_calls or ():
-        call = _CALL.decode(raw)
-        yield _name_of(call.index), len(call.function.name or "")
-        yield _arguments_of(call.index), len(call.function.arguments or "")
+_REASONING = (REASONING, "reasoning_content")  # Two names of the same.
 
 
 class ReplayedOutput:
@@ -57,7 +26,7 @@ class ReplayedOutput:
         self._known = journal.output_ids[:]
         self._at = 0
         self._owed = Counter(journal.parsed_sent or {})  # Characters that are still to come again.
-        self._owed[_TEXT] = journal.text_sent or 0
+        self._owed[TEXT] = journal.text_sent or 0
 
     @property
     def is_over(self) -> bool:
@@ -77,7 +46,7 @@ class ReplayedOutput:
         self._at += again
         if choice.finish_reason is not None and self._at < len(self._known):
             raise UpstreamError(f"ended its replay at {self._at} of {len(self._known)} tokens")
-        owes = any(self._owed[part] for part, size in self._parts(choice) if size)
+        owes = any(self._owed[part] for part, size in all_parts(choice) if size)
         if not again and not owes:
             return data, choice
         event = msgspec.json.decode(data)
@@ -94,11 +63,6 @@ class ReplayedOutput:
         if PROMPT_TOKEN_IDS in data and prompt_ids_of(data) != self._journal.prompt_ids:
             raise UpstreamError("renders another prompt than that of the stream")
 
-    @staticmethod
-    def _parts(choice: ReceivedChoice) -> Iterator[tuple[str, int]]:
-        yield _TEXT, len(choice.plain_text)
-        yield from parsed_parts(choice)
-
     def _cut(self, choice: dict[str, Any], again: int) -> None:
         """Take from a decoded choice the first `again` ids and the characters that are owed."""
         if choice.get("token_ids"):
@@ -108,10 +72,10 @@ class ReplayedOutput:
                 name: values and values[again:] for name, values in logprobs.items()
             }
         if choice.get("text"):
-            choice["text"] = self._rest(_TEXT, choice["text"])
+            choice["text"] = self._rest(TEXT, choice["text"])
         delta = choice.get("delta") or {}
         if delta.get("content"):
-            delta["content"] = self._rest(_TEXT, delta["content"])
+            delta["content"] = self._rest(TEXT, delta["content"])
         # Where both names are there, they have the same text.
         if names := [name for name in _REASONING if delta.get(name)]:
             rest = self._rest(_REASONING[0], delta[names[0]])
@@ -126,24 +90,16 @@ class ReplayedOutput:
         """Cut a part of a tool call; true if something of it is left."""
         index, function = call.get("index", 0), call.get("function") or {}
         if name := function.get("name"):
-            if self._rest(_name_of(index), name):
+            if self._rest(name_of(index), name):
                 return True  # It is new, with its id.
             for each in ("id", "type"):
                 call.pop(each, None)
             function["name"] = None
         arguments = function.get("arguments") or ""
-        function["arguments"] = self._rest(_arguments_of(index), arguments)
+        function["arguments"] = self._rest(arguments_of(index), arguments)
         return bool(function["arguments"])
 
     def _rest(self, part: str, text: str) -> str:
         again = min(len(text), self._owed[part])
         self._owed[part] -= again
         return text[again:]
-
-
-def _name_of(index: int) -> str:
-    return f"name {index}"
-
-
-def _arguments_of(index: int) -> str:
-    return f"arguments {index}"

@@ -1,22 +1,25 @@
-"""The way of the usual token: a read that is one chunk with one event with one id goes from the
-engine's connection to the client's in one write. It is the work of `Relay` and of both framings for
-bytes that fit the stream's template; everything else is left to them.
+"""The way of the usual tokens: a read of whole chunks, each with one event with one id, goes from
+the engine's connection to the client's in one write. It is the work of `Relay` and of both framings
+for events that fit a template of the stream; everything else is left to them.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 
 from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.proxy.streams.clients import Client, SseClient
+from kvrs.proxy.wire.event_template import EventTemplate, shared
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.sse import EventTemplate, shared
+from kvrs.proxy.wire.message_parts import TEXT
 
 _MOST_BYTES = 2048  # Of a chunk with its frame; an event of one token has a few hundred.
 _MOST_TOKENS = 1 << 32  # Where the client names no number.
 _DATA = b"data: "
 _END_OF_EVENT = b"\n\n"
 _END_OF_CHUNK = b"\r\n"
-_ZERO = ord("0")
+_END = _END_OF_EVENT + _END_OF_CHUNK
 _NO_HEAD = b"\n"  # With which no chunk begins.
+_BEGINNING = re.compile(rb"([1-9a-f][0-9a-f]{0,2})\r\n" + _DATA)
 
 
 def _heads() -> tuple[list[bytes], list[bytes]]:
@@ -35,40 +38,41 @@ def _heads() -> tuple[list[bytes], list[bytes]]:
 _HEAD_BY_SIZE, _BEGINNING_BY_WHOLE = _heads()
 
 
+class _Form:
+    """The client's form of the events of one template."""
+
+    __slots__ = ("end", "framing_bytes", "ids_bytes", "opening", "part", "read", "skipped_bytes")
+
+    def __init__(
+        self, template: EventTemplate, journal: Journal, head_bytes: int, *, is_framed: bool
+    ) -> None:
+        assert journal.head is not None
+        self.read = template.read
+        self.part = template.part
+        # The opening, what lies between that and the ids, and the end.
+        data = _DATA if is_framed else b""
+        self.opening, self.skipped_bytes = b"", -len(data)
+        if template.before[:head_bytes] != journal.head:
+            self.opening, self.skipped_bytes = data + journal.head, head_bytes
+        self.ids_bytes = template.ids_bytes
+        end = b"" if journal.wants_ids else template.after[1:]
+        self.end = shared(end + _END) if is_framed else end
+        self.framing_bytes = len(self.opening) + len(self.end) - len(_END_OF_CHUNK)
+
+
 class TokenPath:
     """The token path of one attempt at a stream."""
 
     __slots__ = (
-        "_after",
-        "_after_bytes",
-        "_attempt",
-        "_before",
-        "_before_bytes",
-        "_between",
-        "_between_bytes",
-        "_client",
-        "_clock",
-        "_delivered",
-        "_direct",
-        "_event_end",
-        "_framing_bytes",
-        "_ids_bytes",
-        "_journal",
-        "_max_bytes",
-        "_most_tokens",
-        "_opening",
-        "_silence",
-        "_skipped_bytes",
-        "_take_token",
-        "_transport",
-        "_wait_for_room",
-        "_wants_ids",
+        *("_attempt", "_client", "_clock", "_counts_text", "_delivered", "_direct", "_form"),
+        *("_forms", "_gathered", "_is_only_form", "_journal", "_most_tokens", "_silence"),
+        *("_take_token", "_transport", "_wait_for_room", "_wants_ids"),
     )
 
     def __init__(
         self,
         journal: Journal,
-        template: EventTemplate,
+        templates: Sequence[EventTemplate],
         head_bytes: int,
         client: Client,
         direct: SseClient | None,
@@ -81,7 +85,6 @@ class TokenPath:
         """`head_bytes`: of the events' head, in the place of which the client gets the stream's;
         `direct`: as of `client`; `wait_for_room`: of the relay, once the client is blocked.
         """
-        assert journal.head is not None
         self._journal = journal
         self._attempt = journal.attempt
         most = journal.parsed.request.max_tokens
@@ -94,79 +97,107 @@ class TokenPath:
         self._silence = silence
         self._clock = clock
         self._wait_for_room = wait_for_room
-        self._before = template.before
-        self._before_bytes = len(template.before)
-        self._between = template.between
-        self._between_bytes = len(template.between)
-        self._after = shared(template.after + _END_OF_EVENT + _END_OF_CHUNK)
-        self._after_bytes = len(self._after)
-        # The bytes for the client: the opening, what lies between that and the ids, and the end.
-        self._wants_ids = journal.parsed.request.return_token_ids
-        data = b"" if direct is None else _DATA
-        self._opening, self._skipped_bytes = b"", -len(data)
-        if template.before[:head_bytes] != journal.head:
-            self._opening, self._skipped_bytes = data + journal.head, head_bytes
-        self._ids_bytes = template.ids_bytes
-        self._event_end = b"" if self._wants_ids else template.rest
-        if direct is not None:
-            self._event_end = shared(self._event_end + _END_OF_EVENT + _END_OF_CHUNK)
-        self._framing_bytes = len(self._opening) + len(self._event_end) - len(_END_OF_CHUNK)
-        self._max_bytes = _MOST_BYTES - self._framing_bytes
+        self._wants_ids = journal.wants_ids
+        self._counts_text = journal.text_sent is not None
+        self._forms = [
+            _Form(each, journal, head_bytes, is_framed=direct is not None) for each in templates
+        ]
+        self._form = self._forms[0]  # Of the last event.
+        self._is_only_form = len(self._forms) == 1
+        # Bytes for the client, while the chunks of one read are taken; None: each is written.
+        self._gathered: list[bytes] | None = None
 
     def close(self) -> None:
         """Relay nothing more: what comes next is read by the relay itself."""
         self._most_tokens = 0
 
-    def take(self, data: bytes) -> bool:
-        """Relay a read; False: it is not of the usual form, and nothing has happened."""
-        size = len(data)
-        if size > self._max_bytes:
-            return False
-        beginning = _BEGINNING_BY_WHOLE[size]
-        at = len(beginning)
-        if not (
-            data.startswith(beginning)
-            and data.startswith(self._before, at)
-            and data.endswith(self._after)
-        ):
-            return False
-        # A quote within the text would be escaped: so this is the text's end.
-        text_at = at + self._before_bytes
-        text_end = data.find(b'"', text_at)
-        if not data.startswith(self._between, text_end) or data.find(b"\n", text_at, text_end) >= 0:
-            return False
-        digits = data[text_end + self._between_bytes : size - self._after_bytes]
-        # JSON numbers that need no further check: natural, below 2^32.
-        if not digits.isdigit() or len(digits) > 9 or digits[0] == _ZERO:
-            return False
+    def take(self, data: bytes) -> bytes:
+        """Relay the usual tokens at the beginning of a read; returns what is left of it."""
+        size, form = len(data), self._form
+        if size > _MOST_BYTES or not data.startswith(beginning := _BEGINNING_BY_WHOLE[size]):
+            return self._take_others(data)
+        at, event_end = len(beginning), size - len(_END)
+        found = form.read(data, at, event_end)
+        if found is None or not data.endswith(_END):
+            return data if self._is_only_form else self._take_others(data)
+        token_id, text_end, characters = found
         journal, transport, direct = self._journal, self._transport, self._direct
-        ids = journal.output_ids
+        ids, now_s = journal.output_ids, self._clock()
+        begin = at + form.skipped_bytes
+        end = event_end if self._wants_ids else text_end + form.ids_bytes
+        framed = form.framing_bytes + end - begin
         if (
             journal.attempt != self._attempt
             or journal.finish_reason is not None
             or len(ids) >= self._most_tokens
             or (transport is not None and transport.is_closing())
+            or framed > _MOST_BYTES
         ):
-            return False
-        token_id, now_s = int(digits), self._clock()
+            return data
         ids.append(token_id)
-        begin = at + self._skipped_bytes
-        end = size - 4 if self._wants_ids else text_end + self._ids_bytes
+        if self._counts_text:
+            self._count(form.part, characters)
         if transport is not None and direct is not None:
-            chunk_head = _HEAD_BY_SIZE[self._framing_bytes + end - begin]
-            parts = (chunk_head, self._opening, data[begin:end], self._event_end)
-            transport.write(b"".join(parts))
+            parts = (_HEAD_BY_SIZE[framed], form.opening, data[begin:end], form.end)
+            if self._gathered is None:
+                transport.write(b"".join(parts))
+            else:
+                self._gathered += parts
             direct.was_silent = False
         else:
             assert self._take_token is not None
-            self._take_token(token_id, self._opening + data[begin:end] + self._event_end, now_s)
+            self._take_token(token_id, form.opening + data[begin:end] + form.end, now_s)
         if self._client.blocked:
             self._wait_for_room()
         self._silence.heard_s = self._delivered.last_s = now_s
         self._delivered.tokens += 1
-        # As `Journal.wrote`. The event that the template was learnt from has been written.
+        # As `Journal.wrote`. An event before those of the template has been written.
         last_s, journal.last_write_s = journal.last_write_s, now_s
         assert last_s is not None
         if now_s - last_s > journal.longest_gap_s:
             journal.longest_gap_s = now_s - last_s
-        return True
+        return b""
+
+    def _take_others(self, data: bytes) -> bytes:
+        """A read of several chunks, or one event of another form."""
+        if self._gathered is not None:
+            return data
+        done, size = 0, len(data)
+        gathered: list[bytes] = []
+        self._gathered = gathered
+        try:
+            while (match := _BEGINNING.match(data, done)) is not None:
+                end = match.end() - len(_DATA) + int(match[1], 16) + len(_END_OF_CHUNK)
+                if end > size or not self._take_any(data[done:end]):
+                    break
+                done = end
+        finally:
+            self._gathered = None
+            if gathered:
+                assert self._transport is not None
+                self._transport.write(b"".join(gathered))
+        if self._client.blocked:
+            self._wait_for_room()
+        return data[done:]
+
+    def _take_any(self, chunk: bytes) -> bool:
+        """Take a chunk of whichever form."""
+        if not self.take(chunk):
+            return True
+        before = self._form
+        for form in self._forms:
+            self._form = form
+            if form is not before and not self.take(chunk):
+                return True
+        self._form = before
+        return False
+
+    def _count(self, part: str | None, characters: int) -> None:
+        """Count characters of a part, which `Relay._count_text` has begun to count."""
+        journal = self._journal
+        if part == TEXT:
+            assert journal.text_sent is not None
+            journal.text_sent += characters
+        elif part is not None:
+            assert journal.parsed_sent is not None
+            journal.parsed_sent[part] += characters

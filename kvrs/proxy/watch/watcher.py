@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 from kvrs.config.proxy import ProxySettings
@@ -62,7 +63,8 @@ class Watcher:
         limits = WatchLimits.of(settings)
         if isinstance(known, Member):
             self._peer = instance = driver.backends[known.id]
-            self._watch_reports = instance.watch_load
+            delivered = driver.control.progress.delivered[known.id]
+            self._watch_reports = partial(instance.watch_load, tokens=lambda: delivered.tokens)
             self._watch = InstanceWatch(known, driver.control, limits, self)
         else:
             self._peer = agent = driver.agent_backends[known.id]

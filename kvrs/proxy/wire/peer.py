@@ -37,7 +37,7 @@ _LAG_SHARE = 0.1  # Of that time: a proxy that was late by more tries again.
 KEPT_S = 10.0  # A connection that no call uses.
 _CONTROL_TIMEOUT_S = 2.0  # Of the small calls; never of a completion.
 _MAX_LINE_BYTES = 8 << 20
-_MAX_ANSWER_BYTES = 8 << 20
+MAX_ANSWER_BYTES = 8 << 20
 LARGE_BODY_BYTES = 256 << 10
 _DESCRIPTOR_PAUSE_S = 0.1
 _LONGEST_DESCRIPTOR_WAIT_S = 30.0
@@ -178,18 +178,22 @@ class Peer:
         body = None if message is None else msgspec.json.encode(message)
         try:
             with Watchdog(lambda *_: _CONTROL_TIMEOUT_S):
-                async with self.call(method, path, body) as response:
-                    raw = await body_of(response)
+                status, raw = await self._exchange(method, path, body)
         except SilentError:
             raise UpstreamError(f"no answer to {path} within {_CONTROL_TIMEOUT_S} s") from None
-        if response.status == 401:
+        if status == 401:
             raise UnusableError(f"HTTP 401: {self.UNAUTHORISED}")
-        if response.status != 200:
-            raise _unexpected(response.status, path, raw)
+        if status != 200:
+            raise _unexpected(status, path, raw)
         try:
             return msgspec.json.decode(raw, type=kind)
         except UNREADABLE as error:
             raise UnusableError(f"unexpected answer to {path}: {error}") from None
+
+    async def _exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        """Make a small call: its status and its answer."""
+        async with self.call(method, path, body) as response:
+            return response.status, await body_of(response)
 
     @asynccontextmanager
     async def call(
@@ -264,7 +268,7 @@ def _unexpected(status: int, path: str, body: bytes) -> UpstreamError:
     )
 
 
-async def body_of(response: aiohttp.ClientResponse, max_bytes: int = _MAX_ANSWER_BYTES) -> bytes:
+async def body_of(response: aiohttp.ClientResponse, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
     """The whole body; one that is longer is not read to its end.
 
     Raises:

@@ -27,6 +27,7 @@ from kvrs.protocol.secrets import ScopedKey
 from kvrs.proxy.wire.peer import (
     CONNECT_TIMEOUT_S,
     KEPT_S,
+    MAX_ANSWER_BYTES,
     ConnectionLostError,
     NotConnectedError,
     UnusableError,
@@ -36,7 +37,7 @@ from kvrs.proxy.wire.peer import (
     reason_of,
     set_options,
 )
-from kvrs.proxy.wire.upstream import Need, Upstream
+from kvrs.proxy.wire.upstream import Need, Upstream, WholeReader
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 MOST_KEPT = 256  # Of one instance; beyond it the one is closed that has been idle for longest.
@@ -109,6 +110,7 @@ class Pool:
             f"POST {parsed.path}%s HTTP/1.1\r\nHost: {parsed.netloc}\r\n{token}"
             "Content-Type: application/json\r\nContent-Length: %d\r\n%s\r\n"
         )
+        self._get = f"GET {parsed.path}%s HTTP/1.1\r\nHost: {parsed.netloc}\r\n{token}\r\n"
         self._kept: dict[Upstream, float] = {}  # By the time since when, longest first.
         self._forget = self._lost  # One for all connections.
         self._sweep: asyncio.TimerHandle | None = None
@@ -118,6 +120,30 @@ class Pool:
     def head(self, path: str, size_bytes: int, headers: str = "") -> bytes:
         """The head of a request; each line of `headers` has its end."""
         return (self._head % (path, size_bytes, headers)).encode()
+
+    async def ask(self, path: str, body: bytes | None) -> tuple[int, bytes]:
+        """Make one small call, a GET without a body: the status and the answer.
+
+        Raises:
+            UpstreamError: there was no answer, or a longer one than it may be.
+        """
+        head = (self._get % path).encode() if body is None else self.head(path, len(body))
+        while True:
+            reader, upstream = WholeReader(MAX_ANSWER_BYTES), await self.take()
+            is_kept = upstream.status != 0
+            try:
+                await (await upstream.send(head, body or b"", reader))
+                status = upstream.status
+                if status >= 500:
+                    # A server without an engine may run as long as a connection is open.
+                    upstream.close()
+                return status, reader.body if status == 200 else upstream.refusal
+            except ConnectionLostError:
+                # The server may have closed a kept connection as the request was sent.
+                if body is not None or not is_kept:
+                    raise
+            finally:
+                self.give_back(upstream)
 
     async def take(self) -> Upstream:
         """A connection for one call, which gives it back: the one that has been idle for the

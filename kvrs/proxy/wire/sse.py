@@ -8,7 +8,6 @@ it; events of another form are given that one first (`event_form.py`).
 import re
 from array import array
 from dataclasses import dataclass
-from functools import lru_cache
 
 import msgspec
 
@@ -28,10 +27,8 @@ PROMPT_TOKEN_IDS = b',"prompt_token_ids":['
 _INDEX = re.compile(rb'(?<=[{,]"index":)0')
 _INDEX_FIRST = b'{"index":'
 _TOOL_CALLS = b'"tool_calls"'
-_UNFINISHED = b',"finish_reason":null'
+UNFINISHED = b',"finish_reason":null'
 CHOICES = b',"choices":['
-_TEXT = re.compile(rb'[{,]"(?:text|content)":"')
-_ZERO = ord("0")
 _IDS = msgspec.json.Decoder(list[TokenId])
 # Lines may end with CR alone; CRLF is one end.
 _BOUNDARY = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
@@ -92,7 +89,7 @@ def next_token_ids(data: bytes) -> tuple[list[int], bytes] | None:
     ids, a finish, usage, an error).
     """
     at = data.find(TOKEN_IDS)
-    if at < 0 or data.rfind(_UNFINISHED, 0, at) < 0:
+    if at < 0 or data.rfind(UNFINISHED, 0, at) < 0:
         return None
     start = at + len(TOKEN_IDS) - 1
     try:
@@ -101,54 +98,6 @@ def next_token_ids(data: bytes) -> tuple[list[int], bytes] | None:
     except ValueError:  # msgspec's errors are ValueErrors too.
         raise UpstreamError("sent token ids that are not a list of integers") from None
     return (ids, data[:at] + data[end:]) if ids else None
-
-
-@lru_cache(maxsize=128)
-def shared(piece: bytes) -> bytes:
-    """One object for a piece of the events that most streams have in common."""
-    return piece
-
-
-class EventTemplate:
-    """The common part of the plain token events of one engine's stream: all but the text and one
-    id. An event that fits is read with two comparisons and a search; every other one is for the
-    exact readers below and above.
-    """
-
-    __slots__ = ("_text_at", "after", "before", "between", "ids_bytes", "rest")
-
-    def __init__(self, before: bytes, between: bytes, after: bytes) -> None:
-        self.before = before  # Up to the text's first character.
-        self.between = shared(between)  # From the text's last quote to the id.
-        self.after = shared(after)  # From the end of the ids.
-        self.ids_bytes = len(between) - len(TOKEN_IDS)
-        self._text_at = len(before)
-        self.rest = shared(after[1:])  # What follows the list of ids.
-
-    @classmethod
-    def of(cls, data: bytes) -> "EventTemplate | None":
-        """The template of an event that `next_token_ids` has read; None: it has another form."""
-        if (found := _TEXT.search(data)) is None:
-            return None
-        ids_at, text_end = data.find(TOKEN_IDS), data.find(b'"', found.end())
-        between = data[text_end : ids_at + len(TOKEN_IDS)]
-        if _UNFINISHED not in between or b"\\" in data[found.end() : text_end]:
-            return None
-        return cls(data[: found.end()], between, data[data.index(b"]", ids_at) :])
-
-    def read(self, data: bytes) -> tuple[int, int] | None:
-        """The one id of an event, and where its list of ids begins; None: it does not fit."""
-        if not (data.startswith(self.before) and data.endswith(self.after)):
-            return None
-        # A quote within the text would be escaped: so this is the text's end.
-        text_end = data.find(b'"', self._text_at)
-        if not data.startswith(self.between, text_end):
-            return None
-        digits = data[text_end + len(self.between) : -len(self.after)]
-        # JSON numbers that need no further check: natural, below 2^32.
-        if not digits.isdigit() or len(digits) > 9 or digits[0] == _ZERO:
-            return None
-        return int(digits), text_end + self.ids_bytes
 
 
 def cut_list(data: bytes, key: bytes) -> bytes:

@@ -35,8 +35,8 @@ class Flow(Protocol):
     def resume(self) -> None: ...
 
 
-# Takes a read that is one whole chunk, as it lies on the connection; or nothing of it: False.
-Shortcut = Callable[[bytes], bool]
+# Takes the beginning of a read, as it lies on the connection: whole chunks; returns the rest.
+Shortcut = Callable[[bytes], bytes]
 
 
 class Reader(Protocol):
@@ -205,7 +205,7 @@ class Upstream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            if self._shortcut is not None and self._shortcut(data):
+            if self._shortcut is not None and not (data := self._shortcut(data)):
                 return
         except Exception as error:
             self._fail(error)

@@ -9,8 +9,9 @@ import pytest
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
-from kvrs.proxy.streams.replayed import ReplayedOutput, parsed_parts
+from kvrs.proxy.streams.replayed import ReplayedOutput
 from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.message_parts import parsed_parts
 from kvrs.proxy.wire.requests import CHAT, read
 
 BODY = b'{"model":"m","messages":[{"role":"user","content":"a"}]}'

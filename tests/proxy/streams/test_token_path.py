@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from types import FrameType
 from typing import Any, cast
 
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.bench_proxy.texts import TEXTS as TEXTS_OF_TOKENS
+from experiments.bench_proxy.texts import Text
 from kvrs.core.fleet.silence import Delivered
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
@@ -84,14 +87,19 @@ class Way:
     """That of a stream's bytes from the engine's connection to the client's."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, journal: Journal, *, is_short: bool
+        self,
+        loop: asyncio.AbstractEventLoop,
+        journal: Journal,
+        *,
+        is_short: bool,
+        is_plain: bool = False,
     ) -> None:
         self.journal = journal
         self.wire = Wire()
         self.client = Client(self.wire, is_direct=is_short)
         self.delivered = Delivered()
         self.reads = 0  # Each comes later after the one before it than that did.
-        self.taken = 0  # Reads that were shortened.
+        self.taken = 0  # Tokens that were shortened.
         self.said: list[str] = []
         self.relay = Relay(
             journal,
@@ -100,6 +108,7 @@ class Way:
             clock=lambda: float(self.reads**2),
             resumed=lambda: None,
             delivered=self.delivered,
+            exact=not is_plain,
         )
         self.relay.flow = self
         self._response = HttpResponse(loop)
@@ -117,9 +126,12 @@ class Way:
             return
         self.reads += 1
         shortcut = self.relay.shortcut if self._response.is_between_chunks else None
-        if shortcut is not None and shortcut(data):
-            self.taken += 1
-            return
+        if shortcut is not None:
+            before = len(self.journal.output_ids)
+            data = shortcut(data)
+            self.taken += len(self.journal.output_ids) - before
+            if not data:
+                return
         try:
             if (body := self._response.feed(data)) and self.relay.feed(body) is not Need.MORE:
                 self.said.append("complete")
@@ -137,6 +149,7 @@ class Way:
             journal.finish_reason,
             (journal.first_write_s, journal.last_write_s, journal.longest_gap_s),
             self.delivered,
+            (journal.text_sent, journal.parsed_sent, journal.replayed, journal.inexact),
         )
 
 
@@ -169,6 +182,7 @@ EVENTS = st.tuples(TEXTS, st.integers(0, 1 << 30))
 
 @SETTINGS
 @given(
+    is_plain=st.booleans(),
     is_chat=st.booleans(),
     wants_ids=st.booleans(),
     is_later=st.booleans(),
@@ -177,6 +191,7 @@ EVENTS = st.tuples(TEXTS, st.integers(0, 1 << 30))
     max_tokens=st.integers(1, 10),
 )
 def test_the_short_way_gives_what_the_long_one_gives(
+    is_plain: bool,
     is_chat: bool,
     wants_ids: bool,
     is_later: bool,
@@ -195,23 +210,124 @@ def test_the_short_way_gives_what_the_long_one_gives(
 
     def journal() -> Journal:
         made = journal_of(is_chat=is_chat, wants_ids=wants_ids, max_tokens=max_tokens)
-        if is_later:
+        if is_later and not is_plain:
             made.output_ids.append(5)
             made.head = head_of(event("", None, name="first", is_chat=is_chat))
         return made
 
-    check_both_ways(journal, reads)
+    check_both_ways(journal, reads, is_plain=is_plain)
 
 
-def check_both_ways(journal: Callable[[], Journal], reads: Sequence[bytes]) -> None:
+def check_both_ways(
+    journal: Callable[[], Journal], reads: Sequence[bytes], *, is_plain: bool = False
+) -> Way:
+    """The short way, when it has done what the long one does."""
     loop = asyncio.new_event_loop()
-    short, long = (Way(loop, journal(), is_short=is_short) for is_short in (True, False))
+    short, long = (
+        Way(loop, journal(), is_short=is_short, is_plain=is_plain) for is_short in (True, False)
+    )
     loop.close()
     for data in reads:
         short.read(data)
         long.read(data)
     assert short.seen == long.seen
     assert long.taken == 0
+    return short
+
+
+PARTS = ("content", "reasoning", "reasoning_content", "arguments", "other arguments", "nothing")
+DELTAS = st.tuples(st.sampled_from(PARTS), TEXTS, st.integers(1, 1 << 30))
+
+
+def delta_event(part: str, text: str, token_id: int, finish: str | None = None) -> bytes:
+    """An event of a chat in vLLM's form."""
+    delta: dict[str, Any] = {part: text}
+    if part.endswith("arguments"):
+        call = {"index": int(part != "arguments"), "function": {"arguments": text}}
+        delta = {"tool_calls": [call]}
+    if part == "nothing":
+        delta = {}
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+    head = {"id": "name", "object": "o", "created": 1, "model": "m"}
+    return msgspec.json.encode(head | {"choices": [choice | {"token_ids": [token_id]}]})
+
+
+@SETTINGS
+@given(
+    deltas=st.lists(DELTAS, max_size=12),
+    repeats=st.integers(1, 3),
+    cuts=st.lists(st.integers(0, 6000), max_size=6),
+    is_plain=st.booleans(),
+    wants_ids=st.booleans(),
+)
+def test_parts_of_a_message_are_counted_as_the_whole_decode_counts_them(
+    deltas: list[tuple[str, str, int]],
+    repeats: int,
+    cuts: list[int],
+    is_plain: bool,
+    wants_ids: bool,
+) -> None:
+    """Text, reasoning and the arguments of each call, with any characters and in any order."""
+    first = chunk(sse(delta_event("content", "", 3)))
+    data = b"".join(chunk(sse(delta_event(*delta))) for delta in deltas for _ in range(repeats))
+    last = chunk(sse(delta_event("content", "", 4, "stop")) + b"data: [DONE]\n\n")
+    data = first + data + last + b"0\r\n\r\n"
+    at = sorted({0, len(first), *(cut for cut in cuts if cut < len(data)), len(data)})
+
+    check_both_ways(
+        lambda: journal_of(is_chat=True, wants_ids=wants_ids),
+        [data[begin:end] for begin, end in pairwise(at)],
+        is_plain=is_plain,
+    )
+
+
+def events_of(text: Text) -> list[bytes]:
+    """Events of a vLLM, each with a line of the text."""
+    kind = "chat.completion.chunk" if text.is_chat else "text_completion"
+    more = "" if text.is_chat else ',"stop_reason":null'
+    return [
+        f'{{"id":"name","object":"{kind}","created":1,"model":"m","choices":[{{"index":0,{line},'
+        f'"logprobs":null,"finish_reason":null{more},"token_ids":[{number}]}}]}}'.encode()
+        for number, line in enumerate(text.lines, 1)
+    ]
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("text", TEXTS_OF_TOKENS, ids=[text.name for text in TEXTS_OF_TOKENS])
+def test_reads_may_be_cut_at_every_byte(text: Text, is_plain: bool) -> None:
+    """Bytes, ids, counted characters and the journal are the same at every cut."""
+    some = [chunk(sse(data)) for data in events_of(text)[1:6]]
+    data = b"".join(some)
+
+    def journal() -> Journal:
+        return journal_of(is_chat=text.is_chat)
+
+    for cut in range(len(data)):
+        check_both_ways(journal, [data[:cut], data[cut:]], is_plain=is_plain)
+        check_both_ways(journal, [*some[:4], data[:cut], data[cut:]], is_plain=is_plain)
+
+
+@pytest.mark.parametrize(("per_read", "share"), [(1, 0.95), (3, 0.9), (20, 0.7)])
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("text", TEXTS_OF_TOKENS, ids=[text.name for text in TEXTS_OF_TOKENS])
+def test_nearly_all_tokens_are_taken(
+    text: Text, is_plain: bool, per_read: int, share: float
+) -> None:
+    """The short way takes every kind of text, from a plain vLLM too. In a read with several tokens
+    it leaves those behind an unusual one, as the name of a tool call is.
+    """
+    chunks = [chunk(sse(data)) for data in events_of(text) * 4]
+    reads = [*chunks[:4]]
+    reads += [
+        b"".join(chunks[first : first + per_read]) for first in range(4, len(chunks), per_read)
+    ]
+
+    way = check_both_ways(
+        lambda: journal_of(is_chat=text.is_chat, max_tokens=5000), reads, is_plain=is_plain
+    )
+
+    assert len(way.journal.output_ids) == len(chunks)
+    assert way.taken >= share * len(chunks)
 
 
 USUAL = sse(event("Q", [77], name="name", is_chat=False))
@@ -273,6 +389,7 @@ def test_a_head_of_another_length_than_the_first_event_s_is_cut_where_it_ends(
     check_both_ways(journal, [first, later, later, later])
 
 
+@pytest.mark.parametrize("is_plain", [False, True])
 @pytest.mark.parametrize("wants_ids", [False, True])
 @pytest.mark.parametrize(
     "unusual",
@@ -285,7 +402,7 @@ def test_a_head_of_another_length_than_the_first_event_s_is_cut_where_it_ends(
     ],
 )
 def test_the_short_way_takes_nothing_that_the_long_one_would_not(
-    unusual: bytes, wants_ids: bool
+    unusual: bytes, wants_ids: bool, is_plain: bool
 ) -> None:
     """An engine's events and frames are not believed because those before them were plain."""
     usual = chunk(USUAL)
@@ -293,14 +410,23 @@ def test_the_short_way_takes_nothing_that_the_long_one_would_not(
     check_both_ways(
         lambda: journal_of(is_chat=False, wants_ids=wants_ids),
         [usual, usual, usual, unusual, usual, usual],
+        is_plain=is_plain,
+    )
+    check_both_ways(
+        lambda: journal_of(is_chat=False, wants_ids=wants_ids),
+        [usual, usual, usual, usual + unusual + usual, usual],
+        is_plain=is_plain,
     )
 
 
-def test_the_usual_tokens_are_taken(loop_of_a_test: asyncio.AbstractEventLoop) -> None:
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_the_usual_tokens_are_taken(
+    loop_of_a_test: asyncio.AbstractEventLoop, is_plain: bool
+) -> None:
     """All but the events from which their form is learnt; and of a client that does not read none
     are lost.
     """
-    way = Way(loop_of_a_test, journal_of(is_chat=False), is_short=True)
+    way = Way(loop_of_a_test, journal_of(is_chat=False), is_short=True, is_plain=is_plain)
     for number in range(20):
         way.read(chunk(sse(event(f" {number}", [number + 5], name="name", is_chat=False))))
 
@@ -336,10 +462,11 @@ def test_a_token_that_must_not_come_is_left_to_the_long_way(
     assert len(way.journal.output_ids) == 3
 
 
-async def test_a_token_takes_two_calls_from_connection_to_client() -> None:
+@pytest.mark.parametrize("is_plain", [False, True])
+async def test_a_token_takes_few_calls_from_connection_to_client(is_plain: bool) -> None:
     """The CPU that a token costs in Python depends on the number of calls."""
     loop, wire = asyncio.get_running_loop(), Wire()
-    way = Way(loop, journal_of(is_chat=False), is_short=True)
+    way = Way(loop, journal_of(is_chat=False), is_short=True, is_plain=is_plain)
     upstream = Upstream(loop, lambda *_: None)
     upstream.connection_made(cast(asyncio.Transport, wire))
     await upstream.send(b"request", b"", way.relay)
@@ -356,7 +483,9 @@ async def test_a_token_takes_two_calls_from_connection_to_client() -> None:
     upstream.data_received(usual)
     sys.setprofile(None)
 
-    assert called == ["Upstream.data_received", "TokenPath.take"]
+    counted = ["TokenPath._count"] if is_plain else []
+    path = ["Upstream.data_received", "TokenPath.take", "EventTemplate.read"]
+    assert called == [*path, *counted]
     assert len(way.journal.output_ids) == 4
 
 

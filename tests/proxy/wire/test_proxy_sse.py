@@ -12,6 +12,7 @@ from kvrs.core.fleet.silence import Delivered
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import (
+    CHUNK,
     ChatChunkChoice,
     ChatDelta,
     Choice,
@@ -26,6 +27,7 @@ from kvrs.protocol.token_ids import packed
 from kvrs.proxy.streams.clients import SseClient, TakeToken
 from kvrs.proxy.streams.continuation import EngineText
 from kvrs.proxy.streams.relay import Relay
+from kvrs.proxy.wire.event_template import EventTemplate
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.peer import NotANumberError
 from kvrs.proxy.wire.requests import COMPLETIONS, read
@@ -33,7 +35,6 @@ from kvrs.proxy.wire.sse import (
     PROMPT_TOKEN_IDS,
     TOKEN_IDS,
     EventSplitter,
-    EventTemplate,
     cut_list,
     head_of,
     next_token_ids,
@@ -137,28 +138,57 @@ def test_a_template_reads_what_the_exact_reader_reads_or_nothing(
     """Events that do not fit it to the byte are left to the exact reader."""
     make = chat_event if is_chat else event
     learnt = make(*first)
-    template = EventTemplate.of(learnt) if next_token_ids(learnt) else None
+    template = EventTemplate.of(learnt, len(head_of(learnt))) if next_token_ids(learnt) else None
 
     for text, token_id in texts:
         data = make(text, [token_id]).replace(*change)
-        found = None if template is None else template.read(data)
+        found = None if template is None else template.read(b"before" + data, 6, 6 + len(data))
         if found is not None:
             assert template is not None
-            assert next_token_ids(data) == ([found[0]], cut_list(data, TOKEN_IDS))
-            assert cut_list(data, TOKEN_IDS) == data[: found[1]] + template.rest
+            token_id, text_end, characters = found
+            assert next_token_ids(data) == ([token_id], cut_list(data, TOKEN_IDS))
+            ids_at = text_end - 6 + template.ids_bytes
+            assert cut_list(data, TOKEN_IDS) == data[:ids_at] + template.after[1:]
+            choices = CHUNK.decode(data).choices or []
+            assert [characters] == [len(each.plain_text) for each in choices] == [len(text)]
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        (b'"text":"a"', b'"text":"a","delta":{"reasoning":"b"}'),
+        (b'"text":"a"', b'"text":"","delta":{"content":"b"}'),
+        (b'"finish_reason":null', b'"finish_reason":"stop"'),
+        (b'"token_ids":[1]', b'"token_ids":[1],"finish_reason":"stop"'),
+        (b'"text":"a"', b'"text":"a"}, {"text":"b"'),
+    ],
+)
+def test_an_event_that_adds_to_two_parts_is_no_template(unusual: tuple[bytes, bytes]) -> None:
+    """Characters of the other part would not be counted."""
+    plain = event("a", [1])
+    data = plain.replace(*unusual)
+
+    assert data != plain
+    assert EventTemplate.of(plain, len(head_of(plain))) is not None
+    assert EventTemplate.of(data, len(head_of(data))) is None
 
 
 def test_a_template_fits_the_plain_events_of_its_stream() -> None:
     """Those that are not plain do not fit."""
     for make in (event, chat_event):
-        template = EventTemplate.of(make("a", [1]))
+        learnt = make("a", [1])
+        template = EventTemplate.of(learnt, len(head_of(learnt)))
         assert template is not None
 
-        assert template.read(make(" word", [70000])) is not None
-        assert template.read(make("", [7])) is not None
-        assert template.read(make('"', [7])) is None
-        assert template.read(make("a", [1, 2])) is None
-        assert template.read(make("a", [1], finish="stop")) is None
+        def read(data: bytes, template: EventTemplate = template) -> int | None:
+            found = template.read(data, 0, len(data))
+            return None if found is None else found[2]
+
+        assert read(make(" word", [70000])) == 5
+        assert read(make("", [7])) == 0
+        assert read(make('"\\\n\u20ac\U0001f600', [7])) == 5
+        assert read(make("a", [1, 2])) is None
+        assert read(make("a", [1], finish="stop")) is None
 
 
 @SETTINGS

@@ -1,0 +1,125 @@
+"""The usual token event of a stream: all of it but its text and its one id is as in others of its
+kind. Pure functions over bytes.
+
+An event that fits a template is read without decoding it whole: two comparisons, one search, and
+the text as a JSON string of its own, whose characters are thereby counted. What does not fit to the
+byte is left to the exact reader.
+"""
+
+import re
+from functools import lru_cache
+
+import msgspec
+
+from kvrs.protocol.openai.chunks import CHUNK
+from kvrs.proxy.wire.message_parts import all_parts
+from kvrs.proxy.wire.peer import UNREADABLE
+from kvrs.proxy.wire.sse import CHOICES, TOKEN_IDS, UNFINISHED
+
+# The first one of an event is the text that it adds, or one of two; what it means is tried out.
+_STRING = re.compile(
+    rb'[{,]"(?:text|content|reasoning|reasoning_content|arguments)":"((?:[^"\\]|\\.)*)"'
+)
+_TEXT = msgspec.json.Decoder(str)
+_ZERO = ord("0")
+# They are put into a template to see what they mean there.
+_TRIED_TEXT = b"of 17 characters."
+_TRIED_ID = b"12345"
+
+
+@lru_cache(maxsize=128)
+def shared(piece: bytes) -> bytes:
+    """One object for a piece of the events that most streams have in common."""
+    return piece
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    """The common part of the events of all streams of one kind, behind their heads."""
+
+    before: bytes  # Up to the text's first character.
+    between: bytes  # From the text's last quote to the id; empty: it has no text.
+    after: bytes  # From the end of the list of ids.
+
+
+class EventTemplate:
+    """One kind of token event of one stream.
+
+    `part` is the part of the message to which the text adds, by its name in `message_parts.py`;
+    None: an event of this kind has an id and no text, as tokens that a parser holds back.
+    """
+
+    __slots__ = ("_between_bytes", "_text_at", "after", "before", "between", "ids_bytes", "part")
+
+    def __init__(self, head: bytes, kind: _Kind, part: str | None) -> None:
+        self.before = head + kind.before
+        self.between = kind.between
+        self.after = kind.after
+        self.part = part
+        # From the text's end to the ids' key.
+        self.ids_bytes = len(kind.between) - len(TOKEN_IDS)
+        self._text_at = len(self.before)
+        self._between_bytes = len(kind.between)
+
+    @classmethod
+    def of(cls, data: bytes, head_bytes: int) -> "EventTemplate | None":
+        """The template of an event in the usual form (`event_form.py`), whose head is so long;
+        None: it is no plain token event.
+        """
+        if (ids_at := data.find(TOKEN_IDS)) < 0 or (end := data.find(b"]", ids_at)) < 0:
+            return None
+        if not data.startswith(CHOICES, head_bytes) or data.rfind(UNFINISHED, 0, ids_at) < 0:
+            return None
+        id_at = ids_at + len(TOKEN_IDS)
+        found = _STRING.search(data, head_bytes, ids_at)
+        text_at, text_end = (id_at, id_at) if found is None else found.span(1)
+        kind, part = _known(_Kind(data[head_bytes:text_at], data[text_end:id_at], data[end:]))
+        return None if part is _NOT_PLAIN else cls(data[:head_bytes], kind, part or None)
+
+    def read(self, data: bytes, at: int, end: int) -> tuple[int, int, int] | None:
+        """Read the event `data[at:end]`: its id, where its text ends, and how many characters that
+        has; None: it does not fit.
+        """
+        if not (data.startswith(self.before, at) and data.endswith(self.after, at, end)):
+            return None
+        # Within a JSON string every quote is escaped: no text has these bytes.
+        text_at = at + self._text_at
+        text_end = data.find(self.between, text_at, end)
+        digits = data[text_end + self._between_bytes : end - len(self.after)]
+        # JSON numbers that need no further check: natural, below 2^32.
+        if text_end < 0 or not digits.isdigit() or len(digits) > 9 or digits[0] == _ZERO:
+            return None
+        if self.part is None:
+            return int(digits), text_end, 0
+        try:
+            text = _TEXT.decode(data[text_at - 1 : text_end + 1])
+        except UNREADABLE:  # Another field, a line's end, or no characters.
+            return None
+        return int(digits), text_end, len(text)
+
+
+_NOT_PLAIN = "not plain"  # Instead of the name of a part.
+
+
+@lru_cache(maxsize=256)
+def _known(kind: _Kind) -> tuple[_Kind, str]:
+    """The kind as one object, and the part that texts add to: empty where it has no text."""
+    if _tried(kind, b"") != []:
+        return kind, _NOT_PLAIN
+    if not kind.between:
+        return kind, ""
+    match _tried(kind, _TRIED_TEXT):
+        case [(part, characters)] if characters == len(_TRIED_TEXT):
+            return kind, part
+    return kind, _NOT_PLAIN
+
+
+def _tried(kind: _Kind, text: bytes) -> list[tuple[str, int]] | None:
+    """Decode an event with this text whole: what it adds; None: it is no plain token event."""
+    data = b"".join((b"{" + kind.before[1:], text, kind.between, _TRIED_ID, kind.after))
+    try:
+        choices = CHUNK.decode(data).choices or []
+        added = [each for choice in choices for each in all_parts(choice) if each[1]]
+    except UNREADABLE:
+        return None
+    is_plain = len(choices) == 1 and choices[0].finish_reason is None
+    return added if is_plain and choices[0].token_ids == [int(_TRIED_ID)] else None

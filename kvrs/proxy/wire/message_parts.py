@@ -1,0 +1,54 @@
+"""The parts of a message that one event adds to, and how many characters of each."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from kvrs.protocol.openai.chunks import ReceivedChoice
+
+TEXT = "text"
+REASONING = "reasoning"
+
+
+class _Function(msgspec.Struct, gc=False):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct, gc=False):
+    """A part of a tool call. Its id comes with its name."""
+
+    index: int = 0
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
+_CALL = msgspec.json.Decoder(_Call)
+
+
+def parsed_parts(choice: ReceivedChoice) -> Iterator[tuple[str, int]]:
+    """The parts beside its text.
+
+    Raises:
+        msgspec.DecodeError: a tool call has another form.
+    """
+    delta = choice.delta
+    if reasoning := delta.reasoning or delta.reasoning_content:
+        yield REASONING, len(reasoning)
+    for raw in delta.tool_calls or ():
+        call = _CALL.decode(raw)
+        yield name_of(call.index), len(call.function.name or "")
+        yield arguments_of(call.index), len(call.function.arguments or "")
+
+
+def all_parts(choice: ReceivedChoice) -> Iterator[tuple[str, int]]:
+    """Its text, and the parts beside it; raises as `parsed_parts`."""
+    yield TEXT, len(choice.plain_text)
+    yield from parsed_parts(choice)
+
+
+def name_of(index: int) -> str:
+    return f"name {index}"
+
+
+def arguments_of(index: int) -> str:
+    return f"arguments {index}"
