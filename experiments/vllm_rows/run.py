@@ -71,9 +71,7 @@ class Rounds:
             got = self._cut(kind, victim, prompts, tokens, draw, pool)
             before = self._servers.loaded_tokens(other)
             rests = [
-                *pool.map(
-                    lambda each: self._go_on(other, *each, tokens), zip(prompts, got, strict=True)
-                )
+                *pool.map(lambda prompt, ids: self._go_on(other, prompt, ids, tokens), prompts, got)
             ]
             loaded = self._servers.loaded_tokens(other) - before
             self._start_again(victim, SLOW_COPY_MS if draw.random() < 0.5 else 0)
