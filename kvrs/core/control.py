@@ -154,6 +154,8 @@ class Control(Generic[S]):
                 self.leases.hold(kept.holder, live.id)
             self.checkpoints.adopt(live, kept)
         journal = live.journal
+        if self.policy.routes_by_prefix:
+            live.prefix = journal.prefix
         prompt_tokens = len(journal.prompt_ids or ()) or journal.prompt_tokens_guess
         max_tokens = journal.max_tokens
         most_tokens = None if max_tokens is None else prompt_tokens + max_tokens

@@ -24,8 +24,10 @@ from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.settings import Settings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.streams import Stream
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.errors import LogError
+from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import Positive
@@ -168,12 +170,19 @@ def rerun(lines: Iterable[str]) -> Rerun:
     """
     policy: RecoveryPolicy | None = None
     header: Header | None = None
+    recalled: dict[StreamId, Mapping[InstanceId, int]] = {}
+
+    def stream_of(name: StreamId) -> Stream:
+        return Stream(name, recalled=recalled.get(name, {}))
+
     counts: Counter[str] = Counter()
     number = 0
     for number, record in enumerate(read(lines), 1):
         if isinstance(record, Header):
             if record.part == 1:
-                policy = RecoveryPolicy(record.policy, record.slo, record.backup)
+                policy = RecoveryPolicy(
+                    record.policy, record.slo, record.backup, stream_of=stream_of
+                )
             elif header is None or record.part != header.part + 1:
                 raise LogError(
                     f"line {number}: got part {record.part}; allowed: part 1, or the one "
@@ -187,6 +196,12 @@ def rerun(lines: Iterable[str]) -> Rerun:
                 f"line {record.line}: at_s: got {record.now_s}; allowed: seconds up to "
                 f"{_LATEST_S:g}"
             )
+        # A log has no prompts, but what instances had of them that it decided by.
+        for action in record.actions:
+            if isinstance(action, act.Start | act.GiveUp):
+                recalled[action.stream] = action.cached
+                if (stream := policy.streams.get(action.stream)) is not None:
+                    stream.recalled = action.cached
         again = _handled(policy, record)
         counts.update(type(each).__name__ for each in (record.event, *record.actions))
         if not _same(record.actions, again):

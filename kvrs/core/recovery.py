@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
 from kvrs.config.backup import BackupMode, BackupSettings
-from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.config.policy import PolicySettings, Route, SloSettings
 from kvrs.core.books.checkpoints import Checkpoints, protection
 from kvrs.core.books.waiting import SlotBook, Timers
 from kvrs.core.decisions import Decisions
@@ -160,6 +160,11 @@ class RecoveryPolicy:
         """Instances that are heard could take the streams of this one."""
         member = self._view.members.get(instance)
         return member is None or has_others(self._view, member, is_heard)
+
+    @property
+    def routes_by_prefix(self) -> bool:
+        """Streams are placed by their prefixes: some instance caches these."""
+        return self._settings.route is Route.PREFIX and bool(self._view.prefixes.caching)
 
     @property
     def has_waiting(self) -> bool:
