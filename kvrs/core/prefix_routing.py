@@ -66,7 +66,7 @@ def with_prefix(
             key = costs.of(member, tokens)
             if key < best_key:
                 best, best_key, best_tokens = member, key, tokens
-    if own:
+    if own or best is not first:
         stream.cached[first.id] = own
     if best_tokens:
         stream.cached[best.id] = best_tokens

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.config.policy import PolicySettings, Route, SloSettings
 from kvrs.core import prefix_routing
 from kvrs.core.event_log import event_line, header_line, rerun
 from kvrs.core.model import actions as act
@@ -20,6 +20,7 @@ from kvrs.core.recovery import NO_BACKUP, RecoveryPolicy
 from kvrs.core.routing import least_work
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.instance import Capability
 from tests.core.policy_harness import TABLE, instance_up, load, only
 
 TOKENS, BLOCKS = 100, 10  # Of a block, and of a prompt.
@@ -185,7 +186,7 @@ def test_a_prompt_goes_where_it_was_sent_before() -> None:
     again = core.arrive(T, *range(BLOCKS - 2), 90, 91)
 
     assert again.plan.prefill == first.plan.prefill == P0
-    assert again.cached == {P0: 800}
+    assert again.cached == {P1: 0, P0: 800}
     assert core.policy.members[P0].work_s == pytest.approx(0.2)
 
 
@@ -213,7 +214,7 @@ def test_victims_of_a_death_are_placed_by_their_prefixes() -> None:
     starts = [each for each in actions if isinstance(each, act.Start)]
     assert [(each.stream, each.plan.prefill, each.cached) for each in starts] == [
         (S, P2, {}),
-        (T, P2, {P2: 900}),
+        (T, P2, {P1: 0, P2: 900}),
     ]
 
 
@@ -228,7 +229,7 @@ def test_a_log_is_run_again_without_the_prompts() -> None:
     core.arrive(T, *range(BLOCKS - 1), 90)
     core.handle(ev.InstanceLost(P0, 1, "killed", {T: 0}))
     core.handle(ev.TimerFired(), 0.02)
-    assert '"cached": {"p0": 900}' in core.lines[-3]
+    assert '"cached": {"p1": 0, "p0": 900}' in core.lines[-3]
 
     assert rerun(core.lines).difference is None
 
@@ -246,3 +247,48 @@ def test_decode_instances_that_compute_prompts_are_chosen_alike() -> None:
     other = core.arrive(U, *range(40, 50))
 
     assert (again.plan.decode, other.plan.decode) == ("d0", "d1")
+
+
+@pytest.mark.parametrize(
+    ("comes_back", "keeps"),
+    [
+        ({}, False),
+        ({"kept": {StreamId("other"): 3}}, True),  # In memory that outlives its processes.
+        ({"had_not_ended": True}, True),  # It was only cut off.
+    ],
+)
+def test_an_instance_that_comes_back_has_what_it_kept(
+    comes_back: dict[str, Any], keeps: bool
+) -> None:
+    """Its next process is empty, unless it has taken over the memory, or is the one before."""
+    core = Prompts("p0", "p1", "d0")
+    core.arrive(S, *range(BLOCKS))
+    core.handle(ev.StreamEnded(S, 1))
+    core.handle(ev.InstanceLost(P0, 1, "killed", {}))
+    core.handle(instance_up("p0", epoch=2, **comes_back))
+    core.handle(load("p0", 0.1, epoch=2))
+
+    again = core.arrive(T, *range(BLOCKS))
+
+    assert again.plan.prefill == (P0 if keeps else P1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "capabilities", "routes"),
+    [
+        ({}, [Capability.PREFIX_CACHE], True),
+        ({}, [], False),
+        ({"route": Route.LOAD}, [Capability.PREFIX_CACHE], False),
+    ],
+)
+def test_prompts_are_looked_at_where_that_is_of_use(
+    policy: dict[str, Any], capabilities: list[Capability], routes: bool
+) -> None:
+    """Not while no instance has a prefix cache, nor where the setting says so."""
+    core = Prompts(**policy)
+
+    core.handle(instance_up("p0", capabilities=capabilities))
+    found = core.policy.routes_by_prefix
+    core.handle(ev.InstanceLost(P0, 1, "killed", {}))
+
+    assert (found, core.policy.routes_by_prefix) == (routes, False)

@@ -56,8 +56,8 @@ class Start(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     stream: StreamId
     attempt: int
     plan: Plan
-    # Tokens of the prompt that were taken to be in the prefix caches of the instance with the
-    # shortest queue and of the chosen one, as far as they had any.
+    # Tokens of the prompt that were taken to be in prefix caches: of the instance with the shortest
+    # queue, where it had any, or another one was chosen; and of that.
     cached: dict[InstanceId, int] = {}
 
 

@@ -90,6 +90,10 @@ class Hits:
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
+    @property
+    def share(self) -> float:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
 
 class PrefixIndex:
     def __init__(self) -> None:
