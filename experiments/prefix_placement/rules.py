@@ -101,7 +101,7 @@ _PAGES: dict[str, int] = {}
 
 
 def _true_levels(world: World) -> Callable[..., tuple[int, list[tuple[int, list[Member]]]]]:
-    """What the page managers of the simulated instances really hold at the moment."""
+    """The pages that simulated instances really hold at the moment, in place of the index."""
     tags: dict[str, list[Tag]] = {}
 
     def levels(
