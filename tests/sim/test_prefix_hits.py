@@ -4,8 +4,11 @@ from array import array
 from collections.abc import Sequence
 
 from kvrs.config.file import Config
+from kvrs.core.event_log import rerun
+from kvrs_lab.faults.language import parse_faults
 from kvrs_lab.sim.cluster import Outcome
 from kvrs_lab.sim.command import rows
+from kvrs_lab.sim.fault_scenarios import named_deaths
 from kvrs_lab.sim.streams import Arrival
 from kvrs_lab.sim.world import World
 
@@ -60,3 +63,46 @@ def test_a_burst_with_a_hot_prefix_finds_it() -> None:
     assert share > 0.85 * 11 / 12
     assert dict(rows([outcome]))["prompt tokens found in a prefix cache"] == f"{share:.1%}"
     assert outcome.recovered_streams == 0
+
+
+def mixed(documents: int, count: int) -> list[Arrival]:
+    """Questions about several documents, each time about another one."""
+    return [
+        one
+        for document in range(documents)
+        for one in questions(
+            [1.0 + (document + index * documents) * 0.15 for index in range(count)], document
+        )
+    ]
+
+
+def test_prompts_find_more_where_they_are_placed_by_their_prefixes() -> None:
+    """By load each instance computes nearly all of five documents; by prefix few do."""
+    found = {
+        route: outcome_of(config(4, route=route), mixed(documents=5, count=12))
+        for route in ("load", "prefix")
+    }
+
+    shares = {route: each.cached_tokens / each.prompt_tokens for route, each in found.items()}
+    assert shares["prefix"] > 0.75
+    assert shares["load"] < shares["prefix"] - 0.15
+    assert all(each.ended == {"complete": 60} for each in found.values())
+
+
+def test_a_death_takes_the_cache_along_and_the_log_is_run_again() -> None:
+    """Prompts go elsewhere until the instance is back, and it begins empty. Each decision comes out
+    again from the log, which has no prompts.
+    """
+    arrivals = sorted(mixed(documents=3, count=16), key=lambda one: one.at_s)
+    deaths = named_deaths(
+        parse_faults([{"when": {"at_s": 4.0}, "what": "kill", "whom": {"id": "p0"}}])
+    )
+    world = World(config(3), arrivals, deaths, seed=1, reload_s=1.0, keep_log=True)
+
+    outcome = world.run()
+
+    assert outcome.ended == {"complete": 48}
+    assert outcome.cached_tokens / outcome.prompt_tokens > 0.5
+    (proxy,) = world.cluster.proxies
+    assert proxy.log is not None
+    assert rerun(proxy.log).difference is None
