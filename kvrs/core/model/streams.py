@@ -399,6 +399,7 @@ class LiveStream(Stream):
     journal: StreamJournal
     prefilled_at: tuple[InstanceId, ...] = ()  # May retain pages of this stream.
     copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By agent.
+    has_guessed_length: bool = False  # Its prompt is a text that no engine has tokenised yet.
 
     @property
     def stays_until_s(self) -> float | None:
