@@ -174,10 +174,10 @@ def test_instances_without_a_cache_are_not_indexed() -> None:
 
 @pytest.mark.parametrize(
     ("predicted", "found", "blocks"),
-    [(10, 0, 81), (0, 10, 91), (10, 10, 90), (10, 9, 90), (0, 1, 90)],
+    [(10, 0, 87), (0, 10, 91), (10, 10, 90), (10, 9, 90), (0, 1, 90)],
 )
 def test_cached_tokens_correct_the_capacity(predicted: int, found: int, blocks: int) -> None:
-    """By 0.9 where an instance has less than was predicted, by 1.02 where it has more, and not at
+    """By 0.97 where an instance has less than was predicted, by 1.02 where it has more, and not at
     all where one block makes the difference.
     """
     index, there = PrefixIndex(), member("p0", blocks=100)

@@ -25,7 +25,7 @@ MOST_BLOCKS = 1_000_000
 # computed, take the rest.
 _TRUSTED = 0.9
 # Corrections of that part, where an instance had less, or more, of a prompt than was predicted.
-_LESS, _MORE = 0.9, 1.02
+_LESS, _MORE = 0.97, 1.02
 _LEAST_TRUSTED, _MOST_TRUSTED = 0.02, 4.0
 # Tokens are not spread evenly over bytes, so that a prediction may be off by a block and this part.
 _SLACK = 0.05
