@@ -150,6 +150,7 @@ class Scripted(ScriptedServer):
     fences: list[dict[str, int]] = field(default_factory=list)
     running: int = 0
     queued: int = 0
+    free_pages: int = 9
     queue_delay_s: float = 0.0
     checkpoint_lag_pages: int = 0
     damaged_pages: int = 0
@@ -249,7 +250,7 @@ class Scripted(ScriptedServer):
             self.epoch,
             queued=self.queued,
             running=self.running,
-            free_pages=9,
+            free_pages=self.free_pages,
             queue_delay_s=self.queue_delay_s,
             links=[],
             checkpoint_lag_pages=self.checkpoint_lag_pages,

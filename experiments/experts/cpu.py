@@ -28,12 +28,12 @@ from kvrs.config.engine import ExpertSettings
 from kvrs.errors import RanksLostError
 from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs_engine.engine.ranks.group import RankGroup
+from kvrs_engine.engine.ranks.routed import APART_S
 
 NAME = "cpu"
 RANKS, SKEWS, VARIANTS = 8, (0.0, 0.5, 1.0), ("off", "on", "split")
 PUBLISHED = 562.32 / 436.61  # AnchorTP: tokens/s behind a loss, with balance over without.
-_AFTER_S = 0.5  # From a change of layout to the next look at the loads.
-_SETTLED_S, _SETTLED_STEPS, _LONGEST_S = 4 * _AFTER_S, 20, 300.0
+_SETTLED_S, _SETTLED_STEPS, _LONGEST_S = 4 * APART_S, 20, 300.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -92,7 +92,6 @@ def measured(
     """Rows of all ranks, and of those that are left once one has gone."""
     experts = ExpertSettings(
         layout="split" if variant == "split" else "whole",
-        after_s=_AFTER_S,
         room_share=1.0 if variant == "on" else 0.0,
     )
     group = group_of(directory, RANKS, options.rows, experts)

@@ -158,7 +158,7 @@ def of_ranks(options: argparse.Namespace) -> Config:
     if options.experts:
         write_experts_model(options.directory, ExpertsModel.tiny("mixtral", skew=1.0), options.seed)
         cluster["model"] = str(options.directory)
-        more["elastic"] = {"experts": {"after_s": 0.5, "room_share": 1.0}}
+        more["elastic"] = {"experts": {"room_share": 1.0}}
     return _config(
         options,
         [

@@ -17,9 +17,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from kvrs.cli.placements import placements
 from kvrs.config.policy import PolicyName
 from kvrs.core.books.prefill_scale import ENOUGH_PREFILLS
-from kvrs.core.event_log import Header, LogEntry, read, rerun
+from kvrs.core.event_log import Header, LogEntry, RecalledCaches, read, rerun
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Estimate, Option
@@ -229,13 +230,15 @@ def what_if(
     found: OtherDecisions = {}
     policy: RecoveryPolicy | None = None
     header: Header | None = None
+    caches = RecalledCaches()
     for record in records:
         if isinstance(record, Header):
             if record.part == 1:
-                policy, header = RecoveryPolicy(record.policy, record.slo, record.backup), record
+                policy, header = caches.policy_of(record), record
             continue
         if policy is None or header is None:
             raise LogError("the log begins in the middle; allowed with --what-if: from part 1 on")
+        caches.recall(policy, record)
         if isinstance(record.event, ev.SettingsReloaded):
             header = replace(header, policy=record.event.policy, slo=record.event.slo)
         if record.line in lines:
@@ -294,6 +297,7 @@ def explain_log(path: Path, *, as_json: bool = False) -> bool:
             "recorded": [each if as_json else str(each) for each in difference.entry.actions],
             "again": [each if as_json else str(each) for each in difference.again],
         },
+        **placements(entries),
         "losses": [asdict(each) | moment(each.at_s) for each in happened if isinstance(each, Loss)],
         "decisions": [
             _plain_decision(each, moment, {})

@@ -57,8 +57,6 @@ class ExpertSettings(Settings):
     each rank has parts of every expert, so that none has more to do whatever is chosen, and all
     compute for every expert; for models whose experts are wide enough to have parts.
     """
-    after_s: float = Field(default=2.0, ge=0.1, le=3600)
-    """Least seconds between two changes of copies, and after any other change of the ranks."""
     room_share: float = Field(default=0.1, ge=0, le=8)
     """Memory of a rank for copies of experts that are chosen often, as a part of that of its own
     weights. Ranks share the rows of these, where that makes the ranks that have most to do faster.

@@ -28,6 +28,13 @@ class Handoff(StrEnum):
     AUTO = "auto"
 
 
+class Route(StrEnum):
+    """The prefill instance of a new prompt."""
+
+    PREFIX = "prefix"  # By its queue, and what of the prompt it has cached.
+    LOAD = "load"  # By its queue alone.
+
+
 class Dispatch(StrEnum):
     """The targets of the victims of one event."""
 
@@ -70,6 +77,10 @@ class PolicySettings(Settings):
     """
     handoff: Handoff = Field(default=Handoff.OWN_PAIR, strict=False)
     """Decode instance of a hand-off: own_pair (as planned), rom (by queues and bytes), auto."""
+    route: Route = Field(default=Route.PREFIX, strict=False)
+    """Instance that computes a prompt: prefix (queue, and computing behind what it has cached),
+    load (queue).
+    """
     dispatch: Dispatch = Field(default=Dispatch.REBALANCE, strict=False)
     """Targets of the victims of one event: holders, rebalance (holders, evened out), least_loaded.
     """

@@ -16,6 +16,7 @@ REMOVED = {
     "cluster.nodes.instances.stage_hosts.bind": "the port listens at the stage's host",
     "cluster.nodes.instances.stages": "set pp: its stages have as many layers each, to one",
     "cluster.start_timeout_s": "processes have 600 s to start",
+    "elastic.experts.after_s": "copies of experts change at most every 2 s",
     "elastic.experts.half_life_s": "a choice of an expert counts half as much after 30 s",
     "elastic.experts.rebalance": "set elastic.experts.room_share: 0 for no copies",
     "elastic.lend_pages": "a stage lends at most half of its pages",

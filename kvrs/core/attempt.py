@@ -121,9 +121,9 @@ class Attempt(Generic[S]):
         self.computes, self._produced_before = self.failed_at, len(journal.output_ids)
         return None
 
-    def prefilled(self, now_s: float, reused_tokens: int = 0) -> bool:
-        """Prefill has answered, which had `reused_tokens` in its prefix cache; True if the decode
-        call follows, by `plan`, which the policy may just have changed.
+    def prefilled(self, now_s: float, reused_tokens: int | None = None) -> bool:
+        """Prefill has answered, which had `reused_tokens` in its prefix cache (None: it does not
+        say); True if the decode call follows, by `plan`, which the policy may just have changed.
         """
         live = self.live
         if not self.is_current:
@@ -270,10 +270,15 @@ class Attempt(Generic[S]):
         return ev.SlotDenied(self.live.id, self.number, self.plan.decode, wait_s)
 
     def _computed(
-        self, instance: InstanceId, history_tokens: int, now_s: float, reused_tokens: int = 0
+        self,
+        instance: InstanceId,
+        history_tokens: int,
+        now_s: float,
+        reused_tokens: int | None = None,
     ) -> None:
         """The instance has computed the KV of the history."""
         control, live = self._control, self.live
+        control.tokenised(live)
         if instance != self.plan.decode:
             control.fences.left(instance, live.id)
         control.progress.delivered[instance].last_s = now_s

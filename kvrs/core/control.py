@@ -19,6 +19,7 @@ from kvrs.core.books.agent_slots import AgentSlots, SlotOutcome, slot_share
 from kvrs.core.books.checkpoint_holds import CheckpointHolds
 from kvrs.core.books.leases import FenceTable, Leases
 from kvrs.core.books.links import LinkBounds
+from kvrs.core.books.prompt_lengths import PromptLengths
 from kvrs.core.fleet.drains import Drains
 from kvrs.core.fleet.gpus import Gpus
 from kvrs.core.fleet.known import Agents, Instances, Replays
@@ -116,6 +117,7 @@ class Control(Generic[S]):
         )
         self.agents = Agents.of(config)
         self.leases = Leases(config.transfer.lease_s)
+        self.lengths = PromptLengths()
         self.checkpoints = CheckpointHolds(
             config, self.agents, self.instances, self.streams, self.tell
         )
@@ -154,7 +156,12 @@ class Control(Generic[S]):
                 self.leases.hold(kept.holder, live.id)
             self.checkpoints.adopt(live, kept)
         journal = live.journal
-        prompt_tokens = len(journal.prompt_ids or ()) or journal.prompt_tokens_guess
+        if self.policy.routes_by_prefix:
+            live.prefix = journal.prefix
+        prompt_tokens = len(journal.prompt_ids or ())
+        if not prompt_tokens:
+            prompt_tokens = self.lengths.expected(journal.name, journal.prompt_tokens_guess)
+            live.has_guessed_length = journal.is_predictable
         max_tokens = journal.max_tokens
         most_tokens = None if max_tokens is None else prompt_tokens + max_tokens
         arrival: ev.StreamArrived | ev.StreamAdopted
@@ -312,6 +319,13 @@ class Control(Generic[S]):
         return True
 
     # What attempts report.
+
+    def tokenised(self, live: S) -> None:
+        """An engine has answered with the ids of the prompt, or they were known before."""
+        if live.has_guessed_length:
+            journal, live.has_guessed_length = live.journal, False
+            tokens = len(journal.prompt_ids or ())
+            self.lengths.observe(journal.name, journal.prompt_tokens_guess, tokens)
 
     def halt(self, live: S) -> None:
         """The attempt has nothing to go on to; the policy knows that."""

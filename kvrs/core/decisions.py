@@ -19,6 +19,7 @@ from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Decision, Stream
 from kvrs.core.options.base import Books
 from kvrs.core.options.in_place import estimate_stay
+from kvrs.core.prefix_routing import NO_LIMITS, StartLimits
 from kvrs.core.routing import computing_prompts, pair_for, starts_at
 from kvrs.core.rules import BY_NAME
 
@@ -51,9 +52,12 @@ class Decisions:
 
     def start(self, stream: Stream, now_s: float) -> Decision | None:
         """Start a stream from its beginning; None: there is no pair of instances for it."""
-        pair = pair_for(self._view, stream, barred_too=False)
+        limits = NO_LIMITS
+        if stream.prefix.hashes or stream.recalled is not None:
+            limits = self._limits(stream, now_s)
+        pair = pair_for(self._view, stream, barred_too=False, limits=limits)
         if pair is None and is_past(stream.recovery.retry_at_s, now_s):
-            pair = pair_for(self._view, stream, barred_too=True)
+            pair = pair_for(self._view, stream, barred_too=True, limits=limits)
         if pair is None:
             return None
         prefill, planned = pair
@@ -64,6 +68,9 @@ class Decisions:
         tokens = min(stream.prompt_tokens, prefill.max_model_len or stream.prompt_tokens)
         table, queue_s, transfer_s = prefill.prefill, prefill.queue_s, 0.0
         compute_s, is_covered = table.seconds_for(tokens), table.covers(tokens)
+        cached = min(stream.cached.get(prefill.id, 0), tokens - 1) if stream.cached else 0
+        if cached:
+            compute_s, is_covered = table.behind(cached, tokens, compute_s)
         if prefill is not decode:
             size_bytes = tokens * prefill.bytes_per_token
             link = self._view.links.get((prefill.node, decode.node), self._view.assumed_link)
@@ -80,6 +87,7 @@ class Decisions:
             not is_covered,
             raw_s=total_s,
             source=source,
+            cached_tokens=cached,
         )
         budget_s = self.budget_s(stream, now_s) if self._slo.abort else None
         in_time = budget_s is None or total_s <= budget_s
@@ -90,6 +98,11 @@ class Decisions:
         if wait_s > 0 and not stream.attempt.number:
             refusal = self._refusal(stream, estimate, wait_s, now_s)
         return Decision(estimate, (estimate,), plan, refusal=refusal)
+
+    def _limits(self, stream: Stream, now_s: float) -> StartLimits:
+        """The waits that `start` holds the stream to."""
+        wait_s = inf if stream.attempt.number else self._settings.admission.wait_s
+        return StartLimits(wait_s, stream.due_s() - now_s)
 
     def _refusal(
         self, stream: Stream, chosen: Estimate, wait_s: float, now_s: float

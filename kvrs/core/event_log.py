@@ -24,8 +24,10 @@ from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.settings import Settings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.streams import Stream
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.errors import LogError
+from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import Positive
@@ -159,6 +161,32 @@ def read(lines: Iterable[str]) -> Iterator[Header | LogEntry]:
             raise LogError(f"line {number}: {' '.join(str(error).split())}") from None
 
 
+class RecalledCaches:
+    """The cached tokens that a log has of the instances between which prompts were placed: by these
+    a policy decides again that does not have the prompts.
+    """
+
+    def __init__(self) -> None:
+        self._cached: dict[StreamId, Mapping[InstanceId, int]] = {}
+
+    def policy_of(self, header: Header) -> RecoveryPolicy:
+        """A policy as at the beginning of the log."""
+        return RecoveryPolicy(
+            header.policy,
+            header.slo,
+            header.backup,
+            stream_of=lambda name: Stream(name, recalled=self._cached.get(name, {})),
+        )
+
+    def recall(self, policy: RecoveryPolicy, entry: LogEntry) -> None:
+        """Before the policy gets the event of the entry."""
+        for action in entry.actions:
+            if isinstance(action, act.Start | act.GiveUp):
+                self._cached[action.stream] = action.cached
+                if (stream := policy.streams.get(action.stream)) is not None:
+                    stream.recalled = action.cached
+
+
 def rerun(lines: Iterable[str]) -> Rerun:
     """Give a fresh policy all events again, and compare its actions with those recorded, up to the
     first difference.
@@ -168,12 +196,13 @@ def rerun(lines: Iterable[str]) -> Rerun:
     """
     policy: RecoveryPolicy | None = None
     header: Header | None = None
+    caches = RecalledCaches()
     counts: Counter[str] = Counter()
     number = 0
     for number, record in enumerate(read(lines), 1):
         if isinstance(record, Header):
             if record.part == 1:
-                policy = RecoveryPolicy(record.policy, record.slo, record.backup)
+                policy = caches.policy_of(record)
             elif header is None or record.part != header.part + 1:
                 raise LogError(
                     f"line {number}: got part {record.part}; allowed: part 1, or the one "
@@ -187,6 +216,7 @@ def rerun(lines: Iterable[str]) -> Rerun:
                 f"line {record.line}: at_s: got {record.now_s}; allowed: seconds up to "
                 f"{_LATEST_S:g}"
             )
+        caches.recall(policy, record)
         again = _handled(policy, record)
         counts.update(type(each).__name__ for each in (record.event, *record.actions))
         if not _same(record.actions, again):

@@ -64,6 +64,7 @@ class InstanceEvents:
         # What ran in the former epoch is gone, also when its loss was not reported.
         lost = [] if member is None else self._lose(member, "replaced by a new epoch", {}, now_s)
         member = self._view.add(self._member_of(event))
+        self._view.prefixes.up(member, keeps=bool(info.kept) or event.had_not_ended)
         self._ledger.prefill_scale.up(member)
         self._view.set_self_tested(member, event)
         member.gpu_degraded = info.id in self._gpu_degraded
@@ -95,7 +96,9 @@ class InstanceEvents:
         if changes_ranks(member, report, now_s):
             self._re_form(member, event, now_s)
         member.told = report
-        if member.decodes:
+        if not member.decodes:
+            self._view.work.note_prompts(member, report.queued + report.running)
+        else:
             # Streams that this proxy has not sent there belong to other proxies (LUMEN section 4.3:
             # the load of a target is all that it runs or queues).
             streams = report.queued + report.running if event.has_peers else 0

@@ -16,6 +16,7 @@ from kvrs.core.model.cluster_view import Agent, ClusterView, Link, agent_of
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.lifecycle import MOVES, Stage
 from kvrs.core.model.member import Member
+from kvrs.core.model.prefixes import NO_PREFIX
 from kvrs.core.model.streams import AttemptState, Decision, Holder, StayDeadline, Stream
 from kvrs.ids import InstanceId, StreamId
 
@@ -64,6 +65,8 @@ class Ledger:
             stream.attempt.number + 1, plan, chosen.option, now_s, decision
         )
         self.view.work.book(stream.client_name, runs_on, chosen.compute_s)
+        if chosen.option is Option.START or runs_on is not decode:
+            self.view.prefixes.note(runs_on, stream.prefix, stream.prompt_tokens)
         attempt.booked_on, attempt.booked_s = runs_on, chosen.compute_s
         for run in plan.runs:
             agent = agent_of(self.view, run.holder)
@@ -101,7 +104,10 @@ class Ledger:
         self, stream: Stream, member: Member, event: ev.PrefillDone, now_s: float
     ) -> None:
         """The instance has computed the history of the attempt: learn the times of prefills."""
-        tokens, reused = event.history_tokens, event.reused_tokens
+        tokens, reused = event.history_tokens, event.reused_tokens or 0
+        if event.reused_tokens is not None and stream.attempt.option is Option.START:
+            predicted = stream.cached.get(member.id, 0)
+            self.view.prefixes.observe(member, stream.prefix, tokens, predicted, reused)
         if self.prefill_scale.done(member, stream.id, tokens, now_s, reused):
             for each in self.view.members.values():
                 self.prefill_scale.tune(each)
@@ -375,6 +381,7 @@ class KvLocations:
         """
         for holder in {*stream.holders, *stream.checkpoints}:
             self.forget(stream.id, holder)
+        stream.prefix = NO_PREFIX
 
     def of(self, stream_id: StreamId) -> tuple[ev.Kept, ...]:
         """All locations, for the proxy that may have to go on with the stream."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
 from kvrs.config.backup import BackupMode, BackupSettings
-from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.config.policy import PolicySettings, Route, SloSettings
 from kvrs.core.books.checkpoints import Checkpoints, protection
 from kvrs.core.books.waiting import SlotBook, Timers
 from kvrs.core.decisions import Decisions
@@ -26,6 +26,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.lifecycle import AlarmDue, SlotFree, Stage
 from kvrs.core.model.member import Member
+from kvrs.core.model.prefixes import Hits
 from kvrs.core.model.streams import Stream
 from kvrs.core.routing import has_others
 from kvrs.core.starter import Starter
@@ -160,6 +161,16 @@ class RecoveryPolicy:
         """Instances that are heard could take the streams of this one."""
         member = self._view.members.get(instance)
         return member is None or has_others(self._view, member, is_heard)
+
+    @property
+    def routes_by_prefix(self) -> bool:
+        """Streams are placed by their prefixes: some instance caches these."""
+        return self._settings.route is Route.PREFIX and bool(self._view.prefixes.caching)
+
+    @property
+    def prefix_hits(self) -> Mapping[InstanceId, Hits]:
+        """The cached tokens of prompts by instance, of instances that report them."""
+        return self._view.prefixes.hits
 
     @property
     def has_waiting(self) -> bool:

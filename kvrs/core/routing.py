@@ -13,6 +13,7 @@ from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import HANDSHAKE_S
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
+from kvrs.core.prefix_routing import NO_LIMITS, StartLimits, with_prefix
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 
@@ -25,20 +26,39 @@ PROMPTS_MAX = 2
 
 
 def pair_for(
-    view: ClusterView, stream: Stream, *, barred_too: bool
+    view: ClusterView, stream: Stream, *, barred_too: bool, limits: StartLimits = NO_LIMITS
 ) -> tuple[Member, Member] | None:
     """Prefill and decode instance for a stream from its beginning; the same one twice where an
     instance does both, or computes the prompt since it has no prefill instance.
     """
+    stream.cached = {}
     prefill = least_work(view, stream, stream.is_free, barred_too=barred_too)
     pair = None
     if prefill is not None:
+        prefill = _cheapest(view, stream, prefill, limits, barred_too=barred_too)
         pair = _pair_with(view, prefill, stream, barred_too=barred_too)
         if pair is None and view.formats_differ:
             pair = _pair_of_one_format(view, prefill, stream, barred_too=barred_too)
-    if pair is None and (alone := _least_prompts(view, stream, barred_too=barred_too)) is not None:
+    if pair is None and (
+        (alone := _least_prompts(view, stream, limits, barred_too=barred_too)) is not None
+    ):
         return alone, alone
     return pair
+
+
+def _cheapest(
+    view: ClusterView, stream: Stream, first: Member, limits: StartLimits, *, barred_too: bool
+) -> Member:
+    """The instance at which the prompt costs least, by its queue and what it has cached."""
+
+    def allows(member: Member) -> bool:
+        return (
+            not member.is_drained
+            and may_have(view, member, stream, barred_too=barred_too)
+            and _takes(view, member, stream)
+        )
+
+    return with_prefix(view, stream, first, allows, limits) if allows(first) else first
 
 
 def _pair_with(
@@ -91,16 +111,27 @@ def has_room_for_prompt(member: Member) -> bool:
     return len(member.answers.awaited) < PROMPTS_MAX
 
 
-def _least_prompts(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
+def _least_prompts(
+    view: ClusterView, stream: Stream, limits: StartLimits, *, barred_too: bool
+) -> Member | None:
     allowed = [
         member
         for member in computing_prompts(view)
         if has_room_for_prompt(member) and may_have(view, member, stream, barred_too=barred_too)
     ]
-    return min(
+    first = min(
         allowed,
         key=lambda each: (not _takes(view, each, stream), len(each.answers.awaited), each.rank),
         default=None,
+    )
+    if first is None or not _takes(view, first, stream):
+        return first
+    return with_prefix(
+        view,
+        stream,
+        first,
+        lambda member: member in allowed and _takes(view, member, stream),
+        limits,
     )
 
 

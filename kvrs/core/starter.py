@@ -254,7 +254,9 @@ class Starter:
         elif stream.attempt.number and not self._has_token(stream, now_s):
             self._pace(stream, now_s)
         elif (refusal := decision.refusal) is not None:
-            self.give_up(stream, refusal.reason, refusal.message, refusal.retry_after_s)
+            self.give_up(
+                stream, refusal.reason, refusal.message, refusal.retry_after_s, stream.cached
+            )
         elif not decision.plan.runs:
             self._start(stream, decision.plan, decision, now_s)
         elif self._slots.acquire(
@@ -304,7 +306,8 @@ class Starter:
         if stream.recovery.slot_expired:
             stream.recovery.note_start()
         number, chosen = stream.attempt.number, decision.chosen
-        self._actions.append(act.Start(stream.id, number, plan))
+        cached = stream.cached if chosen.option is Option.START else {}
+        self._actions.append(act.Start(stream.id, number, plan, cached))
         if number == 1 and self.retries.used:
             self.retries.started(len(self._ledger.streams), now_s)
         if number > 1 or stream.adopted:
@@ -385,12 +388,17 @@ class Starter:
         return stream.promise is not Promise.NONE and bool(self._view.targets(stream.name))
 
     def give_up(
-        self, stream: Stream, reason: act.Reason, message: str, retry_after_s: float = 1.0
+        self,
+        stream: Stream,
+        reason: act.Reason,
+        message: str,
+        retry_after_s: float = 1.0,
+        cached: dict[InstanceId, int] | None = None,
     ) -> None:
         # With jitter: clients that were given up on together do not come back together.
         retry_after_s = max(1.0, retry_after_s) * (1 + fraction(stream.id))
         self.forget(stream)
-        self._actions.append(act.GiveUp(stream.id, reason, message, retry_after_s))
+        self._actions.append(act.GiveUp(stream.id, reason, message, retry_after_s, cached or {}))
 
 
 def _next_try_s(view: ClusterView) -> float | None:

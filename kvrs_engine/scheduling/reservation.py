@@ -35,6 +35,23 @@ def reserve(pages: PageManager, sequence: Sequence, headroom: int) -> int | None
     return len(found)
 
 
+def find_late(pages: PageManager, sequence: Sequence) -> int:
+    """Let a sequence that has only pages of the cache, and new ones, use those that others have
+    computed since it was admitted. Returns how many more leading pages are whole.
+    """
+    size = pages.page_size_tokens
+    first, end = sequence.computed_tokens // size, coverable_pages(sequence, size)
+    if first >= end or not pages.holds(sequence.tags[first]):
+        return 0
+    found = pages.match(sequence.tags[first:end])
+    if pages.bases[found[0]] != sequence.base:
+        pages.release(found)
+        return 0
+    pages.release(sequence.pages[first : first + len(found)])
+    sequence.pages[first : first + len(found)] = found
+    return len(found)
+
+
 def register(pages: PageManager, sequence: Sequence, indexes: Iterable[int]) -> None:
     """Register full pages of a sequence; where an equal page was registered before, the sequence
     uses that one.

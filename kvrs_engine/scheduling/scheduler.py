@@ -43,7 +43,8 @@ from kvrs_engine.scheduling.drafts import Proposals, take_back, with_drafts
 from kvrs_engine.scheduling.fair_queue import FairQueue, order
 from kvrs_engine.scheduling.flights import Flights
 from kvrs_engine.scheduling.pages import PageManager
-from kvrs_engine.scheduling.reservation import register, reserve, spoil
+from kvrs_engine.scheduling.queued_work import queued_s
+from kvrs_engine.scheduling.reservation import find_late, register, reserve, spoil
 from kvrs_engine.scheduling.sequences import (
     Chunk,
     Pull,
@@ -54,7 +55,6 @@ from kvrs_engine.scheduling.sequences import (
     expected_ranges,
     next_chunk,
     pages_for,
-    prefill_s,
     pull_of,
 )
 from kvrs_engine.scheduling.shares import Share, Waiting, in_line
@@ -122,14 +122,9 @@ class BatchScheduler:
         return self._queued_tokens
 
     def queued_s(self, prefill: PrefillTable) -> float:
-        """Predicted time to compute the queued tokens. O(sequences).
-
-        The sum over sequences of `prefill(new given computed)`, each without the overhead of a
-        step, plus one overhead for each of the steps that they share.
-        """
-        steps = -(-self._queued_tokens // self._max_batch_tokens)
-        queued_s = prefill_s((*self._queue, *self._admitted), prefill)
-        return steps * prefill.step_overhead_s + queued_s
+        """Predicted time to compute what is queued, behind what the prefix cache has of it."""
+        in_order = (*self._admitted, *self._queue)
+        return queued_s(in_order, self._pages, prefill, self._max_batch_tokens)
 
     @property
     def full(self) -> bool:
@@ -281,6 +276,10 @@ class BatchScheduler:
             if len(one.token_ids) - one.computed_tokens > 1
             and one.phase is not SequencePhase.WAITING
         ]
+        for sequence in prefilling:
+            if sequence.has_only_found and (found := find_late(self._pages, sequence)):
+                sequence.cached_tokens = sequence.computed_tokens + found * size
+                self._change(sequence, sequence.cached_tokens)
         if proposals is not None:
             wanted = sum(one.computable_tokens for one in prefilling)
             batch = with_drafts(batch, self._pages, len(self._admitted), budget, wanted, proposals)

@@ -11,10 +11,8 @@ from enum import StrEnum
 import msgspec
 
 from kvrs.ids import StreamId
-from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag, page_tags
-from kvrs.sums import sum_in_order
 
 
 class SequencePhase(StrEnum):
@@ -74,7 +72,7 @@ class Sequence:
     arrived: tuple[range, ...] = field(default=(), init=False)
     awaited: tuple[range, ...] = field(default=(), init=False)
     history_tokens: int = field(init=False)  # Length of `token_ids` on arrival.
-    # Found in the prefix cache at its first admission; None before.
+    # Found in the prefix cache before it computed anything; None before its first admission.
     cached_tokens: int | None = field(default=None, init=False)
     queue: Queue = field(init=False)
 
@@ -91,6 +89,16 @@ class Sequence:
     def is_whole_prefill(self) -> bool:
         """It was to compute the history alone, and has done so."""
         return self.prefill_only and self.computed_tokens >= self.history_tokens
+
+    @property
+    def has_only_found(self) -> bool:
+        """It has computed nothing, peers bring nothing of it, and pages may still be found."""
+        return (
+            self.computed_tokens == (self.cached_tokens or 0)
+            and not self.pulls
+            and not self.pull_tail
+            and len(self.token_ids) == self.history_tokens
+        )
 
     @property
     def is_recovery(self) -> bool:
@@ -193,15 +201,6 @@ class Chunk(msgspec.Struct, frozen=True):
 def pages_for(tokens: int, page_size: int) -> int:
     """How many pages hold that many tokens."""
     return -(-tokens // page_size)
-
-
-def prefill_s(sequences: Iterable[Sequence], prefill: PrefillTable) -> float:
-    """Predicted time to compute what is left of each, without the overheads of steps."""
-    return sum_in_order(
-        prefill.extra(len(one.token_ids) - work, work) - prefill.step_overhead_s
-        for one in sequences
-        if (work := one.work_tokens)
-    )
 
 
 def coverable_pages(sequence: Sequence, page_size: int) -> int:

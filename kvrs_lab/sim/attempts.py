@@ -92,8 +92,9 @@ class Connection:
         if flow.sent > self._joined_at:
             self.arrival_s = flow.latest_s
 
-    def prefilled(self, history_tokens: int) -> None:
-        self._later(lambda: self.attempt.prefilled(self._engine.id, history_tokens))
+    def prefilled(self, history_tokens: int, cached_tokens: int) -> None:
+        name = self._engine.id
+        self._later(lambda: self.attempt.prefilled(name, history_tokens, cached_tokens))
 
     def broke(self, cause: str) -> None:
         self._later(lambda: self.attempt.broke(self._engine.id, cause))
@@ -248,14 +249,14 @@ class SimAttempt:
 
     # Replies.
 
-    def prefilled(self, name: InstanceId, history_tokens: int) -> None:
+    def prefilled(self, name: InstanceId, history_tokens: int, cached_tokens: int) -> None:
         attempt, live, now_s = self._attempt, self.live, self.host.now_s
         if not self._is_open or self._connection is None or attempt.has_resumed:
             self._late(ev.PrefillDone(live.id, attempt.number, history_tokens))
             return
         self._know_prompt()
         has_own_prefill = attempt.plan.prefill is not None
-        if not attempt.prefilled(now_s) or not self._is_open:
+        if not attempt.prefilled(now_s, cached_tokens) or not self._is_open:
             return
         if (
             has_own_prefill

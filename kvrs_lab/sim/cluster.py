@@ -67,6 +67,8 @@ class Outcome:
     innocents_refused: int = 0  # Streams that were refused as poison, and had ended nothing.
     innocents_lost: int = 0  # The same, for any reason, of those that were taken.
     tokens: int = 0
+    prompt_tokens: int = 0  # That prefill instances have answered for,
+    cached_tokens: int = 0  # and how many of them they found in their prefix caches.
     span_s: float = 0.0
     steps: int = 0
 

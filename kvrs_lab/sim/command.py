@@ -4,7 +4,7 @@ random, for one seed or many.
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from math import ceil
 from typing import Any
@@ -152,6 +152,8 @@ def _measured(outcome: Outcome) -> dict[str, Any]:
         "recovered_streams": outcome.recovered_streams,
         "recoveries": {str(option): count for option, count in outcome.recoveries.items()},
         "tokens": outcome.tokens,
+        "prompt_tokens": outcome.prompt_tokens,
+        "cached_tokens": outcome.cached_tokens,
         "dropped_tokens": outcome.dropped_tokens,
         "pause_p50_s": _percentile(pauses_s, 50) if pauses_s else None,
         "pause_p99_s": _percentile(pauses_s, 99) if pauses_s else None,
@@ -178,6 +180,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, str]]:
             "  dropped, of attempts that were over",
             f"{sum(outcome.dropped_tokens for outcome in outcomes):,}",
         ),
+        *_cached(outcomes),
         ("streams recovered", f"{sum(outcome.recovered_streams for outcome in outcomes):,}"),
         *((f"  by {option}", f"{count:,}") for option, count in recoveries.most_common()),
     ]
@@ -186,6 +189,12 @@ def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, str]]:
             (f"pause p{share}", f"{_percentile(pauses_s, share):.3f} s") for share in (50, 99)
         ]
     return [*found, ("simulated time", f"{sum(outcome.span_s for outcome in outcomes):,.0f} s")]
+
+
+def _cached(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
+    if prompt_tokens := sum(outcome.prompt_tokens for outcome in outcomes):
+        cached_tokens = sum(outcome.cached_tokens for outcome in outcomes)
+        yield "prompt tokens found in a prefix cache", f"{cached_tokens / prompt_tokens:.1%}"
 
 
 def deaths_of(outcomes: Sequence[Outcome]) -> dict[str, tuple[int, int]]:

@@ -67,6 +67,9 @@ class SimEngine(ComputingInstance):
         self.answer: str | None = None  # To every call, in place of its work.
         self.hangs = False  # It reports and takes calls, and computes nothing.
         self.most_calls: int | None = None  # It has no room for more.
+        # Of prompts that were computed for a hand-off, in all processes: tokens, and how many of
+        # them were found in the prefix cache.
+        self.prompt_tokens = self.cached_tokens = 0
         # What it reports of itself: tests have engines of other kinds.
         self.declares: Callable[[InstanceInfo], InstanceInfo] = lambda info: info
         self.poisoned: Callable[[StreamId], None] | None = None  # Ends this process.
@@ -368,7 +371,10 @@ class SimEngine(ComputingInstance):
         for sequence in prefilled:
             if (run := self.runs.get(sequence)) is not None:
                 self._end(run, retain_until_s=self.clock.now_s + self._site.config.transfer.lease_s)
-                run.call.reply.prefilled(sequence.history_tokens)
+                cached_tokens = sequence.cached_tokens or 0
+                self.prompt_tokens += sequence.history_tokens
+                self.cached_tokens += cached_tokens
+                run.call.reply.prefilled(sequence.history_tokens, cached_tokens)
         return answers
 
     def _answer(self, answers: list[tuple[SimRun, list[int]]]) -> None:

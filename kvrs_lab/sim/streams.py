@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
+from kvrs.core.model.prefixes import Prefix, chain
 from kvrs.core.model.streams import LiveStream, mean_interval_s
 from kvrs.ids import InstanceId, StreamId
 from kvrs_lab.sim.calls import tokens_at
@@ -63,6 +64,14 @@ class SimJournal:
     @property
     def is_recoverable(self) -> bool:
         return True
+
+    @property
+    def prefix(self) -> Prefix:
+        """That of its ids, also while the proxy does not know these: texts begin alike where their
+        tokens do.
+        """
+        ids = array("I", self.arrival.prompt_ids)
+        return Prefix(chain(0, memoryview(ids).cast("B")), len(ids) * ids.itemsize)
 
     def commit_head(self) -> None:
         """Simulated clients are promised nothing."""

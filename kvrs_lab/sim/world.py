@@ -186,6 +186,9 @@ class World:
     def _sum_up(self) -> None:
         outcome = self.cluster.outcome
         outcome.steps = self.cluster.clock.steps
+        engines = self.cluster.engines.values()
+        outcome.prompt_tokens = sum(engine.prompt_tokens for engine in engines)
+        outcome.cached_tokens = sum(engine.cached_tokens for engine in engines)
         for proxy in self.cluster.proxies:
             lives = proxy.streams.values()
             outcome.ended.update(live.outcome for live in lives if live.outcome != MOVED)

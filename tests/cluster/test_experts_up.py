@@ -36,7 +36,7 @@ pytestmark = [
 # Of the model: of each layer 2 KV heads and 8 experts, and 4 tiles of the vocabulary.
 UNITS = 4 * (2 + 8) + 4
 TOKENS, STREAMS, FEW_SECONDS_S = 12, 4, 120.0
-EXPERTS = {"after_s": 0.2, "room_share": 1.0}
+EXPERTS = {"room_share": 1.0}
 
 
 @pytest.fixture(scope="module")

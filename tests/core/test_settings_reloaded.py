@@ -15,6 +15,7 @@ from kvrs.config.policy import (
     PolicyName,
     PolicySettings,
     RecoverySettings,
+    Route,
     SloSettings,
 )
 from kvrs.config.settings import Settings
@@ -30,6 +31,7 @@ from tests.core.recorded_incident import Recorder
 OTHER = PolicySettings(
     name=PolicyName.ALWAYS_RECOMPUTE,
     handoff=Handoff.AUTO,
+    route=Route.LOAD,
     dispatch=Dispatch.LEAST_LOADED,
     correction_max=2.0,
     slots_max=3,

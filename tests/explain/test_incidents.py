@@ -1,8 +1,11 @@
 """Incidents as they are read from an event log."""
 
+import json
+from pathlib import Path
+
 import pytest
 
-from kvrs.cli.incidents import Loss, RecordedDecision, incidents
+from kvrs.cli.incidents import Loss, RecordedDecision, explain_log, incidents
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.core.event_log import LogEntry, event_line, header_line, read
 from kvrs.core.model import actions as act
@@ -114,3 +117,34 @@ def test_requests_that_were_at_fault_are_no_incidents(
     ]
 
     assert sorted(names) == sorted([*found, "p2"])
+
+
+def test_placements_by_prefix_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts that went past the shortest queue, with what both instances had of them."""
+    p0, p1 = InstanceId("p0"), InstanceId("p1")
+    plan = act.Plan(InstanceId("d0"), p1)
+    lines = [
+        HEADER,
+        event_line(0.0, ev.StreamArrived(A, 1000), [act.Start(A, 1, plan, {p0: 0, p1: 900})]),
+        event_line(1.0, ev.StreamArrived(B, 1000), [act.Start(B, 1, plan, {p1: 512})]),
+        event_line(2.0, ev.StreamArrived(StreamId("C"), 9), [act.Start(StreamId("C"), 1, plan)]),
+    ]
+    log = tmp_path / "events.jsonl"
+    log.write_text("\n".join(lines) + "\n")
+
+    explain_log(log, as_json=True)
+
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["began_cached"] == 2
+    assert shown["placed_by_prefix"] == [
+        {
+            "line": 2,
+            "stream": A,
+            "instance": p1,
+            "cached_tokens": 900,
+            "shortest_queue": p0,
+            "cached_there": 0,
+        }
+    ]

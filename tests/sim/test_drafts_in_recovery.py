@@ -138,7 +138,7 @@ def test_the_command_simulates_drafts(tmp_path: Path) -> None:
     file.write_text(json.dumps(paced))
     given = parse_config(paced)
     options = SimulateOptions(config=file, requests=60, deaths=3)
-    world = make_world(options, given, [], seed=1)
+    world = make_world(options, given, [], seed=2)
 
     assert world.run().ended == {"complete": 60}
     assert sum(accepted(world).values()) > 0

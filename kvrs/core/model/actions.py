@@ -48,7 +48,7 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     replays: bool = False
 
 
-class Start(msgspec.Struct, frozen=True, gc=False):
+class Start(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Begin attempt `attempt` of the stream; every lower attempt is over and its connections are
     closed.
     """
@@ -56,6 +56,9 @@ class Start(msgspec.Struct, frozen=True, gc=False):
     stream: StreamId
     attempt: int
     plan: Plan
+    # Tokens of the prompt that were taken to be in prefix caches: of the instance with the shortest
+    # queue, where it had any, or another one was chosen; and of that.
+    cached: dict[InstanceId, int] = {}
 
 
 class Stay(msgspec.Struct, frozen=True, gc=False):
@@ -139,7 +142,7 @@ class StreamRefusal(msgspec.Struct, frozen=True, gc=False):
     retry_after_s: float
 
 
-class GiveUp(msgspec.Struct, frozen=True):
+class GiveUp(msgspec.Struct, frozen=True, omit_defaults=True):
     """End the stream with an explicit error (503 before the first byte, an error event after
     it).
     """
@@ -148,6 +151,7 @@ class GiveUp(msgspec.Struct, frozen=True):
     reason: Reason
     message: str
     retry_after_s: float
+    cached: dict[InstanceId, int] = {}  # As in `Start`, of one that is refused for its wait.
 
 
 class Ejected(msgspec.Struct, frozen=True):

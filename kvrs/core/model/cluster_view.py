@@ -15,11 +15,14 @@ from typing import Any
 
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Health, Member
+from kvrs.core.model.prefixes import PrefixIndex
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, STORE, AgentInfo, AgentReport
 from kvrs.protocol.rows import NO_ROWS, RowsReport
 
 _place = attrgetter("place")
+# Of computing beside queueing.
+_MOST_WEIGHT = 8.0
 
 
 @dataclass(slots=True, eq=False)
@@ -160,17 +163,21 @@ class ClientWork:
         self._changed = changed  # Nodes of whose instances the work has.
         self._seconds: dict[str, float] = {}
         self._bookings: dict[str, int] = {}
+        self._prompts = 0  # Of them, those at prefill instances.
+        self._reported_prompts = 0  # At prefill instances, of all proxies.
 
     def book(self, client: str, member: Member, seconds: float) -> None:
         member.work_s += seconds
         member.queue_s = max(member.work_s, member.reported_queue_s)
         self._changed[member.node] = None
         member.bookings += 1
+        self._prompts += member.prefills
         self._seconds[client] = self._seconds.get(client, 0.0) + seconds
         self._bookings[client] = self._bookings.get(client, 0) + 1
 
     def unbook(self, client: str, member: Member, seconds: float) -> None:
         member.bookings -= 1
+        self._prompts -= member.prefills
         # Without bookings exactly zero: a rounding error would decide between idle instances.
         member.work_s = max(0.0, member.work_s - seconds) if member.bookings else 0.0
         member.queue_s = max(member.work_s, member.reported_queue_s)
@@ -180,6 +187,18 @@ class ClientWork:
             self._seconds[client] -= seconds
         else:
             del self._bookings[client], self._seconds[client]
+
+    def note_prompts(self, member: Member, prompts: int) -> None:
+        """Note how many prompts a prefill instance runs or queues by its report."""
+        self._reported_prompts += prompts - member.reported_prompts
+        member.reported_prompts = prompts
+
+    def prompt_weight(self, prefillers: int) -> float:
+        """The cost of a second of computing, in seconds: one of the prompt itself, and one of each
+        prompt behind it, of which there are as many as are in flight per prefill instance.
+        """
+        prompts = max(self._prompts, self._reported_prompts)
+        return min(_MOST_WEIGHT, 1 + prompts / max(1, prefillers))
 
     def of(self, client: str) -> float:
         return self._seconds.get(client, 0.0)
@@ -208,6 +227,7 @@ class ClusterView:
         self.prefill_order = PrefillOrder(self.by_node)
         self.prefillers = self.prefill_order.members  # That are not drained, in any order.
         self.work = ClientWork(self.prefill_order.changed)
+        self.prefixes = PrefixIndex()
         self._leaving: dict[InstanceId, Member] = {}  # That must drain, or are drained.
 
     def add(self, member: Member) -> Member:
@@ -234,6 +254,8 @@ class ClusterView:
         self.update(member)
 
     def remove(self, member: Member) -> None:
+        self.work.note_prompts(member, 0)
+        self.prefixes.lost(member)
         del self.members[member.id]
         self.by_node[member.node].remove(member)
         if member.is_ranked:

@@ -67,6 +67,8 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
     by_prefill: bool = False
     # Extra time of the tokens after the next one, compared with an instance that has all its ranks.
     lookahead_s: float = 0.0
+    # Start: tokens of the prompt that the instance which computes it is taken to have cached.
+    cached_tokens: int = 0
 
     @property
     def next_token_s(self) -> float:

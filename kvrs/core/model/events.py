@@ -259,7 +259,7 @@ class PrefillDone(msgspec.Struct, frozen=True, gc=False):
     stream: StreamId
     attempt: int
     history_tokens: int
-    reused_tokens: int = 0  # Of these, that its prefix cache had, as far as it says.
+    reused_tokens: int | None = None  # Of these, that its prefix cache had; None: it does not say.
 
 
 class RetentionLost(msgspec.Struct, frozen=True):

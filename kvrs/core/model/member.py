@@ -288,6 +288,8 @@ class Member:
     # `own_decoders`, then by id; as of the last time at which they were sorted.
     place: tuple[float, int, InstanceId] = field(init=False)
     is_placed: bool = False  # Among the prefill instances that are not drained.
+    cache_bit: int = 0  # In the index of prefixes (`prefixes.py`); 0: it has none there.
+    reported_prompts: int = 0  # That a prefill instance runs or queues, by its last report.
 
     def __post_init__(self) -> None:
         self.rank = 0, self.id

@@ -5,7 +5,7 @@ Each record is written from one module: a stream's facts and its recovery from h
 and holders from `ledger.py`, checkpoints from `checkpoints.py`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
@@ -18,6 +18,7 @@ from kvrs.core.model.cluster_view import Agent, Link
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import Member
+from kvrs.core.model.prefixes import NO_PREFIX, Prefix
 from kvrs.core.model.recovery_state import RecoveryState, RefusedBy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
@@ -110,6 +111,10 @@ class Stream:
     arrived_s: float = 0.0
     client_name: str = ""
     name: str = ""  # As of `StreamArrived`.
+    prefix: Prefix = NO_PREFIX  # What others may have in common with its prompt.
+    # Tokens of its prompt in the caches of the instances between which it was placed last.
+    cached: dict[InstanceId, int] = field(default_factory=dict)
+    recalled: Mapping[InstanceId, int] | None = None  # The same, of a log that is run again.
     produced_tokens: int = 0  # As reported at the last failure.
     flows_since_s: float = 0.0  # Since the first token of its last attempt that brought any,
     flows_from_tokens: int = 0  # which had so many before it.
@@ -324,6 +329,10 @@ class StreamJournal(Protocol):
         """Tokens of the prompt, estimated from its text while `prompt_ids` is None."""
 
     @property
+    def prefix(self) -> Prefix:
+        """The blocks of its prompt, by which others are found that begin alike."""
+
+    @property
     def max_tokens(self) -> int | None:
         """None: as many as the engine has room for."""
 
@@ -390,6 +399,7 @@ class LiveStream(Stream):
     journal: StreamJournal
     prefilled_at: tuple[InstanceId, ...] = ()  # May retain pages of this stream.
     copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By agent.
+    has_guessed_length: bool = False  # Its prompt is a text that no engine has tokenised yet.
 
     @property
     def stays_until_s(self) -> float | None:

@@ -77,6 +77,7 @@ def _instance(row: Mapping[str, Any], streams: Sequence[Mapping[str, Any]]) -> d
         # Of an instance that is being started again; None: of no other.
         "starts": starts,
         "reason": _restart(row) if starts else row.get("reason"),
+        "prefix_hits": (row.get("prefix_hits") or {}).get("share"),
         "drafts": _kept(drafts, ("accepted", "proposed")) if drafts else None,
         "streams": sum(row["id"] in (each["prefill"], each["decode"]) for each in streams),
     }

@@ -82,6 +82,10 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
         metrics.store_wrong.labels(known.id).set(store is not None and store["is_wrong"])
         metrics.draining.labels(known.id).set(control.drains.is_draining(known.id))
         metrics.differs.labels(known.id).set(len(kinds) > 1 and weights.get(known.id) in kinds)
+    for name, hits in control.policy.prefix_hits.items():
+        computed_tokens = hits.prompt_tokens - hits.cached_tokens
+        metrics.prompt_tokens.of(name, "computed").value = computed_tokens
+        metrics.prompt_tokens.of(name, "cached").value = hits.cached_tokens
     for agent in control.agents.present():
         metrics.agents.measure(agent)
     if (membership := gossip_view.membership) is not None:
@@ -115,6 +119,7 @@ def _instance(
         "epoch": None if known.info is None else known.info.epoch,
         "models": [] if known.info is None else listed_names(known.info),
         "load": load or None,
+        "prefix_hits": _prefix_hits(known, driver),
         "hand_offs": _hand_offs(known, driver),
         "speculation": load.get("speculation"),
         "experts": load.get("experts"),  # None: it has none, or is one process.
@@ -160,6 +165,18 @@ def _hand_offs(known: Member, driver: Driver) -> dict[str, Any] | None:
         **msgspec.to_builtins(report),
         "format": known.hand_off_format,
         "differs_from": others,
+    }
+
+
+def _prefix_hits(known: Member, driver: Driver) -> dict[str, Any] | None:
+    """The share of prompts from here that its prefix cache had; None: it does not say."""
+    hits = driver.control.policy.prefix_hits.get(known.id)
+    if hits is None:
+        return None
+    return {
+        "prompt_tokens": hits.prompt_tokens,
+        "cached_tokens": hits.cached_tokens,
+        "share": round(hits.share, 4),
     }
 
 

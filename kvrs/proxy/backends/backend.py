@@ -80,7 +80,7 @@ class Prefilled(msgspec.Struct, frozen=True):
         None  # On the monotonic clock: not to be forwarded later. None: that does no harm.
     )
     cached_tokens: int | None = None  # Of the prompt, for clients; None: its usage does not say.
-    reused_tokens: int = 0  # Of the prompt, that its cache had, as far as it says.
+    reused_tokens: int | None = None  # Of the prompt, that its cache had; None: it does not say.
     ranks: int = 1  # That hand it over, each a part.
 
 

@@ -156,7 +156,7 @@ def _prefilled(body: bytes) -> Prefilled:
         # Copied: where it lies in the answer it would keep all of it.
         None if bytes(transfer) in _ABSENT else transfer.copy(),
         cached_tokens=cached,
-        reused_tokens=cached or 0,
+        reused_tokens=cached,
     )
 
 

@@ -334,12 +334,13 @@ class VllmBackend(VllmServer):
             return answer
         transfer = checked(bytes(answer.transfer), len(answer.prompt_ids), page_size_tokens)
         told = read(transfer)
+        reused_tokens = told.remote_prefill_cached_tokens
         self._process.noted(engine_mark(told.remote_engine_id))
         return replace(
             answer,
             transfer=transfer,
             good_until_s=heard_s + _HAND_OFF_S,
-            reused_tokens=told.remote_prefill_cached_tokens or answer.reused_tokens,
+            reused_tokens=answer.reused_tokens if reused_tokens is None else reused_tokens,
             ranks=told.tp_size,
         )
 

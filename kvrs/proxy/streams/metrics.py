@@ -48,6 +48,8 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # The library has no
 
 _UNPROTECTED = "1 while it decodes and no agent gets KV of its streams, else 0."
 _STORE_WRONG = "1 while it goes on wrongly behind KV of its store, else 0."
+_PROMPT_TOKENS = "Tokens of new prompts that the worker answered for: computed, or cached there."
+_OF_CACHE = ("worker", "source")
 _DIFFERS = "1 while it computes other tokens than another worker that is up, else 0."
 OUTCOMES_OF_REQUESTS = ("complete", "failed", "client_gone", "rejected")
 
@@ -116,6 +118,9 @@ class Metrics:
         )
         self.open_streams = gauge(
             "kvrs_worker_streams", "Open streams of this proxy at the worker.", ["worker", "role"]
+        )
+        self.prompt_tokens = TallySeries(
+            "kvrs_worker_prompt_tokens", _PROMPT_TOKENS, registry=self.registry, labels=_OF_CACHE
         )
         self._roles: dict[InstanceId, Role] = {}
         self.reports = ReportSeries(self.registry, self.registry if shown.ranks else hidden)

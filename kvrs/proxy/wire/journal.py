@@ -12,11 +12,13 @@ from functools import partial
 
 from kvrs.core.fleet.known import Replays
 from kvrs.core.model import events as ev
+from kvrs.core.model.prefixes import Prefix
 from kvrs.core.model.streams import mean_interval_s
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import Usage, usage_of
 from kvrs.protocol.openai.usage import NO_FACTS, EngineFacts, with_facts
 from kvrs.protocol.token_ids import packed
+from kvrs.proxy.wire.prefix import prefix_of
 from kvrs.proxy.wire.requests import ParsedRequest, RequestContext
 
 # For the estimated length of a text prompt, until prefill has counted its tokens.
@@ -132,6 +134,14 @@ class Journal:
     def cannot_replay(self) -> None:
         """It goes on in another way, for good: what comes then is no output of its request."""
         self.inexact, self.replayed = self.inexact_elsewhere, ()
+
+    @property
+    def prefix(self) -> Prefix:
+        """The blocks of the prompt, which all choices of a request share."""
+        if self.parsed.prefix is None:
+            media = not self.is_predictable
+            self.parsed.prefix = prefix_of(self.parsed, has_media=media)
+        return self.parsed.prefix
 
     @property
     def prompt_tokens_guess(self) -> int:

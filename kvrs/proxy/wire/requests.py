@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from kvrs.core.books.tenants import RETRY_S, TenantMeter
+from kvrs.core.model.prefixes import Prefix
 from kvrs.errors import RequestError
 from kvrs.net.direct import DirectRequest
 from kvrs.net.http_connection import retry_after
@@ -231,6 +232,7 @@ class ParsedRequest:
     fields_bytes: int = 0  # Of the values in `fields`, or more.
     is_packed: bool = False  # What is kept is no more than is needed.
     echo: bool = False
+    prefix: Prefix | None = None  # Of the prompt, once it was asked for.
 
     @property
     def prompts(self) -> "tuple[ParsedRequest, ...]":

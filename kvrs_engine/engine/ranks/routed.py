@@ -11,6 +11,8 @@ from kvrs_engine.engine.ranks.formation import RankFormation
 from kvrs_engine.engine.ranks.reformed import Reformed
 from kvrs_engine.engine.ranks.routed_notes import RoutingNotes
 
+# Least time between two changes of copies, and after any other change of the ranks.
+APART_S = 2.0
 _HALF_LIFE_S = 30.0  # Of a choice of an expert: a popularity that turns sooner moves no copies.
 _NO_ROOM = "elastic.experts.room_share leaves no room for a copy that would help"
 _MAX_PUT_OFF_S = 60.0
@@ -32,7 +34,7 @@ class RoutedLoads:
         self._computed = dict.fromkeys(layout.ranks, 0)  # In earlier formations.
         self._skew, self._reason = 1.0, ""
         self._rebalances = self._copied_bytes = 0
-        self._wait_s = settings.after_s
+        self._wait_s = APART_S
         self._wanted: Layout | None = None  # That `look` has last proposed.
         self.next_s = 0.0  # When to look again.
         self._notes: RoutingNotes | None = None
@@ -76,7 +78,7 @@ class RoutedLoads:
 
     def changed(self, change: Reformed, after: Layout, now_s: float) -> None:
         """The ranks compute with another layout, in which copies stay for a while."""
-        self._wait_s = self._settings.after_s
+        self._wait_s = APART_S
         self.next_s = now_s + self._wait_s
         if after is self._wanted:
             self._rebalances += 1

@@ -81,13 +81,13 @@ def run(tree: Path, *arguments: str) -> Any:
 
 def test_it_is_explained_and_recovers_streams(tree: Path) -> None:
     """With no other file of the product changed. An attempt that fails by its option strikes the
-    option off, and its stream is recomputed: seed 1 has no such attempt.
+    option off, and its stream is recomputed: seed 3 has no such attempt.
     """
     profile = "opt-13b-a100-kvrs-seed"
     explained = json.loads(
         run(tree, "lab", "explain", "--profile", profile, "--prompt-tokens", "1477", "--json")
     )
-    asked = ("--requests", "60", "--deaths", "8", "--seed", "1", "--json")
+    asked = ("--requests", "60", "--deaths", "8", "--seed", "3", "--json")
     outcome = json.loads(run(tree, "lab", "simulate", *asked))
 
     options = [each["option"] for each in explained["answer"]["options"]]

@@ -16,6 +16,7 @@ from kvrs_engine.elastic.units import Unit, UnitKind
 from kvrs_engine.elastic.ways.base import Way
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
+from kvrs_engine.engine.ranks import routed
 from kvrs_engine.engine.ranks.group import RankGroup
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
@@ -35,6 +36,12 @@ PAUSE_S = 0.02  # Between batches: changes need the processors, too.
 CHUNK = Chunk([(13 * at * at + 7) % 500 for at in range(90)], 0, range(10, 20), logits=3)
 
 
+@pytest.fixture(autouse=True)
+def changes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies change as soon as others pay."""
+    monkeypatch.setattr(routed, "APART_S", 0.1)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "skewed"
@@ -44,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def group(model: Path) -> Iterator[RankGroup]:
-    experts = ExpertSettings(after_s=0.1, room_share=1.0)
+    experts = ExpertSettings(room_share=1.0)
     group = group_of(model, ElasticSettings(experts=experts), tp=3)
     group.predict = lambda chunks: 0.0
     yield group
@@ -90,7 +97,7 @@ def test_copies_settle_where_popularity_keeps_turning(tmp_path: Path) -> None:
     that are popular now and then get copies, which stay and change no bit.
     """
     write_turning_model(tmp_path)
-    elastic = ElasticSettings(experts=ExpertSettings(after_s=0.1, room_share=1.0))
+    elastic = ElasticSettings(experts=ExpertSettings(room_share=1.0))
     turns = [
         Chunk([ids[7 * at * at % len(ids)] for at in range(90)], 0, range(10, 20), logits=3)
         for ids in (FIRST_IDS, LAST_IDS)
@@ -118,7 +125,7 @@ def test_copies_settle_where_popularity_keeps_turning(tmp_path: Path) -> None:
 def test_split_experts_have_the_bytes_of_one_process_and_grow_back(tmp_path: Path) -> None:
     """Each rank has parts of every expert, also once one was lost and is back."""
     write_model("mixtral, 5 experts of 2 parts", tmp_path, seed=5)
-    experts = ExpertSettings(layout="split", after_s=0.1)
+    experts = ExpertSettings(layout="split")
     group = group_of(tmp_path, ElasticSettings(experts=experts), tp=2)
     expected = Worker(tmp_path, SETTINGS).execute([CHUNK])
     full = group.layout.ranks

@@ -14,6 +14,7 @@ from kvrs.errors import RanksLostError
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.units import UnitKind, Units
 from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
+from kvrs_engine.engine.ranks import routed
 from kvrs_engine.engine.ranks.group import RankGroup
 from kvrs_engine.scheduling.sequences import Chunk
 from tests.engine.ranks.test_rank_group import group_of
@@ -35,6 +36,12 @@ BATCHES = 20
 CHUNK = Chunk([(13 * at * at + 7) % 500 for at in range(90)], 0, range(10, 20), logits=3)
 
 
+@pytest.fixture(autouse=True)
+def changes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies change as soon as others pay."""
+    monkeypatch.setattr(routed, "APART_S", 0.1)
+
+
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[RankGroup]:
     """Without copies, as long as it does not know how long its batches take."""
@@ -45,7 +52,7 @@ def group(tmp_path: Path) -> Iterator[RankGroup]:
 
 def started(directory: Path, model: ExpertsModel) -> RankGroup:
     write_experts_model(directory, model, seed=5)
-    experts = ExpertSettings(after_s=0.1, room_share=1.0)
+    experts = ExpertSettings(room_share=1.0)
     group = group_of(directory, ElasticSettings(experts=experts), tp=3)
     group.execute([CHUNK])
     return group

@@ -20,6 +20,7 @@ from kvrs.transfer.store.directory import StoreDirectory
 from kvrs_engine.elastic import on_demand
 from kvrs_engine.elastic.layouts import Layout, staged, uneven
 from kvrs_engine.elastic.units import Units
+from kvrs_engine.engine.ranks import routed
 from kvrs_engine.engine.ranks.reformer import Reformer
 from kvrs_engine.engine.ranks.routed import RoutedLoads
 from kvrs_engine.engine.ranks.routed_notes import RoutingNotes
@@ -46,8 +47,8 @@ class ScriptedMemory:
         self.tiles += torch.tensor(by_expert)
 
 
-def loads_of(notes: RoutingNotes | None = None, now_s: float = 0.0, **settings: Any) -> RoutedLoads:
-    found = RoutedLoads(UNITS, ExpertSettings(room_share=1.0, **settings), LAYOUT)
+def loads_of(notes: RoutingNotes | None = None, now_s: float = 0.0) -> RoutedLoads:
+    found = RoutedLoads(UNITS, ExpertSettings(room_share=1.0), LAYOUT)
     if notes is not None:
         found.keep(notes, "model", now_s)
     return found
@@ -191,12 +192,15 @@ def test_steps_are_predicted_by_the_fullest_rank(monkeypatch: pytest.MonkeyPatch
     assert Reformer.factors(reformer, copied)[0] < 0.6
 
 
-def test_a_popularity_that_turns_each_second_moves_copies_a_few_times() -> None:
+def test_a_popularity_that_turns_each_second_moves_copies_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Within two minutes: choices fade within half a minute, so what is popular in the mean counts,
     and small changes of it are worth no bytes. Copies that follow each turn would change 120
     times.
     """
-    loads, memory, layout = loads_of(after_s=1.0), ScriptedMemory(), LAYOUT
+    monkeypatch.setattr(routed, "APART_S", 1.0)
+    loads, memory, layout = loads_of(), ScriptedMemory(), LAYOUT
     popular, changes = [80, 40, 20, 10, 5, 5, 5, 5], []
     choose = random.Random(4)
 

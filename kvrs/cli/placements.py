@@ -1,0 +1,36 @@
+"""Placements of prompts by what instances had cached of them, read from an event log."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvrs.core.event_log import LogEntry
+from kvrs.core.model import actions as act
+
+
+def placements(entries: Iterable[LogEntry]) -> dict[str, Any]:
+    """How many prompts began where a part of them was cached, and those that went there past the
+    instance with the shortest queue.
+    """
+    starts = [
+        (entry, each, each.plan.prefill or each.plan.decode)
+        for entry in entries
+        for each in entry.actions
+        if isinstance(each, act.Start)
+    ]
+    return {
+        "began_cached": sum(bool(each.cached.get(chosen)) for _, each, chosen in starts),
+        "placed_by_prefix": [
+            {
+                "line": entry.line,
+                "stream": each.stream,
+                "instance": chosen,
+                "cached_tokens": each.cached[chosen],
+                "shortest_queue": other,
+                "cached_there": tokens,
+            }
+            for entry, each, chosen in starts
+            if chosen in each.cached
+            for other, tokens in each.cached.items()
+            if other != chosen
+        ],
+    }

@@ -1,0 +1,132 @@
+"""Placement of prompts where their prefix is cached: least queue and computing together.
+
+A prompt costs an instance `prefill(new tokens behind cached ones)`, and each prompt that queues
+behind it waits for that too. So an instance is charged for its queue and for the computing times
+`weight`, which is one and the mean number of prompts in flight per prefill instance. Of instances
+with the same cached tokens that with the shortest queue wins, which is what placement by load
+alone chooses. So that choice is taken first, and only instances with more of the prompt than it
+has are compared with it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from math import inf
+from operator import attrgetter
+
+import msgspec
+
+from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.member import Member
+from kvrs.core.model.streams import Stream
+
+# More instances that have as much are not sorted: they are picked out of the order of all.
+_FEW = 32
+
+_queue = attrgetter("queue_s", "id")
+
+
+class StartLimits(msgspec.Struct, frozen=True):
+    """Waits that a new request must keep: where an instance keeps them, none is chosen that does
+    not.
+    """
+
+    queue_s: float = inf  # Longest wait in the queue.
+    first_token_s: float = inf  # Until the prompt is computed.
+
+
+NO_LIMITS = StartLimits()
+
+
+def with_prefix(
+    view: ClusterView,
+    stream: Stream,
+    first: Member,
+    allows: Callable[[Member], bool],
+    limits: StartLimits = NO_LIMITS,
+) -> Member:
+    """The instance at which the prompt costs least; `first` is the choice by load. Writes
+    `stream.cached`: tokens of the prompt at `first` and at the chosen one.
+
+    `allows`: the instance may get the stream, and answers well.
+    """
+    if not stream.prefix.hashes and stream.recalled is None:
+        return first
+    own, deeper = _levels(view, stream, first)
+    if not own and not deeper:
+        return first
+    costs = _Costs(view, stream, limits)
+    best, best_key, best_tokens = first, costs.of(first, own), own
+    for tokens, members in reversed(deeper):
+        tables: set[int] = set()  # The first instance of a table is the best one of it.
+        for member in members:
+            if member.queue_s >= best_key[1] and not best_key[0]:
+                break
+            if id(member.prefill) in tables or not allows(member):
+                continue
+            tables.add(id(member.prefill))
+            key = costs.of(member, tokens)
+            if key < best_key:
+                best, best_key, best_tokens = member, key, tokens
+    if own or best is not first:
+        stream.cached[first.id] = own
+    if best_tokens:
+        stream.cached[best.id] = best_tokens
+    return best
+
+
+# Tokens of the prompt that instances have, and these, the shortest queue first.
+_Level = tuple[int, Iterable[Member]]
+
+
+def _levels(view: ClusterView, stream: Stream, first: Member) -> tuple[int, list[_Level]]:
+    """The cached tokens at `first`, and the instances that have more, fewest tokens first."""
+    if (recalled := stream.recalled) is not None:
+        own = recalled.get(first.id, 0)
+        known = sorted((tokens, name) for name, tokens in recalled.items() if tokens > own)
+        return own, [
+            (tokens, [view.members[name]]) for tokens, name in known if name in view.members
+        ]
+    own, deeper = 0, list[_Level]()
+    for blocks, mask in view.prefixes.levels(stream.prefix):
+        tokens = stream.prefix.tokens(blocks, stream.prompt_tokens)
+        if mask & first.cache_bit:
+            own = tokens
+            deeper.clear()
+        elif tokens > own:
+            is_many = first.is_placed and mask.bit_count() > _FEW
+            deeper.append((tokens, (_among_placed if is_many else _of_bits)(view, mask)))
+    return own, deeper
+
+
+def _among_placed(view: ClusterView, mask: int) -> Iterator[Member]:
+    return (member for member in view.prefill_order.least_first() if member.cache_bit & mask)
+
+
+def _of_bits(view: ClusterView, mask: int) -> Iterator[Member]:
+    found = []
+    while mask:
+        low = mask & -mask
+        found.append(view.prefixes.member(low.bit_length() - 1))
+        mask ^= low
+    return iter(sorted(found, key=_queue))
+
+
+class _Costs:
+    """The cost of one prompt at each instance."""
+
+    def __init__(self, view: ClusterView, stream: Stream, limits: StartLimits) -> None:
+        self._tokens, self._limits = stream.prompt_tokens, limits
+        self._weight = view.work.prompt_weight(len(view.prefillers))
+        self._seconds: dict[tuple[int, int], float] = {}
+
+    def of(self, member: Member, cached: int) -> tuple[bool, float]:
+        """Return whether it breaks a limit, and the weighted cost in seconds."""
+        table, tokens, queue_s = member.prefill, self._tokens, member.queue_s
+        compute_s = self._seconds.get((id(table), cached))
+        if compute_s is None:
+            compute_s = table.seconds_for(tokens)
+            if cached:
+                compute_s = table.behind(cached, tokens, compute_s)[0]
+            self._seconds[id(table), cached] = compute_s
+        limits = self._limits
+        is_late = queue_s > limits.queue_s or queue_s + compute_s > limits.first_token_s
+        return is_late, queue_s + self._weight * compute_s

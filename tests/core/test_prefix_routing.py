@@ -1,0 +1,294 @@
+"""Placement by prefix: the least cost over all instances, within what clients were promised."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrs.config.policy import PolicySettings, Route, SloSettings
+from kvrs.core import prefix_routing
+from kvrs.core.event_log import event_line, header_line, rerun
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
+from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.member import Member
+from kvrs.core.model.prefixes import BLOCK_BYTES, Prefix, chain
+from kvrs.core.model.streams import Stream
+from kvrs.core.prefix_routing import NO_LIMITS, StartLimits, with_prefix
+from kvrs.core.recovery import NO_BACKUP, RecoveryPolicy
+from kvrs.core.routing import least_work
+from kvrs.ids import InstanceId, StreamId
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.instance import Capability
+from tests.core.policy_harness import TABLE, instance_up, load, only
+
+TOKENS, BLOCKS = 100, 10  # Of a block, and of a prompt.
+SLOW = TABLE.scaled(3.0)
+S, T, U = StreamId("s"), StreamId("t"), StreamId("u")
+P0, P1, P2 = InstanceId("p0"), InstanceId("p1"), InstanceId("p2")
+
+
+def prefix(*words: int) -> Prefix:
+    text = b"".join(bytes([word]) * BLOCK_BYTES for word in words)
+    return Prefix(chain(0, text), len(text))
+
+
+PROMPT = prefix(*range(BLOCKS))
+
+
+def clusters(
+    tables: list[PrefillTable],
+) -> st.SearchStrategy[list[tuple[float, int, PrefillTable]]]:
+    """The queue of each prefill instance, its blocks of the prompt, and its table."""
+    queues_s = st.one_of(st.just(0.0), st.floats(0.0, 2.0), st.sampled_from([0.25, 0.5]))
+    each = st.tuples(queues_s, st.integers(0, BLOCKS), st.sampled_from(tables))
+    return st.lists(each, min_size=1, max_size=12)
+
+
+def view_of(cluster: list[tuple[float, int, PrefillTable]]) -> ClusterView:
+    view = ClusterView(1e9)
+    for number, (queue_s, blocks, table) in enumerate(cluster):
+        event = instance_up(f"p{number}", prefill=table)
+        member = view.add(Member.of(event.info, table))
+        view.prefill_order.note_queue(member, queue_s)
+        if blocks:
+            words = [*range(blocks), *range(100, 100 + BLOCKS - blocks)]
+            view.prefixes.note(member, prefix(*words), BLOCKS * TOKENS)
+    return view
+
+
+def cost_of(view: ClusterView, member: Member, cached: int) -> float:
+    tokens = BLOCKS * TOKENS
+    cached = min(cached, tokens - 1)
+    seconds = member.prefill.extra(cached, tokens - cached) if cached else 0.0
+    seconds = seconds or member.prefill.seconds_for(tokens)
+    return member.queue_s + view.work.prompt_weight(len(view.prefillers)) * seconds
+
+
+@settings(max_examples=300)
+@given(clusters([TABLE]), st.integers(0, 40), st.sets(st.integers(0, 11)), st.sampled_from([1, 32]))
+def test_the_choice_has_the_least_cost_of_all(
+    cluster: list[tuple[float, int, PrefillTable]], prompts: int, refusing: set[int], few: int
+) -> None:
+    """Though only instances with more of the prompt than the choice by load are looked at, and of
+    many with as much only the first by queue.
+    """
+    view, stream = view_of(cluster), Stream(S, prompt_tokens=BLOCKS * TOKENS, prefix=PROMPT)
+    members = [*view.members.values()]
+    view.work.note_prompts(members[0], prompts)
+    first = least_work(view, stream, is_free=True, barred_too=False)
+    assert first is not None
+    allowed = [each for n, each in enumerate(members) if n not in refusing or each is first]
+    allowed = [each for each in allowed if each.queue_s >= first.queue_s]
+    blocks = {member: cluster[number][1] for number, member in enumerate(members)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_routing, "_FEW", few)
+        chosen = with_prefix(view, stream, first, lambda member: member in allowed)
+
+    costs = {member: cost_of(view, member, blocks[member] * TOKENS) for member in allowed}
+    assert costs[chosen] == pytest.approx(min(costs.values()), abs=1e-9)
+    assert stream.cached.get(chosen.id, 0) == min(blocks[chosen] * TOKENS, BLOCKS * TOKENS - 1)
+    if not any(blocks.values()):
+        assert chosen is first
+
+
+@settings(max_examples=200)
+@given(clusters([TABLE, SLOW]), st.sampled_from([1, 32]))
+def test_each_instance_counts_with_its_own_table(
+    cluster: list[tuple[float, int, PrefillTable]], few: int
+) -> None:
+    """The choice by load and those that have more of the prompt are compared."""
+    view, stream = view_of(cluster), Stream(S, prompt_tokens=BLOCKS * TOKENS, prefix=PROMPT)
+    first = least_work(view, stream, is_free=True, barred_too=False)
+    assert first is not None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_routing, "_FEW", few)
+        chosen = with_prefix(view, stream, first, lambda member: True)
+
+    blocks = {member: cluster[number][1] for number, member in enumerate(view.members.values())}
+    weighed = [each for each in blocks if each is first or blocks[each] > blocks[first]]
+    costs = {member: cost_of(view, member, blocks[member] * TOKENS) for member in weighed}
+    assert costs[chosen] == pytest.approx(min(costs.values()), abs=1e-9)
+
+
+def test_computing_counts_more_the_more_prompts_are_in_flight() -> None:
+    """A prompt that is computed anew keeps those behind it waiting: with many of them a longer
+    queue at the instance that has it is worth while.
+    """
+    view = view_of([(0.0, 0, TABLE), (1.2, BLOCKS, TABLE)])
+    idle, hot = view.members.values()
+    chosen = []
+    for prompts in (0, 2, 100):
+        view.work.note_prompts(idle, prompts)
+        stream = Stream(S, prompt_tokens=BLOCKS * TOKENS, prefix=PROMPT)
+        chosen.append((view.work.prompt_weight(2), with_prefix(view, stream, idle, lambda _: True)))
+
+    assert chosen == [(1.0, idle), (2.0, hot), (8.0, hot)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "chosen"),
+    [
+        (NO_LIMITS, 1),
+        (StartLimits(queue_s=0.5), 0),
+        (StartLimits(first_token_s=0.7), 0),
+        (StartLimits(first_token_s=0.55), 1),  # Neither keeps it: the cheaper one.
+    ],
+)
+def test_a_prompt_goes_where_it_keeps_its_limits(limits: StartLimits, chosen: int) -> None:
+    """A hit behind a long queue is no reason to refuse a request that an idle instance could
+    answer in time.
+    """
+    view = view_of([(0.0, 4, TABLE), (0.7, BLOCKS, TABLE)])
+    view.work.note_prompts(view.members[P0], 6)
+    stream = Stream(S, prompt_tokens=BLOCKS * TOKENS, prefix=PROMPT)
+
+    found = with_prefix(view, stream, view.members[P0], lambda _: True, limits)
+
+    assert found.id == f"p{chosen}"
+
+
+class Prompts:
+    """A policy whose streams have prefixes."""
+
+    def __init__(self, *names: str, **policy: Any) -> None:
+        self.settings = PolicySettings(**policy)
+        self.prefixes: dict[StreamId, Prefix] = {}
+        self.policy = RecoveryPolicy(
+            self.settings,
+            SloSettings(),
+            stream_of=lambda name: Stream(name, prefix=self.prefixes.get(name, Prefix())),
+        )
+        self.lines = [header_line(self.settings, SloSettings(), NO_BACKUP)]
+        for name in names:
+            self.handle(instance_up(name))
+
+    def handle(self, event: ev.Event, at_s: float = 0.0) -> list[act.Action]:
+        actions = self.policy.handle(event, at_s)
+        self.lines.append(event_line(at_s, event, actions))
+        return actions
+
+    def arrive(self, name: StreamId, *words: int, **arrival: Any) -> act.Start:
+        self.prefixes[name] = prefix(*words)
+        event = ev.StreamArrived(name, len(words) * TOKENS, **arrival)
+        return only(self.handle(event), act.Start)
+
+
+def test_a_prompt_goes_where_it_was_sent_before() -> None:
+    """Its booking is the time behind what is cached there, and so is its prediction."""
+    core = Prompts("p0", "p1", "d0")
+    first = core.arrive(S, *range(BLOCKS))
+    core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 0))
+
+    again = core.arrive(T, *range(BLOCKS - 2), 90, 91)
+
+    assert again.plan.prefill == first.plan.prefill == P0
+    assert again.cached == {P1: 0, P0: 800}
+    assert core.policy.members[P0].work_s == pytest.approx(0.2)
+
+
+def test_prompts_of_a_burst_are_behind_each_other() -> None:
+    """A prompt that is sent and not yet computed counts as cached, since it will be."""
+    core = Prompts("p0", "p1", "d0")
+
+    starts = [core.arrive(name, *range(BLOCKS - 1), 90 + n) for n, name in enumerate((S, T, U))]
+
+    # The second one waits for a second, and computes a tenth of one.
+    assert [each.plan.prefill for each in starts] == [P0, P0, P0]
+    assert core.policy.members[P0].work_s == pytest.approx(1.2)
+
+
+def test_victims_of_a_death_are_placed_by_their_prefixes() -> None:
+    """One after the other, each behind the one before it; the dead instance's cache is gone."""
+    core = Prompts("p0", "p1", "p2", "d0")
+    core.arrive(S, *range(BLOCKS))
+    core.arrive(T, *range(BLOCKS - 1), 90)
+    core.handle(load("p1", 0.3))
+
+    actions = core.handle(ev.InstanceLost(P0, 1, "killed", {S: 0, T: 0}))
+    actions += core.handle(ev.TimerFired(), 0.02)
+
+    starts = [each for each in actions if isinstance(each, act.Start)]
+    assert [(each.stream, each.plan.prefill, each.cached) for each in starts] == [
+        (S, P2, {}),
+        (T, P2, {P1: 0, P2: 900}),
+    ]
+
+
+def test_a_log_is_run_again_without_the_prompts() -> None:
+    """It has what the instances had of a prompt between which it was placed, so that the policy
+    decides alike.
+    """
+    core = Prompts("p0", "p1", "p2", "d0")
+    core.arrive(S, *range(BLOCKS))
+    core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 0))
+    core.handle(load("p0", 0.3))
+    core.arrive(T, *range(BLOCKS - 1), 90)
+    core.handle(ev.InstanceLost(P0, 1, "killed", {T: 0}))
+    core.handle(ev.TimerFired(), 0.02)
+    assert '"cached": {"p1": 0, "p0": 900}' in core.lines[-3]
+
+    assert rerun(core.lines).difference is None
+
+
+def test_decode_instances_that_compute_prompts_are_chosen_alike() -> None:
+    """Where no prefill instance is up."""
+    core = Prompts()
+    for name in ("d0", "d1"):
+        core.handle(instance_up(name, computes_prompts=True))
+    core.arrive(S, *range(BLOCKS))
+    core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 0))
+    core.handle(ev.StreamResumed(S, 1))
+
+    again = core.arrive(T, *range(BLOCKS))
+    other = core.arrive(U, *range(40, 50))
+
+    assert (again.plan.decode, other.plan.decode) == ("d0", "d1")
+
+
+@pytest.mark.parametrize(
+    ("comes_back", "keeps"),
+    [
+        ({}, False),
+        ({"kept": {StreamId("other"): 3}}, True),  # In memory that outlives its processes.
+        ({"had_not_ended": True}, True),  # It was only cut off.
+    ],
+)
+def test_an_instance_that_comes_back_has_what_it_kept(
+    comes_back: dict[str, Any], keeps: bool
+) -> None:
+    """Its next process is empty, unless it has taken over the memory, or is the one before."""
+    core = Prompts("p0", "p1", "d0")
+    core.arrive(S, *range(BLOCKS))
+    core.handle(ev.StreamEnded(S, 1))
+    core.handle(ev.InstanceLost(P0, 1, "killed", {}))
+    core.handle(instance_up("p0", epoch=2, **comes_back))
+    core.handle(load("p0", 0.1, epoch=2))
+
+    again = core.arrive(T, *range(BLOCKS))
+
+    assert again.plan.prefill == (P0 if keeps else P1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "capabilities", "routes"),
+    [
+        ({}, [Capability.PREFIX_CACHE], True),
+        ({}, [], False),
+        ({"route": Route.LOAD}, [Capability.PREFIX_CACHE], False),
+    ],
+)
+def test_prompts_are_looked_at_where_that_is_of_use(
+    policy: dict[str, Any], capabilities: list[Capability], routes: bool
+) -> None:
+    """Not while no instance has a prefix cache, nor where the setting says so."""
+    core = Prompts(**policy)
+
+    core.handle(instance_up("p0", capabilities=capabilities))
+    found = core.policy.routes_by_prefix
+    core.handle(ev.InstanceLost(P0, 1, "killed", {}))
+
+    assert (found, core.policy.routes_by_prefix) == (routes, False)

@@ -1,0 +1,108 @@
+"""Prefix caches of simulated instances, and where the core sends prompts that begin alike."""
+
+from array import array
+from collections.abc import Sequence
+
+from kvrs.config.file import Config
+from kvrs.core.event_log import rerun
+from kvrs_lab.faults.language import parse_faults
+from kvrs_lab.sim.cluster import Outcome
+from kvrs_lab.sim.command import rows
+from kvrs_lab.sim.fault_scenarios import named_deaths
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
+
+DOCUMENT, QUESTION = 4096, 256
+
+
+def config(prefill: int, **policy: str) -> Config:
+    nodes = [
+        {
+            "id": f"n{index}",
+            "instances": [
+                {"id": f"p{index}", "role": "prefill"},
+                {"id": f"d{index}", "role": "decode"},
+            ],
+        }
+        for index in range(prefill)
+    ]
+    engine = {"max_model_len": 16_384, "pages": 4_096, "max_batch_tokens": 2_048}
+    return Config.model_validate(
+        {
+            "cluster": {"nodes": nodes, "engine": engine},
+            "policy": {"admission": {"wait_s": 600.0}, **policy},
+            "backup": {"mode": "off"},
+        }
+    )
+
+
+def questions(times_s: Sequence[float], document: int = 0) -> list[Arrival]:
+    """Prompts with one document, of which each goes on in its own way."""
+    text = [10 + document] * DOCUMENT
+    return [
+        Arrival(at_s, array("H", [*text, *[1_000 + round(at_s * 1_000) % 9_000] * QUESTION]), 4)
+        for at_s in times_s
+    ]
+
+
+def outcome_of(world_config: Config, arrivals: list[Arrival]) -> Outcome:
+    world = World(world_config, sorted(arrivals, key=lambda one: one.at_s), [], seed=1)
+    world.run()
+    return world.cluster.outcome
+
+
+def test_a_burst_with_a_hot_prefix_finds_it() -> None:
+    """All of its prompts are at the instance before the first of them is computed. None is taken
+    for silent, though the last waits behind all others.
+    """
+    times_s = [1.0 + index / 1_000 for index in range(12)]
+
+    outcome = outcome_of(config(1), questions(times_s))
+
+    share = outcome.cached_tokens / outcome.prompt_tokens
+    assert share > 0.85 * 11 / 12
+    assert dict(rows([outcome]))["prompt tokens found in a prefix cache"] == f"{share:.1%}"
+    assert outcome.recovered_streams == 0
+
+
+def mixed(documents: int, count: int) -> list[Arrival]:
+    """Questions about several documents, each time about another one."""
+    return [
+        one
+        for document in range(documents)
+        for one in questions(
+            [1.0 + (document + index * documents) * 0.15 for index in range(count)], document
+        )
+    ]
+
+
+def test_prompts_find_more_where_they_are_placed_by_their_prefixes() -> None:
+    """By load each instance computes nearly all of five documents; by prefix few do."""
+    found = {
+        route: outcome_of(config(4, route=route), mixed(documents=5, count=12))
+        for route in ("load", "prefix")
+    }
+
+    shares = {route: each.cached_tokens / each.prompt_tokens for route, each in found.items()}
+    assert shares["prefix"] > 0.75
+    assert shares["load"] < shares["prefix"] - 0.15
+    assert all(each.ended == {"complete": 60} for each in found.values())
+
+
+def test_a_death_takes_the_cache_along_and_the_log_is_run_again() -> None:
+    """Prompts go elsewhere until the instance is back, and it begins empty. Each decision comes out
+    again from the log, which has no prompts.
+    """
+    arrivals = sorted(mixed(documents=3, count=16), key=lambda one: one.at_s)
+    deaths = named_deaths(
+        parse_faults([{"when": {"at_s": 4.0}, "what": "kill", "whom": {"id": "p0"}}])
+    )
+    world = World(config(3), arrivals, deaths, seed=1, reload_s=1.0, keep_log=True)
+
+    outcome = world.run()
+
+    assert outcome.ended == {"complete": 48}
+    assert outcome.cached_tokens / outcome.prompt_tokens > 0.5
+    (proxy,) = world.cluster.proxies
+    assert proxy.log is not None
+    assert rerun(proxy.log).difference is None
