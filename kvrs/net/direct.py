@@ -21,8 +21,8 @@ from kvrs.net.broken_http import MOST_HEAD_BYTES, MOST_HEADERS
 from kvrs.net.connections import Connections
 from kvrs.net.http_connection import SERVER, HttpConnection, WaitingTimes, address_of, refuse
 from kvrs.net.unfinished import SMALL_BYTES, UnfinishedBodies
+from kvrs.process.eager_task import EagerTask
 from kvrs.process.large_work import LARGE_BYTES
-from kvrs.process.steps import Steps
 from kvrs.protocol.openai.structure import without_mark
 
 log = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ class DirectConnection(asyncio.Protocol):
         self.idle_since_s: float | None = None  # None: it has a request.
         self._abort: Callable[[], object] | None = None
         self._request: DirectRequest | None = None  # The one that is served.
-        self._work: Steps[None] | None = None
+        self._work: EagerTask[None] | None = None
         # The request that has come in part.
         self._gathered = b""
         self._needs_bytes = 0
@@ -299,8 +299,8 @@ class DirectConnection(asyncio.Protocol):
             without_mark(data[head.size_bytes : end]),
         )
         work = self._answer(self._server.paths[head.path](request))
-        self._work = steps = Steps(work)
-        steps.begin()
+        self._work = task = EagerTask(work)
+        task.begin()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._among.forget(self)

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from kvrs.core.model import events as ev
+from kvrs.core.model.client_work import ClientWork
 from kvrs.core.model.member import Health, Member
 from kvrs.core.model.prefixes import PrefixIndex
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -21,8 +22,6 @@ from kvrs.protocol.instance import MEMORY, STORE, AgentInfo, AgentReport
 from kvrs.protocol.rows import NO_ROWS, RowsReport
 
 _place = attrgetter("place")
-# Of computing beside queueing.
-_MOST_WEIGHT = 8.0
 
 
 @dataclass(slots=True, eq=False)
@@ -152,60 +151,6 @@ class PrefillOrder:
         at = bisect_left(self.members, member.place, key=_place)
         assert self.members[at] is member, member
         return at
-
-
-class ClientWork:
-    """Predicted compute time of what each client has sent and has no answer yet, and at which
-    instances.
-    """
-
-    def __init__(self, changed: dict[NodeId, None]) -> None:
-        self._changed = changed  # Nodes of whose instances the work has.
-        self._seconds: dict[str, float] = {}
-        self._bookings: dict[str, int] = {}
-        self._prompts = 0  # Of them, those at prefill instances.
-        self._reported_prompts = 0  # At prefill instances, of all proxies.
-
-    def book(self, client: str, member: Member, seconds: float) -> None:
-        member.work_s += seconds
-        member.queue_s = max(member.work_s, member.reported_queue_s)
-        self._changed[member.node] = None
-        member.bookings += 1
-        self._prompts += member.prefills
-        self._seconds[client] = self._seconds.get(client, 0.0) + seconds
-        self._bookings[client] = self._bookings.get(client, 0) + 1
-
-    def unbook(self, client: str, member: Member, seconds: float) -> None:
-        member.bookings -= 1
-        self._prompts -= member.prefills
-        # Without bookings exactly zero: a rounding error would decide between idle instances.
-        member.work_s = max(0.0, member.work_s - seconds) if member.bookings else 0.0
-        member.queue_s = max(member.work_s, member.reported_queue_s)
-        self._changed[member.node] = None
-        self._bookings[client] -= 1
-        if self._bookings[client]:
-            self._seconds[client] -= seconds
-        else:
-            del self._bookings[client], self._seconds[client]
-
-    def note_prompts(self, member: Member, prompts: int) -> None:
-        """Note how many prompts a prefill instance runs or queues by its report."""
-        self._reported_prompts += prompts - member.reported_prompts
-        member.reported_prompts = prompts
-
-    def prompt_weight(self, prefillers: int) -> float:
-        """The cost of a second of computing, in seconds: one of the prompt itself, and one of each
-        prompt behind it, of which there are as many as are in flight per prefill instance.
-        """
-        prompts = max(self._prompts, self._reported_prompts)
-        return min(_MOST_WEIGHT, 1 + prompts / max(1, prefillers))
-
-    def of(self, client: str) -> float:
-        return self._seconds.get(client, 0.0)
-
-    def clients_with(self, client: str) -> int:
-        """How many clients there are, this one included."""
-        return len(self._seconds) + (client not in self._seconds)
 
 
 class ClusterView:

@@ -20,7 +20,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.streams import CannotContinue, Complete
 from kvrs.core.model.streams import Outcome as CoreOutcome
 from kvrs.ids import InstanceId, StreamId
-from kvrs.process.steps import Steps
+from kvrs.process.eager_task import EagerTask
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
@@ -265,7 +265,7 @@ class TaskShell:
         self._recoveries = recoveries
         self._metrics = metrics
         self._clock = clock
-        self._tasks: dict[Steps[None], OpenStream] = {}
+        self._tasks: dict[EagerTask[None], OpenStream] = {}
         self._quiet: asyncio.Future[None] | None = None
         self._wakes: set[asyncio.TimerHandle] = set()
 
@@ -277,7 +277,7 @@ class TaskShell:
         if live.outcome.done():
             return
         work = AttemptCalls(live, plan, self._driver).run(gives_end=gives_end)
-        live.task = task = Steps(work, self._task_ended)
+        live.task = task = EagerTask(work, self._task_ended)
         self._tasks[task] = live
         # Decisions that belong together are carried out before.
         if not live.is_opening:
@@ -318,7 +318,7 @@ class TaskShell:
     def count_slot(self, outcome: SlotOutcome) -> None:
         self._metrics.slots.labels(outcome).inc()
 
-    def _task_ended(self, task: Steps[None], error: BaseException | None) -> None:
+    def _task_ended(self, task: EagerTask[None], error: BaseException | None) -> None:
         live = self._tasks.pop(task)
         if not self._tasks and self._quiet is not None:
             self._quiet.set_result(None)

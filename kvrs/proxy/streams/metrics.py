@@ -50,6 +50,7 @@ _UNPROTECTED = "1 while it decodes and no agent gets KV of its streams, else 0."
 _STORE_WRONG = "1 while it goes on wrongly behind KV of its store, else 0."
 _PROMPT_TOKENS = "Tokens of new prompts that the worker answered for: computed, or cached there."
 _OF_CACHE = ("worker", "source")
+_DRAINING = "1 while the worker gets no new streams, by order or because it ends, else 0."
 _DIFFERS = "1 while it computes other tokens than another worker that is up, else 0."
 OUTCOMES_OF_REQUESTS = ("complete", "failed", "client_gone", "rejected")
 
@@ -104,11 +105,7 @@ class Metrics:
         self.differs = gauge("kvrs_worker_differs", _DIFFERS, ["worker"])
         self.without_copies = gauge("kvrs_worker_unprotected", _UNPROTECTED, ["worker"])
         self.store_wrong = gauge("kvrs_worker_store_wrong", _STORE_WRONG, ["worker"])
-        self.draining = gauge(
-            "kvrs_worker_draining",
-            "1 while the worker gets no new streams, by order or because it ends, else 0.",
-            ["worker"],
-        )
+        self.draining = gauge("kvrs_worker_draining", _DRAINING, ["worker"])
         self.deaths = counter(
             "kvrs_worker_deaths", "Times that a worker in use was lost.", ["worker", "cause"]
         )

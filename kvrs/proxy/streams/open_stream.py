@@ -11,7 +11,7 @@ import msgspec
 from kvrs.core.fleet.tested import TestedProcess
 from kvrs.core.model.streams import Complete, LiveStream
 from kvrs.ids import InstanceId
-from kvrs.process.steps import Steps
+from kvrs.process.eager_task import EagerTask
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.wire.journal import Journal
 
@@ -52,7 +52,7 @@ class OpenStream(LiveStream):
     is_opening: bool = True  # The decision about its first attempt is being carried out.
     # In each phase before, in all attempts together, in the order of the phases.
     spent_s: "array[float]" = field(default_factory=_NOTHING.__copy__)
-    task: Steps[None] | None = None
+    task: EagerTask[None] | None = None
     decoded_by: TestedProcess | None = None  # The one that gave the last output.
     # Has the current attempt report its next token as if it were its first.
     expect_token: Callable[[], None] | None = None

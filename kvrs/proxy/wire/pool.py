@@ -20,8 +20,8 @@ from kvrs.errors import UpstreamError
 from kvrs.net.proving import HandshakeProtocol, Keys, address_of, prove
 from kvrs.net.tls import Certificates
 from kvrs.process.descriptors import is_exhausted
+from kvrs.process.eager_task import Signal
 from kvrs.process.large_work import LargeWork
-from kvrs.process.steps import Signal
 from kvrs.protocol.proof import ProofError
 from kvrs.protocol.secrets import ScopedKey
 from kvrs.proxy.wire.peer import (

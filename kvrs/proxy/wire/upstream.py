@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Protocol, assert_never, cast
 
 from kvrs.errors import UpstreamError
-from kvrs.process.steps import Signal
+from kvrs.process.eager_task import Signal
 from kvrs.proxy.wire.http_response import BrokenBody, Fault, HttpResponse, NotHttp
 from kvrs.proxy.wire.peer import LARGE_BODY_BYTES, ConnectionLostError, UnusableError
 from kvrs.proxy.wire.sse import EventSplitter

@@ -1,7 +1,7 @@
 """Coroutines that go on within the callback that ends what they wait for.
 
-An asyncio task begins in the next turn of its event loop, and goes on in the turn after the one
-that ends what it waits for. `Steps` begins in the call of `begin`, and goes on within
+A task of asyncio begins in the next turn of its event loop, and goes on in the turn after the one
+that ends what it waits for. An `EagerTask` begins in the call of `begin`, and goes on within
 `Signal.set_result`: the callback that brings a response sends the request that follows it. At any
 other future it goes on as a task does. It is a task of another implementation, as asyncio's manual
 has them ("Extending"): a coroutine finds it as `asyncio.current_task`, with what `asyncio.timeout`
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Signal(asyncio.Future[T]):
-    """A future whose end is noticed at once, if `Steps` wait for it."""
+    """A future whose end is noticed at once, if an `EagerTask` waits for it."""
 
     waiter: Callable[[], None] | None = None
 
@@ -36,9 +36,9 @@ class Signal(asyncio.Future[T]):
             waiter()
 
 
-class Steps(Generic[T]):
+class EagerTask(Generic[T]):
     """Runs a coroutine to its end, of which `ended` is told once, with the error that it ended by:
-    CancelledError included. An error is not kept: its frames would keep these steps.
+    CancelledError included. An error is not kept: its frames would keep the task.
     """
 
     __slots__ = (
@@ -49,7 +49,7 @@ class Steps(Generic[T]):
     def __init__(
         self,
         coroutine: Coroutine[Any, Any, T],
-        ended: Callable[["Steps[T]", BaseException | None], None] = lambda *_: None,
+        ended: Callable[["EagerTask[T]", BaseException | None], None] = lambda *_: None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._coroutine = coroutine

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvrs.process.steps import Signal, Steps
+from kvrs.process.eager_task import EagerTask, Signal
 
 NAME = ContextVar("NAME", default="")
 
 
 class Log:
-    """What a coroutine has come to; `ends` has its errors."""
+    """The course of a coroutine; `ends` has its errors."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -27,8 +27,8 @@ class Log:
             self.said.append("cancelled")
             raise
 
-    def steps(self, for_what: Awaitable[Any]) -> Steps[None]:
-        return Steps(self.wait(for_what), lambda _, error: self.ends.append(error))
+    def task(self, for_what: Awaitable[Any]) -> EagerTask[None]:
+        return EagerTask(self.wait(for_what), lambda _, error: self.ends.append(error))
 
 
 async def turn() -> None:
@@ -39,7 +39,7 @@ async def turn() -> None:
 
 async def test_a_coroutine_begins_in_the_call_and_goes_on_within_that_of_the_result() -> None:
     log, signal = Log(), Signal[int]()
-    log.steps(signal).begin()
+    log.task(signal).begin()
     assert log.said == ["began"]
     signal.set_result(3)
     assert (log.said, log.ends) == (["began", "has 3"], [None])
@@ -47,7 +47,7 @@ async def test_a_coroutine_begins_in_the_call_and_goes_on_within_that_of_the_res
 
 async def test_an_exception_of_a_signal_is_raised_within_its_call() -> None:
     log, signal = Log(), Signal[int]()
-    log.steps(signal).begin()
+    log.task(signal).begin()
     signal.set_exception(OSError("gone"))
     (error,) = log.ends
     assert isinstance(error, OSError)
@@ -56,13 +56,13 @@ async def test_an_exception_of_a_signal_is_raised_within_its_call() -> None:
 async def test_a_signal_that_is_set_already_is_not_waited_for() -> None:
     log, signal = Log(), Signal[int]()
     signal.set_result(3)
-    log.steps(signal).begin()
+    log.task(signal).begin()
     assert log.said == ["began", "has 3"]
 
 
 async def test_at_another_future_it_goes_on_in_a_turn_of_the_event_loop() -> None:
     log, future = Log(), asyncio.get_running_loop().create_future()
-    log.steps(future).begin()
+    log.task(future).begin()
     future.set_result(3)
     assert log.said == ["began"]
     await turn()
@@ -80,7 +80,7 @@ async def test_a_task_can_wait_for_a_signal() -> None:
 
 async def test_one_that_begins_soon_begins_in_a_turn_of_its_own() -> None:
     log, signal = Log(), Signal[int]()
-    log.steps(signal).begin_soon()
+    log.task(signal).begin_soon()
     assert log.said == []
     await turn()
     assert log.said == ["began"]
@@ -95,12 +95,12 @@ async def test_the_current_task_is_that_of_the_coroutine_and_then_the_outer_one_
         found.append(asyncio.current_task())
 
     signal, outer = Signal[None](), asyncio.current_task()
-    steps = Steps(note(signal))
-    steps.begin()
+    task = EagerTask(note(signal))
+    task.begin()
     assert asyncio.current_task() is outer
     signal.set_result(None)
     assert asyncio.current_task() is outer
-    assert found == [steps, steps]
+    assert found == [task, task]
 
 
 async def test_its_context_is_a_copy() -> None:
@@ -113,7 +113,7 @@ async def test_its_context_is_a_copy() -> None:
 
     NAME.set("outer")
     signal = Signal[None]()
-    Steps(note(signal)).begin()
+    EagerTask(note(signal)).begin()
     NAME.set("another")
     signal.set_result(None)
     assert (found, NAME.get()) == (["outer inside"], "another")
@@ -122,22 +122,22 @@ async def test_its_context_is_a_copy() -> None:
 @pytest.mark.parametrize("kind", [Signal, asyncio.Future])
 async def test_a_cancelled_coroutine_is_told_in_the_next_turn(kind: type[Any]) -> None:
     log, awaited = Log(), kind()
-    steps = log.steps(awaited)
-    steps.begin()
-    assert steps.cancel()
+    task = log.task(awaited)
+    task.begin()
+    assert task.cancel()
     assert log.said == ["began"]
     await turn()
     assert log.said == ["began", "cancelled"]
     assert isinstance(log.ends[0], asyncio.CancelledError)
     assert awaited.cancelled()
-    assert not steps.cancel()
+    assert not task.cancel()
 
 
 async def test_one_that_is_cancelled_before_it_begins_ends_without_a_step() -> None:
     log = Log()
-    steps = log.steps(Signal[int]())
-    steps.cancel()
-    steps.begin()
+    task = log.task(Signal[int]())
+    task.cancel()
+    task.begin()
     await turn()
     assert log.said == []
     assert isinstance(log.ends[0], asyncio.CancelledError)
@@ -148,11 +148,11 @@ async def test_one_that_cancels_itself_ends_where_it_waits_next(kind: type[Any])
     log, awaited = Log(), kind()
 
     async def work() -> None:
-        steps.cancel()
+        task.cancel()
         await log.wait(awaited)
 
-    steps: Steps[None] = Steps(work(), lambda _, error: log.ends.append(error))
-    steps.begin()
+    task: EagerTask[None] = EagerTask(work(), lambda _, error: log.ends.append(error))
+    task.begin()
     await turn()
     assert log.said == ["began", "cancelled"]
     assert isinstance(log.ends[0], asyncio.CancelledError)
@@ -171,6 +171,6 @@ async def test_a_timeout_of_asyncio_ends_its_block_alone() -> None:
         said.append("on")
 
     done = asyncio.Event()
-    Steps(work(), lambda *_: done.set()).begin()
+    EagerTask(work(), lambda *_: done.set()).begin()
     await done.wait()
     assert said == ["too late", "on"]
