@@ -101,7 +101,10 @@ class Decisions:
 
     def _limits(self, stream: Stream, now_s: float) -> StartLimits:
         """The waits that `start` holds the stream to."""
-        wait_s = inf if stream.attempt.number else self._settings.admission.wait_s
+        wait_s = inf
+        if not stream.attempt.number:
+            # From half the bound on, a client may have more than its share.
+            wait_s = self._settings.admission.wait_s / (2 if stream.client_name else 1)
         return StartLimits(wait_s, stream.due_s() - now_s)
 
     def _refusal(

@@ -24,6 +24,7 @@ from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.settings import Settings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.estimates import Option
 from kvrs.core.model.streams import Stream
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.errors import LogError
@@ -182,9 +183,18 @@ class RecalledCaches:
         """Before the policy gets the event of the entry."""
         for action in entry.actions:
             if isinstance(action, act.Start | act.GiveUp):
-                self._cached[action.stream] = action.cached
-                if (stream := policy.streams.get(action.stream)) is not None:
-                    stream.recalled = action.cached
+                cached = action.cached
+            elif isinstance(action, act.Recovered) and action.option is not Option.START:
+                # A fresh stream that stays where it is was compared with a start.
+                starts = [each for each in action.estimates if each.option is Option.START]
+                if not starts:
+                    continue
+                cached = {starts[0].source or starts[0].target: starts[0].cached_tokens}
+            else:
+                continue
+            self._cached[action.stream] = cached
+            if (stream := policy.streams.get(action.stream)) is not None:
+                stream.recalled = cached
 
 
 def rerun(lines: Iterable[str]) -> Rerun:

@@ -106,7 +106,8 @@ class Ledger:
         """The instance has computed the history of the attempt: learn the times of prefills."""
         tokens, reused = event.history_tokens, event.reused_tokens or 0
         if event.reused_tokens is not None and stream.attempt.option is Option.START:
-            predicted = stream.cached.get(member.id, 0)
+            # The length was perhaps a guess.
+            predicted = stream.cached.get(member.id, 0) * tokens // max(1, stream.prompt_tokens)
             self.view.prefixes.observe(member, stream.prefix, tokens, predicted, reused)
         if self.prefill_scale.done(member, stream.id, tokens, now_s, reused):
             for each in self.view.members.values():

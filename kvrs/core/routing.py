@@ -53,7 +53,7 @@ def _cheapest(
 
     def allows(member: Member) -> bool:
         return (
-            not member.is_drained
+            member.is_placed  # A prefill instance that is not drained.
             and may_have(view, member, stream, barred_too=barred_too)
             and _takes(view, member, stream)
         )

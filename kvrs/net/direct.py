@@ -299,7 +299,7 @@ class DirectConnection(asyncio.Protocol):
             without_mark(data[head.size_bytes : end]),
         )
         work = self._answer(self._server.paths[head.path](request))
-        self._work = task = EagerTask(work)
+        self._work = task = EagerTask(work, self._answered)
         task.begin()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -400,6 +400,11 @@ class DirectConnection(asyncio.Protocol):
         self._server.kept.add(self, now_s + self._times.idle_s)
         if not self._is_full and (self._is_paused or self._behind):
             self._read_on()
+
+    def _answered(self, _: EagerTask[None], error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, asyncio.CancelledError):
+            log.error("response ended by a bug", exc_info=error)
+            self.abort()
 
     def _read_on(self) -> None:
         """The client has room for the next response."""

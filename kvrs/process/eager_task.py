@@ -30,6 +30,12 @@ class Signal(asyncio.Future[T]):
         super().set_exception(exception)
         self._notice()
 
+    def cancel(self, msg: object = None) -> bool:
+        is_cancelled = super().cancel(msg)
+        if is_cancelled and self.waiter is not None:
+            self.get_loop().call_soon(self._notice)
+        return is_cancelled
+
     def _notice(self) -> None:
         waiter, self.waiter = self.waiter, None
         if waiter is not None:
@@ -136,7 +142,11 @@ class EagerTask(Generic[T]):
     def _end(self, error: BaseException | None) -> None:
         self.is_over, ended = True, self._ended
         del self._ended, self._coroutine, self._context
-        ended(self, error)
+        try:
+            ended(self, error)
+        except Exception as bug:  # What has ended the signal goes on.
+            context = {"message": "the end of a task was not taken", "exception": bug}
+            self._loop.call_exception_handler(context)
 
     def _wait_for(self, found: asyncio.Future[Any] | None) -> None:
         if found is None or self._must_cancel:  # A bare yield, as of `asyncio.sleep(0)`.
@@ -148,6 +158,7 @@ class EagerTask(Generic[T]):
         found._asyncio_future_blocking = False
         self._waits_for = found
         if type(found) is Signal:
+            assert found.waiter is None, "one task waits for a signal"
             found.waiter = self._step
         else:
             found.add_done_callback(self._wake)

@@ -204,7 +204,7 @@ class SimProxy:
             tests.transferred(test, moved=True)
         for news in tests.news(names):
             self.control.tell(news, self.now_s)
-        if (retry_s := tests.next_retry_s()) is not None:
+        if (retry_s := tests.next_retry_s(self.now_s)) is not None:
             self.after(max(0.0, retry_s - self.now_s), self._self_test)
         self._self_test()
 

@@ -292,3 +292,16 @@ def test_prompts_are_looked_at_where_that_is_of_use(
     core.handle(ev.InstanceLost(P0, 1, "killed", {}))
 
     assert (found, core.policy.routes_by_prefix) == (routes, False)
+
+
+def test_no_decode_instance_is_chosen_for_prefill_where_there_are_others() -> None:
+    """It has computed a prompt while no prefill instance was up."""
+    core = Prompts()
+    for name in ("d0", "d1"):
+        core.handle(instance_up(name, computes_prompts=True))
+    core.arrive(S, *range(BLOCKS))
+    core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 0))
+    core.handle(ev.StreamResumed(S, 1))
+    core.handle(ev.StreamEnded(S, 1))
+    core.handle(instance_up("p2"))
+    assert core.arrive(T, *range(BLOCKS)).plan.prefill == P2

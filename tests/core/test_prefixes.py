@@ -204,3 +204,32 @@ def test_where_caches_are_large_fewer_blocks_are_indexed(monkeypatch: pytest.Mon
     words = range(29, 37)
     assert index.levels(prefix(*words)) == [(8, members[2].cache_bit)]
     assert depth(index, members[2], *words[:5], 99) == 4
+
+
+def test_blocks_of_the_dead_and_of_the_fullest_give_room_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever comes last has room in the index for what it was sent."""
+    monkeypatch.setattr(prefixes, "MOST_BLOCKS", 100)
+    index, (dead, full, last) = PrefixIndex(), map(member, ("p0", "p1", "p2"))
+    for word in range(12):
+        note(index, dead, *range(10 * word, 10 * word + 5))
+    index.lost(dead)
+    for word in range(24):
+        note(index, full, *range(10 * word, 10 * word + 5))
+    note(index, last, 1, 2, 3)
+    assert depth(index, last, 1, 2, 3) == 3
+    assert len(index) <= 100
+
+
+def test_second_chances_end_where_many_would_be_given_at_once() -> None:
+    """One placement takes no time by the size of a cache whose blocks were all used again."""
+    index, there = PrefixIndex(), member("p0", blocks=250)
+    words = range(220)
+    for word in words:
+        note(index, there, word)
+    for word in words:
+        note(index, there, word)
+    note(index, there, 230, 231, 232, 233, 234, 235, 236, 237)
+    cache = index._caches[there.id]
+    assert len(cache.touched) > 100

@@ -61,7 +61,7 @@ class Bench:
 
     def wait(self) -> None:
         """Until a test is due that has to wait."""
-        self.now_s = self.tests.next_retry_s() or self.now_s
+        self.now_s = self.tests.next_retry_s(self.now_s) or self.now_s
 
     def next(self) -> SelfTest:
         found = self.tests.next(self.now_s)
@@ -168,7 +168,7 @@ def test_a_test_that_fails_is_tried_again_and_then_left() -> None:
         bench.tests.failed(test, "HTTP 500", bench.now_s)
         tries += 1
         assert bench.tests.next(bench.now_s) is None
-        bench.now_s = bench.tests.next_retry_s() or bench.now_s
+        bench.now_s = bench.tests.next_retry_s(bench.now_s) or bench.now_s
 
     assert tries == 5
     assert bench.tests.describe(InstanceId("d0")) == {
@@ -290,7 +290,7 @@ def test_a_process_of_the_same_version_is_tested_5_s_after_it_came_up() -> None:
     bench.now_s = 100.0
     bench.up("d0", epoch=2)
 
-    assert bench.tests.next_retry_s() == 105.0
+    assert bench.tests.next_retry_s(bench.now_s) == 105.0
 
 
 # Restores from rows that agents serve.

@@ -2,6 +2,7 @@
 each process that it serves right.
 """
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.core.fleet.generated import Continues, Generated
-from kvrs.core.fleet.tested import RestoreTest
+from kvrs.core.fleet.tested import RestoreTest, TokensTest, TransferTest
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
@@ -18,7 +19,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import STORE, Capability, FetchReport, LoadReport
 from kvrs.protocol.rows import RegionReport, RowsReport
 from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, only
-from tests.core.test_self_tests import Bench
+from tests.core.test_self_tests import EXACT, Bench
 
 A = StreamId("A")
 D0, D1, D2 = (InstanceId(name) for name in ("d0", "d1", "d2"))
@@ -190,7 +191,7 @@ class Stored(Bench):
 
     def wait(self) -> None:
         """For a test that is due later."""
-        self.now_s = max(self.now_s, self.tests.next_retry_s() or 0.0)
+        self.now_s = self.tests.next_retry_s(self.now_s) or self.now_s
 
     def tested(self) -> list[tuple[str, ...]]:
         return [each[1:] for each in self.run() if each[0] == "agent of"]
@@ -273,14 +274,14 @@ def test_what_recoveries_find_is_learned_and_a_store_that_loses_all_is_tested_ag
     bench = Stored("d0", "d1")
     bench.run()
 
-    assert bench.has_loaded("d0", 1, 80, 81)
-    assert not bench.has_loaded("d0", 1, 80, 81)
+    assert bench.has_loaded("d0", 1, 160, 161)
+    assert not bench.has_loaded("d0", 1, 160, 161)
     store = bench.store("d0")
     assert store is not None
     assert store.share == pytest.approx(0.75)
-    assert bench.has_loaded("d0", 2, 0, 161)
+    assert bench.has_loaded("d0", 2, 0, 321)
     assert bench.tested() == []
-    assert bench.has_loaded("d0", 3, 0, 161)
+    assert bench.has_loaded("d0", 3, 0, 321)
 
     assert bench.store("d0") == msgspec.structs.replace(store, restores=False, share=0.0)
     assert bench.tests.stores.distrusts(D0)
@@ -299,7 +300,7 @@ def test_two_groups_that_turn_out_to_share_one_store_are_one() -> None:
     stores.passed(D2, D1)
 
     spaces = {each.namespace for name in bench.known if (each := stores.of(name))}
-    assert spaces == {"store of d0"}
+    assert len(spaces) == 1
     assert {str(each.instance) for each in bench.tests.news(())} == {"d0", "d1", "d2", "d3"}
 
 
@@ -309,3 +310,79 @@ def test_a_store_is_tested_after_the_tokens_of_its_instance() -> None:
     first = bench.tests.next(0.0)
     assert not isinstance(first, RestoreTest)
     assert bench.known[D0].health is Health.UP
+
+
+def due(bench: Stored) -> RestoreTest:
+    """The next test of a store, behind all others."""
+    while not isinstance(test := bench.next(), RestoreTest):
+        if isinstance(test, TokensTest):
+            bench.tests.generated(test, EXACT)
+        else:
+            assert isinstance(test, TransferTest)
+            bench.tests.transferred(test, moved=True)
+    return test
+
+
+def test_an_instance_that_ends_in_its_tests_of_a_store_is_tested_no_more() -> None:
+    bench = Stored("d0", "d1")
+    ends = Counter[str]()
+    for epoch in range(2, 12):
+        try:
+            test = due(bench)
+        except AssertionError:  # None is left.
+            break
+        ends[str(test.target)] += 1
+        bench.lose(test.target)
+        bench.tests.failed(test, "connection lost", bench.now_s)
+        bench.up(str(test.target), epoch)
+        bench.now_s += 100.0
+    assert max(ends.values()) == 2
+
+
+def test_a_process_is_not_trusted_before_it_tells_of_its_store() -> None:
+    """Streams that wait for it are decided as it comes up, before its first load report."""
+    bench = Stored("d0", "d1")
+    bench.has_loaded("d0", 1, 0, 0)
+    bench.run()
+    bench.up("d0", 2)
+    bench.known[D0].load = None
+    assert bench.tests.stores.distrusts(D0)
+    bench.tests.forget(D0)
+    assert not bench.tests.stores.distrusts(D0)
+
+
+def test_a_test_that_was_not_carried_out_shows_nothing_of_a_store() -> None:
+    """Its holder has died, perhaps: that is when its streams go to the target."""
+    bench = Stored("d0", "d1")
+    test = due(bench)
+    bench.tests.failed(test, "connection lost", bench.now_s)
+    assert bench.tests.stores.distrusts(test.target)
+
+
+def test_rows_of_agents_are_tested_behind_a_store_too() -> None:
+    bench = Stored("d0", "d1")
+    bench.run()
+    for name in (D0, D1):
+        bench.known[name].set_rows("rows")
+    bench.tests._loads_rows = lambda *_: True
+    bench.tests.rows_changed()
+    assert not due(bench).in_store
+
+
+def test_nothing_is_waited_for_where_no_test_is_left() -> None:
+    bench = Stored("d0", "d1")
+    bench.wrong = {"d0", "d1"}
+    bench.run()
+    assert bench.tests.next_retry_s(bench.now_s + 1e6) is None
+
+
+def test_a_test_that_shows_nothing_comes_later_each_time() -> None:
+    bench, pauses = Stored("d0", "d1"), list[float]()
+    for _ in range(6):
+        test = due(bench)
+        bench.tests.put_off(test, "others load", bench.now_s)
+        if test.target == D0:
+            pauses.append(bench.tests._lives[D0].restore_at_s - bench.now_s)
+        bench.now_s += 1000.0
+    assert len(pauses) > 1
+    assert pauses == sorted(set(pauses))

@@ -109,7 +109,7 @@ class SelfTests:
         self._lives[info.id] = life = TestedProcess(info, former=former, retry_at_s=later_s)
         self.stores.begin(info.id)
         if self._restore_losses.get(info.id, 0) >= _MAX_LOSSES:
-            life.restores, life.restore_failures = False, _MAX_FAILURES
+            life.restores, life.ends_in_tests = False, True
             life.restore_fault = "the instance has ended in its tests of rows"
         for other in self._lives.values():
             other.partners.discard(info.id)
@@ -127,14 +127,13 @@ class SelfTests:
     def rows_changed(self) -> None:
         """Agents serve other rows than before: a test that failed with those may succeed now."""
         for life in self._lives.values():
-            if self._restore_losses.get(life.info.id, 0) < _MAX_LOSSES:
-                life.restore_failures, life.restore_at_s = 0, 0.0
+            life.restore_failures, life.restore_at_s = 0, 0.0
         self.changed()
 
     def forget(self, instance: InstanceId) -> None:
         """It is no part of the cluster any more."""
         self._lives.pop(instance, None)
-        self.stores.begin(instance)
+        self.stores.forget(instance)
         self._told.pop(instance, None)
         self._compare()
         self._losses.pop(instance, None)
@@ -266,13 +265,13 @@ class SelfTests:
                 return self._take(restore)
         return None
 
-    def next_retry_s(self) -> float | None:
-        """When an instance may be tested that had to wait."""
+    def next_retry_s(self, now_s: float) -> float | None:
+        """When an instance may be tested that has to wait; None: none has to."""
         waiting = (
             at_s
             for life in self._lives.values()
             for at_s in (life.retry_at_s, life.restore_at_s)
-            if at_s and self._may_be_tested(life)
+            if at_s > now_s and self._may_be_tested(life)
         )
         return min(waiting, default=None)
 
@@ -304,9 +303,16 @@ class SelfTests:
                 life.moves_kv = False
 
     def restored(
-        self, test: RestoreTest, fault: str, now_s: float, *, is_wrong: bool = False
+        self,
+        test: RestoreTest,
+        fault: str,
+        now_s: float,
+        *,
+        is_wrong: bool = False,
+        is_over: bool = True,
     ) -> None:
-        """`fault`: why the target does not restore; empty: it does. A passing cause may end: it is
+        """`fault`: why the target does not restore; empty: it does. `is_over`: the test was carried
+        out; one that was not has shown nothing of a store. A passing cause may end: it is
         tried again after a pause that doubles. What restored in its former process is still
         used for it until it has failed twice, or went on with other tokens (`is_wrong`): it is
         tested behind a death, when rows come late and streams have nowhere else to go. A store is
@@ -316,29 +322,36 @@ class SelfTests:
             if life.info.id == test.target:
                 is_first = bool(fault) and not is_wrong and not life.restore_fault
                 believed = is_first and not test.in_store and (life.former or Seen()).restores
-                life.restores, life.restore_fault = None if believed else not fault, fault
+                # A store says nothing of rows that agents serve later.
+                is_open = believed or (test.in_store and not fault)
+                life.restores, life.restore_fault = None if is_open else not fault, fault
+                life.put_offs = 0
                 life.restore_failures = life.restore_failures + 1 if fault else 0
                 pause_s = min(_LONGEST_PAUSE_S, 2.0 ** min(life.restore_failures, 16))
                 life.restore_at_s = now_s + pause_s if fault else 0.0
-                if test.in_store and fault:
-                    self.stores.failed(test.target, is_wrong=is_wrong)
-                elif test.in_store:
+                if test.in_store and not fault:
                     self.stores.passed(test.target, test.holder)
+                elif test.in_store:
+                    self.stores.failed(test.target, is_wrong=is_wrong if is_over else None)
                 if not fault:
                     self._restore_losses.pop(test.target, None)
 
     def put_off(self, test: RestoreTest, cause: str, now_s: float) -> None:
-        """The test has shown nothing, counts as no failure, and is due again in a few seconds."""
+        """The test has shown nothing, counts as no failure, and is due again in a few seconds, and
+        later each time.
+        """
         for life in self._end(test):
             if life.info.id == test.target:
-                life.restore_fault, life.restore_at_s = cause, now_s + _LATER_S
+                pause_s = min(_LONGEST_PAUSE_S, _LATER_S * 2.0 ** min(life.put_offs, 16))
+                life.put_offs += 1
+                life.restore_fault, life.restore_at_s = cause, now_s + pause_s
 
     def failed(self, test: SelfTest, cause: str, now_s: float) -> None:
         """The test could not be carried out; it is tried again after a pause that doubles. An error
         in a test of rows is the target's: recoveries there would end in it.
         """
         if isinstance(test, RestoreTest):
-            self.restored(test, cause, now_s)
+            self.restored(test, cause, now_s, is_over=False)
             return
         for life in self._end(test):
             life.failures += 1
@@ -453,7 +466,7 @@ def _restore(
 ) -> RestoreTest | None:
     """A test of the instance, with another holder after each failure, which may be that one's."""
     target, failures = life.info.id, life.restore_failures
-    if life.generated is None:
+    if life.generated is None or life.ends_in_tests:
         return None
     names = [name for name in others if name != target]
     holders, in_store = list[InstanceId](), False

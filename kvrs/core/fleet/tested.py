@@ -66,6 +66,8 @@ class TestedProcess:
     # Failures of its tests of rows or its store, and when the next one is due.
     restore_failures: int = 0
     restore_at_s: float = 0.0
+    ends_in_tests: bool = False  # Of its rows or its store: none is made any more.
+    put_offs: int = 0  # In a row, of tests that showed nothing.
     failures: int = 0
     retry_at_s: float = 0.0
     cause: str = ""

@@ -11,6 +11,7 @@ corrected by the cached tokens that it reports.
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 import xxhash
 
@@ -208,15 +209,31 @@ class PrefixIndex:
 
     def _make_room(self, cache: _Cache, blocks: int) -> None:
         """Evict until an instance, and the index, have room for so many more."""
-        order, touched = cache.order, cache.touched
         limit = cache.blocks() / self._stride if cache.capacity_tokens else MOST_BLOCKS
-        while order and (len(order) + blocks > limit or self._blocks + blocks > MOST_BLOCKS):
+        self._evict(cache, ceil(max(0.0, len(cache.order) + blocks - limit)))
+        while self._blocks + blocks > MOST_BLOCKS and (self._gone or self._asleep):
+            if not self._gone:
+                self._gone.append(self._asleep.popitem(last=False)[1])
+            self._sweep(_SWEPT + blocks)
+        while (over := self._blocks + blocks - MOST_BLOCKS) > 0 and self._blocks:
+            fullest = max(self._caches.values(), key=lambda each: len(each.order))
+            self._evict(fullest, min(over, len(fullest.order)))
+
+    def _evict(self, cache: _Cache, count: int) -> None:
+        """Evict so many blocks of an instance, those that were not used lately first, as far as
+        they are found soon.
+        """
+        order, touched, spared = cache.order, cache.touched, _SWEPT + 8 * count
+        while count and order:
             block = order.popleft()
             if block in touched:
                 touched.discard(block)
-                order.append(block)
-            else:
-                self._clear(block, cache.bit)
+                if spared:
+                    spared -= 1
+                    order.append(block)
+                    continue
+            self._clear(block, cache.bit)
+            count -= 1
 
     def _measure(self, cache: _Cache, member: Member, block_tokens: float) -> None:
         """Follow the sizes of its blocks and of its cache."""

@@ -191,6 +191,11 @@ class Admissions:
             # Again: that took a while.
             self._check_room(streams, call.found is not None)
         self._open_journals(call)
+        if parsed.size_bytes > LARGE_BYTES and self._driver.control.policy.routes_by_prefix:
+            for journal in call.journals:
+                await self._large.run(
+                    journal.parsed.size_bytes, partial(getattr, journal, "prefix")
+                )
         if parsed.request.stream:
             call.client = SseClient(call.request, _head_of(call))
         parsed.hold(call.held)

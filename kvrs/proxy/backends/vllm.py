@@ -254,7 +254,7 @@ class VllmBackend(VllmServer):
                 if is_due or heard == before:
                     # An HTTP server whose engine is dead ends by itself a moment later.
                     await self._read("/health")
-                    await self._check_engines()
+                await self._check_engines()
                 if is_due or report is None:
                     read_s, report = clock(), await self.load()
                     report = msgspec.structs.replace(report, names=await self._listed())

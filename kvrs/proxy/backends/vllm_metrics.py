@@ -25,12 +25,12 @@ _OF_PROGRESS = (
 _ROW_TIER = ':KvrsTier"'  # Behind its number among the tiers.
 # Series by which stores show that an engine uses them, from its start on.
 _STORES = {
-    "mooncake": "\n# TYPE vllm:mooncake_store_",
-    "lmcache": "\n# TYPE vllm:lmcache_",
-    "hf3fs": "\n# TYPE vllm:hf3fs_",
+    "mooncake": ("\n# TYPE vllm:mooncake_store_",),
+    "lmcache": ("\n# TYPE vllm:lmcache_", "\n# TYPE lmcache:"),
+    "hf3fs": ("\n# TYPE vllm:hf3fs_",),
 }
 # Others are seen by what was loaded, but for where that was from: these are no stores.
-_NO_STORES = ("device", "host", "p2p")
+_NO_STORES = ("device", "host", "disk", "p2p")
 _LABEL = re.compile(r'([a-zA-Z_]+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -169,7 +169,7 @@ class VllmMetrics:
         if any(_ROW_TIER in labels for labels, _ in self._tier_reads("read_bytes")):
             return ""  # Its rows come from agents.
         for kind, series in _STORES.items():
-            if series in self._text:
+            if any(each in self._text for each in series):
                 return kind
         return "other" if self.store_loads.hits else ""
 

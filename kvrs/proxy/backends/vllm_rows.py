@@ -139,7 +139,9 @@ class RowLoads:
             part = load.history_tokens / own_tokens
             asked = round(part * min(own_tokens, came.asked_tokens))
             loaded = min(asked, round(part * certain_bytes / bytes_per_token))
-            self._tell(load, loaded, asked - loaded, now_s)
+            # What others may have loaded in its place is not called missed.
+            had = min(asked, round(part * most * wanted_bytes / bytes_per_token))
+            self._tell(load, loaded, asked - max(had, loaded), now_s)
         size_bytes, seconds = came.size_bytes, came.seconds
         if not seconds:  # The store counts none: up to the tokens, by their own loads.
             size_bytes = certain_bytes

@@ -222,7 +222,8 @@ class AttemptCalls:
         slot = 0 if asked is None else await self._driver.slots.acquire(asked)
         if attempt.number > 1:
             await self._turn()
-            self._avoid_store()
+            if live.journal.output_ids:
+                self._avoid_store()
         exact = self._instances.known[plan.decode].resumes_exactly
         silence = SilenceTimer(self._driver.clock())
         relay = self._relay = self._new_reader(continuation, exact, silence)
@@ -274,9 +275,17 @@ class AttemptCalls:
         """
         if is_handed_off:
             self._attempt.blame_hand_off()
-        elif self._instances.known[self._attempt.plan.decode].store:
+        elif self._asks_store and not self._attempt.has_resumed:
             self._attempt.blame_store()
             self._live.journal.spoilt_attempt = self._attempt.number
+
+    @property
+    def _asks_store(self) -> bool:
+        """The decode instance has a store, in which the call may find something: with a salt of its
+        own, since an earlier attempt, it finds what this stream itself has stored there at most.
+        """
+        known = self._instances.known[self._attempt.plan.decode]
+        return bool(known.store) and not self._live.journal.spoilt_attempt
 
     async def _turn(self) -> None:
         """Have the victims of one death call a few in each turn of the event loop: in between,
@@ -338,7 +347,7 @@ class AttemptCalls:
     def _mark(self, call: Call, reader: Relay | WholeAnswer) -> None:
         """Note in the decode call, which is about to be sent, what it is besides."""
         known = self._instances.known[self._attempt.plan.decode]
-        if known.store and self._hand_off is None and self._attempt.number > 1:
+        if self._asks_store and self._hand_off is None and self._attempt.number > 1:
             call.rows = store_load(self._live.journal, self._attempt.number, known.page_size_tokens)
         call.hand_off, self._rows = self._hand_off, call.rows
         if call.rows is not None and call.rows.agents:

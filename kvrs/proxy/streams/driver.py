@@ -320,7 +320,7 @@ class TaskShell:
 
     def _task_ended(self, task: EagerTask[None], error: BaseException | None) -> None:
         live = self._tasks.pop(task)
-        if not self._tasks and self._quiet is not None:
+        if not self._tasks and self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(None)
         if error is not None and not isinstance(error, asyncio.CancelledError):
             # A bug of ours. The client's handler raises it, so that neither of them goes on as if

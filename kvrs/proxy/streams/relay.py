@@ -34,7 +34,7 @@ from kvrs.proxy.streams.token_path import TokenPath
 from kvrs.proxy.wire.event_form import EventForm
 from kvrs.proxy.wire.event_template import EventTemplate
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.message_parts import parsed_parts
+from kvrs.proxy.wire.message_parts import TEXT, parsed_parts
 from kvrs.proxy.wire.peer import UNREADABLE, EngineError, NotANumberError
 from kvrs.proxy.wire.sse import (
     PROMPT_TOKEN_IDS,
@@ -162,7 +162,7 @@ class Relay(AnswerReader):
 
     def _find_shortcut(self) -> Shortcut | None:
         """The path of the usual tokens, whose forms are known."""
-        if self._splitter.rest:
+        if self._splitter.rest or self._journal.last_write_s is None:
             return None
         if self._path is None:
             self._path = TokenPath(
@@ -308,7 +308,10 @@ class Relay(AnswerReader):
                 return  # It came in several reads.
         self._lessons += 1
         # Its head may have another length than that of the first event.
-        if (template := EventTemplate.of(data, self._head_bytes)) is not None:
+        template = EventTemplate.of(data, self._head_bytes)
+        # Parts beside the text are counted from the first event on that has characters of one.
+        is_begun = not self._counts_text or self._journal.parsed_sent is not None
+        if template is not None and (is_begun or template.part in (None, TEXT)):
             self._templates = [template, *self._templates[: _MOST_TEMPLATES - 1]]
             self._path = None
 

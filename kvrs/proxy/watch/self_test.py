@@ -77,9 +77,10 @@ class SelfTester:
         wakes = asyncio.create_task(self._wake.wait())
         try:
             while True:
-                while len(running) < _AT_ONCE and (test := self._tests.next(self._clock())):
+                now_s = self._clock()
+                while len(running) < _AT_ONCE and (test := self._tests.next(now_s)):
                     running.add(asyncio.create_task(self._carry_out(test)))
-                retry_s = self._tests.next_retry_s()
+                retry_s = self._tests.next_retry_s(now_s)
                 pause_s = None if retry_s is None else max(0.1, retry_s - self._clock())
                 done, _ = await asyncio.wait(
                     {*running, wakes}, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED

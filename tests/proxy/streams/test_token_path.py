@@ -505,3 +505,20 @@ def test_a_client_without_room_stops_the_engines_bytes(
 
     assert way.taken == 2
     assert way.said == ["pause"]
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("kind", ["an empty reasoning", "no ids"])
+def test_an_event_that_begins_nothing_teaches_no_form(kind: str, is_plain: bool) -> None:
+    """vLLM sends an empty reasoning where its first token is a part of a character; some engines
+    send a text with an empty list of ids.
+    """
+    opening = delta_event("content", "", 1).replace(b',"token_ids":[1]', b"")
+    part, first = "reasoning", delta_event("reasoning", "", 5)
+    if kind == "no ids":
+        part, first = "content", delta_event("content", "a", 5).replace(b"[5]", b"[]")
+    events = [opening, first, *(delta_event(part, text, 6) for text in ("a", "b", "c", "d"))]
+    way = check_both_ways(
+        lambda: journal_of(is_chat=True), [chunk(sse(each)) for each in events], is_plain=is_plain
+    )
+    assert way.taken > 0
