@@ -174,3 +174,24 @@ async def test_a_timeout_of_asyncio_ends_its_block_alone() -> None:
     EagerTask(work(), lambda *_: done.set()).begin()
     await done.wait()
     assert said == ["too late", "on"]
+
+
+async def test_an_end_that_is_not_taken_leaves_the_signal_whole() -> None:
+    """Others are waited for in the same loop."""
+    signal, told = Signal[int](), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+
+    def ended(*_: object) -> None:
+        raise ValueError("a bug")
+
+    EagerTask(Log().wait(signal), ended).begin()
+    signal.set_result(3)
+    assert [type(each["exception"]) for each in told] == [ValueError]
+
+
+async def test_a_signal_that_another_one_cancels_ends_its_task() -> None:
+    log, signal = Log(), Signal[int]()
+    log.task(signal).begin()
+    signal.cancel()
+    await turn()
+    assert log.said == ["began", "cancelled"]

@@ -325,8 +325,7 @@ class Control(Generic[S]):
         if live.has_guessed_length:
             journal, live.has_guessed_length = live.journal, False
             tokens = len(journal.prompt_ids or ())
-            if tokens:  # Some answers have no ids of the prompt.
-                self.lengths.observe(journal.name, journal.prompt_tokens_guess, tokens)
+            self.lengths.observe(journal.name, journal.prompt_tokens_guess, tokens)
 
     def halt(self, live: S) -> None:
         """The attempt has nothing to go on to; the policy knows that."""

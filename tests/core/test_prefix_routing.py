@@ -11,6 +11,7 @@ from kvrs.core import prefix_routing
 from kvrs.core.event_log import event_line, header_line, rerun
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model import prefixes
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.member import Member
 from kvrs.core.model.prefixes import BLOCK_BYTES, Prefix, chain
@@ -22,6 +23,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability
 from tests.core.policy_harness import TABLE, instance_up, load, only
+from tests.core.test_staying import reforming
 
 TOKENS, BLOCKS = 100, 10  # Of a block, and of a prompt.
 SLOW = TABLE.scaled(3.0)
@@ -305,3 +307,42 @@ def test_no_decode_instance_is_chosen_for_prefill_where_there_are_others() -> No
     core.handle(ev.StreamEnded(S, 1))
     core.handle(instance_up("p2"))
     assert core.arrive(T, *range(BLOCKS)).plan.prefill == P2
+
+
+@pytest.mark.parametrize("route", [Route.PREFIX, Route.LOAD])
+def test_a_client_with_its_share_of_the_queues_is_not_refused_for_a_prefix(route: Route) -> None:
+    """From half the bound on it may have more than that: another instance keeps half of it."""
+    core = Prompts("p0", "p1", "d0", route=route, admission={"wait_s": 4.0})
+    core.arrive(S, *range(BLOCKS), client="a")
+    for number in range(7):
+        core.arrive(StreamId(f"o{number}"), 60 + number, client=f"c{number}")
+    core.handle(load("p0", 2.5))
+    core.handle(load("p1", 1.9))
+    core.prefixes[T] = prefix(*range(BLOCKS - 1), 90) if route is Route.PREFIX else Prefix()
+    actions = core.handle(ev.StreamArrived(T, BLOCKS * TOKENS, client="a"))
+    assert only(actions, act.Start).plan.prefill == P1
+
+
+def test_what_was_predicted_is_compared_in_tokens_that_were_counted() -> None:
+    """The length of a text is a guess; an index that is right by it loses no trust."""
+    core = Prompts("p0", "d0")
+    for name, tokens in ((S, 0), (T, 600), (U, 600)):
+        core.arrive(name, *range(BLOCKS))
+        core.handle(ev.PrefillDone(name, 1, 700, tokens))
+    index = core.policy._view.prefixes
+    assert index._caches[P0].trusted == prefixes._TRUSTED
+
+
+def test_a_log_of_a_fresh_stream_that_stays_is_run_again_alike() -> None:
+    """It was compared with a start, by what was cached where that would have been."""
+    core = Prompts("p0", "p1", "d0")
+    core.handle(load("p0", 0.5))
+    core.arrive(S, *range(BLOCKS))
+    core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 0))
+    core.handle(load("p0", 0.0))
+    core.handle(load("p1", 5.0))
+    start = core.arrive(T, *range(BLOCKS - 3), 90, 91, 92)
+    assert start.plan.prefill is not None
+    core.handle(load("p1", 2.0))
+    core.handle(reforming(start.plan.prefill, 0.2, produced_tokens={}))
+    assert rerun(core.lines).difference is None

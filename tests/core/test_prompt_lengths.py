@@ -75,3 +75,9 @@ def test_what_prefill_answers_is_learned(is_predictable: bool, expected: int) ->
     _, after = arrives("second")
 
     assert (before.prompt_tokens, after.prompt_tokens) == (30, expected)
+
+
+def test_answers_without_ids_say_nothing_of_lengths() -> None:
+    lengths = PromptLengths()
+    lengths.observe("m", 1000, 0)
+    assert lengths.expected("m", 1000) == 1000

@@ -31,8 +31,8 @@ class PromptLengths:
         return max(1, round(guessed_tokens * min(_MOST, max(1 / _MOST, factor))))
 
     def observe(self, name: str, guessed_tokens: int, tokens: int) -> None:
-        """A prompt has turned out to have so many tokens."""
-        if guessed_tokens <= 0:
+        """A prompt has turned out to have so many tokens; 0: its answer had no ids."""
+        if guessed_tokens <= 0 or tokens <= 0:
             return
         sums = self._sums.setdefault(name, _Sums())
         self._sums.move_to_end(name)
