@@ -299,7 +299,11 @@ async def test_the_queue_delay_tells_of_the_wait_for_a_place(tiny_model: Path) -
         core, now_s = engine.instance.core, [100.0]
         core._clock = lambda: now_s[0]
         engine.may_compute.clear()
-        runs = [await engine.begin(body(PROMPT, stream=f"s{index}")) for index in range(4)]
+        prompts = [[index + 3, *PROMPT[1:]] for index in range(4)]  # Nothing of one is another's.
+        runs = [
+            await engine.begin(body(prompt, stream=f"s{index}"))
+            for index, prompt in enumerate(prompts)
+        ]
         await engine.until(lambda: core.scheduler.waiting == 2)
         compute_s = core.queue_delay_s()
 
