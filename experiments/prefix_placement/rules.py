@@ -12,7 +12,6 @@ from kvrs.core import prefix_routing, routing
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
-from kvrs.core.prefix_routing import NO_LIMITS, StartLimits
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs_lab.sim.streams import SimStream
 from kvrs_lab.sim.world import World
@@ -40,13 +39,7 @@ def _chosen(stream: Stream, member: Member, depths: dict[Member, int]) -> Member
     return member
 
 
-def cache_aware(
-    view: ClusterView,
-    stream: Stream,
-    first: Member,
-    allows: Callable[[Member], bool],
-    limits: StartLimits = NO_LIMITS,
-) -> Member:
+def cache_aware(view: ClusterView, stream: Stream, *_: object) -> Member:
     """SGLang's: the longest match where loads are even, else the least loaded instance."""
     depths = _depths(view, stream)
     loads = {member: member.bookings for member in depths}
@@ -64,13 +57,7 @@ def cache_aware(
     )
 
 
-def scored(
-    view: ClusterView,
-    stream: Stream,
-    first: Member,
-    allows: Callable[[Member], bool],
-    limits: StartLimits = NO_LIMITS,
-) -> Member:
+def scored(view: ClusterView, stream: Stream, *_: object) -> Member:
     """llm-d's: a weighted sum of the matched share, the queue and the free KV."""
     depths = _depths(view, stream)
     # A simulated engine admits all that it has pages for, so that what is in flight is the queue.
@@ -97,7 +84,7 @@ def view_pages(member: Member) -> int:
     return _PAGES[member.id]
 
 
-_PAGES: dict[str, int] = {}
+_PAGES: dict[str, int] = {}  # Of one world.
 
 
 def _true_levels(world: World) -> Callable[..., tuple[int, list[tuple[int, list[Member]]]]]:

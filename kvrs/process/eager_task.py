@@ -86,12 +86,8 @@ class EagerTask(Generic[T]):
         if not self._has_begun:
             self.begin_soon()
         waits_for = self._waits_for
-        if waits_for is not None:
-            if type(waits_for) is Signal and waits_for.waiter is not None:
-                waits_for.waiter = None
-                waits_for.add_done_callback(self._wake)
-            if waits_for.cancel():
-                return True
+        if waits_for is not None and waits_for.cancel():
+            return True
         self._must_cancel = True
         return True
 
@@ -104,9 +100,6 @@ class EagerTask(Generic[T]):
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
         return self._loop
-
-    def done(self) -> bool:
-        return self.is_over
 
     # Steps.
 

@@ -67,8 +67,8 @@ class SimJournal:
 
     @property
     def prefix(self) -> Prefix:
-        """That of its ids, also while the proxy does not know these: texts begin alike where their
-        tokens do.
+        """The blocks of the prompt's ids, whether or not the proxy knows these: texts begin alike
+        where their tokens do.
         """
         ids = array("I", self.arrival.prompt_ids)
         return Prefix(chain(0, memoryview(ids).cast("B")), len(ids) * ids.itemsize)

@@ -236,14 +236,20 @@ def test_a_log_is_run_again_without_the_prompts() -> None:
     assert rerun(core.lines).difference is None
 
 
-def test_decode_instances_that_compute_prompts_are_chosen_alike() -> None:
-    """Where no prefill instance is up."""
+def without_prefill() -> Prompts:
+    """Two decode instances, of which one has computed a prompt."""
     core = Prompts()
     for name in ("d0", "d1"):
         core.handle(instance_up(name, computes_prompts=True))
     core.arrive(S, *range(BLOCKS))
     core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 0))
     core.handle(ev.StreamResumed(S, 1))
+    return core
+
+
+def test_decode_instances_that_compute_prompts_are_chosen_alike() -> None:
+    """Where no prefill instance is up."""
+    core = without_prefill()
 
     again = core.arrive(T, *range(BLOCKS))
     other = core.arrive(U, *range(40, 50))
@@ -298,12 +304,7 @@ def test_prompts_are_looked_at_where_that_is_of_use(
 
 def test_no_decode_instance_is_chosen_for_prefill_where_there_are_others() -> None:
     """It has computed a prompt while no prefill instance was up."""
-    core = Prompts()
-    for name in ("d0", "d1"):
-        core.handle(instance_up(name, computes_prompts=True))
-    core.arrive(S, *range(BLOCKS))
-    core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 0))
-    core.handle(ev.StreamResumed(S, 1))
+    core = without_prefill()
     core.handle(ev.StreamEnded(S, 1))
     core.handle(instance_up("p2"))
     assert core.arrive(T, *range(BLOCKS)).plan.prefill == P2

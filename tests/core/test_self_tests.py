@@ -68,6 +68,15 @@ class Bench:
         assert found is not None
         return found
 
+    def next_restore(self) -> RestoreTest:
+        """The next test of rows or a store, behind all others."""
+        while not isinstance(test := self.next(), RestoreTest):
+            if isinstance(test, TokensTest):
+                self.tests.generated(test, EXACT)
+            else:
+                self.tests.transferred(test, moved=True)
+        return test
+
     def run(self) -> list[tuple[str, ...]]:
         """Carry out all tests that are due; their instances."""
         done: list[tuple[str, ...]] = []
@@ -490,9 +499,7 @@ def test_an_instance_that_ends_in_two_tests_of_rows_is_not_restored_at() -> None
 
 def test_a_test_of_rows_that_shows_nothing_is_carried_out_later() -> None:
     bench = Rows("d0", "d1")
-    while not isinstance(test := bench.next(), RestoreTest):
-        assert isinstance(test, TokensTest)
-        bench.tests.generated(test, EXACT)
+    test = bench.next_restore()
 
     bench.tests.put_off(test, "not counted yet", bench.now_s)
 
@@ -507,9 +514,7 @@ def test_a_test_of_rows_that_shows_nothing_is_carried_out_later() -> None:
 def test_an_error_in_a_test_of_rows_is_a_failure_of_its_target_alone() -> None:
     """A server that answers a load with an error would end recovered streams in the same way."""
     bench = Rows("d0", "d1")
-    while not isinstance(test := bench.next(), RestoreTest):
-        assert isinstance(test, TokensTest)
-        bench.tests.generated(test, EXACT)
+    test = bench.next_restore()
 
     bench.tests.failed(test, "sent an error event", bench.now_s)
 

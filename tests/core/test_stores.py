@@ -10,7 +10,7 @@ import pytest
 
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.core.fleet.generated import Continues, Generated
-from kvrs.core.fleet.tested import RestoreTest, TokensTest, TransferTest
+from kvrs.core.fleet.tested import RestoreTest
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
@@ -19,7 +19,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import STORE, Capability, FetchReport, LoadReport
 from kvrs.protocol.rows import RegionReport, RowsReport
 from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, only
-from tests.core.test_self_tests import EXACT, Bench
+from tests.core.test_self_tests import Bench
 
 A = StreamId("A")
 D0, D1, D2 = (InstanceId(name) for name in ("d0", "d1", "d2"))
@@ -312,23 +312,12 @@ def test_a_store_is_tested_after_the_tokens_of_its_instance() -> None:
     assert bench.known[D0].health is Health.UP
 
 
-def due(bench: Stored) -> RestoreTest:
-    """The next test of a store, behind all others."""
-    while not isinstance(test := bench.next(), RestoreTest):
-        if isinstance(test, TokensTest):
-            bench.tests.generated(test, EXACT)
-        else:
-            assert isinstance(test, TransferTest)
-            bench.tests.transferred(test, moved=True)
-    return test
-
-
 def test_an_instance_that_ends_in_its_tests_of_a_store_is_tested_no_more() -> None:
     bench = Stored("d0", "d1")
     ends = Counter[str]()
     for epoch in range(2, 12):
         try:
-            test = due(bench)
+            test = bench.next_restore()
         except AssertionError:  # None is left.
             break
         ends[str(test.target)] += 1
@@ -354,7 +343,7 @@ def test_a_process_is_not_trusted_before_it_tells_of_its_store() -> None:
 def test_a_test_that_was_not_carried_out_shows_nothing_of_a_store() -> None:
     """Its holder has died, perhaps: that is when its streams go to the target."""
     bench = Stored("d0", "d1")
-    test = due(bench)
+    test = bench.next_restore()
     bench.tests.failed(test, "connection lost", bench.now_s)
     assert bench.tests.stores.distrusts(test.target)
 
@@ -366,7 +355,7 @@ def test_rows_of_agents_are_tested_behind_a_store_too() -> None:
         bench.known[name].set_rows("rows")
     bench.tests._loads_rows = lambda *_: True
     bench.tests.rows_changed()
-    assert not due(bench).in_store
+    assert not bench.next_restore().in_store
 
 
 def test_nothing_is_waited_for_where_no_test_is_left() -> None:
@@ -379,7 +368,7 @@ def test_nothing_is_waited_for_where_no_test_is_left() -> None:
 def test_a_test_that_shows_nothing_comes_later_each_time() -> None:
     bench, pauses = Stored("d0", "d1"), list[float]()
     for _ in range(6):
-        test = due(bench)
+        test = bench.next_restore()
         bench.tests.put_off(test, "others load", bench.now_s)
         if test.target == D0:
             pauses.append(bench.tests._lives[D0].restore_at_s - bench.now_s)

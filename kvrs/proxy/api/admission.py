@@ -193,9 +193,9 @@ class Admissions:
         self._open_journals(call)
         if parsed.size_bytes > LARGE_BYTES and self._driver.control.policy.routes_by_prefix:
             for journal in call.journals:
-                await self._large.run(
-                    journal.parsed.size_bytes, partial(getattr, journal, "prefix")
-                )
+                if journal.parsed.prefix is None:  # All choices of a prompt share it.
+                    size_bytes = journal.parsed.size_bytes
+                    await self._large.run(size_bytes, partial(getattr, journal, "prefix"))
         if parsed.request.stream:
             call.client = SseClient(call.request, _head_of(call))
         parsed.hold(call.held)
