@@ -279,8 +279,6 @@ class Attempt(Generic[S]):
         """The instance has computed the KV of the history."""
         control, live = self._control, self.live
         control.tokenised(live)
-        if instance != self.plan.decode:
-            control.fences.left(instance, live.id)
         control.progress.delivered[instance].last_s = now_s
         if control.instances.known[instance].retains:
             control.leases.hold(instance, live.id)

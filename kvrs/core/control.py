@@ -17,7 +17,7 @@ from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
 from kvrs.core.books.agent_slots import AgentSlots, SlotOutcome, slot_share
 from kvrs.core.books.checkpoint_holds import CheckpointHolds
-from kvrs.core.books.leases import FenceTable, Leases
+from kvrs.core.books.leases import FenceTable, Leases, Number
 from kvrs.core.books.links import LinkBounds
 from kvrs.core.books.prompt_lengths import PromptLengths
 from kvrs.core.fleet.drains import Drains
@@ -217,7 +217,8 @@ class Control(Generic[S]):
             let_go(instance, live.id)
         if live.copies:
             self.checkpoints.ended(live)
-        self.fences.ended(live.id, self.instances.known)
+        if self.fences.noted:
+            self.fences.ended(live.id, self.instances.known)
         self.tell(ev.StreamEnded(live.id, live.journal.attempt), now_s)
 
     # Events, in the order in which they came; actions may cause more of them.
@@ -274,11 +275,12 @@ class Control(Generic[S]):
             # attempt that is over.
             self.tell(ev.StreamEnded(action.stream, action.attempt), now_s)
             return
-        if live.journal.attempt:
+        journal = live.journal
+        if journal.attempt:
             self._shell.end_attempt(live)
-        live.journal.attempt = action.attempt
-        number = (live.journal.owner_epoch, action.attempt)
-        self.fences.started(action.plan, live.id, number)
+            if live.plan is not None:
+                self.fences.superseded(live.plan, live.id, _number(live))
+        journal.attempt, live.plan = action.attempt, action.plan
         if action.plan.places:
             self.checkpoints.planned(live, action.plan)
         self._shell.begin_attempt(live, action.plan)
@@ -288,8 +290,7 @@ class Control(Generic[S]):
         live = self._current(action.stream, action.attempt)
         if live is None:
             return
-        number = (live.journal.owner_epoch, action.attempt)
-        self.fences.redirected(action.plan, live.id, number)
+        live.plan = action.plan
         if action.plan.places:
             self.checkpoints.planned(live, action.plan)
         self._shell.note(action)
@@ -451,6 +452,7 @@ class Control(Generic[S]):
         produced = {}
         for live in self._running_on(known.id):
             self._shell.end_attempt(live)
+            self.fences.note(known.id, live.id, _number(live))
             if self._goes_on(live, now_s):
                 produced[live.id] = len(live.journal.output_ids)
         event = ev.InstanceLost(known.id, known.info.epoch, cause, produced)
@@ -476,6 +478,10 @@ class Control(Generic[S]):
         """The streams whose current attempt is lost with the instance."""
         member = self.policy.members.get(instance)
         return [] if member is None else [*map(self.streams.__getitem__, sorted(member.running))]
+
+
+def _number(live: LiveStream) -> Number:
+    return live.journal.owner_epoch, live.journal.attempt
 
 
 def _token_s(running: Sequence[LiveStream]) -> float:

@@ -397,6 +397,7 @@ class LiveStream(Stream):
     """A stream that has not ended. Drivers extend it with what they need to run attempts."""
 
     journal: StreamJournal
+    plan: act.Plan | None = None  # Of the attempt that the shell runs.
     prefilled_at: tuple[InstanceId, ...] = ()  # May retain pages of this stream.
     copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By agent.
     has_guessed_length: bool = False  # Its prompt is a text that no engine has tokenised yet.
