@@ -160,8 +160,9 @@ class Control(Generic[S]):
             live.prefix = journal.prefix
         prompt_tokens = len(journal.prompt_ids or ())
         if not prompt_tokens:
-            prompt_tokens = self.lengths.expected(journal.name, journal.prompt_tokens_guess)
-            live.has_guessed_length = journal.is_predictable
+            guessed_tokens = journal.prompt_tokens_guess
+            prompt_tokens = self.lengths.expected(journal.name, guessed_tokens)
+            live.guessed_tokens = guessed_tokens if journal.is_predictable else 0
         max_tokens = journal.max_tokens
         most_tokens = None if max_tokens is None else prompt_tokens + max_tokens
         arrival: ev.StreamArrived | ev.StreamAdopted
@@ -320,13 +321,6 @@ class Control(Generic[S]):
         return True
 
     # What attempts report.
-
-    def tokenised(self, live: S) -> None:
-        """An engine has answered with the ids of the prompt, or they were known before."""
-        if live.has_guessed_length:
-            journal, live.has_guessed_length = live.journal, False
-            tokens = len(journal.prompt_ids or ())
-            self.lengths.observe(journal.name, journal.prompt_tokens_guess, tokens)
 
     def halt(self, live: S) -> None:
         """The attempt has nothing to go on to; the policy knows that."""

@@ -51,7 +51,6 @@ class Steps:
         self._staying = staying
         self._decisions = decisions
         self._actions = actions
-        self._arrivals = 0
         self._steps: Mapping[Step, _Method] = {
             Step.ADMIT: self._admit,
             Step.ADOPT: self._adopt,
@@ -101,24 +100,17 @@ class Steps:
         deadlines = self._deadlines
         if event.deadlines is not ev.NO_DEADLINES:
             deadlines = _deadlines_of(event.deadlines, self._slo)
-        stream = self._begin(event, deadlines, now_s)
+        stream = self._stream_of(event.stream)
+        self._ledger.admit(stream, event, deadlines, self._deadlines, now_s)
         # No other is placed with it, and nothing has failed it.
         self._starter.carry_out(stream, self._decisions.start(stream, now_s), now_s)
 
     def _adopt(self, _: None, event: ev.StreamAdopted, now_s: float) -> None:
         """Recover it as a victim of the loss of its proxy."""
-        stream = self._begin(event, _deadlines_of(event.deadlines, self._slo), now_s)
+        stream, deadlines = self._stream_of(event.stream), _deadlines_of(event.deadlines, self._slo)
+        self._ledger.admit(stream, event, deadlines, self._deadlines, now_s)
         self._ledger.kv_locations.inherit(stream, event.kept)
         self._starter.place_all([stream], now_s)
-
-    def _begin(
-        self, event: ev.StreamArrived | ev.StreamAdopted, deadlines: ev.Deadlines, now_s: float
-    ) -> Stream:
-        stream = self._stream_of(event.stream)
-        stream.admit(event, self._arrivals, deadlines, self._deadlines, now_s)
-        self._arrivals += 1
-        self._ledger.admit(stream)
-        return stream
 
     # Its attempt progresses.
 

@@ -74,9 +74,9 @@ def test_every_step_and_every_move_of_the_table_happens(monkeypatch: pytest.Monk
         enter(self, stream, stage, *member)
         moves[before, stage] += before is not stage
 
-    def count_admit(self: Ledger, stream: Stream) -> None:
+    def count_admit(self: Ledger, stream: Stream, *facts: Any) -> None:
         moves[None, stream.stage] += 1
-        admit(self, stream)
+        admit(self, stream, *facts)
 
     def count_forget(self: Ledger, stream: Stream) -> None:
         moves[stream.stage, None] += 1

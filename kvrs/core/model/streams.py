@@ -400,7 +400,7 @@ class LiveStream(Stream):
     plan: act.Plan | None = None  # Of the attempt that the shell runs.
     prefilled_at: tuple[InstanceId, ...] = ()  # May retain pages of this stream.
     copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By agent.
-    has_guessed_length: bool = False  # Its prompt is a text that no engine has tokenised yet.
+    guessed_tokens: int = 0  # Of its prompt, by its size, until an engine has tokenised the text.
 
     @property
     def stays_until_s(self) -> float | None:
