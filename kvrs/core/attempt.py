@@ -112,7 +112,7 @@ class Attempt(Generic[S]):
                 return None
         there = control.instances.known[self.failed_at]
         if there.retains:
-            self.live.note_prefilled(self.failed_at)
+            self.live.prefilled_at[self.failed_at] = None
         self._waits_for = self._computes_at = (there,)
         if (decision := self.live.attempt.decision) is not None:
             self._chosen = decision.chosen

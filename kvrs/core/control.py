@@ -152,7 +152,7 @@ class Control(Generic[S]):
         for kept in live.journal.kept:
             known = self.instances.known.get(kept.holder)
             if known is not None and known.info is not None and known.info.epoch == kept.epoch:
-                live.note_prefilled(kept.holder)
+                live.prefilled_at[kept.holder] = None
                 self.leases.hold(kept.holder, live.id)
             self.checkpoints.adopt(live, kept)
         journal = live.journal
@@ -359,7 +359,7 @@ class Control(Generic[S]):
         kept = {stream: pages for stream, pages in info.kept.items() if stream in self.streams}
         if kept and not lives_on:
             for stream in kept:
-                self.streams[stream].note_prefilled(known.id)
+                self.streams[stream].prefilled_at[known.id] = None
                 self.leases.hold(known.id, stream)
             self.tell(ev.PagesKept(known.id, info.epoch, kept), now_s)
         event = ev.InstanceUp(

@@ -42,22 +42,7 @@ class Ledger:
         self.streams: dict[StreamId, Stream] = {}
         self.poison = PoisonCounter(self.streams)
         self.idle: dict[StreamId, Stream] = {}  # Those that no attempt runs for.
-        self._arrivals = 0
         self.kv_locations = KvLocations(view, checkpoints, self.streams, agent_of)
-
-    def admit(
-        self,
-        stream: Stream,
-        event: ev.StreamArrived | ev.StreamAdopted,
-        deadlines: ev.Deadlines,
-        common_deadlines: ev.Deadlines,
-        now_s: float,
-    ) -> None:
-        """It has come to this proxy."""
-        assert stream.id not in self.streams, stream.id
-        stream.admit(event, self._arrivals, deadlines, common_deadlines, now_s)
-        self._arrivals += 1
-        self.streams[stream.id] = self.idle[stream.id] = stream
 
     def begin(self, stream: Stream, plan: act.Plan, decision: Decision, now_s: float) -> None:
         """The stream's next attempt. Its prefill or decode computes for `decision.chosen.compute_s`

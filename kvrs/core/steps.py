@@ -51,6 +51,7 @@ class Steps:
         self._staying = staying
         self._decisions = decisions
         self._actions = actions
+        self._arrivals = 0
         self._steps: Mapping[Step, _Method] = {
             Step.ADMIT: self._admit,
             Step.ADOPT: self._adopt,
@@ -100,15 +101,18 @@ class Steps:
         deadlines = self._deadlines
         if event.deadlines is not ev.NO_DEADLINES:
             deadlines = _deadlines_of(event.deadlines, self._slo)
-        stream = self._stream_of(event.stream)
-        self._ledger.admit(stream, event, deadlines, self._deadlines, now_s)
+        stream = self._ledger.streams[event.stream] = self._stream_of(event.stream)
+        stream.admit(event, self._arrivals, deadlines, self._deadlines, now_s)
+        self._arrivals += 1
         # No other is placed with it, and nothing has failed it.
         self._starter.carry_out(stream, self._decisions.start(stream, now_s), now_s)
 
     def _adopt(self, _: None, event: ev.StreamAdopted, now_s: float) -> None:
         """Recover it as a victim of the loss of its proxy."""
-        stream, deadlines = self._stream_of(event.stream), _deadlines_of(event.deadlines, self._slo)
-        self._ledger.admit(stream, event, deadlines, self._deadlines, now_s)
+        deadlines = _deadlines_of(event.deadlines, self._slo)
+        stream = self._ledger.streams[event.stream] = self._stream_of(event.stream)
+        stream.admit(event, self._arrivals, deadlines, self._deadlines, now_s)
+        self._arrivals += 1
         self._ledger.kv_locations.inherit(stream, event.kept)
         self._starter.place_all([stream], now_s)
 

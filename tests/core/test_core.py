@@ -303,7 +303,7 @@ def test_an_adopted_stream_holds_what_is_still_there() -> None:
 
     driver.control.open(live, 1.0)
 
-    assert live.prefilled_at == (P0,)
+    assert [*live.prefilled_at] == [P0]
     (event,) = [event for event in driver.events if isinstance(event, ev.StreamAdopted)]
     assert (event.produced_tokens, event.age_s) == (2, 1.0)
 

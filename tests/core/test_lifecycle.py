@@ -57,7 +57,7 @@ def test_every_step_and_every_move_of_the_table_happens(monkeypatch: pytest.Monk
     steps: Counter[tuple[type[StreamEvent], Stage | None]] = Counter()
     moves: Counter[tuple[Stage | None, Stage | None]] = Counter()
     handle, apply = RecoveryPolicy.handle, Steps.apply
-    enter, admit, forget = Ledger._enter, Ledger.admit, Ledger.forget
+    enter, admit, forget = Ledger._enter, Stream.admit, Ledger.forget
 
     def count_event(self: RecoveryPolicy, event: ev.Event, now_s: float) -> list[act.Action]:
         if isinstance(event, ev.OfStream):
@@ -74,9 +74,9 @@ def test_every_step_and_every_move_of_the_table_happens(monkeypatch: pytest.Monk
         enter(self, stream, stage, *member)
         moves[before, stage] += before is not stage
 
-    def count_admit(self: Ledger, stream: Stream, *facts: Any) -> None:
-        moves[None, stream.stage] += 1
-        admit(self, stream, *facts)
+    def count_admit(self: Stream, *facts: Any) -> None:
+        moves[None, self.stage] += 1
+        admit(self, *facts)
 
     def count_forget(self: Ledger, stream: Stream) -> None:
         moves[stream.stage, None] += 1
@@ -85,7 +85,7 @@ def test_every_step_and_every_move_of_the_table_happens(monkeypatch: pytest.Monk
     monkeypatch.setattr(RecoveryPolicy, "handle", count_event)
     monkeypatch.setattr(Steps, "apply", count_step)
     monkeypatch.setattr(Ledger, "_enter", count_enter)
-    monkeypatch.setattr(Ledger, "admit", count_admit)
+    monkeypatch.setattr(Stream, "admit", count_admit)
     monkeypatch.setattr(Ledger, "forget", count_forget)
 
     for seed in range(40):

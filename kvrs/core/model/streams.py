@@ -398,7 +398,8 @@ class LiveStream(Stream):
 
     journal: StreamJournal
     plan: act.Plan | None = None  # Of the attempt that the shell runs.
-    prefilled_at: tuple[InstanceId, ...] = ()  # May retain pages of this stream.
+    # Instances that may retain pages of it.
+    prefilled_at: dict[InstanceId, None] = field(default_factory=dict)
     copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By agent.
     guessed_tokens: int = 0  # Of its prompt, by its size, until an engine has tokenised the text.
 
@@ -413,7 +414,3 @@ class LiveStream(Stream):
         """How many more the client wants; None: as many as the engine has room for."""
         most = self.journal.max_tokens
         return None if most is None else most - len(self.journal.output_ids)
-
-    def note_prefilled(self, instance: InstanceId) -> None:
-        if instance not in self.prefilled_at:
-            self.prefilled_at = (*self.prefilled_at, instance)
