@@ -103,7 +103,8 @@ class EagerTask(Generic[T]):
 
     # Steps.
 
-    def _step(self) -> None:
+    def _step(self, _: object = None) -> None:
+        """Go on to where it waits next. What it has waited for is over."""
         if self.is_over or self._is_running:
             return
         loop, outer = self._loop, asyncio.current_task(self._loop)
@@ -129,8 +130,21 @@ class EagerTask(Generic[T]):
             _leave_task(loop, self)  # type: ignore[arg-type]
             if outer is not None:
                 _enter_task(loop, outer)
-        if not self.is_over:
-            self._wait_for(found)
+        if self.is_over:
+            return
+        if found is None:  # A bare yield, as of `asyncio.sleep(0)`.
+            loop.call_soon(self._step)
+            return
+        found._asyncio_future_blocking = False
+        if self._must_cancel:
+            found.cancel()
+            loop.call_soon(self._step)
+        elif type(found) is Signal:
+            assert found.waiter is None, "one task waits for a signal"
+            self._waits_for, found.waiter = found, self._step
+        else:
+            self._waits_for = found
+            found.add_done_callback(self._step)
 
     def _end(self, error: BaseException | None) -> None:
         self.is_over, ended = True, self._ended
@@ -140,21 +154,3 @@ class EagerTask(Generic[T]):
         except Exception as bug:  # What has ended the signal goes on.
             context = {"message": "the end of a task was not taken", "exception": bug}
             self._loop.call_exception_handler(context)
-
-    def _wait_for(self, found: asyncio.Future[Any] | None) -> None:
-        if found is None or self._must_cancel:  # A bare yield, as of `asyncio.sleep(0)`.
-            if found is not None:
-                found._asyncio_future_blocking = False
-                found.cancel()
-            self._loop.call_soon(self._step)
-            return
-        found._asyncio_future_blocking = False
-        self._waits_for = found
-        if type(found) is Signal:
-            assert found.waiter is None, "one task waits for a signal"
-            found.waiter = self._step
-        else:
-            found.add_done_callback(self._wake)
-
-    def _wake(self, _: asyncio.Future[Any]) -> None:
-        self._step()
