@@ -49,7 +49,7 @@ class EagerTask(Generic[T]):
 
     __slots__ = (
         *("_cancelling", "_context", "_coroutine", "_ended", "_has_begun", "_is_running"),
-        *("_loop", "_must_cancel", "_waits_for", "is_over"),
+        *("_loop", "_must_cancel", "_waits_for", "is_over", "result"),
     )
 
     def __init__(
@@ -62,6 +62,7 @@ class EagerTask(Generic[T]):
         self._ended = ended
         self._context = copy_context()
         self._waits_for: asyncio.Future[Any] | None = None
+        self.result: T | None = None  # Once it has ended without an error.
         self._has_begun = self._is_running = self._must_cancel = self.is_over = False
         self._cancelling = 0
 
@@ -119,8 +120,8 @@ class EagerTask(Generic[T]):
                 found = self._context.run(self._coroutine.throw, asyncio.CancelledError())
             else:
                 found = self._context.run(self._coroutine.send, None)
-        except StopIteration:
-            self._end(None)
+        except StopIteration as end:
+            self._end(None, end.value)
         except BaseException as error:
             self._end(error)
             if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -146,8 +147,8 @@ class EagerTask(Generic[T]):
             self._waits_for = found
             found.add_done_callback(self._step)
 
-    def _end(self, error: BaseException | None) -> None:
-        self.is_over, ended = True, self._ended
+    def _end(self, error: BaseException | None, result: T | None = None) -> None:
+        self.is_over, self.result, ended = True, result, self._ended
         del self._ended, self._coroutine, self._context
         try:
             ended(self, error)

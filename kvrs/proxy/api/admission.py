@@ -30,7 +30,7 @@ from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_
 from kvrs.proxy.api import generate
 from kvrs.proxy.api.bodies import ClientBodies
 from kvrs.proxy.api.choices import Merger
-from kvrs.proxy.api.tenants import Tenant, Tenants
+from kvrs.proxy.api.tenants import TENANT, Tenant, Tenants
 from kvrs.proxy.mirror.headers import KEY, LAST_EVENT, ResumeRequest, parse_resume_headers, reopened
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror
@@ -144,10 +144,11 @@ class Admissions:
         self._marked = lru_cache(maxsize=1024)(partial(_marked, secrets.token_bytes(16)))
         metrics.request_bytes.set_function(lambda: self._budget.held_bytes)
 
-    def begin(self, request: ClientRequest, tenant: Tenant) -> ClientCall:
+    def begin(self, request: ClientRequest) -> ClientCall:
         """The record of a request, whose tenant is known. It holds nothing before its first step;
         what it holds is given back by `held.end`, or at the end of `with call.held`.
         """
+        tenant = request[TENANT]
         held = RequestUsage(self._budget, tenant.meter)
         return ClientCall(request, request.path == generate.PATH, tenant, held)
 

@@ -211,7 +211,7 @@ class ResponsesApi:
     async def _run(
         self, request: web.Request, enter: Enter, started: "asyncio.Future[RunningResponse]"
     ) -> Outcome:
-        call = self._admissions.begin(request, request[TENANT])
+        call = self._admissions.begin(request)
         with call.held:
             entry = await enter(call)
             (journal,) = call.journals

@@ -175,11 +175,10 @@ class SseClient:
         if isinstance(connection, DirectConnection | HttpConnection):
             self._connection = connection
             connection.room_changed = self._room_changed
-        state = request.state if isinstance(request, DirectRequest) else request
         lines = ""
         for name, value in self.head().items():
             lines += f"{name}: {value}\r\n"
-        if (request_id := state.get(REQUEST_ID_KEY)) is not None:
+        if (request_id := request.get(REQUEST_ID_KEY)) is not None:
             lines += f"{REQUEST_ID}: {request_id}\r\n"
         if self._is_chunked:
             lines += _CHUNKED if self.keeps_open else _CHUNKED + _LAST_OF_CONNECTION
