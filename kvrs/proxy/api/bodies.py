@@ -117,8 +117,7 @@ class ClientBodies:
         else:
             whole = await self._read_rest(content, connection, held)
         whole = whole.removeprefix(BYTE_ORDER_MARK)
-        held.allow(len(whole))
-        held.resize(len(whole))
+        held.take(len(whole))
         return whole
 
     async def _read_rest(

@@ -147,8 +147,8 @@ class RequestUsage:
 
     def end(self) -> None:
         """Give all of it back."""
-        self.resize(0)
-        self.is_over = True
+        self.budget.held_bytes -= self.size_bytes
+        self.size_bytes, self.is_over = 0, True
         if self.meter is not None:
             self.meter.give(self.streams)
 
@@ -170,6 +170,17 @@ class RequestUsage:
                 status=503,
                 code="no_room",
             )
+
+    def take(self, size_bytes: int) -> None:
+        """Hold a body of this size; raises RequestError: as `allow`."""
+        budget = self.budget
+        if (
+            size_bytes > budget.max_body_bytes
+            or budget.held_bytes + size_bytes > budget.total_bytes
+        ):
+            self.allow(size_bytes)
+        budget.held_bytes += size_bytes - self.size_bytes
+        self.size_bytes = size_bytes
 
     def resize(self, size_bytes: int) -> None:
         """Note what is held in any case."""
@@ -254,38 +265,31 @@ class ParsedRequest:
         if isinstance(self.request, CompletionRequest) and self.request.n == 1:
             self._drop_prompt()
         if self.held is not None:  # The budget follows what is kept.
-            before_bytes, kept_bytes = self.counted_bytes, self._count()
-            self.held.resize(self.held.size_bytes - before_bytes + kept_bytes)
+            before_bytes = self.counted_bytes
+            self.counted_bytes = self.fields_bytes + _BYTES_PER_ID * len(self.prompt_ids)
+            self.held.resize(self.held.size_bytes - before_bytes + self.counted_bytes)
 
     def hold(self, held: RequestUsage) -> None:
         """Keep no more of the body than is needed, and have the budget follow that."""
         kept_bytes = 0
-        for parsed in (self, *self.more):
-            parsed.held = held
-            parsed.strip()
-            kept_bytes += parsed._count()
-        held.resize(kept_bytes)
-
-    def strip(self) -> None:
-        """Drop what was decoded to be checked, and is in `fields` as well."""
-        request = self.request
-        request.stop_token_ids, request.bad_words = _NO_IDS, _NO_WORDS
-        request.response_format = _NO_FORMAT
-        request.allowed_token_ids, request.logit_bias = None, _NO_BIASES
-        request.user = None
-        if isinstance(request, CompletionRequest):
-            request.prompt = ""
-            if self.prompt_ids is not None:
-                self.is_packed = True
-                self._drop_prompt()
-        if not self.is_packed:
-            self.fields_bytes = sum(map(len, self.fields.values()))
-
-    def _count(self) -> int:
-        """The bytes that are kept from now on."""
-        ids = self.prompt_ids or ()
-        self.counted_bytes = self.fields_bytes + _BYTES_PER_ID * len(ids)
-        return self.counted_bytes
+        for one in (self, *self.more):
+            one.held, request = held, one.request
+            # What was decoded to be checked is in `fields` as well.
+            request.stop_token_ids, request.bad_words = _NO_IDS, _NO_WORDS
+            request.response_format = _NO_FORMAT
+            request.allowed_token_ids, request.logit_bias = None, _NO_BIASES
+            request.user = None
+            if isinstance(request, CompletionRequest):
+                request.prompt = ""
+                if one.prompt_ids is not None:
+                    one.is_packed = True
+                    one._drop_prompt()
+            if not one.is_packed:
+                one.fields_bytes = sum(map(len, one.fields.values()))
+            one.counted_bytes = one.fields_bytes + _BYTES_PER_ID * len(one.prompt_ids or ())
+            kept_bytes += one.counted_bytes
+        held.budget.held_bytes += kept_bytes - held.size_bytes
+        held.size_bytes = kept_bytes
 
     def _drop_prompt(self) -> None:
         # The others are copied: one that lies in the body keeps all of it.
