@@ -217,8 +217,6 @@ def read_completion(
     backend, undecoded, and further prompts, each to be read by `read_prompt`.
     """
     request, fields, more = _read(_COMPLETION, body, ApiKind.COMPLETIONS, backend, max_elements)
-    echoes_only = backend == VLLM and request.echo and request.max_tokens == 0
-    _check(request, fields, "max_tokens" if echoes_only else None)
     if request.logprobs is not None:
         _check_range("logprobs", request.logprobs, *LOGPROBS_RANGE)
     if request.n * (1 + len(more)) > MAX_STREAMS:
@@ -272,10 +270,6 @@ def read_chat(
     backend, undecoded.
     """
     request, fields, no_prompts = _read(_CHAT, body, ApiKind.CHAT, backend, max_elements)
-    if request.max_completion_tokens is not None:
-        request.max_tokens, request.max_completion_tokens = request.max_completion_tokens, None
-        _check_range("max_tokens", request.max_tokens, *RANGES["max_tokens"])
-    _check(request, fields)
     _check_range("top_logprobs", request.top_logprobs, *LOGPROBS_RANGE)
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
@@ -300,17 +294,18 @@ def read_chat(
 
 
 Decoded = TypeVar("Decoded")
+Asked = TypeVar("Asked", CompletionRequest, ChatRequest)
 
 
 def _read(
-    decoder: msgspec.json.Decoder[Decoded],
+    decoder: msgspec.json.Decoder[Asked],
     body: bytes,
     api: ApiKind,
     backend: str,
     max_elements: int,
-) -> tuple[Decoded, Fields, list[msgspec.Raw]]:
-    """Decode a body, also in the equivalent forms that `_plainly` knows, and name the prompts
-    behind its first one. Its structure is checked first, so that no step of this takes long.
+) -> tuple[Asked, Fields, list[msgspec.Raw]]:
+    """Decode and check a body, also in the equivalent forms that `_plainly` knows, and name the
+    prompts behind its first one. Its structure is checked first, so that no step takes long.
     """
     try:
         # Fields that are passed on undecoded must be valid as well.
@@ -326,16 +321,42 @@ def _read(
     try:
         request, fields = decoder.decode(body), _FIELDS.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        if (plain := _plainly(body)) is None:
-            given = body  # Refused below.
-        else:
-            fields, more = plain
-            given = msgspec.json.encode(fields)
-        request = decode_as(decoder, given)
-        if not more:
-            fields = with_whole_numbers(decode_as(_FIELDS, body))
+        request, fields, more = _read_otherwise(decoder, body)
     if not kept_as_they_are(api, backend).issuperset(fields) or _NULL in fields.values():
         fields = check_fields(fields, api, backend)
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        request.max_tokens, request.max_completion_tokens = request.max_completion_tokens, None
+        _check_range("max_tokens", request.max_tokens, *RANGES["max_tokens"])
+    options = fields.get("stream_options")
+    if options is not None and not request.stream and not _EMPTY_OBJECT.fullmatch(options):
+        raise RequestError("stream_options needs stream=true", param="stream_options")
+    for name in fields:  # Defaults are in range.
+        if (allowed := RANGES.get(name)) is not None:
+            value, (lowest, highest) = getattr(request, _ATTRIBUTES.get(name, name)), allowed
+            if value is None or lowest <= value <= highest:
+                continue
+            # vLLM has nothing to generate with an echo.
+            echoes = backend == VLLM and isinstance(request, CompletionRequest) and request.echo
+            if not (echoes and name == "max_tokens" and value == 0):
+                raise _out_of_range(name, value, lowest, highest)
+    if request.kvrs is not None or not _CHECKED.isdisjoint(fields):
+        _check(request)
+    return request, fields, more
+
+
+def _read_otherwise(
+    decoder: msgspec.json.Decoder[Asked], body: bytes
+) -> tuple[Asked, Fields, list[msgspec.Raw]]:
+    """Decode a body that is no usual one."""
+    more: list[msgspec.Raw] = []
+    if (plain := _plainly(body)) is None:
+        given = body  # Refused below.
+    else:
+        fields, more = plain
+        given = msgspec.json.encode(fields)
+    request = decode_as(decoder, given)
+    if not more:
+        fields = with_whole_numbers(decode_as(_FIELDS, body))
     return request, fields, more
 
 
@@ -370,17 +391,11 @@ def decode_as(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = 
         raise RequestError(f"the body is not valid JSON: {error}") from None
 
 
-def _check(
-    request: CompletionRequest | ChatRequest, given: Fields, in_any_range: str | None = None
-) -> None:
-    options = bytes(given.get("stream_options", b"{}"))
-    if not request.stream and not _EMPTY_OBJECT.fullmatch(options):
-        raise RequestError("stream_options needs stream=true", param="stream_options")
-    for name in given:  # Defaults are in range.
-        if (allowed := RANGES.get(name)) is not None and name != in_any_range:
-            value, (lowest, highest) = getattr(request, _ATTRIBUTES.get(name, name)), allowed
-            if value is not None and not lowest <= value <= highest:
-                raise _out_of_range(name, value, lowest, highest)
+# Fields whose values are checked beside their ranges.
+_CHECKED = frozenset(("min_tokens", "stop", "logit_bias", "bad_words", "allowed_token_ids"))
+
+
+def _check(request: CompletionRequest | ChatRequest) -> None:
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise RequestError(
             f"min_tokens must be at most max_tokens ({request.max_tokens}), got "

@@ -308,41 +308,38 @@ def read(
         RequestError: it is malformed, or has a field that the backend does not take.
     """
     request, fields, prompts = endpoint.read(body, backend, max_elements)
-    others_bytes = sum(map(len, prompts))
-    parsed = _parsed(endpoint, request, fields, len(body) - others_bytes)
-    if prompts:
-        assert isinstance(request, CompletionRequest)
-        shared_bytes = parsed.size_bytes - len(fields["prompt"])
-        parsed.more = tuple(
-            _parsed(
-                endpoint,
-                msgspec.structs.replace(request, prompt=read_prompt(prompt)),
-                fields | {"prompt": prompt},
-                shared_bytes + len(prompt),
-            )
-            for prompt in prompts
-        )
-    return parsed
-
-
-def _parsed(
-    endpoint: Endpoint,
-    request: CompletionRequest | ChatRequest,
-    fields: dict[str, msgspec.Raw],
-    size_bytes: int,
-) -> ParsedRequest:
+    size_bytes = len(body) - sum(map(len, prompts))
     parsed = ParsedRequest(endpoint, request, fields, size_bytes, fields_bytes=size_bytes)
-    if not isinstance(request, CompletionRequest):
-        return parsed
-    parsed.echo = request.echo
-    if not isinstance(request.prompt, str):
-        try:
-            given = packed(request.prompt)
-        except ValueError:
-            raise RequestError("token ids must be below 2^32", param="prompt") from None
-        # Which ids are left of those that are truncated, the engine reports.
-        parsed.prompt_ids = None if "truncate_prompt_tokens" in fields else given
+    if isinstance(request, CompletionRequest):
+        parsed.echo = request.echo
+        if not isinstance(request.prompt, str):
+            parsed.prompt_ids = _given_ids(request.prompt, fields)
+        if prompts:
+            parsed.more = tuple(_with_prompt(parsed, each) for each in prompts)
     return parsed
+
+
+def _with_prompt(first: ParsedRequest, prompt: msgspec.Raw) -> ParsedRequest:
+    """The request of one of the prompts behind the first one."""
+    given, fields = read_prompt(prompt), dict(first.fields) | {"prompt": prompt}
+    size_bytes = first.size_bytes - len(first.fields["prompt"]) + len(prompt)
+    return replace(
+        first,
+        request=msgspec.structs.replace(first.request, prompt=given),
+        fields=fields,
+        size_bytes=size_bytes,
+        fields_bytes=size_bytes,
+        prompt_ids=None if isinstance(given, str) else _given_ids(given, fields),
+    )
+
+
+def _given_ids(ids: list[int], fields: Mapping[str, msgspec.Raw]) -> "array[int] | None":
+    try:
+        given = packed(ids)
+    except ValueError:
+        raise RequestError("token ids must be below 2^32", param="prompt") from None
+    # Which ids are left of those that are truncated, the engine reports.
+    return None if "truncate_prompt_tokens" in fields else given
 
 
 def salted(parsed: ParsedRequest, secret: TenantSecret | None, adapter: str = "") -> ParsedRequest:
