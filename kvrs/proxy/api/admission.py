@@ -147,14 +147,19 @@ class Admissions:
         held = RequestUsage(self._budget, tenant.meter)
         return ClientCall(request, request.path == generate.PATH, tenant, held)
 
-    async def admit(self, call: ClientCall, read: Callable[..., ParsedRequest]) -> None:
-        """Take a request of a stream through all steps, in this order. `read` parses its body.
+    async def admit(
+        self, call: ClientCall, read: Callable[..., ParsedRequest] | None = None
+    ) -> None:
+        """Take a request of a stream through all steps, in this order. `read` parses its body;
+        None: that is done.
 
         Raises:
             RequestError: a step refuses it.
         """
-        request = call.request
-        if isinstance(request, DirectRequest):  # It is short, not compressed, and here.
+        request, tenant = call.request, call.tenant
+        if read is None:
+            pass
+        elif isinstance(request, DirectRequest):  # It is short, not compressed, and here.
             if self.draining or len(self._streams) >= self._settings.max_streams:
                 self._check_room(1, KEY in request.headers)
             most = self._max_elements(request.content_length)
@@ -164,16 +169,14 @@ class Admissions:
         else:
             await self.read_body(call)
             call.parsed = await self.parse(read, call.body)
-        if KEY in request.headers or LAST_EVENT in request.headers:
+        is_keyed = KEY in request.headers or LAST_EVENT in request.headers
+        if is_keyed and read is not None:
             self._read_key(call)
-        call.body, parsed = b"", call.parsed
-        if parsed.echo or not whole(parsed.endpoint.api).isdisjoint(parsed.fields):
+        call.body, parsed, model = b"", call.parsed, call.parsed.request.model
+        if read is not None and (
+            parsed.echo or not whole(parsed.endpoint.api).isdisjoint(parsed.fields)
+        ):
             check_whole(call)
-        await self.admit_parsed(call)
-
-    async def admit_parsed(self, call: ClientCall) -> None:
-        """Take a request through the steps behind its parsing, as `admit` does."""
-        parsed, tenant, model = call.parsed, call.tenant, call.parsed.request.model
         if model is not None and model != self._instances.model:
             call.name = find_model(self._instances, model)
         is_exact = self._instances.plain is None and self._self_tests.least[1] is Continues.SEEDED
@@ -186,24 +189,21 @@ class Admissions:
             or parsed.more
             or parsed.echo
             or call.is_generate
-            or not isinstance(call.request, DirectRequest)
-            or call.resume is not None
-            or any(map(call.request.headers.__contains__, _LONGEST_S))
+            or not isinstance(request, DirectRequest)
+            or is_keyed
+            or any(map(request.headers.__contains__, _LONGEST_S))
         ):
             await self._admit_unusual(call)
             parsed = call.parsed
         self._open_journals(call)
-        if parsed.size_bytes > LARGE_BYTES and self._driver.control.policy.routes_by_prefix:
-            for journal in call.journals:
-                if journal.parsed.prefix is None:  # All choices of a prompt share it.
-                    size_bytes = journal.parsed.size_bytes
-                    await self._large.run(size_bytes, partial(getattr, journal, "prefix"))
+        if parsed.size_bytes > LARGE_BYTES:
+            await self._find_prefixes(call)
         if parsed.request.stream:
             head = partial(head_of, call.journals, lacks_tokenizer=call.lacks_tokenizer)
-            call.client = SseClient(call.request, head)
+            call.client = SseClient(request, head)
         parsed.hold(call.held)
-        if isinstance(call.request, DirectRequest):
-            call.request.headers = NO_HEADERS
+        if isinstance(request, DirectRequest):
+            request.headers = NO_HEADERS
 
     # The steps, in their order.
 
@@ -391,6 +391,15 @@ class Admissions:
             call.echoes = [None] * len(call.journals)
         if not call.is_generate and (len(call.journals) > 1 or call.echoes[0] is not None):
             call.merger = Merger()
+
+    async def _find_prefixes(self, call: ClientCall) -> None:
+        """Hash the prompts of a large request beside the event loop, where that is asked for."""
+        if not self._driver.control.policy.routes_by_prefix:
+            return
+        for journal in call.journals:
+            if journal.parsed.prefix is None:  # All choices of a prompt share it.
+                size_bytes = journal.parsed.size_bytes
+                await self._large.run(size_bytes, partial(getattr, journal, "prefix"))
 
 
 def check_whole(call: ClientCall) -> None:

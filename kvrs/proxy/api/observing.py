@@ -161,7 +161,7 @@ class RequestObserver:
         """Note a request that the HTTP server has refused by itself; the headers of its answer."""
         given = headers.get(REQUEST_ID, "")
         request_id = given if _ID.fullmatch(given) else os.urandom(16).hex()
-        self._count(_UNKNOWN, status)
+        (self._series.get((_UNKNOWN, status)) or self._new_series(_UNKNOWN, status)).value += 1
         if self._access is not None:
             self._access.add(
                 {"request_id": request_id, "method": "", "path": _UNKNOWN, "status": status}
@@ -175,11 +175,9 @@ class RequestObserver:
         if self._tracer is not None:
             await self._tracer.close()
 
-    def _count(self, path: str, status: int) -> None:
-        series = self._series.get((path, status))
-        if series is None:
-            series = self._series[path, status] = self._responses.of(path, _code(status))
-        series.value += 1
+    def _new_series(self, path: str, status: int) -> Tally:
+        series = self._series[path, status] = self._responses.of(path, _code(status))
+        return series
 
     def _end(
         self,
@@ -190,7 +188,7 @@ class RequestObserver:
         began_s: float,
     ) -> None:
         path = request.path if isinstance(request, DirectRequest) else _path_of(request)
-        self._count(path, status)
+        (self._series.get((path, status)) or self._new_series(path, status)).value += 1
         if context.trace is not None:
             context.trace.end(path, status)
         if self._access is None:
