@@ -10,8 +10,9 @@ import logging
 import re
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, cast
 
+import msgspec
 from aiohttp import HttpVersion, HttpVersion11, web
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.tcp_helpers import tcp_keepalive
@@ -43,19 +44,19 @@ _UNIQUE = ("Content-Length", "Host")
 NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
 
 
-class SentResponse(Protocol):
+class SentResponse:
     """A response that has been written already."""
 
-    @property
-    def keeps_open(self) -> bool:
-        """Another request may follow on the connection."""
+    __slots__ = ()
+
+    keeps_open: bool  # Another request may follow on the connection.
 
 
 DirectResponse = web.Response | SentResponse
 Serve = Callable[["DirectRequest"], Coroutine[Any, Any, DirectResponse]]
 
 
-class _Head(NamedTuple):
+class _Head(msgspec.Struct):
     path: str
     headers: CIMultiDictProxy[str]
     keep_alive: bool
@@ -370,7 +371,7 @@ class DirectConnection(asyncio.Protocol):
         if request is None or transport is None:
             return
         assert response is not None
-        if isinstance(response, web.Response):
+        if not isinstance(response, SentResponse):
             keeps_open = request.keep_alive and response.keep_alive is not False
             keeps_open = keeps_open and not self._server.is_closing
             try:

@@ -5,10 +5,9 @@ or refuses the request by a RequestError of one kind.
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 from aiohttp import web
@@ -63,8 +62,7 @@ _OWN_NAME = ServedName("")
 Parsed = TypeVar("Parsed")
 
 
-@dataclass(slots=True, eq=False)
-class ClientCall:
+class ClientCall(msgspec.Struct, eq=False):
     """One request of a client: what the steps have found of it, which its response needs."""
 
     request: ClientRequest
@@ -72,7 +70,7 @@ class ClientCall:
     tenant: Tenant
     held: RequestUsage
     body: bytes = b""  # Until it is parsed.
-    parsed: ParsedRequest = field(init=False)
+    parsed: ParsedRequest = cast(ParsedRequest, None)  # Once the body is read.
     # The field because of which one engine answers it whole; None: it is a stream.
     whole: str | None = None
     resume: ResumeRequest | None = None
@@ -84,7 +82,7 @@ class ClientCall:
     replays: Replays = Replays.NOWHERE
     deadlines: ev.Deadlines = ev.NO_DEADLINES
     echoes: Sequence[str | None] = ()  # For each journal the prompt to send before the output.
-    journals: list[Journal] = field(init=False)
+    journals: list[Journal] = []
     client: SseClient | None = None  # None: the client did not ask for a stream.
     merger: Merger | None = None  # For the choices of a stream; None: the engine's one is all.
 

@@ -15,7 +15,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from kvrs.errors import RequestError
-from kvrs.net.direct import DirectRequest
+from kvrs.net.direct import DirectRequest, SentResponse
 from kvrs.process.logs import Row, log_rows
 from kvrs.proxy.api.answers import bug_response, error_response
 from kvrs.proxy.api.tenants import OPEN_PATHS, TENANT, Tenant, Tenants
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvrs.access")
 
 R = TypeVar("R", bound=ClientRequest)
-A = TypeVar("A")
+A = TypeVar("A", bound=web.StreamResponse | SentResponse)
 
 CLIENT_GONE = 499
 _UNKNOWN = "other"  # The path of what is served at none.
@@ -148,8 +148,9 @@ class RequestObserver:
                 if _has_begun(request):
                     raise
                 response = bug_response()
-            status = 200
-            if isinstance(response, web.StreamResponse):
+            if isinstance(response, SentResponse):
+                status = 200
+            else:
                 status = response.status
                 if not response.prepared:
                     response.headers[REQUEST_ID] = context.id

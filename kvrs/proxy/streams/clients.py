@@ -14,7 +14,7 @@ from aiohttp.helpers import rfc822_formatted_time
 
 from kvrs.errors import KvrsError
 from kvrs.ids import StreamId
-from kvrs.net.direct import DirectConnection, DirectRequest
+from kvrs.net.direct import DirectConnection, DirectRequest, SentResponse
 from kvrs.net.http_connection import SERVER, HttpConnection
 from kvrs.protocol.mirror import StreamEvent
 from kvrs.proxy.wire.requests import (
@@ -79,7 +79,7 @@ WRITE_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
-class SseClient:
+class SseClient(SentResponse):
     """A client that gets a stream. Headers are sent with the first event, or with a comment that
     keeps the connection open, so that earlier errors have a status.
     """

@@ -5,11 +5,12 @@ cluster (its id and trace), and what it holds of the memory for bodies and of it
 from array import array
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from kvrs.core.books.tenants import RETRY_S, TenantMeter
 from kvrs.core.model.prefixes import Prefix
@@ -53,8 +54,7 @@ REQUEST_ID_KEY = web.RequestKey("request_id", str)
 ClientRequest = DirectRequest | web.Request
 
 
-@dataclass(slots=True, eq=False)
-class RequestContext:
+class RequestContext(msgspec.Struct, eq=False):
     id: str
     traceparent: str | None = None  # Of the client, or of the span that it has here.
     trace: Any = None  # Its RequestTrace (kvrs/proxy/streams/spans.py), if it has one.
@@ -127,8 +127,7 @@ class ByteBudget:
         self.total_bytes = total_bytes
 
 
-@dataclass(slots=True, eq=False)
-class RequestUsage:
+class RequestUsage(msgspec.Struct, eq=False):
     """Bytes of the budget, and streams of its tenant's limit, that one request holds until its
     block is left. `meter`: of the tenant; None: it has no limit.
     """
@@ -226,8 +225,7 @@ class PackedFields(Mapping[str, msgspec.Raw]):
         return len(_FIELDS.decode(self.text))
 
 
-@dataclass(slots=True, eq=False)
-class ParsedRequest:
+class ParsedRequest(msgspec.Struct, eq=False):
     """A client's request, and undecoded those of its fields that engines get, which lie in the
     body. Of several prompts each has its own, of which the first is the request.
     """
@@ -325,7 +323,7 @@ def _with_prompt(first: ParsedRequest, prompt: msgspec.Raw) -> ParsedRequest:
     size_bytes = first.size_bytes - len(first.fields["prompt"]) + len(prompt)
     return replace(
         first,
-        request=msgspec.structs.replace(first.request, prompt=given),
+        request=replace(first.request, prompt=given),
         fields=fields,
         size_bytes=size_bytes,
         fields_bytes=size_bytes,
