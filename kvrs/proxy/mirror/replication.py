@@ -342,7 +342,7 @@ class Mirror:
 
     async def _keep_replicated(self) -> None:
         while True:
-            await asyncio.sleep(_REREPLICATE_S)
+            await asyncio.sleep(_REREPLICATE_S if self.peers.known else _HEARTBEAT_S)
             self._re_replicate()
 
     async def _heartbeat(self) -> None:
