@@ -27,9 +27,8 @@ from kvrs.protocol.openai.fields import EMBEDDED, ApiKind
 from kvrs.protocol.openai.requests import (
     ChatRequest,
     CompletionRequest,
-    read_chat,
-    read_completion,
     read_prompt,
+    read_request,
 )
 from kvrs.protocol.openai.structure import MAX_ELEMENTS
 from kvrs.protocol.tags import salt_of
@@ -74,11 +73,6 @@ class Endpoint(msgspec.Struct, frozen=True):
     path: str
     object: bytes  # Value of `object` in every event.
     api: ApiKind
-    # By a body, a backend, and how many elements the body may have; with further prompts.
-    read: Callable[
-        [bytes, str, int],
-        tuple[CompletionRequest | ChatRequest, dict[str, msgspec.Raw], list[msgspec.Raw]],
-    ]
     choice: Callable[[TextDelta], Choice | ChatChunkChoice]
 
     def event(
@@ -106,14 +100,12 @@ COMPLETIONS = Endpoint(
     path="/v1/completions",
     object=b"text_completion",
     api=ApiKind.COMPLETIONS,
-    read=read_completion,
     choice=lambda delta: Choice(text=delta.text),
 )
 CHAT = Endpoint(
     path="/v1/chat/completions",
     object=b"chat.completion.chunk",
     api=ApiKind.CHAT,
-    read=read_chat,
     choice=lambda delta: ChatChunkChoice(delta=_chat_delta(delta)),
 )
 
@@ -305,7 +297,7 @@ def read(
     Raises:
         RequestError: it is malformed, or has a field that the backend does not take.
     """
-    request, fields, prompts = endpoint.read(body, backend, max_elements)
+    request, fields, prompts = read_request(body, endpoint.api, backend, max_elements)
     size_bytes = len(body) - sum(map(len, prompts))
     parsed = ParsedRequest(endpoint, request, fields, size_bytes, fields_bytes=size_bytes)
     if isinstance(request, CompletionRequest):
