@@ -66,7 +66,7 @@ class Ledger:
         )
         self.view.work.book(stream.client_name, runs_on, chosen.compute_s)
         if chosen.option is Option.START or runs_on is not decode:
-            self.view.prefixes.note(runs_on, stream.prefix, stream.prompt_tokens)
+            self.view.prefixes.send(runs_on, stream.prefix, stream.prompt_tokens)
         attempt.booked_on, attempt.booked_s = runs_on, chosen.compute_s
         for run in plan.runs:
             agent = agent_of(self.view, run.holder)

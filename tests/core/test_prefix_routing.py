@@ -1,7 +1,8 @@
-"""Placement by prefix: the least cost over all instances, within what clients were promised."""
+"""SentPrompt by prefix: the least cost over all instances, within what clients were promised."""
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -234,6 +235,25 @@ def test_a_log_is_run_again_without_the_prompts() -> None:
     assert '"cached": {"p1": 0, "p0": 900}' in core.lines[-3]
 
     assert rerun(core.lines).difference is None
+
+
+def test_prompts_go_where_other_proxies_have_sent_their_prefix() -> None:
+    """Unless that was another process of the instance, or one that is not up here."""
+    ours, theirs = Prompts("p0", "p1", "d0"), Prompts("p0", "p1", "d0")
+    theirs.handle(load("p0", 0.3))
+    assert theirs.arrive(S, *range(BLOCKS)).plan.prefill == P1
+    (told,) = theirs.policy.take_sent()
+
+    ours.policy.sent_elsewhere(
+        [
+            msgspec.structs.replace(told, instance=P0, epoch=2),
+            msgspec.structs.replace(told, instance=P2),
+        ]
+    )
+    assert len(ours.policy._view.prefixes) == 0
+    ours.policy.sent_elsewhere([told])
+
+    assert ours.arrive(T, *range(BLOCKS - 1), 90).plan.prefill == P1
 
 
 def without_prefill() -> Prompts:

@@ -1,13 +1,17 @@
-"""An approximate index of the prompt prefixes that instances have cached: what this proxy has sent
-them, as far as they have room for it.
+"""An approximate index of the prompt prefixes that instances have cached: what the proxies have
+sent them, as far as they have room for it.
 
 A prompt is a chain of hashes, each of a block of its bytes and of all before it, so that one entry
 of the index stands for everything up to its end. An entry has a bit of each instance that has the
 block; each instance has its own order of use, by second chance, and of one prompt the last blocks
-go first. An instance may have evicted more, or have more than this proxy has sent: its capacity is
+go first. An instance may have evicted more, or have more than this proxy knows of: its capacity is
 corrected by the cached tokens that it reports.
+
+Proxies tell each other what they have sent, in a message of bounded length every `SHARE_S`. What
+does not fit, or is lost, costs hits and nothing else.
 """
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +21,12 @@ import xxhash
 
 from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId
+from kvrs.protocol.mirror import (
+    BYTES_PER_HASH,
+    MAX_HASH_BYTES,
+    MAX_SENT,
+    SentPrompt,
+)
 
 BLOCK_BYTES = 1024
 # Blocks of all instances together: about 110 MB. Where their caches hold more, only every second
@@ -35,6 +45,7 @@ _SLACK = 0.05
 _MOST_ASLEEP = 8
 _SWEPT = 64  # Entries of an instance that is gone, removed with each prompt.
 _MOST_INTERNED = 4096
+SHARE_S = 0.25
 
 
 def chain(root: int, text: bytes | memoryview) -> list[int]:
@@ -110,6 +121,8 @@ class PrefixIndex:
         self._free: list[int] = []  # Numbers of bits.
         self._stride = 1
         self._blocks = 0  # Of all instances together.
+        # What this proxy has sent, and has told no other proxy.
+        self._sent = deque[tuple[Member, Prefix, int]](maxlen=MAX_SENT)
 
     def __len__(self) -> int:
         """Pairs of a block and an instance."""
@@ -184,6 +197,32 @@ class PrefixIndex:
                 having = still
         found.append((len(hashes) * stride, having))
         return found
+
+    def send(self, member: Member, prefix: Prefix, prompt_tokens: int) -> None:
+        """Note that this proxy sends the instance a prompt."""
+        if prefix.hashes and member.caches:
+            self.note(member, prefix, prompt_tokens)
+            self._sent.append((member, prefix, prompt_tokens))
+
+    def take_sent(self) -> list[SentPrompt]:
+        """Return what this proxy has sent since the last call, as far as it fits into a message to
+        the others.
+        """
+        sent, room_bytes = [], MAX_HASH_BYTES
+        for member, prefix, prompt_tokens in self._sent:
+            if (size_bytes := BYTES_PER_HASH * len(prefix.hashes)) <= room_bytes:
+                room_bytes -= size_bytes
+                hashes = array("Q", prefix.hashes).tobytes()
+                sent.append(
+                    SentPrompt(member.id, member.epoch, prompt_tokens, prefix.size_bytes, hashes)
+                )
+        self._sent.clear()
+        return sent
+
+    def note_sent(self, member: Member, sent: SentPrompt) -> None:
+        """Another proxy has sent a prompt to this process of an instance."""
+        prefix = Prefix(array("Q", sent.hashes), sent.size_bytes)
+        self.note(member, prefix, sent.prompt_tokens)
 
     def note(self, member: Member, prefix: Prefix, prompt_tokens: int) -> None:
         """The instance gets this prompt, and will have it."""
