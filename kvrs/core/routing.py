@@ -26,16 +26,18 @@ PROMPTS_MAX = 2
 
 
 def pair_for(
-    view: ClusterView, stream: Stream, *, barred_too: bool, limits: StartLimits = NO_LIMITS
+    view: ClusterView, stream: Stream, *, barred_too: bool, limits: StartLimits | None = NO_LIMITS
 ) -> tuple[Member, Member] | None:
     """Prefill and decode instance for a stream from its beginning; the same one twice where an
-    instance does both, or computes the prompt since it has no prefill instance.
+    instance does both, or computes the prompt since it has no prefill instance. `limits`: None
+    where its prefix does not count.
     """
     stream.cached = {}
     prefill = least_work(view, stream, stream.is_free, barred_too=barred_too)
     pair = None
     if prefill is not None:
-        prefill = _cheapest(view, stream, prefill, limits, barred_too=barred_too)
+        if limits is not None:
+            prefill = _cheapest(view, stream, prefill, limits, barred_too=barred_too)
         pair = _pair_with(view, prefill, stream, barred_too=barred_too)
         if pair is None and view.formats_differ:
             pair = _pair_of_one_format(view, prefill, stream, barred_too=barred_too)
@@ -112,9 +114,9 @@ def has_room_for_prompt(member: Member) -> bool:
 
 
 def _least_prompts(
-    view: ClusterView, stream: Stream, limits: StartLimits, *, barred_too: bool
+    view: ClusterView, stream: Stream, limits: StartLimits | None, *, barred_too: bool
 ) -> Member | None:
-    allowed = [
+    allowed = {
         member
         for member in computing_prompts(view)
         if has_room_for_prompt(member) and may_have(view, member, stream, barred_too=barred_too)
@@ -124,7 +126,7 @@ def _least_prompts(
         key=lambda each: (not _takes(view, each, stream), len(each.answers.awaited), each.rank),
         default=None,
     )
-    if first is None or not _takes(view, first, stream):
+    if first is None or limits is None or not _takes(view, first, stream):
         return first
     return with_prefix(
         view,

@@ -344,6 +344,27 @@ def test_a_client_with_its_share_of_the_queues_is_not_refused_for_a_prefix(route
     assert only(actions, act.Start).plan.prefill == P1
 
 
+def test_a_request_that_is_refused_where_its_prefix_is_goes_by_load() -> None:
+    """All queues are longer than half the bound, which is what is looked at first. The log has the
+    choice that was made in the end.
+    """
+    core = Prompts("p0", "p1", "d0", admission={"wait_s": 4.0})
+    core.arrive(S, *range(BLOCKS), client="a")
+    for number in range(6):
+        core.arrive(StreamId(f"o{number}"), 60 + number, client="a")
+    core.handle(load("p0", 4.1))
+    core.handle(load("p1", 2.2))
+    start = core.arrive(T, *range(BLOCKS - 1), 90, client="b")
+    core.handle(load("p1", 4.2))
+    core.prefixes[U] = prefix(*range(BLOCKS - 1), 91)
+    refused = core.handle(ev.StreamArrived(U, BLOCKS * TOKENS, client="d"))
+
+    assert (start.plan.prefill, start.cached) == (P1, {})
+    assert only(refused, act.GiveUp).reason is act.Reason.OVERLOADED
+    assert only(refused, act.GiveUp).cached == {P0: 900}
+    assert rerun(core.lines).difference is None
+
+
 def test_what_was_predicted_is_compared_in_tokens_that_were_counted() -> None:
     """The length of a text is a guess; an index that is right by it loses no trust."""
     core = Prompts("p0", "d0")
