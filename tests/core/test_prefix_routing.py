@@ -256,6 +256,21 @@ def test_prompts_go_where_other_proxies_have_sent_their_prefix() -> None:
     assert ours.arrive(T, *range(BLOCKS - 1), 90).plan.prefill == P1
 
 
+def test_nothing_is_kept_of_an_instance_that_is_removed() -> None:
+    """One of its name that comes later begins empty, whatever memory it says it has."""
+    core = Prompts("p0", "p1", "d0")
+    core.arrive(S, *range(BLOCKS))
+    core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 300))
+    had = [*core.policy.prefix_hits]
+
+    core.handle(ev.InstanceRemoved(P0, {}))
+    core.handle(instance_up("p0", epoch=2, had_not_ended=True))
+    core.handle(load("p0", 0.1, epoch=2))
+
+    assert (had, [*core.policy.prefix_hits]) == ([P0], [])
+    assert core.arrive(T, *range(BLOCKS)).plan.prefill == P1
+
+
 def without_prefill() -> Prompts:
     """Two decode instances, of which one has computed a prompt."""
     core = Prompts()

@@ -156,6 +156,12 @@ class PrefixIndex:
         if len(self._asleep) > _MOST_ASLEEP:
             self._gone.append(self._asleep.popitem(last=False)[1])
 
+    def removed(self, name: InstanceId) -> None:
+        """The instance is lost, and is none of the cluster any more."""
+        self.hits.pop(name, None)
+        if (cache := self._asleep.pop(name, None)) is not None:
+            self._gone.append(cache)
+
     def member(self, number: int) -> Member:
         """The instance of the bit of that number."""
         member = self._members[number]
