@@ -215,6 +215,19 @@ def test_cached_tokens_correct_the_capacity(predicted: int, found: int, blocks: 
     assert index.hits[there.id].cached_tokens == found * TOKENS
 
 
+def test_answers_that_an_instance_has_cached_do_not_raise_its_capacity() -> None:
+    """One that decodes has more of a next turn than was predicted, and no more room for that."""
+    index, event = PrefixIndex(), instance_up("d0", computes_prompts=True)
+    there = Member.of(event.info, event.prefill)
+    note(index, there, 1, 2)
+
+    index.observe(there, prefix(1, 2, 3, 4), 4 * TOKENS, 2 * TOKENS, 4 * TOKENS)
+    same = index._caches[there.id].trusted
+    index.observe(there, prefix(1, 2, 3, 4), 4 * TOKENS, 2 * TOKENS, 0)
+
+    assert same == prefixes._TRUSTED > index._caches[there.id].trusted
+
+
 def test_where_caches_are_large_fewer_blocks_are_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second one, or every fourth: the index never has more than it may."""
     monkeypatch.setattr(prefixes, "MOST_BLOCKS", 40)

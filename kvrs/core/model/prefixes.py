@@ -339,7 +339,8 @@ class PrefixIndex:
         slack = self._stride * cache.block_tokens + _SLACK * predicted
         if found < predicted - slack:
             cache.trusted = max(_LEAST_TRUSTED, cache.trusted * _LESS)
-        elif found > predicted + slack:
+        elif found > predicted + slack and not member.decodes:
+            # One that decodes has answers too, which come with the next turn.
             cache.trusted = min(_MOST_TRUSTED, cache.trusted * _MORE)
 
 
