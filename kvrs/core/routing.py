@@ -120,7 +120,7 @@ def _least_prompts(
         member
         for member in computing_prompts(view)
         if has_room_for_prompt(member) and may_have(view, member, stream, barred_too=barred_too)
-    ]
+    }
     first = min(
         allowed,
         key=lambda each: (not _takes(view, each, stream), len(each.answers.awaited), each.rank),
