@@ -4,6 +4,7 @@ import argparse
 from array import array
 from collections.abc import Iterator
 from functools import lru_cache
+from operator import attrgetter
 from random import Random
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -28,14 +29,16 @@ PAGE_TOKENS, STEP_TOKENS, LONGEST = 128, 8192, 131_072
 LINK_BYTES_PER_S = 50e9
 OUTPUT_TOKENS = 8
 # Requests per second of each prefill instance: it is busy nine tenths of the time by load.
-RATES = {"conversation": 2.0, "synthetic": 2.25, "bursts": 12.0}
+BURSTS, EVEN_BURSTS = "bursts", "even bursts"
+RATES = {"conversation": 2.0, "synthetic": 2.25, BURSTS: 12.0, EVEN_BURSTS: 12.0}
 REQUESTS = 375  # Of each prefill instance.
 # A prefill instance's cache: KV of an H100 in which a small model leaves most of the memory, and
 # more than a trace has.
 CACHES = {"1M": 1_048_576, "no limit": 16_777_216}
 SIZES = (4, 8, 16)
-# Of a document that all prompts of a burst begin with, and of what each goes on with; so many
-# prompts come within `BURST_S`, the others one by one until the next document comes.
+# Tokens of a document with which all prompts of a burst begin, and of what each adds. So many
+# prompts come within `BURST_S`, the others until the next document comes in the mean. Documents
+# come at random, or at even intervals, in which the cluster has long computed the one before.
 DOCUMENT, QUESTION = 10_240, 256
 BURST, BURST_S, ASKED = 24, 0.07, 40
 DEATH_S = 5.0  # The instance is back after that, and empty.
@@ -76,7 +79,8 @@ CASES = (
     *(Case(trace, size, cache) for size in SIZES for cache in CACHES for trace in MOONCAKE),
     *(Case(trace, 4, proxies=count) for count in (2, 4) for trace in MOONCAKE),
     *(Case(trace, 4, has_death=True) for trace in MOONCAKE),
-    *(Case("bursts", size) for size in (4, 8)),
+    *(Case(BURSTS, size) for size in (4, 8)),
+    Case(EVEN_BURSTS, 4),
 )
 
 
@@ -116,8 +120,9 @@ def config_of(size: int, cache_tokens: int, route: str) -> Config:
 
 @lru_cache(maxsize=1)
 def arrivals_of(trace_name: str, size: int, seed: int) -> list[Arrival]:
-    if trace_name == "bursts":
-        return [*bursts(size, seed)]
+    if trace_name in (BURSTS, EVEN_BURSTS):
+        found = bursts(size, seed, even=trace_name == EVEN_BURSTS)
+        return sorted(found, key=attrgetter("at_s"))
     trace = load_trace(TRACES / f"{trace_name}_trace.jsonl")
     count = min(REQUESTS * size, len(trace.requests))
     trace = clip(window(trace, count, 0), LONGEST, OUTPUT_TOKENS)
@@ -135,24 +140,25 @@ def arrivals_of(trace_name: str, size: int, seed: int) -> list[Arrival]:
     ]
 
 
-def bursts(size: int, seed: int) -> Iterator[Arrival]:
+def bursts(size: int, seed: int, *, even: bool) -> Iterator[Arrival]:
     """Questions about documents, most of them at once."""
-    rng, every_s = Random(seed), ASKED / (RATES["bursts"] * size)
+    rng, every_s, begin_s = Random(seed), ASKED / (RATES[BURSTS] * size), 0.0
 
     def words(count: int) -> "array[int]":
         return array("H", rng.choices(range(FIRST_ORDINARY_TOKEN, VOCAB_SIZE), k=count))
 
-    for number in range(REQUESTS * size // ASKED):
-        document, begin_s = words(DOCUMENT), number * every_s
-        at_s = [rng.uniform(0, BURST_S) for _ in range(BURST)]
-        at_s += [rng.uniform(BURST_S, every_s) for _ in range(ASKED - BURST)]
-        for each_s in sorted(at_s):
-            yield Arrival(begin_s + each_s, document + words(QUESTION), OUTPUT_TOKENS)
+    for _ in range(REQUESTS * size // ASKED):
+        document = words(DOCUMENT)
+        begin_s += every_s if even else rng.expovariate(1 / every_s)
+        for number in range(ASKED):
+            first_s, last_s = (0.0, BURST_S) if number < BURST else (BURST_S, every_s)
+            at_s = begin_s + rng.uniform(first_s, last_s)
+            yield Arrival(at_s, document + words(QUESTION), OUTPUT_TOKENS)
 
 
 def best_share(trace_name: str, size: int) -> float:
     """The share of prompt tokens that one instance without limit would find."""
-    if trace_name == "bursts":
+    if trace_name in (BURSTS, EVEN_BURSTS):
         return (ASKED - 1) * DOCUMENT / (ASKED * (DOCUMENT + QUESTION))
     trace = load_trace(TRACES / f"{trace_name}_trace.jsonl")
     seen: set[int] = set()
