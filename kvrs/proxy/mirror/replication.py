@@ -346,7 +346,7 @@ class Mirror:
 
     async def _keep_replicated(self) -> None:
         while True:
-            await asyncio.sleep(SHARE_S)
+            await asyncio.sleep(SHARE_S if self.peers.known else _HEARTBEAT_S)
             self._re_replicate()
             if self.sent.gather(live := self.peers.live_ids):
                 for peer in live:
