@@ -367,16 +367,15 @@ def test_a_request_that_is_refused_where_its_prefix_is_goes_by_load() -> None:
     core.arrive(S, *range(BLOCKS), client="a")
     for number in range(6):
         core.arrive(StreamId(f"o{number}"), 60 + number, client="a")
-    core.handle(load("p0", 4.1))
+    core.handle(load("p0", 4.2))
+    core.handle(load("p1", 4.1))
+    core.prefixes[T] = prefix(*range(BLOCKS - 1), 90)
+    refused = only(core.handle(ev.StreamArrived(T, BLOCKS * TOKENS, client="b")), act.GiveUp)
     core.handle(load("p1", 2.2))
-    start = core.arrive(T, *range(BLOCKS - 1), 90, client="b")
-    core.handle(load("p1", 4.2))
-    core.prefixes[U] = prefix(*range(BLOCKS - 1), 91)
-    refused = core.handle(ev.StreamArrived(U, BLOCKS * TOKENS, client="d"))
+    start = core.arrive(U, *range(BLOCKS - 1), 91, client="b")
 
+    assert (refused.reason, refused.cached) == (act.Reason.OVERLOADED, {P1: 0, P0: 900})
     assert (start.plan.prefill, start.cached) == (P1, {})
-    assert only(refused, act.GiveUp).reason is act.Reason.OVERLOADED
-    assert only(refused, act.GiveUp).cached == {P0: 900}
     assert rerun(core.lines).difference is None
 
 
