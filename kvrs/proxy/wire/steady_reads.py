@@ -16,7 +16,7 @@ _MOST_AT_ONCE = 1024
 LEAST_STREAMS = 16
 
 
-class Source(Protocol):
+class SteadySource(Protocol):
     def read(self) -> None:
         """Take the next bytes, or the end, which have come."""
 
@@ -28,13 +28,13 @@ class SteadyReads:
         self._tick_s = tick_s
         self._loop = asyncio.get_running_loop()
         self._epoll = select.epoll()
-        self._sources: dict[int, Source] = {}  # By descriptor.
+        self._sources: dict[int, SteadySource] = {}  # By descriptor.
         self._streams = 0  # Steady ones, of which the first few are left to the loop.
         self._woken_s = 0.0
         self._timer: asyncio.TimerHandle | None = None  # None: the epoll wakes the loop.
         self._loop.add_reader(self._epoll.fileno(), self._woken)
 
-    def begin(self, transport: asyncio.Transport, source: Source) -> int | None:
+    def begin(self, transport: asyncio.Transport, source: SteadySource) -> int | None:
         """A stream is steady: read its connection here, and the loop no more. Return its
         descriptor; None: the loop is to go on, with one of the first few streams or a connection
         with TLS.
@@ -53,7 +53,7 @@ class SteadyReads:
         self._epoll.register(descriptor, select.EPOLLIN)
         return descriptor
 
-    def end(self, descriptor: int | None, source: Source) -> None:
+    def end(self, descriptor: int | None, source: SteadySource) -> None:
         """The stream of `begin` is over, or not steady any more, or its client has to read first:
         its connection stays as it is, paused if it has a descriptor.
         """
