@@ -70,7 +70,7 @@ class Ledger:
         view.work.book(stream.client_name, runs_on, chosen.compute_s)
         is_start = chosen.option is Option.START
         if stream.prefix.hashes and (is_start or runs_on is not decode):
-            view.prefixes.note(runs_on, stream.prefix, stream.prompt_tokens)
+            view.prefixes.send(runs_on, stream.prefix, stream.prompt_tokens)
         if plan.runs:
             self._put_runs(attempt, plan, decode)
         if decode.node != runs_on.node:

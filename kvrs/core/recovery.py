@@ -10,7 +10,7 @@ that is neither started nor given up on has an alarm set; a stream is moved only
 on was lost or failed it, or is about to end or runs on a GPU that is, or an operator drains it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, assert_never
 
 from kvrs.config.backup import BackupMode, BackupSettings
@@ -34,6 +34,7 @@ from kvrs.core.starter import Starter
 from kvrs.core.staying import Staying
 from kvrs.core.steps import Steps
 from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.mirror import SentPrompt
 
 NO_BACKUP = BackupSettings()
 
@@ -195,6 +196,21 @@ class RecoveryPolicy:
     def prefix_hits(self) -> Mapping[InstanceId, Hits]:
         """The cached tokens of prompts by instance, of instances that report them."""
         return self._view.prefixes.hits
+
+    def take_sent(self) -> list[SentPrompt]:
+        """Prompts that this proxy has sent since the last call, for the other proxies."""
+        return self._view.prefixes.take_sent()
+
+    def sent_elsewhere(self, prompts: Iterable[SentPrompt]) -> None:
+        """Other proxies have sent prompts to instances. Those of processes that are not up here
+        count nowhere.
+        """
+        if not self.routes_by_prefix:
+            return
+        for sent in prompts:
+            member = self._view.members.get(sent.instance)
+            if member is not None and member.epoch == sent.epoch:
+                self._view.prefixes.note_sent(member, sent)
 
     @property
     def has_waiting(self) -> bool:

@@ -26,15 +26,16 @@ PROMPTS_MAX = 2
 
 
 def pair_for(
-    view: ClusterView, stream: Stream, *, barred_too: bool, limits: StartLimits = NO_LIMITS
+    view: ClusterView, stream: Stream, *, barred_too: bool, limits: StartLimits | None = NO_LIMITS
 ) -> tuple[Member, Member] | None:
     """Prefill and decode instance for a stream from its beginning; the same one twice where an
-    instance does both, or computes the prompt since it has no prefill instance.
+    instance does both, or computes the prompt since it has no prefill instance. `limits`: None
+    where its prefix does not count.
     """
     stream.cached, is_free, pair = {}, stream.is_free, None
     prefill = least_work(view, stream, is_free, barred_too=barred_too)
     if prefill is not None:
-        if stream.prefix.hashes or stream.recalled is not None:
+        if limits is not None and (stream.prefix.hashes or stream.recalled is not None):
             prefill = _cheapest(view, stream, prefill, limits, barred_too=barred_too)
         decode = own_decode(view, prefill, stream, is_free, barred_too=barred_too, closed_too=False)
         if decode is not None:
@@ -110,19 +111,19 @@ def has_room_for_prompt(member: Member) -> bool:
 
 
 def _least_prompts(
-    view: ClusterView, stream: Stream, limits: StartLimits, *, barred_too: bool
+    view: ClusterView, stream: Stream, limits: StartLimits | None, *, barred_too: bool
 ) -> Member | None:
-    allowed = [
+    allowed = {
         member
         for member in computing_prompts(view)
         if has_room_for_prompt(member) and may_have(view, member, stream, barred_too=barred_too)
-    ]
+    }
     first = min(
         allowed,
         key=lambda each: (not _takes(view, each, stream), len(each.answers.awaited), each.rank),
         default=None,
     )
-    if first is None or not _takes(view, first, stream):
+    if first is None or limits is None or not _takes(view, first, stream):
         return first
     return with_prefix(
         view,

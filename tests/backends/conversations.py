@@ -124,7 +124,7 @@ class BackendCluster:
         """The first report of which something is true."""
         async with (
             asyncio.timeout(PATIENCE_S),
-            self.backends[name].watch_load(0.05, int) as reports,
+            self.backends[name].watch_load(0.05, bool) as reports,
         ):
             async for report in reports:
                 if holds(report):

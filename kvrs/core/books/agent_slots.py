@@ -8,7 +8,7 @@ brought a token or is over. An agent that cannot be asked stops no recovery: eac
 its own share of the target's slots locally, and that is counted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -101,6 +101,8 @@ class AgentSlots:
         held = self._book.held[asked.stream]
         if agent.health is not Health.UP or now_s < self._cooling_until_s.get(agent.id, 0.0):
             return self._grant_locally(held)
+        if agent.info is not None and next(self._asked_of(agent.id), None) is None:
+            self._met[agent.id] = agent.info  # It has nothing to hear of.
         held.asked = agent.id, asked
         self._outbox(agent.id).acquire.append(asked)
         return agent.id
@@ -139,6 +141,15 @@ class AgentSlots:
             self._owner, self._lease_s, release=outbox.release, acquire=outbox.acquire
         )
 
+    @property
+    def has_asked(self) -> bool:
+        """Streams have slots of agents, or wait for some."""
+        return any(each.asked is not None for each in self._book.held.values())
+
+    def begin(self, now_s: float) -> None:
+        """Count the time until the next renewal from now on."""
+        self._renewed_s = now_s
+
     def renewals(self, now_s: float) -> dict[InstanceId, SlotUpdate]:
         """Return the renewals that are due; ask every `tick_s`.
 
@@ -151,11 +162,15 @@ class AgentSlots:
             is_back = agent.health is Health.UP and self._met.get(agent.id) is not agent.info
             if is_back and agent.info is not None:
                 self._met[agent.id] = agent.info
-            every = [each.asked for each in self._book.held.values() if each.asked is not None]
-            held = [asked for holder, asked in every if holder == agent.id]
+            held = [*self._asked_of(agent.id)]
             if held and (is_due or is_back):
                 found[agent.id] = SlotUpdate(self._owner, self._lease_s, renew=held)
         return found
+
+    def _asked_of(self, agent: InstanceId) -> Iterator[SlotRequest]:
+        for each in self._book.held.values():
+            if each.asked is not None and each.asked[0] == agent:
+                yield each.asked[1]
 
     def renewed(self, agent: InstanceId, update: SlotUpdate, answer: SlotAnswer) -> None:
         """Drop what the agent has given to others; it ends the transfers that still run."""

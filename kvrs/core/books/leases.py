@@ -1,7 +1,7 @@
 """Pages of open streams that processes keep under leases, and attempts that may still run there."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from kvrs.core.model import actions as act
 from kvrs.core.model.member import Health, Member
@@ -24,11 +24,14 @@ class Leases:
         self._renewed_s = 0.0
         self._held: defaultdict[InstanceId, dict[StreamId, None]] = defaultdict(dict)
         self._ended: defaultdict[InstanceId, dict[StreamId, None]] = defaultdict(dict)
+        # Called when there is something to renew or release again.
+        self.has_work: Callable[[], None] | None = None
 
     def hold(self, instance: InstanceId, stream: StreamId) -> None:
         self._held[instance][stream] = None
         # A release that has not been sent yet is withdrawn.
         self._ended[instance].pop(stream, None)
+        self._begin_work()
 
     def holds_any(self, instance: InstanceId) -> bool:
         """An open stream has KV at the instance."""
@@ -38,6 +41,12 @@ class Leases:
         """The stream needs nothing there any more; the next batch says so."""
         self._held[instance].pop(stream, None)
         self._ended[instance][stream] = None
+        self._begin_work()
+
+    def _begin_work(self) -> None:
+        if self.has_work is not None:
+            has_work, self.has_work = self.has_work, None
+            has_work()
 
     def drop(self, instance: InstanceId, stream: StreamId) -> None:
         """The instance retains nothing of the stream, and knows it."""
@@ -47,6 +56,11 @@ class Leases:
         """The instance is gone, and what it retained with it."""
         self._held.pop(instance, None)
         self._ended.pop(instance, None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is to be renewed or released."""
+        return not any(self._held.values()) and not any(self._ended.values())
 
     def begin(self, now_s: float) -> None:
         """Count the time until the first renewal from now on."""

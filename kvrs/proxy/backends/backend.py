@@ -108,11 +108,11 @@ class Backend(Protocol):
         """Ask the instance for its report."""
 
     def watch_load(
-        self, interval_s: float, tokens: Callable[[], int]
+        self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
         """Load reports, about every `interval_s`; the loss of the process is an UpstreamError.
-        `tokens` counts those of the instance so far: one that is polled is asked less while it
-        grows.
+        `is_awaited`: streams wait for a token of the instance; one that is polled is asked less
+        while none do.
         """
 
     def watch_heartbeats(

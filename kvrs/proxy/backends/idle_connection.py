@@ -37,11 +37,12 @@ class IdleConnection:
             return False
         if self._gone is None:
             self._gone = asyncio.create_task(self._hold())
-        done, _ = await asyncio.wait({self._gone}, timeout=seconds)
-        if done:
-            self._gone, self._must_pause = None, True
-            done.pop().result()
-        return bool(done)
+        await asyncio.wait({self._gone}, timeout=seconds)
+        if not self._gone.done():
+            return False
+        ended, self._gone, self._must_pause = self._gone, None, True
+        ended.result()
+        return True
 
     async def _hold(self) -> None:
         while True:

@@ -189,7 +189,7 @@ class PdBackend(OpenAiPeer):
         return False  # These engines compute the pages that they cannot fetch.
 
     def watch_load(
-        self, interval_s: float, tokens: Callable[[], int]
+        self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
         return self.watch("/kvrs/v1/load", interval_s, LoadReport)
 

@@ -225,33 +225,31 @@ class VllmBackend(VllmServer):
         return None
 
     def watch_load(
-        self, interval_s: float, tokens: Callable[[], int]
+        self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
-        return aclosing(self._reports(interval_s, tokens))
+        return aclosing(self._reports(interval_s, is_awaited))
 
     async def _reports(
-        self, interval_s: float, tokens: Callable[[], int]
+        self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AsyncGenerator[LoadReport]:
         """Load reports without time limits: the watcher has one."""
         try:
-            async for report in self._polled(interval_s, tokens):
+            async for report in self._polled(interval_s, is_awaited):
                 yield report
         finally:
             self._process.lost()
 
     async def _polled(
-        self, interval_s: float, tokens: Callable[[], int]
+        self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AsyncGenerator[LoadReport]:
         clock = asyncio.get_running_loop().time
-        read_s, report, heard = 0.0, None, tokens()
+        read_s, report = 0.0, None
         async with IdleConnection(self.url) as idle:
             while True:
                 if self._denied is not None:
                     raise UnusableError(self._denied)
                 is_due = report is None or clock() - read_s >= _METRICS_INTERVAL_S
-                # Tokens are a sign of life too.
-                before, heard = heard, tokens()
-                if is_due or heard == before:
+                if is_due or is_awaited():
                     # An HTTP server whose engine is dead ends by itself a moment later.
                     await self._read("/health")
                 await self._check_engines()

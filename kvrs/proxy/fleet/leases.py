@@ -32,11 +32,16 @@ class LeaseSender:
 
     async def run(self) -> None:
         """Send batches until cancelled."""
-        clock = asyncio.get_running_loop().time
-        self._leases.begin(clock())
+        clock, leases = asyncio.get_running_loop().time, self._leases
+        leases.begin(clock())
         while True:
-            await asyncio.sleep(self._leases.tick_s)
-            due = self._leases.due(clock())
+            if leases.is_empty:
+                has_work = asyncio.Event()
+                leases.has_work = has_work.set
+                await has_work.wait()
+                leases.begin(clock())
+            await asyncio.sleep(leases.tick_s)
+            due = leases.due(clock())
             await asyncio.gather(*(self._send_batch(*each) for each in due.items()))
 
     async def _send_batch(self, instance: InstanceId, update: LeaseUpdate) -> None:

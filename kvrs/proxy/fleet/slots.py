@@ -28,10 +28,11 @@ class SlotDeniedError(KvrsError):
 class SlotSender:
     def __init__(self, slots: AgentSlots, backends: Mapping[InstanceId, AgentBackend]) -> None:
         self._slots = slots
-        slots.has_message = lambda agent: self._begin(self._post_to(agent))
+        slots.has_message = self._post_soon
         self._backends = backends
         self._waiting: dict[SlotRequest, asyncio.Future[Slot | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._has_asked = asyncio.Event()
 
     async def acquire(self, asked: SlotRequest) -> int:
         """The slot's token; 0: the target's node has no agent, or none that answers.
@@ -51,9 +52,13 @@ class SlotSender:
         return outcome.token
 
     async def run(self) -> None:
-        """Send renewals until cancelled."""
+        """Send renewals until cancelled, while agents have been asked for slots."""
         loop = asyncio.get_running_loop()
         while True:
+            if not self._slots.has_asked:
+                self._has_asked.clear()
+                await self._has_asked.wait()
+                self._slots.begin(loop.time())
             await asyncio.sleep(self._slots.tick_s)
             for agent, update in self._slots.renewals(loop.time()).items():
                 self._begin(self._send(agent, update))
@@ -65,6 +70,10 @@ class SlotSender:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _post_soon(self, agent: InstanceId) -> None:
+        self._has_asked.set()
+        self._begin(self._post_to(agent))
 
     async def _post_to(self, agent: InstanceId) -> None:
         await self._send(agent, self._slots.message(agent))

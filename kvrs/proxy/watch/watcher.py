@@ -57,14 +57,15 @@ class Watcher:
         self._gossip_view = gossip_view
         self._interval_s = settings.load_interval_s
         self._watchdog: Watchdog | None = None
+        self._tokens = 0  # That the instance had delivered when it was last looked at.
         self._peer: Backend | AgentBackend
         self._watch_reports: Callable[[float], AbstractAsyncContextManager[AsyncIterator[Any]]]
         self._watch: Watch[Any, Any, Any]
         limits = WatchLimits.of(settings)
         if isinstance(known, Member):
             self._peer = instance = driver.backends[known.id]
-            delivered = driver.control.progress.delivered[known.id]
-            self._watch_reports = partial(instance.watch_load, tokens=lambda: delivered.tokens)
+            self._delivered = driver.control.progress.delivered[known.id]
+            self._watch_reports = partial(instance.watch_load, is_awaited=self._is_awaited)
             self._watch = InstanceWatch(known, driver.control, limits, self)
         else:
             self._peer = agent = driver.agent_backends[known.id]
@@ -85,6 +86,14 @@ class Watcher:
             assert pause_s is not None
             await asyncio.sleep(pause_s)
 
+    def _is_awaited(self) -> bool:
+        """Streams run at the instance, of which no token has come since the last look: a token is
+        a sign of life.
+        """
+        before, self._tokens = self._tokens, self._delivered.tokens
+        assert isinstance(self._watch.known, Member)
+        return before == self._tokens and bool(self._watch.known.running)
+
     def look(self) -> None:
         """Gossip reports the process dead: end the watch if its own report is overdue too."""
         if self._watchdog is not None:
@@ -100,7 +109,10 @@ class Watcher:
         """Watch the process until the connection ends, or UpstreamError."""
         await self._perform(session, WatchStep.IDENTIFY)
         watch, clock, end_watch = self._watch, self._driver.clock, self._driver.end_watch
-        with Watchdog(lambda *_: watch.limit_s(clock()), silence=watch.silence) as watchdog:
+        silence = watch.silence
+        with Watchdog(
+            lambda *_: watch.limit_s(clock()), silence=silence, is_patient=True
+        ) as watchdog:
             self._watchdog, end_watch[self.id] = watchdog, watchdog.expire_if_silent
             beats = asyncio.create_task(self._follow_heartbeats())
             try:

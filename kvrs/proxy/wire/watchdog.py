@@ -14,6 +14,7 @@ from kvrs.errors import UpstreamError
 
 _TICK_S = 0.02  # A look is at most this late.
 _LAG_S = 0.05  # Stalls of the event loop count from about this length on.
+_PATIENT_LAG_S = 0.25  # Where only patient watchdogs watch.
 _STOP_S = 1.0  # A lag from which on this process was stopped, and not only busy.
 _FIRST_LOOK_S = 0.1  # No limit is asked for before that: most calls have been answered by then.
 
@@ -30,6 +31,7 @@ class _TimerWheel:
         # By tick; some have moved on since.
         self._due: dict[int, list[Watchdog]] = {}
         self.blocks: dict[asyncio.Task[Any], Watchdog] = {}  # The innermost of each task.
+        self.patient = 0  # Blocks of patient watchdogs.
         self._ticks: list[int] = []  # Those of `_due`, as a heap.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
@@ -60,7 +62,8 @@ class _TimerWheel:
             if self._timer_s <= now_s:
                 return  # It is due, perhaps after a stall, and arms the next one.
             self._timer.cancel()
-        self._timer_s = min(self._ticks[0] * _TICK_S, now_s + _LAG_S)
+        lag_s = _LAG_S if len(self.blocks) > self.patient else _PATIENT_LAG_S
+        self._timer_s = min(self._ticks[0] * _TICK_S, now_s + lag_s)
         self._timer = self._loop.call_at(self._timer_s, self._look)
 
     def _look(self) -> None:
@@ -93,12 +96,13 @@ _wheels: WeakKeyDictionary[asyncio.AbstractEventLoop, _TimerWheel] = WeakKeyDict
 class Watchdog:
     """A block that may not go without `heard()` for `limit_s(heard_s, now_s)`, save while
     `paused()`. Leaving it raises SilentError if it did. The lag of the own event loop counts as no
-    silence. (As `asyncio.timeout`, without its timer and its coroutines.)
+    silence; a patient watchdog, whose limit is of seconds, needs no short stall left out. (As
+    `asyncio.timeout`, without its timer and its coroutines.)
     """
 
     __slots__ = (
-        *("_before", "_cancelling", "_is_over", "_limit_s", "_wheel", "_loop"),
-        *("_lag_s", "_paused", "_task", "_tick", "exceeded_s", "has_expired", "silence"),
+        *("_before", "_cancelling", "_is_over", "_is_patient", "_lag_s", "_limit_s", "_loop"),
+        *("_paused", "_task", "_tick", "_wheel", "exceeded_s", "has_expired", "silence"),
     )
 
     def __init__(
@@ -106,8 +110,11 @@ class Watchdog:
         limit_s: Callable[[float, float], float],
         paused: Callable[[], bool] = lambda: False,
         silence: SilenceTimer | None = None,
+        *,
+        is_patient: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._is_patient = is_patient
         self._limit_s = limit_s
         self._paused = paused
         self.silence = silence or SilenceTimer(self._loop.time())
@@ -127,6 +134,7 @@ class Watchdog:
         self._cancelling = task.cancelling()
         self._before = self._wheel.blocks.get(task)
         self._wheel.blocks[task] = self
+        self._wheel.patient += self._is_patient
         self.silence.next_s = self._loop.time() + _FIRST_LOOK_S
         self._tick = self._wheel.add(self, self.silence.next_s)
         return self
@@ -134,6 +142,7 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._is_over = True
         self._tick = None
+        self._wheel.patient -= self._is_patient
         task = self._task
         if self._before is None:
             del self._wheel.blocks[task]

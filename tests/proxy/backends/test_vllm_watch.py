@@ -3,15 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import count
 
 import pytest
 
+from kvrs.config.proxy import ProxySettings
 from kvrs.errors import UpstreamError
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, StreamId
 from kvrs.proxy.backends.idle_connection import IdleConnection
 from kvrs.proxy.backends.vllm import VllmBackend
 from kvrs.proxy.backends.vllm_server import VllmServer
+from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.watch.gossip_view import GossipView
+from kvrs.proxy.watch.watcher import Watcher
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs_testkit.vllm_cluster import Builder
 
@@ -34,11 +37,11 @@ async def test_a_watch_that_is_cancelled_as_its_process_dies_is_cancelled() -> N
         await watching
 
 
-@pytest.mark.parametrize("are_produced", [True, False])
-async def test_an_instance_is_asked_less_while_its_tokens_come(
-    vllms: Builder, monkeypatch: pytest.MonkeyPatch, are_produced: bool
+@pytest.mark.parametrize("is_awaited", [True, False])
+async def test_an_instance_is_asked_less_while_no_stream_waits_for_it(
+    vllms: Builder, monkeypatch: pytest.MonkeyPatch, is_awaited: bool
 ) -> None:
-    """A token is a sign of life; without one a dead engine is found as soon as ever."""
+    """A dead engine is found as soon as ever where a stream waits for it."""
     system = await vllms()
     backend = system.proxy.parts.driver.backends[InstanceId("d0")]
     assert isinstance(backend, VllmBackend)
@@ -52,11 +55,10 @@ async def test_an_instance_is_asked_less_while_its_tokens_come(
 
     monkeypatch.setattr(VllmServer, "_read", noted)
     await backend.info()
-    tokens = count()
     asked.clear()
 
     reports = 0
-    async with backend.watch_load(0.001, lambda: next(tokens) if are_produced else 0) as watched:
+    async with backend.watch_load(0.001, lambda: is_awaited) as watched:
         async for _ in watched:
             reports += 1
             if reports == 20:
@@ -64,8 +66,25 @@ async def test_an_instance_is_asked_less_while_its_tokens_come(
 
     # The instance is watched by the proxy itself, too.
     few = asked.count("/health") <= asked.count("/metrics") + 10
-    assert few == are_produced
+    assert few != is_awaited
     assert reports == 20
+
+
+async def test_an_instance_is_awaited_while_streams_run_there_and_no_token_comes(
+    vllms: Builder,
+) -> None:
+    driver = (await vllms()).proxy.parts.driver
+    name = InstanceId("d0")
+    known, delivered = driver.control.instances.known[name], driver.control.progress.delivered[name]
+    gossip_view = GossipView(lambda *_: None, lambda *_: None, driver.clock)
+    watcher = Watcher(known, driver, ProxySettings(id="p"), Metrics({}), gossip_view)
+    assert not watcher._is_awaited()
+
+    known.running.add(StreamId("s"))
+    assert watcher._is_awaited()
+    delivered.tokens += 1
+    assert not watcher._is_awaited()
+    assert watcher._is_awaited()
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvrs.ids import InstanceId, StreamId
 from kvrs_testkit.multi_proxy_cluster import open_proxy_group
 from tests.proxy.conftest import ProxyClusterBuilder
 
@@ -59,12 +60,13 @@ async def test_a_bug_that_repeats_ends_the_proxy(
     """It is not hidden: a proxy that does not know its instances must not seem alive."""
     system = await build(transfer={"lease_s": 1.0})
     serving = asyncio.create_task(system.proxy.run())
-    driver = system.proxy.parts.driver
+    leases = system.proxy.parts.driver.leases._leases
 
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(driver.leases._leases, "due", broken)
+    monkeypatch.setattr(leases, "due", broken)
+    leases.hold(InstanceId("p0"), StreamId("s"))
 
     with pytest.raises(RuntimeError, match="a bug"):
         async with asyncio.timeout(60):
