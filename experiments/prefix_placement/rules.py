@@ -12,6 +12,7 @@ from kvrs.core import prefix_routing, routing
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
+from kvrs.core.recovery import RecoveryPolicy
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs_lab.sim.streams import SimStream
 from kvrs_lab.sim.world import World
@@ -120,7 +121,7 @@ def _true_levels(world: World) -> Callable[..., tuple[int, list[tuple[int, list[
 
 @contextmanager
 def placed_by(rule: str, world: World) -> Iterator[None]:
-    """Prompts of the world are placed by the rule: one of `RULES`."""
+    """Prompts of the world are placed by the rule: one of `RULES`, or `OWN_INDEX`."""
     _PAGES.clear()
     if rule == "true contents":
         with patch.object(prefix_routing, "_levels", _true_levels(world)):
@@ -128,9 +129,13 @@ def placed_by(rule: str, world: World) -> Iterator[None]:
     elif rule in _OTHERS:
         with patch.object(routing, "with_prefix", _OTHERS[rule]):
             yield
+    elif rule == OWN_INDEX:
+        with patch.object(RecoveryPolicy, "sent_elsewhere", lambda *_: None):
+            yield
     else:
         yield
 
 
 _OTHERS: dict[str, Rule] = {"cache_aware": cache_aware, "llm-d": scored}
+OWN_INDEX = "prefix, own"  # Proxies that do not tell each other what they have sent.
 RULES = ("load", "prefix", "true contents", *_OTHERS)

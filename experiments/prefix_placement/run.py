@@ -3,17 +3,20 @@
 import argparse
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import attrgetter
+from random import Random
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.cells import Cells
 from experiments.command_line import parser_of
-from experiments.prefix_placement.rules import RULES, placed_by
+from experiments.prefix_placement.rules import OWN_INDEX, RULES, placed_by
 from experiments.record import ROOT, Record
 from kvrs.config.file import Config, parse_config
+from kvrs_lab.faults.language import parse_faults
 from kvrs_lab.sim.case import FIRST_ORDINARY_TOKEN, VOCAB_SIZE
-from kvrs_lab.sim.fault_scenarios import FaultEvent
+from kvrs_lab.sim.fault_scenarios import FaultEvent, named_deaths
 from kvrs_lab.sim.first_token import FirstToken
 from kvrs_lab.sim.streams import Arrival
 from kvrs_lab.sim.world import World
@@ -26,35 +29,68 @@ PAGE_TOKENS, STEP_TOKENS, LONGEST = 128, 8192, 131_072
 LINK_BYTES_PER_S = 50e9
 OUTPUT_TOKENS = 8
 # Requests per second of each prefill instance: it is busy nine tenths of the time by load.
-RATES = {"conversation": 2.0, "synthetic": 2.25}
+BURSTS, EVEN_BURSTS = "bursts", "even bursts"
+RATES = {"conversation": 2.0, "synthetic": 2.25, BURSTS: 12.0, EVEN_BURSTS: 12.0}
 REQUESTS = 375  # Of each prefill instance.
 # A prefill instance's cache: KV of an H100 in which a small model leaves most of the memory, and
 # more than a trace has.
 CACHES = {"1M": 1_048_576, "no limit": 16_777_216}
 SIZES = (4, 8, 16)
+# Tokens of a document with which all prompts of a burst begin, and of what each adds. So many
+# prompts come within `BURST_S`, the others until the next document comes in the mean. Documents
+# come at random, or at even intervals, in which the cluster has long computed the one before.
+DOCUMENT, QUESTION = 10_240, 256
+BURST, BURST_S, ASKED = 24, 0.07, 40
+DEATH_S = 5.0  # The instance is back after that, and empty.
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Case(NamedTuple):
+    """The prompts of a trace, and the cluster that they come to."""
+
     trace: str
     size: int
-    cache: str
+    cache: str = "1M"
+    proxies: int = 1
+    has_death: bool = False
+
+    @property
+    def name(self) -> str:
+        proxies = f", {self.proxies} proxies" if self.proxies > 1 else ""
+        death = ", a death" if self.has_death else ""
+        return f"{self.trace}, {self.size} x {self.cache}{proxies}{death}"
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        return (*RULES, OWN_INDEX) if self.proxies > 1 else RULES
+
+
+class Cell(NamedTuple):
+    case: Case
     rule: str
     seed: int
 
     @property
     def name(self) -> str:
-        return f"{self.trace}, {self.size} x {self.cache}, {self.rule}, seed {self.seed}"
+        return f"{self.case.name}, {self.rule}, seed {self.seed}"
+
+
+MOONCAKE = ("conversation", "synthetic")
+CASES = (
+    *(Case(trace, size, cache) for size in SIZES for cache in CACHES for trace in MOONCAKE),
+    *(Case(trace, 4, proxies=count) for count in (2, 4) for trace in MOONCAKE),
+    *(Case(trace, 4, has_death=True) for trace in MOONCAKE),
+    *(Case(BURSTS, size) for size in (4, 8)),
+    Case(EVEN_BURSTS, 4),
+)
 
 
 def cells(seeds: int) -> Iterator[Cell]:
-    """In the order in which they are measured: one seed of all first, small clusters first."""
-    for seed in range(seeds):
-        for cache in CACHES:
-            for size in SIZES:
-                for trace in RATES:
-                    for rule in RULES:
-                        yield Cell(trace, size, cache, rule, seed)
+    """In the order in which they are measured: small clusters first."""
+    for size in SIZES:
+        for seed in range(seeds):
+            for case in CASES:
+                if case.size == size:
+                    yield from (Cell(case, rule, seed) for rule in case.rules)
 
 
 def config_of(size: int, cache_tokens: int, route: str) -> Config:
@@ -82,7 +118,11 @@ def config_of(size: int, cache_tokens: int, route: str) -> Config:
     )
 
 
+@lru_cache(maxsize=1)
 def arrivals_of(trace_name: str, size: int, seed: int) -> list[Arrival]:
+    if trace_name in (BURSTS, EVEN_BURSTS):
+        found = bursts(size, seed, even=trace_name == EVEN_BURSTS)
+        return sorted(found, key=attrgetter("at_s"))
     trace = load_trace(TRACES / f"{trace_name}_trace.jsonl")
     count = min(REQUESTS * size, len(trace.requests))
     trace = clip(window(trace, count, 0), LONGEST, OUTPUT_TOKENS)
@@ -100,8 +140,26 @@ def arrivals_of(trace_name: str, size: int, seed: int) -> list[Arrival]:
     ]
 
 
+def bursts(size: int, seed: int, *, even: bool) -> Iterator[Arrival]:
+    """Questions about documents, most of them at once."""
+    rng, every_s, begin_s = Random(seed), ASKED / (RATES[BURSTS] * size), 0.0
+
+    def words(count: int) -> "array[int]":
+        return array("H", rng.choices(range(FIRST_ORDINARY_TOKEN, VOCAB_SIZE), k=count))
+
+    for _ in range(REQUESTS * size // ASKED):
+        document = words(DOCUMENT)
+        begin_s += every_s if even else rng.expovariate(1 / every_s)
+        for number in range(ASKED):
+            first_s, last_s = (0.0, BURST_S) if number < BURST else (BURST_S, every_s)
+            at_s = begin_s + rng.uniform(first_s, last_s)
+            yield Arrival(at_s, document + words(QUESTION), OUTPUT_TOKENS)
+
+
 def best_share(trace_name: str, size: int) -> float:
     """The share of prompt tokens that one instance without limit would find."""
+    if trace_name in (BURSTS, EVEN_BURSTS):
+        return (ASKED - 1) * DOCUMENT / (ASKED * (DOCUMENT + QUESTION))
     trace = load_trace(TRACES / f"{trace_name}_trace.jsonl")
     seen: set[int] = set()
     found = tokens = 0
@@ -115,17 +173,26 @@ def best_share(trace_name: str, size: int) -> float:
     return found / tokens
 
 
-def measure(cell: Cell, deaths: list[FaultEvent], proxies: int = 1) -> dict[str, Any]:
+def deaths_of(arrivals: list[Arrival]) -> list[FaultEvent]:
+    """One prefill instance dies when half of the prompts have come."""
+    at_s = arrivals[len(arrivals) // 2].at_s
+    return named_deaths(
+        parse_faults([{"when": {"at_s": at_s}, "what": "kill", "whom": {"id": "p0"}}])
+    )
+
+
+def measure(cell: Cell) -> dict[str, Any]:
     """Raises AssertionError where an invariant of the simulator is violated."""
+    case = cell.case
     route = "load" if cell.rule == "load" else "prefix"
-    config = config_of(cell.size, CACHES[cell.cache], route)
-    arrivals = arrivals_of(cell.trace, cell.size, cell.seed)
+    arrivals = arrivals_of(case.trace, case.size, cell.seed)
     world = World(
-        config,
+        config_of(case.size, CACHES[case.cache], route),
         arrivals,
-        deaths,
+        deaths_of(arrivals) if case.has_death else [],
         seed=cell.seed,
-        proxies=proxies,
+        proxies=case.proxies,
+        reload_s=DEATH_S,
         first_token=FirstToken.PREFILL,
     )
     with placed_by(cell.rule, world):
@@ -147,24 +214,20 @@ def measure(cell: Cell, deaths: list[FaultEvent], proxies: int = 1) -> dict[str,
 
 def as_text(found: dict[str, Any], seeds: int) -> str:
     lines = ["Prompt tokens found in a prefix cache, and time to the first token in seconds", ""]
-    for cache in CACHES:
-        for size in SIZES:
-            for trace in RATES:
-                rows = []
-                for rule in RULES:
-                    names = [Cell(trace, size, cache, rule, seed).name for seed in range(seeds)]
-                    of_rule = [found[name] for name in names if name in found]
-                    if of_rule:
-                        rows.append(_row(rule, of_rule))
-                if rows:
-                    best = best_share(trace, size)
-                    lines += [
-                        f"{trace}, {size} prefill instances, cache {cache}; best share {best:.1%}",
-                        f"{'':16}{'seeds':>6}{'hits':>8}{'mean':>8}{'p50':>8}{'p90':>8}{'p99':>8}"
-                        f"{'recovered':>11}",
-                        *rows,
-                        "",
-                    ]
+    for case in CASES:
+        rows = []
+        for rule in case.rules:
+            if of_rule := _of(found, case, rule, seeds):
+                rows.append(_row(rule, of_rule))
+        if rows:
+            best = best_share(case.trace, case.size)
+            lines += [
+                f"{case.name}; best share {best:.1%}",
+                f"{'':16}{'seeds':>6}{'hits':>8}{'mean':>8}{'p50':>8}{'p90':>8}{'p99':>8}"
+                f"{'recovered':>11}",
+                *rows,
+                "",
+            ]
     return "\n".join(lines)
 
 
@@ -179,28 +242,38 @@ def _row(rule: str, cells: list[dict[str, Any]]) -> str:
 
 
 def bars(found: dict[str, Any], seeds: int) -> dict[str, Any]:
-    """How far the cells that are there keep the bars."""
-    shares, gains = [], []
+    """How far the cases that are there keep the bars, in the mean of their seeds."""
+    shares, gains, own = [], [], []
     beaten = {"cache_aware": [0, 0], "llm-d": [0, 0]}
-    for cell in cells(seeds):
-        if cell.rule != "prefix" or cell.name not in found:
+    for case in CASES:
+        means = {
+            rule: {key: fmean(each[key] for each in of_rule) for key in ("hits", "mean_s")}
+            for rule in case.rules
+            if (of_rule := _of(found, case, rule, seeds))
+        }
+        if set(means) != set(case.rules):
             continue
-        ours = found[cell.name]
-        other = {rule: found.get(replace(cell, rule=rule).name) for rule in RULES}
-        if (true := other["true contents"]) is not None:
-            shares.append(ours["hits"] / true["hits"])
-        if (load := other["load"]) is not None:
-            gains.append(1 - ours["mean_s"] / load["mean_s"])
+        ours = means["prefix"]
+        shares.append(ours["hits"] / means["true contents"]["hits"])
+        gains.append(1 - ours["mean_s"] / means["load"]["mean_s"])
+        if OWN_INDEX in means:
+            own.append(means[OWN_INDEX]["hits"] / ours["hits"])
         for rule, counts in beaten.items():
-            if (theirs := other[rule]) is not None:
-                counts[0] += ours["mean_s"] <= theirs["mean_s"]
-                counts[1] += 1
+            counts[0] += ours["mean_s"] <= means[rule]["mean_s"]
+            counts[1] += 1
     return {
+        "cases": len(shares),
         "least_share_of_true": min(shares, default=None),
         "least_gain": min(gains, default=None),
         "median_gain": median(gains) if gains else None,
+        "most_of_own_index": max(own, default=None),
         "no_worse_than": beaten,
     }
+
+
+def _of(found: dict[str, Any], case: Case, rule: str, seeds: int) -> list[dict[str, Any]]:
+    names = (Cell(case, rule, seed).name for seed in range(seeds))
+    return [found[name] for name in names if name in found]
 
 
 def bar_lines(kept: dict[str, Any]) -> list[str]:
@@ -208,12 +281,14 @@ def bar_lines(kept: dict[str, Any]) -> list[str]:
         return "-" if value is None else f"{value:.0%}"
 
     return [
+        f"of {kept['cases']} cases, in the mean of their seeds:",
         "prefix beside the same rule with the true contents: least share of hits "
         f"{share(kept['least_share_of_true'])}; bar 90%",
         f"prefix beside load: mean time to the first token {share(kept['median_gain'])} less in "
         f"the middle, bar 30%; {share(kept['least_gain'])} less at least, bar 0%",
+        f"proxies that share nothing find at most {share(kept['most_of_own_index'])} of that",
         *(
-            f"prefix is no slower in the mean than {rule} in {won} of {all_} cells"
+            f"prefix is no slower in the mean than {rule} in {won} of {all_} cases"
             for rule, (won, all_) in kept["no_worse_than"].items()
         ),
     ]
@@ -231,7 +306,7 @@ def main() -> int:
     record = Record(*range(options.seeds), timed=False)
     by_name = {cell.name: cell for cell in cells(options.seeds)}
     kept = Cells(options.out, "prefix_placement", {"pace": PACE, "requests": REQUESTS})
-    kept.measure(by_name, options.limit_s, lambda name: measure(by_name[name], []))
+    kept.measure(by_name, options.limit_s, lambda name: measure(by_name[name]))
     found = bars(kept.found, options.seeds)
     text = "\n".join([as_text(kept.found, options.seeds), *bar_lines(found)])
     print(text)

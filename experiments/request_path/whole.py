@@ -25,6 +25,7 @@ from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.cluster import open_backends
 from kvrs.proxy.fleet.orders import ProxyDrains
 from kvrs.proxy.mirror.replication import Mirror
+from kvrs.proxy.mirror.sent_prompts import SentPrompts
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.wire.pool import Access, EngineLinks, Pool
@@ -128,6 +129,7 @@ class Proxy:
             stop=driver.end_early,
             count=lambda outcome: None,
             drains=ProxyDrains(control, clock),
+            sent=SentPrompts(control.policy),
         )
         api = ClientApi(
             config.proxy,

@@ -55,6 +55,17 @@ class Decisions:
         limits = NO_LIMITS
         if stream.prefix.hashes or stream.recalled is not None:
             limits = self._limits(stream, now_s)
+        decision = self._start(stream, limits, now_s)
+        if decision is not None and decision.refusal is not None and len(stream.cached) > 1:
+            # It would go where its prefix is, which another instance may still take it without.
+            cached, by_load = stream.cached, self._start(stream, None, now_s)
+            if by_load is not None and by_load.refusal is None:
+                return by_load
+            stream.cached = cached
+        return decision
+
+    def _start(self, stream: Stream, limits: StartLimits | None, now_s: float) -> Decision | None:
+        """`limits`: as of `pair_for`."""
         pair = pair_for(self._view, stream, barred_too=False, limits=limits)
         if pair is None and is_past(stream.recovery.retry_at_s, now_s):
             pair = pair_for(self._view, stream, barred_too=True, limits=limits)

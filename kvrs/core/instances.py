@@ -153,6 +153,7 @@ class InstanceEvents:
                 self._drain_ordered.discard(name)
                 self._gpu_degraded.discard(name)
                 self._quick_deaths.pop(name, None)
+                self._view.prefixes.removed(name)
             case ev.InstanceExited():
                 if event.is_external:
                     self._poison.exited(name, event.epoch, now_s)

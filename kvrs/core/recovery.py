@@ -10,7 +10,7 @@ that is neither started nor given up on has an alarm set; a stream is moved only
 on was lost or failed it, or is about to end or runs on a GPU that is, or an operator drains it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, assert_never
 
 from kvrs.config.backup import BackupMode, BackupSettings
@@ -33,6 +33,7 @@ from kvrs.core.starter import Starter
 from kvrs.core.staying import Staying
 from kvrs.core.steps import Steps
 from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.mirror import SentPrompt
 
 NO_BACKUP = BackupSettings()
 
@@ -100,18 +101,27 @@ class RecoveryPolicy:
         carried out.
         """
         self._view.now_s = now_s
+        if isinstance(event, ev.OfStream):
+            stream = self.streams.get(event.stream)
+            if stream is None:
+                method = self._steps.table[type(event)][None]
+            elif isinstance(event, ev.OfAttempt) and event.attempt != stream.attempt.number:
+                method = None  # `Ignored.LATE`, in any stage: an attempt that has a successor.
+            else:
+                method = self._steps.table[type(event)][stream.stage]
+            if method is not None:
+                method(stream, event, now_s)
+        else:
+            self._apply(event, now_s)
+        if self._timers.heap or self.slot_book.awaited or self._starter.held_back:
+            self._place_due(now_s)
+        actions = self._actions.copy()
+        self._actions.clear()
+        return actions
+
+    def _apply(self, event: ev.OfCluster, now_s: float) -> None:
+        """Apply an event that is of no single stream."""
         match event:
-            case (
-                ev.StreamArrived()
-                | ev.PrefillDone()
-                | ev.WholeAsked()
-                | ev.StreamResumed()
-                | ev.StreamEnded()
-                | ev.StreamAdopted()
-                | ev.AttemptFailed()
-                | ev.SlotDenied()
-            ):
-                self._steps.apply(event.stream, event, now_s)
             case ev.InstanceUp():
                 self._instances.up(event, now_s)
             case ev.PagesKept():
@@ -143,11 +153,6 @@ class RecoveryPolicy:
                 self._reload(event.policy, event.slo)
             case _:
                 assert_never(event)
-        if self._timers.heap or self.slot_book.awaited or self._starter.held_back:
-            self._place_due(now_s)
-        actions = self._actions.copy()
-        self._actions.clear()
-        return actions
 
     def kept(self, stream_id: StreamId) -> tuple[ev.Kept, ...]:
         """Where KV of a stream is kept, for the proxy that may have to go on with it."""
@@ -171,6 +176,21 @@ class RecoveryPolicy:
     def prefix_hits(self) -> Mapping[InstanceId, Hits]:
         """The cached tokens of prompts by instance, of instances that report them."""
         return self._view.prefixes.hits
+
+    def take_sent(self) -> list[SentPrompt]:
+        """Prompts that this proxy has sent since the last call, for the other proxies."""
+        return self._view.prefixes.take_sent()
+
+    def sent_elsewhere(self, prompts: Iterable[SentPrompt]) -> None:
+        """Other proxies have sent prompts to instances. Those of processes that are not up here
+        count nowhere.
+        """
+        if not self.routes_by_prefix:
+            return
+        for sent in prompts:
+            member = self._view.members.get(sent.instance)
+            if member is not None and member.epoch == sent.epoch:
+                self._view.prefixes.note_sent(member, sent)
 
     @property
     def has_waiting(self) -> bool:

@@ -1,4 +1,5 @@
-"""Messages between proxies about streams that a client can resume at another proxy.
+"""Messages between proxies about streams that a client can resume at another proxy, and about the
+prompts that they have sent to instances.
 
 MessagePack, because events are bytes. A stream is identified by the client's key, its owner by the
 owner epoch, which rises with each change of owner, and its mirror by the mirror number, which rises
@@ -105,11 +106,33 @@ class Update(msgspec.Struct):
     idle_s: float = 0.0  # Of a copy: since the last message about its stream.
 
 
+BYTES_PER_HASH = 8
+MAX_HASH_BYTES = 1 << 16  # Of all prompts of a batch.
+MAX_SENT = 2048
+
+
+class SentPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A prompt that was sent to an instance. `hashes` are those of its blocks, packed (see
+    `kvrs/core/model/prefixes.py`).
+    """
+
+    instance: InstanceId
+    epoch: Natural  # Of the instance.
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+    hashes: Annotated[bytes, msgspec.Meta(min_length=8, max_length=MAX_HASH_BYTES)]
+
+    def __post_init__(self) -> None:
+        if len(self.hashes) % BYTES_PER_HASH:
+            raise ValueError(f"hashes of {len(self.hashes)} bytes")
+
+
 class Batch(msgspec.Struct):
     """Body of `POST /kvrs/v1/mirror`."""
 
     sender: Name  # The proxy's id.
     updates: list[Update]
+    sent: Annotated[list[SentPrompt], msgspec.Meta(max_length=MAX_SENT)] = []
 
 
 class AckStatus(StrEnum):

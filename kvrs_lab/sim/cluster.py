@@ -12,6 +12,7 @@ from kvrs.config.file import Config
 from kvrs.config.proxy import PeerSettings
 from kvrs.core.books.checkpoints import replicas_of
 from kvrs.core.model import events as ev
+from kvrs.core.model.prefixes import SHARE_S
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.catalog import kv_geometry
 from kvrs.protocol.tags import root_tag
@@ -32,6 +33,7 @@ from kvrs_lab.sim.watches import SimWatch
 
 PACE = "opt-13b-a100-distserve-tp1"  # Where the configuration names none.
 POISONED = "a poisoned request"
+BETWEEN_PROXIES_S = 0.001  # A message from one to another.
 MOVED, CUT = "moved", "cut off with its proxy"  # Ends of streams whose proxy died.
 
 
@@ -183,6 +185,8 @@ class SimCluster:
             lost=self._gossip_loss,
         )
         self.proxies.append(proxy)
+        if self.config.proxy.peers:
+            proxy.after(SHARE_S, self._share, proxy)
         return proxy
 
     def any_engine(self) -> SimEngine | None:
@@ -275,6 +279,14 @@ class SimCluster:
                 other = proxy.watches.get(watch.process.id)
                 if other is not None and other is not watch:
                     proxy.after(self.rng.uniform(0.02, 1.0), partial(other.gossiped_dead, epoch))
+
+    def _share(self, sender: SimProxy) -> None:
+        """Tell the other proxies what one has sent where, again and again."""
+        sent = sender.control.policy.take_sent()
+        for proxy in self.serving if sent else ():
+            if proxy is not sender and proxy.is_alive:
+                proxy.after(BETWEEN_PROXIES_S, proxy.control.policy.sent_elsewhere, sent)
+        sender.after(SHARE_S, self._share, sender)
 
     def note(
         self, death: str, whom: str, streams: int, instances: tuple[InstanceId, ...] = ()

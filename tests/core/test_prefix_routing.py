@@ -1,7 +1,8 @@
-"""Placement by prefix: the least cost over all instances, within what clients were promised."""
+"""SentPrompt by prefix: the least cost over all instances, within what clients were promised."""
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -236,6 +237,40 @@ def test_a_log_is_run_again_without_the_prompts() -> None:
     assert rerun(core.lines).difference is None
 
 
+def test_prompts_go_where_other_proxies_have_sent_their_prefix() -> None:
+    """Unless that was another process of the instance, or one that is not up here."""
+    ours, theirs = Prompts("p0", "p1", "d0"), Prompts("p0", "p1", "d0")
+    theirs.handle(load("p0", 0.3))
+    assert theirs.arrive(S, *range(BLOCKS)).plan.prefill == P1
+    (told,) = theirs.policy.take_sent()
+
+    ours.policy.sent_elsewhere(
+        [
+            msgspec.structs.replace(told, instance=P0, epoch=2),
+            msgspec.structs.replace(told, instance=P2),
+        ]
+    )
+    assert len(ours.policy._view.prefixes) == 0
+    ours.policy.sent_elsewhere([told])
+
+    assert ours.arrive(T, *range(BLOCKS - 1), 90).plan.prefill == P1
+
+
+def test_nothing_is_kept_of_an_instance_that_is_removed() -> None:
+    """One of its name that comes later begins empty, whatever memory it says it has."""
+    core = Prompts("p0", "p1", "d0")
+    core.arrive(S, *range(BLOCKS))
+    core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 300))
+    had = [*core.policy.prefix_hits]
+
+    core.handle(ev.InstanceRemoved(P0, {}))
+    core.handle(instance_up("p0", epoch=2, had_not_ended=True))
+    core.handle(load("p0", 0.1, epoch=2))
+
+    assert (had, [*core.policy.prefix_hits]) == ([P0], [])
+    assert core.arrive(T, *range(BLOCKS)).plan.prefill == P1
+
+
 def without_prefill() -> Prompts:
     """Two decode instances, of which one has computed a prompt."""
     core = Prompts()
@@ -322,6 +357,26 @@ def test_a_client_with_its_share_of_the_queues_is_not_refused_for_a_prefix(route
     core.prefixes[T] = prefix(*range(BLOCKS - 1), 90) if route is Route.PREFIX else Prefix()
     actions = core.handle(ev.StreamArrived(T, BLOCKS * TOKENS, client="a"))
     assert only(actions, act.Start).plan.prefill == P1
+
+
+def test_a_request_that_is_refused_where_its_prefix_is_goes_by_load() -> None:
+    """All queues are longer than half the bound, which is what is looked at first. The log has the
+    choice that was made in the end.
+    """
+    core = Prompts("p0", "p1", "d0", admission={"wait_s": 4.0})
+    core.arrive(S, *range(BLOCKS), client="a")
+    for number in range(6):
+        core.arrive(StreamId(f"o{number}"), 60 + number, client="a")
+    core.handle(load("p0", 4.2))
+    core.handle(load("p1", 4.1))
+    core.prefixes[T] = prefix(*range(BLOCKS - 1), 90)
+    refused = only(core.handle(ev.StreamArrived(T, BLOCKS * TOKENS, client="b")), act.GiveUp)
+    core.handle(load("p1", 2.2))
+    start = core.arrive(U, *range(BLOCKS - 1), 91, client="b")
+
+    assert (refused.reason, refused.cached) == (act.Reason.OVERLOADED, {P1: 0, P0: 900})
+    assert (start.plan.prefill, start.cached) == (P1, {})
+    assert rerun(core.lines).difference is None
 
 
 def test_what_was_predicted_is_compared_in_tokens_that_were_counted() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from kvrs.core.model import prefixes
 from kvrs.core.model.member import Member
 from kvrs.core.model.prefixes import BLOCK_BYTES, Prefix, PrefixIndex, chain
 from kvrs.protocol.instance import Capability, LoadReport
+from kvrs.protocol.mirror import BYTES_PER_HASH, MAX_HASH_BYTES, SentPrompt
 from tests.core.policy_harness import GEOMETRY, instance_up
 
 TOKENS = 256  # Of a block.
@@ -83,6 +85,28 @@ def test_what_was_used_least_recently_goes_first() -> None:
     assert [depth(index, there, 1, 2), depth(index, there, 3, 4)] == [2, 1]
     assert depth(index, there, 5, 6) == 2
     assert len(index) == 5
+
+
+def test_what_one_proxy_has_sent_is_known_to_another_one() -> None:
+    """Once, and no more of it than fits into one message: a prompt that does not is left out."""
+    one, other = PrefixIndex(), PrefixIndex()
+    at_one, at_other = member("p0"), member("p0")
+    long = Prefix(range(MAX_HASH_BYTES // BYTES_PER_HASH), MAX_HASH_BYTES * BLOCK_BYTES)
+    one.send(at_one, prefix(1, 2, 3), 3 * TOKENS)
+    one.send(at_one, long, TOKENS)
+    one.send(at_one, prefix(1, 4), 2 * TOKENS)
+    one.send(at_one, Prefix(), TOKENS)
+
+    placements, later = one.take_sent(), one.take_sent()
+    decoder = msgspec.msgpack.Decoder(list[SentPrompt])
+    for placement in decoder.decode(msgspec.msgpack.encode(placements)):
+        other.note_sent(at_other, placement)
+
+    assert (len(placements), later) == (2, [])
+    assert depth(other, at_other, 1, 2, 3) == 3
+    assert depth(other, at_other, 1, 4) == 2
+    assert other._caches[at_other.id].block_tokens == pytest.approx(TOKENS, rel=0.01)
+    assert other.take_sent() == []
 
 
 @given(
@@ -189,6 +213,19 @@ def test_cached_tokens_correct_the_capacity(predicted: int, found: int, blocks: 
 
     assert len(index) == blocks
     assert index.hits[there.id].cached_tokens == found * TOKENS
+
+
+def test_answers_that_an_instance_has_cached_do_not_raise_its_capacity() -> None:
+    """One that decodes has more of a next turn than was predicted, and no more room for that."""
+    index, event = PrefixIndex(), instance_up("d0", computes_prompts=True)
+    there = Member.of(event.info, event.prefill)
+    note(index, there, 1, 2)
+
+    index.observe(there, prefix(1, 2, 3, 4), 4 * TOKENS, 2 * TOKENS, 4 * TOKENS)
+    same = index._caches[there.id].trusted
+    index.observe(there, prefix(1, 2, 3, 4), 4 * TOKENS, 2 * TOKENS, 0)
+
+    assert same == prefixes._TRUSTED > index._caches[there.id].trusted
 
 
 def test_where_caches_are_large_fewer_blocks_are_indexed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Settings that are replaced while a policy runs."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import chain
@@ -54,7 +55,7 @@ def leaves(found: Any, path: str, seen: set[int]) -> Iterator[tuple[str, object]
     parts: Mapping[Any, Any]
     if isinstance(found, Mapping):
         parts = found
-    elif isinstance(found, list | tuple | set):
+    elif isinstance(found, list | tuple | set | deque):
         parts = dict(enumerate(found))
     elif is_dataclass(found) and not isinstance(found, type):
         parts = {each.name: getattr(found, each.name) for each in fields(found)}

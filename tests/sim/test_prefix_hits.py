@@ -3,8 +3,11 @@
 from array import array
 from collections.abc import Sequence
 
+import pytest
+
 from kvrs.config.file import Config
 from kvrs.core.event_log import rerun
+from kvrs.core.recovery import RecoveryPolicy
 from kvrs_lab.faults.language import parse_faults
 from kvrs_lab.sim.cluster import Outcome
 from kvrs_lab.sim.command import rows
@@ -87,6 +90,25 @@ def test_prompts_find_more_where_they_are_placed_by_their_prefixes() -> None:
     assert shares["prefix"] > 0.75
     assert shares["load"] < shares["prefix"] - 0.15
     assert all(each.ended == {"complete": 60} for each in found.values())
+
+
+def test_two_proxies_find_as_much_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They tell each other what they have sent; otherwise each has documents computed that the
+    other one has sent elsewhere.
+    """
+    arrivals = mixed(documents=7, count=6)
+
+    def share() -> float:
+        world = World(config(4), sorted(arrivals, key=lambda one: one.at_s), [], seed=1, proxies=2)
+        world.run()
+        return world.cluster.outcome.cached_tokens / world.cluster.outcome.prompt_tokens
+
+    shared = share()
+    monkeypatch.setattr(RecoveryPolicy, "sent_elsewhere", lambda *_: None)
+    own = share()
+
+    assert shared > 0.75
+    assert own < shared - 0.1
 
 
 def test_a_death_takes_the_cache_along_and_the_log_is_run_again() -> None:

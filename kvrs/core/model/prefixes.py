@@ -1,24 +1,36 @@
-"""An approximate index of the prompt prefixes that instances have cached: what this proxy has sent
-them, as far as they have room for it.
+"""An approximate index of the prompt prefixes that instances have cached: what the proxies have
+sent them, as far as they have room for it.
 
 A prompt is a chain of hashes, each of a block of its bytes and of all before it, so that one entry
 of the index stands for everything up to its end. An entry has a bit of each instance that has the
 block; each instance has its own order of use, by second chance, and of one prompt the last blocks
-go first. An instance may have evicted more, or have more than this proxy has sent: its capacity is
+go first. An instance may have evicted more, or have more than this proxy knows of: its capacity is
 corrected by the cached tokens that it reports.
+
+Proxies tell each other what they have sent, in a message of bounded length every `SHARE_S`. What
+does not fit, or is lost, costs hits and nothing else.
 """
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
+from struct import Struct
 
 import xxhash
 
 from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId
+from kvrs.protocol.mirror import (
+    BYTES_PER_HASH,
+    MAX_HASH_BYTES,
+    MAX_SENT,
+    SentPrompt,
+)
 
 BLOCK_BYTES = 1024
+_BLOCK = Struct(f"{BLOCK_BYTES}s")
 # Blocks of all instances together: about 110 MB. Where their caches hold more, only every second
 # block is indexed, or every fourth, and so on.
 MOST_BLOCKS = 1_000_000
@@ -35,18 +47,17 @@ _SLACK = 0.05
 _MOST_ASLEEP = 8
 _SWEPT = 64  # Entries of an instance that is gone, removed with each prompt.
 _MOST_INTERNED = 4096
+SHARE_S = 0.25
 
 
 def chain(root: int, text: bytes | memoryview) -> list[int]:
     """Hashes of the full blocks of a text, each of all up to its end. `root` stands for what else
     must be equal for the KV to be.
     """
-    hashes: list[int] = []
-    digest, view = xxhash.xxh3_64_intdigest, memoryview(text)
-    for end in range(BLOCK_BYTES, len(view) + 1, BLOCK_BYTES):
-        root = digest(view[end - BLOCK_BYTES : end], root)
-        hashes.append(root)
-    return hashes
+    digest, whole = xxhash.xxh3_64_intdigest, len(text) // BLOCK_BYTES * BLOCK_BYTES
+    return [
+        root := digest(block, root) for (block,) in _BLOCK.iter_unpack(memoryview(text)[:whole])
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +121,8 @@ class PrefixIndex:
         self._free: list[int] = []  # Numbers of bits.
         self._stride = 1
         self._blocks = 0  # Of all instances together.
+        # What this proxy has sent, and has told no other proxy.
+        self._sent = deque[tuple[Member, Prefix, int]](maxlen=MAX_SENT)
 
     def __len__(self) -> int:
         """Pairs of a block and an instance."""
@@ -142,6 +155,12 @@ class PrefixIndex:
         self._asleep[member.id] = cache
         if len(self._asleep) > _MOST_ASLEEP:
             self._gone.append(self._asleep.popitem(last=False)[1])
+
+    def removed(self, name: InstanceId) -> None:
+        """The instance is lost, and is none of the cluster any more."""
+        self.hits.pop(name, None)
+        if (cache := self._asleep.pop(name, None)) is not None:
+            self._gone.append(cache)
 
     def member(self, number: int) -> Member:
         """The instance of the bit of that number."""
@@ -184,6 +203,32 @@ class PrefixIndex:
                 having = still
         found.append((len(hashes) * stride, having))
         return found
+
+    def send(self, member: Member, prefix: Prefix, prompt_tokens: int) -> None:
+        """Note that this proxy sends the instance a prompt."""
+        if prefix.hashes and member.caches:
+            self.note(member, prefix, prompt_tokens)
+            self._sent.append((member, prefix, prompt_tokens))
+
+    def take_sent(self) -> list[SentPrompt]:
+        """Return what this proxy has sent since the last call, as far as it fits into a message to
+        the others.
+        """
+        sent, room_bytes = [], MAX_HASH_BYTES
+        for member, prefix, prompt_tokens in self._sent:
+            if (size_bytes := BYTES_PER_HASH * len(prefix.hashes)) <= room_bytes:
+                room_bytes -= size_bytes
+                hashes = array("Q", prefix.hashes).tobytes()
+                sent.append(
+                    SentPrompt(member.id, member.epoch, prompt_tokens, prefix.size_bytes, hashes)
+                )
+        self._sent.clear()
+        return sent
+
+    def note_sent(self, member: Member, sent: SentPrompt) -> None:
+        """Another proxy has sent a prompt to this process of an instance."""
+        prefix = Prefix(array("Q", sent.hashes), sent.size_bytes)
+        self.note(member, prefix, sent.prompt_tokens)
 
     def note(self, member: Member, prefix: Prefix, prompt_tokens: int) -> None:
         """The instance gets this prompt, and will have it."""
@@ -294,7 +339,8 @@ class PrefixIndex:
         slack = self._stride * cache.block_tokens + _SLACK * predicted
         if found < predicted - slack:
             cache.trusted = max(_LEAST_TRUSTED, cache.trusted * _LESS)
-        elif found > predicted + slack:
+        elif found > predicted + slack and not member.decodes:
+            # One that decodes has answers too, which come with the next turn.
             cache.trusted = min(_MOST_TRUSTED, cache.trusted * _MORE)
 
 

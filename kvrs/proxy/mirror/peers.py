@@ -24,6 +24,7 @@ from kvrs.protocol.mirror import (
     LookupAnswer,
     ReadAnswer,
     RecordVersion,
+    SentPrompt,
     Update,
 )
 from kvrs.protocol.proof import WRONG_DOOR
@@ -90,8 +91,8 @@ class ProxyPeer(Peer):
                         hello = await anext(reports)
                     heard(self._checked(hello))
 
-    async def mirror(self, updates: list[Update]) -> BatchAnswer:
-        answer = await self._ask(PATH, Batch(self._me, updates), BatchAnswer)
+    async def mirror(self, updates: list[Update], sent: list[SentPrompt]) -> BatchAnswer:
+        answer = await self._ask(PATH, Batch(self._me, updates, sent), BatchAnswer)
         if len(answer.acks) != len(updates):
             raise UpstreamError(f"acknowledges {len(answer.acks)} of {len(updates)} streams")
         return answer

@@ -2,6 +2,7 @@
 
 Each stream that runs here has a mirror among the live peers. Updates of all streams go there in one
 message some milliseconds later; a header, an end, and with `mirror: sync` everything, goes at once.
+Prompts that were sent to instances go to all peers with these messages.
 Records of other streams, whose clients are away or have everything, are kept at two proxies too: a
 proxy that is the only one with a record sends a copy to a live peer.
 """
@@ -18,6 +19,7 @@ import msgspec
 
 from kvrs.config.proxy import MirrorMode, ProxySettings
 from kvrs.core.model import events as ev
+from kvrs.core.model.prefixes import SHARE_S
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import (
@@ -40,6 +42,7 @@ from kvrs.proxy.mirror.outbox import Outbox
 from kvrs.proxy.mirror.peers import Peers, ProxyPeer
 from kvrs.proxy.mirror.records import Record, best_of, merged, mirror_for, record_from, size_of
 from kvrs.proxy.mirror.roles import RecordRole
+from kvrs.proxy.mirror.sent_prompts import SentPrompts
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.open_stream import Failed
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
@@ -51,7 +54,6 @@ _GATHER_S = 0.02  # Of streams whose clients can go on only with what the mirror
 _GATHER_EXACT_S = 0.1  # Of those of which an engine makes the same tokens again.
 # Silent streams are updated too, so that an owner learns that its stream was granted elsewhere.
 _HEARTBEAT_S = 1.0
-_REREPLICATE_S = 0.25
 _MAX_BATCH_BYTES = 8 << 20
 _TRIES = 4
 _RETRY_S = 0.05
@@ -135,6 +137,7 @@ class Mirror:
         stop: Callable[[StreamId, Failed], None],
         count: Callable[[str], None],
         drains: ProxyDrains,
+        sent: SentPrompts,
     ) -> None:
         self.name = name
         self._id = settings.id
@@ -152,6 +155,7 @@ class Mirror:
         self._closing: dict[str, KeyedStream] = {}
         self._pending = defaultdict[str, Pending[KeyedStream]](Pending)  # By peer.
         self._copies = CopyQueue(self.book)
+        self.sent = sent
 
     # Streams that run here.
 
@@ -342,8 +346,11 @@ class Mirror:
 
     async def _keep_replicated(self) -> None:
         while True:
-            await asyncio.sleep(_REREPLICATE_S if self.peers.known else _HEARTBEAT_S)
+            await asyncio.sleep(SHARE_S if self.peers.known else _HEARTBEAT_S)
             self._re_replicate()
+            if self.sent.gather(live := self.peers.live_ids):
+                for peer in live:
+                    self._pending[peer].hurry()
 
     async def _heartbeat(self) -> None:
         while True:
@@ -357,10 +364,11 @@ class Mirror:
         while True:
             is_all = await pending.next()
             batch = self._batch_for(peer.id, urgent_only=not is_all)
-            if not batch:
+            sent = self.sent.take(peer.id)
+            if not batch and not sent:
                 continue
             try:
-                answer = await peer.mirror([each.update for each in batch])
+                answer = await peer.mirror([each.update for each in batch], sent)
             except UpstreamError as error:
                 self.peers.fail(peer, str(error))
                 continue

@@ -27,6 +27,7 @@ def make_app(mirror: Mirror) -> web.Application:
     async def take(request: web.Request) -> web.Response:
         batch = _decode(await request.read(), Batch)
         mirror.peers.check(batch.sender)
+        mirror.sent.heard(batch.sent)
         return _answer(
             BatchAnswer(
                 mirror.name, [mirror.take(update, batch.sender) for update in batch.updates]

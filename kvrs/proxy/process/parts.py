@@ -27,6 +27,7 @@ from kvrs.proxy.fleet.orders import ProxyDrains
 from kvrs.proxy.fleet.services import ServiceNames
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
+from kvrs.proxy.mirror.sent_prompts import SentPrompts
 from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.event_log import EVENT_LOG_BYTES, EventLog
@@ -126,6 +127,7 @@ def build(
         stop=driver.end_early,
         count=lambda outcome: metrics.resumes.labels(outcome).inc(),
         drains=ProxyDrains(control, clock),
+        sent=SentPrompts(control.policy),
     )
     metrics.streams.peers_unreached.set_function(lambda: mirror.peers.unreached)
     tenants, settings, large = Tenants(config, ring, clock), capacity.settings, links.engines.large

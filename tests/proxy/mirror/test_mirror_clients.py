@@ -248,6 +248,7 @@ async def test_an_ended_stream_is_not_kept_for_a_full_mirror() -> None:
         stop=lambda *_: None,
         count=lambda _: None,
         drains=None,  # type: ignore[arg-type]  # No peer is greeted.
+        sent=None,  # type: ignore[arg-type]  # Nor told anything.
     )
     keyed.outbox.assign("m")
     keyed.close()

@@ -43,9 +43,9 @@ async def test_a_long_record_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> 
     async with serving(app) as url, EngineLinks(Access()) as links:
         peer = ProxyPeer(links, "a", "b", url)
 
-        answer = await peer.mirror([_update(8 << 20)])
+        answer = await peer.mirror([_update(8 << 20)], [])
         with pytest.raises(UpstreamError, match="no answer"):
-            await peer.mirror([_update(10)])
+            await peer.mirror([_update(10)], [])
 
     assert answer.acks == [UpdateAck(AckStatus.STORED, 1)]
 

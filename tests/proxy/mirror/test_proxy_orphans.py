@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvrs.protocol.mirror import BatchAnswer, Update
+from kvrs.protocol.mirror import BatchAnswer, SentPrompt, Update
 from kvrs.proxy.mirror import replication
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group, record_key
@@ -132,9 +132,11 @@ async def test_a_draining_proxy_leaves_no_record_without_a_copy(
     """It is the next one in a rolling restart, and the one before has just returned."""
     mirror = ProxyPeer.mirror
 
-    async def mirror_slowly(self: ProxyPeer, updates: list[Update]) -> BatchAnswer:
+    async def mirror_slowly(
+        self: ProxyPeer, updates: list[Update], sent: list[SentPrompt]
+    ) -> BatchAnswer:
         await asyncio.sleep(0.3)
-        return await mirror(self, updates)
+        return await mirror(self, updates, sent)
 
     async with open_proxy_group(2) as group:
         whole = group.reader()

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvrs.protocol.mirror import BatchAnswer, Update
+from kvrs.protocol.mirror import BatchAnswer, SentPrompt, Update
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
 from kvrs_testkit.plays import SCENARIOS
@@ -136,9 +136,11 @@ async def test_a_response_is_cancelled_before_its_record_is_mirrored(
     """A proxy that has just taken it over does not begin to produce what nothing reads."""
     mirror, answers = ProxyPeer.mirror, asyncio.Event()
 
-    async def mirror_late(self: ProxyPeer, updates: list[Update]) -> BatchAnswer:
+    async def mirror_late(
+        self: ProxyPeer, updates: list[Update], sent: list[SentPrompt]
+    ) -> BatchAnswer:
         await answers.wait()
-        return await mirror(self, updates)
+        return await mirror(self, updates, sent)
 
     group.system.script.gate, group.system.script.gate_at = asyncio.Event(), 5
     begun = await clients[0].responses.create(**REQUEST | {"input": "play emoji."})
@@ -164,12 +166,14 @@ async def test_a_deleted_response_does_not_come_back_from_what_was_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its record reaches the mirror after the order to drop it."""
-    mirror, answers, sent = ProxyPeer.mirror, asyncio.Event(), list[str]()
+    mirror, answers, arrived = ProxyPeer.mirror, asyncio.Event(), list[str]()
 
-    async def mirror_late(self: ProxyPeer, updates: list[Update]) -> BatchAnswer:
+    async def mirror_late(
+        self: ProxyPeer, updates: list[Update], sent: list[SentPrompt]
+    ) -> BatchAnswer:
         await answers.wait()
-        answer = await mirror(self, updates)
-        sent.extend(update.key for update in updates if update.header is not None)
+        answer = await mirror(self, updates, sent)
+        arrived.extend(update.key for update in updates if update.header is not None)
         return answer
 
     group.system.script.gate, group.system.script.gate_at = asyncio.Event(), 5
@@ -178,7 +182,7 @@ async def test_a_deleted_response_does_not_come_back_from_what_was_on_its_way(
     await clients[1].responses.delete(deleted.id)
     answers.set()
     async with asyncio.timeout(WITHIN_S):
-        while not sent:
+        while not arrived:
             await asyncio.sleep(0.01)
 
     for each in clients:
