@@ -67,6 +67,8 @@ class Ledger:
         self.view.work.book(stream.client_name, runs_on, chosen.compute_s)
         if chosen.option is Option.START or runs_on is not decode:
             self.view.prefixes.send(runs_on, stream.prefix, stream.prompt_tokens)
+            if decode.has_tier and decode is not runs_on:
+                self.view.prefixes.send(decode, stream.prefix, stream.prompt_tokens)
         attempt.booked_on, attempt.booked_s = runs_on, chosen.compute_s
         for run in plan.runs:
             agent = agent_of(self.view, run.holder)
