@@ -20,7 +20,7 @@ from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.requests import COMPLETIONS, read
+from kvrs.proxy.wire.requests import COMPLETIONS, ByteBudget, RequestUsage, read
 from kvrs.proxy.wire.upstream import Reader
 
 PROFILE = "opt-13b-a100-distserve-tp1"
@@ -139,5 +139,5 @@ def _journal() -> Journal:
     parsed = read(COMPLETIONS, msgspec.json.encode(body))
     stream = StreamId("0" * 32)
     journal = Journal(stream, parsed, time.monotonic(), 1, prompt_ids=parsed.prompt_ids)
-    parsed.strip()
+    parsed.hold(RequestUsage(ByteBudget(1 << 20, 1 << 20)))
     return journal

@@ -36,6 +36,7 @@ from kvrs.config.file import Config, parse_config
 from kvrs.config.first_file import first_file
 from kvrs.config.settings import Settings, parse_yaml
 from kvrs.proxy.api.observing import RequestObserver
+from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.process.parts import metrics_of
 
 BEFORE = "f178affe"  # The packages were parted, and nothing was removed yet.
@@ -242,7 +243,8 @@ def families_before_vllm() -> list[str]:
     """The metric families of a proxy with the first file for vLLM, without a report of any."""
     config = parse_config(parse_yaml(first_file(Backend.VLLM)))
     registry = metrics_of(config).registry
-    RequestObserver(registry, time.monotonic, logs_access=False)
+    tenants = Tenants(config, [], time.monotonic)
+    RequestObserver(registry, time.monotonic, tenants, logs_access=False)
     text = generate_latest(registry).decode()
     return [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
 

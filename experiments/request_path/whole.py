@@ -138,11 +138,11 @@ class Proxy:
             mirror,
             metrics,
             clock,
-            Tenants(config, [_SECRET], clock),
+            tenants := Tenants(config, [_SECRET], clock),
             links.large,
         )
-        observer = RequestObserver(metrics.registry, clock, logs_access=False)
-        self.server: DirectServer = observer.watch(api.application(), api.direct())[1]
+        observer = RequestObserver(metrics.registry, clock, tenants, logs_access=False)
+        self.server: DirectServer = api.direct(observer)
         for info in infos:
             control.instance_up(control.instances.known[info.id], info, clock())
 

@@ -128,6 +128,10 @@ class ProxySettings(Settings):
     """
     load_interval_s: float = Field(default=0.25, gt=0, le=60)
     """How often instances report their load, and agents what they hold."""
+    coalesce_ms: int = Field(default=0, ge=0, le=10)
+    """Tick at which tokens of 16 steady streams and more are read together, which takes less CPU; a
+    token waits for half of it on average, first tokens for none. 0: each token as it comes.
+    """
     event_log: str | None = None
     """A file for the policy's events and actions as JSON lines, to replay an incident (`kvrs
     explain --log`).

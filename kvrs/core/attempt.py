@@ -20,6 +20,7 @@ from kvrs.core.control import Control
 from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.estimates import Estimate
 from kvrs.core.model.member import Health, Member
 from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId
@@ -64,9 +65,8 @@ class CallFault(Enum):
 
 class Attempt(Generic[S]):
     __slots__ = (
-        *("_computes_at", "_control", "_is_reported", "_predicted_s", "_produced_before"),
-        *("_waits_for", "computes", "failed_at", "has_resumed", "is_whole", "live", "number"),
-        "plan",
+        *("_chosen", "_computes_at", "_control", "_is_reported", "_produced_before", "_waits_for"),
+        *("computes", "failed_at", "has_resumed", "is_whole", "live", "number", "plan"),
     )
 
     def __init__(self, control: Control[S], live: S, plan: act.Plan) -> None:
@@ -83,10 +83,10 @@ class Attempt(Generic[S]):
         self.computes: InstanceId | None = None
         self._produced_before = 0
         # Instances whose silence is that of the call, those of them that compute a prompt for it,
-        # and the seconds that this is predicted to take.
+        # and the prediction of the attempt.
         self._waits_for: tuple[Member, ...] = ()
         self._computes_at: tuple[Member, ...] = ()
-        self._predicted_s = 0.0
+        self._chosen: Estimate | None = None
 
     @property
     def is_current(self) -> bool:
@@ -112,10 +112,10 @@ class Attempt(Generic[S]):
                 return None
         there = control.instances.known[self.failed_at]
         if there.retains:
-            self.live.note_prefilled(self.failed_at)
+            self.live.prefilled_at[self.failed_at] = None
         self._waits_for = self._computes_at = (there,)
         if (decision := self.live.attempt.decision) is not None:
-            self._predicted_s = decision.chosen.work_s
+            self._chosen = decision.chosen
         if not is_one_call:
             return self.failed_at
         self.computes, self._produced_before = self.failed_at, len(journal.output_ids)
@@ -150,16 +150,13 @@ class Attempt(Generic[S]):
         """
         control, decode = self._control, self.plan.decode
         self.failed_at, there = decode, control.instances.known[decode]
-        decision = self.live.attempt.decision
-        work_s = 0.0 if decision is None else decision.chosen.work_s
         if self.computes is not None:  # Begun, with its prediction.
             self._waits_for = (there, *self._computes_at)
-        elif self.plan.prefill is None:
-            self._waits_for = self._computes_at = (there,)
-            self._predicted_s = work_s
-        else:  # What is left behind the prefill: the transfer, and what a replay decodes.
-            self._waits_for, self._computes_at = (there,), ()
-            self._predicted_s = 0.0 if decision is None else work_s - decision.chosen.compute_s
+        else:
+            self._waits_for = (there,)
+            self._computes_at = (there,) if self.plan.prefill is None else ()
+            decision = self.live.attempt.decision
+            self._chosen = None if decision is None else decision.chosen
         if not self.plan.runs:  # A hand-off of a prefill is not counted.
             return None
         return SlotRequest(decode, self.live.id, self.number, self.live.journal.owner_epoch)
@@ -181,7 +178,12 @@ class Attempt(Generic[S]):
         counts = not self.is_whole or progress.counts(self.plan.decode)
         if not live.journal.is_predictable or not counts:
             return min(progress.answer_s(each.id, heard_s) for each in self._waits_for)
-        limit_s = max(progress.first_token_s(each, self._predicted_s) for each in self._waits_for)
+        predicted_s = 0.0
+        if self._chosen is not None:
+            predicted_s = self._chosen.work_s
+            if not self._computes_at:  # The transfer is left, and what a replay decodes.
+                predicted_s -= self._chosen.compute_s
+        limit_s = max(progress.first_token_s(each, predicted_s) for each in self._waits_for)
         # Where nothing else could begin with it, it would only come to the same instance again.
         is_alone = any(progress.is_alone(each.id, now_s) for each in self._waits_for)
         limit_s *= _SLOWER ** min(live.recovery.slow_attempts + is_alone, _MOST_SLOW)
@@ -278,9 +280,10 @@ class Attempt(Generic[S]):
     ) -> None:
         """The instance has computed the KV of the history."""
         control, live = self._control, self.live
-        control.tokenised(live)
-        if instance != self.plan.decode:
-            control.fences.left(instance, live.id)
+        if live.guessed_tokens:
+            tokens = len(live.journal.prompt_ids or ())
+            control.lengths.observe(live.journal.name, live.guessed_tokens, tokens)
+            live.guessed_tokens = 0
         control.progress.delivered[instance].last_s = now_s
         if control.instances.known[instance].retains:
             control.leases.hold(instance, live.id)

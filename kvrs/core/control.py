@@ -17,7 +17,7 @@ from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
 from kvrs.core.books.agent_slots import AgentSlots, SlotOutcome, slot_share
 from kvrs.core.books.checkpoint_holds import CheckpointHolds
-from kvrs.core.books.leases import FenceTable, Leases
+from kvrs.core.books.leases import FenceTable, Leases, Number
 from kvrs.core.books.links import LinkBounds
 from kvrs.core.books.prompt_lengths import PromptLengths
 from kvrs.core.fleet.drains import Drains
@@ -152,7 +152,7 @@ class Control(Generic[S]):
         for kept in live.journal.kept:
             known = self.instances.known.get(kept.holder)
             if known is not None and known.info is not None and known.info.epoch == kept.epoch:
-                live.note_prefilled(kept.holder)
+                live.prefilled_at[kept.holder] = None
                 self.leases.hold(kept.holder, live.id)
             self.checkpoints.adopt(live, kept)
         journal = live.journal
@@ -160,8 +160,9 @@ class Control(Generic[S]):
             live.prefix = journal.prefix
         prompt_tokens = len(journal.prompt_ids or ())
         if not prompt_tokens:
-            prompt_tokens = self.lengths.expected(journal.name, journal.prompt_tokens_guess)
-            live.has_guessed_length = journal.is_predictable
+            guessed_tokens = journal.prompt_tokens_guess
+            prompt_tokens = self.lengths.expected(journal.name, guessed_tokens)
+            live.guessed_tokens = guessed_tokens if journal.is_predictable else 0
         max_tokens = journal.max_tokens
         most_tokens = None if max_tokens is None else prompt_tokens + max_tokens
         arrival: ev.StreamArrived | ev.StreamAdopted
@@ -217,7 +218,8 @@ class Control(Generic[S]):
             let_go(instance, live.id)
         if live.copies:
             self.checkpoints.ended(live)
-        self.fences.ended(live.id, self.instances.known)
+        if self.fences.noted:
+            self.fences.ended(live.id, self.instances.known)
         self.tell(ev.StreamEnded(live.id, live.journal.attempt), now_s)
 
     # Events, in the order in which they came; actions may cause more of them.
@@ -274,11 +276,12 @@ class Control(Generic[S]):
             # attempt that is over.
             self.tell(ev.StreamEnded(action.stream, action.attempt), now_s)
             return
-        if live.journal.attempt:
+        journal = live.journal
+        if journal.attempt:
             self._shell.end_attempt(live)
-        live.journal.attempt = action.attempt
-        number = (live.journal.owner_epoch, action.attempt)
-        self.fences.started(action.plan, live.id, number)
+            if live.plan is not None:
+                self.fences.superseded(live.plan, live.id, _number(live))
+        journal.attempt, live.plan = action.attempt, action.plan
         if action.plan.places:
             self.checkpoints.planned(live, action.plan)
         self._shell.begin_attempt(live, action.plan)
@@ -288,8 +291,7 @@ class Control(Generic[S]):
         live = self._current(action.stream, action.attempt)
         if live is None:
             return
-        number = (live.journal.owner_epoch, action.attempt)
-        self.fences.redirected(action.plan, live.id, number)
+        live.plan = action.plan
         if action.plan.places:
             self.checkpoints.planned(live, action.plan)
         self._shell.note(action)
@@ -319,13 +321,6 @@ class Control(Generic[S]):
         return True
 
     # What attempts report.
-
-    def tokenised(self, live: S) -> None:
-        """An engine has answered with the ids of the prompt, or they were known before."""
-        if live.has_guessed_length:
-            journal, live.has_guessed_length = live.journal, False
-            tokens = len(journal.prompt_ids or ())
-            self.lengths.observe(journal.name, journal.prompt_tokens_guess, tokens)
 
     def halt(self, live: S) -> None:
         """The attempt has nothing to go on to; the policy knows that."""
@@ -364,7 +359,7 @@ class Control(Generic[S]):
         kept = {stream: pages for stream, pages in info.kept.items() if stream in self.streams}
         if kept and not lives_on:
             for stream in kept:
-                self.streams[stream].note_prefilled(known.id)
+                self.streams[stream].prefilled_at[known.id] = None
                 self.leases.hold(known.id, stream)
             self.tell(ev.PagesKept(known.id, info.epoch, kept), now_s)
         event = ev.InstanceUp(
@@ -451,6 +446,7 @@ class Control(Generic[S]):
         produced = {}
         for live in self._running_on(known.id):
             self._shell.end_attempt(live)
+            self.fences.note(known.id, live.id, _number(live))
             if self._goes_on(live, now_s):
                 produced[live.id] = len(live.journal.output_ids)
         event = ev.InstanceLost(known.id, known.info.epoch, cause, produced)
@@ -476,6 +472,10 @@ class Control(Generic[S]):
         """The streams whose current attempt is lost with the instance."""
         member = self.policy.members.get(instance)
         return [] if member is None else [*map(self.streams.__getitem__, sorted(member.running))]
+
+
+def _number(live: LiveStream) -> Number:
+    return live.journal.owner_epoch, live.journal.attempt
 
 
 def _token_s(running: Sequence[LiveStream]) -> float:

@@ -44,10 +44,6 @@ class Ledger:
         self.idle: dict[StreamId, Stream] = {}  # Those that no attempt runs for.
         self.kv_locations = KvLocations(view, checkpoints, self.streams, agent_of)
 
-    def admit(self, stream: Stream) -> None:
-        assert stream.id not in self.streams, stream.id
-        self.streams[stream.id] = self.idle[stream.id] = stream
-
     def begin(self, stream: Stream, plan: act.Plan, decision: Decision, now_s: float) -> None:
         """The stream's next attempt. Its prefill or decode computes for `decision.chosen.compute_s`
         before anything comes of it.
@@ -55,65 +51,93 @@ class Ledger:
         if stream.stage is Stage.QUEUED:
             self.slots.leave(stream.id)
         self.timers.alarms_s.pop(stream.id, None)
-        decode = self.view.members[plan.decode]
-        runs_on = decode if plan.prefill is None else self.view.members[plan.prefill]
-        chosen = decision.chosen
+        view, chosen = self.view, decision.chosen
+        decode = view.members[plan.decode]
+        runs_on = decode if plan.prefill is None else view.members[plan.prefill]
         for member in (runs_on, decode):
             if member.answers.until_s is not None or member.answers.busy_until_s is not None:
                 self.outliers.started(stream, member)
         stream.attempt = attempt = AttemptState(
-            stream.attempt.number + 1, plan, chosen.option, now_s, decision
+            stream.attempt.number + 1,
+            plan,
+            chosen.option,
+            now_s,
+            decision,
+            decodes_on=decode,
+            booked_on=runs_on,
+            booked_s=chosen.compute_s,
         )
-        self.view.work.book(stream.client_name, runs_on, chosen.compute_s)
-        if chosen.option is Option.START or runs_on is not decode:
-            self.view.prefixes.send(runs_on, stream.prefix, stream.prompt_tokens)
-            if decode.has_tier and decode is not runs_on:
-                self.view.prefixes.send(decode, stream.prefix, stream.prompt_tokens)
-        attempt.booked_on, attempt.booked_s = runs_on, chosen.compute_s
-        for run in plan.runs:
-            agent = agent_of(self.view, run.holder)
-            target = decode.node
-            if agent is None:
-                link = self.view.link(self.view.members[run.holder].node, target)
-            else:
-                link = self.view.link_from(agent, target)
-            _put_on_link(attempt, link, run.pages * decode.page_bytes)
-        stage = Stage.DECODE if runs_on is decode else Stage.PREFILL
-        self._put_hand_off(stream, runs_on, decode)
-        self._run(stream, stage, runs_on, decode)
+        view.work.book(stream.client_name, runs_on, chosen.compute_s)
         is_start = chosen.option is Option.START
-        self.prefill_scale.began(runs_on, stream.id, now_s, is_whole=is_start)
+        if stream.prefix.hashes and (is_start or runs_on is not decode):
+            view.prefixes.send(runs_on, stream.prefix, stream.prompt_tokens)
+            if decode.has_tier and decode is not runs_on:
+                view.prefixes.send(decode, stream.prefix, stream.prompt_tokens)
+        if plan.runs:
+            self._put_runs(attempt, plan, decode)
+        if decode.node != runs_on.node:
+            self._put_hand_off(stream, runs_on, decode)
+        view.count_stream(decode, 1)
+        self._enter(stream, Stage.DECODE if runs_on is decode else Stage.PREFILL, runs_on)
+        if runs_on.guess is not None:
+            self.prefill_scale.began(runs_on, stream.id, now_s, is_whole=is_start)
         if runs_on is not decode and decode.own_prefill == runs_on.id:
             # The one call of both stages goes there, and is lost with it.
             decode.running.add(stream.id)
 
     def hand_off(self, stream: Stream, plan: act.Plan, prefill: Member, decode: Member) -> None:
         """Prefill is done; the attempt goes on at `decode`, by this plan."""
-        stream.attempt.plan = plan
-        self._run(stream, Stage.DECODE, decode, decode)
-        self._put_hand_off(stream, prefill, decode)
+        attempt, planned = stream.attempt, stream.attempt.decodes_on
+        assert planned is not None, stream
+        prefill.running.discard(stream.id)
+        planned.running.discard(stream.id)
+        if decode is not planned:
+            self.view.count_stream(planned, -1)
+            planned.answers.left(stream.id)
+            self.view.count_stream(decode, 1)
+        attempt.plan, attempt.decodes_on = plan, decode
+        self._enter(stream, Stage.DECODE, decode)
+        if decode.node != prefill.node:
+            self._put_hand_off(stream, prefill, decode)
+
+    def _put_runs(self, attempt: AttemptState, plan: act.Plan, decode: Member) -> None:
+        """Book the pages that the attempt fetches on their links."""
+        for run in plan.runs:
+            agent = agent_of(self.view, run.holder)
+            if agent is None:
+                link = self.view.link(self.view.members[run.holder].node, decode.node)
+            else:
+                link = self.view.link_from(agent, decode.node)
+            _put_on_link(attempt, link, run.pages * decode.page_bytes)
 
     def _put_hand_off(self, stream: Stream, prefill: Member, decode: Member) -> None:
         """Book the hand-off on its link from the start of prefill on: a fetch that is decided
         meanwhile may still be under way when the hand-off begins.
         """
-        if decode.node != prefill.node:
-            size_bytes = stream.history_tokens * decode.bytes_per_token
-            link = self.view.link(prefill.node, decode.node)
-            _put_on_link(stream.attempt, link, size_bytes)
+        size_bytes = stream.history_tokens * decode.bytes_per_token
+        link = self.view.link(prefill.node, decode.node)
+        _put_on_link(stream.attempt, link, size_bytes)
 
     def prefilled(
         self, stream: Stream, member: Member, event: ev.PrefillDone, now_s: float
     ) -> None:
-        """The instance has computed the history of the attempt: learn the times of prefills."""
-        tokens, reused = event.history_tokens, event.reused_tokens or 0
-        if event.reused_tokens is not None and stream.attempt.option is Option.START:
+        """The instance has the KV of the attempt's history: learn from it, and note where it is."""
+        tokens, reused = event.history_tokens, event.reused_tokens
+        if reused is not None and stream.attempt.option is Option.START:
             # The length was perhaps a guess.
             predicted = stream.cached.get(member.id, 0) * tokens // max(1, stream.prompt_tokens)
             self.view.prefixes.observe(member, stream.prefix, tokens, predicted, reused)
-        if self.prefill_scale.done(member, stream.id, tokens, now_s, reused):
+        if member.guess is not None and self.prefill_scale.done(
+            member, stream.id, tokens, now_s, reused or 0
+        ):
             for each in self.view.members.values():
                 self.prefill_scale.tune(each)
+        if not stream.prefilled:
+            stream.note_prefill(tokens)
+        # It may be an answer from before the re-forming in which cells of the pages were lost.
+        has_whole = member.reforming is None or not member.has_lost_cells(stream.id)
+        if has_whole and (member.retains or member.caches):
+            self.kv_locations.retain(stream, member, tokens // member.page_size_tokens)
 
     def settle_bookings(self, stream: Stream) -> None:
         """The attempt's work has been done and its bytes have arrived, or it is over."""
@@ -133,14 +157,15 @@ class Ledger:
 
     def resume(self, stream: Stream) -> None:
         """The attempt has brought a token to the client, and nothing more is waited for."""
-        self.arrived(stream)
+        attempt = stream.attempt
+        if attempt.booked_on is not None or attempt.links or stream.id in self.slots.held:
+            self.arrived(stream)
         self.timers.alarms_s.pop(stream.id, None)
         if stream.checkpoints:
             self.checkpoints.drop_former(stream)
-        if stream.attempt.number > 1:
+        if attempt.number > 1:
             self.kv_locations.resumed(stream)
-        stream.attempt.resumed, stream.attempt.decision = True, None
-        stream.attempt.stay_deadline = None
+        attempt.resumed, attempt.decision, attempt.stay_deadline = True, None, None
 
     def stay(self, stream: Stream, decision: Decision, now_s: float) -> None:
         """The attempt goes on at its instance, which re-forms, as decided now."""
@@ -193,40 +218,30 @@ class Ledger:
         self._leave(stream)
         if stream.checkpoints:
             self.checkpoints.forget(stream)
-        for instance in list(stream.holders):
-            self.kv_locations.forget(stream.id, instance)
+        for held in stream.holders.values():
+            held.member.held.discard(stream.id)
+        stream.holders.clear()
         self.idle.pop(stream.id, None)
-        self.poison.forget(stream)
+        self.poison.counted.pop(stream.id, None)
         del self.streams[stream.id]
 
-    def _enter(self, stream: Stream, stage: Stage) -> None:
-        """The only place at which a stage changes."""
+    def _enter(self, stream: Stream, stage: Stage, member: Member | None = None) -> None:
+        """The only place at which a stage changes. `member`: where the attempt is from now on, and
+        is to be answered; None: no attempt runs.
+        """
         assert stream.stage is stage or (stream.stage, stage) in MOVES, (stream.stage, stage)
         stream.stage = stage
-        if stage in _IDLE:
+        if member is None:
             self.idle[stream.id] = stream
-        else:
-            self.idle.pop(stream.id, None)
-
-    def _run(self, stream: Stream, stage: Stage, member: Member, decode: Member) -> None:
-        """The attempt is at this member now, and decodes there or will at `decode`."""
-        attempt = stream.attempt
-        for left in (attempt.runs_on, attempt.decodes_on):
-            if left is not None:
-                left.running.discard(stream.id)
-        if attempt.decodes_on is not decode:
-            if attempt.decodes_on is not None:
-                self.view.count_stream(attempt.decodes_on, -1)
-                attempt.decodes_on.answers.left(stream.id)
-            self.view.count_stream(decode, 1)
-        attempt.runs_on, attempt.decodes_on = member, decode
+            return
+        self.idle.pop(stream.id, None)
+        attempt, answers, now_s = stream.attempt, member.answers, self.view.now_s
+        attempt.runs_on = member
         member.running.add(stream.id)
-        predicted_s = 0.0 if attempt.decision is None else attempt.decision.chosen.total_s
-        answers, now_s = member.answers, self.view.now_s
         if not answers.awaited:
             answers.awaited_from_s = now_s
+        predicted_s = 0.0 if attempt.decision is None else attempt.decision.chosen.total_s
         answers.awaited[stream.id] = now_s, predicted_s
-        self._enter(stream, stage)
 
     def await_whole(self, stream: Stream) -> None:
         """Its answer comes in one piece: its instance is not late for it, and the time until then
@@ -235,7 +250,8 @@ class Ledger:
         attempt = stream.attempt
         if attempt.runs_on is not None:
             attempt.runs_on.answers.await_whole(stream.id)
-            self.prefill_scale.left(attempt.runs_on, stream.id, self.view.now_s)
+            if attempt.runs_on.guess is not None:
+                self.prefill_scale.left(attempt.runs_on, stream.id, self.view.now_s)
         attempt.decision = None
 
     def _leave(self, stream: Stream) -> None:
@@ -248,16 +264,19 @@ class Ledger:
         if not attempt.resumed:  # Else they were settled by its first token.
             self.settle_bookings(stream)
         self.timers.alarms_s.pop(stream.id, None)
-        for member in (attempt.runs_on, attempt.decodes_on):
-            if member is not None:
-                member.running.discard(stream.id)
+        runs_on, decode = attempt.runs_on, attempt.decodes_on
+        for member in (decode,) if runs_on is decode else (runs_on, decode):
+            if member is None:
+                continue
+            member.running.discard(stream.id)
+            if member.guess is not None:
                 self.prefill_scale.left(member, stream.id, self.view.now_s)
-                if member.answers.owes(stream.id) or member.answers.probe == stream.id:
-                    self.outliers.left(stream, member)
-        attempt.runs_on = attempt.decision = attempt.stay_deadline = None
-        if attempt.decodes_on is not None:
-            self.view.count_stream(attempt.decodes_on, -1)
-            attempt.decodes_on = None
+            answers = member.answers
+            if not attempt.resumed and (answers.owes(stream.id) or answers.probe == stream.id):
+                self.outliers.left(stream, member)
+        attempt.runs_on = attempt.decodes_on = attempt.decision = attempt.stay_deadline = None
+        if decode is not None:
+            self.view.count_stream(decode, -1)
 
 
 def _put_on_link(attempt: AttemptState, link: Link, size_bytes: int) -> None:

@@ -101,18 +101,27 @@ class RecoveryPolicy:
         carried out.
         """
         self._view.now_s = now_s
+        if isinstance(event, ev.OfStream):
+            stream = self.streams.get(event.stream)
+            if stream is None:
+                method = self._steps.table[type(event)][None]
+            elif isinstance(event, ev.OfAttempt) and event.attempt != stream.attempt.number:
+                method = None  # `Ignored.LATE`, in any stage: an attempt that has a successor.
+            else:
+                method = self._steps.table[type(event)][stream.stage]
+            if method is not None:
+                method(stream, event, now_s)
+        else:
+            self._apply(event, now_s)
+        if self._timers.heap or self.slot_book.awaited or self._starter.held_back:
+            self._place_due(now_s)
+        actions = self._actions.copy()
+        self._actions.clear()
+        return actions
+
+    def _apply(self, event: ev.OfCluster, now_s: float) -> None:
+        """Apply an event that is of no single stream."""
         match event:
-            case (
-                ev.StreamArrived()
-                | ev.PrefillDone()
-                | ev.WholeAsked()
-                | ev.StreamResumed()
-                | ev.StreamEnded()
-                | ev.StreamAdopted()
-                | ev.AttemptFailed()
-                | ev.SlotDenied()
-            ):
-                self._steps.apply(event.stream, event, now_s)
             case ev.InstanceUp():
                 self._instances.up(event, now_s)
             case ev.PagesKept():
@@ -144,11 +153,6 @@ class RecoveryPolicy:
                 self._reload(event.policy, event.slo)
             case _:
                 assert_never(event)
-        if self._timers.heap or self.slot_book.awaited or self._starter.held_back:
-            self._place_due(now_s)
-        actions = self._actions.copy()
-        self._actions.clear()
-        return actions
 
     def kept(self, stream_id: StreamId) -> tuple[ev.Kept, ...]:
         """Where KV of a stream is kept, for the proxy that may have to go on with it."""

@@ -32,15 +32,17 @@ def pair_for(
     instance does both, or computes the prompt since it has no prefill instance. `limits`: None
     where its prefix does not count.
     """
-    stream.cached = {}
-    prefill = least_work(view, stream, stream.is_free, barred_too=barred_too)
-    pair = None
+    stream.cached, is_free, pair = {}, stream.is_free, None
+    prefill = least_work(view, stream, is_free, barred_too=barred_too)
     if prefill is not None:
-        if limits is not None:
+        if limits is not None and (stream.prefix.hashes or stream.recalled is not None):
             prefill = _cheapest(view, stream, prefill, limits, barred_too=barred_too)
-        pair = _pair_with(view, prefill, stream, barred_too=barred_too)
+        decode = own_decode(view, prefill, stream, is_free, barred_too=barred_too, closed_too=False)
+        if decode is not None:
+            return prefill, decode
+        pair = _pair_apart(view, prefill, stream, is_free, barred_too=barred_too)
         if pair is None and view.formats_differ:
-            pair = _pair_of_one_format(view, prefill, stream, barred_too=barred_too)
+            pair = _pair_of_one_format(view, prefill, stream, is_free, barred_too=barred_too)
     if pair is None and (
         (alone := _least_prompts(view, stream, limits, barred_too=barred_too)) is not None
     ):
@@ -63,17 +65,8 @@ def _cheapest(
     return with_prefix(view, stream, first, allows, limits) if allows(first) else first
 
 
-def _pair_with(
-    view: ClusterView, prefill: Member, stream: Stream, *, barred_too: bool
-) -> tuple[Member, Member] | None:
-    is_free = stream.is_free
-    return _pair_of(
-        view, prefill, stream, is_free, barred_too=barred_too, closed_too=False
-    ) or _pair_of(view, prefill, stream, is_free, barred_too=barred_too, closed_too=True)
-
-
 def _pair_of_one_format(
-    view: ClusterView, but: Member, stream: Stream, *, barred_too: bool
+    view: ClusterView, but: Member, stream: Stream, is_free: bool, *, barred_too: bool
 ) -> tuple[Member, Member] | None:
     """A pair with another prefill instance than this one, between which NIXL can carry a hand-off,
     that with the least work first.
@@ -81,7 +74,11 @@ def _pair_of_one_format(
     for prefill in view.prefill_order.least_first():
         if prefill is but or not may_have(view, prefill, stream, barred_too=barred_too):
             continue
-        if (pair := _pair_with(view, prefill, stream, barred_too=barred_too)) is not None:
+        decode = own_decode(view, prefill, stream, is_free, barred_too=barred_too, closed_too=False)
+        if decode is not None:
+            return prefill, decode
+        pair = _pair_apart(view, prefill, stream, is_free, barred_too=barred_too)
+        if pair is not None:
             return pair
     return None
 
@@ -137,24 +134,28 @@ def _least_prompts(
     )
 
 
+def _pair_apart(
+    view: ClusterView, prefill: Member, stream: Stream, is_free: bool, *, barred_too: bool
+) -> tuple[Member, Member] | None:
+    """A pair of this prefill instance with another decode instance than its own ones that are open
+    to the stream; else with one that is not.
+    """
+    pair = _pair_of(view, prefill, stream, barred_too=barred_too, closed_too=False)
+    if pair is not None:
+        return pair
+    decode = own_decode(view, prefill, stream, is_free, barred_too=barred_too, closed_too=True)
+    if decode is not None:
+        return prefill, decode
+    return _pair_of(view, prefill, stream, barred_too=barred_too, closed_too=True)
+
+
 def _pair_of(
-    view: ClusterView,
-    prefill: Member,
-    stream: Stream,
-    is_free: bool,
-    *,
-    barred_too: bool,
-    closed_too: bool,
+    view: ClusterView, prefill: Member, stream: Stream, *, barred_too: bool, closed_too: bool
 ) -> tuple[Member, Member] | None:
     """A pair with this prefill instance, or else with that of a decode instance's own server.
 
     `closed_too`: also with a decode instance that its answers close to new requests.
     """
-    decode = own_decode(
-        view, prefill, stream, is_free, barred_too=barred_too, closed_too=closed_too
-    )
-    if decode is not None:
-        return prefill, decode
     # A list of those that are allowed would be as long as the cluster, and the first is enough.
     allowed: list[Member] = []
     for decode in view.decoders:
@@ -183,9 +184,12 @@ def least_work(
     """
     order = view.prefill_order
     are_pairs_open = is_free and not (order.restricted and order.has_restricted())
+    members = order.least_first()
+    if are_pairs_open and members and members[0].is_clear(view.now_s):
+        return members[0]  # The order is by work, and by streams at the own pair.
     best: Member | None = None
     best_work, best_pair = (True, inf), (0, InstanceId(""))
-    for member in order.least_first():
+    for member in members:
         queue_s, *pair = member.place
         if best is not None and not best_work[0]:
             if queue_s > best_work[1]:

@@ -248,24 +248,57 @@ class Starter:
         """Start the attempt, or leave the stream waiting or give it up; None: it cannot start."""
         if decision is None:
             self._keep_waiting(stream, now_s)
-        elif decision.plan is None:
+            return
+        plan, chosen = decision.plan, decision.chosen
+        if plan is None:
             message = f"no option brings the stream on in time: {stream.tightest()}"
             self.give_up(stream, act.Reason.SLO, message)
         elif stream.attempt.number and not self._has_token(stream, now_s):
             self._pace(stream, now_s)
-        elif (refusal := decision.refusal) is not None:
-            self.give_up(
-                stream, refusal.reason, refusal.message, refusal.retry_after_s, stream.cached
-            )
-        elif not decision.plan.runs:
-            self._start(stream, decision.plan, decision, now_s)
-        elif self._slots.acquire(
-            decision.chosen.target, stream.id, now_s, decision.chosen.next_token_s
+        elif (refused := decision.refusal) is not None:
+            message, wait_s = refused.message, refused.retry_after_s
+            self.give_up(stream, refused.reason, message, wait_s, stream.cached)
+        elif plan.runs and not self._slots.acquire(
+            chosen.target, stream.id, now_s, chosen.next_token_s
         ):
-            self._start(stream, decision.plan, decision, now_s)
-            self._timers.set(stream.id, now_s + self._settings.slot_lease_s)
+            self._queue(stream, chosen, now_s)
         else:
-            self._queue(stream, decision.chosen, now_s)
+            if self._ledger.checkpoints.are_kept:
+                plan = self._with_places(stream, plan)
+            self.held_back.pop(stream.id, None)
+            self._ledger.begin(stream, plan, decision, now_s)
+            number = stream.attempt.number
+            cached = stream.cached if chosen.option is Option.START else {}
+            self._actions.append(act.Start(stream.id, number, plan, cached))
+            if number == 1 and self.retries.used:
+                self.retries.started(len(self._ledger.streams), now_s)
+            if number > 1 or stream.adopted:
+                self._note_recovery(stream, decision)
+            if plan.runs:
+                self._timers.set(stream.id, now_s + self._settings.slot_lease_s)
+
+    def _with_places(self, stream: Stream, plan: act.Plan) -> act.Plan:
+        members = self._view.members
+        prefill = None if plan.prefill is None else members[plan.prefill]
+        places = self._ledger.checkpoints.place(stream, members[plan.decode], prefill)
+        return msgspec.structs.replace(plan, places=places) if places else plan
+
+    def _note_recovery(self, stream: Stream, decision: Decision) -> None:
+        recovery, chosen = stream.recovery, decision.chosen
+        if recovery.slot_expired:
+            recovery.note_start()
+        self._actions.append(
+            act.Recovered(
+                stream.id,
+                stream.attempt.number,
+                chosen.option,
+                chosen.next_token_s,
+                decision.estimates,
+                recovery.cause,
+                recovery.failed,
+                decision.others,
+            )
+        )
 
     def _has_token(self, stream: Stream, now_s: float) -> bool:
         """The retry budget lets an attempt that is not the first begin now."""
@@ -294,34 +327,6 @@ class Starter:
             self._timers.set(
                 stream.id, now_s + _RETRY_TOKEN_POLL_S * (1 + fraction(stream.id, now_s))
             )
-
-    def _start(self, stream: Stream, plan: act.Plan, decision: Decision, now_s: float) -> None:
-        prefill = None if plan.prefill is None else self._view.members[plan.prefill]
-        decode = self._view.members[plan.decode]
-        checkpoints = self._ledger.checkpoints
-        if checkpoints.are_kept and (places := checkpoints.place(stream, decode, prefill)):
-            plan = msgspec.structs.replace(plan, places=places)
-        self.held_back.pop(stream.id, None)
-        self._ledger.begin(stream, plan, decision, now_s)
-        if stream.recovery.slot_expired:
-            stream.recovery.note_start()
-        number, chosen = stream.attempt.number, decision.chosen
-        cached = stream.cached if chosen.option is Option.START else {}
-        self._actions.append(act.Start(stream.id, number, plan, cached))
-        if number == 1 and self.retries.used:
-            self.retries.started(len(self._ledger.streams), now_s)
-        if number > 1 or stream.adopted:
-            record = act.Recovered(
-                stream.id,
-                number,
-                chosen.option,
-                chosen.next_token_s,
-                decision.estimates,
-                stream.recovery.cause,
-                stream.recovery.failed,
-                decision.others,
-            )
-            self._actions.append(record)
 
     def _queue(self, stream: Stream, chosen: Estimate, now_s: float) -> None:
         """Wait for a slot at the chosen target, and decide again when the wait that was predicted

@@ -29,11 +29,6 @@ from kvrs.core.starter import Starter
 from kvrs.core.staying import Staying
 from kvrs.ids import StreamId
 
-_OF_ATTEMPT = (
-    *(ev.PrefillDone, ev.WholeAsked, ev.StreamResumed, ev.StreamEnded),
-    *(ev.AttemptFailed, ev.SlotDenied),
-)
-
 # Takes the stream (of ADMIT and ADOPT: none), the event and the time.
 _Method = Callable[[Any, Any, float], None]
 
@@ -73,7 +68,7 @@ class Steps:
             Step.EXPIRE: self._expire,
             Step.END: self._end,
         }
-        self._table: Mapping[type[StreamEvent], Mapping[Stage | None, _Method | None]] = {
+        self.table: Mapping[type[StreamEvent], Mapping[Stage | None, _Method | None]] = {
             event: {stage: self._method(cell) for stage, cell in row.items()}
             for event, row in TABLE.items()
         }
@@ -87,12 +82,7 @@ class Steps:
     def apply(self, stream_id: StreamId, event: StreamEvent, now_s: float) -> None:
         """Take the step that the table names."""
         stream = self._ledger.streams.get(stream_id)
-        if stream is None:
-            method = self._table[type(event)][None]
-        elif isinstance(event, _OF_ATTEMPT) and event.attempt != stream.attempt.number:
-            return  # `Ignored.LATE`, in any stage: an attempt that has a successor.
-        else:
-            method = self._table[type(event)][stream.stage]
+        method = self.table[type(event)][None if stream is None else stream.stage]
         if method is not None:
             method(stream, event, now_s)
 
@@ -111,24 +101,20 @@ class Steps:
         deadlines = self._deadlines
         if event.deadlines is not ev.NO_DEADLINES:
             deadlines = _deadlines_of(event.deadlines, self._slo)
-        stream = self._begin(event, deadlines, now_s)
+        stream = self._ledger.streams[event.stream] = self._stream_of(event.stream)
+        stream.admit(event, self._arrivals, deadlines, self._deadlines, now_s)
+        self._arrivals += 1
         # No other is placed with it, and nothing has failed it.
         self._starter.carry_out(stream, self._decisions.start(stream, now_s), now_s)
 
     def _adopt(self, _: None, event: ev.StreamAdopted, now_s: float) -> None:
         """Recover it as a victim of the loss of its proxy."""
-        stream = self._begin(event, _deadlines_of(event.deadlines, self._slo), now_s)
-        self._ledger.kv_locations.inherit(stream, event.kept)
-        self._starter.place_all([stream], now_s)
-
-    def _begin(
-        self, event: ev.StreamArrived | ev.StreamAdopted, deadlines: ev.Deadlines, now_s: float
-    ) -> Stream:
-        stream = self._stream_of(event.stream)
+        deadlines = _deadlines_of(event.deadlines, self._slo)
+        stream = self._ledger.streams[event.stream] = self._stream_of(event.stream)
         stream.admit(event, self._arrivals, deadlines, self._deadlines, now_s)
         self._arrivals += 1
-        self._ledger.admit(stream)
-        return stream
+        self._ledger.kv_locations.inherit(stream, event.kept)
+        self._starter.place_all([stream], now_s)
 
     # Its attempt progresses.
 
@@ -138,22 +124,6 @@ class Steps:
         assert attempt.runs_on is not None, stream
         if not attempt.resumed:
             self._ledger.prefilled(stream, attempt.runs_on, event, now_s)
-            self._note_kv(stream, attempt.runs_on, event.history_tokens)
-
-    def _note_answer(self, stream: Stream, member: Member, now_s: float) -> None:
-        """The attempt's prefill is done there, or its first token has come from there."""
-        if member.answers.answered(stream.id, stream.attempt.started_s, now_s):
-            self._actions.append(act.Readmitted(member.id, member.epoch))
-        if stream.refusals:
-            self._ledger.outliers.contradict(stream, member)
-
-    def _note_kv(self, stream: Stream, prefill: Member, history_tokens: int) -> None:
-        stream.note_prefill(history_tokens)
-        # It may be an answer from before the re-forming in which cells of the pages were lost.
-        has_whole = prefill.reforming is None or not prefill.has_lost_cells(stream.id)
-        if has_whole and (prefill.retains or prefill.caches):
-            pages = history_tokens // prefill.page_size_tokens
-            self._ledger.kv_locations.retain(stream, prefill, pages)
 
     def _hand_off(self, stream: Stream, event: ev.PrefillDone, now_s: float) -> None:
         """To the decode instance of the plan, which may be a new epoch by now, or to another one
@@ -167,12 +137,11 @@ class Steps:
         assert prefill is not None, stream
         self._ledger.prefilled(stream, prefill, event, now_s)
         self._ledger.settle_bookings(stream)  # What it booked itself is not in its own way.
-        self._note_kv(stream, prefill, event.history_tokens)
-        self._note_answer(stream, prefill, now_s)
+        self._ledger.outliers.answered(stream, prefill, now_s)
         planned, decode = view.members.get(plan.decode), None
         cause = "the decode instance was lost during prefill, or is drained"
         leaves = planned is not None and (planned.draining or planned.drain_ordered)
-        if stream.recovery.is_counted:
+        if attempt.number > 1 and stream.recovery.is_counted:
             self._starter.separate(stream, now_s)
         if planned is not None and not (leaves and planned.is_drained):
             decode = hand_off_to(view, stream, prefill, planned, self._settings)
@@ -206,21 +175,20 @@ class Steps:
 
     def _resume(self, stream: Stream, event: ev.StreamResumed, now_s: float) -> None:
         home = stream.attempt.runs_on
-        is_awaited = stream.attempt.stay_deadline is not None
+        attempt = stream.attempt
+        is_awaited = attempt.stay_deadline is not None
         if is_awaited and self._staying.is_stale_token(stream, now_s):
             self._ledger.arrived(stream)
             return
-        decision = stream.attempt.decision
-        recovers = stream.adopted or stream.attempt.number > 1
+        decision, recovers = attempt.decision, stream.adopted or attempt.number > 1
         if decision is not None and (recovers or decision.chosen.option is not Option.START):
             self._actions.append(self._decisions.settle(stream, decision, now_s))
         if home is not None:
-            self._note_answer(stream, home, now_s)
+            self._ledger.outliers.answered(stream, home, now_s)
             if stream.recovery.overflowed:
                 self._ledger.outliers.computed(stream, home)
         self._ledger.resume(stream)
-        stream.note_resumed(now_s)
-        stream.needs_replay, stream.promise = event.needs_replay, event.promise
+        stream.note_resumed(event, now_s)
 
     # Its attempt ends.
 
@@ -307,7 +275,10 @@ class Steps:
     def _end(self, stream: Stream, event: ev.StreamEnded, now_s: float) -> None:
         attempt = stream.attempt
         there = attempt.runs_on if attempt.resumed else None
-        self._starter.forget(stream)
+        if attempt.runs_on is None:
+            self._starter.forget(stream)
+        else:
+            self._ledger.forget(stream)
         is_paused = there is not None and there.answers.busy_until_s is not None
         if there is not None and is_paused and there.answers.note_room(now_s):
             self._starter.place_first(now_s)

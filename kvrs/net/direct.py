@@ -9,9 +9,10 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
+import msgspec
 from aiohttp import HttpVersion, HttpVersion11, web
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.tcp_helpers import tcp_keepalive
@@ -23,7 +24,7 @@ from kvrs.net.http_connection import SERVER, HttpConnection, WaitingTimes, addre
 from kvrs.net.unfinished import SMALL_BYTES, UnfinishedBodies
 from kvrs.process.eager_task import EagerTask
 from kvrs.process.large_work import LARGE_BYTES
-from kvrs.protocol.openai.structure import without_mark
+from kvrs.protocol.openai.structure import BYTE_ORDER_MARK
 
 log = logging.getLogger(__name__)
 
@@ -43,18 +44,19 @@ _UNIQUE = ("Content-Length", "Host")
 NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
 
 
-class SentResponse(Protocol):
+class SentResponse:
     """A response that has been written already."""
 
-    @property
-    def keeps_open(self) -> bool:
-        """Another request may follow on the connection."""
+    __slots__ = ()
+
+    keeps_open: bool  # Another request may follow on the connection.
 
 
-Serve = Callable[["DirectRequest"], Coroutine[Any, Any, web.Response | SentResponse]]
+DirectResponse = web.Response | SentResponse
+Serve = Callable[["DirectRequest"], Coroutine[Any, Any, DirectResponse]]
 
 
-class _Head(NamedTuple):
+class _Head(msgspec.Struct):
     path: str
     headers: CIMultiDictProxy[str]
     keep_alive: bool
@@ -95,8 +97,10 @@ def parse_head(data: bytes) -> _Head | None:
 
 
 @dataclass(slots=True, eq=False)
-class DirectRequest:
-    """A request with the part of aiohttp's interface that handlers need."""
+class DirectRequest(dict[Any, Any]):
+    """A request with the part of aiohttp's interface that handlers need. It holds, as aiohttp's
+    requests do, what is noted of it by its keys.
+    """
 
     path: str
     headers: CIMultiDictProxy[str]  # None once it is admitted: nothing reads them any more.
@@ -106,48 +110,36 @@ class DirectRequest:
     protocol: "DirectConnection"
     body: bytes  # Until it is parsed, whose result keeps the parts that it needs.
     is_begun: bool = False  # The head of the response has been written.
-    state: dict[Any, Any] = field(default_factory=dict)  # As aiohttp's requests hold it.
 
     method: ClassVar[str] = "POST"
     version: ClassVar[HttpVersion] = HttpVersion11
 
-    def __getitem__(self, key: web.RequestKey[Any]) -> Any:
-        return self.state[key]
 
-    def __setitem__(self, key: web.RequestKey[Any], value: Any) -> None:
-        self.state[key] = value
-
-
-class ClosingLine:
+class ClosingLine(dict["DirectConnection", float]):
     """Connections without a request, each with the time when it is closed, the next one first. None
-    is added with an earlier time than another one has.
+    is added with an earlier time than another one has. One that has a request is removed.
     """
 
-    def __init__(self) -> None:
-        self._until_s: dict[DirectConnection, float] = {}
-        self._look: asyncio.TimerHandle | None = None
+    look: asyncio.TimerHandle | None = None
 
     def add(self, connection: "DirectConnection", until_s: float) -> None:
-        """Close the connection then, unless it is taken out before."""
-        self._until_s[connection] = until_s
-        if self._look is None:
-            self._look = asyncio.get_running_loop().call_at(until_s, self._close_due)
-
-    def take_out(self, connection: "DirectConnection") -> None:
-        self._until_s.pop(connection, None)
+        """Close the connection then, unless it is removed before."""
+        self[connection] = until_s
+        if self.look is None:
+            self.look = asyncio.get_running_loop().call_at(until_s, self._close_due)
 
     def end(self) -> None:
-        if self._look is not None:
-            self._look.cancel()
+        if self.look is not None:
+            self.look.cancel()
 
     def _close_due(self) -> None:
         loop = asyncio.get_running_loop()
-        self._look, now_s = None, loop.time()
-        for connection, until_s in list(self._until_s.items()):
+        self.look, now_s = None, loop.time()
+        for connection, until_s in list(self.items()):
             if until_s > now_s:
-                self._look = loop.call_at(until_s, self._close_due)
+                self.look = loop.call_at(until_s, self._close_due)
                 return
-            del self._until_s[connection]
+            del self[connection]
             connection.close_if_idle()
 
 
@@ -183,14 +175,8 @@ class DirectServer:
         self.new.end()
         self.kept.end()
 
-    def has_begun(self, connection: "DirectConnection") -> None:
-        """A request has begun to come, which has limits of its own."""
-        self.new.take_out(connection)
-        self.kept.take_out(connection)
-
     def forget(self, connection: "DirectConnection") -> None:
         self.connections.discard(connection)
-        self.has_begun(connection)
         if not self.connections and self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(None)
 
@@ -202,7 +188,7 @@ class DirectConnection(asyncio.Protocol):
 
     __slots__ = (
         *("_abort", "_among", "_behind", "_full", "_gathered", "_gathering", "_head_until_s"),
-        *("_is_full", "_is_paused", "_needs_bytes", "_request", "_server", "_times"),
+        *("_is_full", "_is_paused", "_line", "_needs_bytes", "_request", "_server", "_times"),
         *("_work", "address", "idle_since_s", "room_changed", "transport"),
     )
 
@@ -223,10 +209,11 @@ class DirectConnection(asyncio.Protocol):
         self._among = among
         self._times = times
         self._head_until_s = 0.0  # For its first request; 0: it has had one.
+        self._line = server.new
         self.idle_since_s: float | None = None  # None: it has a request.
         self._abort: Callable[[], object] | None = None
         self._request: DirectRequest | None = None  # The one that is served.
-        self._work: EagerTask[None] | None = None
+        self._work: EagerTask[DirectResponse] | None = None
         # The request that has come in part.
         self._gathered = b""
         self._needs_bytes = 0
@@ -264,7 +251,7 @@ class DirectConnection(asyncio.Protocol):
         tcp_keepalive(transport)
         self.idle_since_s = now_s = asyncio.get_running_loop().time()
         self._head_until_s = now_s + self._times.head_s
-        self._server.new.add(self, self._head_until_s)
+        self._line.add(self, self._head_until_s)
 
     def data_received(self, data: bytes) -> None:
         if self.transport is None:  # Refused.
@@ -288,7 +275,7 @@ class DirectConnection(asyncio.Protocol):
             return
         self._behind, self.idle_since_s = data[end:], None
         self._head_until_s = 0.0
-        self._server.has_begun(self)
+        self._line.pop(self, None)
         self._request = request = DirectRequest(
             head.path,
             head.headers,
@@ -296,15 +283,16 @@ class DirectConnection(asyncio.Protocol):
             head.body_bytes,
             self.address,
             self,
-            without_mark(data[head.size_bytes : end]),
+            data[head.size_bytes : end].removeprefix(BYTE_ORDER_MARK),
         )
-        work = self._answer(self._server.paths[head.path](request))
-        self._work = task = EagerTask(work, self._answered)
+        serve = self._server.paths[head.path]
+        self._work = task = EagerTask(serve(request), self._answered)
         task.begin()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._among.forget(self)
         self._server.forget(self)
+        self._line.pop(self, None)
         self.transport = self.room_changed = self._request = None
         self._behind = b""
         self._stop_gathering()
@@ -337,7 +325,7 @@ class DirectConnection(asyncio.Protocol):
         server.unfinished.note(self, len(data), received_bytes, 0.0)
         self._gathered, self._needs_bytes = data, needs_bytes
         if self._gathering is None:
-            server.has_begun(self)
+            self._line.pop(self, None)
             loop = asyncio.get_running_loop()
             self._gathering = loop.call_later(_GATHERING_S, self._give_up_gathering)
 
@@ -360,6 +348,7 @@ class DirectConnection(asyncio.Protocol):
         self._resume_reading()
         self._among.forget(self)
         self._server.forget(self)
+        self._line.pop(self, None)
         self.transport = None
         full = self._full()
         transport.set_protocol(full)
@@ -369,42 +358,37 @@ class DirectConnection(asyncio.Protocol):
 
     # With a request.
 
-    async def _answer(self, serve: Coroutine[Any, Any, web.Response | SentResponse]) -> None:
-        try:
-            response = await serve
-        except asyncio.CancelledError:
-            self.abort()
-            raise
-        except Exception:
-            # A bug: what is written already cannot be taken back.
-            log.exception("request ended by a bug")
-            self.abort()
-            return
+    def _answered(self, task: EagerTask[DirectResponse], error: BaseException | None) -> None:
+        """Write the response, if that is not done, and go on with the next request."""
         self._work = None
-        request, self._request = self._request, None
-        transport = self.transport
-        if transport is None:
+        if error is not None:
+            if not isinstance(error, asyncio.CancelledError):
+                log.error("request ended by a bug", exc_info=error)
+            self.abort()  # What is written already cannot be taken back.
             return
-        assert request is not None
-        self.room_changed = None
-        if isinstance(response, web.Response):
+        request, self._request, self.room_changed = self._request, None, None
+        response, transport = task.result, self.transport
+        if request is None or transport is None:
+            return
+        assert response is not None
+        if not isinstance(response, SentResponse):
             keeps_open = request.keep_alive and response.keep_alive is not False
             keeps_open = keeps_open and not self._server.is_closing
-            transport.write(_written(response, keeps_open=keeps_open))
+            try:
+                transport.write(_written(response, keeps_open=keeps_open))
+            except Exception:
+                log.exception("response ended by a bug")
+                keeps_open = False
         else:
             keeps_open = response.keeps_open and not self._server.is_closing
         self.idle_since_s = now_s = asyncio.get_running_loop().time()
         if not keeps_open:
             transport.close()
             return
-        self._server.kept.add(self, now_s + self._times.idle_s)
+        self._line = self._server.kept
+        self._line.add(self, now_s + self._times.idle_s)
         if not self._is_full and (self._is_paused or self._behind):
             self._read_on()
-
-    def _answered(self, _: EagerTask[None], error: BaseException | None) -> None:
-        if error is not None and not isinstance(error, asyncio.CancelledError):
-            log.error("response ended by a bug", exc_info=error)
-            self.abort()
 
     def _read_on(self) -> None:
         """The client has room for the next response."""

@@ -49,7 +49,7 @@ class EagerTask(Generic[T]):
 
     __slots__ = (
         *("_cancelling", "_context", "_coroutine", "_ended", "_has_begun", "_is_running"),
-        *("_loop", "_must_cancel", "_waits_for", "is_over"),
+        *("_loop", "_must_cancel", "_waits_for", "is_over", "result"),
     )
 
     def __init__(
@@ -62,6 +62,7 @@ class EagerTask(Generic[T]):
         self._ended = ended
         self._context = copy_context()
         self._waits_for: asyncio.Future[Any] | None = None
+        self.result: T | None = None  # Once it has ended without an error.
         self._has_begun = self._is_running = self._must_cancel = self.is_over = False
         self._cancelling = 0
 
@@ -103,7 +104,8 @@ class EagerTask(Generic[T]):
 
     # Steps.
 
-    def _step(self) -> None:
+    def _step(self, _: object = None) -> None:
+        """Go on to where it waits next. What it has waited for is over."""
         if self.is_over or self._is_running:
             return
         loop, outer = self._loop, asyncio.current_task(self._loop)
@@ -118,8 +120,8 @@ class EagerTask(Generic[T]):
                 found = self._context.run(self._coroutine.throw, asyncio.CancelledError())
             else:
                 found = self._context.run(self._coroutine.send, None)
-        except StopIteration:
-            self._end(None)
+        except StopIteration as end:
+            self._end(None, end.value)
         except BaseException as error:
             self._end(error)
             if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -129,32 +131,27 @@ class EagerTask(Generic[T]):
             _leave_task(loop, self)  # type: ignore[arg-type]
             if outer is not None:
                 _enter_task(loop, outer)
-        if not self.is_over:
-            self._wait_for(found)
+        if self.is_over:
+            return
+        if found is None:  # A bare yield, as of `asyncio.sleep(0)`.
+            loop.call_soon(self._step)
+            return
+        found._asyncio_future_blocking = False
+        if self._must_cancel:
+            found.cancel()
+            loop.call_soon(self._step)
+        elif type(found) is Signal:
+            assert found.waiter is None, "one task waits for a signal"
+            self._waits_for, found.waiter = found, self._step
+        else:
+            self._waits_for = found
+            found.add_done_callback(self._step)
 
-    def _end(self, error: BaseException | None) -> None:
-        self.is_over, ended = True, self._ended
+    def _end(self, error: BaseException | None, result: T | None = None) -> None:
+        self.is_over, self.result, ended = True, result, self._ended
         del self._ended, self._coroutine, self._context
         try:
             ended(self, error)
         except Exception as bug:  # What has ended the signal goes on.
             context = {"message": "the end of a task was not taken", "exception": bug}
             self._loop.call_exception_handler(context)
-
-    def _wait_for(self, found: asyncio.Future[Any] | None) -> None:
-        if found is None or self._must_cancel:  # A bare yield, as of `asyncio.sleep(0)`.
-            if found is not None:
-                found._asyncio_future_blocking = False
-                found.cancel()
-            self._loop.call_soon(self._step)
-            return
-        found._asyncio_future_blocking = False
-        self._waits_for = found
-        if type(found) is Signal:
-            assert found.waiter is None, "one task waits for a signal"
-            found.waiter = self._step
-        else:
-            found.add_done_callback(self._wake)
-
-    def _wake(self, _: asyncio.Future[Any]) -> None:
-        self._step()

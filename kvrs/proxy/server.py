@@ -150,9 +150,9 @@ class Proxy:
         ]
 
     async def _listen_to_clients(self) -> None:
-        api = self.parts.api
-        app, direct = self.parts.observer.watch(api.application(), api.direct())
-        self.port = await self._listen(app, "port", direct=direct)
+        api, observer = self.parts.api, self.parts.observer
+        direct = api.direct(observer)
+        self.port = await self._listen(api.application(observer), "port", direct=direct)
 
     async def _listen_to_operators(self, parts: Parts) -> None:
         source = AdminSource(

@@ -29,7 +29,7 @@ def test_prefill_is_called_where_the_plan_has_it() -> None:
     attempt = attempt_of(driver, driver.stream())
 
     assert attempt.begin() == attempt.plan.prefill == attempt.failed_at
-    assert attempt.live.prefilled_at == (attempt.plan.prefill,)
+    assert [*attempt.live.prefilled_at] == [attempt.plan.prefill]
 
 
 def test_only_the_ids_of_a_text_need_a_prefill_call_without_a_prefill_instance() -> None:

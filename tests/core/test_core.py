@@ -242,6 +242,22 @@ def test_a_fence_names_one_above_what_may_still_run() -> None:
     assert driver.control.fences.numbers(instance) == {}
 
 
+def test_a_fence_names_an_attempt_that_has_a_successor_elsewhere() -> None:
+    """The instance it was silent at may hang, and go on with it when it wakes."""
+    driver = Driver()
+    live = driver.decoding()
+    former = live.instance
+    assert former is not None
+    assert driver.control.fences.noted == {}
+
+    failed = ev.AttemptFailed(S, 1, former, "silent", 1, failure=ev.FailureKind.SILENT)
+    driver.control.attempt_over(live, failed, 1.0)
+    assert (live.journal.attempt, live.instance != former) == (2, True)
+    driver.lose(former)
+
+    assert driver.control.fences.numbers(former) == {S: (0, 2)}
+
+
 def test_attempts_at_a_process_that_another_proxy_fenced_run_on() -> None:
     """It is the same process in a new epoch."""
     driver = Driver()
@@ -287,7 +303,7 @@ def test_an_adopted_stream_holds_what_is_still_there() -> None:
 
     driver.control.open(live, 1.0)
 
-    assert live.prefilled_at == (P0,)
+    assert [*live.prefilled_at] == [P0]
     (event,) = [event for event in driver.events if isinstance(event, ev.StreamAdopted)]
     assert (event.produced_tokens, event.age_s) == (2, 1.0)
 

@@ -22,7 +22,7 @@ def interrupted(
     most = None if most_output is None else PROMPT_TOKENS + most_output
     deadlines = ev.Deadlines(end_to_end_s=end_to_end_s)
     stream = Stream(A, 0, PROMPT_TOKENS, 0.0, most, deadlines, prefilled=True)
-    stream.note_resumed(1.0)
+    stream.note_resumed(ev.StreamResumed(stream.id, 1), 1.0)
     stream.note_tokens(produced)
     stream.note_pace(1.0 + flowed_s)
     stream.recovery.note_failure("killed", InstanceId("d0"), 1.0 + flowed_s)

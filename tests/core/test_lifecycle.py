@@ -3,11 +3,12 @@
 import ast
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import pytest
+from msgspec.structs import fields
 
 from kvrs.config.policy import PolicyName
 from kvrs.core.ledger import Ledger
@@ -24,6 +25,7 @@ from kvrs.core.model.lifecycle import (
 )
 from kvrs.core.model.recovery_state import RecoveryState
 from kvrs.core.model.streams import AttemptState, Stream
+from kvrs.core.recovery import RecoveryPolicy
 from kvrs.core.steps import Steps
 from kvrs.ids import InstanceId, StreamId
 from tests.core.policy_harness import PolicyHarness, instance_up, of
@@ -54,29 +56,36 @@ def test_every_step_and_every_move_of_the_table_happens(monkeypatch: pytest.Monk
     """Impossible steps are not drawn; one that happens and is not drawn is an assertion."""
     steps: Counter[tuple[type[StreamEvent], Stage | None]] = Counter()
     moves: Counter[tuple[Stage | None, Stage | None]] = Counter()
-    apply, enter, admit, forget = Steps.apply, Ledger._enter, Ledger.admit, Ledger.forget
+    handle, apply = RecoveryPolicy.handle, Steps.apply
+    enter, admit, forget = Ledger._enter, Stream.admit, Ledger.forget
+
+    def count_event(self: RecoveryPolicy, event: ev.Event, now_s: float) -> list[act.Action]:
+        if isinstance(event, ev.OfStream):
+            stream = self.streams.get(event.stream)
+            steps[type(event), None if stream is None else stream.stage] += 1
+        return handle(self, event, now_s)
 
     def count_step(self: Any, stream_id: StreamId, event: StreamEvent, now_s: float) -> None:
-        stream = self._ledger.streams.get(stream_id)
-        steps[type(event), None if stream is None else stream.stage] += 1
+        steps[type(event), self._ledger.streams[stream_id].stage] += 1
         apply(self, stream_id, event, now_s)
 
-    def count_enter(self: Ledger, stream: Stream, stage: Stage) -> None:
+    def count_enter(self: Ledger, stream: Stream, stage: Stage, *member: Any) -> None:
         before = stream.stage
-        enter(self, stream, stage)
+        enter(self, stream, stage, *member)
         moves[before, stage] += before is not stage
 
-    def count_admit(self: Ledger, stream: Stream) -> None:
-        moves[None, stream.stage] += 1
-        admit(self, stream)
+    def count_admit(self: Stream, *facts: Any) -> None:
+        moves[None, self.stage] += 1
+        admit(self, *facts)
 
     def count_forget(self: Ledger, stream: Stream) -> None:
         moves[stream.stage, None] += 1
         forget(self, stream)
 
+    monkeypatch.setattr(RecoveryPolicy, "handle", count_event)
     monkeypatch.setattr(Steps, "apply", count_step)
     monkeypatch.setattr(Ledger, "_enter", count_enter)
-    monkeypatch.setattr(Ledger, "admit", count_admit)
+    monkeypatch.setattr(Stream, "admit", count_admit)
     monkeypatch.setattr(Ledger, "forget", count_forget)
 
     for seed in range(40):
@@ -196,7 +205,9 @@ def test_a_stage_is_set_at_one_place() -> None:
 @pytest.mark.parametrize(
     ("record", "writer"), [(AttemptState, "ledger.py"), (RecoveryState, "recovery_state.py")]
 )
-def test_each_record_of_a_stream_is_written_from_one_module(record: type, writer: str) -> None:
+def test_each_record_of_a_stream_is_written_from_one_module(
+    record: type[msgspec.Struct], writer: str
+) -> None:
     """The cause of a value is found in one file."""
     names = {field.name for field in fields(record)}
 

@@ -497,11 +497,17 @@ def test_an_answer_is_overdue_after_two_seconds_where_none_was_predicted_to_take
 
 def test_an_answer_to_an_attempt_from_before_the_pause_does_not_end_it() -> None:
     """It says nothing of how the instance answers since."""
-    health = AnswerHealth()
+    harness = PolicyHarness("p0", "d0")
+    harness.decoding("A")
+    health = harness.policy.members[InstanceId("d0")].answers
     health.close("no", 5.0, pause=10.0)
     health.is_ejected = True
 
-    was_readmitted = [health.answered(A, started_s, 6.0) for started_s in (4.0, 5.5)]
+    was_readmitted = []
+    for started_s in (4.0, 5.5):
+        harness.policy.streams[A].attempt.started_s = started_s
+        answered = harness.handle(ev.StreamResumed(A, 1), at_s=6.0)
+        was_readmitted.append(bool(of(answered, act.Readmitted)))
 
     assert was_readmitted == [False, True]
     assert (health.until_s, health.is_ejected, health.readmitted_s) == (None, False, 6.0)

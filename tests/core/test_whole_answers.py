@@ -74,6 +74,7 @@ def test_its_time_is_no_measure_of_a_prediction() -> None:
 def test_its_time_is_no_prefill_that_was_seen() -> None:
     """Its prompt is done long before its end."""
     ledger = begun("p0", "d0", "d1").policy._ledger
+    ledger.view.members[D0].guess = ledger.view.members[D0].prefill
     ledger.prefill_scale._periods[D0] = period = _Period(0.0, {A})
     ledger.await_whole(ledger.streams[A])
 

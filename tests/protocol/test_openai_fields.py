@@ -24,7 +24,7 @@ from kvrs.protocol.openai.fields import (
     rows,
     takes,
 )
-from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest, read_chat, read_completion
+from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest, read_request
 
 
 def names(text: str) -> list[str]:
@@ -194,7 +194,7 @@ SERVED_AT_VLLM: dict[str, Any] = {
 def test_what_vllm_serves_is_passed_on(name: str) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], name: SERVED_AT_VLLM[name]}
 
-    _, fields, _ = read_chat(msgspec.json.encode(body), VLLM)
+    _, fields, _ = read_request(msgspec.json.encode(body), ApiKind.CHAT, VLLM)
 
     assert msgspec.json.decode(fields[name]) == SERVED_AT_VLLM[name]
 
@@ -246,7 +246,9 @@ def test_fields_about_accounts_are_taken_and_kept_from_engines() -> None:
     given = {"store": True, "metadata": {"a": "b"}, "service_tier": "flex", "user": "u"}
 
     for backend in BACKENDS:
-        _, fields, _ = read_completion(msgspec.json.encode(given | {"prompt": "x"}), backend)
+        _, fields, _ = read_request(
+            msgspec.json.encode(given | {"prompt": "x"}), ApiKind.COMPLETIONS, backend
+        )
         assert set(fields) == {"prompt", "user"}
 
 
@@ -254,10 +256,10 @@ def test_a_choice_of_tools_is_served_where_output_is_guided() -> None:
     """A call that must be made needs it."""
     body = {"messages": [{"role": "user"}], "tool_choice": "required"}
 
-    read_chat(msgspec.json.encode(body), VLLM)
+    read_request(msgspec.json.encode(body), ApiKind.CHAT, VLLM)
     for backend in (EMBEDDED, DISTSERVE):
         with pytest.raises(RequestError, match="guided decoding"):
-            read_chat(msgspec.json.encode(body), backend)
+            read_request(msgspec.json.encode(body), ApiKind.CHAT, backend)
 
 
 def documented() -> str:

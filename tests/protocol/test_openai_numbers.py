@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.errors import RequestError
-from kvrs.protocol.openai.fields import BACKENDS, VLLM
+from kvrs.protocol.openai.fields import BACKENDS, VLLM, ApiKind
 from kvrs.protocol.openai.numbers import INTEGERS, LISTS, with_whole_numbers
 from kvrs.protocol.openai.requests import (
     ChatRequest,
     CompletionRequest,
-    read_chat,
-    read_completion,
     read_prompt,
+    read_request,
 )
 from kvrs.protocol.openai.structure import MAX_ELEMENTS
 
@@ -25,12 +24,12 @@ MESSAGES = '"messages": [{"role": "user", "content": "4.0"}]'
 
 
 def completion(text: str, backend: str = VLLM) -> tuple[Any, dict[str, Any]]:
-    request, fields, _ = read_completion(text.encode(), backend, MAX_ELEMENTS)
+    request, fields, _ = read_request(text.encode(), ApiKind.COMPLETIONS, backend, MAX_ELEMENTS)
     return request, {name: json.loads(bytes(value)) for name, value in fields.items()}
 
 
 def chat(text: str) -> tuple[Any, dict[str, Any]]:
-    request, fields, _ = read_chat(text.encode(), VLLM, MAX_ELEMENTS)
+    request, fields, _ = read_request(text.encode(), ApiKind.CHAT, VLLM, MAX_ELEMENTS)
     return request, {name: json.loads(bytes(value)) for name, value in fields.items()}
 
 
@@ -70,7 +69,8 @@ def test_several_prompts_may_be_of_them() -> None:
     """Each is read by itself."""
     body = b'{"prompt": [[1.0, 2], [3, 4e0]], "n": 1.0}'
 
-    request, _, more = read_completion(body, VLLM, MAX_ELEMENTS)
+    request, _, more = read_request(body, ApiKind.COMPLETIONS, VLLM, MAX_ELEMENTS)
+    assert isinstance(request, CompletionRequest)
 
     assert (request.prompt, [read_prompt(each) for each in more]) == ([1, 2], [[3, 4]])
 

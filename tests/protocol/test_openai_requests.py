@@ -17,11 +17,11 @@ from kvrs.protocol.openai.chunks import (
     FunctionCall,
     ToolCall,
 )
-from kvrs.protocol.openai.fields import EMBEDDED, VLLM
+from kvrs.protocol.openai.fields import EMBEDDED, VLLM, ApiKind
 from kvrs.protocol.openai.requests import (
     parse_chat_request,
     parse_completion_request,
-    read_completion,
+    read_request,
 )
 from kvrs.protocol.openai.structure import MAX_DEPTH
 
@@ -210,7 +210,9 @@ def test_null_equals_an_absent_field(body: Any) -> None:
 
 def test_no_engine_gets_a_null_that_equals_an_absent_field() -> None:
     """Not every engine accepts it, though the request is decoded with it."""
-    _, fields, _ = read_completion(completion(temperature=None, max_tokens=3), EMBEDDED)
+    _, fields, _ = read_request(
+        completion(temperature=None, max_tokens=3), ApiKind.COMPLETIONS, EMBEDDED
+    )
 
     assert set(fields) == {"prompt", "max_tokens"}
 
@@ -225,7 +227,7 @@ def test_a_body_of_too_many_values_or_too_deep_is_refused_before_it_is_decoded(
     body = b'{"prompt":"a","response_format":' + schema + b"}"
 
     with pytest.raises(RequestError, match="allowed: at most"):
-        read_completion(body, EMBEDDED, max_elements=9)
+        read_request(body, ApiKind.COMPLETIONS, EMBEDDED, max_elements=9)
 
 
 @pytest.mark.parametrize("prompt", ["é ka", [5, 6]])

@@ -10,7 +10,6 @@ from typing import get_args
 import pytest
 
 from kvrs.agent.slots import SlotTable
-from kvrs.core import steps
 from kvrs.core.books.checkpoints import Checkpoints
 from kvrs.core.books.waiting import SlotBook
 from kvrs.core.event_log import rerun
@@ -156,7 +155,7 @@ def first_broken(seeds: int = 60) -> str:
 
 # What is broken on purpose, and what is to be said of it.
 BREAKS = {
-    "old attempts count": (steps, "_OF_ATTEMPT", (), "Invariant"),
+    "old attempts count": (ev, "OfAttempt", (), "Invariant"),
     "a slot is never given back": (SlotBook, "release", lambda self, stream: None, ""),
     "agents grant whatever is asked for": (
         SlotTable,

@@ -100,50 +100,36 @@ class Leases:
 
 
 class FenceTable:
-    """Attempts that may still be running at an instance; needed to build a fence request."""
+    """Attempts that may still run at an instance that does not answer; needed to build a fence
+    request. Noted when an instance is lost, and of an attempt that has a successor: any other one
+    ends with its connection.
+    """
 
     def __init__(self) -> None:
-        self._numbers: dict[StreamId, dict[InstanceId, Number]] = {}  # At few instances each.
+        self.noted: dict[InstanceId, dict[StreamId, Number]] = {}
 
-    def started(self, plan: act.Plan, stream: StreamId, number: Number) -> None:
-        numbers = self._numbers.setdefault(stream, {})
-        if plan.prefill is not None:
-            numbers[plan.prefill] = number
-        numbers[plan.decode] = number
+    def note(self, instance: InstanceId, stream: StreamId, number: Number) -> None:
+        self.noted.setdefault(instance, {})[stream] = number
 
-    def redirected(self, plan: act.Plan, stream: StreamId, number: Number) -> None:
-        """The attempt, which no call for decoding has been made for, decodes elsewhere."""
-        for instance, other in [*self._numbers.get(stream, {}).items()]:
-            if instance != plan.prefill and other == number:
-                self.left(instance, stream)
-        self._numbers.setdefault(stream, {})[plan.decode] = number
-
-    def left(self, instance: InstanceId, stream: StreamId) -> None:
-        """The stream's attempts have certainly ended there."""
-        numbers = self._numbers.get(stream, {})
-        if numbers.pop(instance, None) is not None and not numbers:
-            del self._numbers[stream]
+    def superseded(self, plan: act.Plan, stream: StreamId, number: Number) -> None:
+        """The attempt by this plan is over here; its instances may not know yet."""
+        for instance in (plan.prefill, plan.decode):
+            if instance is not None:
+                self.note(instance, stream, number)
 
     def ended(self, stream: StreamId, known: Mapping[InstanceId, Member]) -> None:
         """The stream is over. An instance that is up drops the attempt because its connection is
         closed; one that is cut off cannot know.
         """
-        numbers = self._numbers.pop(stream, {})
-        for name in [*numbers]:
-            if known[name].health is Health.UP:
-                del numbers[name]
-        if numbers:
-            self._numbers[stream] = numbers
+        for instance, numbers in self.noted.items():
+            if known[instance].health is Health.UP:
+                numbers.pop(stream, None)
 
     def numbers(self, instance: InstanceId) -> dict[StreamId, Number]:
         """Return what a fence must name: one above every attempt that may still run there."""
-        return {
-            stream: (numbers[instance][0], numbers[instance][1] + 1)
-            for stream, numbers in self._numbers.items()
-            if instance in numbers
-        }
+        noted = self.noted.get(instance, {})
+        return {stream: (epoch, attempt + 1) for stream, (epoch, attempt) in noted.items()}
 
     def fenced(self, instance: InstanceId) -> None:
         """Nothing runs there any more."""
-        for stream in self.numbers(instance):
-            self.left(instance, stream)
+        self.noted.pop(instance, None)

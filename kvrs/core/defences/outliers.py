@@ -45,6 +45,25 @@ class Outliers:
         if health.busy_until_s is not None:
             health.try_busy(stream.id, self._view.now_s)
 
+    def answered(self, stream: Stream, member: Member, now_s: float) -> None:
+        """The attempt's prefill is done there, or its first token has come from there."""
+        health = member.answers
+        health.awaited.pop(stream.id, None)
+        health.answered_s = now_s
+        if health.whole or health.probe is not None:
+            health.left(stream.id)
+        # Else the attempt is from before the pause.
+        if health.until_s is None or stream.attempt.started_s >= health.closed_s:
+            was_ejected = health.is_ejected
+            health.consecutive, health.refuses_wrongly = 0, False
+            if health.pauses:  # Each closing, and each busy answer, is one.
+                health.open()
+            if was_ejected:
+                health.readmitted_s = now_s
+                self._actions.append(act.Readmitted(member.id, member.epoch))
+        if stream.refusals:
+            self.contradict(stream, member)
+
     def contradict(self, stream: Stream, accepting: Member) -> None:
         """An instance has accepted what others refused: the fault was theirs."""
         for refusal in stream.refusals:

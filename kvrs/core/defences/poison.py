@@ -31,7 +31,7 @@ class PoisonCounter:
     def __init__(self, streams: Mapping[StreamId, Stream]) -> None:
         self._streams = streams
         # All streams that may have met a death, and some that have had a token since.
-        self._counted: dict[StreamId, Stream] = {}
+        self.counted: dict[StreamId, Stream] = {}
         # By process and by node: when it became known that it was ended from outside, or lost.
         self._ended_s: dict[tuple[InstanceId, int], float] = {}
         self._nodes_lost_s: dict[NodeId, float] = {}
@@ -53,8 +53,8 @@ class PoisonCounter:
                 counted.append(stream)
         for stream in counted:
             stream.recovery.note_death(death)
-        streams = (*self._counted.values(), *counted)
-        self._counted = {stream.id: stream for stream in streams if stream.recovery.is_counted}
+        streams = (*self.counted.values(), *counted)
+        self.counted = {stream.id: stream for stream in streams if stream.recovery.is_counted}
         return counted
 
     def _has_cause(self, member: Member, now_s: float) -> bool:
@@ -68,10 +68,7 @@ class PoisonCounter:
     def broke(self, stream: Stream, member: Member, now_s: float) -> None:
         """An attempt that had brought nothing broke there: the instance may have died of it."""
         stream.recovery.note_broken(_death_of(member, now_s))
-        self._counted[stream.id] = stream
-
-    def forget(self, stream: Stream) -> None:
-        self._counted.pop(stream.id, None)
+        self.counted[stream.id] = stream
 
     def exited(self, instance: InstanceId, epoch: int, now_s: float) -> None:
         """A process was ended from outside, as its supervisor says."""
@@ -90,7 +87,7 @@ class PoisonCounter:
         self._excuse(lambda death: death.instance == instance)
 
     def _excuse(self, is_external: Callable[[Death], bool]) -> None:
-        for stream in self._counted.values():
+        for stream in self.counted.values():
             stream.recovery.forget_deaths(is_external)
 
     def separate(self, stream: Stream, allowed: int, until_s: float, now_s: float) -> None:
@@ -98,7 +95,7 @@ class PoisonCounter:
         deaths as refuse one. From `until_s` on it waits beside them: else it would be given up.
         """
         deaths = _possible_deaths(stream, now_s)
-        others = self._counted.values() if deaths and not is_past(until_s, now_s) else ()
+        others = self.counted.values() if deaths and not is_past(until_s, now_s) else ()
         stream.recovery.avoid(
             name
             for other in others

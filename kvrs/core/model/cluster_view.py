@@ -21,7 +21,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, STORE, AgentInfo, AgentReport
 from kvrs.protocol.rows import NO_ROWS, RowsReport
 
-_place = attrgetter("place")
+_place, _streams = attrgetter("place"), attrgetter("streams")
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +137,7 @@ class PrefillOrder:
                     continue
                 pairs = member.own_decoders
                 if (streams := least.get(id(pairs))) is None:
-                    streams = min([each.streams for each in pairs], default=0)
+                    streams = min(map(_streams, pairs), default=0)
                     least[id(pairs)] = streams
                 place = member.queue_s, streams, member.id
                 if place != member.place:

@@ -371,7 +371,9 @@ class SettingsReloaded(msgspec.Struct, frozen=True):
     slo: SloSettings
 
 
-Event = (
+OfAttempt = PrefillDone | WholeAsked | StreamResumed | AttemptFailed | SlotDenied | StreamEnded
+OfStream = StreamArrived | StreamAdopted | OfAttempt
+OfCluster = (
     InstanceUp
     | InstanceLost
     | InstanceExited
@@ -387,15 +389,8 @@ Event = (
     | HolderUp
     | HolderLost
     | CheckpointsReported
-    | StreamArrived
-    | StreamAdopted
-    | PrefillDone
     | RetentionLost
-    | WholeAsked
-    | StreamResumed
-    | AttemptFailed
-    | SlotDenied
-    | StreamEnded
     | TimerFired
     | SettingsReloaded
 )
+Event = OfCluster | OfStream

@@ -54,19 +54,7 @@ class SlotFree(msgspec.Struct, frozen=True):
     """The target that the stream queues for has a slot for it."""
 
 
-StreamEvent = (
-    ev.StreamArrived
-    | ev.StreamAdopted
-    | ev.PrefillDone
-    | ev.WholeAsked
-    | ev.StreamResumed
-    | ev.AttemptFailed
-    | ev.SlotDenied
-    | ev.StreamEnded
-    | InstanceLeft
-    | AlarmDue
-    | SlotFree
-)
+StreamEvent = ev.OfStream | InstanceLeft | AlarmDue | SlotFree
 
 
 class Step(Enum):

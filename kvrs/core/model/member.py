@@ -165,22 +165,6 @@ class AnswerHealth:
         self.is_ejected, self.pauses, self.cause = False, 0, ""
         self.busy_until_s, self.busies, self.tried_by = None, 0, None
 
-    def answered(self, stream: StreamId, started_s: float, now_s: float) -> bool:
-        """An attempt that began at `started_s` has its prefill or its first token; whether the
-        instance was ejected until now.
-        """
-        self.left(stream)
-        self.answered_s = now_s
-        if self.until_s is not None and started_s < self.closed_s:
-            return False  # Of an attempt from before the pause.
-        was_ejected = self.is_ejected
-        if was_ejected:
-            self.readmitted_s = now_s
-        self.consecutive, self.refuses_wrongly = 0, False
-        if self.pauses:  # Each closing, and each busy answer, is one.
-            self.open()
-        return was_ejected
-
     def left(self, stream: StreamId) -> None:
         """The stream waits for no answer any more."""
         self.awaited.pop(stream, None)

@@ -3,7 +3,6 @@ again.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from math import inf
 
 import msgspec
@@ -54,8 +53,7 @@ class Death(msgspec.Struct, frozen=True, gc=False):
         return self.server == other.server and abs(self.lost_s - other.lost_s) < LOST_TOGETHER_S
 
 
-@dataclass(slots=True, eq=False)
-class RecoveryState:
+class RecoveryState(msgspec.Struct, eq=False):
     """The recovery under way, from the first failure until a token reaches the client again."""
 
     failed_at_s: float | None = None  # None: there is none.

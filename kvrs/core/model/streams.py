@@ -77,8 +77,7 @@ class StayDeadline(msgspec.Struct, frozen=True):
     latest_s: float  # No changed prediction of the same re-forming extends it beyond.
 
 
-@dataclass(slots=True, eq=False)
-class AttemptState:
+class AttemptState(msgspec.Struct, eq=False):
     """The stream's latest attempt, and what it takes up in the cluster view until it is over."""
 
     number: int = 0  # 0: there was none.
@@ -93,7 +92,7 @@ class AttemptState:
     booked_s: float = 0.0
     stay_deadline: StayDeadline | None = None  # While it stays at an instance that re-forms.
     # With the bytes that it has put on each.
-    links: list[tuple[Link, int]] = field(default_factory=list)
+    links: list[tuple[Link, int]] = []
 
 
 @dataclass(slots=True, eq=False)
@@ -266,9 +265,10 @@ class Stream:
             if self.most_tokens is not None:
                 self.most_tokens += max(0, self.prompt_tokens - guess)
 
-    def note_resumed(self, now_s: float) -> None:
+    def note_resumed(self, event: ev.StreamResumed, now_s: float) -> None:
         """A token has reached the client: the recovery is over."""
         self.first_token_sent = True
+        self.needs_replay, self.promise = event.needs_replay, event.promise
         self.flows_since_s, self.flows_from_tokens = now_s, self.produced_tokens
         self.recovery = RecoveryState()
 
@@ -397,9 +397,11 @@ class LiveStream(Stream):
     """A stream that has not ended. Drivers extend it with what they need to run attempts."""
 
     journal: StreamJournal
-    prefilled_at: tuple[InstanceId, ...] = ()  # May retain pages of this stream.
+    plan: act.Plan | None = None  # Of the attempt that the shell runs.
+    # Instances that may retain pages of it.
+    prefilled_at: dict[InstanceId, None] = field(default_factory=dict)
     copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By agent.
-    has_guessed_length: bool = False  # Its prompt is a text that no engine has tokenised yet.
+    guessed_tokens: int = 0  # Of its prompt, by its size, until an engine has tokenised the text.
 
     @property
     def stays_until_s(self) -> float | None:
@@ -412,7 +414,3 @@ class LiveStream(Stream):
         """How many more the client wants; None: as many as the engine has room for."""
         most = self.journal.max_tokens
         return None if most is None else most - len(self.journal.output_ids)
-
-    def note_prefilled(self, instance: InstanceId) -> None:
-        if instance not in self.prefilled_at:
-            self.prefilled_at = (*self.prefilled_at, instance)

@@ -4,7 +4,7 @@ Fields that a backend does not take are refused by their names (`fields.py`).
 """
 
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -201,40 +201,14 @@ def parse_completion_request(body: bytes, backend: str = EMBEDDED) -> Completion
         RequestError: malformed JSON, a wrong type, a value out of range, or a field that the
             backend does not take.
     """
-    request, _, more = read_completion(body, backend)
+    request, _, more = read_request(body, ApiKind.COMPLETIONS, backend)
+    assert isinstance(request, CompletionRequest)
     if more:
         raise RequestError(
             f"{1 + len(more)} prompts in one request are not supported; allowed: one",
             param="prompt",
         )
     return request
-
-
-def read_completion(
-    body: bytes, backend: str, max_elements: int = MAX_ELEMENTS
-) -> tuple[CompletionRequest, Fields, list[msgspec.Raw]]:
-    """Parse a request as `parse_completion_request` does; also return the fields that concern the
-    backend, undecoded, and further prompts, each to be read by `read_prompt`.
-    """
-    request, fields, more = _read(_COMPLETION, body, ApiKind.COMPLETIONS, backend, max_elements)
-    echoes_only = backend == VLLM and request.echo and request.max_tokens == 0
-    _check(request, fields, "max_tokens" if echoes_only else None)
-    if request.logprobs is not None:
-        _check_range("logprobs", request.logprobs, *LOGPROBS_RANGE)
-    if request.n * (1 + len(more)) > MAX_STREAMS:
-        raise RequestError(
-            f"prompt has {1 + len(more)} prompts for {request.n} choices each; allowed: at most "
-            f"{MAX_STREAMS} choices in all",
-            param="prompt",
-        )
-    if not isinstance(request.prompt, str) or not request.prompt:
-        _check_prompt(request.prompt)
-    for other in ECHOED_BY_ENGINE:
-        if request.echo and other in fields and backend != VLLM:
-            raise RequestError(
-                f"echo together with {other} is not supported: use one of them", param="echo"
-            )
-    return request, fields, more
 
 
 def read_prompt(prompt: msgspec.Raw) -> str | list[int]:
@@ -262,20 +236,96 @@ def parse_chat_request(body: bytes, backend: str = EMBEDDED) -> ChatRequest:
     Raises:
         RequestError: as `parse_completion_request`.
     """
-    return read_chat(body, backend)[0]
+    request, _, _ = read_request(body, ApiKind.CHAT, backend)
+    assert isinstance(request, ChatRequest)
+    return request
 
 
-def read_chat(
-    body: bytes, backend: str, max_elements: int = MAX_ELEMENTS
-) -> tuple[ChatRequest, Fields, list[msgspec.Raw]]:
-    """Parse a request as `parse_chat_request` does; also return the fields that concern the
-    backend, undecoded.
+Request = CompletionRequest | ChatRequest
+Decoded = TypeVar("Decoded")
+
+
+def read_request(
+    body: bytes, api: ApiKind, backend: str, max_elements: int = MAX_ELEMENTS
+) -> tuple[Request, Fields, list[msgspec.Raw]]:
+    """Decode and check a body, also in the equivalent forms that `_plainly` knows; also return the
+    fields that concern the backend, undecoded, and the prompts behind the first one, each to be
+    read by `read_prompt`. Its structure is checked first, so that no step takes long.
+
+    Raises:
+        RequestError: as `parse_completion_request`.
     """
-    request, fields, no_prompts = _read(_CHAT, body, ApiKind.CHAT, backend, max_elements)
-    if request.max_completion_tokens is not None:
+    # What is short and has few brackets needs no scan.
+    is_long = len(body) >= max_elements or body.count(b"[") + body.count(b"{") > MAX_DEPTH
+    if is_long or not body.isascii():
+        _check_text(body, max_elements if is_long else None)
+    more: list[msgspec.Raw] = []
+    decoder = _CHAT if api is ApiKind.CHAT else _COMPLETION
+    try:
+        request, fields = decoder.decode(body), _FIELDS.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        request, fields, more = _read_otherwise(decoder, body)
+    if not kept_as_they_are(api, backend).issuperset(fields) or _NULL in fields.values():
+        fields = check_fields(fields, api, backend)
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         request.max_tokens, request.max_completion_tokens = request.max_completion_tokens, None
         _check_range("max_tokens", request.max_tokens, *RANGES["max_tokens"])
-    _check(request, fields)
+    options = fields.get("stream_options")
+    if options is not None and not request.stream and not _EMPTY_OBJECT.fullmatch(options):
+        raise RequestError("stream_options needs stream=true", param="stream_options")
+    for name in fields:  # Defaults are in range.
+        if (allowed := RANGES.get(name)) is not None:
+            value, (lowest, highest) = getattr(request, _ATTRIBUTES.get(name, name)), allowed
+            if value is None or lowest <= value <= highest:
+                continue
+            # vLLM has nothing to generate with an echo.
+            echoes = backend == VLLM and isinstance(request, CompletionRequest) and request.echo
+            if not (echoes and name == "max_tokens" and value == 0):
+                raise _out_of_range(name, value, lowest, highest)
+    if request.kvrs is not None or not _CHECKED.isdisjoint(fields):
+        _check(request)
+    if isinstance(request, ChatRequest):
+        _check_chat(request, backend)
+    elif (
+        more
+        or not _CHECKED_OF_COMPLETIONS.isdisjoint(fields)
+        or not (isinstance(request.prompt, str) and request.prompt)
+    ):
+        _check_completion(request, fields, more, backend)
+    return request, fields, more
+
+
+def _check_text(body: bytes, max_elements: int | None) -> None:
+    """Fields that are passed on undecoded must be valid as well. The decoder reads one byte of a
+    body that is no object.
+    """
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if max_elements is not None and body.lstrip().startswith(b"{"):
+        check_structure(body, max_elements=max_elements)
+
+
+def _check_completion(
+    request: CompletionRequest, given: Fields, more: list[msgspec.Raw], backend: str
+) -> None:
+    _check_range("logprobs", request.logprobs, *LOGPROBS_RANGE)
+    if request.n * (1 + len(more)) > MAX_STREAMS:
+        raise RequestError(
+            f"prompt has {1 + len(more)} prompts for {request.n} choices each; allowed: at most "
+            f"{MAX_STREAMS} choices in all",
+            param="prompt",
+        )
+    _check_prompt(request.prompt)
+    for other in ECHOED_BY_ENGINE:
+        if request.echo and other in given and backend != VLLM:
+            raise RequestError(
+                f"echo together with {other} is not supported: use one of them", param="echo"
+            )
+
+
+def _check_chat(request: ChatRequest, backend: str) -> None:
     _check_range("top_logprobs", request.top_logprobs, *LOGPROBS_RANGE)
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
@@ -296,46 +346,20 @@ def read_chat(
             raise RequestError(f"{name} must be {what}", param=name)
     if not decode_as(_MESSAGES, bytes(request.messages), "messages"):
         raise RequestError("messages must not be empty", param="messages")
-    return request, fields, no_prompts
 
 
-Decoded = TypeVar("Decoded")
-
-
-def _read(
-    decoder: msgspec.json.Decoder[Decoded],
-    body: bytes,
-    api: ApiKind,
-    backend: str,
-    max_elements: int,
-) -> tuple[Decoded, Fields, list[msgspec.Raw]]:
-    """Decode a body, also in the equivalent forms that `_plainly` knows, and name the prompts
-    behind its first one. Its structure is checked first, so that no step of this takes long.
-    """
-    try:
-        # Fields that are passed on undecoded must be valid as well.
-        body.decode()
-    except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    # What is short and has few brackets needs no scan. The decoder reads one byte of a body that is
-    # no object.
-    is_scanned = len(body) >= max_elements or body.count(b"[") + body.count(b"{") > MAX_DEPTH
-    if is_scanned and body.lstrip().startswith(b"{"):
-        check_structure(body, max_elements=max_elements)
+def _read_otherwise(
+    decoder: msgspec.json.Decoder[Any], body: bytes
+) -> tuple[Request, Fields, list[msgspec.Raw]]:
     more: list[msgspec.Raw] = []
-    try:
-        request, fields = decoder.decode(body), _FIELDS.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        if (plain := _plainly(body)) is None:
-            given = body  # Refused below.
-        else:
-            fields, more = plain
-            given = msgspec.json.encode(fields)
-        request = decode_as(decoder, given)
-        if not more:
-            fields = with_whole_numbers(decode_as(_FIELDS, body))
-    if not kept_as_they_are(api, backend).issuperset(fields) or _NULL in fields.values():
-        fields = check_fields(fields, api, backend)
+    if (plain := _plainly(body)) is None:
+        given = body  # Refused below.
+    else:
+        fields, more = plain
+        given = msgspec.json.encode(fields)
+    request: Request = decode_as(decoder, given)
+    if not more:
+        fields = with_whole_numbers(decode_as(_FIELDS, body))
     return request, fields, more
 
 
@@ -370,17 +394,12 @@ def decode_as(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = 
         raise RequestError(f"the body is not valid JSON: {error}") from None
 
 
-def _check(
-    request: CompletionRequest | ChatRequest, given: Fields, in_any_range: str | None = None
-) -> None:
-    options = bytes(given.get("stream_options", b"{}"))
-    if not request.stream and not _EMPTY_OBJECT.fullmatch(options):
-        raise RequestError("stream_options needs stream=true", param="stream_options")
-    for name in given:  # Defaults are in range.
-        if (allowed := RANGES.get(name)) is not None and name != in_any_range:
-            value, (lowest, highest) = getattr(request, _ATTRIBUTES.get(name, name)), allowed
-            if value is not None and not lowest <= value <= highest:
-                raise _out_of_range(name, value, lowest, highest)
+# Fields whose values are checked beside their ranges.
+_CHECKED = frozenset(("min_tokens", "stop", "logit_bias", "bad_words", "allowed_token_ids"))
+_CHECKED_OF_COMPLETIONS = frozenset(("logprobs", "echo"))
+
+
+def _check(request: Request) -> None:
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise RequestError(
             f"min_tokens must be at most max_tokens ({request.max_tokens}), got "
@@ -402,7 +421,7 @@ def _check(
         _check_ids("kvrs.token_ids", request.kvrs.token_ids)
 
 
-def _check_biases(request: CompletionRequest | ChatRequest) -> None:
+def _check_biases(request: Request) -> None:
     for token_id, bias in request.logit_bias.items():
         _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
     if len(request.logit_bias) > MAX_LISTED or min(request.logit_bias, default=0) < 0:
@@ -412,7 +431,7 @@ def _check_biases(request: CompletionRequest | ChatRequest) -> None:
         )
 
 
-def _check_words(request: CompletionRequest | ChatRequest) -> None:
+def _check_words(request: Request) -> None:
     characters = sum(map(len, request.bad_words))
     if len(request.bad_words) > MAX_LISTED or characters > MAX_WORDS or "" in request.bad_words:
         raise RequestError(

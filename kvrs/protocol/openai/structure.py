@@ -22,7 +22,8 @@ _SPARE_BYTES = 1 << 16
 # Size of a character that is written as an escape.
 _ESCAPED_BYTES = len(b"\\u00e9")
 
-_MARK = b"\xef\xbb\xbf"
+# Some writers of UTF-8 begin with it, and servers of Python ignore it.
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 # A step of the scan holds the interpreter for milliseconds at most.
 _STEP_BYTES = 128 << 10
@@ -42,13 +43,6 @@ def elements_within(max_model_len: int) -> int:
 def bytes_within(max_model_len: int, longest_token: int) -> int:
     """How many bytes a body of text may have for a model: the longest prompt, all of it escaped."""
     return max_model_len * longest_token * _ESCAPED_BYTES + _SPARE_BYTES
-
-
-def without_mark(body: bytes) -> bytes:
-    """The body without a byte order mark, which some writers of UTF-8 begin with and servers of
-    Python ignore.
-    """
-    return body.removeprefix(_MARK)
 
 
 def check_structure(

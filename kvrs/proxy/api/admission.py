@@ -2,16 +2,15 @@
 or refuses the request by a RequestError of one kind.
 """
 
+import os
 import re
-import secrets
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
+from aiohttp import web
 from multidict import CIMultiDictProxy
 
 from kvrs.config.proxy import Inexact, ProxySettings
@@ -30,7 +29,7 @@ from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_
 from kvrs.proxy.api import generate
 from kvrs.proxy.api.bodies import ClientBodies
 from kvrs.proxy.api.choices import Merger
-from kvrs.proxy.api.tenants import Tenant, Tenants
+from kvrs.proxy.api.tenants import TENANT, Tenant, Tenants
 from kvrs.proxy.mirror.headers import KEY, LAST_EVENT, ResumeRequest, parse_resume_headers, reopened
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror
@@ -58,12 +57,12 @@ _LONGEST_S = {"x-kvrs-ttft-s": 86400, "x-kvrs-recovery-gap-s": 3600, "x-kvrs-dea
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?", re.ASCII)
 _EXACT, _INEXACT = "X-Kvrs-Exact", "X-Kvrs-Inexact"  # Headers; the latter has the reasons.
 _NO_HEADERS: Mapping[str, str] = {}
+_OWN_NAME = ServedName("")
 
 Parsed = TypeVar("Parsed")
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class ClientCall:
+class ClientCall(msgspec.Struct, eq=False):
     """One request of a client: what the steps have found of it, which its response needs."""
 
     request: ClientRequest
@@ -71,48 +70,41 @@ class ClientCall:
     tenant: Tenant
     held: RequestUsage
     body: bytes = b""  # Until it is parsed.
-    parsed: ParsedRequest = field(init=False)
+    parsed: ParsedRequest = cast(ParsedRequest, None)  # Once the body is read.
     # The field because of which one engine answers it whole; None: it is a stream.
     whole: str | None = None
     resume: ResumeRequest | None = None
     found: Record | None = None  # That of the stream to be resumed; None: the stream is new.
-    name: ServedName = field(init=False)
+    name: ServedName = _OWN_NAME
     inexact: tuple[str, ...] = ()  # What could not be continued exactly.
     lacks_tokenizer: bool = False  # That is the cause, where it is the prompt's text.
     replayed: tuple[str, ...] = ()  # As of `Journal`; so is `replays`.
     replays: Replays = Replays.NOWHERE
     deadlines: ev.Deadlines = ev.NO_DEADLINES
     echoes: Sequence[str | None] = ()  # For each journal the prompt to send before the output.
-    journals: list[Journal] = field(init=False)
+    journals: list[Journal] = []
     client: SseClient | None = None  # None: the client did not ask for a stream.
     merger: Merger | None = None  # For the choices of a stream; None: the engine's one is all.
 
     def head(self) -> Mapping[str, str]:
-        """Headers of the response beside the usual ones, which is about to begin: what they promise
-        of its streams holds from now on.
-        """
-        for journal in self.journals:
-            journal.commit_head()
-        marked = [each for each in self.journals if not each.is_promised and each.inexact]
-        if not marked:
-            return _NO_HEADERS
-        # In place of the prompt its tokenizer, where that is missing.
-        texts = ("prompt", "messages") if self.lacks_tokenizer else ()
-        names = dict.fromkeys(name for journal in marked for name in journal.inexact)
-        reasons = ("tokenizer" if name in texts else name for name in names)
-        return {_EXACT: "no", _INEXACT: ", ".join(reasons)}
+        return head_of(self.journals, lacks_tokenizer=self.lacks_tokenizer)
 
 
-def _head_of(call: ClientCall) -> Callable[[], Mapping[str, str]]:
-    """The head of a call that keeps its client: a reference back would keep both, until the
-    collector of garbage comes by.
+def head_of(journals: Iterable[Journal], *, lacks_tokenizer: bool) -> Mapping[str, str]:
+    """Headers of the response beside the usual ones, which is about to begin: what they promise of
+    its streams holds from now on.
     """
-    found = weakref.ref(call)
-
-    def head() -> Mapping[str, str]:
-        return {} if (call := found()) is None else call.head()
-
-    return head
+    names: dict[str, None] = {}
+    for journal in journals:
+        journal.commit_head()
+        if journal.inexact and not journal.is_promised:
+            names |= dict.fromkeys(journal.inexact)
+    if not names:
+        return _NO_HEADERS
+    # In place of the prompt its tokenizer, where that is missing.
+    texts = ("prompt", "messages") if lacks_tokenizer else ()
+    reasons = ("tokenizer" if name in texts else name for name in names)
+    return {_EXACT: "no", _INEXACT: ", ".join(reasons)}
 
 
 class Admissions:
@@ -134,6 +126,7 @@ class Admissions:
         self._settings = settings
         self._backend = backend
         self._driver = driver
+        self._streams = driver.streams
         self._instances = driver.control.instances
         self._self_tests = driver.control.self_tests
         self._mirror = mirror
@@ -141,92 +134,92 @@ class Admissions:
         self._tenants = tenants
         self._large = large
         self._budget = ByteBudget(settings.body_budget_bytes, settings.max_body_bytes)
-        self._marked = lru_cache(maxsize=1024)(partial(_marked, secrets.token_bytes(16)))
+        self._marked = lru_cache(maxsize=1024)(partial(_marked, os.urandom(16)))
         metrics.request_bytes.set_function(lambda: self._budget.held_bytes)
 
-    def begin(self, request: ClientRequest, tenant: Tenant) -> ClientCall:
+    def begin(self, request: ClientRequest) -> ClientCall:
         """The record of a request, whose tenant is known. It holds nothing before its first step;
         what it holds is given back by `held.end`, or at the end of `with call.held`.
         """
+        tenant = request[TENANT]
         held = RequestUsage(self._budget, tenant.meter)
         return ClientCall(request, request.path == generate.PATH, tenant, held)
 
-    async def admit(self, call: ClientCall, read: Callable[..., ParsedRequest]) -> None:
-        """Take a request of a stream through all steps, in this order. `read` parses its body.
+    async def admit(
+        self, call: ClientCall, read: Callable[..., ParsedRequest] | None = None
+    ) -> None:
+        """Take a request of a stream through all steps, in this order. `read` parses its body;
+        None: that is done.
 
         Raises:
             RequestError: a step refuses it.
         """
-        most = await self.read_body(call)
-        has_length = len(call.body) == call.request.content_length
-        if has_length and len(call.body) <= LARGE_BYTES:
+        request, tenant = call.request, call.tenant
+        if read is None:
+            pass
+        elif isinstance(request, DirectRequest):  # It is short, not compressed, and here.
+            if self.draining or len(self._streams) >= self._settings.max_streams:
+                self._check_room(1, KEY in request.headers)
+            most = self._max_elements(request.content_length)
+            call.held.take(request.content_length)
+            call.body, request.body = request.body, b""
             call.parsed = read(call.body, max_elements=most)
         else:
-            call.parsed = await self.parse(read, call.body, most if has_length else None)
-        if KEY in call.request.headers or LAST_EVENT in call.request.headers:
+            await self.read_body(call)
+            call.parsed = await self.parse(read, call.body)
+        is_keyed = KEY in request.headers or LAST_EVENT in request.headers
+        if is_keyed and read is not None:
             self._read_key(call)
-        call.body = b""
-        check_whole(call)
-        await self.admit_parsed(call)
-
-    async def admit_parsed(self, call: ClientCall) -> None:
-        """Take a request through the steps behind its parsing, as `admit` does."""
-        parsed, tenant = call.parsed, call.tenant
-        call.name = name = find_model(self._instances, parsed.request.model)
-        if tenant.secret is not None or name.parent is not None:
-            call.parsed = parsed = salted(parsed, tenant.secret, name.adapter)
-        _, continues = self._self_tests.least
-        is_exact = self._instances.plain is None and continues is Continues.SEEDED
-        if not is_exact or self._self_tests.comparison.sampled_ties:
-            await self._check_exactness(call)
-        call.deadlines = deadlines_of(call.request.headers)
-        if (parsed.echo and call.whole is None) or call.is_generate:
-            await self._find_echoes(call)
-        streams = parsed.request.n * (1 + len(parsed.more))
-        self._check_room(streams, KEY in call.request.headers)
-        if tenant.meter is not None:
-            self._take_streams(call, streams)
-        if call.resume is not None:
-            call.found = await self._mirror.find(call.resume)
-            # Again: that took a while.
-            self._check_room(streams, call.found is not None)
+        call.body, parsed, model = b"", call.parsed, call.parsed.request.model
+        if read is not None and (
+            parsed.echo or not whole(parsed.endpoint.api).isdisjoint(parsed.fields)
+        ):
+            check_whole(call)
+        if model is not None and model != self._instances.model:
+            call.name = find_model(self._instances, model)
+        is_exact = self._instances.plain is None and self._self_tests.least[1] is Continues.SEEDED
+        if (
+            not is_exact
+            or self._self_tests.comparison.sampled_ties
+            or tenant.secret is not None
+            or call.name.parent is not None
+            or parsed.request.n != 1
+            or parsed.more
+            or parsed.echo
+            or call.is_generate
+            or not isinstance(request, DirectRequest)
+            or is_keyed
+            or any(map(request.headers.__contains__, _LONGEST_S))
+        ):
+            await self._admit_unusual(call)
+            parsed = call.parsed
         self._open_journals(call)
-        if parsed.size_bytes > LARGE_BYTES and self._driver.control.policy.routes_by_prefix:
-            for journal in call.journals:
-                if journal.parsed.prefix is None:  # All choices of a prompt share it.
-                    size_bytes = journal.parsed.size_bytes
-                    await self._large.run(size_bytes, partial(getattr, journal, "prefix"))
+        if parsed.size_bytes > LARGE_BYTES:
+            await self._find_prefixes(call)
         if parsed.request.stream:
-            call.client = SseClient(call.request, _head_of(call))
+            head = partial(head_of, call.journals, lacks_tokenizer=call.lacks_tokenizer)
+            call.client = SseClient(request, head)
         parsed.hold(call.held)
-        if isinstance(call.request, DirectRequest):
-            call.request.headers = NO_HEADERS
+        if isinstance(request, DirectRequest):
+            request.headers = NO_HEADERS
 
     # The steps, in their order.
 
     def _check_room(self, choices: int, resumes: bool) -> None:
         """A stream that can be resumed nowhere else is, though this proxy shuts down."""
-        open_streams, allowed = len(self._driver.control.streams), self._settings.max_streams
+        open_streams, allowed = len(self._streams), self._settings.max_streams
         if open_streams + choices > allowed:
             raise RequestError(f"{open_streams} of {allowed} streams are open", status=503)
         if self.draining and not (resumes and not self._mirror.peers.staying):
             raise RequestError("the proxy is shutting down", status=503, code="shutting_down")
 
-    async def read_body(self, call: ClientCall) -> int:
-        """Read the body of a request that there is room for; how many elements it may have, if it
-        has the length that was declared.
-        """
-        self._check_room(1, KEY in call.request.headers)
-        request, held = call.request, call.held
-        size_bytes = request.content_length or 0
-        most = self._max_elements(size_bytes)  # Too many bytes are not read at all.
-        if isinstance(request, DirectRequest):  # It is not compressed, and here.
-            held.allow(size_bytes)
-            held.resize(size_bytes)
-            call.body, request.body = request.body, b""
-        else:
-            call.body = await self.bodies.read(request, held)
-        return most
+    async def read_body(self, call: ClientCall) -> None:
+        """Read the body of a request at aiohttp's server, if there is room for it."""
+        request = call.request
+        assert isinstance(request, web.Request)
+        self._check_room(1, KEY in request.headers)
+        self._max_elements(request.content_length or 0)  # Too many bytes are not read at all.
+        call.body = await self.bodies.read(request, call.held)
 
     def _max_elements(self, size_bytes: int) -> int:
         """How many elements a body may have for the model that is served.
@@ -249,13 +242,8 @@ class Admissions:
                 )
         return elements_within(served)
 
-    async def parse(
-        self, read: Callable[..., Parsed], body: bytes, max_elements: int | None = None
-    ) -> Parsed:
-        """Parse a body; `max_elements` is found by its length if it is not known yet."""
-        most = self._max_elements(len(body)) if max_elements is None else max_elements
-        if len(body) <= LARGE_BYTES:
-            return read(body, max_elements=most)
+    async def parse(self, read: Callable[..., Parsed], body: bytes) -> Parsed:
+        most = self._max_elements(len(body))
         return await self._large.run(len(body), partial(read, body, max_elements=most))
 
     def _read_key(self, call: ClientCall) -> None:
@@ -266,10 +254,30 @@ class Admissions:
             request.headers, request.path, call.body, call.parsed, secret
         )
 
+    async def _admit_unusual(self, call: ClientCall) -> None:
+        """Take a request through the steps that need nothing of a usual one."""
+        parsed, tenant, name = call.parsed, call.tenant, call.name
+        if tenant.secret is not None or name.parent is not None:
+            call.parsed = parsed = salted(parsed, tenant.secret, name.adapter)
+        await self._check_exactness(call)
+        call.deadlines = deadlines_of(call.request.headers)
+        if (parsed.echo and call.whole is None) or call.is_generate:
+            await self._find_echoes(call)
+        streams = parsed.request.n * (1 + len(parsed.more))
+        self._check_room(streams, KEY in call.request.headers)
+        if tenant.meter is not None:
+            self._take_streams(call, streams)
+        if call.resume is not None:
+            call.found = await self._mirror.find(call.resume)
+            # Again: that took a while.
+            self._check_room(streams, call.found is not None)
+
     async def _check_exactness(self, call: ClientCall) -> None:
         """Find what of the request the instances in use could not continue exactly."""
         plain, (least, continues) = self._instances.plain, self._self_tests.least
-        parsed = call.parsed
+        comparison, parsed = self._self_tests.comparison, call.parsed
+        if plain is None and continues is Continues.SEEDED and not comparison.sampled_ties:
+            return
         call.lacks_tokenizer = plain is not None and not self._driver.tokenizer.available
         if plain is not None:
             find = partial(
@@ -286,7 +294,7 @@ class Admissions:
                 call.inexact = tuple(each for each in call.inexact if each not in call.replayed)
         else:
             call.inexact = tokens_at_risk(parsed, continues)
-        has_ties = self._self_tests.comparison.has_ties(sampled=parsed.request.temperature > 0)
+        has_ties = comparison.has_ties(sampled=parsed.request.temperature > 0)
         if has_ties and "tokens" not in call.inexact:
             call.inexact = ("tokens", *call.inexact)
         if not call.inexact:
@@ -328,7 +336,6 @@ class Admissions:
 
     def _reopen(self, record: Record, parsed: ParsedRequest) -> Journal:
         journal = reopened(record, parsed, self._clock())
-        journal.is_predictable = is_predictable(parsed)
         journal.is_strict = self._settings.inexact is Inexact.REFUSE
         # By which instance its output began is not known here.
         comparison, is_drawn = self._self_tests.comparison, parsed.request.temperature > 0
@@ -347,15 +354,17 @@ class Admissions:
             remote = call.request.remote or ""
             client = self._marked(remote if tenant.secret is None else tenant.name)
             now_s = self._clock()
+            options = parsed.request.stream_options
+            wants_usage = options is not None and parsed.request.wants_usage
             call.journals = []
             for one in (parsed, *parsed.more):
                 # All attempts of a stream sample with its seed.
                 seed = one.request.seed
                 if seed is None and one.request.given_temperature != 0:
-                    seed = int.from_bytes(secrets.token_bytes(8)) >> 2
+                    seed = int.from_bytes(os.urandom(8)) >> 2
                 for index in range(one.request.n):
                     journal = Journal(
-                        stream=StreamId(secrets.token_hex(16)),
+                        stream=StreamId(os.urandom(16).hex()),
                         parsed=one,
                         arrived_s=now_s,
                         seed=None if seed is None else _wrapped(seed + index),
@@ -365,21 +374,30 @@ class Admissions:
                         inexact=call.inexact,
                         replayed=call.replayed,
                         replays=call.replays,
-                        is_predictable=is_predictable(one),
                         is_strict=self._settings.inexact is Inexact.REFUSE,
-                        asks_usage=not one.request.stream or one.request.wants_usage,
+                        asks_usage=not one.request.stream or wants_usage,
                     )
                     call.journals.append(journal)
-            if parsed.request.stream_options is not None and len(call.journals) == 1:
-                call.journals[0].wants_usage = parsed.request.wants_usage
+            if len(call.journals) == 1:
+                call.journals[0].wants_usage = wants_usage
         for journal in call.journals:
             journal.tenant, journal.name = tenant.mark, name
             if parsed.endpoint is CHAT:
                 journal.default_tokens = self._driver.default_tokens
+                journal.is_predictable = is_predictable(journal.parsed)
         if not call.echoes:
             call.echoes = [None] * len(call.journals)
         if not call.is_generate and (len(call.journals) > 1 or call.echoes[0] is not None):
             call.merger = Merger()
+
+    async def _find_prefixes(self, call: ClientCall) -> None:
+        """Hash the prompts of a large request beside the event loop, where that is asked for."""
+        if not self._driver.control.policy.routes_by_prefix:
+            return
+        for journal in call.journals:
+            if journal.parsed.prefix is None:  # All choices of a prompt share it.
+                size_bytes = journal.parsed.size_bytes
+                await self._large.run(size_bytes, partial(getattr, journal, "prefix"))
 
 
 def check_whole(call: ClientCall) -> None:
@@ -449,7 +467,7 @@ def deadlines_of(headers: CIMultiDictProxy[str]) -> ev.Deadlines:
     Raises:
         RequestError: a header is not a number of seconds, or out of range.
     """
-    if not any(map(headers.__contains__, _LONGEST_S)):  # As nearly always.
+    if not any(map(headers.__contains__, _LONGEST_S)):
         return ev.NO_DEADLINES
     return ev.Deadlines(
         *(_seconds(headers, name) if name in headers else None for name in _LONGEST_S)

@@ -1,7 +1,7 @@
 """Responses that are no streams, and errors, in the form that OpenAI clients read."""
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 from aiohttp import web
 
@@ -11,8 +11,6 @@ from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.streams.open_stream import Failed
 
 log = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def json_response(
@@ -28,26 +26,6 @@ def refusal(failure: Failed) -> web.Response:
     elif failure.rejected and failure.status >= 500:
         headers = {"X-Should-Retry": "false"}  # OpenAI's clients repeat a 5xx otherwise.
     return json_response(failure.body, failure.status, headers)
-
-
-@web.middleware
-async def errors_as_openai(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give every error of this port the body that OpenAI clients read."""
-    try:
-        return await handler(request)
-    except RequestError as error:
-        response = error_response(error)
-        if not request.content.at_eof():  # The rest of the body is not read.
-            response.force_close()
-        return response
-    except web.HTTPException:  # As at every port.
-        raise
-    except Exception:
-        # An internal error. After the headers only the end of the connection can signal it.
-        if request.writer.output_size > 0:
-            log.exception("request ended by a bug")
-            raise
-        return bug_response()
 
 
 def error_response(error: RequestError) -> web.Response:

@@ -10,10 +10,10 @@ from kvrs.net.direct import DirectServer, Serve
 from kvrs.process.large_work import LargeWork
 from kvrs.proxy.api import generate
 from kvrs.proxy.api.admission import Admissions
-from kvrs.proxy.api.answers import errors_as_openai
 from kvrs.proxy.api.generate import read_generate
 from kvrs.proxy.api.health import add_health
 from kvrs.proxy.api.models import add_models
+from kvrs.proxy.api.observing import RequestObserver
 from kvrs.proxy.api.passed import Passed
 from kvrs.proxy.api.responses import ResponsesApi
 from kvrs.proxy.api.serving import Read, Serving
@@ -41,14 +41,12 @@ class ClientApi:
         self.leaving = False  # It is not ready any more, and serves on.
         self._backend = backend
         self._driver = driver
-        self._tenants = tenants
         self.admissions = admissions = Admissions(
             settings, backend, driver, mirror, metrics.admission, clock, tenants, large
         )
         self._passed = Passed(admissions, backend, driver, large)
         self.serving = serving = Serving(
             admissions,
-            tenants,
             driver,
             mirror,
             self._passed,
@@ -57,8 +55,8 @@ class ClientApi:
         )
         self._responses = ResponsesApi(serving, backend, driver, mirror, tenants)
 
-    def application(self) -> web.Application:
-        app = web.Application(middlewares=[errors_as_openai, self._tenants.authenticate])
+    def application(self, observer: RequestObserver) -> web.Application:
+        app = web.Application(middlewares=[observer.answer])
         for path, parse in self._readers():
             app.router.add_post(path, partial(self.serving.in_full, parse))
         self._responses.add_to(app)
@@ -67,10 +65,11 @@ class ClientApi:
         add_health(app, self._backend, self._driver, lambda: self.is_leaving)
         return app
 
-    def direct(self) -> DirectServer:
+    def direct(self, observer: RequestObserver) -> DirectServer:
         """The same requests without aiohttp's server."""
         paths: dict[str, Serve] = {
-            path: partial(self.serving.directly, parse) for path, parse in self._readers()
+            path: partial(observer.answer, handler=partial(self.serving.serve, parse))
+            for path, parse in self._readers()
         }
         return DirectServer(paths, self.admissions.bodies.unfinished)
 

@@ -22,7 +22,7 @@ from kvrs.net.unfinished import (
     UnfinishedBodies,
     due_s,
 )
-from kvrs.protocol.openai.structure import without_mark
+from kvrs.protocol.openai.structure import BYTE_ORDER_MARK
 from kvrs.proxy.streams.metrics import AdmissionMetrics
 from kvrs.proxy.wire.requests import RequestUsage
 
@@ -116,9 +116,8 @@ class ClientBodies:
             whole = content.read_nowait()
         else:
             whole = await self._read_rest(content, connection, held)
-        whole = without_mark(whole)
-        held.allow(len(whole))
-        held.resize(len(whole))
+        whole = whole.removeprefix(BYTE_ORDER_MARK)
+        held.take(len(whole))
         return whole
 
     async def _read_rest(

@@ -1,21 +1,24 @@
-"""Notes about every request at the client port: its id, its answer, and its access line."""
+"""Steps around the handler of every request at the client port: its id, its tenant, its errors, and
+its access line.
+"""
 
 import asyncio
 import logging
+import os
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from kvrs.net.direct import DirectRequest, DirectServer, SentResponse, Serve
+from kvrs.errors import RequestError
+from kvrs.net.direct import DirectRequest, SentResponse
 from kvrs.process.logs import Row, log_rows
-from kvrs.proxy.api.tenants import TENANT
+from kvrs.proxy.api.answers import bug_response, error_response
+from kvrs.proxy.api.tenants import OPEN_PATHS, TENANT, Tenant, Tenants
 from kvrs.proxy.streams.stream_metrics import Tally, TallySeries
 from kvrs.proxy.wire.requests import (
     CURRENT,
@@ -32,7 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvrs.access")
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+R = TypeVar("R", bound=ClientRequest)
+A = TypeVar("A", bound=web.StreamResponse | SentResponse)
 
 CLIENT_GONE = 499
 _UNKNOWN = "other"  # The path of what is served at none.
@@ -88,6 +92,7 @@ class RequestObserver:
         self,
         registry: CollectorRegistry,
         clock: Callable[[], float],
+        tenants: Tenants,
         *,
         logs_access: bool,
         tracer: "RequestTracer | None" = None,
@@ -100,53 +105,64 @@ class RequestObserver:
         )
         self._series: dict[tuple[str, int], Tally] = {}
         self._clock = clock
+        self._tenants = tenants
         self._access = AccessLog(time.time) if logs_access else None
         self._tracer = tracer
 
-    def watch(
-        self, app: web.Application, direct: DirectServer
-    ) -> tuple[web.Application, DirectServer]:
-        """Note the requests of a port, before anything else is done for them. The id is in the
-        header of every response, also of a refusal.
-        """
-        app.middlewares.insert(0, self._observe)
-        paths = {path: partial(self._observe_direct, serve) for path, serve in direct.paths.items()}
-        return app, DirectServer(paths, direct.unfinished)
-
     @web.middleware
-    async def _observe(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        context, began_s, status = self._begin(request), self._clock(), CLIENT_GONE
+    async def answer(self, request: R, handler: Callable[[R], Awaitable[A]]) -> A | web.Response:
+        """Answer a request, whose tenant is known before anything of its body is read. Every error
+        has the body that OpenAI clients read, and every response the id, also a refusal. An id that
+        could not stand in a log or a header is replaced, and a trace that is none is dropped.
+        """
+        given, trace = request.headers.get(REQUEST_ID, ""), request.headers.get(TRACEPARENT, "")
+        context = RequestContext(
+            given if _ID.fullmatch(given) else os.urandom(16).hex(),
+            trace if _TRACEPARENT.fullmatch(trace) else None,
+        )
+        if self._tracer is not None:
+            self._tracer.begin(context, request.method)
+        CURRENT.set(context)
+        # For responses that write their head themselves.
+        request[REQUEST_ID_KEY] = context.id
+        began_s, status, tenant = self._clock(), CLIENT_GONE, self._tenants.only
+        response: A | web.Response
         try:
-            response = await handler(request)
-            status = response.status
-            if not response.prepared:
-                response.headers[REQUEST_ID] = context.id
-            return response
-        except web.HTTPException as error:
-            status = error.status
-            error.headers[REQUEST_ID] = context.id
-            raise
-        finally:
-            self._end(request, context, _path_of(request), status, began_s)
-
-    async def _observe_direct(
-        self, serve: Serve, request: DirectRequest
-    ) -> web.Response | SentResponse:
-        context, began_s, status = self._begin(request), self._clock(), CLIENT_GONE
-        try:
-            response = await serve(request)
-            status = 200
-            if isinstance(response, web.Response):
+            try:
+                if tenant is None and request.path not in OPEN_PATHS:
+                    tenant = self._tenants.of(request)
+                if tenant is not None:
+                    request[TENANT] = tenant
+                response = await handler(request)
+            except RequestError as error:
+                response = error_response(error)
+                # The rest of the body is not read.
+                if isinstance(request, web.Request) and not request.content.at_eof():
+                    response.force_close()
+            except web.HTTPException as error:  # As at every port.
+                status = error.status
+                error.headers[REQUEST_ID] = context.id
+                raise
+            except Exception:
+                # An internal error. After the headers only the end of the connection can signal it.
+                if _has_begun(request):
+                    raise
+                response = bug_response()
+            if isinstance(response, SentResponse):
+                status = 200
+            else:
                 status = response.status
-                response.headers[REQUEST_ID] = context.id
+                if not response.prepared:
+                    response.headers[REQUEST_ID] = context.id
             return response
         finally:
-            self._end(request, context, request.path, status, began_s)
+            self._end(request, context, tenant, status, began_s)
 
     def note_refusal(self, status: int, headers: Mapping[str, str]) -> Mapping[str, str]:
         """Note a request that the HTTP server has refused by itself; the headers of its answer."""
-        request_id = _id_of(headers)
-        self._count(_UNKNOWN, status)
+        given = headers.get(REQUEST_ID, "")
+        request_id = given if _ID.fullmatch(given) else os.urandom(16).hex()
+        (self._series.get((_UNKNOWN, status)) or self._new_series(_UNKNOWN, status)).value += 1
         if self._access is not None:
             self._access.add(
                 {"request_id": request_id, "method": "", "path": _UNKNOWN, "status": status}
@@ -160,39 +176,20 @@ class RequestObserver:
         if self._tracer is not None:
             await self._tracer.close()
 
-    def _begin(self, request: ClientRequest) -> RequestContext:
-        """Begin the context of a request. An id that could not stand in a log or a header is
-        replaced, and a trace that is none is dropped.
-        """
-        headers = request.headers
-        trace = headers.get(TRACEPARENT, "")
-        context = RequestContext(
-            _id_of(headers),
-            trace if _TRACEPARENT.fullmatch(trace) else None,
-        )
-        if self._tracer is not None:
-            self._tracer.begin(context, request.method)
-        CURRENT.set(context)
-        # For responses that write their head themselves.
-        state = request.state if isinstance(request, DirectRequest) else request
-        state[REQUEST_ID_KEY] = context.id
-        return context
-
-    def _count(self, path: str, status: int) -> None:
-        series = self._series.get((path, status))
-        if series is None:
-            series = self._series[path, status] = self._responses.of(path, _code(status))
-        series.value += 1
+    def _new_series(self, path: str, status: int) -> Tally:
+        series = self._series[path, status] = self._responses.of(path, _code(status))
+        return series
 
     def _end(
         self,
         request: ClientRequest,
         context: RequestContext,
-        path: str,
+        tenant: Tenant | None,
         status: int,
         began_s: float,
     ) -> None:
-        self._count(path, status)
+        path = request.path if isinstance(request, DirectRequest) else _path_of(request)
+        (self._series.get((path, status)) or self._new_series(path, status)).value += 1
         if context.trace is not None:
             context.trace.end(path, status)
         if self._access is None:
@@ -204,15 +201,16 @@ class RequestObserver:
             "status": status,
             "seconds": round(self._clock() - began_s, 6),
         }
-        state = request.state if isinstance(request, DirectRequest) else request
-        if (tenant := state.get(TENANT)) is not None and tenant.name:
+        if tenant is not None and tenant.name:
             facts["tenant"] = tenant.name
         self._access.add(facts)
 
 
-def _id_of(headers: Mapping[str, str]) -> str:
-    given = headers.get(REQUEST_ID, "")
-    return given if _ID.fullmatch(given) else secrets.token_hex(16)
+def _has_begun(request: ClientRequest) -> bool:
+    """Something of the response has been written."""
+    if isinstance(request, DirectRequest):
+        return request.is_begun
+    return request.writer.output_size > 0
 
 
 def _path_of(request: web.Request) -> str:

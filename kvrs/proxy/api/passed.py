@@ -22,7 +22,6 @@ from kvrs.protocol.openai.structure import check_structure
 from kvrs.protocol.token_ids import encode
 from kvrs.proxy.api.admission import Admissions, find_model
 from kvrs.proxy.api.answers import json_response, refusal
-from kvrs.proxy.api.tenants import TENANT
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call, context_headers
 from kvrs.proxy.streams.driver import Driver, out_of_time
@@ -93,7 +92,7 @@ class Passed:
             app.router.add_post(path, partial(self._serve, path))
 
     async def _serve(self, path: str, request: web.Request) -> web.Response:
-        call = self._admissions.begin(request, request[TENANT])
+        call = self._admissions.begin(request)
         with call.held:
             await self._admissions.read_body(call)
             call.held.open(1)

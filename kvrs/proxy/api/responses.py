@@ -211,7 +211,7 @@ class ResponsesApi:
     async def _run(
         self, request: web.Request, enter: Enter, started: "asyncio.Future[RunningResponse]"
     ) -> Outcome:
-        call = self._admissions.begin(request, request[TENANT])
+        call = self._admissions.begin(request)
         with call.held:
             entry = await enter(call)
             (journal,) = call.journals
@@ -318,7 +318,7 @@ class ResponsesApi:
         stored = Stored(name, int(time.time()), call.body)
         asked = await self._parse(call, stored.body)
         call.resume = self._resume(request, stored.id, stored.encode())
-        await self._admissions.admit_parsed(call)
+        await self._admissions.admit(call)
         return BegunResponse(stored, asked)
 
     async def _again(self, request: web.Request, record: Record, call: ClientCall) -> BegunResponse:
@@ -327,7 +327,7 @@ class ResponsesApi:
         resume = self._resume(request, stored.id, record.header.request)
         # The very stream that the client knows.
         call.resume = replace(resume, stream=record.stream)
-        await self._admissions.admit_parsed(call)
+        await self._admissions.admit(call)
         return BegunResponse(stored, asked)
 
     async def _parse(self, call: ClientCall, body: bytes) -> ResponseRequest:

@@ -9,14 +9,12 @@ from aiohttp import web
 
 from kvrs.core.model.streams import Complete
 from kvrs.errors import RequestError
-from kvrs.net.direct import DirectRequest
 from kvrs.protocol.openai.chunks import DONE, error_body, sse
 from kvrs.proxy.api.admission import Admissions, ClientCall, whole_fields
-from kvrs.proxy.api.answers import bug_response, error_response, json_response, refusal
+from kvrs.proxy.api.answers import json_response, refusal
 from kvrs.proxy.api.choices import ChoiceClient, Merger, run_together
 from kvrs.proxy.api.generate import GenerateClient, WholeGenerateClient
 from kvrs.proxy.api.passed import Passed
-from kvrs.proxy.api.tenants import TENANT, Tenant, Tenants
 from kvrs.proxy.backends.backend import is_the_clients_fault
 from kvrs.proxy.mirror.failures import SUPERSEDED
 from kvrs.proxy.mirror.headers import ResumeRequest
@@ -42,7 +40,6 @@ class Serving:
     def __init__(
         self,
         admissions: Admissions,
-        tenants: Tenants,
         driver: Driver,
         mirror: Mirror,
         passed: Passed,
@@ -51,7 +48,6 @@ class Serving:
     ) -> None:
         self.admissions = admissions
         self.keep_alives = KeepAlives()
-        self._tenants = tenants
         self._driver = driver
         self._mirror = mirror
         self._passed = passed
@@ -60,28 +56,16 @@ class Serving:
 
     async def in_full(self, read: Read, request: web.Request) -> web.StreamResponse:
         """Serve a request of aiohttp's server."""
-        response = await self._serve(read, request, request[TENANT])
+        response = await self.serve(read, request)
         return Sent(response) if isinstance(response, SseClient) else response
 
-    async def directly(self, read: Read, request: DirectRequest) -> Response:
-        """Serve a request without aiohttp's server, and without its middlewares."""
-        try:
-            request.state[TENANT] = tenant = self._tenants.only or self._tenants.of(request)
-            return await self._serve(read, request, tenant)
-        except RequestError as error:
-            return error_response(error)
-        except Exception:
-            if request.is_begun:
-                raise
-            return bug_response()
-
-    async def _serve(self, read: Read, request: ClientRequest, tenant: Tenant) -> Response:
+    async def serve(self, read: Read, request: ClientRequest) -> Response:
         """Admit a request and respond to it; count it by its outcome."""
-        call = self.admissions.begin(request, tenant)
+        call = self.admissions.begin(request)
         try:
             try:
                 await self.admissions.admit(call, read)
-            except (RequestError, web.HTTPException):
+            except RequestError:
                 self._counts["rejected"].value += 1
                 raise
             if (client := call.client) is not None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from kvrs.config.file import Config
 from kvrs.config.tenants import TenantSettings, key_hash, read_tenants
@@ -25,7 +24,8 @@ log = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
 _LONGEST_KEY_BYTES = 512
-_OPEN_PATHS = ("/healthz", "/readyz", "/health")
+# What is served without an API key.
+OPEN_PATHS = ("/healthz", "/readyz", "/health")
 
 
 @dataclass(slots=True, eq=False)
@@ -66,13 +66,6 @@ class Tenants:
 
     # Requests.
 
-    @web.middleware
-    async def authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Give each request its tenant, before anything of its body is read."""
-        if request.path not in _OPEN_PATHS:
-            request[TENANT] = self.of(request)
-        return await handler(request)
-
     def secret_of(self, request: ClientRequest, tenant: Tenant) -> TenantSecret:
         """For records of streams."""
         if tenant.secret is not None:
@@ -82,9 +75,11 @@ class Tenants:
         return TenantSecret(self._ring, owner)
 
     def of(self, request: ClientRequest) -> Tenant:
-        """Raises RequestError: the key is missing or unknown, or its tenant is not enabled."""
-        if self.only is not None:
-            return self.only
+        """The tenant of the key, where there are keys.
+
+        Raises:
+            RequestError: the key is missing or unknown, or its tenant is not enabled.
+        """
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         given = key.strip().encode("utf-8", "surrogateescape")
         if scheme.lower() != "bearer" or not given or len(given) > _LONGEST_KEY_BYTES:

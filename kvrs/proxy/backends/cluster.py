@@ -24,10 +24,11 @@ def new_engine_links(config: Config, secret: bytes, tls: Certificates | None = N
     """The connections for all requests to instances. vLLM cannot prove itself: it gets no key of
     the cluster, but its own API key.
     """
+    coalesce_s = config.proxy.coalesce_ms / 1000
     if config.cluster.backend is Engine.VLLM:
-        return EngineLinks(Access(token=os.environ.get(VLLM_API_KEY) or None))
+        return EngineLinks(Access(token=os.environ.get(VLLM_API_KEY) or None), coalesce_s)
     instances = [instance for _, instance in config.cluster.instances()]
-    return EngineLinks(Access(instance_keys(secret, instances), tls))
+    return EngineLinks(Access(instance_keys(secret, instances), tls), coalesce_s)
 
 
 def open_backends(

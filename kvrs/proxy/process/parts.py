@@ -146,7 +146,9 @@ def build(
         reloads.add(part)
     # The last one: a tracer has a thread.
     tracer, logs_access = open_tracer(config.proxy.id, engine, os.environ), config.logs.access
-    observer = RequestObserver(metrics.registry, clock, logs_access=logs_access, tracer=tracer)
+    observer = RequestObserver(
+        metrics.registry, clock, tenants, logs_access=logs_access, tracer=tracer
+    )
     return Parts(
         metrics,
         observer,

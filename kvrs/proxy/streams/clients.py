@@ -14,7 +14,7 @@ from aiohttp.helpers import rfc822_formatted_time
 
 from kvrs.errors import KvrsError
 from kvrs.ids import StreamId
-from kvrs.net.direct import DirectConnection, DirectRequest
+from kvrs.net.direct import DirectConnection, DirectRequest, SentResponse
 from kvrs.net.http_connection import SERVER, HttpConnection
 from kvrs.protocol.mirror import StreamEvent
 from kvrs.proxy.wire.requests import (
@@ -79,7 +79,7 @@ WRITE_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
-class SseClient:
+class SseClient(SentResponse):
     """A client that gets a stream. Headers are sent with the first event, or with a comment that
     keeps the connection open, so that earlier errors have a status.
     """
@@ -175,11 +175,10 @@ class SseClient:
         if isinstance(connection, DirectConnection | HttpConnection):
             self._connection = connection
             connection.room_changed = self._room_changed
-        state = request.state if isinstance(request, DirectRequest) else request
         lines = ""
         for name, value in self.head().items():
             lines += f"{name}: {value}\r\n"
-        if (request_id := state.get(REQUEST_ID_KEY)) is not None:
+        if (request_id := request.get(REQUEST_ID_KEY)) is not None:
             lines += f"{REQUEST_ID}: {request_id}\r\n"
         if self._is_chunked:
             lines += _CHUNKED if self.keeps_open else _CHUNKED + _LAST_OF_CONNECTION

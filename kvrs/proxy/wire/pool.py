@@ -7,6 +7,7 @@ at 20/s, 256 at 200/s; ranges 0.80 to 1.31).
 
 import asyncio
 import os
+import select
 import socket
 import ssl
 from urllib.parse import urlsplit
@@ -37,6 +38,7 @@ from kvrs.proxy.wire.peer import (
     reason_of,
     set_options,
 )
+from kvrs.proxy.wire.steady_reads import SteadyReads
 from kvrs.proxy.wire.upstream import Need, Upstream, WholeReader
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
@@ -58,10 +60,14 @@ class EngineLinks:
     calls of streams.
     """
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, coalesce_s: float = 0.0) -> None:
+        """`coalesce_s`: the tick at which steady streams are read; 0: each as its bytes come."""
         self._keys = None if access.keys is None else dict(access.keys)
         self._access = access = replace(access, keys=self._keys)
         self._pools: list[Pool] = []
+        # Other systems than Linux have no epoll.
+        is_steady = coalesce_s > 0 and hasattr(select, "epoll")
+        self._steady = SteadyReads(coalesce_s) if is_steady else None
         self.large = LargeWork()  # Of whatever is sent and received here.
         self.session = (
             new_unproven_session(access.token)
@@ -75,7 +81,7 @@ class EngineLinks:
             self._keys.update(keys)
 
     def pool(self, url: str) -> "Pool":
-        self._pools.append(made := Pool(self._access, url))
+        self._pools.append(made := Pool(self._access, url, self._steady))
         return made
 
     def drop(self, pool: "Pool") -> None:
@@ -86,6 +92,8 @@ class EngineLinks:
     async def close(self) -> None:
         for pool in self._pools:
             pool.close()
+        if self._steady is not None:
+            self._steady.close()
         await self.session.close()
 
     async def __aenter__(self) -> "EngineLinks":
@@ -98,9 +106,10 @@ class EngineLinks:
 class Pool:
     """The connections to the process at one URL."""
 
-    def __init__(self, access: Access, url: str) -> None:
+    def __init__(self, access: Access, url: str, steady: SteadyReads | None = None) -> None:
         parsed = urlsplit(url)
         self._access = access
+        self._steady = steady
         self._url = url
         self._host, self._port = parsed.hostname or "", parsed.port or 80
         self._is_numeric = is_numeric(self._host)
@@ -216,7 +225,7 @@ class Pool:
     async def _connect(self) -> Upstream | None:
         """None: this process had no descriptor for it."""
         loop = asyncio.get_running_loop()
-        upstream = Upstream(loop, self._forget)
+        upstream = Upstream(loop, self._forget, self._steady)
         try:
             key = self._key()
             transport, greeter = await self._open(loop)

@@ -3,6 +3,7 @@
 """
 
 import re
+from itertools import repeat
 
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
@@ -15,10 +16,8 @@ _OF_ALL = (
     *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
     *("mm_processor_kwargs", "media_io_kwargs", "truncate_prompt_tokens", "truncation_side"),
 )
-# Chat templates write these before the messages.
-_IN_FRONT = ("tools", "documents")
-# Engines answer these without their prefix caches.
-_UNCACHED = ("prompt_logprobs",)
+# Chat templates write tools and documents before the messages.
+_TEXTS = ("tools", "documents", "messages", "prompt")
 # A picture or a sound in the text of a request has as many bytes as a book, and few tokens.
 _BLOB = re.compile(rb'"(?:data:[\w.+/;=-]*,)?[A-Za-z0-9+/=_-]{512,}"')
 
@@ -28,18 +27,18 @@ def prefix_of(parsed: ParsedRequest, *, has_media: bool = False) -> Prefix:
     may hold more than text.
     """
     fields = dict(parsed.fields.items())
-    if parsed.echo or any(name in fields for name in _UNCACHED):
+    # Engines answer these without their prefix caches.
+    if parsed.echo or "prompt_logprobs" in fields:
         return NO_PREFIX
-    kinds = [parsed.endpoint.object, *(fields.get(name, b"") for name in _OF_ALL)]
+    kinds = [parsed.endpoint.object, *map(fields.get, _OF_ALL, repeat(b""))]
     if (ids := parsed.prompt_ids) is not None:
         kinds.append(b"ids")
-        text = memoryview(ids).cast("B")
+        text = ids.tobytes()
     else:
-        parts = [fields[name] for name in (*_IN_FRONT, "messages", "prompt") if name in fields]
-        text = memoryview(parts[0] if len(parts) == 1 else b"".join(map(bytes, parts)))
+        text = b"".join(filter(None, map(fields.get, _TEXTS)))
         if has_media:
-            text = memoryview(_BLOB.sub(_hash_of, text.tobytes()))
-    return Prefix(chain(xxh3_64_intdigest(b"\0".join(map(bytes, kinds))), text), len(text))
+            text = _BLOB.sub(_hash_of, text)
+    return Prefix(chain(xxh3_64_intdigest(b"\0".join(kinds)), text), len(text))
 
 
 def _hash_of(blob: re.Match[bytes]) -> bytes:

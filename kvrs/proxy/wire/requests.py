@@ -5,11 +5,12 @@ cluster (its id and trace), and what it holds of the memory for bodies and of it
 from array import array
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from kvrs.core.books.tenants import RETRY_S, TenantMeter
 from kvrs.core.model.prefixes import Prefix
@@ -26,9 +27,8 @@ from kvrs.protocol.openai.fields import EMBEDDED, ApiKind
 from kvrs.protocol.openai.requests import (
     ChatRequest,
     CompletionRequest,
-    read_chat,
-    read_completion,
     read_prompt,
+    read_request,
 )
 from kvrs.protocol.openai.structure import MAX_ELEMENTS
 from kvrs.protocol.tags import salt_of
@@ -53,8 +53,7 @@ REQUEST_ID_KEY = web.RequestKey("request_id", str)
 ClientRequest = DirectRequest | web.Request
 
 
-@dataclass(slots=True, eq=False)
-class RequestContext:
+class RequestContext(msgspec.Struct, eq=False):
     id: str
     traceparent: str | None = None  # Of the client, or of the span that it has here.
     trace: Any = None  # Its RequestTrace (kvrs/proxy/streams/spans.py), if it has one.
@@ -74,11 +73,6 @@ class Endpoint(msgspec.Struct, frozen=True):
     path: str
     object: bytes  # Value of `object` in every event.
     api: ApiKind
-    # By a body, a backend, and how many elements the body may have; with further prompts.
-    read: Callable[
-        [bytes, str, int],
-        tuple[CompletionRequest | ChatRequest, dict[str, msgspec.Raw], list[msgspec.Raw]],
-    ]
     choice: Callable[[TextDelta], Choice | ChatChunkChoice]
 
     def event(
@@ -106,14 +100,12 @@ COMPLETIONS = Endpoint(
     path="/v1/completions",
     object=b"text_completion",
     api=ApiKind.COMPLETIONS,
-    read=read_completion,
     choice=lambda delta: Choice(text=delta.text),
 )
 CHAT = Endpoint(
     path="/v1/chat/completions",
     object=b"chat.completion.chunk",
     api=ApiKind.CHAT,
-    read=read_chat,
     choice=lambda delta: ChatChunkChoice(delta=_chat_delta(delta)),
 )
 
@@ -127,8 +119,7 @@ class ByteBudget:
         self.total_bytes = total_bytes
 
 
-@dataclass(slots=True, eq=False)
-class RequestUsage:
+class RequestUsage(msgspec.Struct, eq=False):
     """Bytes of the budget, and streams of its tenant's limit, that one request holds until its
     block is left. `meter`: of the tenant; None: it has no limit.
     """
@@ -147,8 +138,8 @@ class RequestUsage:
 
     def end(self) -> None:
         """Give all of it back."""
-        self.resize(0)
-        self.is_over = True
+        self.budget.held_bytes -= self.size_bytes
+        self.size_bytes, self.is_over = 0, True
         if self.meter is not None:
             self.meter.give(self.streams)
 
@@ -170,6 +161,17 @@ class RequestUsage:
                 status=503,
                 code="no_room",
             )
+
+    def take(self, size_bytes: int) -> None:
+        """Hold a body of this size; raises RequestError: as `allow`."""
+        budget = self.budget
+        if (
+            size_bytes > budget.max_body_bytes
+            or budget.held_bytes + size_bytes > budget.total_bytes
+        ):
+            self.allow(size_bytes)
+        budget.held_bytes += size_bytes - self.size_bytes
+        self.size_bytes = size_bytes
 
     def resize(self, size_bytes: int) -> None:
         """Note what is held in any case."""
@@ -215,8 +217,7 @@ class PackedFields(Mapping[str, msgspec.Raw]):
         return len(_FIELDS.decode(self.text))
 
 
-@dataclass(slots=True, eq=False)
-class ParsedRequest:
+class ParsedRequest(msgspec.Struct, eq=False):
     """A client's request, and undecoded those of its fields that engines get, which lie in the
     body. Of several prompts each has its own, of which the first is the request.
     """
@@ -254,38 +255,31 @@ class ParsedRequest:
         if isinstance(self.request, CompletionRequest) and self.request.n == 1:
             self._drop_prompt()
         if self.held is not None:  # The budget follows what is kept.
-            before_bytes, kept_bytes = self.counted_bytes, self._count()
-            self.held.resize(self.held.size_bytes - before_bytes + kept_bytes)
+            before_bytes = self.counted_bytes
+            self.counted_bytes = self.fields_bytes + _BYTES_PER_ID * len(self.prompt_ids)
+            self.held.resize(self.held.size_bytes - before_bytes + self.counted_bytes)
 
     def hold(self, held: RequestUsage) -> None:
         """Keep no more of the body than is needed, and have the budget follow that."""
         kept_bytes = 0
-        for parsed in (self, *self.more):
-            parsed.held = held
-            parsed.strip()
-            kept_bytes += parsed._count()
-        held.resize(kept_bytes)
-
-    def strip(self) -> None:
-        """Drop what was decoded to be checked, and is in `fields` as well."""
-        request = self.request
-        request.stop_token_ids, request.bad_words = _NO_IDS, _NO_WORDS
-        request.response_format = _NO_FORMAT
-        request.allowed_token_ids, request.logit_bias = None, _NO_BIASES
-        request.user = None
-        if isinstance(request, CompletionRequest):
-            request.prompt = ""
-            if self.prompt_ids is not None:
-                self.is_packed = True
-                self._drop_prompt()
-        if not self.is_packed:
-            self.fields_bytes = sum(map(len, self.fields.values()))
-
-    def _count(self) -> int:
-        """The bytes that are kept from now on."""
-        ids = self.prompt_ids or ()
-        self.counted_bytes = self.fields_bytes + _BYTES_PER_ID * len(ids)
-        return self.counted_bytes
+        for one in (self, *self.more):
+            one.held, request = held, one.request
+            # What was decoded to be checked is in `fields` as well.
+            request.stop_token_ids, request.bad_words = _NO_IDS, _NO_WORDS
+            request.response_format = _NO_FORMAT
+            request.allowed_token_ids, request.logit_bias = None, _NO_BIASES
+            request.user = None
+            if isinstance(request, CompletionRequest):
+                request.prompt = ""
+                if one.prompt_ids is not None:
+                    one.is_packed = True
+                    one._drop_prompt()
+            if not one.is_packed:
+                one.fields_bytes = sum(map(len, one.fields.values()))
+            one.counted_bytes = one.fields_bytes + _BYTES_PER_ID * len(one.prompt_ids or ())
+            kept_bytes += one.counted_bytes
+        held.budget.held_bytes += kept_bytes - held.size_bytes
+        held.size_bytes = kept_bytes
 
     def _drop_prompt(self) -> None:
         # The others are copied: one that lies in the body keeps all of it.
@@ -303,42 +297,39 @@ def read(
     Raises:
         RequestError: it is malformed, or has a field that the backend does not take.
     """
-    request, fields, prompts = endpoint.read(body, backend, max_elements)
-    others_bytes = sum(map(len, prompts))
-    parsed = _parsed(endpoint, request, fields, len(body) - others_bytes)
-    if prompts:
-        assert isinstance(request, CompletionRequest)
-        shared_bytes = parsed.size_bytes - len(fields["prompt"])
-        parsed.more = tuple(
-            _parsed(
-                endpoint,
-                msgspec.structs.replace(request, prompt=read_prompt(prompt)),
-                fields | {"prompt": prompt},
-                shared_bytes + len(prompt),
-            )
-            for prompt in prompts
-        )
-    return parsed
-
-
-def _parsed(
-    endpoint: Endpoint,
-    request: CompletionRequest | ChatRequest,
-    fields: dict[str, msgspec.Raw],
-    size_bytes: int,
-) -> ParsedRequest:
+    request, fields, prompts = read_request(body, endpoint.api, backend, max_elements)
+    size_bytes = len(body) - sum(map(len, prompts))
     parsed = ParsedRequest(endpoint, request, fields, size_bytes, fields_bytes=size_bytes)
-    if not isinstance(request, CompletionRequest):
-        return parsed
-    parsed.echo = request.echo
-    if not isinstance(request.prompt, str):
-        try:
-            given = packed(request.prompt)
-        except ValueError:
-            raise RequestError("token ids must be below 2^32", param="prompt") from None
-        # Which ids are left of those that are truncated, the engine reports.
-        parsed.prompt_ids = None if "truncate_prompt_tokens" in fields else given
+    if isinstance(request, CompletionRequest):
+        parsed.echo = request.echo
+        if not isinstance(request.prompt, str):
+            parsed.prompt_ids = _given_ids(request.prompt, fields)
+        if prompts:
+            parsed.more = tuple(_with_prompt(parsed, each) for each in prompts)
     return parsed
+
+
+def _with_prompt(first: ParsedRequest, prompt: msgspec.Raw) -> ParsedRequest:
+    """The request of one of the prompts behind the first one."""
+    given, fields = read_prompt(prompt), dict(first.fields) | {"prompt": prompt}
+    size_bytes = first.size_bytes - len(first.fields["prompt"]) + len(prompt)
+    return replace(
+        first,
+        request=replace(first.request, prompt=given),
+        fields=fields,
+        size_bytes=size_bytes,
+        fields_bytes=size_bytes,
+        prompt_ids=None if isinstance(given, str) else _given_ids(given, fields),
+    )
+
+
+def _given_ids(ids: list[int], fields: Mapping[str, msgspec.Raw]) -> "array[int] | None":
+    try:
+        given = packed(ids)
+    except ValueError:
+        raise RequestError("token ids must be below 2^32", param="prompt") from None
+    # Which ids are left of those that are truncated, the engine reports.
+    return None if "truncate_prompt_tokens" in fields else given
 
 
 def salted(parsed: ParsedRequest, secret: TenantSecret | None, adapter: str = "") -> ParsedRequest:

@@ -16,8 +16,10 @@ from kvrs.process.eager_task import Signal
 from kvrs.proxy.wire.http_response import BrokenBody, Fault, HttpResponse, NotHttp
 from kvrs.proxy.wire.peer import LARGE_BODY_BYTES, ConnectionLostError, UnusableError
 from kvrs.proxy.wire.sse import EventSplitter
+from kvrs.proxy.wire.steady_reads import SteadyReads
 
 _MAX_REFUSAL_BYTES = 8 << 20
+_READ_BYTES = 8 << 10  # Of a steady stream at a time.
 
 
 class Need(Enum):
@@ -92,19 +94,26 @@ class EventReader:
 
 class Upstream(asyncio.Protocol):
     """Serves one call at a time. `lost` is called once the connection has ended; if it had a call,
-    with that and its error, which it is to raise.
+    with that and its error, which it is to raise. `steady` reads a connection whose tokens take the
+    reader's shortcut; None: the event loop does.
     """
 
     __slots__ = (
-        *("_ended", "_is_paused", "_is_sent", "_loop", "_lost", "_reader", "_refusal"),
-        *("_response", "_room", "_shortcut", "_take", "status", "transport"),
+        *("_descriptor", "_ended", "_is_paused", "_is_sent", "_is_steady", "_loop", "_lost"),
+        *("_reader", "_refusal", "_response", "_room", "_shortcut", "_steady", "_take", "status"),
+        "transport",
     )
 
     transport: asyncio.Transport  # From `connection_made` on, which comes before any call.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, lost: "Lost") -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, lost: "Lost", steady: SteadyReads | None = None
+    ) -> None:
         self._loop = loop
         self._lost = lost
+        self._steady = steady
+        self._is_steady = False
+        self._descriptor: int | None = None  # While `steady` reads it.
         # The response of the call that runs, if one does.
         self._response: HttpResponse | None = None
         self._reader: Reader | None = None
@@ -174,6 +183,8 @@ class Upstream(asyncio.Protocol):
         """
         response, self._response = self._response, None
         self._reader = self._take = self._refusal = self._ended = self._shortcut = None
+        if self._is_steady:
+            self._end_steady()
         if response is not None and response.is_complete and response.keeps_open and self._is_sent:
             if self._is_paused:
                 self.resume()
@@ -182,6 +193,8 @@ class Upstream(asyncio.Protocol):
         return False
 
     def close(self) -> None:
+        if self._is_steady:
+            self._end_steady(reads_on=False)
         self.transport.abort()
 
     # Flow.
@@ -189,6 +202,8 @@ class Upstream(asyncio.Protocol):
     def pause(self) -> None:
         if not self._is_paused and not self.transport.is_closing():
             self._is_paused = True
+            if self._is_steady:
+                self._end_steady(reads_on=False)
             self.transport.pause_reading()
 
     def resume(self) -> None:
@@ -196,6 +211,39 @@ class Upstream(asyncio.Protocol):
             self._is_paused = False
             if not self.transport.is_closing():
                 self.transport.resume_reading()
+
+    # Steady streams.
+
+    def _use_shortcut(self, shortcut: Shortcut, response: HttpResponse) -> None:
+        is_read = self._refusal is None and self._take is not _drop
+        if not is_read or not response.is_between_chunks:
+            return
+        self._shortcut = shortcut
+        is_open = not (self._is_steady or self._is_paused or self.transport.is_closing())
+        if self._steady is not None and is_open:
+            self._is_steady = True
+            self._descriptor = self._steady.begin(self.transport, self)
+
+    def read(self) -> None:
+        """Take the bytes that have come to a steady stream."""
+        assert self._descriptor is not None
+        try:
+            data = os.read(self._descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self.data_received(data)
+        else:
+            self._end_steady()  # The event loop finds the end by itself.
+
+    def _end_steady(self, *, reads_on: bool = True) -> None:
+        assert self._steady is not None
+        descriptor, self._descriptor, self._is_steady = self._descriptor, None, False
+        self._steady.end(descriptor, self)
+        if reads_on and descriptor is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     # What the event loop calls.
 
@@ -243,10 +291,11 @@ class Upstream(asyncio.Protocol):
         elif response.fault is not None:
             self._fail(_error_of(response.fault))
         elif self._reader is not None and (shortcut := self._reader.shortcut) is not None:
-            is_read = self._refusal is None and self._take is not _drop
-            self._shortcut = shortcut if is_read and response.is_between_chunks else None
+            self._use_shortcut(shortcut, response)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._is_steady:
+            self._end_steady(reads_on=False)
         self._shortcut, response = None, self._response
         if response is not None:
             response.feed_eof()

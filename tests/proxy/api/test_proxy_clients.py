@@ -202,10 +202,10 @@ async def test_an_internal_error_has_an_openai_body(
     """A client library shows the message in the body."""
     system = await build(pairs=1)
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("kvrs.proxy.api.admission.deadlines_of", broken)
+    monkeypatch.setattr("kvrs.proxy.api.admission.Journal", broken)
     status, body = await system.complete(**REQUEST)
 
     assert (status, msgspec.json.decode(body)["error"]["type"]) == (500, "server_error")

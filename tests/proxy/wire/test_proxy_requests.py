@@ -9,7 +9,7 @@ import pytest
 from kvrs.errors import RequestError
 from kvrs.protocol.openai.fields import VLLM
 from kvrs.protocol.token_ids import packed
-from kvrs.proxy.wire.requests import COMPLETIONS, read
+from kvrs.proxy.wire.requests import COMPLETIONS, ByteBudget, RequestUsage, read
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_what_is_kept_of_a_tokenised_request_is_small_and_has_all_other_fields()
     body = msgspec.json.encode({"prompt": "word " * 1000, **given})
     parsed = read(COMPLETIONS, body)
 
-    parsed.strip()
+    parsed.hold(RequestUsage(ByteBudget(1 << 20, len(body))))
     parsed.tokenised(packed(range(10)))
     parsed.pack()
 

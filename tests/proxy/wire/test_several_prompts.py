@@ -30,8 +30,7 @@ def test_the_budget_follows_all_prompts_of_a_request() -> None:
     budget = ByteBudget(1 << 20, len(body))
 
     with RequestUsage(budget) as held:
-        held.allow(len(body))
-        held.resize(len(body))
+        held.take(len(body))
         parsed = read(COMPLETIONS, body)
         parsed.hold(held)
         kept = [sum(map(len, one.fields.values())) for one in parsed.prompts]
