@@ -71,8 +71,10 @@ class RefusedError(KvrsError):
                 return False
 
 
-class Prefilled(msgspec.Struct, frozen=True):
-    """The result of prefill; `transfer` is forwarded once, to one decode call."""
+class Prefilled(msgspec.Struct):
+    """The result of prefill; `transfer` is forwarded once, to one decode call. `ids_text`: the ids
+    as they came, which that call sends as they are.
+    """
 
     prompt_ids: "array[int]"
     transfer: msgspec.Raw | None
@@ -82,6 +84,7 @@ class Prefilled(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None  # Of the prompt, for clients; None: its usage does not say.
     reused_tokens: int | None = None  # Of the prompt, that its cache had; None: it does not say.
     ranks: int = 1  # That hand it over, each a part.
+    ids_text: msgspec.Raw | None = None
 
 
 class Backend(Protocol):

@@ -145,9 +145,10 @@ def decode_call(
     slot_token: int = 0,
     has_rows: bool = False,
     traceparent: str | None = None,
+    ids_text: msgspec.Raw | None = None,
 ) -> Call:
     """The call that streams the tokens after the history, with `replays` all of the output. It
-    never has a peer's host and port.
+    never has a peer's host and port. `ids_text`: the ids of the prompt in JSON, if they are known.
     """
     call = _call(
         journal,
@@ -158,6 +159,7 @@ def decode_call(
         runs=runs,
         slot_token=slot_token,
         traceparent=traceparent,
+        ids_text=None if journal.output_ids else ids_text,
     )
     if has_rows:
         call.rows = _row_load(journal, attempt, runs)
@@ -189,6 +191,7 @@ def _call(
     runs: Sequence[act.PageRange] = (),
     slot_token: int = 0,
     traceparent: str | None,
+    ids_text: msgspec.Raw | None = None,
 ) -> Call:
     endpoint = journal.parsed.endpoint
     history = journal.prompt_ids  # All of it, where there is no output.
@@ -227,9 +230,9 @@ def _call(
             CheckpointTarget(place.holder, place.reserved_bytes) for place in places
         ]
     if endpoint is CHAT:
-        params.token_ids = cast(list[int] | None, history)  # Encoded as one.
+        params.token_ids = cast(list[int] | None, ids_text or history)  # Encoded as one.
     elif has_ids:
-        fields["prompt"] = history
+        fields["prompt"] = ids_text or history
     headers = ""
     if (request := journal.request) is not None:
         # Engines take the id for that of their own request, which must differ from those of other

@@ -157,6 +157,7 @@ def _prefilled(body: bytes) -> Prefilled:
         None if bytes(transfer) in _ABSENT else transfer.copy(),
         cached_tokens=cached,
         reused_tokens=cached,
+        ids_text=msgspec.Raw(found),
     )
 
 

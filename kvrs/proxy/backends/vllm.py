@@ -15,7 +15,6 @@ from math import inf
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from kvrs.errors import ConfigError, KvrsError, UpstreamError
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -44,7 +43,7 @@ from kvrs.proxy.backends.vllm_models import ListedModels
 from kvrs.proxy.backends.vllm_replay import with_replay
 from kvrs.proxy.backends.vllm_rows import RowLoads
 from kvrs.proxy.backends.vllm_server import VllmServer
-from kvrs.proxy.backends.vllm_transfer import checked, read
+from kvrs.proxy.backends.vllm_transfer import Transfer, checked
 from kvrs.proxy.wire.event_form import LacksIdsError, check_events
 from kvrs.proxy.wire.peer import (
     DeniedError,
@@ -207,15 +206,13 @@ class VllmBackend(VllmServer):
                 "ignore_eos": True,
                 "kv_transfer_params": KvTransferParams(do_remote_decode=True),
             }
-            answer = await self._prefilled(
-                Call(_COMPLETIONS, asked), info.geometry.page_size_tokens
-            )
+            answer = await super().prefill(Call(_COMPLETIONS, asked))
             if answer.transfer is None:
                 raise UnusableError(
                     "prefill answered without kv_transfer_params: it has no connector, or "
                     "one of another kind"
                 )
-            return read(answer.transfer).remote_engine_id
+            return self._told(answer, info).remote_engine_id
         # vLLM warms its sampler up without a seed; the first seeded request compiles kernels, and
         # must not be a stream that is recovered (vLLM issue 54425).
         asked = fields | {"temperature": 1.0, "top_p": 0.9, "seed": 1, "stream": True}
@@ -313,9 +310,24 @@ class VllmBackend(VllmServer):
         # Of the output only the KV before it counts: an end token must not end the request.
         call.fields["ignore_eos"] = True
         try:
-            return await self._prefilled(self._plain(call), info.geometry.page_size_tokens)
+            answer = await super().prefill(self._plain(call))
         except DeniedError as error:
             raise await self._judged(error) from None
+        if answer.transfer is None:  # Its one token has ended the request.
+            return answer
+        told = self._told(answer, info)
+        answer.good_until_s, answer.ranks = awake_since_s() + _HAND_OFF_S, told.tp_size
+        if told.remote_prefill_cached_tokens is not None:
+            answer.reused_tokens = told.remote_prefill_cached_tokens
+        return answer
+
+    def _told(self, answer: Prefilled, info: InstanceInfo) -> Transfer:
+        """Raises UnusableError: the hand-off of an answer cannot be used."""
+        assert answer.transfer is not None
+        page_size_tokens = info.geometry.page_size_tokens
+        told = checked(bytes(answer.transfer), len(answer.prompt_ids), page_size_tokens)
+        self._process.noted(told.remote_engine_id)
+        return told
 
     def _plain(self, call: Call) -> Call:
         """The call without kvrs's own field, which vLLM does not know: its tier knows another."""
@@ -324,23 +336,6 @@ class VllmBackend(VllmServer):
             agents = call.rows.agents[:MAX_AGENTS]
             call.add_transfer(PARAMS_FIELD, seal(agents, self._params_key, time.time()))
         return call
-
-    async def _prefilled(self, call: Call, page_size_tokens: int) -> Prefilled:
-        answer = await super().prefill(call)
-        heard_s = awake_since_s()
-        if answer.transfer is None:  # Its one token has ended the request.
-            return answer
-        transfer = checked(bytes(answer.transfer), len(answer.prompt_ids), page_size_tokens)
-        told = read(transfer)
-        reused_tokens = told.remote_prefill_cached_tokens
-        self._process.noted(engine_mark(told.remote_engine_id))
-        return replace(
-            answer,
-            transfer=transfer,
-            good_until_s=heard_s + _HAND_OFF_S,
-            reused_tokens=answer.reused_tokens if reused_tokens is None else reused_tokens,
-            ranks=told.tp_size,
-        )
 
     async def decode(self, call: Call, reader: Reader) -> None:
         info = self._info

@@ -65,10 +65,10 @@ class ProcessIdentity:
         """The watch has ended, since a request of it failed."""
         self._doubt = _Doubt.LOST
 
-    def noted(self, mark: str) -> None:
-        """The process has shown this mark outside of `/metrics`."""
+    def noted(self, engine_id: str) -> None:
+        """The process has shown this engine id of NIXL."""
         if self.epoch and not self.is_in_doubt:
-            self._keep(mark)
+            self._keep(engine_mark(engine_id))
 
     def read(
         self,

@@ -47,8 +47,8 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TRANSFER = msgspec.json.Decoder(Transfer)
 
 
-def checked(raw: bytes, history_tokens: int, page_size_tokens: int) -> msgspec.Raw:
-    """Check that the parameters are of this history, and return them.
+def checked(raw: bytes, history_tokens: int, page_size_tokens: int) -> Transfer:
+    """Read parameters, and check that they are of this history.
 
     Raises:
         UnusableError: a field is missing or wrong; the message names it.
@@ -84,12 +84,7 @@ def checked(raw: bytes, history_tokens: int, page_size_tokens: int) -> msgspec.R
                 "a field that is not known",
                 "a number, a truth value or a short string in such a field",
             )
-    return msgspec.Raw(msgspec.json.encode(fields))
-
-
-def read(transfer: msgspec.Raw) -> Transfer:
-    """Read parameters that were checked."""
-    return _TRANSFER.decode(transfer)
+    return transfer
 
 
 def _wrong(name: str, got: Any, allowed: str) -> UnusableError:

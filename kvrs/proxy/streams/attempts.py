@@ -128,12 +128,13 @@ class AttemptCalls:
         if continuation is not None and (live.journal.remaining_tokens == 0 or continuation.ended):
             self._give_end(continuation)
             return None
-        plan, transfer, prefill = attempt.plan, None, attempt.begin()
+        plan, transfer, ids_text, prefill = attempt.plan, None, None, attempt.begin()
         if plan.prefill is None and (prefill or attempt.computes):
             live.enter(StreamPhase.PREFILL, plan.decode)
         if prefill is not None:
             answer = await self._prefill(prefill)
             transfer = answer.transfer if plan.prefill is not None else None
+            ids_text = answer.ids_text
             if transfer is not None and answer.good_until_s is not None:
                 self._hand_off = HandOff(
                     prefill,
@@ -156,7 +157,7 @@ class AttemptCalls:
                 raise UpstreamError(
                     "the hand-off came too late to be used: this proxy was stopped in between"
                 )
-        return self._decode(transfer, continuation)
+        return self._decode(transfer, continuation, ids_text)
 
     async def _end_alone(self) -> None:
         self._give_end(Continuation(self._live.journal, await self._driver.tokenizer.load()))
@@ -213,7 +214,10 @@ class AttemptCalls:
         return answer
 
     async def _decode(
-        self, transfer: msgspec.Raw | None, continuation: Continuation | EngineText | None
+        self,
+        transfer: msgspec.Raw | None,
+        continuation: Continuation | EngineText | None,
+        ids_text: msgspec.Raw | None,
     ) -> None:
         attempt, live, plan = self._attempt, self._live, self._attempt.plan
         if live.journal.output_ids:
@@ -247,11 +251,12 @@ class AttemptCalls:
                     slot_token=slot,
                     has_rows=self._instances.known[plan.decode].has_tier,
                     traceparent=None if self._span is None else self._span.traceparent,
+                    ids_text=ids_text,
                 )
                 self._mark(call, relay)
                 live.journal.parsed.pack()
                 decoded = backend.decode(call, relay)
-                del call, transfer, continuation  # The answer may take minutes.
+                del call, transfer, continuation, ids_text  # The answer may take minutes.
                 await decoded
                 relay.check_end()
         except ErrorEventError as error:

@@ -112,7 +112,7 @@ class SseClient(SentResponse):
 
     @property
     def direct(self) -> "SseClient | None":
-        return self if self._is_chunked else None
+        return self if self.request.version >= HttpVersion11 else None
 
     def send(self, events: Sequence[bytes]) -> None:
         """Send events, of which there is at least one."""

@@ -148,7 +148,7 @@ class Relay(AnswerReader):
         """
         self.silence.heard_s = self._clock()
         # Superseded attempt: drop its late tokens.
-        if self.is_over:
+        if self._attempt != self._journal.attempt:
             return Need.NOTHING
         if not self._pass_on(self._splitter.feed(data)):
             if self._templates:
@@ -276,7 +276,6 @@ class Relay(AnswerReader):
     def _take(self, data: bytes) -> bytes | None:
         """Append one event to the journal; returns the client's form of it, if it gets any."""
         usual = self._form.usual(data)
-        teaches = usual is data and self._may_learn()
         found = None if self._reads_all else next_token_ids(usual)
         if found is None:
             event = self._take_rare(usual)
@@ -284,19 +283,20 @@ class Relay(AnswerReader):
             ids, without_ids = found
             event = self._trim(usual if self._wants_ids else without_ids)
             self._append(ids)
-        if teaches and event is not None and self._journal.finish_reason is None:
+        is_last = self._journal.finish_reason is not None
+        if event is not None and usual is data and not is_last and self._may_learn():
             self._learn(usual)
         return event
 
     def _may_learn(self) -> bool:
-        """The next event may be of a kind that the token path is to know: it is passed on as the
-        engine sends it, and is not the first.
+        """The event may be of a kind that the token path is to know: it is passed on as the engine
+        sends it.
         """
         journal = self._journal
         most = _MOST_LESSONS + len(journal.output_ids) // _TOKENS_PER_LESSON
         return (
             self._lessons < most
-            and not (self._first_event or self._counts_each or journal.lacks_ids)
+            and not (self._counts_each or journal.lacks_ids)
             and self._continuation is None
             and self._replayed is None
             and bool(self._client.direct or self._client.take_token)

@@ -14,7 +14,7 @@ import msgspec
 from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.proxy.wire.message_parts import all_parts
 from kvrs.proxy.wire.peer import UNREADABLE
-from kvrs.proxy.wire.sse import CHOICES, TOKEN_IDS, UNFINISHED
+from kvrs.proxy.wire.sse import CHOICES, PROMPT_TOKEN_IDS, TOKEN_IDS, UNFINISHED
 
 # The first one of an event is the text that it adds, or one of two; what it means is tried out.
 _STRING = re.compile(
@@ -68,6 +68,8 @@ class EventTemplate:
         if (ids_at := data.find(TOKEN_IDS)) < 0 or (end := data.find(b"]", ids_at)) < 0:
             return None
         if not data.startswith(CHOICES, head_bytes) or data.rfind(UNFINISHED, 0, ids_at) < 0:
+            return None
+        if PROMPT_TOKEN_IDS in data:  # Only the first event has them.
             return None
         id_at = ids_at + len(TOKEN_IDS)
         found = _STRING.search(data, head_bytes, ids_at)

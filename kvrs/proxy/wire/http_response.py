@@ -132,7 +132,13 @@ class HttpResponse:
             return self._feed_length(data)
         if self._framing is _Framing.PARSER:
             return self._feed_parser(data)
-        return self._feed_head(data) if self.fault is None else b""
+        if self.fault is not None:
+            return b""
+        if self._parser is None:
+            end = data.find(_END_OF_HEAD) + len(_END_OF_HEAD)
+            if (usual := _KNOWN_HEADS.get(data[:end])) is not None:
+                return self._begin_usual(usual, data[end:])
+        return self._feed_head(data)
 
     def feed_eof(self) -> None:
         """The connection has ended."""
@@ -157,11 +163,7 @@ class HttpResponse:
         """The parser gets the head to its last byte and nothing else, if its end is where it
         usually is.
         """
-        is_first = self._parser is None
-        if is_first:
-            end = data.find(_END_OF_HEAD) + len(_END_OF_HEAD)
-            if (usual := _KNOWN_HEADS.get(data[:end])) is not None:
-                return self._begin_usual(usual, data[end:])
+        if is_first := self._parser is None:
             self._parser = _new_parser(self.loop)
         while data and self.fault is None:
             known = self._rest

@@ -245,6 +245,7 @@ class ParsedRequest(msgspec.Struct, eq=False):
         """
         if self.prompt_ids is None:
             self.prompt_ids = ids
+            return ids
         return self.prompt_ids if self.prompt_ids == ids else ids
 
     def pack(self) -> None:

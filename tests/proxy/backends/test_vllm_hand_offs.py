@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.instance import Role
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import InstanceInfo, MeasuredPrefill, Role
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.backend import Prefilled
 from kvrs.proxy.backends.bodies import Call
@@ -19,6 +20,11 @@ from kvrs.proxy.wire.watchdog import Watchdog
 from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 
 IDENTITY = ConfiguredIdentity(InstanceId("p0"), NodeId("n0"), Role.PREFILL, ModelFiles("x"))
+GEOMETRY = KvGeometry(layers=1, kv_heads=1, head_dim=1, dtype_bytes=2, page_size_tokens=32)
+MEASURED = MeasuredPrefill("", 1, [0.0, 1.0])
+INFO = InstanceInfo(
+    InstanceId("p0"), NodeId("n0"), Role.PREFILL, 1, 1, "m", "f", GEOMETRY, 0, 1, [], MEASURED
+)
 TRANSFER: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -47,8 +53,9 @@ def test_a_hand_off_ages_while_the_proxy_is_stopped(monkeypatch: pytest.MonkeyPa
         loop = virtual_loop()
         async with EngineLinks(Access()) as links:
             backend = VllmBackend(links, "http://x", IDENTITY, b"")
+            backend._info = INFO
             with Watchdog(lambda *_: 60.0):  # As a stream has one.
-                good_until_s = (await backend._prefilled(Call(how, {}), 32)).good_until_s
+                good_until_s = (await backend.prefill(Call(how, {}))).good_until_s
         assert good_until_s is not None
         return good_until_s - loop.time()
 

@@ -18,7 +18,7 @@ from kvrs.proxy.backends.model_geometry import read_geometry
 from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.vllm import _check_probe
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
-from kvrs.proxy.backends.vllm_transfer import checked
+from kvrs.proxy.backends.vllm_transfer import Transfer, checked
 from kvrs.proxy.wire.peer import UnusableError
 from kvrs.proxy.wire.pool import Access, EngineLinks
 
@@ -41,20 +41,14 @@ SEEN: dict[str, Any] = {
 }
 
 
-def check(changes: dict[str, Any]) -> Any:
+def check(changes: dict[str, Any]) -> Transfer:
     fields = {name: value for name, value in (SEEN | changes).items() if value is not ...}
-    return msgspec.json.decode(
-        checked(msgspec.json.encode(fields), history_tokens=150, page_size_tokens=32)
-    )
+    return checked(msgspec.json.encode(fields), history_tokens=150, page_size_tokens=32)
 
 
-def test_parameters_are_passed_on_as_they_came() -> None:
-    """A small field of a later version too."""
-    assert check({}) == SEEN
-    assert check({"remote_layout": "HND", "remote_speed": 1.5}) == SEEN | {
-        "remote_layout": "HND",
-        "remote_speed": 1.5,
-    }
+def test_parameters_with_a_small_field_of_a_later_version_are_taken() -> None:
+    assert check({}).remote_engine_id == SEEN["remote_engine_id"]
+    assert check({"remote_layout": "HND", "remote_speed": 1.5}) == check({})
 
 
 @pytest.mark.parametrize(

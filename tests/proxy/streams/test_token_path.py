@@ -423,14 +423,14 @@ def test_the_short_way_takes_nothing_that_the_long_one_would_not(
 def test_the_usual_tokens_are_taken(
     loop_of_a_test: asyncio.AbstractEventLoop, is_plain: bool
 ) -> None:
-    """All but the events from which their form is learnt; and of a client that does not read none
+    """All but the event from which their form is learnt; and of a client that does not read none
     are lost.
     """
     way = Way(loop_of_a_test, journal_of(is_chat=False), is_short=True, is_plain=is_plain)
     for number in range(20):
         way.read(chunk(sse(event(f" {number}", [number + 5], name="name", is_chat=False))))
 
-    assert way.taken == 18
+    assert way.taken == 19
     assert way.journal.output_ids.tolist() == list(range(5, 25))
     assert way.delivered == Delivered(20.0**2, 20)
 
@@ -456,7 +456,7 @@ def test_a_token_that_must_not_come_is_left_to_the_long_way(
 
     way.read(usual)
 
-    assert way.taken == 1
+    assert way.taken == 2
     assert way.said == [said]
     assert way.wire.sent == sent
     assert len(way.journal.output_ids) == 3
@@ -503,7 +503,7 @@ def test_a_client_without_room_stops_the_engines_bytes(
     way.wire.is_lost, way.client.blocked = False, True
     way.read(usual)
 
-    assert way.taken == 2
+    assert way.taken == 3
     assert way.said == ["pause"]
 
 
