@@ -103,10 +103,10 @@ class Decisions:
             refusal = self._refusal(stream, estimate, wait_s, now_s)
         if refusal is not None and len(stream.cached) > 1:
             # It would go where its prefix is, which another instance may still take it without.
-            cached, by_load = stream.cached, self.start(stream, now_s, is_by_load=True)
+            found, by_load = stream.cached, self.start(stream, now_s, is_by_load=True)
             if by_load is not None and by_load.refusal is None:
                 return by_load
-            stream.cached = cached
+            stream.cached = found
         return Decision(estimate, (estimate,), plan, refusal=refusal)
 
     def _limits(self, stream: Stream, now_s: float) -> StartLimits:
