@@ -499,9 +499,10 @@ async def test_one_timer_closes_idle_connections_in_the_order_of_their_last_requ
     a, b, c = (cast(DirectConnection, Noting(name)) for name in "abc")
     now_s = asyncio.get_running_loop().time()
     for connection, until_s in ((a, 0.02), (b, 0.03), (c, 0.04)):
-        line.add(connection, now_s + until_s)
+        line[connection] = now_s + until_s
+    line.begin()
     del line[a]
-    line.add(a, now_s + 0.05)
+    line[a] = now_s + 0.05
     del line[c]
     async with asyncio.timeout(60):
         await all_closed.wait()
