@@ -160,7 +160,7 @@ ALL = (
     _of("load_skew", "distserve_rates", 15, "rates --distserve --seconds 20", DISTSERVE),
     _of("link_monitor", "simulated", 1, "simulated"),
     _of("link_monitor", "computed", 18, "computed", NAMESPACES),
-    _of("prefix_placement", "prefix_placement", 40, "run", TRACE),
+    _of("prefix_placement", "prefix_placement", 70, "run --seeds 4 --limit-s 7200", TRACE),
     _of("prefix_placement", "costs", 1, "costs"),
     _of("two_proxies", "two_proxies", 2),
     _of("notice", "notice", 4),

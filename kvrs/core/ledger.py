@@ -71,6 +71,8 @@ class Ledger:
         is_start = chosen.option is Option.START
         if stream.prefix.hashes and (is_start or runs_on is not decode):
             view.prefixes.send(runs_on, stream.prefix, stream.prompt_tokens)
+            if decode.has_tier and decode is not runs_on:
+                view.prefixes.send(decode, stream.prefix, stream.prompt_tokens)
         if plan.runs:
             self._put_runs(attempt, plan, decode)
         if decode.node != runs_on.node:

@@ -6,6 +6,9 @@ behind it waits for that too. So an instance is charged for its queue and for th
 with the same cached tokens that with the shortest queue wins, which is what placement by load
 alone chooses. So that choice is taken first, and only instances with more of the prompt than it
 has are compared with it.
+
+An instance of vLLM with a CPU tier loads by itself what other instances of its node have computed.
+Such tokens count as cached in the part by which loading them is quicker than computing them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,8 +18,10 @@ from operator import attrgetter
 import msgspec
 
 from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.estimates import HANDSHAKE_S
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
+from kvrs.ids import NodeId
 
 # More instances that have as much are not sorted: they are picked out of the order of all.
 _FEW = 32
@@ -86,28 +91,61 @@ def _levels(view: ClusterView, stream: Stream, first: Member) -> tuple[int, list
             (tokens, [view.members[name]]) for tokens, name in known if name in view.members
         ]
     own, deeper = 0, list[_Level]()
+    tiers: dict[tuple[NodeId, str], int] = {}
     for blocks, mask in view.prefixes.levels(stream.prefix):
         tokens = stream.prefix.tokens(blocks, stream.prompt_tokens)
         if mask & first.cache_bit:
             own = tokens
             deeper.clear()
+            tiers.clear()
+        elif first.is_placed and mask.bit_count() > _FEW:
+            deeper.append((tokens, _among_placed(view, mask)))
         elif tokens > own:
-            is_many = first.is_placed and mask.bit_count() > _FEW
-            deeper.append((tokens, (_among_placed if is_many else _of_bits)(view, mask)))
+            members = _of_bits(view, mask)
+            deeper.append((tokens, members))
+            tiers.update(((each.node, each.rows), tokens) for each in members if each.has_tier)
+    if tiers:
+        own = _add_loaded(view, first, tiers, own, deeper)
     return own, deeper
+
+
+def _add_loaded(
+    view: ClusterView,
+    first: Member,
+    tiers: dict[tuple[NodeId, str], int],
+    own: int,
+    deeper: list[_Level],
+) -> int:
+    """Add to `deeper` the instances that load the prompt out of the tiers of others; return what
+    `first` has with that. `tiers`: the most tokens that a node has in rows of one kind.
+    """
+    for (node, rows), tokens in tiers.items():
+        if (agent := view.agent_on(node)) is None:
+            continue
+        for member in view.by_node[node]:
+            if member.rows != rows or not (member.has_tier and member.restores):
+                continue
+            loading_s = tokens * member.bytes_per_token / view.restore_bytes_per_s(agent)
+            computing_s = member.prefill.seconds_for(tokens)
+            found = int(tokens * (1 - (HANDSHAKE_S + loading_s) / computing_s))
+            if member is first:
+                own = max(own, found)
+            elif found > own:
+                deeper.append((found, [member]))
+    return own
 
 
 def _among_placed(view: ClusterView, mask: int) -> Iterator[Member]:
     return (member for member in view.prefill_order.least_first() if member.cache_bit & mask)
 
 
-def _of_bits(view: ClusterView, mask: int) -> Iterator[Member]:
+def _of_bits(view: ClusterView, mask: int) -> list[Member]:
     found = []
     while mask:
         low = mask & -mask
         found.append(view.prefixes.member(low.bit_length() - 1))
         mask ^= low
-    return iter(sorted(found, key=_queue))
+    return sorted(found, key=_queue)
 
 
 class _Costs:

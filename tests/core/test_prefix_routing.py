@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicySettings, Route, SloSettings
 from kvrs.core import prefix_routing
 from kvrs.core.event_log import event_line, header_line, rerun
@@ -20,10 +21,12 @@ from kvrs.core.model.streams import Stream
 from kvrs.core.prefix_routing import NO_LIMITS, StartLimits, with_prefix
 from kvrs.core.recovery import NO_BACKUP, RecoveryPolicy
 from kvrs.core.routing import least_work
-from kvrs.ids import InstanceId, StreamId
+from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability
+from kvrs.protocol.rows import RegionReport, RowsReport
 from tests.core.policy_harness import TABLE, instance_up, load, only
+from tests.core.test_rows import OTHER, SPACE
 from tests.core.test_staying import reforming
 
 TOKENS, BLOCKS = 100, 10  # Of a block, and of a prompt.
@@ -157,15 +160,16 @@ def test_a_prompt_goes_where_it_keeps_its_limits(limits: StartLimits, chosen: in
 class Prompts:
     """A policy whose streams have prefixes."""
 
-    def __init__(self, *names: str, **policy: Any) -> None:
+    def __init__(self, *names: str, backup: BackupSettings = NO_BACKUP, **policy: Any) -> None:
         self.settings = PolicySettings(**policy)
         self.prefixes: dict[StreamId, Prefix] = {}
         self.policy = RecoveryPolicy(
             self.settings,
             SloSettings(),
+            backup,
             stream_of=lambda name: Stream(name, prefix=self.prefixes.get(name, Prefix())),
         )
-        self.lines = [header_line(self.settings, SloSettings(), NO_BACKUP)]
+        self.lines = [header_line(self.settings, SloSettings(), backup)]
         for name in names:
             self.handle(instance_up(name))
 
@@ -269,6 +273,56 @@ def test_nothing_is_kept_of_an_instance_that_is_removed() -> None:
 
     assert (had, [*core.policy.prefix_hits]) == ([P0], [])
     assert core.arrive(T, *range(BLOCKS)).plan.prefill == P1
+
+
+def with_tiers(*names: str, bytes_per_s: float = 26e9, **namespaces: str) -> Prompts:
+    """Servers of one node with rows that its agent serves; `namespaces` where they differ."""
+    core = Prompts(backup=BackupSettings(mode=BackupMode.LOCAL))
+    node, agent = NodeId("n0"), InstanceId("agent-n0")
+    for name in names:
+        core.handle(instance_up(name, node=node))
+    core.handle(ev.HolderUp(agent, node, 1, 1 << 30, bytes_per_s))
+    regions = tuple(
+        RegionReport(InstanceId(name), namespaces.get(name, SPACE), True, 100, 1 << 16, 64)
+        for name in names
+    )
+    rows = RowsReport(regions, to_other_nodes=True)
+    core.handle(ev.CheckpointsReported(agent, 1, 0, 0, {}, rows))
+    return core
+
+
+@pytest.mark.parametrize(
+    ("tiers", "place"),
+    [
+        ({}, (P1, {P1: 996})),
+        ({"bytes_per_s": 4e6}, (P1, {P1: 485})),  # Loading 2 MB takes half as long as computing.
+        ({"bytes_per_s": 2e6}, (P0, {P1: 0, P0: 999})),
+        ({"p0": OTHER}, (P0, {P1: 0, P0: 999})),
+    ],
+)
+def test_what_an_instance_loads_from_its_neighbours_counts(
+    tiers: dict[str, Any], place: tuple[InstanceId, dict[InstanceId, int]]
+) -> None:
+    """In the part by which that is quicker than computing; a log is run again with that."""
+    core = with_tiers("p0", "p1", "d0", **tiers, d0=OTHER)
+    core.arrive(S, *range(BLOCKS))
+    core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 0))
+    core.handle(load("p0", 0.9))
+
+    start = core.arrive(T, *range(BLOCKS))
+
+    assert (start.plan.prefill, start.cached) == place
+    assert rerun(core.lines).difference is None
+
+
+def test_a_prompt_is_loaded_from_where_it_was_decoded() -> None:
+    """The tier of its decode instance has it, too, and longer than the pages of the other one."""
+    core = with_tiers("p0", "p1", "d0")
+    core.arrive(S, *range(BLOCKS))
+    core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 0))
+    core.handle(ev.InstanceLost(P0, 1, "killed", {}))
+
+    assert core.arrive(T, *range(BLOCKS)).cached == {P1: 996}
 
 
 def without_prefill() -> Prompts:

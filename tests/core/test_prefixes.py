@@ -215,10 +215,14 @@ def test_cached_tokens_correct_the_capacity(predicted: int, found: int, blocks: 
     assert index.hits[there.id].cached_tokens == found * TOKENS
 
 
-def test_answers_that_an_instance_has_cached_do_not_raise_its_capacity() -> None:
-    """One that decodes has more of a next turn than was predicted, and no more room for that."""
-    index, event = PrefixIndex(), instance_up("d0", computes_prompts=True)
-    there = Member.of(event.info, event.prefill)
+@pytest.mark.parametrize("has_tier", [False, True])
+def test_what_others_have_made_does_not_raise_a_capacity(has_tier: bool) -> None:
+    """One that decodes has the answers of turns before, and one with a tier what it loads, beyond
+    what was predicted; neither has more room for that.
+    """
+    event = instance_up("p0") if has_tier else instance_up("d0", computes_prompts=True)
+    index, there = PrefixIndex(), Member.of(event.info, event.prefill)
+    there.has_tier = has_tier
     note(index, there, 1, 2)
 
     index.observe(there, prefix(1, 2, 3, 4), 4 * TOKENS, 2 * TOKENS, 4 * TOKENS)
@@ -226,6 +230,15 @@ def test_answers_that_an_instance_has_cached_do_not_raise_its_capacity() -> None
     index.observe(there, prefix(1, 2, 3, 4), 4 * TOKENS, 2 * TOKENS, 0)
 
     assert same == prefixes._TRUSTED > index._caches[there.id].trusted
+
+
+def test_a_tier_has_room_for_more_than_the_pages() -> None:
+    index, there = PrefixIndex(), member("p0", blocks=10)
+    there.tier_tokens = 100 * TOKENS
+    for word in range(200):
+        note(index, there, word)
+
+    assert len(index) == 90
 
 
 def test_where_caches_are_large_fewer_blocks_are_indexed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ class Rows:
             return
         own = [each for each in agent.rows.regions if each.engine == member.id]
         alive = next((each.namespace for each in own if each.is_alive), "")
+        member.tier_tokens = sum(each.rows * each.row_tokens for each in own if each.is_alive)
         is_gone = member.has_tier and all(each.namespace != member.rows for each in own)
         if alive or is_gone:
             member.set_rows(alive)

@@ -252,6 +252,7 @@ class Member:
     # store that its engine loads from by itself (`in_store`); empty: it has neither.
     rows: str = ""
     has_tier: bool = False
+    tier_tokens: int = 0  # Room of its CPU tier; 0: not told.
     in_store: bool = False
     store_share: float = 1.0  # Of what recoveries asked its store for, that this had.
     hand_off_format: str = ""  # As `InstanceInfo.hand_off_format`.

@@ -86,7 +86,8 @@ class _Cache:
     bit: int
     order: deque[int] = field(default_factory=deque)  # The next one to be evicted first.
     touched: set[int] = field(default_factory=set)  # They are passed over once.
-    capacity_tokens: int = 0  # Pages that it has had free, in tokens; 0: it has not reported.
+    # Pages that it has had free, or its tier, in tokens; 0: it has not reported.
+    capacity_tokens: int = 0
     trusted: float = _TRUSTED
     block_tokens: float = 0.0  # Mean of the last prompts.
 
@@ -286,7 +287,8 @@ class PrefixIndex:
         cache.block_tokens = max(1.0, before + (block_tokens - before) / 16)
         if (load := member.load) is None:
             return
-        capacity_tokens = load.free_pages * member.page_size_tokens
+        # A tier has what the pages have, and what has gone from these.
+        capacity_tokens = max(load.free_pages * member.page_size_tokens, member.tier_tokens)
         if capacity_tokens > cache.capacity_tokens:
             cache.capacity_tokens = capacity_tokens
             room = sum(each.blocks() for each in self._caches.values() if each.block_tokens)
@@ -339,8 +341,9 @@ class PrefixIndex:
         slack = self._stride * cache.block_tokens + _SLACK * predicted
         if found < predicted - slack:
             cache.trusted = max(_LEAST_TRUSTED, cache.trusted * _LESS)
-        elif found > predicted + slack and not member.decodes:
-            # One that decodes has answers too, which come with the next turn.
+        elif found > predicted + slack and not (member.decodes or member.has_tier):
+            # One that decodes has answers too, which come with the next turn, and one with a tier
+            # loads what others have.
             cache.trusted = min(_MOST_TRUSTED, cache.trusted * _MORE)
 
 
