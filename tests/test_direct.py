@@ -139,13 +139,15 @@ def test_a_head_with_two_lengths_is_none_that_is_known() -> None:
 
 
 def test_heads_of_many_clients_take_no_more_memory_than_their_bound() -> None:
-    """The oldest are read again."""
+    """And one that names its request, which comes but once, takes none."""
     for number in range(1000):
         assert parse_head(post(b"{}", A=str(number))) is not None
     assert parse_head(post(b"{}", A="x" * 4096)) is not None
+    assert parse_head(post(b"{}", X_Request_ID="x")) is not None
 
-    assert len(direct._KNOWN_HEADS) <= 256
+    assert 0 < len(direct._KNOWN_HEADS) <= 256
     assert max(map(len, direct._KNOWN_HEADS)) <= 2048
+    assert not any(b"X-Request-ID" in each for each in direct._KNOWN_HEADS)
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,12 @@ class _Head(msgspec.Struct, frozen=True):
     keep_alive: bool
 
 
-# Heads so far, by their bytes without the digits of the length: a client sends few different ones.
+# Heads so far, by their bytes without the digits of the length: a client sends few different ones,
+# unless it or a gateway names each request.
 _KNOWN_HEADS: dict[bytes, _Head] = {}
 _MOST_KNOWN = 256
 _MOST_KNOWN_BYTES = 2048
+_OF_ONE_REQUEST = ("X-Request-Id", "traceparent", "Idempotency-Key")
 
 
 def parse_head(data: bytes) -> tuple[_Head, int, int] | None:
@@ -81,9 +83,10 @@ def parse_head(data: bytes) -> tuple[_Head, int, int] | None:
     if head is None:
         if (head := _read_head(data[:end])) is None:
             return None
-        if len(_KNOWN_HEADS) >= _MOST_KNOWN:
-            _KNOWN_HEADS.clear()
-        if end <= _MOST_KNOWN_BYTES:
+        is_of_one = any(map(head.headers.__contains__, _OF_ONE_REQUEST))
+        if end <= _MOST_KNOWN_BYTES and not is_of_one:
+            if len(_KNOWN_HEADS) >= _MOST_KNOWN:
+                _KNOWN_HEADS.clear()
             _KNOWN_HEADS[known_by] = head
     return head, end + 4, int(length[1])
 
