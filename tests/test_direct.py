@@ -14,6 +14,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import HttpRequestParser
 from hypothesis import example, given
 from hypothesis import strategies as st
+from multidict import CIMultiDict
 
 from kvrs.net import direct, http
 from kvrs.net.connections import ConnectionLimits
@@ -67,9 +68,11 @@ STARTS = st.sampled_from(
 @example(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
 def test_a_head_that_is_taken_is_what_the_full_parser_makes_of_it(data: bytes) -> None:
     """Two readings of one request are how one is smuggled into another."""
-    head = parse_head(data)
-    if head is None:
+    found = parse_head(data)
+    assert parse_head(data) == found  # It is known by now.
+    if found is None:
         return
+    head, head_bytes, body_bytes = found
     loop = asyncio.new_event_loop()
     try:
         parser = HttpRequestParser(BaseProtocol(loop), loop, 1 << 16)
@@ -79,10 +82,12 @@ def test_a_head_that_is_taken_is_what_the_full_parser_makes_of_it(data: bytes) -
         loop.close()
 
     assert (message.method, message.path) == ("POST", head.path)
-    assert message.headers == head.headers
+    headers = CIMultiDict(message.headers)
+    assert (int(headers.pop("Content-Length")), data[head_bytes:]) == (body_bytes, b"{}")
+    assert headers == head.headers
     assert message.should_close is not head.keep_alive
     assert (message.chunked, message.compression, is_upgraded) == (False, None, False)
-    assert payload_is_whole == (head.body_bytes <= 2)
+    assert payload_is_whole == (body_bytes <= 2)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +110,42 @@ def test_a_line_of_another_kind_of_request_is_for_the_full_parser(line: str) -> 
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_parser(data: bytes) -> None:
     """Bytes that are no usual request are for the full server."""
-    head = parse_head(data)
+    found = parse_head(data)
 
-    assert head is None or data.startswith(b"POST ")
+    assert found is None or data.startswith(b"POST ")
+
+
+def test_a_head_is_known_again_whatever_the_length_of_its_body() -> None:
+    """Nothing else of it may differ."""
+    heads = [parse_head(post(b"{}" * count, A="b")) for count in (1, 100)]
+    another = parse_head(post(b"{}", A="c"))
+
+    assert heads[0] is not None
+    assert heads[1] is not None
+    assert another is not None
+    assert heads[0][0] is heads[1][0]
+    assert [body_bytes for _, _, body_bytes in (heads[0], heads[1], another)] == [2, 200, 2]
+    assert [head.headers["A"] for head, _, _ in (heads[0], another)] == ["b", "c"]
+
+
+def test_a_head_with_two_lengths_is_none_that_is_known() -> None:
+    """Servers that take the one or the other would read different requests."""
+    usual, line = post(b"{}"), b"Content-Length: 2\r\n"
+
+    assert parse_head(usual) is not None
+    for twice in (line + b"Content-Length: \r\n", b"Content-Length: \r\n" + line, line + line):
+        assert parse_head(usual.replace(line, twice)) is None
+        assert parse_head(usual.replace(line[:-2], twice[:-2])) is None
+
+
+def test_heads_of_many_clients_take_no_more_memory_than_their_bound() -> None:
+    """The oldest are read again."""
+    for number in range(1000):
+        assert parse_head(post(b"{}", A=str(number))) is not None
+    assert parse_head(post(b"{}", A="x" * 4096)) is not None
+
+    assert len(direct._KNOWN_HEADS) <= 256
+    assert max(map(len, direct._KNOWN_HEADS)) <= 2048
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,15 @@ PEERS: dict[str, Start] = {
 }
 QUICK = ("no proxy", "nginx", "vllm-router P/D")
 _KVRS, _VLLM = "kvrs", "kvrs, vLLM"
+# This kvrs in other ways: in front of mocks of plain vLLM, and with `proxy.coalesce_ms: 1`.
+OTHERS: dict[str, Start] = {
+    _VLLM: proxies.kvrs(),
+    f"{_KVRS}, 1 ms": proxies.kvrs(coalesce_ms=1),
+    f"{_VLLM}, 1 ms": proxies.kvrs(coalesce_ms=1),
+}
 # No bar names these: the first round has them, unless --subjects names them.
-ONCE = ("vllm-router", _VLLM)
-SUBJECTS = (*PEERS, _KVRS, _VLLM)
+ONCE = ("vllm-router", *OTHERS)
+SUBJECTS = (*PEERS, _KVRS, *OTHERS)
 
 
 def main() -> int:
@@ -140,7 +146,7 @@ class Bench:
     once: Sequence[str]  # Subjects of the first round alone.
     peers: dict[str, Start]
     trees: dict[str, Path]  # Of kvrs.
-    has_vllm: bool  # Also this kvrs in front of mocks of plain vLLM.
+    others: dict[str, Start]  # This kvrs in other ways.
     steadies: Sequence[Steady]
     specials: Sequence[Special]
     rows: list[Row] = field(default_factory=list)
@@ -158,7 +164,7 @@ class Bench:
             () if arguments.subjects else ONCE,
             {name: start for name, start in PEERS.items() if name in wanted},
             trees,
-            _VLLM in wanted,
+            {name: start for name, start in OTHERS.items() if name in wanted},
             [each for each in STEADY if each.name in names],
             [each for each in SPECIAL if each.name in names],
         )
@@ -190,8 +196,7 @@ class Bench:
     def _steps(self, setting: Setting, number: int) -> list[Step]:
         """All subjects, in each round from another one on, then what is of kvrs alone."""
         starts = self.peers | {name: proxies.kvrs(tree) for name, tree in self.trees.items()}
-        if self.has_vllm:
-            starts[_VLLM] = proxies.kvrs()
+        starts |= self.others
         steady = [
             Step(name, None, partial(measure, setting, start, name, self.steadies, _mocks(name)))
             for name, start in starts.items()
@@ -208,7 +213,7 @@ class Bench:
 
 
 def _mocks(subject: str) -> Sequence[Instance]:
-    return VLLM_PAIR if subject == _VLLM else PAIR
+    return VLLM_PAIR if subject.startswith(_VLLM) else PAIR
 
 
 def _special(

@@ -14,13 +14,14 @@ A report of an attempt that is over changes nothing.
 """
 
 from enum import Enum
+from functools import partial
 from typing import Generic, TypeVar
 
 from kvrs.core.control import Control
 from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.estimates import Estimate
+from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.member import Health, Member
 from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId
@@ -125,21 +126,25 @@ class Attempt(Generic[S]):
         """Prefill has answered, which had `reused_tokens` in its prefix cache (None: it does not
         say); True if the decode call follows, by `plan`, which the policy may just have changed.
         """
-        live = self.live
+        control, live = self._control, self.live
         if not self.is_current:
             return False
         journal = live.journal
         computed = len(journal.prompt_ids or ())
         if not self.plan.replays:
             computed += len(journal.output_ids)
-        self._computed(self.failed_at, computed, now_s, reused_tokens)
-        if live.journal.attempt != self.number:
+        report = partial(self._computed, self.failed_at, computed, reused_tokens)
+        if control.policy.keeps_plan(live, now_s):
+            control.postpone(report, now_s)
+            return True
+        report(now_s)
+        if journal.attempt != self.number:
             return False
         plan = live.attempt.plan
         assert plan is not None
-        if self._control.instances.known[plan.decode].health is not Health.UP:
+        if control.instances.known[plan.decode].health is not Health.UP:
             # The policy knows as well; the stream waits for its next attempt.
-            self._control.halt(live)
+            control.halt(live)
             return False
         self.plan = plan
         return True
@@ -210,21 +215,30 @@ class Attempt(Generic[S]):
 
     def resumed(self, now_s: float) -> None:
         """A token is with the client: the first one, or the first one after a stay."""
-        live, computes = self.live, self.computes
+        control, live = self._control, self.live
         if not self.is_current:
             return
         if not self.has_resumed:
-            there = self._control.instances.known[self.plan.decode]
+            there = control.instances.known[self.plan.decode]
             self.has_resumed, self._waits_for = True, (there,)
-            if computes is not None:
-                prompt_tokens = len(live.journal.prompt_ids or ())
-                self._computed(computes, prompt_tokens + self._produced_before, now_s)
-        journal = live.journal
-        journal.commit_head()
-        resumed = ev.StreamResumed(live.id, self.number, bool(journal.replayed), journal.promise)
-        self._control.tell(resumed, now_s)
+        live.journal.commit_head()
+        # Of a recovery records follow, by which others go.
+        is_plain = self.number == 1 and live.attempt.option is Option.START
+        if is_plain and (self.computes is None or control.policy.keeps_plan(live, now_s)):
+            control.postpone(self._report_resumed, now_s)
+        else:
+            self._report_resumed(now_s)
+
+    def _report_resumed(self, now_s: float) -> None:
+        control, live, computes = self._control, self.live, self.computes
+        if computes is not None:
+            self.computes = None
+            prompt_tokens = len(live.journal.prompt_ids or ())
+            self._computed(computes, prompt_tokens + self._produced_before, None, now_s)
+        needs_replay, promise = bool(live.journal.replayed), live.journal.promise
+        control.tell(ev.StreamResumed(live.id, self.number, needs_replay, promise), now_s)
         if live.copies:
-            self._control.checkpoints.resumed(live, now_s)
+            control.checkpoints.resumed(live, now_s)
 
     def blame_hand_off(self) -> None:
         """The decode instance takes the prefill instance's answer for the cause of its error."""
@@ -275,8 +289,8 @@ class Attempt(Generic[S]):
         self,
         instance: InstanceId,
         history_tokens: int,
+        reused_tokens: int | None,
         now_s: float,
-        reused_tokens: int | None = None,
     ) -> None:
         """The instance has computed the KV of the history."""
         control, live = self._control, self.live
@@ -284,7 +298,8 @@ class Attempt(Generic[S]):
             tokens = len(live.journal.prompt_ids or ())
             control.lengths.observe(live.journal.name, live.guessed_tokens, tokens)
             live.guessed_tokens = 0
-        control.progress.delivered[instance].last_s = now_s
+        delivered = control.progress.delivered[instance]
+        delivered.last_s = max(delivered.last_s, now_s)
         if control.instances.known[instance].retains:
             control.leases.hold(instance, live.id)
         control.tell(ev.PrefillDone(live.id, self.number, history_tokens, reused_tokens), now_s)

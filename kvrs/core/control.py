@@ -22,7 +22,7 @@ from kvrs.core.books.links import LinkBounds
 from kvrs.core.books.prompt_lengths import PromptLengths
 from kvrs.core.fleet.drains import Drains
 from kvrs.core.fleet.gpus import Gpus
-from kvrs.core.fleet.known import Agents, Instances, Replays
+from kvrs.core.fleet.known import Agents, Instances
 from kvrs.core.fleet.self_tests import SelfTests
 from kvrs.core.fleet.silence import InstanceProgress
 from kvrs.core.model import actions as act
@@ -30,10 +30,9 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.member import Member
 from kvrs.core.model.reports import changes_decision, changes_ranks
 from kvrs.core.model.streams import CannotContinue, Complete, LiveStream, Outcome
-from kvrs.core.options.replay import REPLAY_TOKENS_MAX
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.gpus import GpuHealth, GpuState
+from kvrs.protocol.gpus import GpuHealth
 from kvrs.protocol.instance import InstanceInfo, LoadReport
 from kvrs.sums import sum_in_order
 from kvrs.transfer.meter import Measurement
@@ -52,6 +51,9 @@ class Shell(Protocol[_S]):
 
     def end_attempt(self, live: _S) -> None:
         """Close the connection of the stream's current attempt, if any; it writes no more."""
+
+    def catch_up_soon(self) -> None:
+        """Call `Control.catch_up` once what is under way now is done, or now."""
 
     def expect_token(self, live: _S) -> None:
         """The attempt stays at an instance that re-forms: report its next token as that with which
@@ -143,6 +145,7 @@ class Control(Generic[S]):
         self._trace = trace
         self._events: deque[tuple[ev.Event, float]] = deque()
         self._telling = False
+        self._postponed: deque[tuple[Callable[[float], None], float]] = deque()
 
     # Streams.
 
@@ -190,17 +193,6 @@ class Control(Generic[S]):
             )
         self.tell(arrival, now_s)
 
-    def replays(self, max_tokens: int | None) -> Replays:
-        """Where a stream of at most so many output tokens (None: as many as there is room for)
-        could have them generated again.
-        """
-        found = self.instances.replays()
-        longest = self.instances.max_model_len if max_tokens is None else max_tokens
-        if found is Replays.NOWHERE:
-            return Replays.NOWHERE
-        is_bounded = longest is not None and longest <= REPLAY_TOKENS_MAX
-        return found if is_bounded else Replays.SOMEWHERE
-
     def end(self, live: S, outcome: Outcome, now_s: float) -> None:
         self._shell.end_stream(live, outcome)
         self.close(live, now_s)
@@ -209,6 +201,7 @@ class Control(Generic[S]):
         """Take the stream out of all books, however it ended; safe to call again."""
         if self.streams.get(live.id) is not live:
             return  # Closed before; its client may have resumed it as another one.
+        self.catch_up()
         self._shell.end_attempt(live)
         del self.streams[live.id]
         self._shell.stream_closed(live)
@@ -226,9 +219,12 @@ class Control(Generic[S]):
 
     def tell(self, event: ev.Event, now_s: float) -> None:
         """Ask the policy about an event, and carry out what it answers."""
-        self._events.append((event, now_s))
         if self._telling:
+            self._events.append((event, now_s))
             return
+        if self._postponed:
+            self.catch_up()
+        self._events.append((event, now_s))
         self._telling = True
         try:
             while self._events:
@@ -243,6 +239,24 @@ class Control(Generic[S]):
                         self._carry_out(action, now_s)
         finally:
             self._telling = False
+
+    def postpone(self, report: Callable[[float], None], now_s: float) -> None:
+        """Have a report of an attempt made in a moment, as of now: nothing is decided by it. It is
+        made before anything else is reported.
+        """
+        self._postponed.append((report, now_s))
+        if len(self._postponed) == 1:
+            self._shell.catch_up_soon()
+
+    def catch_up(self) -> None:
+        """Make the reports that were postponed, in their order."""
+        postponed, self._postponed = self._postponed, deque()
+        try:
+            while postponed:
+                report, now_s = postponed.popleft()
+                report(now_s)
+        finally:
+            self._postponed.extendleft(reversed(postponed))
 
     def _carry_out(self, action: act.AfterStart, now_s: float) -> None:
         match action:
@@ -378,6 +392,7 @@ class Control(Generic[S]):
         return self.instances.known[known.id]
 
     def load_reported(self, known: Member, report: LoadReport, now_s: float) -> None:
+        self.catch_up()
         self.drains.reported(known.id, now_s)
         is_new_store = report.store != ("" if known.load is None else known.load.store)
         known.load = report
@@ -435,11 +450,14 @@ class Control(Generic[S]):
     def gpus_seen(self, node: NodeId, gpus: Sequence[GpuHealth], now_s: float) -> None:
         """The node's agent has published the health of its GPUs."""
         for instance, state, reason in self.gpus.seen(node, gpus):
-            self._judge_gpu(instance, state, reason, now_s)
+            event = ev.GpuJudged(instance, state, reason, self.produced_on(instance))
+            self._shell.instance_changed(event)
+            self.tell(event, now_s)
 
     def instance_lost(self, known: Member, cause: str, now_s: float) -> None:
         """All its victims in one event, so that the policy can spread them."""
         assert known.info is not None
+        self.catch_up()
         known.lose(cause)
         self.self_tests.lost(known.id)
         self.leases.forget(known.id)
@@ -460,16 +478,12 @@ class Control(Generic[S]):
         self.slots.reload(slot_share(after))
         self.tell(ev.SettingsReloaded(after.policy, after.slo), now_s)
 
-    def _judge_gpu(self, instance: InstanceId, state: GpuState, reason: str, now_s: float) -> None:
-        event = ev.GpuJudged(instance, state, reason, self.produced_on(instance))
-        self._shell.instance_changed(event)
-        self.tell(event, now_s)
-
     def produced_on(self, instance: InstanceId) -> dict[StreamId, int]:
         return {live.id: len(live.journal.output_ids) for live in self._running_on(instance)}
 
     def _running_on(self, instance: InstanceId) -> list[S]:
         """The streams whose current attempt is lost with the instance."""
+        self.catch_up()
         member = self.policy.members.get(instance)
         return [] if member is None else [*map(self.streams.__getitem__, sorted(member.running))]
 

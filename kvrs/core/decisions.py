@@ -50,22 +50,15 @@ class Decisions:
         for option in self.corrections.snapshot():
             self._factors[Option(option)] = self.corrections.factor(Option(option), now_s)
 
-    def start(self, stream: Stream, now_s: float) -> Decision | None:
-        """Start a stream from its beginning; None: there is no pair of instances for it."""
-        limits = NO_LIMITS
-        if stream.prefix.hashes or stream.recalled is not None:
+    def start(self, stream: Stream, now_s: float, *, is_by_load: bool = False) -> Decision | None:
+        """Start a stream from its beginning; None: there is no pair of instances for it.
+        `is_by_load`: wherever its prefix is.
+        """
+        limits: StartLimits | None = NO_LIMITS
+        if is_by_load:
+            limits = None
+        elif stream.prefix.hashes or stream.recalled is not None:
             limits = self._limits(stream, now_s)
-        decision = self._start(stream, limits, now_s)
-        if decision is not None and decision.refusal is not None and len(stream.cached) > 1:
-            # It would go where its prefix is, which another instance may still take it without.
-            cached, by_load = stream.cached, self._start(stream, None, now_s)
-            if by_load is not None and by_load.refusal is None:
-                return by_load
-            stream.cached = cached
-        return decision
-
-    def _start(self, stream: Stream, limits: StartLimits | None, now_s: float) -> Decision | None:
-        """`limits`: as of `pair_for`."""
         pair = pair_for(self._view, stream, barred_too=False, limits=limits)
         if pair is None and is_past(stream.recovery.retry_at_s, now_s):
             pair = pair_for(self._view, stream, barred_too=True, limits=limits)
@@ -108,6 +101,12 @@ class Decisions:
         refusal = None
         if wait_s > 0 and not stream.attempt.number:
             refusal = self._refusal(stream, estimate, wait_s, now_s)
+        if refusal is not None and len(stream.cached) > 1:
+            # It would go where its prefix is, which another instance may still take it without.
+            found, by_load = stream.cached, self.start(stream, now_s, is_by_load=True)
+            if by_load is not None and by_load.refusal is None:
+                return by_load
+            stream.cached = found
         return Decision(estimate, (estimate,), plan, refusal=refusal)
 
     def _limits(self, stream: Stream, now_s: float) -> StartLimits:

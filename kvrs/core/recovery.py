@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, assert_never
 
 from kvrs.config.backup import BackupMode, BackupSettings
-from kvrs.config.policy import PolicySettings, Route, SloSettings
+from kvrs.config.policy import Handoff, PolicySettings, Route, SloSettings
 from kvrs.core.books.checkpoints import Checkpoints, protection
 from kvrs.core.books.waiting import SlotBook, Timers
 from kvrs.core.decisions import Decisions
@@ -24,8 +24,9 @@ from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Agent, ClusterView
+from kvrs.core.model.estimates import Option
 from kvrs.core.model.lifecycle import AlarmDue, SlotFree, Stage
-from kvrs.core.model.member import Member
+from kvrs.core.model.member import Health, Member
 from kvrs.core.model.prefixes import Hits
 from kvrs.core.model.streams import Stream
 from kvrs.core.routing import has_others
@@ -166,6 +167,25 @@ class RecoveryPolicy:
         """Instances that are heard could take the streams of this one."""
         member = self._view.members.get(instance)
         return member is None or has_others(self._view, member, is_heard)
+
+    def keeps_plan(self, stream: Stream, now_s: float) -> bool:
+        """All is healthy: that prefill has answered, or a token has come, changes nothing about the
+        stream.
+        """
+        attempt = stream.attempt
+        decode = attempt.decodes_on
+        return (
+            attempt.number == 1
+            and not (stream.adopted or stream.name or self._ledger.checkpoints.are_kept)
+            and attempt.option is Option.START
+            and attempt.stay_deadline is None
+            and self._settings.handoff is Handoff.OWN_PAIR
+            and decode is not None
+            and decode.health is Health.UP
+            and not decode.is_drained
+            and self.members.get(decode.id) is decode
+            and decode.is_clear(now_s)
+        )
 
     @property
     def routes_by_prefix(self) -> bool:

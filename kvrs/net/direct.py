@@ -38,9 +38,8 @@ _REQUEST_LINE = re.compile(r"POST (/[!-~]*) HTTP/1\.1(?=\r\n)")
 _FIELD = re.compile(
     r"\r\n([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*+([!-~]*+(?: ++[!-~]++)*+) *+(?=\r\n|\Z)"
 )
-_LENGTH = re.compile(r"[0-9]{1,9}", re.ASCII)
+_LENGTH_LINE = re.compile(rb"\r\n(?i:Content-Length):[ \t]*([0-9]{1,9}) *\r\n")
 _UNUSUAL = ("Transfer-Encoding", "Content-Encoding", "Expect", "Upgrade")
-_UNIQUE = ("Content-Length", "Host")
 NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
 
 
@@ -56,21 +55,42 @@ DirectResponse = web.Response | SentResponse
 Serve = Callable[["DirectRequest"], Coroutine[Any, Any, DirectResponse]]
 
 
-class _Head(msgspec.Struct):
+class _Head(msgspec.Struct, frozen=True):
+    """A head, but for the length of its body."""
+
     path: str
     headers: CIMultiDictProxy[str]
     keep_alive: bool
-    size_bytes: int
-    body_bytes: int
 
 
-def parse_head(data: bytes) -> _Head | None:
-    """The head of a usual request at the beginning of `data`; None: it is another, or not whole."""
+# Heads so far, by their bytes without the digits of the length: a client sends few different ones.
+_KNOWN_HEADS: dict[bytes, _Head] = {}
+_MOST_KNOWN = 256
+_MOST_KNOWN_BYTES = 2048
+
+
+def parse_head(data: bytes) -> tuple[_Head, int, int] | None:
+    """The head of a usual request at the beginning of `data`, and how many bytes it and its body
+    have; None: it is another, or not whole.
+    """
     end = data.find(b"\r\n\r\n", 0, MOST_HEAD_BYTES)
-    if end < 0 or not data.startswith(b"POST "):
+    if end < 0 or (length := _LENGTH_LINE.search(data, 0, end + 2)) is None:
         return None
+    known_by = data[: length.start(1)] + data[length.end(1) : end]
+    head = _KNOWN_HEADS.get(known_by)
+    if head is None:
+        if (head := _read_head(data[:end])) is None:
+            return None
+        if len(_KNOWN_HEADS) >= _MOST_KNOWN:
+            _KNOWN_HEADS.clear()
+        if end <= _MOST_KNOWN_BYTES:
+            _KNOWN_HEADS[known_by] = head
+    return head, end + 4, int(length[1])
+
+
+def _read_head(data: bytes) -> _Head | None:
     try:
-        text = data[:end].decode("ascii")
+        text = data.decode("ascii")
     except UnicodeDecodeError:
         return None
     if (line := _REQUEST_LINE.match(text)) is None:
@@ -85,15 +105,12 @@ def parse_head(data: bytes) -> _Head | None:
     for name in _UNUSUAL:
         if name in headers:
             return None
-    for name in _UNIQUE:
-        if len(headers.getall(name, ())) != 1:
-            return None
-    connection = ", ".join(headers.getall("Connection", ("keep-alive",))).lower()
-    length = headers["Content-Length"]
-    if connection not in ("keep-alive", "close") or _LENGTH.fullmatch(length) is None:
+    if len(headers.popall("Content-Length", ())) != 1 or len(headers.getall("Host", ())) != 1:
         return None
-    keep_alive = connection == "keep-alive"
-    return _Head(line[1], CIMultiDictProxy(headers), keep_alive, end + 4, int(length))
+    connection = ", ".join(headers.getall("Connection", ("keep-alive",))).lower()
+    if connection not in ("keep-alive", "close"):
+        return None
+    return _Head(line[1], CIMultiDictProxy(headers), connection == "keep-alive")
 
 
 @dataclass(slots=True, eq=False)
@@ -265,11 +282,12 @@ class DirectConnection(asyncio.Protocol):
                 self._gather(data, self._needs_bytes)
                 return
             self._stop_gathering()
-        head = parse_head(data)
-        if head is None or head.body_bytes > LARGE_BYTES or head.path not in self._server.paths:
+        found = parse_head(data)
+        if found is None or found[2] > LARGE_BYTES or found[0].path not in self._server.paths:
             self._hand_over(data)
             return
-        end = head.size_bytes + head.body_bytes
+        head, head_bytes, body_bytes = found
+        end = head_bytes + body_bytes
         if len(data) < end:
             self._gather(data, end)
             return
@@ -280,10 +298,10 @@ class DirectConnection(asyncio.Protocol):
             head.path,
             head.headers,
             head.keep_alive,
-            head.body_bytes,
+            body_bytes,
             self.address,
             self,
-            data[head.size_bytes : end].removeprefix(BYTE_ORDER_MARK),
+            data[head_bytes:end].removeprefix(BYTE_ORDER_MARK),
         )
         serve = self._server.paths[head.path]
         self._work = task = EagerTask(serve(request), self._answered)

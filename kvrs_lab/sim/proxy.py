@@ -307,6 +307,9 @@ class SimShell:
         if live.failed_at_s is None and not live.outcome:
             live.failed_at_s = self.proxy.now_s
 
+    def catch_up_soon(self) -> None:
+        self.proxy.control.catch_up()
+
     def expect_token(self, live: SimStream) -> None:
         if live.run is not None:
             live.run.expect_token()

@@ -48,6 +48,9 @@ class Driver:
     def trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
         self.events.append(event)
 
+    def catch_up_soon(self) -> None:
+        self.control.catch_up()
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments: self.performed.append((name, arguments))
 
@@ -75,10 +78,12 @@ class Driver:
     def lose(self, name: InstanceId) -> None:
         self.control.instance_lost(self.control.instances.known[name], "killed", 1.0)
 
-    def stream(self, *, is_keyed: bool = False) -> SimStream:
-        arrival = Arrival(0.0, tuple(range(40)), 10, is_keyed=is_keyed)
-        live = SimStream(S, journal=SimJournal(S, arrival, 0.0, 40, list(range(40))))
-        self.control.open(live, 0.0)
+    def stream(
+        self, name: StreamId = S, now_s: float = 0.0, *, is_keyed: bool = False
+    ) -> SimStream:
+        arrival = Arrival(now_s, tuple(range(40)), 10, is_keyed=is_keyed)
+        live = SimStream(name, journal=SimJournal(name, arrival, now_s, 40, list(range(40))))
+        self.control.open(live, now_s)
         return live
 
     def decoding(self, **options: Any) -> SimStream:

@@ -14,6 +14,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.member import Health, Member
+from kvrs.core.options.replay import REPLAY_TOKENS_MAX
 from kvrs.ids import InstanceId, NodeId
 from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
@@ -112,10 +113,12 @@ class Instances:
         )
         return next((known.id for known in decoding if not known.resumes_exactly), None)
 
-    def replays(self) -> Replays:
-        """How many of the instances to which a stream may have to go can generate its output
-        again.
+    def replays(self, max_tokens: int | None) -> Replays:
+        """How many of the instances to which a stream may have to go could generate its output
+        again: at most so many tokens (None: as many as there is room for).
         """
+        longest = self.max_model_len if max_tokens is None else max_tokens
+        is_bounded = longest is not None and longest <= REPLAY_TOKENS_MAX
         if self._replays is None:
             decoding = [
                 known.replays
@@ -124,7 +127,8 @@ class Instances:
             ]
             some = Replays.SOMEWHERE if any(decoding) else Replays.NOWHERE
             self._replays = Replays.ALWAYS if decoding and all(decoding) else some
-        return self._replays
+        is_rare = self._replays is Replays.NOWHERE
+        return self._replays if is_bounded or is_rare else Replays.SOMEWHERE
 
     def queued(self, instance: InstanceId) -> int:
         """Streams that wait there until others have ended."""

@@ -287,7 +287,7 @@ class Admissions:
                 continues=continues,
             )
             call.inexact = await self._large.run(parsed.size_bytes, find)
-            call.replays = self._driver.control.replays(parsed.request.max_tokens)
+            call.replays = self._driver.control.instances.replays(parsed.request.max_tokens)
             if call.replays is not Replays.NOWHERE:
                 call.replayed = replayable(call.inexact, parsed)
             if call.replays is Replays.ALWAYS:

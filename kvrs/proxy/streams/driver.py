@@ -289,6 +289,9 @@ class TaskShell:
             live.task.cancel()  # Its connection is closed as it ends.
             live.task = None
 
+    def catch_up_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._driver.control.catch_up)
+
     def expect_token(self, live: OpenStream) -> None:
         if live.expect_token is not None:
             live.expect_token()

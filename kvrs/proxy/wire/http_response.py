@@ -292,6 +292,16 @@ class HttpResponse:
         self._framing = _Framing.PARSER
 
 
+def end_of_chunk(data: bytes) -> int:
+    """Where the chunk at the beginning of `data` ends; 0: it is not whole, or no usual one."""
+    match = _CHUNK.match(data)
+    size = 0 if match is None else int(match[1], 16)
+    if match is None or not size:
+        return 0
+    end = match.end() + size + len(_END_OF_CHUNK)
+    return end if end <= len(data) else 0
+
+
 def _new_parser(loop: asyncio.AbstractEventLoop) -> HttpResponseParser:
     return HttpResponseParser(
         BaseProtocol(loop), loop, _UNLIMITED_BYTES, read_until_eof=True, auto_decompress=False

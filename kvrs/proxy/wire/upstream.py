@@ -13,13 +13,20 @@ from typing import Protocol, assert_never, cast
 
 from kvrs.errors import UpstreamError
 from kvrs.process.eager_task import Signal
-from kvrs.proxy.wire.http_response import BrokenBody, Fault, HttpResponse, NotHttp
+from kvrs.proxy.wire.http_response import (
+    BrokenBody,
+    Fault,
+    HttpResponse,
+    NotHttp,
+    end_of_chunk,
+)
 from kvrs.proxy.wire.peer import LARGE_BODY_BYTES, ConnectionLostError, UnusableError
 from kvrs.proxy.wire.sse import EventSplitter
 from kvrs.proxy.wire.steady_reads import SteadyReads
 
 _MAX_REFUSAL_BYTES = 8 << 20
 _READ_BYTES = 8 << 10  # Of a steady stream at a time.
+_FEW_BYTES = 64  # Less than an event of a token: the end of a stream.
 
 
 class Need(Enum):
@@ -252,12 +259,23 @@ class Upstream(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        try:
-            if self._shortcut is not None and not (data := self._shortcut(data)):
+        while self._shortcut is not None:
+            try:
+                if not (data := self._shortcut(data)):
+                    return
+            except Exception as error:
+                self._fail(error)
                 return
-        except Exception as error:
-            self._fail(error)
-            return
+            # Behind an unusual event usual ones may follow.
+            end = end_of_chunk(data)
+            if not 0 < end < len(data) - _FEW_BYTES:
+                break
+            self._take_read(data[:end])
+            data = data[end:]
+        self._take_read(data)
+
+    def _take_read(self, data: bytes) -> None:
+        """Take bytes that no shortcut takes."""
         response, self._shortcut, need = self._response, None, Need.MORE
         if response is None:  # Nothing was asked for.
             self.close()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.core import control
+from kvrs.core.fleet import known
 from kvrs.core.options import replay
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import Arithmetic, Sampler
@@ -96,7 +96,7 @@ async def test_a_longer_output_is_marked_and_goes_on_without_its_grammar(
     vllms: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`REPLAY_TOKENS_MAX` bounds the pause. What may be longer is not promised."""
-    for module in (control, replay):
+    for module in (known, replay):
         monkeypatch.setattr(module, "REPLAY_TOKENS_MAX", 3)
     system = await vllms(prepare=replaying)
     system.shared.faults = {4: Fault.RESET}
@@ -113,7 +113,7 @@ async def test_what_can_be_replayed_is_not_refused(
     vllms: Builder, monkeypatch: pytest.MonkeyPatch, max_tokens: int, status: int
 ) -> None:
     """`proxy.inexact: refuse` lets in what goes on exactly, whatever happens."""
-    for module in (control, replay):
+    for module in (known, replay):
         monkeypatch.setattr(module, "REPLAY_TOKENS_MAX", 8)
     system = await vllms(prepare=replaying, proxy={"inexact": "refuse"})
 

@@ -83,6 +83,20 @@ async def test_undisturbed_bytes_are_the_engine_s_without_ids(build: ProxyCluste
     }
 
 
+async def test_a_postponed_report_is_made_in_the_next_turn_of_the_loop(
+    build: ProxyClusterBuilder,
+) -> None:
+    """Its decisions do not wait for the next event."""
+    control = (await build(pairs=1)).proxy.parts.driver.control
+    made: list[float] = []
+
+    control.postpone(made.append, 1.0)
+    assert made == []
+    await asyncio.sleep(0)
+
+    assert made == [1.0]
+
+
 async def test_ids_are_passed_on_to_a_client_that_asks(build: ProxyClusterBuilder) -> None:
     """`return_token_ids` survives a recovery without a gap or a repetition."""
     system = await build()
