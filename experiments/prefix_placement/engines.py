@@ -199,7 +199,8 @@ def measure(options: Any) -> dict[str, Any]:
 
 def as_text(found: dict[str, Any]) -> tuple[str, bool]:
     lines = [
-        f"{'':10}{'TTFT, real':>12}{'simulated':>11}{'off by':>8}{'hits, real':>12}{'simulated':>11}"
+        f"{'':10}{'TTFT, real':>12}{'simulated':>11}{'off by':>8}"
+        f"{'hits, real':>12}{'simulated':>11}"
     ]
     is_met = True
     for route, runs in found["rows"].items():
