@@ -7,8 +7,9 @@ with the same cached tokens that with the shortest queue wins, which is what pla
 alone chooses. So that choice is taken first, and only instances with more of the prompt than it
 has are compared with it.
 
-An instance of vLLM with a CPU tier loads by itself what other instances of its node have computed.
-Such tokens count as cached in the part by which loading them is quicker than computing them.
+An instance of vLLM with a CPU tier loads by itself what other instances of its node have computed,
+one with a store what any has that shares it. Such tokens count as cached in the part by which
+loading them is quicker than computing them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,11 +18,12 @@ from operator import attrgetter
 
 import msgspec
 
-from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.estimates import HANDSHAKE_S
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.ids import NodeId
+from kvrs.protocol.instance import STORE
 
 # More instances that have as much are not sorted: they are picked out of the order of all.
 _FEW = 32
@@ -103,7 +105,11 @@ def _levels(view: ClusterView, stream: Stream, first: Member) -> tuple[int, list
         elif tokens > own:
             members = _of_bits(view, mask)
             deeper.append((tokens, members))
-            tiers.update(((each.node, each.rows), tokens) for each in members if each.has_tier)
+            tiers.update(
+                ((each.node if each.has_tier else STORE, each.rows), tokens)
+                for each in members
+                if each.rows
+            )
     if tiers:
         own = _add_loaded(view, first, tiers, own, deeper)
     return own, deeper
@@ -117,22 +123,36 @@ def _add_loaded(
     deeper: list[_Level],
 ) -> int:
     """Add to `deeper` the instances that load the prompt out of the tiers of others; return what
-    `first` has with that. `tiers`: the most tokens that a node has in rows of one kind.
+    `first` has with that, which is the best one of those with a store. `tiers`: the most tokens
+    that a node, or a store, has in rows of one kind.
     """
     for (node, rows), tokens in tiers.items():
-        if (agent := view.agent_on(node)) is None:
-            continue
-        for member in view.by_node[node]:
-            if member.rows != rows or not (member.has_tier and member.restores):
+        for member in [first] if node == STORE else view.by_node[node]:
+            if member.rows != rows or not member.restores:
                 continue
-            loading_s = tokens * member.bytes_per_token / view.restore_bytes_per_s(agent)
-            computing_s = member.prefill.seconds_for(tokens)
-            found = int(tokens * (1 - (HANDSHAKE_S + loading_s) / computing_s))
+            found = int(tokens * _gain_of_loading(view, member, tokens))
             if member is first:
                 own = max(own, found)
             elif found > own:
                 deeper.append((found, [member]))
     return own
+
+
+def _gain_of_loading(view: ClusterView, member: Member, tokens: int) -> float:
+    """The part of the time to compute so many tokens that the instance saves by loading them out of
+    its node's tiers, or its store; below 0: it takes longer.
+    """
+    agent: Agent | None = view.store
+    share = member.store_share
+    if member.has_tier:
+        agent, share = view.agent_on(member.node), 1.0
+    if agent is None:
+        return 0.0  # It is lost.
+    link = view.link_from(agent, member.node)
+    is_local = agent.node == member.node and not link.measured
+    rate = agent.host_to_device_bytes_per_s if is_local else link.bytes_per_s
+    loading_s = HANDSHAKE_S + tokens * member.bytes_per_token / rate
+    return share * (1 - loading_s / member.prefill.seconds_for(tokens))
 
 
 def _among_placed(view: ClusterView, mask: int) -> Iterator[Member]:

@@ -315,6 +315,47 @@ def test_what_an_instance_loads_from_its_neighbours_counts(
     assert rerun(core.lines).difference is None
 
 
+@pytest.mark.parametrize(
+    ("seen", "place"),
+    [
+        ({}, (P1, {P1: 995})),
+        ({"share": 0.5}, (P1, {P1: 497})),
+        ({"namespace": OTHER}, (P0, {P1: 0, P0: 999})),
+        ({"restores": False}, (P0, {P1: 0, P0: 999})),
+    ],
+)
+def test_what_a_store_has_counts_where_it_is_loaded(
+    seen: dict[str, Any], place: tuple[InstanceId, dict[InstanceId, int]]
+) -> None:
+    """On any node, in the part that the store has had of what was asked for."""
+    core = Prompts("p0", "p1", "d0")
+    store = ev.StoreSeen(SPACE, restores=True, share=1.0)
+    core.handle(ev.SelfTested(P0, 1, True, store=store))
+    core.handle(ev.SelfTested(P1, 1, True, store=msgspec.structs.replace(store, **seen)))
+    core.arrive(S, *range(BLOCKS))
+    core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 0))
+    core.handle(load("p0", 0.9))
+
+    start = core.arrive(T, *range(BLOCKS))
+
+    assert (start.plan.prefill, start.cached) == place
+    assert rerun(core.lines).difference is None
+
+
+def test_nothing_is_loaded_of_a_node_whose_agent_is_lost() -> None:
+    """Though its instances keep their rows, of which another agent has copies."""
+    core, other = with_tiers("p0", "p1", "d0"), InstanceId("agent-n1")
+    core.handle(ev.HolderUp(other, NodeId("n1"), 1, 1 << 30, 26e9))
+    copies = RowsReport(to_other_nodes=True, copies=(SPACE,))
+    core.handle(ev.CheckpointsReported(other, 1, 0, 0, {}, copies))
+    core.handle(ev.HolderLost(InstanceId("agent-n0"), 1, "killed"))
+    core.arrive(S, *range(BLOCKS))
+    core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 0))
+    core.handle(load("p0", 0.9))
+
+    assert core.arrive(T, *range(BLOCKS)).cached == {P1: 0, P0: 999}
+
+
 def test_a_prompt_is_loaded_from_where_it_was_decoded() -> None:
     """The tier of its decode instance has it, too, and longer than the pages of the other one."""
     core = with_tiers("p0", "p1", "d0")

@@ -215,14 +215,14 @@ def test_cached_tokens_correct_the_capacity(predicted: int, found: int, blocks: 
     assert index.hits[there.id].cached_tokens == found * TOKENS
 
 
-@pytest.mark.parametrize("has_tier", [False, True])
-def test_what_others_have_made_does_not_raise_a_capacity(has_tier: bool) -> None:
+@pytest.mark.parametrize("rows", ["", "of its tier"])
+def test_what_others_have_made_does_not_raise_a_capacity(rows: str) -> None:
     """One that decodes has the answers of turns before, and one with a tier what it loads, beyond
     what was predicted; neither has more room for that.
     """
-    event = instance_up("p0") if has_tier else instance_up("d0", computes_prompts=True)
+    event = instance_up("p0") if rows else instance_up("d0", computes_prompts=True)
     index, there = PrefixIndex(), Member.of(event.info, event.prefill)
-    there.has_tier = has_tier
+    there.rows = rows
     note(index, there, 1, 2)
 
     index.observe(there, prefix(1, 2, 3, 4), 4 * TOKENS, 2 * TOKENS, 4 * TOKENS)

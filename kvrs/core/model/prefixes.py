@@ -341,9 +341,9 @@ class PrefixIndex:
         slack = self._stride * cache.block_tokens + _SLACK * predicted
         if found < predicted - slack:
             cache.trusted = max(_LEAST_TRUSTED, cache.trusted * _LESS)
-        elif found > predicted + slack and not (member.decodes or member.has_tier):
+        elif found > predicted + slack and not (member.decodes or member.rows):
             # One that decodes has answers too, which come with the next turn, and one with a tier
-            # loads what others have.
+            # or a store loads what others have.
             cache.trusted = min(_MOST_TRUSTED, cache.trusted * _MORE)
 
 
