@@ -255,15 +255,15 @@ class Relay(AnswerReader):
             fault = error
         new_tokens = len(journal.output_ids) - had_tokens
         is_new = new_tokens or (journal.lacks_ids and events)
-        if not self._noted and (is_new or journal.finish_reason is not None):
-            # Before the write: a client that does not read delays it, which is no cost of the
-            # attempt. And the listener measures the gap since the last write.
-            self._noted = True
-            self._resumed()
         if events:
             self._client.send(events)
             if self._client.blocked:
                 self.wait_for_room()
+        if not self._noted and (is_new or journal.finish_reason is not None):
+            # The client has its token before the core hears of it, which measures the gap since the
+            # write before.
+            self._noted = True
+            self._resumed()
         if is_new:
             now_s = self._clock()
             journal.wrote(now_s)
