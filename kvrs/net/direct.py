@@ -63,10 +63,12 @@ class _Head(msgspec.Struct, frozen=True):
     keep_alive: bool
 
 
-# Heads so far, by their bytes without the digits of the length: a client sends few different ones.
+# Heads so far, by their bytes without the digits of the length: a client sends few different ones,
+# unless it or a gateway names each request.
 _KNOWN_HEADS: dict[bytes, _Head] = {}
 _MOST_KNOWN = 256
 _MOST_KNOWN_BYTES = 2048
+_OF_ONE_REQUEST = ("X-Request-Id", "traceparent", "Idempotency-Key")
 
 
 def parse_head(data: bytes) -> tuple[_Head, int, int] | None:
@@ -81,9 +83,10 @@ def parse_head(data: bytes) -> tuple[_Head, int, int] | None:
     if head is None:
         if (head := _read_head(data[:end])) is None:
             return None
-        if len(_KNOWN_HEADS) >= _MOST_KNOWN:
-            _KNOWN_HEADS.clear()
-        if end <= _MOST_KNOWN_BYTES:
+        is_of_one = any(map(head.headers.__contains__, _OF_ONE_REQUEST))
+        if end <= _MOST_KNOWN_BYTES and not is_of_one:
+            if len(_KNOWN_HEADS) >= _MOST_KNOWN:
+                _KNOWN_HEADS.clear()
             _KNOWN_HEADS[known_by] = head
     return head, end + 4, int(length[1])
 
@@ -139,25 +142,20 @@ class ClosingLine(dict["DirectConnection", float]):
 
     look: asyncio.TimerHandle | None = None
 
-    def add(self, connection: "DirectConnection", until_s: float) -> None:
-        """Close the connection then, unless it is removed before."""
-        self[connection] = until_s
-        if self.look is None:
-            self.look = asyncio.get_running_loop().call_at(until_s, self._close_due)
-
-    def end(self) -> None:
-        if self.look is not None:
-            self.look.cancel()
-
-    def _close_due(self) -> None:
+    def begin(self) -> None:
+        """Close those that are due, now and later on."""
         loop = asyncio.get_running_loop()
         self.look, now_s = None, loop.time()
         for connection, until_s in list(self.items()):
             if until_s > now_s:
-                self.look = loop.call_at(until_s, self._close_due)
+                self.look = loop.call_at(until_s, self.begin)
                 return
             del self[connection]
             connection.close_if_idle()
+
+    def end(self) -> None:
+        if self.look is not None:
+            self.look.cancel()
 
 
 class DirectServer:
@@ -268,7 +266,9 @@ class DirectConnection(asyncio.Protocol):
         tcp_keepalive(transport)
         self.idle_since_s = now_s = asyncio.get_running_loop().time()
         self._head_until_s = now_s + self._times.head_s
-        self._line.add(self, self._head_until_s)
+        self._line[self] = self._head_until_s
+        if self._line.look is None:
+            self._line.begin()
 
     def data_received(self, data: bytes) -> None:
         if self.transport is None:  # Refused.
@@ -403,8 +403,10 @@ class DirectConnection(asyncio.Protocol):
         if not keeps_open:
             transport.close()
             return
-        self._line = self._server.kept
-        self._line.add(self, now_s + self._times.idle_s)
+        self._line = line = self._server.kept
+        line[self] = now_s + self._times.idle_s
+        if line.look is None:
+            line.begin()
         if not self._is_full and (self._is_paused or self._behind):
             self._read_on()
 

@@ -24,7 +24,9 @@ class Signal(asyncio.Future[T]):
 
     def set_result(self, result: T, /) -> None:
         super().set_result(result)
-        self._notice()
+        waiter, self.waiter = self.waiter, None
+        if waiter is not None:
+            waiter()
 
     def set_exception(self, exception: type[BaseException] | BaseException, /) -> None:
         super().set_exception(exception)
@@ -66,16 +68,10 @@ class EagerTask(Generic[T]):
         self._has_begun = self._is_running = self._must_cancel = self.is_over = False
         self._cancelling = 0
 
-    def begin(self) -> None:
-        """Begin now, unless it has begun or was cancelled."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._step()
-
     def begin_soon(self) -> None:
         """Begin in a turn of the event loop of its own."""
         self._has_begun = True
-        self._loop.call_soon(self._step)
+        self._loop.call_soon(self.begin)
 
     # As of an asyncio task.
 
@@ -104,15 +100,15 @@ class EagerTask(Generic[T]):
 
     # Steps.
 
-    def _step(self, _: object = None) -> None:
-        """Go on to where it waits next. What it has waited for is over."""
+    def begin(self, _: object = None) -> None:
+        """Begin now, or go on, to where it waits next: what it has waited for is over."""
         if self.is_over or self._is_running:
             return
         loop, outer = self._loop, asyncio.current_task(self._loop)
         if outer is not None:
             _leave_task(loop, outer)
         _enter_task(loop, self)  # type: ignore[arg-type]  # It has what asyncio asks of a task.
-        self._waits_for, self._is_running = None, True
+        self._waits_for, self._has_begun, self._is_running = None, True, True
         found: asyncio.Future[Any] | None = None
         try:
             if self._must_cancel:
@@ -134,18 +130,18 @@ class EagerTask(Generic[T]):
         if self.is_over:
             return
         if found is None:  # A bare yield, as of `asyncio.sleep(0)`.
-            loop.call_soon(self._step)
+            loop.call_soon(self.begin)
             return
         found._asyncio_future_blocking = False
         if self._must_cancel:
             found.cancel()
-            loop.call_soon(self._step)
+            loop.call_soon(self.begin)
         elif type(found) is Signal:
             assert found.waiter is None, "one task waits for a signal"
-            self._waits_for, found.waiter = found, self._step
+            self._waits_for, found.waiter = found, self.begin
         else:
             self._waits_for = found
-            found.add_done_callback(self._step)
+            found.add_done_callback(self.begin)
 
     def _end(self, error: BaseException | None, result: T | None = None) -> None:
         self.is_over, self.result, ended = True, result, self._ended

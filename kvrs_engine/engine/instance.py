@@ -65,6 +65,7 @@ CAPABILITIES = [
     Capability.FENCE,
     Capability.SPLIT,
     Capability.CHECKPOINT,
+    Capability.PREFIX_CACHE,
     Capability.EXACT_RESUME,
 ]
 

@@ -156,6 +156,18 @@ async def test_a_prompt_that_is_no_prompt_is_refused(system: BackendCluster) -> 
         await system.talk([10**9], TOKENS).prefill()
 
 
+async def test_an_engine_that_finds_computed_prefixes_says_that_it_does(
+    system: BackendCluster,
+) -> None:
+    """PREFIX_CACHE: prompts go there for it (`policy.route: prefix`)."""
+    prompt = PROMPT * 4
+    await system.talk(prompt, TOKENS).prefill()
+
+    again = await system.talk([*prompt, 5], TOKENS).prefill()
+
+    assert system.can(P0, Capability.PREFIX_CACHE) or not again.reused_tokens
+
+
 async def test_what_is_retained_is_kept_under_its_lease(system: BackendCluster) -> None:
     """With RETAIN: kept while the lease is renewed, then dropped."""
     if not system.can(P0, Capability.RETAIN):

@@ -31,7 +31,8 @@ class Leases:
         self._held[instance][stream] = None
         # A release that has not been sent yet is withdrawn.
         self._ended[instance].pop(stream, None)
-        self._begin_work()
+        if self.has_work is not None:
+            self._begin_work(self.has_work)
 
     def holds_any(self, instance: InstanceId) -> bool:
         """An open stream has KV at the instance."""
@@ -41,12 +42,12 @@ class Leases:
         """The stream needs nothing there any more; the next batch says so."""
         self._held[instance].pop(stream, None)
         self._ended[instance][stream] = None
-        self._begin_work()
-
-    def _begin_work(self) -> None:
         if self.has_work is not None:
-            has_work, self.has_work = self.has_work, None
-            has_work()
+            self._begin_work(self.has_work)
+
+    def _begin_work(self, has_work: Callable[[], None]) -> None:
+        self.has_work = None
+        has_work()
 
     def drop(self, instance: InstanceId, stream: StreamId) -> None:
         """The instance retains nothing of the stream, and knows it."""

@@ -12,6 +12,7 @@ wait for another one.
 """
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 
 from kvrs.core.books.waiting import is_past
 from kvrs.core.model.member import Member
@@ -41,7 +42,9 @@ class PoisonCounter:
         death = _death_of(member, now_s)
         is_external = self._has_cause(member, now_s)
         counted: list[Stream] = []
-        for stream in self._streams.values():
+        concerned = {*member.answers.awaited, *member.answers.whole, *self.counted}
+        streams = [self._streams[each] for each in concerned]
+        for stream in sorted(streams, key=attrgetter("order")):
             recovery = stream.recovery
             broken = [each for each in recovery.broken if each.is_same(death)]
             if broken:
@@ -53,8 +56,8 @@ class PoisonCounter:
                 counted.append(stream)
         for stream in counted:
             stream.recovery.note_death(death)
-        streams = (*self.counted.values(), *counted)
-        self.counted = {stream.id: stream for stream in streams if stream.recovery.is_counted}
+        known = (*self.counted.values(), *counted)
+        self.counted = {stream.id: stream for stream in known if stream.recovery.is_counted}
         return counted
 
     def _has_cause(self, member: Member, now_s: float) -> bool:

@@ -173,13 +173,6 @@ class RequestUsage(msgspec.Struct, eq=False):
         budget.held_bytes += size_bytes - self.size_bytes
         self.size_bytes = size_bytes
 
-    def resize(self, size_bytes: int) -> None:
-        """Note what is held in any case."""
-        if self.is_over:
-            return
-        self.budget.held_bytes += size_bytes - self.size_bytes
-        self.size_bytes = size_bytes
-
     def open(self, streams: int) -> None:
         """Take streams of the tenant's limit; raises RequestError: there are none left."""
         if self.meter is None:
@@ -255,10 +248,13 @@ class ParsedRequest(msgspec.Struct, eq=False):
         self.is_packed = True
         if isinstance(self.request, CompletionRequest) and self.request.n == 1:
             self._drop_prompt()
-        if self.held is not None:  # The budget follows what is kept.
-            before_bytes = self.counted_bytes
-            self.counted_bytes = self.fields_bytes + _BYTES_PER_ID * len(self.prompt_ids)
-            self.held.resize(self.held.size_bytes - before_bytes + self.counted_bytes)
+        held = self.held
+        if held is not None and not held.is_over:  # The budget follows what is kept.
+            grown_bytes = self.fields_bytes + _BYTES_PER_ID * len(self.prompt_ids)
+            grown_bytes -= self.counted_bytes
+            self.counted_bytes += grown_bytes
+            held.size_bytes += grown_bytes
+            held.budget.held_bytes += grown_bytes
 
     def hold(self, held: RequestUsage) -> None:
         """Keep no more of the body than is needed, and have the budget follow that."""
