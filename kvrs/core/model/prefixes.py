@@ -54,10 +54,13 @@ def chain(root: int, text: bytes | memoryview) -> list[int]:
     """Hashes of the full blocks of a text, each of all up to its end. `root` stands for what else
     must be equal for the KV to be.
     """
+    hashes: list[int] = []
     digest, whole = xxhash.xxh3_64_intdigest, len(text) // BLOCK_BYTES * BLOCK_BYTES
-    return [
-        root := digest(block, root) for (block,) in _BLOCK.iter_unpack(memoryview(text)[:whole])
-    ]
+    # A comprehension would be one more call of each request.
+    for (block,) in _BLOCK.iter_unpack(memoryview(text)[:whole]):
+        root = digest(block, root)
+        hashes.append(root)
+    return hashes
 
 
 @dataclass(frozen=True, slots=True)
