@@ -4,7 +4,7 @@ import itertools
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrs.core.model import prefixes
@@ -113,6 +113,7 @@ def test_what_one_proxy_has_sent_is_known_to_another_one() -> None:
     st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), min_size=1, max_size=6))),
     st.integers(1, 12),
 )
+@example([(0, [0, 0]), (0, [1, 0, 0]), (0, [1, 0, 0]), (0, [0] * 6)], 9)
 def test_an_instance_has_no_more_blocks_than_room(
     noted: list[tuple[int, list[int]]], room: int
 ) -> None:

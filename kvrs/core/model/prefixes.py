@@ -13,7 +13,7 @@ does not fit, or is lost, costs hits and nothing else.
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from math import ceil
 from struct import Struct
@@ -245,7 +245,7 @@ class PrefixIndex:
         known = [block for block in hashes if masks.get(block, 0) & bit]
         cache.touched.update(known)
         # Room is made before, so that what has just come is not the first to go.
-        self._make_room(cache, len(hashes) - len(known))
+        self._make_room(cache, len(hashes) - len(known), kept=set(known))
         for block in reversed(hashes):
             mask = masks.get(block, 0)
             if not mask & bit:
@@ -256,26 +256,28 @@ class PrefixIndex:
         if self._gone:
             self._sweep(_SWEPT + 2 * len(prefix.hashes))
 
-    def _make_room(self, cache: _Cache, blocks: int) -> None:
-        """Evict until an instance, and the index, have room for so many more."""
+    def _make_room(self, cache: _Cache, blocks: int, *, kept: Set[int] = frozenset()) -> None:
+        """Evict until an instance, and the index, have room for so many more, which belong to those
+        that are kept.
+        """
         limit = cache.blocks() / self._stride if cache.capacity_tokens else MOST_BLOCKS
-        self._evict(cache, ceil(max(0.0, len(cache.order) + blocks - limit)))
+        self._evict(cache, ceil(max(0.0, len(cache.order) + blocks - limit)), kept)
         while self._blocks + blocks > MOST_BLOCKS and (self._gone or self._asleep):
             if not self._gone:
                 self._gone.append(self._asleep.popitem(last=False)[1])
             self._sweep(_SWEPT + blocks)
         while (over := self._blocks + blocks - MOST_BLOCKS) > 0 and self._blocks:
             fullest = max(self._caches.values(), key=lambda each: len(each.order))
-            self._evict(fullest, min(over, len(fullest.order)))
+            self._evict(fullest, min(over, len(fullest.order)), kept)
 
-    def _evict(self, cache: _Cache, count: int) -> None:
-        """Evict so many blocks of an instance, those that were not used lately first, as far as
-        they are found soon.
+    def _evict(self, cache: _Cache, count: int, kept: Set[int]) -> None:
+        """Evict so many blocks of an instance, those that were not used lately first and those that
+        are kept last, as far as they are found soon.
         """
         order, touched, spared = cache.order, cache.touched, _SWEPT + 8 * count
         while count and order:
             block = order.popleft()
-            if block in touched:
+            if block in touched or block in kept:
                 touched.discard(block)
                 if spared:
                     spared -= 1
