@@ -17,7 +17,7 @@ from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
 from kvrs.core.books.agent_slots import AgentSlots, SlotOutcome, slot_share
 from kvrs.core.books.checkpoint_holds import CheckpointHolds
-from kvrs.core.books.leases import FenceTable, Leases, Number
+from kvrs.core.books.leases import FenceTable, Leases
 from kvrs.core.books.links import LinkBounds
 from kvrs.core.books.prompt_lengths import PromptLengths
 from kvrs.core.fleet.drains import Drains
@@ -264,7 +264,7 @@ class Control(Generic[S]):
                 self._redirect(action)
             case act.Halt():
                 if (live := self._current(action.stream, action.attempt)) is not None:
-                    self._shell.end_attempt(live)
+                    self.halt(live)
                     self._goes_on(live, now_s)
             case act.Stay():
                 if (live := self._current(action.stream, action.attempt)) is not None:
@@ -292,9 +292,7 @@ class Control(Generic[S]):
             return
         journal = live.journal
         if journal.attempt:
-            self._shell.end_attempt(live)
-            if live.plan is not None:
-                self.fences.superseded(live.plan, live.id, _number(live))
+            self.halt(live)
         journal.attempt, live.plan = action.attempt, action.plan
         if action.plan.places:
             self.checkpoints.planned(live, action.plan)
@@ -337,14 +335,17 @@ class Control(Generic[S]):
     # What attempts report.
 
     def halt(self, live: S) -> None:
-        """The attempt has nothing to go on to; the policy knows that."""
+        """End the attempt, which the policy has no more; the stream goes on without it."""
         self._shell.end_attempt(live)
+        if live.plan is not None:
+            self.fences.halted(live.plan, live.id, (live.journal.owner_epoch, live.journal.attempt))
+            live.plan = None
 
     def attempt_over(self, live: S, event: ev.AttemptFailed | ev.SlotDenied, now_s: float) -> None:
         """The stream needs another attempt, if it is not complete."""
         if self._current(live.id, event.attempt) is not live:
             return
-        self._shell.end_attempt(live)
+        self.halt(live)
         if self._goes_on(live, now_s):
             self.tell(event, now_s)
 
@@ -463,8 +464,7 @@ class Control(Generic[S]):
         self.leases.forget(known.id)
         produced = {}
         for live in self._running_on(known.id):
-            self._shell.end_attempt(live)
-            self.fences.note(known.id, live.id, _number(live))
+            self.halt(live)
             if self._goes_on(live, now_s):
                 produced[live.id] = len(live.journal.output_ids)
         event = ev.InstanceLost(known.id, known.info.epoch, cause, produced)
@@ -486,10 +486,6 @@ class Control(Generic[S]):
         self.catch_up()
         member = self.policy.members.get(instance)
         return [] if member is None else [*map(self.streams.__getitem__, sorted(member.running))]
-
-
-def _number(live: LiveStream) -> Number:
-    return live.journal.owner_epoch, live.journal.attempt
 
 
 def _token_s(running: Sequence[LiveStream]) -> float:

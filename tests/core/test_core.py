@@ -30,8 +30,8 @@ S = StreamId("s")
 class Driver:
     """Notes what it is to perform, and events, and performs nothing."""
 
-    def __init__(self, *, can_give_end: bool = False, **info: Any) -> None:
-        policy = PolicySettings(recovery=RecoverySettings(gather_s=0.0))
+    def __init__(self, *, can_give_end: bool = False, gather_s: float = 0.0, **info: Any) -> None:
+        policy = PolicySettings(recovery=RecoverySettings(gather_s=gather_s))
         config = make_config([P0, D0, P1, D1], policy, SloSettings(), BackupSettings())
         self.performed: list[tuple[str, Any]] = []  # Names of the shell's methods, and arguments.
         self.events: list[ev.Event] = []
@@ -259,6 +259,24 @@ def test_a_fence_names_an_attempt_that_has_a_successor_elsewhere() -> None:
     driver.control.attempt_over(live, failed, 1.0)
     assert (live.journal.attempt, live.instance != former) == (2, True)
     driver.lose(former)
+
+    assert driver.control.fences.numbers(former) == {S: (0, 2)}
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_fence_names_an_attempt_of_a_stream_that_waits_for_another_one(is_over: bool) -> None:
+    """It failed before its instance was taken for lost, and the client may not have waited."""
+    driver = Driver(gather_s=0.5)
+    live = driver.decoding()
+    former = live.instance
+    assert former is not None
+
+    failed = ev.AttemptFailed(S, 1, former, "silent", 1, True, ev.FailureKind.SILENT)
+    driver.control.attempt_over(live, failed, 1.0)
+    assert live.stage is Stage.WAITING
+    driver.lose(former)
+    if is_over:
+        driver.control.end(live, Complete(), 1.0)
 
     assert driver.control.fences.numbers(former) == {S: (0, 2)}
 

@@ -102,21 +102,18 @@ class Leases:
 
 class FenceTable:
     """Attempts that may still run at an instance that does not answer; needed to build a fence
-    request. Noted when an instance is lost, and of an attempt that has a successor: any other one
-    ends with its connection.
+    request. Noted when an attempt is over before its stream: any other one ends with its
+    connection.
     """
 
     def __init__(self) -> None:
         self.noted: dict[InstanceId, dict[StreamId, Number]] = {}
 
-    def note(self, instance: InstanceId, stream: StreamId, number: Number) -> None:
-        self.noted.setdefault(instance, {})[stream] = number
-
-    def superseded(self, plan: act.Plan, stream: StreamId, number: Number) -> None:
+    def halted(self, plan: act.Plan, stream: StreamId, number: Number) -> None:
         """The attempt by this plan is over here; its instances may not know yet."""
         for instance in (plan.prefill, plan.decode):
             if instance is not None:
-                self.note(instance, stream, number)
+                self.noted.setdefault(instance, {})[stream] = number
 
     def ended(self, stream: StreamId, known: Mapping[InstanceId, Member]) -> None:
         """The stream is over. An instance that is up drops the attempt because its connection is

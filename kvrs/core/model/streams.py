@@ -397,7 +397,7 @@ class LiveStream(Stream):
     """A stream that has not ended. Drivers extend it with what they need to run attempts."""
 
     journal: StreamJournal
-    plan: act.Plan | None = None  # Of the attempt that the shell runs.
+    plan: act.Plan | None = None  # Of the attempt that the shell runs, if it runs one.
     # Instances that may retain pages of it.
     prefilled_at: dict[InstanceId, None] = field(default_factory=dict)
     copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By agent.

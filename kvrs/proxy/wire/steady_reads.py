@@ -20,6 +20,9 @@ class SteadySource(Protocol):
     def read(self) -> None:
         """Take the next bytes, or the end, which have come."""
 
+    def end_steady(self) -> None:
+        """Call `SteadyReads.end`, and be read by the event loop from then on."""
+
 
 class SteadyReads:
     """The steady connections of one event loop."""
@@ -43,6 +46,7 @@ class SteadyReads:
         sock = transport.get_extra_info("socket")
         if (
             self._streams < LEAST_STREAMS
+            or self._epoll.closed
             or sock is None
             or transport.get_extra_info("sslcontext") is not None
         ):
@@ -64,6 +68,11 @@ class SteadyReads:
                 self._epoll.unregister(descriptor)
 
     def close(self) -> None:
+        """Leave all connections to the loop: calls that run go on to their end."""
+        if self._epoll.closed:
+            return
+        for source in [*self._sources.values()]:
+            source.end_steady()
         if self._timer is not None:
             self._timer.cancel()
         self._loop.remove_reader(self._epoll.fileno())

@@ -191,7 +191,7 @@ class Upstream(asyncio.Protocol):
         response, self._response = self._response, None
         self._reader = self._take = self._refusal = self._ended = self._shortcut = None
         if self._is_steady:
-            self._end_steady()
+            self.end_steady()
         if response is not None and response.is_complete and response.keeps_open and self._is_sent:
             if self._is_paused:
                 self.resume()
@@ -201,7 +201,7 @@ class Upstream(asyncio.Protocol):
 
     def close(self) -> None:
         if self._is_steady:
-            self._end_steady(reads_on=False)
+            self.end_steady(reads_on=False)
         self.transport.abort()
 
     # Flow.
@@ -210,7 +210,7 @@ class Upstream(asyncio.Protocol):
         if not self._is_paused and not self.transport.is_closing():
             self._is_paused = True
             if self._is_steady:
-                self._end_steady(reads_on=False)
+                self.end_steady(reads_on=False)
             self.transport.pause_reading()
 
     def resume(self) -> None:
@@ -243,9 +243,10 @@ class Upstream(asyncio.Protocol):
         if data:
             self.data_received(data)
         else:
-            self._end_steady()  # The event loop finds the end by itself.
+            self.end_steady()  # The event loop finds the end by itself.
 
-    def _end_steady(self, *, reads_on: bool = True) -> None:
+    def end_steady(self, *, reads_on: bool = True) -> None:
+        """Have the event loop read the connection again, unless nothing is to be read for now."""
         assert self._steady is not None
         descriptor, self._descriptor, self._is_steady = self._descriptor, None, False
         self._steady.end(descriptor, self)
@@ -313,7 +314,7 @@ class Upstream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._is_steady:
-            self._end_steady(reads_on=False)
+            self.end_steady(reads_on=False)
         self._shortcut, response = None, self._response
         if response is not None:
             response.feed_eof()

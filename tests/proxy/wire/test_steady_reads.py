@@ -172,3 +172,23 @@ async def test_a_closed_connection_does_not_end_the_one_that_has_its_descriptor(
         assert steady._sources[descriptor] is made[-1][0]
         for each, _, _ in made:
             pool.give_back(each)
+
+
+async def test_streams_that_are_open_when_all_links_are_closed_go_on_to_their_end() -> None:
+    """The loop reads them from then on, and steady ones that begin later."""
+    async with an_engine() as (engine, pool, steady):
+        made = await opened(engine, pool, STREAMS)
+
+        steady.close()
+        for writer in engine.writers:
+            writer.write(chunk(b"one"))
+        await until(lambda: all(reader.data == b"[first]one" for _, reader, _ in made))
+        made += await opened(engine, pool, 1)
+        for writer in engine.writers:
+            writer.write(LAST)
+        async with asyncio.timeout(WITHIN_S):
+            await asyncio.gather(*(ended for _, _, ended in made))
+
+        for each, _, _ in made:
+            pool.give_back(each)
+        assert (steady._streams, steady._sources) == (0, {})
