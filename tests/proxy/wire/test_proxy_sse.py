@@ -347,8 +347,8 @@ def test_a_late_token_of_an_older_attempt_is_dropped() -> None:
     assert len(client.events) == 1
 
 
-def test_an_attempt_has_resumed_before_its_first_token_is_written() -> None:
-    """Predictions learn the duration of a recovery from it, which no client prolongs."""
+def test_an_attempt_has_resumed_once_its_first_token_is_written() -> None:
+    """What the core does about it is no part of the time to the token."""
     journal, told = journal_of(), list[str]()
 
     class Telling(Collector):
@@ -367,7 +367,7 @@ def test_an_attempt_has_resumed_before_its_first_token_is_written() -> None:
     for chunk in (sse(event("a", [1])), sse(event("b", [2], finish="stop")), sse(b"[DONE]")):
         copier.feed(chunk)
 
-    assert told == ["resumed", "sending", "sending"]
+    assert told == ["sending", "resumed", "sending"]
 
 
 class Tap:
