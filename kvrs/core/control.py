@@ -395,6 +395,9 @@ class Control(Generic[S]):
     def load_reported(self, known: Member, report: LoadReport, now_s: float) -> None:
         self.catch_up()
         self.drains.reported(known.id, now_s)
+        if report is known.load and not self.policy.has_waiting:
+            known.reported_s = now_s  # The process lives; nothing else is new.
+            return
         is_new_store = report.store != ("" if known.load is None else known.load.store)
         known.load = report
         known.reported_s = now_s

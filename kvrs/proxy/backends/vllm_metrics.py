@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from kvrs.protocol.hand_offs import HandOffReport
@@ -52,7 +53,7 @@ class VllmMetrics:
         for name, labels, value in _LINE.findall(text):
             self._found.setdefault(name, []).append((labels, float(value)))
 
-    @property
+    @cached_property
     def started_s(self) -> float | None:
         """The start time of the process, on its own clock; None: several API servers answer, whose
         common `/metrics` have none.
@@ -127,7 +128,7 @@ class VllmMetrics:
         cache_dtype = self.cache.get("cache_dtype")
         return f"cache_dtype {cache_dtype}" if cache_dtype else ""
 
-    @property
+    @cached_property
     def hand_offs(self) -> HandOffReport | None:
         """Counts of its connector; None: it has none."""
         if not self.has_connector:
@@ -163,7 +164,7 @@ class VllmMetrics:
         )
         return size_bytes, seconds
 
-    @property
+    @cached_property
     def store(self) -> str:
         """Kind of the store that the engine loads from by itself; empty: none is seen."""
         if any(_ROW_TIER in labels for labels, _ in self._tier_reads("read_bytes")):
@@ -173,7 +174,7 @@ class VllmMetrics:
                 return kind
         return "other" if self.store_loads.hits else ""
 
-    @property
+    @cached_property
     def store_loads(self) -> "StoreLoads":
         """Since the start. Seconds are of each load for itself; None: the store counts none."""
         hits = sum(
@@ -194,7 +195,7 @@ class VllmMetrics:
     def _tier_reads(self, name: str) -> Sequence[tuple[str, float]]:
         return self._found.get(f"vllm:kv_offload_tiering_{name}_total", ())
 
-    @property
+    @cached_property
     def drafts(self) -> SpeculationReport | None:
         """Drafts of its own speculative decoding since the start; None: it has none."""
         steps, proposed, accepted = (
