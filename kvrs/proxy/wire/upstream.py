@@ -269,7 +269,7 @@ class Upstream(asyncio.Protocol):
             except Exception as error:
                 self._fail(error)
                 return
-            # Behind an unusual event usual ones may follow; behind two others like them do.
+            # Behind one unusual event usual ones may follow; behind a second one the rest is alike.
             end = end_of_chunk(data)
             if (is_rest and len(data) == size) or not 0 < end < len(data) - _FEW_BYTES:
                 break
