@@ -194,14 +194,16 @@ class Control(Generic[S]):
         self.tell(arrival, now_s)
 
     def end(self, live: S, outcome: Outcome, now_s: float) -> None:
-        self._shell.end_stream(live, outcome)
-        self.close(live, now_s)
+        self.catch_up()
+        if self.streams.get(live.id) is live:
+            self._shell.end_stream(live, outcome)
+            self.close(live, now_s)
 
     def close(self, live: S, now_s: float) -> None:
         """Take the stream out of all books, however it ended; safe to call again."""
+        self.catch_up()
         if self.streams.get(live.id) is not live:
             return  # Closed before; its client may have resumed it as another one.
-        self.catch_up()
         self._shell.end_attempt(live)
         del self.streams[live.id]
         self._shell.stream_closed(live)

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from kvrs.config.policy import PolicySettings, RecoverySettings, SloSettings
 from kvrs.core.attempt import Attempt, CallFault
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -93,6 +94,36 @@ def test_a_load_report_finds_no_stream_that_has_left() -> None:
         report_of(driver, prefill)
 
     assert (late.asked, late.told) == (1, prompt.told)
+
+
+@pytest.mark.parametrize("how", ["ended", "closed"])
+def test_a_stream_that_is_given_up_with_a_report_ends_once(how: str) -> None:
+    """Its deadline had passed by the time of another one's first token, and its client leaves."""
+    driver = LateDriver()
+    settings = PolicySettings(recovery=RecoverySettings(gather_s=0.5))
+    limit = SloSettings(abort=True, ttft_s=1.2)
+    driver.control.tell(ev.SettingsReloaded(settings, limit), 0.0)
+    leaving, other = driver.stream(), driver.stream(StreamId("other"))
+    assert leaving.attempt.plan is not None
+    assert other.attempt.plan is not None
+    attempt = Attempt(driver.control, other, other.attempt.plan)
+    attempt.begin()
+    assert attempt.prefilled(0.1)
+    attempt.decode()
+    failed_at = leaving.attempt.plan.prefill or D0
+    failed = ev.AttemptFailed(S, 1, failed_at, "lost", 0, True, ev.FailureKind.BROKEN)
+    driver.control.attempt_over(leaving, failed, 1.0)
+    attempt.resumed(1.6)
+
+    if how == "ended":
+        driver.control.end(leaving, Complete(), 1.6)
+    else:
+        driver.control.close(leaving, 1.6)
+
+    assert [*driver.control.streams] == [other.id]
+    (ended,) = driver.calls_of("end_stream")
+    assert isinstance(ended[1], act.GiveUp)
+    assert len(driver.calls_of("stream_closed")) == 1
 
 
 def test_a_prefill_that_may_change_its_plan_is_reported_at_once() -> None:

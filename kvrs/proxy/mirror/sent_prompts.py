@@ -16,8 +16,8 @@ class SentPrompts:
         self._waiting: dict[str, list[SentPrompt]] = {}
 
     def gather(self, peers: Iterable[str]) -> bool:
-        """Have these peers told of the prompts since the last call; returns whether there are
-        any.
+        """Have these peers told of the prompts that were sent since the last call; return whether
+        there are any.
         """
         if sent := self._policy.take_sent():
             self._waiting = dict.fromkeys(peers, sent)

@@ -3,7 +3,8 @@
 Connections over which tokens come steadily lie in an epoll of their own, below that of the event
 loop, as `proxy.coalesce_ms` says. While tokens are far apart it wakes the loop as any connection
 does. Once two wake-ups follow each other closely, the loop looks at it once a tick instead: a token
-waits for half a tick on average. Requests, first tokens and ends of streams never wait.
+waits for half a tick on average, and so does the end of its stream. Requests and first tokens never
+wait.
 """
 
 import asyncio
@@ -94,7 +95,7 @@ class SteadyReads:
         self._loop.add_reader(self._epoll.fileno(), self._woken)
 
     def _read(self) -> int:
-        """Read what has come; return of how many streams."""
+        """Read what has come; return how many streams had something to read."""
         found = self._epoll.poll(0, _MOST_AT_ONCE)
         for descriptor, _ in found:
             # One before it may have ended this one.

@@ -260,19 +260,21 @@ class Upstream(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        is_rest = False
         while self._shortcut is not None:
+            size = len(data)
             try:
                 if not (data := self._shortcut(data)):
                     return
             except Exception as error:
                 self._fail(error)
                 return
-            # Behind an unusual event usual ones may follow.
+            # Behind one unusual event usual ones may follow; behind a second one the rest is alike.
             end = end_of_chunk(data)
-            if not 0 < end < len(data) - _FEW_BYTES:
+            if (is_rest and len(data) == size) or not 0 < end < len(data) - _FEW_BYTES:
                 break
             self._take_read(data[:end])
-            data = data[end:]
+            data, is_rest = data[end:], True
         self._take_read(data)
 
     def _take_read(self, data: bytes) -> None:
