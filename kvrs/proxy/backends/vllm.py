@@ -56,6 +56,8 @@ from kvrs.proxy.wire.watchdog import awake_since_s
 # `/metrics` is 60 kB of text and takes the server milliseconds, so that it is read less often than
 # `/health`; a load report is at most this old.
 _METRICS_INTERVAL_S = 1.0
+# While no stream waits for a token: a report that is 1 s old is overdue.
+_IDLE_INTERVAL_S = 0.5
 # For the probe when an instance comes up: the first request of a vLLM may take half a minute.
 _PROBE_TIMEOUT_S = 60.0
 _PROBE_IDS = [1]
@@ -246,7 +248,7 @@ class VllmBackend(VllmServer):
                 if self._denied is not None:
                     raise UnusableError(self._denied)
                 is_due = report is None or clock() - read_s >= _METRICS_INTERVAL_S
-                if is_due or is_awaited():
+                if (has_streams := is_awaited()) or is_due:
                     # An HTTP server whose engine is dead ends by itself a moment later.
                     await self._read("/health")
                 await self._check_engines()
@@ -254,7 +256,8 @@ class VllmBackend(VllmServer):
                     read_s, report = clock(), await self.load()
                     report = msgspec.structs.replace(report, names=await self._listed())
                 yield report
-                if await idle.wait(interval_s):
+                pause_s = interval_s if has_streams else max(interval_s, _IDLE_INTERVAL_S)
+                if await idle.wait(pause_s):
                     self._process.connection_ended()
                     read_s = -inf  # It is to be known at once whether this is another process.
 
