@@ -246,7 +246,7 @@ class VllmBackend(VllmServer):
                 if self._denied is not None:
                     raise UnusableError(self._denied)
                 is_due = report is None or clock() - read_s >= _METRICS_INTERVAL_S
-                if is_due or is_awaited():
+                if is_awaited() or is_due:
                     # An HTTP server whose engine is dead ends by itself a moment later.
                     await self._read("/health")
                 await self._check_engines()
