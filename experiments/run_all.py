@@ -162,6 +162,7 @@ ALL = (
     _of("link_monitor", "computed", 18, "computed", NAMESPACES),
     _of("prefix_placement", "prefix_placement", 70, "run --seeds 4 --limit-s 7200", TRACE),
     _of("prefix_placement", "costs", 1, "costs"),
+    _of("prefix_placement", "engines", 5, "engines"),
     _of("two_proxies", "two_proxies", 2),
     _of("notice", "notice", 4),
     _of("notice", "starved", 4, "run --spinning 4"),

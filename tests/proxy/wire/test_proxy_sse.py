@@ -348,7 +348,7 @@ def test_a_late_token_of_an_older_attempt_is_dropped() -> None:
 
 
 def test_an_attempt_has_resumed_once_its_first_token_is_written() -> None:
-    """What the core does about it is no part of the time to the token."""
+    """The books of the core take no part of the time to the token."""
     journal, told = journal_of(), list[str]()
 
     class Telling(Collector):
