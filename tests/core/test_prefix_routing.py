@@ -291,6 +291,20 @@ def with_tiers(*names: str, bytes_per_s: float = 26e9, **namespaces: str) -> Pro
     return core
 
 
+def check_second(core: Prompts, place: tuple[InstanceId, dict[InstanceId, int]]) -> None:
+    """Where the second of two equal prompts goes, and by which cached tokens; a log of both is run
+    again alike.
+    """
+    core.arrive(S, *range(BLOCKS))
+    core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 0))
+    core.handle(load("p0", 0.9))
+
+    start = core.arrive(T, *range(BLOCKS))
+
+    assert (start.plan.prefill, start.cached) == place
+    assert rerun(core.lines).difference is None
+
+
 @pytest.mark.parametrize(
     ("tiers", "place"),
     [
@@ -304,15 +318,7 @@ def test_what_an_instance_loads_from_its_neighbours_counts(
     tiers: dict[str, Any], place: tuple[InstanceId, dict[InstanceId, int]]
 ) -> None:
     """In the part by which that is quicker than computing; a log is run again with that."""
-    core = with_tiers("p0", "p1", "d0", **tiers, d0=OTHER)
-    core.arrive(S, *range(BLOCKS))
-    core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 0))
-    core.handle(load("p0", 0.9))
-
-    start = core.arrive(T, *range(BLOCKS))
-
-    assert (start.plan.prefill, start.cached) == place
-    assert rerun(core.lines).difference is None
+    check_second(with_tiers("p0", "p1", "d0", **tiers, d0=OTHER), place)
 
 
 @pytest.mark.parametrize(
@@ -332,14 +338,7 @@ def test_what_a_store_has_counts_where_it_is_loaded(
     store = ev.StoreSeen(SPACE, restores=True, share=1.0)
     core.handle(ev.SelfTested(P0, 1, True, store=store))
     core.handle(ev.SelfTested(P1, 1, True, store=msgspec.structs.replace(store, **seen)))
-    core.arrive(S, *range(BLOCKS))
-    core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 0))
-    core.handle(load("p0", 0.9))
-
-    start = core.arrive(T, *range(BLOCKS))
-
-    assert (start.plan.prefill, start.cached) == place
-    assert rerun(core.lines).difference is None
+    check_second(core, place)
 
 
 def test_nothing_is_loaded_of_a_node_whose_agent_is_lost() -> None:

@@ -134,7 +134,8 @@ class AttemptCalls:
         if prefill is not None:
             answer = await self._prefill(prefill)
             transfer = answer.transfer if plan.prefill is not None else None
-            ids_text = answer.ids_text
+            if live.journal.prompt_ids is answer.prompt_ids:  # Else a client's ids count.
+                ids_text = answer.ids_text
             if transfer is not None and answer.good_until_s is not None:
                 self._hand_off = HandOff(
                     prefill,

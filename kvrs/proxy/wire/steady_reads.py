@@ -40,8 +40,8 @@ class SteadyReads:
 
     def begin(self, transport: asyncio.Transport, source: SteadySource) -> int | None:
         """A stream is steady: read its connection here, and the loop no more. Return its
-        descriptor; None: the loop is to go on, with one of the first few streams or a connection
-        with TLS.
+        descriptor; None: the loop is to go on, with one of the first few streams, a connection
+        with TLS, or one for which the system has no room in the epoll.
         """
         self._streams += 1
         sock = transport.get_extra_info("socket")
@@ -53,9 +53,12 @@ class SteadyReads:
         ):
             return None
         descriptor: int = sock.fileno()
+        try:
+            self._epoll.register(descriptor, select.EPOLLIN)
+        except OSError:
+            return None
         transport.pause_reading()
         self._sources[descriptor] = source
-        self._epoll.register(descriptor, select.EPOLLIN)
         return descriptor
 
     def end(self, descriptor: int | None, source: SteadySource) -> None:
@@ -99,6 +102,12 @@ class SteadyReads:
         found = self._epoll.poll(0, _MOST_AT_ONCE)
         for descriptor, _ in found:
             # One before it may have ended this one.
-            if (source := self._sources.get(descriptor)) is not None:
+            if (source := self._sources.get(descriptor)) is None:
+                continue
+            try:
                 source.read()
+            except Exception as bug:  # The loop is to treat it, without the other streams.
+                context = {"message": "a steady stream was not read", "exception": bug}
+                self._loop.call_exception_handler(context)
+                source.end_steady()
         return len(found)

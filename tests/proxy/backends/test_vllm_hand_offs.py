@@ -1,4 +1,4 @@
-"""How long a hand-off of vLLM may be used."""
+"""How long a hand-off of vLLM may be used, and the ids that go with it."""
 
 import asyncio
 from typing import Any
@@ -18,6 +18,7 @@ from kvrs.proxy.backends.vllm import _HAND_OFF_S, ConfiguredIdentity, VllmBacken
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.wire.watchdog import Watchdog
 from kvrs_testkit.virtual_time import run_virtually, virtual_loop
+from kvrs_testkit.vllm_cluster import LONG, Builder
 
 IDENTITY = ConfiguredIdentity(InstanceId("p0"), NodeId("n0"), Role.PREFILL, ModelFiles("x"))
 GEOMETRY = KvGeometry(layers=1, kv_heads=1, head_dim=1, dtype_bytes=2, page_size_tokens=32)
@@ -65,3 +66,24 @@ def test_a_hand_off_ages_while_the_proxy_is_stopped(monkeypatch: pytest.MonkeyPa
     assert good_s == pytest.approx(_HAND_OFF_S)
     assert 0 < stopped_s <= _HAND_OFF_S - 1.5
     assert _HAND_OFF_S < 10
+
+
+async def test_decode_gets_the_ids_that_the_client_gave(
+    vllms: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer of prefill names others, with as many tokens: the stream's history is the
+    client's, here as after a failure.
+    """
+    system = await vllms()
+    prefill = OpenAiPeer.prefill
+
+    async def other(peer: OpenAiPeer, call: Call) -> Prefilled:
+        answer = await prefill(peer, call)
+        answer.prompt_ids = packed([9] * len(answer.prompt_ids))
+        answer.ids_text = msgspec.Raw(msgspec.json.encode([9] * len(answer.prompt_ids)))
+        return answer
+
+    monkeypatch.setattr(OpenAiPeer, "prefill", other)
+    await system.ids(LONG)
+
+    assert system.servers["d0"].bodies[-1]["prompt"] == LONG

@@ -13,6 +13,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
 from kvrs.proxy.fleet import leases as module
 from kvrs.proxy.fleet.leases import LeaseSender
+from kvrs_testkit.virtual_time import run_virtually
 
 SLOW, OTHER = InstanceId("agent-n0"), InstanceId("agent-n1")
 LEASE_S = 30.0
@@ -62,3 +63,30 @@ def test_an_agent_that_answers_late_puts_off_no_renewal(
     gaps_s = [after - before for before, after in pairwise(renewed_s)]
     assert len(gaps_s) > 20
     assert max(gaps_s) < LEASE_S / 2
+
+
+def test_a_sender_without_leases_is_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_s: list[float] = []
+    due = Leases.due
+
+    def noted(leases: Leases, now_s: float) -> dict[InstanceId, LeaseUpdate]:
+        asked_s.append(now_s)
+        return due(leases, now_s)
+
+    monkeypatch.setattr(Leases, "due", noted)
+
+    async def run() -> None:
+        leases = Leases(LEASE_S, release_s=0.25)
+        sender = LeaseSender(leases, {}, lambda _: False, lambda *_: None, lambda: 0.0)
+        sending = asyncio.create_task(sender.run())
+        await asyncio.sleep(10.0)
+        assert asked_s == []
+        leases.hold(OTHER, StreamId("s"))
+        leases.release(OTHER, StreamId("s"))
+        await asyncio.sleep(10.0)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+
+    run_virtually(run())
+
+    assert asked_s == [10.25]  # The release is sent, and there is nothing again.

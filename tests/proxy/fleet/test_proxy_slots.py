@@ -367,3 +367,35 @@ async def test_what_agents_say_of_slots_is_shown(build: ProxyClusterBuilder) -> 
     rows = (await system.state())["agents"]
 
     assert [row["slots"] for row in rows] == [{}, {}]
+
+
+async def test_a_sender_without_slots_is_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first request for a slot on renewals are looked for, until it is given back."""
+    looks: list[float] = []
+
+    def noted(_: AgentSlots, now_s: float) -> dict[InstanceId, SlotUpdate]:
+        looks.append(now_s)
+        return {}
+
+    monkeypatch.setattr(AgentSlots, "renewals", noted)
+
+    class Agent:
+        async def slots(self, update: SlotUpdate) -> SlotAnswer:
+            return SlotAnswer([Slot(1) for _ in update.acquire])
+
+    asking = sender_to(Agent(), book := SlotBook(1))
+    sending = asyncio.create_task(asking.run())
+    await asyncio.sleep(0.3)
+    assert looks == []
+
+    await asking.acquire(ASKED)
+    while not looks:
+        await asyncio.sleep(0.01)
+    book.release(ASKED.stream)
+    await asyncio.sleep(0.3)
+    count = len(looks)
+    await asyncio.sleep(0.3)
+
+    assert len(looks) == count
+    sending.cancel()
+    await asking.close()

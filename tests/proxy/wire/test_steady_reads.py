@@ -1,8 +1,10 @@
 """Many steady streams are read together, at a tick."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+import select
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import cast
 
 import pytest
 
@@ -89,8 +91,7 @@ async def opened(
     return made
 
 
-async def until(holds: object) -> None:
-    assert callable(holds)
+async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(WITHIN_S):
         while not holds():
             await asyncio.sleep(0.002)
@@ -192,3 +193,54 @@ async def test_streams_that_are_open_when_all_links_are_closed_go_on_to_their_en
         for each, _, _ in made:
             pool.give_back(each)
         assert (steady._streams, steady._sources) == (0, {})
+
+
+async def test_a_fault_in_one_read_stops_no_other_stream() -> None:
+    class Broken:
+        def read(self) -> None:
+            raise RuntimeError("a bug")
+
+        def end_steady(self) -> None:
+            assert descriptor is not None
+            steady._sources[descriptor] = source
+            source.end_steady()
+
+    async with an_engine() as (engine, pool, steady):
+        faults: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: faults.append(told))
+        made = await opened(engine, pool, STREAMS)
+        source, descriptor = made[-1][0], made[-1][0]._descriptor
+        assert descriptor is not None
+        steady._sources[descriptor] = Broken()
+
+        for n in range(20):
+            for writer in engine.writers:
+                writer.write(chunk(b"<%d>" % n))
+            await asyncio.sleep(0.001)
+        await until(lambda: all(reader.data.endswith(b"<19>") for _, reader, _ in made))
+
+        assert len(faults) == 1
+        assert descriptor not in steady._sources
+        for each, _, _ in made:
+            pool.give_back(each)
+
+
+async def test_a_stream_without_room_in_the_epoll_is_read_by_the_loop() -> None:
+    class Full:
+        closed = False
+
+        def register(self, *_: object) -> None:
+            raise OSError("no space left")
+
+    async with an_engine() as (engine, pool, steady):
+        epoll, steady._epoll = steady._epoll, cast(select.epoll, Full())
+        made = await opened(engine, pool, STREAMS)
+        steady._epoll = epoll
+
+        engine.writers[-1].write(chunk(b"on"))
+        await until(lambda: made[-1][1].data == b"[first]on")
+
+        assert steady._sources == {}
+        for each, _, _ in made:
+            pool.give_back(each)
+        assert steady._streams == 0

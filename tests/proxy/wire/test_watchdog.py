@@ -10,7 +10,7 @@ from kvrs.errors import UpstreamError
 from kvrs.protocol.instance import LeaseUpdate
 from kvrs.proxy.wire import peer, watchdog
 from kvrs.proxy.wire.peer import Peer, new_unproven_session
-from kvrs.proxy.wire.watchdog import SilentError, Watchdog, reset_timeout
+from kvrs.proxy.wire.watchdog import SilentError, Watchdog, _TimerWheel, reset_timeout
 from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 
 
@@ -211,3 +211,39 @@ def test_a_call_waits_30_s_for_a_descriptor_and_looks_ten_times_a_second(
 
     assert tries_s[:3] == pytest.approx([0.0, 0.1, 0.2])
     assert tries_s[-1] == pytest.approx(30.0, abs=0.11)
+
+
+def test_patient_watchdogs_alone_wake_the_event_loop_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call beside them has short stalls left out as ever."""
+    looks: list[float] = []
+    look = _TimerWheel._look
+
+    def noted(wheel: _TimerWheel) -> None:
+        looks.append(wheel._loop.time())
+        look(wheel)
+
+    monkeypatch.setattr(_TimerWheel, "_look", noted)
+
+    async def run() -> list[int]:
+        counts = []
+        with Watchdog(lambda *_: 60.0, is_patient=True):
+            await asyncio.sleep(5.0)
+            for wait in (asyncio.sleep(5.0), called(), asyncio.sleep(5.0)):
+                looks.clear()
+                await wait
+                counts.append(len(looks))
+        return counts
+
+    async def called() -> None:
+        async def call() -> None:
+            with Watchdog(lambda *_: 60.0):
+                await asyncio.sleep(5.0)
+
+        await asyncio.create_task(call())
+
+    before, beside, after = run_virtually(run())
+
+    assert before < 30 < 90 < beside
+    assert after < 30
