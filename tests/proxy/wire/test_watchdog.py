@@ -1,6 +1,7 @@
 """Silence of everything that is waited for, by one timer."""
 
 import asyncio
+import random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -36,6 +37,33 @@ def test_every_block_ends_by_its_own_limit() -> None:
     late_s = [took - limit for took, limit in zip(took_s, limits_s, strict=True)]
     assert min(late_s) >= 0
     assert max(late_s) <= 0.02
+
+
+def test_a_block_that_is_looked_at_a_moment_too_early_looks_at_the_next_tick() -> None:
+    """While a loop runs its callbacks, its clock may stand still (uvloop's does): a look that puts
+    itself off to the tick of which it is a part would be the last thing that the process does.
+    """
+
+    draw, asked = random.Random(1), 0
+
+    async def silent_once() -> None:
+        limit_s = draw.uniform(0.1, 0.12)
+
+        def noted_limit_s(*_: float) -> float:
+            nonlocal asked
+            asked += 1
+            return limit_s if asked < 1000 else 0.0
+
+        await asyncio.sleep(draw.uniform(0.0, 0.1))
+        with pytest.raises(SilentError), Watchdog(noted_limit_s):
+            await asyncio.Event().wait()
+
+    async def silent_often() -> None:
+        for _ in range(100):
+            await silent_once()
+
+    run_virtually(silent_often())
+    assert asked < 1000
 
 
 def test_a_limit_is_not_asked_for_by_a_block_that_ends_soon() -> None:
