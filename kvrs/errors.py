@@ -24,7 +24,11 @@ _BEYOND_NUMBERS = 1e9  # Seconds, rates and factors that are larger are mistakes
 
 
 class KvrsError(Exception):
-    """Base of every error that kvrs raises on purpose."""
+    """Base of every error that kvrs raises on purpose. `is_of_prefill`: it is the end of a prefill
+    call, for which the decode call that goes with it was given up.
+    """
+
+    is_of_prefill = False
 
 
 class ConfigError(KvrsError):

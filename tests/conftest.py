@@ -15,6 +15,7 @@ from kvrs_lab.cluster.loopback_ray import ENVIRONMENT, ray_token
 from kvrs_testkit.examples import examples
 
 if TYPE_CHECKING:
+    from kvrs_testkit.sglang_servers import SglangServers
     from kvrs_testkit.vllm_servers import VllmServers
 
 # Ray reads these when it is imported, which a test module may do when it is collected; and one
@@ -32,6 +33,7 @@ settings.load_profile("kvrs")
 MARKERS_OF_FIXTURE = {
     "distserve": ("distserve", "network"),
     "logical_gpus": ("process", "nightly"),
+    "sglang_servers": ("sglang", "nightly"),
     "vllm_servers": ("vllm", "nightly"),
 }
 MARKER_OF_EVENT = {
@@ -172,6 +174,24 @@ def vllm_servers(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[VllmServ
     from kvrs_testkit.vllm_servers import VllmServers, vllm_config
 
     with VllmServers(vllm_config(tmp_path_factory.mktemp("vllm")), python) as servers:
+        servers.start(*servers.names)
+        servers.wait_ready(*servers.names)
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def sglang_servers(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[SglangServers]":
+    """One prefill (p0) and two decode servers (d0, d1), up. A test that ends one brings it back."""
+    python = os.environ.get("KVRS_SGLANG_PYTHON")
+    if not python:
+        pytest.skip(
+            "KVRS_SGLANG_PYTHON does not name the interpreter of an environment with SGLang; "
+            "`make test-sglang` makes one"
+        )
+    from kvrs_testkit.sglang_servers import SglangServers, sglang_config
+
+    nodes = {"n0": ("p0", "d0"), "n1": ("d1",)}
+    with SglangServers(sglang_config(tmp_path_factory.mktemp("sglang"), nodes), python) as servers:
         servers.start(*servers.names)
         servers.wait_ready(*servers.names)
         yield servers

@@ -15,7 +15,7 @@ from kvrs.agent.gpu import GpuMonitor, open_sensor
 from kvrs.agent.node import NodeAgent
 from kvrs.agent.record_publisher import POLL_INTERVAL_S, RecordPublisher
 from kvrs.config.addresses import gossip_seeds
-from kvrs.config.cluster import Backend, InstanceSettings
+from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config
 from kvrs.errors import GossipError
 from kvrs.gossip.facts import HolderFact
@@ -83,8 +83,8 @@ class NodeGossip:
         self._instances.update({each.id: each for each in self._agent.node.instances})
         if self._group is None or self._http is None:
             return
-        if self._config.cluster.backend is Backend.VLLM:
-            return  # vLLM has no instance protocol: its load and its end are the proxies' to see.
+        if self._config.cluster.backend.is_stock:
+            return  # Without the instance protocol its load and its end are the proxies' to see.
         for instance in self._agent.node.instances:
             if self._publisher.add(instance.id):
                 self._group.create_task(self._watch(self._http, instance.id))

@@ -15,7 +15,7 @@ from kvrs.agent.row_copies import RowCopier, RowCopies
 from kvrs.agent.row_port import RowPort
 from kvrs.agent.slots import SlotTable
 from kvrs.config.backup import BackupMode
-from kvrs.config.cluster import Backend, NodeSettings
+from kvrs.config.cluster import NodeSettings
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
@@ -96,7 +96,7 @@ class NodeAgent:
         self.slots = SlotTable(config.policy.slots_max, first_token=time.monotonic_ns())
         self.tls = load_certificates("security.tls", config.security.tls)
         self._secret = secret
-        can_fence = config.cluster.backend is not Backend.VLLM
+        can_fence = not config.cluster.backend.is_stock
         self.fences = FenceSender(*self._instances_of(config), self.tls, can_fence=can_fence)
         self._orphan_s = _ORPHAN_S
         # None: instances own their memory.

@@ -128,7 +128,7 @@ def _faults_of_proxy_here(config: Config, environ: Mapping[str, str]) -> Iterato
 def _contradictions(config: Config) -> Iterator[str]:
     """Yield faults that no machine can make up for."""
     cluster, engine = config.cluster, config.cluster.engine
-    is_ours = "max_model_len" in engine.model_fields_set and cluster.backend is not Backend.VLLM
+    is_ours = "max_model_len" in engine.model_fields_set and not cluster.backend.is_stock
     if is_ours and (held := _tokens_held(config)) < engine.max_model_len:
         yield (
             f"cluster.engine.max_model_len: got {engine.max_model_len}; allowed: at most {held}, "
@@ -147,10 +147,7 @@ def _contradictions(config: Config) -> Iterator[str]:
 def _doubts(config: Config) -> Iterator[str]:
     """Yield a note for each setting that is allowed and probably not meant."""
     engine, cluster = config.cluster.engine, config.cluster
-    if (
-        cluster.backend is not Backend.VLLM
-        and (held := _tokens_held(config)) < engine.max_model_len
-    ):
+    if not cluster.backend.is_stock and (held := _tokens_held(config)) < engine.max_model_len:
         yield (
             f"note: cluster.engine: {engine.pages} pages of {engine.page_size_tokens} tokens hold "
             f"one request of at most {held} tokens; max_model_len is {engine.max_model_len}"
@@ -211,7 +208,7 @@ def _foreign_profile(config: Config) -> Iterator[str]:
     from kvrs.proxy.backends.model_files import find_model
 
     model = config.cluster.model
-    if model is not None and config.cluster.backend is Backend.VLLM:
+    if model is not None and config.cluster.backend.is_stock:
         remark = foreign_profile(config.profiles.prefill, find_model(model))
         yield from () if remark is None else (remark,)
 
@@ -243,7 +240,7 @@ def _faults_of_model(config: Config) -> Iterator[str]:
     if cluster.model is None:
         return
     model = Path(cluster.model)
-    if cluster.backend is Backend.VLLM:
+    if cluster.backend.is_stock:
         from kvrs.proxy.backends.model_files import fault_of_model, find_model
 
         if find_model(cluster.model) is None:

@@ -88,7 +88,7 @@ def model_findings(config: Config, state: Mapping[str, Any]) -> Iterator[Finding
     """Yield what the proxy knows of a model before vLLM, which publishes little of it."""
     row = state["proxies"][0]
     model, directory = row.get("model"), row.get("model_directory")
-    if config.cluster.backend is not Backend.VLLM or model is None:
+    if not config.cluster.backend.is_stock or model is None:
         return
     if directory is None:
         value = f"none of {model} here: the size of its KV is assumed (that of an 8B model)"

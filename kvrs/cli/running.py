@@ -11,7 +11,6 @@ import typer
 
 import kvrs.cli.options as opt
 from kvrs.cli.proxy_options import command_line, secrets_of_proxy
-from kvrs.config.cluster import Backend
 from kvrs.config.file import (
     Config,
     checked,
@@ -80,8 +79,8 @@ def proxy(
 
 def _without_ports(config: Config) -> Iterator[str]:
     """The faults of processes that are up already, and have no port in the configuration."""
-    # vLLM's instances name the port of their pages in every hand-off.
-    needed = ("port",) if config.cluster.backend is Backend.VLLM else ("port", "page_port")
+    # A stock engine names the port of its pages itself, in every hand-off.
+    needed = ("port",) if config.cluster.backend.is_stock else ("port", "page_port")
     for _, instance in config.cluster.instances():
         for key in needed:
             if not getattr(instance, key):

@@ -29,7 +29,15 @@ def faults_across_sections(config: Sections) -> Iterator[str]:
         )
     match config.cluster.backend:
         case Backend.VLLM:
-            yield from _faults_of_vllm(config.cluster, config.backup.mode)
+            yield from _faults_of_stock(config.cluster)
+            yield from _faults_of_rows(config.cluster, config.backup.mode)
+        case Backend.SGLANG:
+            yield from _faults_of_stock(config.cluster)
+            if config.backup.mode is not BackupMode.OFF:
+                yield (
+                    f"backup.mode: got {config.backup.mode.value!r}; allowed with backend "
+                    f"'sglang': 'off'"
+                )
         case Backend.DISTSERVE:
             yield from _faults_of_distserve(config.cluster)
         case Backend.EMBEDDED:
@@ -118,8 +126,8 @@ def _faults_of_stage_hosts(config: Sections, instance: InstanceSettings) -> Iter
 
 def _faults_of_roles(config: Sections) -> Iterator[str]:
     roles = config.cluster.roles
-    # A vLLM computes prompts itself.
-    is_decode_only = config.cluster.backend is Backend.VLLM and roles == {Role.DECODE}
+    # A stock engine computes prompts itself.
+    is_decode_only = config.cluster.backend.is_stock and roles == {Role.DECODE}
     for role in (Role.DECODE,) if is_decode_only else (Role.PREFILL, Role.DECODE):
         if not roles & {role, Role.BOTH}:
             yield f"cluster.nodes: no instance of role {role.value!r}; allowed: at least one"
@@ -200,30 +208,33 @@ def _faults_of_distserve(cluster: ClusterSettings) -> Iterator[str]:
         )
 
 
-def _faults_of_vllm(cluster: ClusterSettings, mode: BackupMode) -> Iterator[str]:
-    """Yield settings that do not fit servers of vLLM."""
-    instances = [instance for _, instance in cluster.instances()]
+def _faults_of_rows(cluster: ClusterSettings, mode: BackupMode) -> Iterator[str]:
     with_rows = mode is BackupMode.LOCAL or any(node.agent.row_port for node in cluster.nodes)
     if mode is not BackupMode.OFF and not with_rows:
         yield (
             f"backup.mode: got {mode.value!r} with backend 'vllm', where no agent has a row_port; "
             f"allowed: 'off', 'local', or a row_port of agents"
         )
-    for instance in instances:
+
+
+def _faults_of_stock(cluster: ClusterSettings) -> Iterator[str]:
+    """Yield settings that do not fit servers that others start."""
+    backend = cluster.backend.value
+    for _, instance in cluster.instances():
         if instance.role is Role.BOTH:
             yield (
                 f"cluster.nodes: instance {instance.id!r} has role 'both'; allowed with "
-                f"backend 'vllm': prefill, decode"
+                f"backend {backend!r}: prefill, decode"
             )
         if instance.port == 0:
             yield (
                 f"cluster.nodes: instance {instance.id!r} has no port; allowed with backend "
-                f"'vllm': the port it listens on"
+                f"{backend!r}: the port it listens on"
             )
         if instance.bind is not None:
             yield (
                 f"cluster.nodes: instance {instance.id!r} has bind: {instance.bind}; allowed with "
-                f"backend 'vllm', which binds its ports itself: null"
+                f"backend {backend!r}, which binds its ports itself: null"
             )
 
 

@@ -31,6 +31,14 @@ class Backend(StrEnum):
     # With what `distserve_patches` adds. A node's prefill and decode instance are one server.
     DISTSERVE = "distserve"
     VLLM = "vllm"  # As its project ships it; started by others.
+    SGLANG = "sglang"  # The same.
+
+    @property
+    def is_stock(self) -> bool:
+        """The engine is what its project ships: without the instance protocol, and no process of
+        the cluster, which could prove its identity.
+        """
+        return self in (Backend.VLLM, Backend.SGLANG)
 
 
 MAX_RANKS = 64  # Of one instance.

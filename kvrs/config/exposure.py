@@ -4,7 +4,6 @@ clients, the admin port's token, the cluster's secret.
 
 from collections.abc import Callable, Iterator, Mapping
 
-from kvrs.config.cluster import Backend
 from kvrs.config.file import (
     ADMIN_ENV_NAME,
     ENV_NAME,
@@ -42,16 +41,17 @@ def needs_secret(config: Config) -> bool:
     """
     proxy, cluster = config.proxy, config.cluster
     has_peers = bool(proxy.peers or proxy.peer_port)
-    is_ours = cluster.backend is not Backend.VLLM
+    is_ours = not cluster.backend.is_stock
     return is_ours or has_peers or config.agents_run
 
 
 def notes(config: Config) -> Iterator[str]:
     """Yield a note for each setting that is allowed and leaves something open."""
-    if config.cluster.backend is Backend.VLLM:
+    if config.cluster.backend.is_stock:
         yield (
-            "note: cluster.backend: vllm instances cannot prove their identity: a process at the "
-            "address of a dead one gets prompts and the API key (kvrs docs security)"
+            f"note: cluster.backend: {config.cluster.backend} instances cannot prove their "
+            f"identity: a process at the address of a dead one gets prompts and the API key "
+            f"(kvrs docs security)"
         )
 
 
@@ -83,8 +83,8 @@ def _hosts_with_secret(config: Config) -> Iterator[tuple[str, str]]:
         ("proxy.gossip_bind", config.proxy.gossip_bind),
     ]
     for node in config.cluster.nodes:
-        # Those of vLLM are bound by vLLM.
-        ours = () if config.cluster.backend is Backend.VLLM else node.instances
+        # A stock engine binds its own.
+        ours = () if config.cluster.backend.is_stock else node.instances
         for instance in ours:
             hosts += [
                 (f"cluster.nodes: instance {instance.id!r}: {key}", getattr(instance, key))

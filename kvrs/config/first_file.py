@@ -12,6 +12,10 @@ _HEADERS = {
     "(`kvrs docs vllm` has their command lines). To be changed: hosts and ports. Then "
     "`kvrs proxy --config FILE`. The model is the one that vLLM names; where its files are not on "
     "this machine, `kvrs doctor` says what that costs.",
+    Backend.SGLANG: "kvrs in front of SGLang, two prefill and two decode servers that are already "
+    "up (`kvrs docs sglang` has their command lines). To be changed: hosts and ports. Then "
+    "`kvrs proxy --config FILE`. The model is the one that SGLang names; where its files are not "
+    "on this machine, `kvrs doctor` says what that costs.",
     Backend.DISTSERVE: "kvrs in front of DistServe, two servers on this machine, without a GPU: "
     "`kvrs lab up --config FILE` (`kvrs docs distserve`). The environment's DISTSERVE_HOME "
     "names the checkout.",
@@ -46,6 +50,21 @@ cluster:
   - id: n1
     instances:
     - {id: d1, role: decode, host: 127.0.0.1, port: 8201}
+policy: {name: auto}
+""",
+    Backend.SGLANG: """
+proxy: {port: 8000, admin_port: 8001, inexact: mark}
+cluster:
+  backend: sglang
+  nodes:
+  - id: n0
+    instances:
+    - {id: p0, role: prefill, host: 127.0.0.1, port: 30000}
+    - {id: d0, role: decode, host: 127.0.0.1, port: 30001}
+  - id: n1
+    instances:
+    - {id: p1, role: prefill, host: 127.0.0.1, port: 30002}
+    - {id: d1, role: decode, host: 127.0.0.1, port: 30003}
 policy: {name: auto}
 """,
     Backend.DISTSERVE: """

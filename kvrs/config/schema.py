@@ -15,7 +15,12 @@ from kvrs.config.settings import ENGINES, Settings, resolved
 
 DOCS_PAGE = re.compile(r"docs/(guide|research)/(([a-z-]+)\.md(?:#[a-z]+)?)")
 
-_NAMES = {"embedded": "the embedded engine", "distserve": "DistServe", "vllm": "vLLM"}
+_NAMES = {
+    "embedded": "the embedded engine",
+    "distserve": "DistServe",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+}
 
 
 @cache

@@ -22,7 +22,7 @@ from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.model.member import Health, Member
+from kvrs.core.model.member import Health, Member, is_one_call
 from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import STORE, SlotRequest
@@ -106,10 +106,10 @@ class Attempt(Generic[S]):
         control, plan, journal = self._control, self.plan, self.live.journal
         decode = control.instances.known[plan.decode]
         if plan.prefill is not None:
-            is_one_call = decode.own_prefill == plan.prefill
+            together = is_one_call(decode, plan.prefill)
         else:
-            is_one_call = not journal.output_ids and decode.computes_prompts
-            if not is_one_call and journal.prompt_ids is not None:
+            together = not journal.output_ids and decode.computes_prompts
+            if not together and journal.prompt_ids is not None:
                 return None
         there = control.instances.known[self.failed_at]
         if there.retains:
@@ -117,7 +117,7 @@ class Attempt(Generic[S]):
         self._waits_for = self._computes_at = (there,)
         if (decision := self.live.attempt.decision) is not None:
             self._chosen = decision.chosen
-        if not is_one_call:
+        if not together:
             return self.failed_at
         self.computes, self._produced_before = self.failed_at, len(journal.output_ids)
         return None
@@ -244,6 +244,10 @@ class Attempt(Generic[S]):
         """The decode instance takes the prefill instance's answer for the cause of its error."""
         if self.computes is None and not self.has_resumed:
             self.failed_at = self.plan.prefill or self.failed_at
+
+    def blame_prefill(self) -> None:
+        """The prefill call that went together with the decode call has failed."""
+        self.failed_at = self.plan.prefill or self.failed_at
 
     def blame_store(self) -> None:
         """The decode instance could not load what its store had said to have."""

@@ -15,7 +15,7 @@ from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.events import Promise
 from kvrs.core.model.lifecycle import Stage
-from kvrs.core.model.member import Member
+from kvrs.core.model.member import Member, is_one_call
 from kvrs.core.model.streams import Decision, Stream
 from kvrs.core.options.base import Books
 from kvrs.core.options.in_place import estimate_stay
@@ -66,7 +66,7 @@ class Decisions:
             return None
         prefill, planned = pair
         decode = planned
-        if planned.own_prefill == prefill.id:  # One call, whose hand-off is weighed now.
+        if is_one_call(planned, prefill.id):  # One call, whose hand-off is weighed now.
             decode = starts_at(self._view, stream, prefill, planned, self._settings)
         # The length of a text is a guess, and more than the model takes is refused at once.
         tokens = min(stream.prompt_tokens, prefill.max_model_len or stream.prompt_tokens)

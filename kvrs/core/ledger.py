@@ -15,7 +15,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Agent, ClusterView, Link, agent_of
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.lifecycle import MOVES, Stage
-from kvrs.core.model.member import Member
+from kvrs.core.model.member import Member, is_one_call
 from kvrs.core.model.prefixes import NO_PREFIX
 from kvrs.core.model.streams import AttemptState, Decision, Holder, StayDeadline, Stream
 from kvrs.ids import InstanceId, StreamId
@@ -81,8 +81,8 @@ class Ledger:
         self._enter(stream, Stage.DECODE if runs_on is decode else Stage.PREFILL, runs_on)
         if runs_on.guess is not None:
             self.prefill_scale.began(runs_on, stream.id, now_s, is_whole=is_start)
-        if runs_on is not decode and decode.own_prefill == runs_on.id:
-            # The one call of both stages goes there, and is lost with it.
+        if runs_on is not decode and is_one_call(decode, runs_on.id):
+            # The one call of both stages goes there, or one of two, and is lost with it.
             decode.running.add(stream.id)
 
     def hand_off(self, stream: Stream, plan: act.Plan, prefill: Member, decode: Member) -> None:

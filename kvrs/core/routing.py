@@ -11,7 +11,7 @@ import msgspec
 from kvrs.config.policy import Handoff, PolicySettings
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import HANDSHAKE_S
-from kvrs.core.model.member import Member
+from kvrs.core.model.member import Member, is_one_call
 from kvrs.core.model.streams import Stream
 from kvrs.core.prefix_routing import NO_LIMITS, StartLimits, with_prefix
 from kvrs.ids import InstanceId
@@ -303,10 +303,11 @@ def hand_off_s(
 def starts_at(
     view: ClusterView, stream: Stream, prefill: Member, planned: Member, settings: PolicySettings
 ) -> Member:
-    """The decode instance of a stream that begins with one call of a server for both stages: its
-    hand-off cannot be redirected later, so it is weighed now.
+    """The decode instance of a stream that begins with one call for both stages, or two at once:
+    its hand-off cannot be redirected later, so it is weighed now.
     """
-    if settings.handoff is Handoff.OWN_PAIR or not prefill.retains:
+    can_differ = prefill.retains or planned.joins_prefill
+    if settings.handoff is Handoff.OWN_PAIR or not can_differ:
         return planned
     others = (
         member for member in _able(view, stream, prefill, planned) if _takes(view, member, stream)
@@ -320,7 +321,7 @@ def hand_off_to(
     """The decode instance that gets the hand-off of a prefill that is done; None: the planned one
     has unloaded the stream's adapter, and no other has it.
     """
-    if planned.own_prefill == prefill.id:
+    if is_one_call(planned, prefill.id):
         return planned  # One call for both stages: it decodes already.
     is_left = planned.reforming is not None and planned.is_drained
     is_own = settings.handoff is Handoff.OWN_PAIR

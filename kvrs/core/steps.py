@@ -22,7 +22,7 @@ from kvrs.core.model.lifecycle import (
     Step,
     StreamEvent,
 )
-from kvrs.core.model.member import Member
+from kvrs.core.model.member import Member, is_one_call
 from kvrs.core.model.streams import Stream
 from kvrs.core.routing import hand_off_to
 from kvrs.core.starter import Starter
@@ -154,7 +154,7 @@ class Steps:
             self._starter.place_all([stream], now_s)
             return
         # Else the plan holds: it is one call, which is at decode already, or nothing has changed.
-        if planned.own_prefill != prefill.id and (
+        if not is_one_call(planned, prefill.id) and (
             decode is not planned or self._ledger.checkpoints.are_kept
         ):
             plan = self._redirect(stream, plan, prefill, decode)

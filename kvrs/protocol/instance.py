@@ -141,6 +141,12 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     own_prefill: InstanceId | None = None
     # A decode instance computes prompts within the decode call, where no prefill instance is up.
     computes_prompts: bool = False
+    # Each decode call goes out together with a prefill call, whose KV it waits for: the instance
+    # computes no prompt itself.
+    joins_prefill: bool = False
+    # Its streams of chats have no token ids before their end: one without tools goes there as a
+    # completion, whose prompt are the ids of its messages.
+    chats_by_ids: bool = False
     worker_pids: list[int] = []  # Where the work is done in other processes than `pid`.
     ranks: list[RankInfo] = []  # None where one process computes everything.
     layout: LayoutInfo | None = None  # Of the ranks.

@@ -71,10 +71,10 @@ def _processes(config: Config) -> Iterator[Process]:
             for node in cluster.nodes:
                 name, server_s = InstanceId(f"server-{node.id}"), _CONVERSION_S
                 yield Process(name, node.id, Kind.SERVER, server_s)
-        case Backend.VLLM:
+        case Backend.VLLM | Backend.SGLANG as stock:
             raise ConfigError(
-                "cluster.backend: got 'vllm'; allowed for `kvrs lab up`: 'embedded', "
-                "'distserve' (see `kvrs docs vllm`)"
+                f"cluster.backend: got {stock.value!r}; allowed for `kvrs lab up`: 'embedded', "
+                f"'distserve' (see `kvrs docs {stock.value}`)"
             )
         case _:
             assert_never(cluster.backend)

@@ -8,8 +8,8 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Coroutine, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -22,8 +22,11 @@ from aiohttp import web
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import RequestError
 from kvrs_testkit.processes import ForkedProcesses, Processes
-from kvrs_testkit.scripted_server import SECRET
+from kvrs_testkit.scripted_server import SECRET, ScriptedServer
+from kvrs_testkit.scripted_sglang import ScriptedSglang, SglangScript
 from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
+from kvrs_testkit.sglang_cluster import document as sglang_document
+from kvrs_testkit.sglang_cluster import role_of
 from kvrs_testkit.vllm_cluster import ADDRESSES, CONFIG, document
 
 _NODES = [
@@ -109,10 +112,10 @@ class DistServeCluster(Processes):
         """The server does."""
 
 
-class VllmCluster:
-    """The servers of `tests/conftest.py`."""
+class StockCluster:
+    """Real servers of `tests/conftest.py`."""
 
-    secret = b"none of vLLM's business"
+    secret = b"none of their business"
 
     def __init__(self, servers: Any) -> None:
         self.config: Config = servers.config
@@ -145,18 +148,32 @@ def _refusal(message: str, param: str | None) -> web.Response:
     return web.json_response({"error": error}, status=400)
 
 
+class _ScriptedSglang(ScriptedSglang):
+    """A scripted server that refuses what SGLang refuses."""
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        prompt = msgspec.json.decode(await request.read()).get("prompt", "")
+        if isinstance(prompt, list) and max(prompt) > _MAX_TOKEN:
+            return _refusal("The input_ids contain values out of the vocabulary", None)
+        try:
+            return await super()._completions(request)
+        except RequestError as error:
+            return _refusal(str(error), error.param)
+
+
 class ScriptedCluster:
-    """Scripted vLLM servers, in a thread of their own."""
+    """Scripted servers, in a thread of their own."""
 
     secret = SECRET
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        servers: Mapping[str, ScriptedServer],
+        document: Callable[[str, dict[str, int]], dict[str, Any]],
+    ) -> None:
         (directory / "config.json").write_text(json.dumps(CONFIG))
-        script = VllmScript(pause_s=0.01)
-        self._servers = {}
-        for name, node in ADDRESSES.items():
-            role = "prefill" if name[0] == "p" else "decode"
-            self._servers[name] = _ScriptedVllm(name, node, role=role, script=script)
+        self._servers = servers
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -182,10 +199,22 @@ class ScriptedCluster:
         self._loop.close()
 
 
-@contextmanager
-def scripted(directory: Path) -> Iterator[ScriptedCluster]:
-    with closing(ScriptedCluster(directory)) as cluster:
-        yield cluster
+def scripted_vllm(directory: Path) -> ScriptedCluster:
+    script = VllmScript(pause_s=0.01)
+    servers = {
+        name: _ScriptedVllm(name, node, role=role_of(name), script=script)
+        for name, node in ADDRESSES.items()
+    }
+    return ScriptedCluster(directory, servers, document)
+
+
+def scripted_sglang(directory: Path) -> ScriptedCluster:
+    script = SglangScript(pause_s=0.01)
+    servers = {
+        name: _ScriptedSglang(name, node, role=role_of(name), script=script)
+        for name, node in ADDRESSES.items()
+    }
+    return ScriptedCluster(directory, servers, sglang_document)
 
 
 @contextmanager

@@ -3,13 +3,21 @@ with the reason; and embedded ones behind a proxy.
 """
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 
 import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from kvrs_testkit.processes import ForkedProcesses, Processes
-from tests.backends.clusters import Cluster, VllmCluster, distserve, embedded, scripted
+from tests.backends.clusters import (
+    Cluster,
+    StockCluster,
+    distserve,
+    embedded,
+    scripted_sglang,
+    scripted_vllm,
+)
 from tests.backends.conversations import BackendCluster
 
 
@@ -17,17 +25,22 @@ from tests.backends.conversations import BackendCluster
     scope="session",
     params=[
         "embedded",
-        "scripted",
+        "scripted-vllm",
+        "scripted-sglang",
         pytest.param("distserve", marks=pytest.mark.distserve),
         pytest.param("vllm", marks=pytest.mark.vllm),
+        pytest.param("sglang", marks=pytest.mark.sglang),
     ],
 )
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     match request.param:
-        case "scripted":
-            with scripted(tmp_path_factory.mktemp("vllm")) as servers:
+        case "scripted-vllm":
+            with closing(scripted_vllm(tmp_path_factory.mktemp("vllm"))) as servers:
+                yield servers
+        case "scripted-sglang":
+            with closing(scripted_sglang(tmp_path_factory.mktemp("sglang"))) as servers:
                 yield servers
         case "embedded":
             with embedded(request.getfixturevalue("tiny_llama")) as ours:
@@ -35,8 +48,8 @@ def cluster(
         case "distserve":
             with distserve() as patched:
                 yield patched
-        case _:
-            yield VllmCluster(request.getfixturevalue("vllm_servers"))
+        case engine:
+            yield StockCluster(request.getfixturevalue(f"{engine}_servers"))
 
 
 @pytest.fixture

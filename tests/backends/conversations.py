@@ -111,6 +111,11 @@ class BackendCluster:
     def can(self, name: InstanceId, capability: Capability) -> bool:
         return capability in self.infos[name].capabilities
 
+    @property
+    def joins(self) -> bool:
+        """Prefill is called together with decode."""
+        return self.infos[D0].joins_prefill
+
     def talk(
         self,
         prompt: Sequence[int] | str,
@@ -176,6 +181,8 @@ class Conversation:
     ) -> Call:
         exact = self._cluster.can(at, Capability.EXACT_RESUME)
         call = decode_call(self.journal, self.attempt, runs, (), transfer, exact=exact)
+        if self._cluster.joins:
+            call.beside = self._cluster.backends[P0]
         call.fields.update(changes)
         return call
 
@@ -190,6 +197,11 @@ class Conversation:
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+    async def begun(self) -> list[int]:
+        """The whole stream: prefill, then decode; or both together."""
+        transfer = None if self._cluster.joins else (await self.prefill()).transfer
+        return await self.ids(D0, transfer)
 
     async def ids(self, at: InstanceId, *arguments: Any) -> list[int]:
         """The whole stream, or its tail where something was produced before."""

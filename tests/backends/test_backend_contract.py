@@ -1,9 +1,9 @@
 """The contract that every backend fulfils, through the one interface that a proxy uses
 (`kvrs/proxy/backends/backend.py`).
 
-The same suite runs over the embedded engine, DistServe with its patches, vLLM, and scripted servers
-of vLLM. What an engine does not declare among its capabilities it need not do; what it declares, it
-must.
+The same suite runs over the embedded engine, DistServe with its patches, vLLM, SGLang, and scripted
+servers of both. What an engine does not declare among its capabilities it need not do; what it
+declares, it must.
 """
 
 import asyncio
@@ -56,6 +56,9 @@ async def test_a_hand_off_gives_the_oracles_stream(system: BackendCluster) -> No
     """Prefill computes the prompt, decode gets its KV and goes on: as if one had done it all."""
     expected = await whole(system)
     talk = system.talk(PROMPT, TOKENS)
+    if system.joins:
+        assert await talk.begun() == expected
+        return
 
     answer = await talk.prefill()
     assert list(answer.prompt_ids) == PROMPT
@@ -73,7 +76,7 @@ async def test_a_text_prompt_is_tokenised_by_an_engine(system: BackendCluster) -
     text, own = "a short prompt of text", system.infos[D0].own_prefill
     talk = system.talk(text, TOKENS)
 
-    if own is None:
+    if own is None and not system.joins:
         answer = await talk.prefill()
         prompt_ids, ids = list(answer.prompt_ids), await talk.ids(D0, answer.transfer)
     else:
@@ -100,9 +103,7 @@ async def test_a_history_is_handed_off_again(system: BackendCluster) -> None:
     expected = await whole(system)
     talk = system.talk(PROMPT, TOKENS, expected[:9])
 
-    answer = await talk.prefill()
-
-    assert await talk.ids(D0, answer.transfer) == expected[9:]
+    assert await talk.begun() == expected[9:]
 
 
 async def test_many_streams_at_once_do_not_disturb_each_other(system: BackendCluster) -> None:
@@ -153,13 +154,15 @@ async def test_a_wrong_field_is_refused_by_name(system: BackendCluster) -> None:
 
 async def test_a_prompt_that_is_no_prompt_is_refused(system: BackendCluster) -> None:
     with pytest.raises(RefusedError):
-        await system.talk([10**9], TOKENS).prefill()
+        await system.talk([10**9], TOKENS).begun()
 
 
 async def test_an_engine_that_finds_computed_prefixes_says_that_it_does(
     system: BackendCluster,
 ) -> None:
     """PREFIX_CACHE: prompts go there for it (`policy.route: prefix`)."""
+    if system.joins:
+        pytest.skip("the answer of a prefill that is called together with decode is not read")
     prompt = PROMPT * 4
     await system.talk(prompt, TOKENS).prefill()
 
@@ -272,8 +275,8 @@ async def test_a_dead_prefill_takes_nothing_along(system: BackendCluster) -> Non
     """A stream that decodes goes on, and its prompt can be computed again when it is back."""
     expected = await whole(system)
     talk = system.talk(PROMPT, TOKENS)
-    answer = await talk.prefill()
-    async with talk.decode(D0, answer.transfer) as reader:
+    transfer = None if system.joins else (await talk.prefill()).transfer
+    async with talk.decode(D0, transfer) as reader:
         await reader.read(1)
         system.cluster.kill(P0, system.infos[P0].worker_pids)
         ids = await reader.read()
@@ -282,15 +285,14 @@ async def test_a_dead_prefill_takes_nothing_along(system: BackendCluster) -> Non
     with pytest.raises(UpstreamError):
         await _until_it_fails(system.talk(PROMPT, TOKENS))
     await _back(system, P0, lambda: system.cluster.bring_back(P0))
-    again = system.talk(PROMPT, TOKENS)
-    assert await again.ids(D0, (await again.prefill()).transfer) == expected
+    assert await system.talk(PROMPT, TOKENS).begun() == expected
 
 
 async def _until_it_fails(talk: Conversation) -> None:
     """A killed process may have answered an earlier request."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            await talk.prefill()
+            await talk.begun()
 
 
 async def _back(system: BackendCluster, name: InstanceId, bring_back: Callable[[], None]) -> None:

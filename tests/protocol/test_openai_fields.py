@@ -15,6 +15,7 @@ from kvrs.protocol.openai.fields import (
     DISTSERVE,
     EMBEDDED,
     FIELDS,
+    SGLANG,
     VLLM,
     ApiKind,
     Seam,
@@ -104,12 +105,17 @@ def test_what_is_understood_is_decoded(api: ApiKind, request_class: Any, backend
     }
 
     assert understood <= decoded
-    # DistServe's engine is greedy, the embedded one has no biases; vLLM reads formats of its own.
+    # DistServe's engine is greedy, the embedded one has no biases; vLLM and SGLang read formats of
+    # their own, and SGLang's templates no documents.
     biases = {"logit_bias", "allowed_token_ids", "bad_words"}
     others = {
         EMBEDDED: biases,
         DISTSERVE: {*biases, "response_format"},
         VLLM: {"response_format"},
+        SGLANG: {
+            *("response_format", "allowed_token_ids", "bad_words"),
+            *("documents", "add_generation_prompt"),
+        },
     }
     assert decoded - understood <= others.get(backend, set())
 
@@ -223,7 +229,7 @@ def test_a_grammar_is_not_begun_again_at_a_seam() -> None:
     """After half an object an engine would write a whole one."""
     guided = {row.name for row in FIELDS if row.seam is Seam.LEFT_OUT}
 
-    assert guided == {"response_format", "structured_outputs"}
+    assert guided == {"response_format", "structured_outputs", "regex", "ebnf", "json_schema"}
 
 
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "1" * 60])
@@ -256,7 +262,8 @@ def test_a_choice_of_tools_is_served_where_output_is_guided() -> None:
     """A call that must be made needs it."""
     body = {"messages": [{"role": "user"}], "tool_choice": "required"}
 
-    read_request(msgspec.json.encode(body), ApiKind.CHAT, VLLM)
+    for backend in (VLLM, SGLANG):
+        read_request(msgspec.json.encode(body), ApiKind.CHAT, backend)
     for backend in (EMBEDDED, DISTSERVE):
         with pytest.raises(RequestError, match="guided decoding"):
             read_request(msgspec.json.encode(body), ApiKind.CHAT, backend)
@@ -268,12 +275,13 @@ def documented() -> str:
     for row in FIELDS:
         where = "both" if row.api is None else row.api.value
         treatments = [row.treatment(backend).value for backend in BACKENDS]
-        served = row.vllm in (Treatment.UNDERSTOOD, Treatment.PASSED)
+        taken = (Treatment.UNDERSTOOD, Treatment.PASSED)
+        served = row.vllm in taken or row.sglang in taken
         seam = row.seam.value if served else ""
         values = ", ".join(f"`{msgspec.json.encode(each).decode()}`" for each in row.neutral)
         shown = f"`{row.name}`" + (f" ({values})" if values else "")
         grouped.setdefault((where, *treatments, seam), []).append(shown)
-    head = ["fields", "endpoint", *BACKENDS, "after a cut at vLLM"]
+    head = ["fields", "endpoint", *BACKENDS, "after a cut at a stock engine"]
     lines = [head, ["---"] * len(head)]
     lines += [[", ".join(fields), *rest] for rest, fields in grouped.items()]
     return "".join(f"| {' | '.join(cells)} |\n".replace("|  |", "| |") for cells in lines)

@@ -246,6 +246,8 @@ class Member:
     resumes_exactly: bool = False  # It continues text, stop strings, usage and sampling itself.
     computes_prompts: bool = False  # A decode instance that needs no other one for a new stream.
     own_prefill: InstanceId | None = None
+    joins_prefill: bool = False  # It computes no prompt: prefill is called together with it.
+    chats_by_ids: bool = False
     names: tuple[str, ...] = ()  # Of models, aliases and adapters that it serves.
     fingerprint: str = ""
     # Namespace of rows of its CPU tier, which the agent of its node serves (`has_tier`), or of a
@@ -318,6 +320,7 @@ class Member:
         self.replays = Capability.REPLAY in capabilities
         self.resumes_exactly = Capability.EXACT_RESUME in capabilities
         self.computes_prompts = info.computes_prompts and info.role is Role.DECODE
+        self.joins_prefill, self.chats_by_ids = info.joins_prefill, info.chats_by_ids
         self.own_prefill, self.names = info.own_prefill, info.name_keys
         self.fingerprint = info.fingerprint
         self.hand_off_format = info.hand_off_format
@@ -481,3 +484,8 @@ class Member:
 
 def _can_fence(info: InstanceInfo) -> bool:
     return Capability.FENCE in info.capabilities
+
+
+def is_one_call(decode: Member, prefill: InstanceId | None) -> bool:
+    """Prefill there and decode here begin together, and end as one attempt."""
+    return prefill is not None and (decode.joins_prefill or decode.own_prefill == prefill)

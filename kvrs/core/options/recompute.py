@@ -36,12 +36,15 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     factors, here_s = books.factors, queue_s + case.history_s
     factor = factors.get(_RECOMPUTE, 1.0) if factors else 1.0
     prefill, there = prefill_for(view, target, case.stream), None
+    if prefill is target and target.joins_prefill:
+        return
     # Without a hand-off that moves KV the target would compute the history once more.
-    is_handed_off = target.own_prefill is not None or (prefill.moves_kv and target.moves_kv)
+    computes_nothing = target.own_prefill is not None or target.joins_prefill
+    is_handed_off = computes_nothing or (prefill.moves_kv and target.moves_kv)
     if view.formats_differ:
         is_handed_off = is_handed_off and target.takes_from(prefill)
     fetches = target.pulls and prefill.retains  # From there.
-    is_migration = not fetches and has_cached(case.stream, prefill)
+    is_migration = not (fetches or target.joins_prefill) and has_cached(case.stream, prefill)
     if prefill is not target and is_handed_off and not is_migration:
         table, compute_s, extrapolated = prefill.prefill, case.history_s, case.extrapolated
         if table is not target.prefill:
@@ -58,8 +61,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             HANDSHAKE_S,
             view.links.get((prefill.node, target.node), view.assumed_link).bytes_per_s,
         )
-        # A server with a prefill instance of its own computes nowhere else.
-        if there.raw_s <= here_s or target.own_prefill is not None:
+        if there.raw_s <= here_s or computes_nothing:
             estimates.append(there)
             return
     at_target_s = case.history_s - target.prefill.step_overhead_s

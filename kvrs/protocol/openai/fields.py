@@ -12,8 +12,8 @@ import msgspec
 from kvrs.errors import RequestError, UnknownFieldError
 
 # Backends, as `cluster.backend` names them.
-EMBEDDED, DISTSERVE, VLLM = "embedded", "distserve", "vllm"
-BACKENDS = (EMBEDDED, DISTSERVE, VLLM)
+EMBEDDED, DISTSERVE, VLLM, SGLANG = "embedded", "distserve", "vllm", "sglang"
+BACKENDS = (EMBEDDED, DISTSERVE, VLLM, SGLANG)
 
 
 class ApiKind(StrEnum):
@@ -45,6 +45,7 @@ class BodyField(msgspec.Struct, frozen=True):
     embedded: Treatment
     distserve: Treatment
     vllm: Treatment
+    sglang: Treatment
     api: ApiKind | None = None  # None: both. At the other one it is refused.
     seam: Seam = Seam.EXACT
     of_output: bool = False  # Prefill, which has no output, does not get it.
@@ -61,6 +62,8 @@ class BodyField(msgspec.Struct, frozen=True):
                 return self.embedded
             case "distserve":
                 return self.distserve
+            case "sglang":
+                return self.sglang
             case _:
                 return self.vllm
 
@@ -68,10 +71,11 @@ class BodyField(msgspec.Struct, frozen=True):
 _COMPLETIONS, _CHAT = ApiKind.COMPLETIONS, ApiKind.CHAT
 _U, _P = Treatment.UNDERSTOOD, Treatment.PASSED
 _I, _R = Treatment.IGNORED, Treatment.REFUSED
-_EVERYWHERE, _NOWHERE, _NEUTRAL = (_U, _U, _U), (_R, _R, _R), (_I, _I, _I)
-_VLLM_ONLY = (_R, _R, _P)
-_VLLM_WHOLE = (_R, _R, Treatment.WHOLE)
-_INTERNAL = (Treatment.INTERNAL,) * 3
+_EVERYWHERE, _NOWHERE, _NEUTRAL = (_U,) * 4, (_R,) * 4, (_I,) * 4
+_VLLM_ONLY, _SGLANG_ONLY, _STOCK = (_R, _R, _P, _R), (_R, _R, _R, _P), (_R, _R, _P, _P)
+_BUT_SGLANG = (_U, _U, _U, _R)
+_VLLM_WHOLE = (_R, _R, Treatment.WHOLE, _R)
+_INTERNAL = (Treatment.INTERNAL,) * 4
 _INEXACT, _LEFT_OUT = Seam.INEXACT, Seam.LEFT_OUT
 
 # What depends on more than the field itself is in kvrs/proxy/wire/exactness.py.
@@ -85,9 +89,9 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("reasoning_effort", *_EVERYWHERE, _CHAT),
     BodyField("chat_template_kwargs", *_EVERYWHERE, _CHAT),
     BodyField("chat_template", *_VLLM_ONLY, _CHAT),
-    BodyField("documents", *_EVERYWHERE, _CHAT, neutral=([],)),
-    BodyField("add_generation_prompt", *_EVERYWHERE, _CHAT, neutral=(True,)),
-    BodyField("continue_final_message", *_VLLM_ONLY, _CHAT, neutral=(False,)),
+    BodyField("documents", *_BUT_SGLANG, _CHAT, neutral=([],)),
+    BodyField("add_generation_prompt", *_BUT_SGLANG, _CHAT, neutral=(True,)),
+    BodyField("continue_final_message", *_STOCK, _CHAT, neutral=(False,)),
     BodyField("media_io_kwargs", *_VLLM_ONLY, _CHAT),
     BodyField("mm_processor_kwargs", *_VLLM_ONLY, _CHAT),
     BodyField("add_special_tokens", *_VLLM_ONLY, _COMPLETIONS, of_text=True, neutral=(True,)),
@@ -103,6 +107,8 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("stop", *_EVERYWHERE, of_output=True),
     BodyField("stop_token_ids", *_EVERYWHERE, of_output=True),
     BodyField("ignore_eos", *_EVERYWHERE),
+    BodyField("stop_regex", *_SGLANG_ONLY, seam=_INEXACT, of_output=True),
+    BodyField("no_stop_trim", *_SGLANG_ONLY, seam=_INEXACT, of_output=True, neutral=(False,)),
     BodyField("thinking_token_budget", *_VLLM_ONLY, seam=_INEXACT, of_output=True),
     BodyField("repetition_detection", *_VLLM_ONLY, seam=_INEXACT, of_output=True),
     # Which token is next.
@@ -114,13 +120,16 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("presence_penalty", *_EVERYWHERE, of_output=True),
     BodyField("frequency_penalty", *_EVERYWHERE, of_output=True),
     BodyField("repetition_penalty", *_EVERYWHERE, of_output=True),
-    BodyField("logit_bias", _R, _R, _U, of_output=True, neutral=({},)),
-    BodyField("allowed_token_ids", _R, _R, _U, of_output=True),
+    BodyField("logit_bias", _R, _R, _U, _U, of_output=True, neutral=({},)),
+    BodyField("allowed_token_ids", _R, _R, _U, _R, of_output=True),
     # A word of several tokens may begin before the seam.
-    BodyField("bad_words", _R, _R, _U, seam=_INEXACT, of_output=True, neutral=([],)),
+    BodyField("bad_words", _R, _R, _U, _R, seam=_INEXACT, of_output=True, neutral=([],)),
     BodyField("watermarking", *_VLLM_ONLY, seam=_INEXACT, of_output=True, neutral=(False,)),
-    BodyField("response_format", _U, _R, _P, seam=_LEFT_OUT, neutral=({"type": "text"},)),
+    BodyField("response_format", _U, _R, _P, _P, seam=_LEFT_OUT, neutral=({"type": "text"},)),
     BodyField("structured_outputs", *_VLLM_ONLY, seam=_LEFT_OUT, of_output=True),
+    BodyField("regex", *_SGLANG_ONLY, seam=_LEFT_OUT, of_output=True),
+    BodyField("ebnf", *_SGLANG_ONLY, seam=_LEFT_OUT, of_output=True),
+    BodyField("json_schema", *_SGLANG_ONLY, _COMPLETIONS, seam=_LEFT_OUT, of_output=True),
     BodyField("guided_json", *_NOWHERE, instead="structured_outputs"),
     BodyField("guided_regex", *_NOWHERE, instead="structured_outputs"),
     BodyField("guided_choice", *_NOWHERE, instead="structured_outputs"),
@@ -149,11 +158,13 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("return_prompt_text", *_NOWHERE, _COMPLETIONS, neutral=(False,)),
     BodyField("return_prompt_text", *_VLLM_WHOLE, _CHAT, neutral=(False,)),
     BodyField("routed_experts_prompt_start", *_NOWHERE, neutral=(0,)),
+    BodyField("separate_reasoning", *_SGLANG_ONLY, _CHAT, seam=_INEXACT, neutral=(True,)),
+    BodyField("stream_reasoning", *_SGLANG_ONLY, _CHAT, seam=_INEXACT, neutral=(True,)),
     BodyField("include_reasoning", *_VLLM_ONLY, _CHAT, seam=_INEXACT, neutral=(True,)),
     BodyField(
         "include_stop_str_in_output", *_VLLM_ONLY, seam=_INEXACT, of_output=True, neutral=(False,)
     ),
-    BodyField("skip_special_tokens", *_VLLM_ONLY, seam=_INEXACT, of_output=True, neutral=(True,)),
+    BodyField("skip_special_tokens", *_STOCK, seam=_INEXACT, of_output=True, neutral=(True,)),
     BodyField(
         "spaces_between_special_tokens", *_VLLM_ONLY, seam=_INEXACT, of_output=True, neutral=(True,)
     ),
@@ -195,6 +206,7 @@ FIELDS: tuple[BodyField, ...] = (
             *("rid", "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"),
             *("disaggregated_params", "disagg_request_id", "extra_key", "lora_path"),
             *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+            *("kv_hints", "session_params", "custom_logit_processor", "custom_params", "input_ids"),
         )
     ),
 )

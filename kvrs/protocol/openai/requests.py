@@ -329,7 +329,7 @@ def _check_chat(request: ChatRequest, backend: str) -> None:
     _check_range("top_logprobs", request.top_logprobs, *LOGPROBS_RANGE)
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
-    is_guided = "structured_outputs" in takes(ApiKind.CHAT, backend)
+    is_guided = not {"structured_outputs", "regex"}.isdisjoint(takes(ApiKind.CHAT, backend))
     if request.tool_choice not in (None, "none", "auto") and not is_guided:
         given = msgspec.json.encode(request.tool_choice)[:80].decode(errors="replace")
         raise RequestError(

@@ -23,7 +23,7 @@ from kvrs.ids import StreamId
 from kvrs.net.direct import NO_HEADERS, DirectRequest
 from kvrs.process.large_work import LARGE_BYTES, LargeWork
 from kvrs.protocol.openai.chunks import TOO_LONG
-from kvrs.protocol.openai.fields import VLLM, whole
+from kvrs.protocol.openai.fields import SGLANG, VLLM, whole
 from kvrs.protocol.openai.requests import ECHOED_BY_ENGINE, CompletionRequest, Fields
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_within
 from kvrs.proxy.api import generate
@@ -285,6 +285,7 @@ class Admissions:
                 parsed,
                 has_tokenizer=self._driver.tokenizer.available,
                 continues=continues,
+                penalises_prompt=self._backend != SGLANG,
             )
             call.inexact = await self._large.run(parsed.size_bytes, find)
             call.replays = self._driver.control.instances.replays(parsed.request.max_tokens)

@@ -156,13 +156,15 @@ def _restart(known: Member, reload: Reload | None) -> dict[str, Any]:
 
 
 def _hand_offs(known: Member, driver: Driver) -> dict[str, Any] | None:
-    """Counts and format of NIXL in vLLM; None: it has none, or is not up."""
+    """Format of hand-offs, and counts where the engine gives them; None: it says nothing of them,
+    or is not up.
+    """
     report = None if known.load is None else known.load.hand_offs
-    if report is None:
+    if known.load is None or (report is None and not known.hand_off_format):
         return None
     others = others_of_other_format(driver.control.instances, known)
     return {
-        **msgspec.to_builtins(report),
+        **({} if report is None else msgspec.to_builtins(report)),
         "format": known.hand_off_format,
         "differs_from": others,
     }

@@ -86,6 +86,7 @@ class Call:
     most_tokens: int | None = None  # Where `max_tokens` is null: the engine's own limit.
     hand_off: HandOff | None = None  # It is told as the call is sent.
     rows: RowLoad | None = None  # None: the server keeps none, and loads none.
+    beside: object = None  # The backend of the prefill that is called together with decode.
 
     def add_transfer(self, name: str, params: object) -> None:
         """Put an object into `kv_transfer_params`, beside those of a hand-off."""
@@ -174,7 +175,7 @@ def decode_call(
         fields["kv_transfer_params"] = transfer
     if replays:
         fields["vllm_xargs"] = {REPLAY_KEY: journal.output_ids[:]}
-    elif journal.output_ids and not exact:
+    elif (journal.output_ids or journal.is_rendered) and not exact:
         _count_from_here(journal, fields)
         call.most_tokens = journal.default_left
     return call
@@ -198,7 +199,12 @@ def _call(
     if history is not None and (journal.output_ids or not isinstance(history, array)):
         history = journal.prompt if replays else journal.history
     # A plain engine would render a chat's messages again; it takes ids in completions only.
-    is_continued_chat = endpoint is CHAT and not exact and not replays and bool(journal.output_ids)
+    is_continued_chat = (
+        endpoint is CHAT
+        and not exact
+        and not replays
+        and (bool(journal.output_ids) or journal.is_rendered)
+    )
     if is_continued_chat:
         endpoint = COMPLETIONS
     has_ids = endpoint is not CHAT and history is not None
@@ -282,6 +288,18 @@ def _salt_since(journal: Journal, salt: msgspec.Raw | None) -> str:
     return f"{given}/{journal.stream}/{journal.spoilt_attempt}"
 
 
+def limited(call: Call, max_model_len: int) -> Call:
+    """The call with a limit, if it is a completion that goes on with a chat without one: stock
+    engines fail at a null, and an absent limit means 16 tokens.
+    """
+    fields, history = call.fields, call.fields.get("prompt")
+    if not isinstance(history, array) or fields.get("max_tokens", 0) is not None:
+        return call
+    most = max_model_len - len(history)
+    fields["max_tokens"] = max(1, most if call.most_tokens is None else min(most, call.most_tokens))
+    return call
+
+
 def _count_from_here(journal: Journal, fields: dict[str, Any]) -> None:
     """Adjust limits for an engine that counts from the end of the history, which it takes as a
     prompt; the proxy cuts the text at stop strings itself.
@@ -291,5 +309,5 @@ def _count_from_here(journal: Journal, fields: dict[str, Any]) -> None:
     fields["max_tokens"] = journal.remaining_tokens
     fields["min_tokens"] = max(0, journal.parsed.request.min_tokens - produced)
     fields.pop("stop", None)
-    for name in NOT_AFTER_SEAM:
+    for name in NOT_AFTER_SEAM if produced else ():
         fields.pop(name, None)

@@ -14,19 +14,22 @@ from kvrs.protocol.row_params import params_key
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_model
 from kvrs.proxy.backends.pd import PdBackend
+from kvrs.proxy.backends.sglang import SglangBackend
 from kvrs.proxy.backends.vllm import ConfiguredIdentity, VllmBackend
 from kvrs.proxy.wire.pool import Access, EngineLinks
 
 VLLM_API_KEY = "KVRS_VLLM_API_KEY"
+# Of stock engines, in the environment.
+API_KEYS = {Engine.VLLM: VLLM_API_KEY, Engine.SGLANG: "KVRS_SGLANG_API_KEY"}
 
 
 def new_engine_links(config: Config, secret: bytes, tls: Certificates | None = None) -> EngineLinks:
-    """The connections for all requests to instances. vLLM cannot prove itself: it gets no key of
-    the cluster, but its own API key.
+    """The connections for all requests to instances. A stock engine cannot prove itself: it gets
+    no key of the cluster, but its own API key.
     """
     coalesce_s = config.proxy.coalesce_ms / 1000
-    if config.cluster.backend is Engine.VLLM:
-        return EngineLinks(Access(token=os.environ.get(VLLM_API_KEY) or None), coalesce_s)
+    if (variable := API_KEYS.get(config.cluster.backend)) is not None:
+        return EngineLinks(Access(token=os.environ.get(variable) or None), coalesce_s)
     instances = [instance for _, instance in config.cluster.instances()]
     return EngineLinks(Access(instance_keys(secret, instances), tls), coalesce_s)
 
@@ -42,7 +45,7 @@ def open_backends(
             geometry, is not on this machine.
     """
     model = config.cluster.model
-    if config.cluster.backend is Engine.VLLM and model is not None and find_model(model) is None:
+    if config.cluster.backend.is_stock and model is not None and find_model(model) is None:
         raise ConfigError(fault_of_model(model))
     files = files or ModelFiles(model)
     return {
@@ -59,7 +62,7 @@ def open_backend(
     instance: InstanceSettings,
     files: ModelFiles,
 ) -> Backend:
-    if config.cluster.backend is not Engine.VLLM:
+    if not config.cluster.backend.is_stock:
         return PdBackend(links, config.url_of(instance))
     identity = ConfiguredIdentity(
         instance.id,
@@ -69,4 +72,6 @@ def open_backend(
         hands_off=Role.PREFILL in config.cluster.roles,
         served_name=config.cluster.served_name,
     )
+    if config.cluster.backend is Engine.SGLANG:
+        return SglangBackend(links, instance.url, instance.host, identity)
     return VllmBackend(links, instance.url, identity, params_key(secret, instance.id))

@@ -106,6 +106,17 @@ class ModelFiles:
         except ConfigError:
             return None
 
+    @property
+    def vocabulary(self) -> int | None:
+        """How many token ids the model has; None: it is not known."""
+        if self.directory is None:
+            return None
+        try:
+            size = read_config(self.directory / _CONFIG).get("vocab_size")
+        except ConfigError:
+            return None
+        return size if isinstance(size, int) else None
+
     def _found(self, directory: Path) -> None:
         self.directory = directory
         # Fixed here: what is promised to a client at admission must hold at its recovery.

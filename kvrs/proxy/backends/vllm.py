@@ -8,7 +8,6 @@ and `/metrics` (`vllm_identity.py` tells its processes apart); its load from pol
 import asyncio
 import secrets
 import time
-from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from math import inf
@@ -34,7 +33,7 @@ from kvrs.protocol.instance import (
 )
 from kvrs.protocol.row_params import MAX_AGENTS, PARAMS_FIELD, seal
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
-from kvrs.proxy.backends.bodies import BYTES_PER_ID, Call
+from kvrs.proxy.backends.bodies import BYTES_PER_ID, Call, limited
 from kvrs.proxy.backends.idle_connection import IdleConnection
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.backends.vllm_identity import engine_mark
@@ -347,7 +346,7 @@ class VllmBackend(VllmServer):
         if (rows := call.rows) is not None and (rows.agents or rows.in_store):
             self._row_loads.begin(rows, info.geometry.page_bytes, time.monotonic())
         try:
-            await super().decode(_limited(self._plain(call), info.max_model_len), reader)
+            await super().decode(limited(self._plain(call), info.max_model_len), reader)
         except DeniedError as error:
             raise await self._judged(error) from None
         finally:
@@ -416,18 +415,6 @@ class VllmBackend(VllmServer):
 
     async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
         raise UpstreamError("vLLM cannot be fenced")
-
-
-def _limited(call: Call, max_model_len: int) -> Call:
-    """The call with a limit, if it is a completion that continues a chat without one: vLLM fails at
-    a null, and an absent limit means 16 tokens.
-    """
-    fields, history = call.fields, call.fields.get("prompt")
-    if not isinstance(history, array) or fields.get("max_tokens", 0) is not None:
-        return call
-    most = max_model_len - len(history)
-    fields["max_tokens"] = max(1, most if call.most_tokens is None else min(most, call.most_tokens))
-    return call
 
 
 def _check_probe(payloads: Sequence[bytes]) -> None:

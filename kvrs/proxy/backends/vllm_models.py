@@ -15,6 +15,11 @@ class ListedModel(msgspec.Struct):
 class ListedModels(msgspec.Struct):
     data: list[ListedModel]
 
+    def named(self, name: str | None) -> ListedModel | None:
+        """The model of this name, or the first one; None: there is none."""
+        models = (each for each in self.data if each.parent is None)
+        return next((each for each in models if name in (None, each.id)), None)
+
     def beside(self, model: ListedModel) -> ModelNames:
         """Aliases of the model, and adapters."""
         others = [each for each in self.data if each.id != model.id]

@@ -1,6 +1,7 @@
 """The calls of one attempt at a stream, which `kvrs.core.attempt` decides."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,11 +14,12 @@ from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.streams import CannotContinue
-from kvrs.errors import ConfigError, UpstreamError
+from kvrs.errors import ConfigError, KvrsError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call, HandOff, RowLoad, decode_call, prefill_call, store_load
+from kvrs.proxy.backends.rendering import tokenize_call, tokenized_ids
 from kvrs.proxy.fleet.slots import SlotDeniedError
 from kvrs.proxy.streams.answer_reader import Told
 from kvrs.proxy.streams.clients import ClientGoneError
@@ -26,6 +28,7 @@ from kvrs.proxy.streams.open_stream import Failed, OpenStream, StreamPhase
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
 from kvrs.proxy.streams.responses import WholeClient
 from kvrs.proxy.streams.whole_answers import WholeAnswer, ask_whole, is_asked_whole
+from kvrs.proxy.wire.exactness import is_plain_chat
 from kvrs.proxy.wire.peer import (
     BusyError,
     ConnectionLostError,
@@ -74,6 +77,7 @@ class AttemptCalls:
             while work is not None:
                 work = await work
         except RefusedError as error:
+            self._blame_prefill(error)
             live.refusal = Failed(error.status, error.body, rejected=True)
             self._over(attempt.failure(CallFault.REFUSED, str(error), final=error.is_final))
         except SlotDeniedError as error:
@@ -84,6 +88,7 @@ class AttemptCalls:
         except ConfigError as error:
             driver.control.end(live, CannotContinue(str(error)), driver.clock())
         except UpstreamError as error:
+            self._blame_prefill(error)
             if self._hand_off is not None and isinstance(error, BusyError | DeniedError):
                 self._hand_off.is_sent = False  # Perhaps by a gateway in front of the engine.
             fault, is_silent = _fault_of(error), isinstance(error, SilentError)
@@ -115,6 +120,10 @@ class AttemptCalls:
         driver = self._driver
         driver.hand_offs.add(hand_off.source, hand_off.transfer, history, hand_off.prefilled_s)
 
+    def _blame_prefill(self, error: KvrsError) -> None:
+        if error.is_of_prefill:
+            self._attempt.blame_prefill()
+
     def _over(self, event: ev.AttemptFailed | ev.SlotDenied | None) -> None:
         if event is not None:
             self._driver.attempt_over(self._live, event)
@@ -129,6 +138,9 @@ class AttemptCalls:
             self._give_end(continuation)
             return None
         plan, transfer, ids_text, prefill = attempt.plan, None, None, attempt.begin()
+        decode = self._instances.known[plan.decode]
+        if decode.chats_by_ids and live.journal.prompt_ids is None:
+            continuation = await self._rendered()
         if plan.prefill is None and (prefill or attempt.computes):
             live.enter(StreamPhase.PREFILL, plan.decode)
         if prefill is not None:
@@ -184,6 +196,24 @@ class AttemptCalls:
             return None
         if not tokenizer.available and not self._driver.refuses_inexact:
             return None if resumes_exactly else EngineText(journal)
+        return Continuation(journal, await tokenizer.load())
+
+    async def _rendered(self) -> Continuation | None:
+        """Have the engine make the ids of a chat's messages, and return the maker of its text.
+        None: the stream goes without ids, as its engine parses the output, or there is no
+        tokenizer.
+        """
+        journal, tokenizer = self._live.journal, self._driver.tokenizer
+        if not (tokenizer.available and is_plain_chat(journal.parsed)):
+            return None
+        at = self._attempt.failed_at
+        with Watchdog(self._attempt.limit_s, self._is_excused):
+            answer = await self._driver.backends[at].ask(tokenize_call(journal))
+        journal.prompt_ids = journal.parsed.tokenised(tokenized_ids(answer))
+        journal.is_rendered = True
+        model = journal.parsed.request.model or self._instances.model or ""
+        head = {"id": f"chatcmpl-{journal.stream}", "created": int(time.time()), "model": model}
+        journal.head = msgspec.json.encode(head)[:-1]
         return Continuation(journal, await tokenizer.load())
 
     async def _prefill(self, instance: InstanceId) -> Prefilled:
@@ -352,7 +382,10 @@ class AttemptCalls:
 
     def _mark(self, call: Call, reader: Relay | WholeAnswer) -> None:
         """Note in the decode call, which is about to be sent, what it is besides."""
-        known = self._instances.known[self._attempt.plan.decode]
+        plan = self._attempt.plan
+        known = self._instances.known[plan.decode]
+        if known.joins_prefill and plan.prefill is not None:
+            call.beside = self._driver.backends[plan.prefill]
         if self._asks_store and self._hand_off is None and self._attempt.number > 1:
             call.rows = store_load(self._live.journal, self._attempt.number, known.page_size_tokens)
         call.hand_off, self._rows = self._hand_off, call.rows

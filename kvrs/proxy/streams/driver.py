@@ -84,7 +84,8 @@ class Driver:
         self.tokenizer = LazyTokenizer(self._files)
         self.parsers = Parsers()
         # Its parsers of streams and of whole answers differ.
-        self.is_vllm = config.cluster.backend is Engine.VLLM
+        self.engine = config.cluster.backend
+        self.is_vllm = self.engine is Engine.VLLM
         self.request_timeout_s = config.proxy.request_timeout_s
         self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE
         self.recoveries = RecoveryLog(clock, wall_clock, metrics.recoveries.settled)

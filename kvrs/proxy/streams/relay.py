@@ -17,6 +17,7 @@ from kvrs.protocol.openai.chunks import (
     BROKEN_REASONS,
     CHUNK,
     NOT_A_NUMBER,
+    ChatChunkChoice,
     Choice,
     ReceivedChoice,
     ReceivedChunk,
@@ -390,6 +391,8 @@ class Relay(AnswerReader):
         assert journal.head is not None
         choice = journal.parsed.endpoint.choice(piece.delta)
         choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
+        if isinstance(choice, ChatChunkChoice) and not journal.output_ids:
+            choice.delta.role = "assistant"
         if (
             isinstance(choice, Choice)
             and received is not None

@@ -6,12 +6,14 @@ from typing import Any
 
 import msgspec
 
+from kvrs.config.cluster import Backend as Engine
 from kvrs.core.model import actions as act
+from kvrs.core.model.member import Health
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import InstanceInfo
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
-from kvrs.protocol.openai.fields import EMBEDDED, VLLM
+from kvrs.protocol.openai.fields import EMBEDDED
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.bodies import decode_call, prefill_call, store_load
 from kvrs.proxy.streams.driver import Driver
@@ -68,7 +70,7 @@ class KnownStreams:
         if info.max_model_len:
             length = max(1, min(length, info.max_model_len - tokens))
         prompt = [PROMPT_IDS[(index * index) % len(PROMPT_IDS)] for index in range(length)]
-        backend = VLLM if self._driver.is_vllm else EMBEDDED
+        backend = EMBEDDED if self._driver.engine is Engine.DISTSERVE else self._driver.engine
         fields: dict[str, Any] = {
             "model": info.model,
             "prompt": prompt,
@@ -120,6 +122,8 @@ class KnownStreams:
         call = decode_call(
             journal, journal.attempt, runs, (), transfer, exact=exact, has_rows=has_rows
         )
+        if self._control.instances.known[instance].joins_prefill:
+            call.beside = self._beside(instance)
         if drafts:
             call.fields["kvrs"].drafts = [*drafts]
         if in_store:
@@ -138,6 +142,14 @@ class KnownStreams:
         if b"[DONE]" not in events.payloads:
             raise UpstreamError("ended without [DONE]")
         return tuple(likeliest)
+
+    def _beside(self, instance: InstanceId) -> Backend:
+        """The backend of a prefill instance that takes part in its streams."""
+        known = self._control.instances.known
+        for other in known.values():
+            if other.prefills and other.health is Health.UP and known[instance].takes_from(other):
+                return self.backend(other.id)
+        raise UpstreamError("no prefill instance is up beside it")
 
 
 def _choices_of(payload: bytes) -> list[ReceivedChoice]:

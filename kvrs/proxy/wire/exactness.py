@@ -44,16 +44,21 @@ def tokens_at_risk(parsed: ParsedRequest, continues: Continues) -> tuple[str, ..
 
 
 def inexact_features(
-    parsed: ParsedRequest, *, has_tokenizer: bool, continues: Continues = Continues.GREEDY
+    parsed: ParsedRequest,
+    *,
+    has_tokenizer: bool,
+    continues: Continues = Continues.GREEDY,
+    penalises_prompt: bool = True,
 ) -> tuple[str, ...]:
     """The fields of the request that could make a stream that is cut at a plain engine differ from
-    an uninterrupted one.
+    an uninterrupted one. `penalises_prompt`: its repetition_penalty counts the prompt as well,
+    which the history is.
     """
     request = parsed.request
     is_chat = isinstance(request, ChatRequest)
     found = {
-        # Penalties on the engine's own output. (repetition_penalty counts the prompt as well, which
-        # the history is.)
+        # Penalties on the engine's own output.
+        "repetition_penalty": request.repetition_penalty != 1 and not penalises_prompt,
         "presence_penalty": request.presence_penalty != 0,
         "frequency_penalty": request.frequency_penalty != 0,
         # A chat is continued as a completion, whose log probabilities have another form.
@@ -80,6 +85,17 @@ def replayable(inexact: Sequence[str], parsed: ParsedRequest) -> tuple[str, ...]
     found = tuple(each for each in inexact if each not in ("tokens", "temperature"))
     is_seeded = found or parsed.request.seed is not None
     return ("temperature", *found) if "temperature" in inexact and is_seeded else found
+
+
+def is_plain_chat(parsed: ParsedRequest) -> bool:
+    """A chat whose answer is text, all of which follows from the ids of the messages."""
+    request = parsed.request
+    return (
+        isinstance(request, ChatRequest)
+        and not request.may_call_tools
+        and request.wanted_logprobs is None
+        and is_predictable(parsed)
+    )
 
 
 # Names in keys and types of parts of messages that an engine fetches or decodes first; texts may

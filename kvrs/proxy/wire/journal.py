@@ -80,6 +80,8 @@ class Journal:
     # The head of the response went out without the mark that a continuation might be inexact; None:
     # it is not out.
     is_promised: bool | None = None
+    # Engines get the ids of a chat's messages, and not these; its events are made here.
+    is_rendered: bool = False
     # Its engine has sent text without ids (vLLM with `include_reasoning: false`): the client gets
     # that, and no other attempt can follow it.
     lacks_ids: bool = False

@@ -1,7 +1,7 @@
 """Fixtures of the tests of backends."""
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,10 @@ from kvrs.proxy.server import Proxy
 from kvrs_testkit.scripted import SECRET, Script
 from kvrs_testkit.scripted_agent import ScriptedAgent
 from kvrs_testkit.scripted_server import ScriptedServer
+from kvrs_testkit.scripted_sglang import SglangScript
 from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
+from kvrs_testkit.sglang_cluster import Sglangs, new_servers
+from kvrs_testkit.sglang_cluster import document as sglang_document
 from kvrs_testkit.vllm_cluster import ADDRESSES, CONFIG, Builder, Servers, Vllms, document
 
 
@@ -73,6 +76,38 @@ async def vllms(vllm_model: str) -> AsyncIterator[Builder]:
                 await system.until_health(**dict.fromkeys((*servers, *named), "up"))
                 for server in servers.values():
                     server.bodies.clear()
+            return system
+
+        yield make
+
+
+@pytest.fixture
+async def sglangs(vllm_model: str) -> AsyncIterator[Callable[..., Awaitable[Sglangs]]]:
+    """`await sglangs(prepare=lambda servers: ..., wait=True, policy={...})`."""
+    (Path(vllm_model) / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 1 << 16}))
+    async with AsyncExitStack() as stack:
+
+        async def make(
+            prepare: Callable[[dict[str, Any]], None] = lambda _: None,
+            wait: bool = True,
+            **sections: Any,
+        ) -> Sglangs:
+            shared = SglangScript()
+            servers = new_servers(shared)
+            prepare(servers)
+            for server in servers.values():
+                await server.start()
+                stack.push_async_callback(server.close)
+            ports = {name: server.port for name, server in servers.items()}
+            settings = sglang_document(vllm_model, ports, **sections)
+            proxy = Proxy(parse_config(settings), SECRET)
+            await proxy.start()
+            stack.push_async_callback(proxy.close)
+            http = await stack.enter_async_context(aiohttp.ClientSession())
+            system = Sglangs(proxy, Script(), {}, {}, http)
+            system.shared, system.servers = shared, servers
+            if wait:
+                await system.until_health(**dict.fromkeys(servers, "up"))
             return system
 
         yield make

@@ -1,0 +1,41 @@
+"""The ids of a chat's messages, by the engine's own template."""
+
+from array import array
+
+import msgspec
+
+from kvrs.protocol.instance import TokenId
+from kvrs.protocol.token_ids import packed
+from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.peer import UNREADABLE, UnusableError
+
+_PATH = "/tokenize"
+# Of a chat, those that its prompt depends on.
+_FIELDS = (
+    *("model", "messages", "tools", "tool_choice", "reasoning_effort", "continue_final_message"),
+    "chat_template_kwargs",
+)
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[TokenId]
+
+
+_TOKENIZED = msgspec.json.Decoder(_Tokenized)
+
+
+def tokenize_call(journal: Journal) -> Call:
+    fields = {name: value for name, value in journal.parsed.fields.items() if name in _FIELDS}
+    return Call(_PATH, fields, size_bytes=journal.parsed.fields_bytes)
+
+
+def tokenized_ids(answer: bytes) -> "array[int]":
+    """Raises UnusableError: it is no answer to a `tokenize_call`."""
+    try:
+        found = packed(_TOKENIZED.decode(answer).tokens)
+    except UNREADABLE as error:
+        raise UnusableError(f"unexpected answer to {_PATH}: {error}") from None
+    if not found:
+        raise UnusableError(f"its answer to {_PATH} has no tokens")
+    return found

@@ -1,0 +1,286 @@
+"""Unmodified SGLang, prefill and decode apart or one server for both: its identity, its load, and
+its two legs.
+
+Prefill and decode get the same request at once, and meet in a room: a number drawn for this one
+attempt. Prefill pushes the KV into memory that decode has reserved, and the stream is decode's
+answer. A leg whose other one has gone waits for minutes, so both are watched, and the end of one
+closes the other. A server's death is seen by the end of an idle connection.
+"""
+
+import secrets
+import time
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any
+
+import msgspec
+
+from kvrs.errors import ConfigError, UpstreamError
+from kvrs.ids import StreamId
+from kvrs.profiles.guess import guessed_prefill
+from kvrs.protocol.instance import (
+    Capability,
+    InstanceInfo,
+    LeaseAnswer,
+    LeaseUpdate,
+    LoadReport,
+    RankAnswer,
+    RankRequest,
+    Role,
+)
+from kvrs.protocol.openai.chunks import error_body
+from kvrs.proxy.backends.backend import Prefilled, RefusedError
+from kvrs.proxy.backends.bodies import Call, limited
+from kvrs.proxy.backends.idle_connection import IdleConnection
+from kvrs.proxy.backends.pd import OpenAiPeer
+from kvrs.proxy.backends.sglang_legs import PrefillLeg, with_both
+from kvrs.proxy.backends.vllm import ConfiguredIdentity
+from kvrs.proxy.backends.vllm_models import ListedModels
+from kvrs.proxy.wire.peer import UnusableError
+from kvrs.proxy.wire.pool import EngineLinks
+from kvrs.proxy.wire.requests import CHAT
+from kvrs.proxy.wire.upstream import Reader
+
+_LOADS = "/v1/loads?include=core,disagg"
+_MODES = {Role.PREFILL: ("prefill",), Role.DECODE: ("decode", "null")}
+# A poll while no stream waits for a token: a report that is 1 s old is overdue.
+_IDLE_INTERVAL_S = 0.5
+
+
+class _ServerInfo(msgspec.Struct):
+    """Fields of `/server_info` that count here."""
+
+    version: str
+    page_size: int
+    model_path: str = ""
+    weight_version: str = ""
+    dtype: str = ""
+    kv_cache_dtype: str = ""
+    disaggregation_mode: str = "null"
+    disaggregation_transfer_backend: str = ""
+    disaggregation_bootstrap_port: int = 0
+    disable_radix_cache: bool = False
+    reasoning_parser: str | None = None
+    random_seed: int = 0  # Drawn at the start, unless it is set.
+    internal_states: list["_Scheduler"] = []
+
+    @property
+    def start(self) -> bytes:
+        """The mark of one start of the server: no two take the same time."""
+        return msgspec.json.encode((self.random_seed, self.internal_states))
+
+
+class _Scheduler(msgspec.Struct):
+    startup_time: Any = None  # Seconds of its steps.
+
+
+class _Loads(msgspec.Struct):
+    loads: list["_Load"]
+
+
+class _Load(msgspec.Struct):
+    """One scheduler's."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_waiting_uncached_tokens: int = 0
+    num_used_tokens: int = 0
+    max_total_num_tokens: int = 0
+    # Since the start.
+    total_prefill_uncached_tokens: int = 0
+    total_prefill_busy_us: int = 0
+    decode_moments: list[float] | None = None  # The first one counts steps.
+
+
+class SglangBackend(OpenAiPeer):
+    """The server at one URL."""
+
+    UNAUTHORISED = "its --api-key is not what the proxy's environment has in KVRS_SGLANG_API_KEY"
+
+    def __init__(
+        self, links: EngineLinks, url: str, host: str, identity: ConfiguredIdentity
+    ) -> None:
+        """`host`: as decode servers reach it."""
+        super().__init__(links, url)
+        self._host = host
+        self._identity = identity
+        # Of the process that was met last.
+        self._server: _ServerInfo | None = None
+        self._info: InstanceInfo | None = None
+        self._epoch = 0
+        self._vocabulary: int | None = None
+
+    # Identity and load.
+
+    async def info(self) -> InstanceInfo:
+        server = await self.control("GET", "/server_info", None, _ServerInfo)
+        if self._info is None or self._server is None or self._server.start != server.start:
+            self._epoch = max(self._epoch + 1, round(100 * time.time()))
+            self._info = await self._meet(self._epoch, server)
+            self._server = server
+        return self._info
+
+    async def _meet(self, epoch: int, server: _ServerInfo) -> InstanceInfo:
+        identity, mode = self._identity, server.disaggregation_mode
+        self.engine_version = server.version
+        allowed = _MODES[identity.role] if identity.hands_off else ("null",)
+        if identity.hands_off and identity.role is Role.DECODE:
+            allowed = ("decode",)
+        if mode not in allowed:
+            raise UnusableError(
+                f"it runs with --disaggregation-mode {mode!r}; allowed for role "
+                f"{identity.role.value!r} of this cluster: {' or '.join(map(repr, allowed))}"
+            )
+        listed = await self.control("GET", "/v1/models", None, ListedModels)
+        model = listed.named(identity.served_name)
+        if model is None:
+            raise UnusableError(f"its /v1/models does not name {identity.served_name or 'a model'}")
+        files = identity.files
+        files.report(server.model_path)
+        self._vocabulary = files.vocabulary
+        try:
+            geometry = files.geometry(server.page_size)
+        except ConfigError as error:
+            raise UnusableError(str(error)) from None
+        caches = mode != "decode" and not server.disable_radix_cache
+        kv = (server.page_size, server.dtype, server.kv_cache_dtype)
+        backend = server.disaggregation_transfer_backend
+        return InstanceInfo(
+            id=identity.id,
+            node=identity.node,
+            role=identity.role,
+            epoch=epoch,
+            pid=0,  # It does not report it.
+            model=model.id,
+            fingerprint=f"SGLang {server.version}, {server.model_path} {server.weight_version}",
+            geometry=geometry,
+            max_model_len=model.max_model_len or 0,
+            page_port=0,
+            capabilities=[Capability.PREFIX_CACHE] if caches else [],
+            prefill=guessed_prefill(files.size()),
+            computes_prompts=mode == "null",
+            joins_prefill=mode == "decode",
+            chats_by_ids=server.reasoning_parser is None,
+            names=listed.beside(model),
+            hand_off_format=f"sglang {'/'.join(map(str, (*kv, backend)))}",
+        )
+
+    def watch_load(
+        self, interval_s: float, is_awaited: Callable[[], bool]
+    ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
+        return aclosing(self._reports(interval_s, is_awaited))
+
+    async def _reports(
+        self, interval_s: float, is_awaited: Callable[[], bool]
+    ) -> AsyncGenerator[LoadReport]:
+        """Load reports without time limits: the watcher has one."""
+        async with IdleConnection(self.url) as idle:
+            while True:
+                yield await self.load()
+                pause_s = interval_s if is_awaited() else max(interval_s, _IDLE_INTERVAL_S)
+                if await idle.wait(pause_s):
+                    await self.info()
+
+    async def load(self) -> LoadReport:
+        assert self._server is not None
+        loads, page_size = await self._loads(), self._server.page_size
+        status, _ = await self._pool.ask("/ready", None)
+        return LoadReport(
+            epoch=self._epoch,
+            queued=sum(each.num_waiting_reqs for each in loads),
+            running=sum(each.num_running_reqs for each in loads),
+            free_pages=sum(_free_tokens(each) for each in loads) // page_size,
+            queue_delay_s=max(map(_queue_s, loads), default=0.0),
+            links=[],
+            draining=status == 503,  # Before it ends it goes on with what it has.
+            progress=_progress(loads),
+        )
+
+    async def _loads(self) -> list[_Load]:
+        return (await self.control("GET", _LOADS, None, _Loads)).loads
+
+    async def kv_received(self) -> float | None:
+        return None
+
+    # The calls of a stream.
+
+    async def prefill(self, call: Call) -> Prefilled:
+        raise UpstreamError("SGLang's prefill is called together with its decode")
+
+    async def decode(self, call: Call, reader: Reader) -> None:
+        call.fields.pop("kvrs", None)
+        if call.path == CHAT.path:  # Refused there.
+            call.fields.pop("return_token_ids", None)
+        info = self._info
+        assert info is not None
+        call = limited(call, info.max_model_len)
+        self._check_ids(call.fields.get("prompt"))
+        if not info.joins_prefill:
+            await super().decode(call, reader)
+            return
+        assert isinstance(call.beside, SglangBackend), "a decode server computes nothing"
+        prefill = call.beside
+        call.fields |= prefill.room()
+        beside = Call(call.path, dict(call.fields), call.headers, call.size_bytes)
+        leg = PrefillLeg()
+        await with_both(super().decode(call, reader), prefill.join(beside, leg), leg)
+
+    def _check_ids(self, prompt: Any) -> None:
+        """Raises RefusedError: an id is out of the vocabulary, which would end SGLang's scheduler
+        (0.5.23).
+        """
+        if self._vocabulary is None or not isinstance(prompt, list | array) or not prompt:
+            return
+        if (largest := max(prompt)) >= self._vocabulary:
+            message = f"prompt: got the token id {largest}; allowed: below {self._vocabulary}"
+            raise RefusedError(400, error_body(message, param="prompt"))
+
+    def join(self, call: Call, leg: PrefillLeg) -> Coroutine[Any, Any, None]:
+        """The prefill call of a pair."""
+        return super().decode(call, leg)
+
+    def room(self) -> dict[str, Any]:
+        """Fields by which the legs of one attempt meet: no two attempts have the same."""
+        assert self._server is not None
+        return {
+            "bootstrap_host": self._host,
+            "bootstrap_port": self._server.disaggregation_bootstrap_port,
+            "bootstrap_room": secrets.randbits(63),
+        }
+
+    async def free_hand_off(self, transfer: msgspec.Raw, history: Sequence[int]) -> None:
+        raise UpstreamError("its hand-offs end with their calls")
+
+    def blames_load(self, error: Any) -> bool:
+        return False
+
+    # Requests that SGLang does not know, or that need a capability which it lacks.
+
+    async def order_rank(self, order: RankRequest) -> RankAnswer:
+        raise UpstreamError("SGLang's ranks do not leave one by one")
+
+    async def leases(self, update: LeaseUpdate) -> LeaseAnswer:
+        raise UpstreamError("SGLang has no leases of proxies")
+
+    async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
+        raise UpstreamError("SGLang cannot be fenced")
+
+
+def _progress(loads: Sequence[_Load]) -> float:
+    """Sum up the work of its schedulers, in tokens of prompts and steps of decode."""
+    return sum(
+        each.total_prefill_uncached_tokens + (each.decode_moments or (0.0,))[0] for each in loads
+    )
+
+
+def _free_tokens(load: _Load) -> int:
+    return max(0, load.max_total_num_tokens - load.num_used_tokens)
+
+
+def _queue_s(load: _Load) -> float:
+    """The time of the prompts that wait, as fast as those before them."""
+    if not load.total_prefill_uncached_tokens:
+        return 0.0
+    token_s = load.total_prefill_busy_us / 1e6 / load.total_prefill_uncached_tokens
+    return load.num_waiting_uncached_tokens * token_s

@@ -1,0 +1,78 @@
+"""The two calls of one attempt at SGLang, each of which is lost without the other."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from kvrs.errors import KvrsError, UpstreamError
+from kvrs.protocol.openai.chunks import CHUNK
+from kvrs.proxy.wire.peer import UNREADABLE
+from kvrs.proxy.wire.sse import EventSplitter
+from kvrs.proxy.wire.upstream import Flow, Need
+
+_ENDS = ("length", "stop")
+
+
+class PrefillLeg:
+    """Reads the answer of prefill, whose end alone counts: it has one token, which decode sends
+    too.
+    """
+
+    shortcut = None
+
+    def __init__(self) -> None:
+        self.flow: Flow | None = None
+        self.is_over = False
+        self._splitter = EventSplitter()
+        self._finish: str | None = None
+
+    def feed(self, data: bytes) -> Need:
+        """Raises UpstreamError: prefill has given up, or its answer is none."""
+        for payload in self._splitter.feed(data):
+            if payload == b"[DONE]":
+                if self._finish not in _ENDS:
+                    raise UpstreamError(f"prefill ended with {self._finish!r}")
+                self.is_over = True
+                return Need.END
+            try:
+                event = CHUNK.decode(payload)
+            except UNREADABLE:
+                raise UpstreamError("prefill sent an event that is no completion") from None
+            if event.error is not None:
+                raise UpstreamError("prefill sent an error event")
+            for choice in event.choices or ():
+                self._finish = choice.finish_reason or self._finish
+        return Need.MORE
+
+    def check_end(self) -> None:
+        """Raises UpstreamError: the answer has ended before its end."""
+        if not self.is_over:
+            raise UpstreamError("prefill ended without a finish reason and [DONE]")
+
+
+async def with_both(
+    decode: Coroutine[Any, Any, None], prefill: Coroutine[Any, Any, None], leg: PrefillLeg
+) -> None:
+    """Run both calls until decode's has ended. If prefill's fails before that, or decode's ends,
+    the other one is closed at once.
+
+    Raises:
+        KvrsError: of decode; or of prefill, with `is_of_prefill`.
+    """
+    legs = asyncio.create_task(decode), asyncio.create_task(prefill)
+    try:
+        await asyncio.wait(legs, return_when=asyncio.FIRST_COMPLETED)
+        decoding, prefilling = legs
+        if not decoding.done():
+            try:
+                prefilling.result()
+                leg.check_end()
+            except KvrsError as error:
+                error.is_of_prefill = True
+                raise
+            await asyncio.wait((decoding,))
+        decoding.result()
+    finally:
+        for task in legs:
+            if not task.cancel() and not task.cancelled():
+                task.exception()  # It has been told, or counts no more.

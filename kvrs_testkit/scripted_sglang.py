@@ -1,0 +1,272 @@
+"""A server with SGLang's interfaces, as far as a proxy uses them, whose legs meet in rooms and die
+as those of SGLang die: a prefill without its decode waits, and a decode without its prefill hangs.
+
+It notes as violations what the real one answers with a hang: a room that is used twice, and one leg
+that comes with another body than the other.
+"""
+
+import asyncio
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from kvrs.protocol.openai.chunks import DONE, sse
+from kvrs.protocol.openai.fields import SGLANG
+from kvrs.protocol.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    parse_chat_request,
+    parse_completion_request,
+)
+from kvrs_testkit.scripted import Fault
+from kvrs_testkit.scripted_model import Step, Writer, choice_of, ids_of, rendered, token_after
+from kvrs_testkit.scripted_server import ScriptedServer, abort
+
+PAGE = 16
+_STARTS = itertools.count(1)
+_ROOM = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+
+
+@dataclass(eq=False)
+class Room:
+    """The meeting of two legs."""
+
+    bodies: dict[str, Any] = field(default_factory=dict)  # By role.
+    joined: asyncio.Event = field(default_factory=asyncio.Event)  # Decode has reserved memory.
+    sent: asyncio.Event = field(default_factory=asyncio.Event)  # All KV is there.
+
+
+@dataclass
+class SglangScript:
+    """The script that the servers of one cluster share."""
+
+    rooms: dict[int, Room] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+    faults: dict[int, Fault] = field(default_factory=dict)  # By output position; each happens once.
+    prompt_tokens: int = 3
+    compute_s: float = 0.0  # What a prefill takes.
+    transfer_s: float = 0.0  # What its KV takes after that.
+    pause_s: float = 0.0  # Between two events.
+    gate: asyncio.Event | None = None  # Streams wait for it before position `gate_at`.
+    gate_at: int = 0
+
+
+@dataclass(eq=False)
+class ScriptedSglang(ScriptedServer):
+    role: str = "decode"
+    mode: str | None = None  # Its --disaggregation-mode; None: as its role.
+    script: SglangScript = field(default_factory=SglangScript)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    start_number: int = 0
+    model: str = "tiny"
+    root: str = "/models/tiny"
+    version: str = "0.5.23"
+    transfer_backend: str = "mooncake"
+    reasoning_parser: str | None = None
+    max_running: int = 64
+    lacks: set[str] = field(default_factory=set)  # Paths that it does not have.
+    legs: int = 0  # Open ones.
+    is_leaving: bool = False  # SIGTERM has come: it serves on until its last stream has ended.
+    computed: float = 0.0
+
+    def routes(self, router: web.UrlDispatcher) -> None:
+        for path, handler in (
+            ("/server_info", self._server_info),
+            ("/v1/models", self._models),
+            ("/v1/loads", self._loads),
+            ("/ready", self._ready),
+        ):
+            if path not in self.lacks:
+                router.add_get(path, handler)
+        router.add_post("/tokenize", self._tokenize)
+        router.add_post("/v1/completions", self._completions)
+        router.add_post("/v1/chat/completions", self._completions)
+
+    async def start(self) -> None:
+        self.start_number, self.legs = next(_STARTS), 0
+        await super().start()
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        return _json(
+            {
+                "version": self.version,
+                "page_size": PAGE,
+                "model_path": self.root,
+                "weight_version": "default",
+                "dtype": "float32",
+                "kv_cache_dtype": "auto",
+                "disaggregation_mode": self.mode or self.role,
+                "disaggregation_transfer_backend": self.transfer_backend,
+                "disaggregation_bootstrap_port": 8998 if self.role == "prefill" else 0,
+                "disable_radix_cache": False,
+                "reasoning_parser": self.reasoning_parser,
+                "max_running_requests": self.max_running,
+                "random_seed": 7,
+                "internal_states": [{"startup_time": {"scheduler_e2e": self.start_number + 0.25}}],
+            }
+        )
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model = {"id": self.model, "root": self.root, "parent": None, "max_model_len": 4096}
+        return _json({"data": [model]})
+
+    async def _loads(self, _: web.Request) -> web.Response:
+        load = {
+            "num_running_reqs": self.legs,
+            "num_waiting_reqs": 0,
+            "num_waiting_uncached_tokens": 0,
+            "num_used_tokens": 16 * self.legs,
+            "max_total_num_tokens": 16_384,
+            "total_prefill_uncached_tokens": round(self.computed),
+            "total_prefill_busy_us": 1000 * round(self.computed),
+            "decode_moments": None,
+        }
+        return _json({"loads": [load]})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        return web.Response(status=503 if self.is_leaving else 200)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = msgspec.json.decode(await request.read())
+        self.bodies.append(body)
+        if "messages" in body:
+            chat = parse_chat_request(msgspec.json.encode({"messages": body["messages"]}))
+            tokens = rendered(chat)
+        else:
+            tokens = ids_of(body["prompt"])
+        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": 4096})
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = msgspec.json.decode(await request.read())
+        self.bodies.append(body)
+        is_chat = request.path.startswith("/v1/chat")
+        if is_chat and body.get("return_token_ids"):
+            return _refusal("return_token_ids is not supported with streaming")
+        room = {name: body.pop(name) for name in _ROOM if name in body}
+        parse = parse_chat_request if is_chat else parse_completion_request
+        parsed = parse(msgspec.json.encode(body), SGLANG)
+        self.legs += 1
+        try:
+            mode = self.mode or self.role
+            if mode == "null":
+                return await self._decode(request, parsed, None)
+            if len(room) != len(_ROOM):
+                return _refusal("a request of a pair needs bootstrap_host, _port and _room")
+            met = self._enter(mode, room["bootstrap_room"], body)
+            if mode == "prefill":
+                return await self._prefill(request, parsed, met)
+            return await self._decode(request, parsed, met)
+        finally:
+            self.legs -= 1
+
+    def _enter(self, mode: str, number: int, body: dict[str, Any]) -> Room:
+        room = self.script.rooms.setdefault(number, Room())
+        if mode in room.bodies:
+            self.script.violations.append(f"room {number} has two legs of {mode}")
+        room.bodies[mode] = body
+        if len(room.bodies) == 2 and room.bodies["prefill"] != room.bodies["decode"]:
+            self.script.violations.append(f"the legs of room {number} have different bodies")
+        if mode == "decode":
+            room.joined.set()
+        return room
+
+    async def _prefill(
+        self, request: web.Request, parsed: CompletionRequest | ChatRequest, room: Room
+    ) -> web.StreamResponse:
+        history = _history(parsed)
+        response = await _begun(request)
+        await room.joined.wait()
+        await self._paused(self.script.compute_s)
+        self.computed += len(history)
+        await self._paused(self.script.transfer_s)
+        room.sent.set()
+        choice = {"index": 0, "text": "", "token_ids": [token_after(history)]}
+        await response.write(_event(self.model, choice | {"finish_reason": "length"}) + DONE)
+        return response
+
+    async def _decode(
+        self,
+        request: web.Request,
+        parsed: CompletionRequest | ChatRequest,
+        room: Room | None,
+    ) -> web.StreamResponse:
+        history = _history(parsed)
+        prompt, position = list(history), len(history) - self.script.prompt_tokens
+        response = await _begun(request)
+        if room is not None:
+            await room.sent.wait()
+        writer, is_over = Writer(parsed, exact=False), False
+        while not is_over:
+            if self.script.gate is not None and position >= self.script.gate_at:
+                await self.script.gate.wait()
+            if (fault := self.script.faults.pop(position, None)) is not None:
+                return await _break(request, response, fault, self.model)
+            step = writer.write(token_after(history))
+            history.append(step.token_id)
+            position += 1
+            is_over = step.finish_reason is not None
+            await self._paused(self.script.pause_s)
+            first = {"prompt_token_ids": prompt} if len(history) == len(prompt) + 1 else {}
+            await response.write(_event(self.model, _choice(parsed, step, is_over) | first))
+        await response.write(DONE)
+        return response
+
+    async def _paused(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        await self.awake.wait()
+
+
+def _history(parsed: CompletionRequest | ChatRequest) -> list[int]:
+    return ids_of(parsed.prompt) if isinstance(parsed, CompletionRequest) else rendered(parsed)
+
+
+def _choice(parsed: CompletionRequest | ChatRequest, step: Step, is_over: bool) -> dict[str, Any]:
+    """The choice as SGLang has it: none of chats has ids, and a stop is named otherwise."""
+    choice: dict[str, Any] = msgspec.to_builtins(choice_of(parsed, [step], is_over))
+    choice["matched_stop"] = choice.pop("stop_reason", None)
+    if isinstance(parsed, ChatRequest) or not parsed.return_token_ids:
+        choice.pop("token_ids", None)
+    return choice
+
+
+async def _begun(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    return response
+
+
+async def _break(
+    request: web.Request, response: web.StreamResponse, fault: Fault, model: str
+) -> web.StreamResponse:
+    assert request.transport is not None
+    match fault:
+        case Fault.RESET:
+            abort(request.transport)
+        case Fault.ERROR:  # Prefill was lost, or the scheduler gave up.
+            error = {"message": "Decode transfer failed", "type": "Internal", "code": 500}
+            await response.write(sse(msgspec.json.encode({"error": error})) + DONE)
+        case Fault.DONE_ONLY:  # An abort without a status ends like a finish.
+            choice = {"index": 0, "text": "", "finish_reason": "abort", "token_ids": []}
+            await response.write(_event(model, choice) + DONE)
+        case Fault.HANG:
+            await asyncio.sleep(60)
+        case _:
+            pass
+    return response
+
+
+def _event(model: str, choice: dict[str, Any]) -> bytes:
+    event = {"id": "c0ffee", "object": "text_completion", "created": 7, "model": model}
+    return sse(msgspec.json.encode(event | {"choices": [choice], "usage": None}))
+
+
+def _refusal(message: str) -> web.Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": 400}
+    return web.json_response({"error": error}, status=400)
+
+
+def _json(said: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(said), content_type="application/json")

@@ -1,0 +1,268 @@
+"""SGLang behind a proxy: its two legs, every death of either, its chats, and faults of the set-up
+named at start-up.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from kvrs_testkit.scripted import Fault
+from kvrs_testkit.scripted_model import expected_ids, ids_of, vocabulary
+from kvrs_testkit.sglang_cluster import PROMPT, TOKENS, Servers, Sglangs
+
+Builder = Callable[..., Awaitable[Sglangs]]
+LONG = list(range(40))
+
+
+def chat_ids(content: str, count: int = TOKENS) -> list[int]:
+    return expected_ids(ids_of(f"user: {content}\n"), count)
+
+
+async def test_both_legs_get_the_same_request_and_meet_in_a_new_room(sglangs: Builder) -> None:
+    """Nothing of kvrs reaches them: no bearer token, and no field of its own."""
+    system = await sglangs()
+
+    ids = await system.ids(LONG), await system.ids(LONG)
+
+    rooms = list(system.shared.rooms.values())
+    assert ids == (expected_ids(LONG, TOKENS),) * 2
+    assert [sorted(room.bodies) for room in rooms] == [["decode", "prefill"]] * 2
+    assert all(room.bodies["decode"]["stream"] for room in rooms)
+    assert all("kvrs" not in room.bodies["decode"] for room in rooms)
+    assert system.shared.violations == []
+    for server in system.servers.values():
+        assert all("Authorization" not in headers for headers in server.headers)
+
+
+@pytest.mark.parametrize("policy", ["auto", "always_migrate", "always_recompute", "rom"])
+@pytest.mark.parametrize("fault", [Fault.RESET, Fault.EOF, Fault.ERROR, Fault.DONE_ONLY])
+async def test_every_death_at_every_place_gives_the_same_ids(
+    sglangs: Builder, fault: Fault, policy: str
+) -> None:
+    """Reset, the end of the response, an error event, and an abort that ends like a finish."""
+    system = await sglangs(policy={"name": policy})
+
+    for position in range(TOKENS):
+        system.shared.faults = {position: fault}
+        assert await system.ids() == expected_ids(PROMPT, TOKENS), position
+        assert not system.shared.faults, "the fault happened"
+
+    assert system.shared.violations == []
+    await system.until(lambda: _is_true(system.open_legs == 0))
+
+
+@pytest.mark.parametrize("dies", ["prefill", "decode"])
+@pytest.mark.parametrize("moment", ["before", "in", "after"])
+async def test_the_death_of_a_leg_closes_the_other_one(
+    sglangs: Builder, dies: str, moment: str
+) -> None:
+    """Before, in and after the transfer; the stream goes on in another room."""
+    system = await sglangs()
+    times = {"before": (30.0, 0.0), "in": (0.0, 30.0), "after": (0.0, 0.0)}
+    system.shared.compute_s, system.shared.transfer_s = times[moment]
+    if moment == "after":
+        system.shared.gate, system.shared.gate_at = asyncio.Event(), 2
+    stream = asyncio.create_task(system.ids())
+    await system.until(lambda: _is_true(system.open_legs == (1 if moment == "after" else 2)))
+    (first,) = system.shared.rooms.values()
+
+    system.shared.compute_s = system.shared.transfer_s = 0.0
+    victim = next(
+        server
+        for server in system.servers.values()
+        if server.role == dies and first.bodies[dies] in server.bodies
+    )
+    survivor = next(
+        server
+        for server in system.servers.values()
+        if server.role != dies and first.bodies[server.role] in server.bodies
+    )
+    await victim.kill()
+    if moment == "after":
+        assert system.shared.gate is not None
+        system.shared.gate.set()
+
+    assert await stream == expected_ids(PROMPT, TOKENS)
+    assert system.shared.violations == []
+    again = moment != "after" or dies == "decode"
+    assert len(system.shared.rooms) == 1 + again
+    await system.until(lambda: _is_true(survivor.legs == 0))
+
+
+async def test_a_prefill_that_hangs_is_left(sglangs: Builder) -> None:
+    """Its decode alone would wait for minutes; no leg is left open."""
+    system = await sglangs(proxy={"token_gap_s": 0.5})
+    system.shared.compute_s = 0.0
+    for name in ("p0", "p1"):
+        if name != "p1":
+            system.servers[name].freeze()
+
+    ids = await asyncio.gather(*(system.ids([number, 8, 9]) for number in range(4)))
+
+    assert ids == [expected_ids([number, 8, 9], TOKENS) for number in range(4)]
+    system.servers["p0"].thaw()
+    await system.until(lambda: _is_true(system.open_legs == 0))
+
+
+async def test_a_chat_goes_by_the_ids_of_its_messages(sglangs: Builder) -> None:
+    """SGLang's own chats have no ids before their end: none could be continued."""
+    system = await sglangs()
+    decode = vocabulary().tokenizer.decode
+
+    events = await system.events(messages=[{"role": "user", "content": "hi"}])
+    system.shared.prompt_tokens = len(ids_of("user: hello\n"))
+    system.shared.faults = {3: Fault.RESET}
+    cut = await system.text("hello")
+
+    first = events[0]
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    texts = [event["choices"][0]["delta"].get("content") or "" for event in events]
+    assert "".join(texts) == decode(chat_ids("hi"))
+    assert cut == decode(chat_ids("hello"))
+    assert not system.shared.faults
+
+
+async def test_a_chat_with_tools_is_the_engines_and_has_no_ids(sglangs: Builder) -> None:
+    """The engine parses its output; the response says that nothing continues it."""
+    system = await sglangs()
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    fields = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [tool],
+        "stream": True,
+        "max_tokens": TOKENS,
+    }
+
+    async with system.http.post(system.url + "/v1/chat/completions", json=fields) as response:
+        body = await response.read()
+
+    assert response.headers["X-Kvrs-Exact"] == "no"
+    assert body.endswith(b"data: [DONE]\n\n")
+    (room,) = system.shared.rooms.values()
+    assert "tools" in room.bodies["decode"]
+    assert "return_token_ids" not in room.bodies["decode"]
+
+
+async def test_an_id_out_of_the_vocabulary_reaches_no_server(sglangs: Builder) -> None:
+    """SGLang 0.5.23 does not check it, and its scheduler ends."""
+    system = await sglangs()
+
+    status, body = await system.ask({"prompt": [5, 1 << 30], "max_tokens": 3, "stream": True})
+
+    assert status == 400
+    assert "token id 1073741824" in body.decode()
+    assert system.shared.rooms == {}
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty"])
+async def test_penalties_are_marked(sglangs: Builder, name: str) -> None:
+    """All of them count the output of one request only."""
+    system = await sglangs()
+    fields = {"prompt": PROMPT, "stream": True, "max_tokens": 3, "temperature": 0, name: 1.5}
+
+    async with system.http.post(system.url + "/v1/completions", json=fields) as response:
+        await response.read()
+
+    assert response.headers["X-Kvrs-Inexact"] == name
+
+
+async def test_a_server_of_another_mode_is_not_used(sglangs: Builder) -> None:
+    """It would refuse, or hang at, what its role is sent; the reason names both."""
+
+    def prepare(servers: Servers) -> None:
+        servers["d1"].mode = "null"
+
+    system = await sglangs(prepare, wait=False)
+    await system.until_health(p0="up", p1="up", d0="up")
+
+    async def is_told() -> bool:
+        rows = {row["id"]: row for row in (await system.state())["instances"]}
+        return "--disaggregation-mode 'null'" in (rows["d1"]["reason"] or "")
+
+    await system.until(is_told)
+    assert await system.ids() == expected_ids(PROMPT, TOKENS)
+
+
+async def test_a_pair_that_cannot_agree_is_not_made(sglangs: Builder) -> None:
+    """KV of another transfer backend never comes: decode would hang."""
+
+    def prepare(servers: Servers) -> None:
+        servers["d1"].transfer_backend = servers["p1"].transfer_backend = "nixl"
+
+    system = await sglangs(prepare)
+
+    ids = await asyncio.gather(*(system.ids([number, 8, 9]) for number in range(6)))
+
+    assert ids == [expected_ids([number, 8, 9], TOKENS) for number in range(6)]
+    for room in system.shared.rooms.values():
+        assert len(room.bodies) == 2
+    by_server = {name: len(server.bodies) for name, server in system.servers.items()}
+    assert by_server["p0"] == by_server["d0"]
+    assert by_server["p1"] == by_server["d1"]
+
+
+async def test_a_server_that_is_leaving_gets_nothing_new(sglangs: Builder) -> None:
+    """SIGTERM: it goes on with its streams and takes new ones, which it should not get."""
+    system = await sglangs()
+    system.servers["d0"].is_leaving = True
+
+    async def is_drained() -> bool:
+        rows = {row["id"]: row for row in (await system.state())["instances"]}
+        return bool(rows["d0"]["load"]["draining"])
+
+    await system.until(is_drained)
+    before = len(system.servers["d0"].bodies)
+    await asyncio.gather(*(system.ids([number, 8, 9]) for number in range(4)))
+    assert len(system.servers["d0"].bodies) == before
+
+
+async def test_a_server_that_computes_prompts_itself_needs_no_pair(sglangs: Builder) -> None:
+    """Without `--disaggregation-mode`, and no prefill server."""
+
+    def prepare(servers: Servers) -> None:
+        for name in ("p0", "p1"):
+            del servers[name]
+        for server in servers.values():
+            server.mode = "null"
+
+    system = await sglangs(prepare)
+    system.shared.faults = {3: Fault.RESET}
+
+    assert await system.ids() == expected_ids(PROMPT, TOKENS)
+    assert system.shared.rooms == {}
+
+
+async def test_self_tests_are_pairs_too(sglangs: Builder) -> None:
+    system = await sglangs(proxy={"self_test": True})
+
+    async def are_done() -> bool:
+        rows = (await system.state())["instances"]
+        return all(row["self_test"]["done"] for row in rows)
+
+    await system.until(are_done)
+    rows = {row["id"]: row["self_test"] for row in (await system.state())["instances"]}
+    assert rows["d0"]["continues"] == "exact seeded"
+    assert system.shared.violations == []
+
+
+async def test_another_process_is_another_epoch(sglangs: Builder) -> None:
+    """By the times of its start, since nothing else of it differs."""
+    system = await sglangs()
+
+    async def epoch() -> int:
+        return int({row["id"]: row for row in (await system.state())["instances"]}["d0"]["epoch"])
+
+    before = await epoch()
+    await system.servers["d0"].kill()
+    await system.until_health(d0="down")
+    await system.servers["d0"].start()
+    await system.until_health(d0="up")
+
+    assert await epoch() > before
+
+
+async def _is_true(holds: bool) -> bool:
+    return holds
