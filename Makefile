@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Without bytecode every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo time-demo demo-vllm test test-all test-fast package test-vllm check check-sentinels lint format reference manifests test-charts test-pythons hashes audit clean
+.PHONY: install demo time-demo demo-vllm test test-all test-fast package test-vllm test-sglang check check-sentinels lint format reference manifests test-charts test-pythons hashes audit clean
 
 install: .venv/.installed
 
@@ -55,12 +55,13 @@ test: install
 test-all: install
 	KVRS_EXAMPLES=10 $(PYTEST) -m "not package"
 	$(MAKE) test-vllm
+	$(MAKE) test-sglang
 
 # Pure packages and unit tests: no processes, no sockets, no engine, no simulated worlds by the hundred.
-SLOW_FOLDERS := backends cluster distserve_patches engine networks sim vllm
+SLOW_FOLDERS := backends cluster distserve_patches engine networks sglang sim vllm
 
 test-fast: install
-	$(PYTEST) -m "not (nightly or process or network or engine or distserve or vllm or gpu or package)" \
+	$(PYTEST) -m "not (nightly or process or network or engine or distserve or vllm or sglang or gpu or package)" \
 		$(SLOW_FOLDERS:%=--ignore=tests/%)
 
 # The wheel, built from the sdist and installed without extras into an empty environment; both stay in
@@ -82,6 +83,19 @@ test-vllm: install .venv-vllm/.installed
 .venv-vllm/.installed: tests/vllm/install.sh tests/vllm/requirements.txt
 	@echo "Setting up .venv-vllm (a few minutes, 3 GB) ..."
 	PYTHON=$(PYTHON) tests/vllm/install.sh .venv-vllm
+	@touch $@
+
+# Real SGLang on this machine's CPU, prefill and decode apart, in an environment of its own (3 GB). Its transfer
+# engine listens on all interfaces: where a network of its own can be made, it is the only one that hears it.
+test-sglang: install .venv-sglang/.installed
+	KVRS_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python OMP_NUM_THREADS=1 $(ALONE) \
+		$(BIN)/python -m pytest -s -m sglang tests/backends tests/sglang
+
+ALONE := $(shell unshare --net true 2>/dev/null && echo 'unshare --net sh -c '"'"'ip link set lo up && exec "$$@"'"'"' sh env')
+
+.venv-sglang/.installed: tests/sglang/install.sh tests/sglang/requirements.txt
+	@echo "Setting up .venv-sglang (a few minutes, 3 GB) ..."
+	PYTHON=$(PYTHON) tests/sglang/install.sh .venv-sglang
 	@touch $@
 
 # The same simulations in other minor versions of Python, where they are installed.
@@ -152,4 +166,4 @@ test-charts: install .venv-charts/.installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-3.* .venv-vllm .venv-audit .venv-charts out
+	rm -rf .venv .venv-3.* .venv-vllm .venv-sglang .venv-audit .venv-charts out

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Makes the environment (the argument) that `make test-sglang` runs real SGLang in: about 3 GB.
+set -euo pipefail
+venv=$1
+here=$(dirname "$0")
+"${PYTHON:-python3.11}" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+# Where pip looks anyway; failing that, PyTorch's own index of CPU builds.
+torch=torch==2.13.0+cpu
+pip install --no-deps "$torch" || pip install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch"
+# The list is complete, so that nothing has to be resolved, and nothing comes that it does not name.
+pip install --no-deps --requirement "$here/requirements.txt"
+
+# Mooncake loads these of RDMA also for TCP. Where the system has none, its packages are unpacked beside.
+libraries="$venv/libraries"
+mkdir -p "$libraries"
+if ! ldconfig -p | grep -q libibverbs.so.1; then
+    scratch=$(mktemp -d)
+    trap 'rm -rf "$scratch"' EXIT
+    (cd "$scratch" && apt-get download libibverbs1 libnl-3-200 libnl-route-3-200 && for package in *.deb; do dpkg -x "$package" .; done)
+    find "$scratch" -name 'lib*.so*' -exec cp -a {} "$libraries" ';'
+fi
