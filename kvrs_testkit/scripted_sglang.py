@@ -105,7 +105,12 @@ class ScriptedSglang(ScriptedServer):
                 "reasoning_parser": self.reasoning_parser,
                 "max_running_requests": self.max_running,
                 "random_seed": 7,
-                "internal_states": [{"startup_time": {"scheduler_e2e": self.start_number + 0.25}}],
+                "internal_states": [
+                    {
+                        "startup_time": {"scheduler_e2e": self.start_number + 0.25},
+                        "effective_max_running_requests_per_dp": self.max_running,
+                    }
+                ],
             }
         )
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvrs.config import presets
+from kvrs.config.cluster import Backend
 from kvrs.config.policy import PolicyName
 from kvrs.config.proxy import MAX_WORKERS
 
@@ -15,6 +16,13 @@ POLICY, POLICIES = "POLICY", ", ".join(policy.value for policy in PolicyName)
 # Groups of `kvrs proxy`.
 FILE = "With a file"
 URLS = "Without a file"
+
+
+class StockEngine(StrEnum):
+    """The values of `Backend` that are stock."""
+
+    VLLM = Backend.VLLM.value
+    SGLANG = Backend.SGLANG.value
 
 
 class Device(StrEnum):
@@ -38,7 +46,7 @@ Prefill = Annotated[
     list[str] | None,
     typer.Option(
         metavar="URL",
-        help="A vLLM server that computes prompts, as http://HOST:PORT; repeatable. Without one "
+        help="A server that computes prompts, as http://HOST:PORT; repeatable. Without one "
         "decode servers compute them",
         rich_help_panel=URLS,
     ),
@@ -47,7 +55,7 @@ Decode = Annotated[
     list[str] | None,
     typer.Option(
         metavar="URL",
-        help="A vLLM server that decodes, as http://HOST:PORT; repeatable",
+        help="A server that decodes, as http://HOST:PORT; repeatable",
         rich_help_panel=URLS,
     ),
 ]
@@ -57,7 +65,15 @@ ProxyModel = Annotated[
         "--model",
         metavar="MODEL",
         help="Directory of the model, or its name in the Hugging Face cache; without it, the name "
-        "that vLLM reports",
+        "that the servers report",
+        rich_help_panel=URLS,
+    ),
+]
+StockBackend = Annotated[
+    StockEngine | None,
+    typer.Option(
+        "--backend",
+        help="The engine of these servers; vllm where none is given",
         rich_help_panel=URLS,
     ),
 ]

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from kvrs.config.cluster import Backend
 from kvrs.config.command_line import CommandLine
 from kvrs.config.exposure import needs_secret
 from kvrs.config.file import ENV_NAME, Config, read_secrets
@@ -15,6 +16,7 @@ def command_line(
     prefill: list[str] | None,
     decode: list[str] | None,
     model: str | None,
+    backend: str | None,
     of_proxy: Mapping[str, int | str | None],
 ) -> CommandLine | None:
     """The configuration that the command line itself is; None: there is a file.
@@ -22,7 +24,7 @@ def command_line(
     Raises:
         ConfigError: there is neither a file nor a server, or there are both.
     """
-    given = {"--prefill": prefill, "--decode": decode, "--model": model}
+    given = {"--prefill": prefill, "--decode": decode, "--model": model, "--backend": backend}
     if config is not None:
         if faults := [
             f"{option}: got {value if isinstance(value, str) else ', '.join(value)} beside "
@@ -34,10 +36,11 @@ def command_line(
         return None
     if not (prefill or decode):
         raise ConfigError(
-            "--decode: missing; allowed: URLs of vLLM servers, as --prefill http://a:8100 --decode "
+            "--decode: missing; allowed: URLs of servers, as --prefill http://a:8100 --decode "
             "http://b:8200 --decode http://c:8200, or --config FILE"
         )
-    return CommandLine(prefill or [], decode or [], model, dict(of_proxy))
+    engine = Backend(backend or Backend.VLLM)
+    return CommandLine(prefill or [], decode or [], model, engine, dict(of_proxy))
 
 
 def secrets_of_proxy(config: Config, environ: MutableMapping[str, str]) -> list[bytes]:

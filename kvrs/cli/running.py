@@ -28,6 +28,7 @@ def proxy(
     prefill: opt.Prefill = None,
     decode: opt.Decode = None,
     model: opt.ProxyModel = None,
+    backend: opt.StockBackend = None,
     host: opt.Host = None,
     port: opt.Port = None,
     admin_port: opt.AdminPort = None,
@@ -47,7 +48,7 @@ def proxy(
     plan = None if worker is None else msgspec.json.decode(worker, type=WorkerPlan)
     launched = None if launch is None else msgspec.json.decode(launch, type=UpCommand)
     asked = {"host": host, "port": port, "admin_port": admin_port, "workers": workers}
-    line = command_line(config, prefill, decode, model, asked)
+    line = command_line(config, prefill, decode, model, backend, asked)
     environ = None if no_env else os.environ
 
     def read_whole() -> Config:

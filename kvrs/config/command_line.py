@@ -1,4 +1,4 @@
-"""The configuration of a proxy without a file: the URLs of the vLLM servers that it stands before.
+"""The configuration of a proxy without a file: the URLs of the servers that it stands before.
 Everything else has its default, or comes from environment variables.
 """
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from kvrs.config.cluster import Backend
 from kvrs.config.file import Config, checked
 from kvrs.config.overrides import override
 from kvrs.config.source import Source
@@ -16,7 +17,7 @@ from kvrs.errors import ConfigError
 
 _URL = re.compile(r"http://(\[[0-9A-Fa-f:.]+\]|[^\s/?#@:\[\]]+)(?::([0-9]{1,5}))?/?")
 _HTTP_PORT, _LAST_PORT = 80, 65535
-ALLOWED_URL = "http://HOST:PORT of a vLLM server, without TLS and without a path"
+ALLOWED_URL = "http://HOST:PORT of a server, without TLS and without a path"
 
 
 class CommandLine(msgspec.Struct, frozen=True):
@@ -25,6 +26,7 @@ class CommandLine(msgspec.Struct, frozen=True):
     prefill: list[str]
     decode: list[str]
     model: str | None = None  # `cluster.model`.
+    backend: Backend = Backend.VLLM  # A stock engine.
     proxy: dict[str, int | str | None] = {}  # Settings of that section; None: the default.
 
     def source(self, environ: Mapping[str, str] | None) -> Source:
@@ -75,7 +77,7 @@ class CommandLine(msgspec.Struct, frozen=True):
             {"id": f"n{number}", "instances": instances}
             for number, instances in enumerate(nodes.values())
         ]
-        cluster = {"backend": "vllm", "model": self.model, "nodes": named}
+        cluster = {"backend": self.backend.value, "model": self.model, "nodes": named}
         return {"cluster": cluster}
 
 

@@ -193,6 +193,8 @@ class Ledger:
             stream.note_pace(now_s)
             if decode.rows:
                 self.kv_locations.rows.left(stream, decode)
+        elif decode is not None and decode.joins_prefill and failed != decode.id:
+            stream.exclude(decode)  # For a while it keeps the memory of what was not sent.
         stream.recovery.note_failure(cause, failed, now_s)
         self.wait(stream, now_s)
 

@@ -44,6 +44,8 @@ def test_urls_are_the_cluster_and_the_rest_is_default() -> None:
         ("n2", "d2", Role.DECODE, "::1", 80),
     ]
     assert (config.cluster.backend, config.cluster.model) == (Backend.VLLM, "org/name")
+    other = line([], ["http://a:1"], backend=Backend.SGLANG).read({})
+    assert other.cluster.backend is Backend.SGLANG
     assert (config.backup.mode, config.proxy.inexact) == (BackupMode.OFF, Inexact.MARK)
     assert (config.proxy.host, config.proxy.admin_host) == ("127.0.0.1", "127.0.0.1")
 
@@ -72,7 +74,7 @@ def test_a_url_that_is_none_of_a_server_is_shown_with_what_is_allowed(url: str) 
     (fault,) = faults(line([url], ["http://b:8200"]))
 
     assert fault == (
-        f"--prefill: got {url!r}; allowed: http://HOST:PORT of a vLLM server, without TLS and "
+        f"--prefill: got {url!r}; allowed: http://HOST:PORT of a server, without TLS and "
         f"without a path"
     )
 

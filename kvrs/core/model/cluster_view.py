@@ -315,15 +315,13 @@ class ClusterView:
 
     def is_healthy(self, decode: Member) -> bool:
         """An interrupted stream should go on there."""
-        is_clear = decode.is_clear(self.now_s) or self.takes_recovery(decode)
-        return is_clear and self.has_prefill(decode)
+        has_prefill = decode.own_prefill is None or self.has_prefill(decode)
+        return has_prefill and (decode.is_clear(self.now_s) or self.takes_recovery(decode))
 
     def has_prefill(self, decode: Member) -> bool:
         """A history can be computed for the instance: without its own server's prefill instance, an
-        instance that takes no other hand-off has none, nor has without any one that computes none.
+        instance that takes no other hand-off has none.
         """
-        if decode.joins_prefill:
-            return any(map(decode.takes_from, self.prefillers))
         return decode.own_prefill is None or decode.pulls or decode.own_prefill in self.members
 
     def targets(self, name: str = "") -> list[Member]:
@@ -333,7 +331,9 @@ class ClusterView:
         healthy: list[Member] = []
         possible: list[Member] = []
         for member in self.decoders:
-            if (name and name not in member.names) or not self.has_prefill(member):
+            if (name and name not in member.names) or (
+                member.own_prefill is not None and not self.has_prefill(member)
+            ):
                 continue
             if member.is_clear(self.now_s):
                 healthy.append(member)

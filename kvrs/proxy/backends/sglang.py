@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from math import inf
 from typing import Any
 
 import msgspec
@@ -34,7 +35,7 @@ from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call, limited
 from kvrs.proxy.backends.idle_connection import IdleConnection
 from kvrs.proxy.backends.pd import OpenAiPeer
-from kvrs.proxy.backends.sglang_legs import PrefillLeg, with_both
+from kvrs.proxy.backends.sglang_legs import PrefillLeg, Window, with_both
 from kvrs.proxy.backends.vllm import ConfiguredIdentity
 from kvrs.proxy.backends.vllm_models import ListedModels
 from kvrs.proxy.wire.peer import UnusableError
@@ -70,9 +71,15 @@ class _ServerInfo(msgspec.Struct):
         """The mark of one start of the server: no two take the same time."""
         return msgspec.json.encode((self.random_seed, self.internal_states))
 
+    @property
+    def most_running(self) -> float:
+        """How many requests it runs at a time, in all its schedulers; without end: not told."""
+        return sum(s.effective_max_running_requests_per_dp for s in self.internal_states) or inf
+
 
 class _Scheduler(msgspec.Struct):
     startup_time: Any = None  # Seconds of its steps.
+    effective_max_running_requests_per_dp: int = 0
 
 
 class _Loads(msgspec.Struct):
@@ -110,6 +117,7 @@ class SglangBackend(OpenAiPeer):
         self._info: InstanceInfo | None = None
         self._epoch = 0
         self._vocabulary: int | None = None
+        self._window = Window()
 
     # Identity and load.
 
@@ -139,6 +147,7 @@ class SglangBackend(OpenAiPeer):
         files = identity.files
         files.report(server.model_path)
         self._vocabulary = files.vocabulary
+        self._window.most = server.most_running
         try:
             geometry = files.geometry(server.page_size)
         except ConfigError as error:
@@ -220,11 +229,11 @@ class SglangBackend(OpenAiPeer):
             await super().decode(call, reader)
             return
         assert isinstance(call.beside, SglangBackend), "a decode server computes nothing"
-        prefill = call.beside
-        call.fields |= prefill.room()
-        beside = Call(call.path, dict(call.fields), call.headers, call.size_bytes)
-        leg = PrefillLeg()
-        await with_both(super().decode(call, reader), prefill.join(beside, leg), leg)
+        async with self._window:
+            prefill, leg = call.beside, PrefillLeg()
+            call.fields |= prefill.room()
+            beside = Call(call.path, dict(call.fields), call.headers, call.size_bytes)
+            await with_both(super().decode(call, reader), prefill.join(beside, leg), leg)
 
     def _check_ids(self, prompt: Any) -> None:
         """Raises RefusedError: an id is out of the vocabulary, which would end SGLang's scheduler

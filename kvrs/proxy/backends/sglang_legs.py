@@ -1,6 +1,8 @@
 """The two calls of one attempt at SGLang, each of which is lost without the other."""
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
@@ -48,6 +50,41 @@ class PrefillLeg:
         """Raises UpstreamError: the answer has ended before its end."""
         if not self.is_over:
             raise UpstreamError("prefill ended without a finish reason and [DONE]")
+
+
+class Window:
+    """Lets so many pairs of one decode server run at a time; the others wait in their order. Left
+    to SGLang, a prefill would wait for its decode until that gives up.
+    """
+
+    def __init__(self) -> None:
+        self.most: float = math.inf
+        self._running = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def __aenter__(self) -> None:
+        if self._running < self.most and not self._waiting:
+            self._running += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self._running -= 1
+        while self._waiting and self._running < self.most:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self._running += 1
+                turn.set_result(None)
 
 
 async def with_both(

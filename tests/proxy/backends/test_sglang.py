@@ -105,6 +105,31 @@ async def test_a_prefill_that_hangs_is_left(sglangs: Builder) -> None:
     await system.until(lambda: _is_true(system.open_legs == 0))
 
 
+async def test_no_more_pairs_run_than_decode_has_room_for(sglangs: Builder) -> None:
+    """A prefill that waited for its decode would hold its memory, and give up at last. What waits
+    is served, or goes as its client does.
+    """
+
+    def prepare(servers: Servers) -> None:
+        del servers["d1"]
+        servers["d0"].max_running = 2
+
+    system = await sglangs(prepare)
+    system.shared.gate, system.shared.gate_at = asyncio.Event(), 2
+    streams = [asyncio.create_task(system.ids([number, 8, 9])) for number in range(5)]
+    await system.until_streams_hold(2, count=2)
+    await asyncio.sleep(0.1)
+    assert system.open_legs == len(system.shared.rooms) == 2
+    streams[3].cancel()
+    await asyncio.wait({streams[3]})
+
+    system.shared.gate.set()
+
+    ids = [await streams[number] for number in (0, 1, 2, 4)]
+    assert ids == [expected_ids([number, 8, 9], TOKENS) for number in (0, 1, 2, 4)]
+    assert len(system.shared.rooms) == 4
+
+
 async def test_a_chat_goes_by_the_ids_of_its_messages(sglangs: Builder) -> None:
     """SGLang's own chats have no ids before their end: none could be continued."""
     system = await sglangs()
