@@ -46,7 +46,7 @@ def documented_config() -> dict[str, Any]:
 class Front:
     """A proxy before the servers, and one of these to compare with."""
 
-    servers: VllmServers
+    servers: Any  # Of vLLM, or of SGLang.
     proxy: Proxy
     http: aiohttp.ClientSession
 
@@ -97,9 +97,7 @@ def _is_ready(row: dict[str, Any]) -> bool:
 
 
 @asynccontextmanager
-async def open_front(
-    servers: VllmServers, config: Config, secret: bytes = SECRET
-) -> AsyncIterator[Front]:
+async def open_front(servers: Any, config: Config, secret: bytes = SECRET) -> AsyncIterator[Front]:
     ports = config.proxy.model_copy(update={"port": 0, "admin_port": 0})
     proxy = Proxy(config.model_copy(update={"proxy": ports}), secret)
     await proxy.start()
