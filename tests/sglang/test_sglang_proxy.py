@@ -110,14 +110,15 @@ async def test_streams_wait_for_a_prefill_server_that_died(front: Front) -> None
 async def test_chats_of_the_openai_client(front: Front) -> None:
     """With a stream and without; their text is that of the ids by the engine's own template."""
     assert isinstance(front.servers, SglangServers)
-    client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{front.proxy.port}/v1", api_key="none")
     asked: dict[str, Any] = {"model": front.servers.model, "messages": MESSAGES, "temperature": 0}
+    url, parts = f"http://127.0.0.1:{front.proxy.port}/v1", list[str]()
 
-    whole = await client.chat.completions.create(**asked, max_tokens=20)
-    parts = []
-    async for chunk in await client.chat.completions.create(**asked, max_tokens=20, stream=True):
-        parts += [choice.delta.content or "" for choice in chunk.choices]
-    models = await client.models.list()
+    async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
+        chats = client.chat.completions
+        whole = await chats.create(**asked, max_tokens=20)
+        async for chunk in await chats.create(**asked, max_tokens=20, stream=True):
+            parts += [choice.delta.content or "" for choice in chunk.choices]
+        models = await client.models.list()
 
     assert whole.choices[0].message.role == "assistant"
     assert whole.choices[0].message.content == "".join(parts) != ""

@@ -133,7 +133,8 @@ class AttemptCalls:
         kept.
         """
         attempt, live = self._attempt, self._live
-        continuation = await self._continuation() if live.journal.output_ids else None
+        goes_on = live.journal.output_ids or live.journal.is_rendered
+        continuation = await self._continuation() if goes_on else None
         if continuation is not None and (live.journal.remaining_tokens == 0 or continuation.ended):
             self._give_end(continuation)
             return None
@@ -192,7 +193,8 @@ class AttemptCalls:
         resumes_exactly = self._instances.known[self._attempt.plan.decode].resumes_exactly
         fits = resumes_exactly and journal.text_sent is None
         only_the_end = tokenizer.available and journal.remaining_tokens == 0
-        if self._attempt.plan.replays or not journal.output_ids or (fits and not only_the_end):
+        is_begun = bool(journal.output_ids) or journal.is_rendered
+        if self._attempt.plan.replays or not is_begun or (fits and not only_the_end):
             return None
         if not tokenizer.available and not self._driver.refuses_inexact:
             return None if resumes_exactly else EngineText(journal)
