@@ -35,6 +35,8 @@ class Room:
     """The meeting of two legs."""
 
     bodies: dict[str, Any] = field(default_factory=dict)  # By role.
+    legs: dict[str, asyncio.BaseTransport] = field(default_factory=dict)
+    ended_s: dict[str, float] = field(default_factory=dict)  # On the clock of the event loop.
     joined: asyncio.Event = field(default_factory=asyncio.Event)  # Decode has reserved memory.
     sent: asyncio.Event = field(default_factory=asyncio.Event)  # All KV is there.
 
@@ -161,9 +163,14 @@ class ScriptedSglang(ScriptedServer):
             if len(room) != len(_ROOM):
                 return _refusal("a request of a pair needs bootstrap_host, _port and _room")
             met = self._enter(mode, room["bootstrap_room"], body)
-            if mode == "prefill":
-                return await self._prefill(request, parsed, met)
-            return await self._decode(request, parsed, met)
+            assert request.transport is not None
+            met.legs[mode] = request.transport
+            try:
+                if mode == "prefill":
+                    return await self._prefill(request, parsed, met)
+                return await self._decode(request, parsed, met)
+            finally:
+                met.ended_s[mode] = asyncio.get_running_loop().time()
         finally:
             self.legs -= 1
 
