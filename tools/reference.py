@@ -207,8 +207,8 @@ cluster:
 
 `kvrs lab up`, `proxy`, `agent`, `simulate` and `config` read the environment; processes that `kvrs
 lab up` starts do not read it again. Secrets are no settings: `KVRS_SECRET`, `KVRS_ADMIN_TOKEN`,
-`KVRS_KEYS` and `KVRS_VLLM_API_KEY` are read where they are used, never shown, and refused in
-`${}`."""
+`KVRS_KEYS`, `KVRS_VLLM_API_KEY` and `KVRS_SGLANG_API_KEY` are read where they are used, never
+shown, and refused in `${}`."""
 
 
 def main() -> None:

@@ -177,7 +177,8 @@ _OF_INSTANCES = (
         bad,
         _NOT_UP,
         "up",
-        "give the proxy a key that the instance takes (KVRS_VLLM_API_KEY), and restart the proxy",
+        "give the proxy a key that the instance takes (KVRS_VLLM_API_KEY, KVRS_SGLANG_API_KEY), "
+        "and restart the proxy",
     ),
     _Fault(
         lambda row: row["health"] == "refused",

@@ -13,7 +13,12 @@ from kvrs.config.settings import YamlLoader, compose, construct
 from kvrs.errors import ConfigError
 
 # Variables whose values are never shown, so that they are no part of a configuration.
-SECRETS = frozenset(("KVRS_SECRET", "KVRS_ADMIN_TOKEN", "KVRS_KEYS", "KVRS_VLLM_API_KEY"))
+SECRETS = frozenset(
+    (
+        *("KVRS_SECRET", "KVRS_ADMIN_TOKEN", "KVRS_KEYS"),
+        *("KVRS_VLLM_API_KEY", "KVRS_SGLANG_API_KEY"),
+    )
+)
 _VARIABLE = re.compile(r"\$?\$\{([^}]*)\}")
 _PATH = re.compile(r"[a-z_]+(\.\w+)*(?=:)", re.ASCII)  # That a fault begins with.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)

@@ -182,6 +182,18 @@ async def test_an_id_out_of_the_vocabulary_reaches_no_server(sglangs: Builder) -
     assert system.shared.rooms == {}
 
 
+async def test_the_key_of_the_environment_is_sglangs(
+    sglangs: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRS_SGLANG_API_KEY", "of sglang")
+    system = await sglangs()
+
+    await system.ids()
+
+    for server in system.servers.values():
+        assert {each.get("Authorization") for each in server.headers} == {"Bearer of sglang"}
+
+
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty"])
 async def test_penalties_are_marked(sglangs: Builder, name: str) -> None:
     """All of them count the output of one request only."""
