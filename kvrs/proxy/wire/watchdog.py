@@ -72,10 +72,14 @@ class _TimerWheel:
         self.lag_s += max(0.0, now_s - self._timer_s)
         if now_s - self._timer_s > _STOP_S:
             self._stop = self._timer_s - _LAG_S, now_s
-        # A timer may fire a moment before its time.
+        # A timer may fire a moment before its time. Watchdogs that look too early look next at the
+        # same tick, so that all that are due are taken before the first of them looks.
+        due = []
         while self._ticks and self._ticks[0] * _TICK_S <= now_s + _TICK_S / 2:
             tick = heapq.heappop(self._ticks)
-            for watchdog in self._due.pop(tick):
+            due.append((tick, self._due.pop(tick)))
+        for tick, watchdogs in due:
+            for watchdog in watchdogs:
                 watchdog.look_in_turn(tick)
         if self._ticks and self._timer is None:
             self._arm()

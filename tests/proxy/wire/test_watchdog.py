@@ -55,6 +55,24 @@ def test_a_limit_is_not_asked_for_by_a_block_that_ends_soon() -> None:
     assert asked == 0
 
 
+def test_a_look_that_is_too_early_waits_for_its_time() -> None:
+    """The timer fires for the lag of the event loop as well, a moment before the limit counts."""
+    asked = 0
+
+    def limit_s(*_: float) -> float:
+        nonlocal asked
+        asked += 1
+        virtual_loop().stall(0.0001)  # As long as a call takes.
+        return 0.155
+
+    async def silent() -> None:
+        with pytest.raises(SilentError), Watchdog(limit_s):
+            await asyncio.Event().wait()
+
+    run_virtually(silent())
+    assert asked == 3  # The first look, the early one, and the one that ends the block.
+
+
 def test_many_blocks_have_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of streams wait at a time."""
     armed, arm = list[int](), watchdog._TimerWheel._arm
