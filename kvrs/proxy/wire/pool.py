@@ -43,6 +43,7 @@ from kvrs.proxy.wire.upstream import Need, Upstream, WholeReader
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 MOST_KEPT = 256  # Of one instance; beyond it the one is closed that has been idle for longest.
+_MOST_LOOKS = 10  # For calls that are lost one after the other, before all of them fail.
 
 
 class Access(msgspec.Struct, frozen=True):
@@ -208,13 +209,19 @@ class Pool:
         self._kept.pop(upstream, None)
         if call is not None and error is not None:
             if not self._lost_calls:
-                asyncio.get_running_loop().call_later(LOST_TOGETHER_S, self._fail_lost)
+                asyncio.get_running_loop().call_later(LOST_TOGETHER_S, self._fail_lost, 1, 1)
             self._lost_calls.append((call, error))
 
-    def _fail_lost(self) -> None:
-        """Calls of an instance that is gone as a whole are over by now, all together."""
-        lost, self._lost_calls = self._lost_calls, []
-        for call, error in lost:
+    def _fail_lost(self, before: int, looks: int) -> None:
+        """Fail the calls that were lost, once no more are than `before`, at the look before this
+        one: those of an instance that is gone as a whole are over by then, all together.
+        """
+        if (lost := len(self._lost_calls)) > before and looks < _MOST_LOOKS:
+            loop = asyncio.get_running_loop()
+            loop.call_later(LOST_TOGETHER_S, self._fail_lost, lost, looks + 1)
+            return
+        failed, self._lost_calls = self._lost_calls, []
+        for call, error in failed:
             if not call.done():
                 if isinstance(error, ConnectionLostError):
                     error.has_waited = True

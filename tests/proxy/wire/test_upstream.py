@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvrs.core.fleet.silence import LOST_TOGETHER_S
 from kvrs.errors import UpstreamError
 from kvrs.net.proving import address_of
 from kvrs.protocol.secrets import Scope, scoped_key
@@ -27,6 +28,7 @@ from kvrs.proxy.wire.peer import (
 )
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.wire.upstream import Flow, Need, Shortcut
+from kvrs_testkit.memory_loop import MemoryLoop
 from kvrs_testkit.proxy_cluster import WITHIN_S
 
 pytestmark = pytest.mark.network
@@ -213,6 +215,35 @@ async def test_calls_that_are_lost_have_waited_for_the_loss_of_their_instance() 
 
     assert isinstance(left, asyncio.CancelledError)
     assert all(isinstance(each, ConnectionLostError) and each.has_waited for each in lost)
+
+
+def test_calls_that_are_lost_one_after_the_other_fail_together() -> None:
+    """The sockets of a process are closed in some order, and its watch may be the last of them."""
+    with asyncio.Runner(loop_factory=MemoryLoop) as runner:
+        failed_s = runner.run(_lost_one_after_the_other())
+
+    assert max(failed_s) - min(failed_s) < 0.0001
+
+
+async def _lost_one_after_the_other() -> list[float]:
+    """When each call failed."""
+    instance, failed_s = Instance([HEAD + CHUNK] * 3, holds=True), list[float]()
+
+    async def fail(reader: Gathering) -> None:
+        with pytest.raises(ConnectionLostError):
+            await backend.decode(call(), reader)
+        failed_s.append(asyncio.get_running_loop().time())
+
+    async with serving(instance) as backend:
+        readers = [Gathering() for _ in range(3)]
+        calls = [asyncio.create_task(fail(reader)) for reader in readers]
+        for reader in readers:
+            await reader.begun.wait()
+        for writer in instance.connections:
+            writer.transport.abort()
+            await asyncio.sleep(0.75 * LOST_TOGETHER_S)
+        await asyncio.gather(*calls)
+    return failed_s
 
 
 async def test_an_instance_that_takes_no_connection_has_seen_no_request() -> None:
