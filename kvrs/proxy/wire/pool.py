@@ -10,6 +10,7 @@ import os
 import select
 import socket
 import ssl
+from functools import partial
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 from kvrs.config.settings import is_numeric
 from kvrs.core.fleet.silence import LOST_TOGETHER_S
 from kvrs.errors import UpstreamError
-from kvrs.net.proving import HandshakeProtocol, Keys, address_of, prove
+from kvrs.net.proving import PROOF_TIMEOUT_S, HandshakeProtocol, Keys, address_of
 from kvrs.net.tls import Certificates
 from kvrs.process.descriptors import is_exhausted
 from kvrs.process.eager_task import Signal
@@ -111,7 +112,7 @@ class Pool:
         parsed = urlsplit(url)
         self._access = access
         self._steady = steady
-        self._url = url
+        self._url, self._address = url, address_of(url)
         self._host, self._port = parsed.hostname or "", parsed.port or 80
         self._is_numeric = is_numeric(self._host)
         self._is_tls = parsed.scheme == "https"
@@ -233,11 +234,18 @@ class Pool:
         """None: this process had no descriptor for it."""
         loop = asyncio.get_running_loop()
         upstream = Upstream(loop, self._forget, self._steady)
+        limit_s = CONNECT_TIMEOUT_S
         try:
             key = self._key()
-            transport, greeter = await self._open(loop)
-            if key is not None:
-                await _proved(transport, greeter, key)
+            hosts = await self._hosts(loop)
+            with Watchdog(lambda *_: limit_s) as watchdog:
+                transport, greeter = await self._open(loop, hosts, key)
+                if isinstance(greeter, HandshakeProtocol):
+                    limit_s = PROOF_TIMEOUT_S
+                    watchdog.heard()
+                    upstream.proof = await _proved(transport, greeter)
+        except SilentError:
+            raise _unreached(TimeoutError()) from None
         except OSError as error:
             if is_exhausted(error):
                 return None
@@ -250,42 +258,41 @@ class Pool:
     def _key(self) -> ScopedKey | None:
         if self._access.keys is None:
             return None
-        key = self._access.keys.get(address_of(self._url))
+        key = self._access.keys.get(self._address)
         if key is None:
             raise _unproven("no process of the cluster has this address")
         return key
 
     async def _open(
-        self, loop: asyncio.AbstractEventLoop
-    ) -> tuple[asyncio.Transport, HandshakeProtocol]:
-        """Raises OSError."""
-        hosts = await self._hosts(loop)
+        self, loop: asyncio.AbstractEventLoop, hosts: list[str], key: ScopedKey | None
+    ) -> tuple[asyncio.Transport, asyncio.Protocol]:
+        """A connection and its protocol, by which the server has to prove that it has the key.
+
+        Raises:
+            OSError: none of the hosts takes one.
+        """
         tls = self._access.tls
         # A certificate that has been replaced counts for every new connection.
         context = tls.client if self._is_tls and tls is not None else self._is_tls or None
-        try:
-            with Watchdog(lambda *_: CONNECT_TIMEOUT_S):
-                while True:
-                    try:
-                        # The loop makes the socket: to connect one of our own takes more CPU.
-                        transport, greeter = await loop.create_connection(
-                            HandshakeProtocol,
-                            hosts.pop(0),
-                            self._port,
-                            ssl=context,
-                            server_hostname=self._host if self._is_tls else None,
-                        )
-                    except ssl.SSLError:
-                        raise
-                    except OSError:
-                        if not hosts:
-                            raise
-                    else:
-                        break
-        except SilentError:
-            raise TimeoutError from None
-        set_options(transport.get_extra_info("socket"))
-        return transport, greeter
+        greeter = asyncio.Protocol if key is None else partial(HandshakeProtocol, key)
+        while True:
+            try:
+                # The loop makes the socket: to connect one of our own takes more CPU.
+                transport, protocol = await loop.create_connection(
+                    greeter,
+                    hosts.pop(0),
+                    self._port,
+                    ssl=context,
+                    server_hostname=self._host if self._is_tls else None,
+                )
+            except ssl.SSLError:
+                raise
+            except OSError:
+                if not hosts:
+                    raise
+            else:
+                set_options(transport.get_extra_info("socket"))
+                return transport, protocol
 
     async def _hosts(self, loop: asyncio.AbstractEventLoop) -> list[str]:
         """The addresses to try, in their order."""
@@ -295,10 +302,16 @@ class Pool:
         return [str(address[0]) for *_, address in found]
 
 
-async def _proved(transport: asyncio.Transport, greeter: HandshakeProtocol, key: ScopedKey) -> None:
-    """Raises UnusableError; OSError: the connection was lost, TimeoutError included."""
+async def _proved(transport: asyncio.Transport, greeter: HandshakeProtocol) -> bytes:
+    """The proof of this end, once the other end has proved itself.
+
+    Raises:
+        UnusableError: it did not.
+        OSError: the connection was lost.
+    """
     try:
-        await prove(transport, greeter, key)
+        await greeter.reply
+        return greeter.own_proof()
     except ProofError as error:
         transport.abort()
         raise _unproven(str(error)) from None

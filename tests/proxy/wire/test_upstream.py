@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -271,24 +271,25 @@ async def test_a_connection_notices_a_peer_that_vanished() -> None:
         upstream.close()
 
 
-async def test_a_name_is_connected_to_at_the_first_address_that_takes_it() -> None:
+async def test_a_name_is_connected_to_at_the_first_address_that_takes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its look-up is no part of connecting, which is bounded in time."""
-    loop, looked_up = asyncio.get_running_loop(), list[str]()
+    looked_up = list[str]()
 
-    class Names:
-        create_connection = staticmethod(loop.create_connection)
+    async def hosts(pool: pools.Pool, _: asyncio.AbstractEventLoop) -> list[str]:
+        looked_up.append(pool._host)
+        await asyncio.sleep(1.2 * CONNECT_TIMEOUT_S)
+        return [f"127.0.0.{n}" for n in (2, 1)]
 
-        async def getaddrinfo(self, host: str, port: int, **_: Any) -> list[Any]:
-            looked_up.append(host)
-            await asyncio.sleep(1.2 * CONNECT_TIMEOUT_S)
-            return [(socket.AF_INET, 0, 0, "", (f"127.0.0.{n}", port)) for n in (2, 1)]
-
+    monkeypatch.setattr(pools.Pool, "_hosts", hosts)
     instance = Instance([])
     async with serving(instance) as backend:
         port = address_of(backend.url)[1]
-        opened, _ = await backend._links.pool(f"http://engine:{port}")._open(cast(Any, Names()))
-        address = opened.get_extra_info("peername")
-        opened.abort()
+        upstream = await backend._links.pool(f"http://engine:{port}")._connect()
+        assert upstream is not None
+        address = upstream.transport.get_extra_info("peername")
+        upstream.close()
         await until_closed(instance, 1)
 
     assert looked_up == ["engine"]
