@@ -36,7 +36,7 @@ CONNECT_TIMEOUT_S = 1.0
 _LAG_SHARE = 0.1  # Of that time: a proxy that was late by more tries again.
 KEPT_S = 10.0  # A connection that no call uses.
 _CONTROL_TIMEOUT_S = 2.0  # Of the small calls; never of a completion.
-_MAX_LINE_BYTES = 8 << 20
+MAX_LINE_BYTES = 8 << 20
 # Not every system names these.
 _OPTIONS = [
     (getattr(socket, name), value)
@@ -174,7 +174,8 @@ class Peer:
         async with self.call("GET", f"{path}?watch={interval_s}", None) as response:
             if response.status != 200:
                 raise UpstreamError(f"HTTP {response.status} for {path}")
-            async with aclosing(_reports(response, kind)) as reports:
+            lines = _lines_of(response)
+            async with aclosing(lines), aclosing(reports_of(lines, kind)) as reports:
                 yield reports
 
     async def control(
@@ -338,15 +339,21 @@ class Chunks(AsyncIterator[bytes]):
         return chunk
 
 
-async def _reports(response: aiohttp.ClientResponse, kind: type[Answer]) -> AsyncGenerator[Answer]:
+async def reports_of(lines: AsyncIterator[bytes], kind: type[Answer]) -> AsyncGenerator[Answer]:
+    """Raises UpstreamError: a line is no such report."""
+    async for line in lines:
+        try:
+            yield msgspec.json.decode(line, type=kind)
+        except UNREADABLE as error:
+            raise UpstreamError(f"unexpected report: {error}") from None
+
+
+async def _lines_of(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
     rest = b""
     async for chunk in Chunks(response):
         *lines, rest = (rest + chunk).split(b"\n")
-        if len(rest) > _MAX_LINE_BYTES:
+        if len(rest) > MAX_LINE_BYTES:
             raise UpstreamError("sent a report of more than 8 MiB")
         for line in lines:
-            try:
-                yield msgspec.json.decode(line, type=kind)
-            except UNREADABLE as error:
-                raise UpstreamError(f"unexpected report: {error}") from None
+            yield line
     raise ConnectionLostError("connection closed")

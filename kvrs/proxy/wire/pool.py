@@ -10,6 +10,8 @@ import os
 import select
 import socket
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -26,6 +28,7 @@ from kvrs.process.eager_task import Signal
 from kvrs.process.large_work import LargeWork
 from kvrs.protocol.proof import ProofError
 from kvrs.protocol.secrets import ScopedKey
+from kvrs.proxy.wire.lines import Lines
 from kvrs.proxy.wire.peer import (
     CONNECT_TIMEOUT_S,
     KEPT_S,
@@ -40,7 +43,7 @@ from kvrs.proxy.wire.peer import (
     set_options,
 )
 from kvrs.proxy.wire.steady_reads import SteadyReads
-from kvrs.proxy.wire.upstream import Need, Upstream, WholeReader
+from kvrs.proxy.wire.upstream import Lost, Need, Upstream, WholeReader
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 MOST_KEPT = 256  # Of one instance; beyond it the one is closed that has been idle for longest.
@@ -156,6 +159,23 @@ class Pool:
             finally:
                 self.give_back(upstream)
 
+    @asynccontextmanager
+    async def lines(self, path: str) -> AsyncIterator[Lines]:
+        """The lines of an answer that goes on, on a connection of its own, whose end is told at
+        once.
+
+        Raises:
+            UpstreamError: there is no connection.
+        """
+        upstream = await connect_with_descriptor(partial(self._connect, _fail_now), self._url)
+        try:
+            lines = Lines(upstream, path)
+            lines.until(await upstream.send((self._get % path).encode(), b"", lines))
+            yield lines
+        finally:
+            upstream.leave()
+            upstream.close()
+
     async def take(self) -> Upstream:
         """A connection for one call, which gives it back: the one that has been idle for the
         shortest time, or a new one.
@@ -167,7 +187,7 @@ class Pool:
             upstream, _ = self._kept.popitem()
             if not upstream.transport.is_closing():
                 return upstream
-        return await connect_with_descriptor(self._connect, self._url)
+        return await connect_with_descriptor(partial(self._connect, self._forget), self._url)
 
     def give_back(self, upstream: Upstream) -> None:
         if not upstream.leave():
@@ -230,10 +250,10 @@ class Pool:
 
     # New connections.
 
-    async def _connect(self) -> Upstream | None:
+    async def _connect(self, lost: Lost) -> Upstream | None:
         """None: this process had no descriptor for it."""
         loop = asyncio.get_running_loop()
-        upstream = Upstream(loop, self._forget, self._steady)
+        upstream = Upstream(loop, lost, self._steady)
         limit_s = CONNECT_TIMEOUT_S
         try:
             key = self._key()
@@ -300,6 +320,11 @@ class Pool:
             return [self._host]
         found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         return [str(address[0]) for *_, address in found]
+
+
+def _fail_now(_: Upstream, call: Signal[Need] | None, error: UpstreamError | None) -> None:
+    if call is not None and error is not None:
+        call.set_exception(error)
 
 
 async def _proved(transport: asyncio.Transport, greeter: HandshakeProtocol) -> bytes:

@@ -286,8 +286,7 @@ async def test_a_name_is_connected_to_at_the_first_address_that_takes_it(
     instance = Instance([])
     async with serving(instance) as backend:
         port = address_of(backend.url)[1]
-        upstream = await backend._links.pool(f"http://engine:{port}")._connect()
-        assert upstream is not None
+        upstream = await backend._links.pool(f"http://engine:{port}").take()
         address = upstream.transport.get_extra_info("peername")
         upstream.close()
         await until_closed(instance, 1)
