@@ -12,7 +12,7 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.config.logs import LogLevel
 from kvrs.errors import ConfigError
-from kvrs.process.logs import LEVEL_ENV_NAME, LEVELS, log_rows, log_to
+from kvrs.process.logs import LEVEL_ENV_NAME, LEVELS, RowLog, log_to
 
 log = logging.getLogger("kvrs.tests")
 
@@ -77,14 +77,18 @@ def test_a_line_of_the_console_has_facts_behind_words(begin: Callable[..., io.St
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_rows_are_lines_with_times_of_their_own(
+async def test_rows_are_lines_with_times_of_their_own(
     begin: Callable[..., io.StringIO], as_json: bool
 ) -> None:
     """One write gives the lines of rows that were logged one by one when they happened."""
     times = [1_700_000_000.25, 1_700_000_060.5]
 
     stream = begin(as_json=as_json, worker="w")
-    log_rows(log, "request", [(at, {"status": 200 + at % 1, "text": "a\nb"}) for at in times])
+    rows = RowLog(log, "request", iter(times).__next__)
+    for at in times:
+        rows.add({"status": 200 + at % 1, "text": "a\nb"})
+    assert stream.getvalue() == ""
+    rows.write()
     together = stream.getvalue()
     stream = begin(as_json=as_json, worker="w")
     for at in times:

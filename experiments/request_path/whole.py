@@ -29,7 +29,7 @@ from kvrs.proxy.mirror.sent_prompts import SentPrompts
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.wire.pool import Access, EngineLinks, Pool
-from kvrs.proxy.wire.upstream import Upstream
+from kvrs.proxy.wire.upstream import Lost, Upstream
 
 TOKENS = 4
 PROMPT_TOKENS = 128
@@ -92,8 +92,8 @@ class _Pool(Pool):
         super().__init__(Access(), url)
         self._engines = engines
 
-    async def _connect(self) -> Upstream:
-        upstream, engine = Upstream(asyncio.get_running_loop(), self._forget), _Engine()
+    async def _connect(self, lost: Lost) -> Upstream:
+        upstream, engine = Upstream(asyncio.get_running_loop(), lost), _Engine()
         engine.set_protocol(upstream)
         upstream.connection_made(engine)
         self._engines.append(engine)

@@ -28,7 +28,7 @@ from kvrs.core.fleet.silence import InstanceProgress
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Member
-from kvrs.core.model.reports import changes_decision, changes_ranks
+from kvrs.core.model.reports import changes_decision, changes_ranks, is_repeated
 from kvrs.core.model.streams import CannotContinue, Complete, LiveStream, Outcome
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -397,7 +397,7 @@ class Control(Generic[S]):
     def load_reported(self, known: Member, report: LoadReport, now_s: float) -> None:
         self.catch_up()
         self.drains.reported(known.id, now_s)
-        if report is known.load and not self.policy.has_waiting:
+        if is_repeated(report, known.load) and not self.policy.has_waiting:
             known.reported_s = now_s  # The process lives; nothing else is new.
             return
         is_new_store = report.store != ("" if known.load is None else known.load.store)

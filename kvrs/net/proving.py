@@ -5,6 +5,7 @@ its far end has proved that it is the one of the configuration.
 import asyncio
 import secrets
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ from aiohttp.client_proto import ResponseHandler
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.settings import netloc
 from kvrs.net.tls import Certificates, TlsConnector
+from kvrs.process.eager_task import Signal
 from kvrs.protocol.proof import END, MAX_MESSAGE_BYTES, NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 
@@ -74,7 +76,7 @@ class ProvingConnector(TlsConnector):
         if key is None:
             raise UnprovenError(req.connection_key, "no process of the cluster has this address")
         transport, greeter = await super()._wrap_create_connection(
-            HandshakeProtocol,
+            partial(HandshakeProtocol, key),
             *args_left,
             addr_infos=addr_infos,
             req=req,
@@ -83,7 +85,7 @@ class ProvingConnector(TlsConnector):
             **options,
         )
         try:
-            await prove(transport, cast(HandshakeProtocol, greeter), key)
+            await _prove(transport, cast(HandshakeProtocol, greeter))
         except ProofError as error:
             transport.abort()
             raise UnprovenError(req.connection_key, str(error)) from None
@@ -103,13 +105,17 @@ class ProvingConnector(TlsConnector):
 
 
 class HandshakeProtocol(asyncio.Protocol):
-    """Receives the server's proof. It is replaced before the first request, so that the proof
-    costs responses nothing.
+    """Has the server of a new connection prove itself. It is replaced before the first request, so
+    that the proof costs responses nothing.
     """
 
-    def __init__(self) -> None:
-        self.reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    def __init__(self, key: ScopedKey) -> None:
+        self._proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))
+        self.reply: Signal[bytes] = Signal()
         self._buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(self._proof.hello)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -125,17 +131,17 @@ class HandshakeProtocol(asyncio.Protocol):
             # The task that waited may have been cancelled.
             self.reply.exception()
 
+    def own_proof(self) -> bytes:
+        """The client's proof, which is sent before its first request, once the reply is there.
 
-async def is_done_within(reply: asyncio.Future[bytes], timeout_s: float) -> bool:
-    """Wait for a reply of another process. One that came while this process stood still counts."""
-    await asyncio.wait({reply}, timeout=timeout_s)
-    if not reply.done():
-        # After a stall of the event loop its timers come first: the reply may lie there, unread.
-        await asyncio.sleep(0)
-    return reply.done()
+        Raises:
+            ProofError: the process at the far end did not prove itself.
+            OSError: the connection was lost.
+        """
+        return self._proof.answer(self.reply.result())
 
 
-async def prove(transport: asyncio.Transport, greeter: HandshakeProtocol, key: ScopedKey) -> None:
+async def _prove(transport: asyncio.Transport, greeter: HandshakeProtocol) -> None:
     """Prove both ends of a new connection. The protocol of its requests takes the greeter's place
     before the event loop runs again.
 
@@ -143,8 +149,11 @@ async def prove(transport: asyncio.Transport, greeter: HandshakeProtocol, key: S
         ProofError: the process at the far end did not prove itself.
         OSError: the connection was lost, TimeoutError included.
     """
-    proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))
-    transport.write(proof.hello)
-    if not await is_done_within(greeter.reply, PROOF_TIMEOUT_S):
+    reply = greeter.reply
+    await asyncio.wait({reply}, timeout=PROOF_TIMEOUT_S)
+    if not reply.done():
+        # After a stall of the event loop its timers come first: the reply may lie there, unread.
+        await asyncio.sleep(0)
+    if not reply.done():
         raise TimeoutError
-    transport.write(proof.answer(greeter.reply.result()))
+    transport.write(greeter.own_proof())

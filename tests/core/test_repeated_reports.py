@@ -19,3 +19,19 @@ def test_a_report_that_comes_again_counts_once() -> None:
 
     assert measured == [1.0]
     assert control.instances.known[D0].reported_s == 3.0
+
+
+def test_an_equal_report_counts_once_unless_its_meaning_depends_on_when_it_comes() -> None:
+    """An engine without work writes the same line again and again."""
+    driver = Driver()
+    control = driver.control
+    known = control.instances.known[D0]
+    counted: list[float] = []
+    control._replicated = lambda *told: counted.append(told[-1])  # type: ignore[method-assign]
+
+    for now_s in (1.0, 2.0):
+        control.load_reported(known, LoadReport(1, 0, 0, 0, 0.0, []), now_s)
+    for now_s in (3.0, 4.0):
+        control.load_reported(known, LoadReport(1, 0, 0, 0, 0.0, [], draining=True), now_s)
+
+    assert counted == [1.0, 3.0, 4.0]

@@ -91,6 +91,7 @@ DECODE_ROWS = [
         load=Load(streams=1, prompt_tokens=1500, tokens=150),
         expected=Expected(lost={"d0"}, left={"d0"}, options={"migrate"}),
         not_scripted="by the tables of scripted instances a split is sooner",
+        not_real="on a busy machine the link is measured as slower, and a split is sooner",
     ),
     Scenario(
         name="decode-auto-over-a-slow-link",

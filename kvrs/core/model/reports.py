@@ -12,6 +12,14 @@ _QUEUE_STEP_S = 0.005
 _READY_STEP_S = 0.02
 
 
+def is_repeated(report: LoadReport, before: LoadReport | None) -> bool:
+    """The report is the one before, and has nothing whose meaning depends on when it comes."""
+    if report is before:
+        return True
+    is_timeless = not (report.draining or report.links or report.fetches or report.restarts)
+    return is_timeless and report.reforming is None and not report.replicas and report == before
+
+
 def changes_decision(
     member: Member, report: LoadReport, now_s: float, *, has_peers: bool, waiting: bool
 ) -> bool:

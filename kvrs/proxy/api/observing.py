@@ -2,7 +2,6 @@
 its access line.
 """
 
-import asyncio
 import logging
 import os
 import re
@@ -16,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrs.errors import RequestError
 from kvrs.net.direct import DirectRequest, SentResponse
-from kvrs.process.logs import Row, log_rows
+from kvrs.process.logs import RowLog
 from kvrs.proxy.api.answers import bug_response, error_response
 from kvrs.proxy.api.tenants import OPEN_PATHS, TENANT, Tenant, Tenants
 from kvrs.proxy.streams.stream_metrics import Tally, TallySeries
@@ -40,8 +39,6 @@ A = TypeVar("A", bound=web.StreamResponse | SentResponse)
 
 CLIENT_GONE = 499
 _UNKNOWN = "other"  # The path of what is served at none.
-_TOGETHER_S = 0.2  # Lines of this time are one write.
-_MOST_TOGETHER = 256
 _CODES = {*map(int, HTTPStatus), CLIENT_GONE}
 # Characters that need no quotes in a header and in a log.
 _ID = re.compile(r"[A-Za-z0-9._~:/@+=-]{1,128}", re.ASCII)
@@ -49,28 +46,6 @@ _ID = re.compile(r"[A-Za-z0-9._~:/@+=-]{1,128}", re.ASCII)
 _TRACEPARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
 )
-
-
-class AccessLog:
-    """Lines of requests, written together: one write takes as long as the request's own counting.
-    Those of the last moment are lost with a process that is killed.
-    """
-
-    def __init__(self, wall_clock: Callable[[], float]) -> None:
-        self._wall_clock = wall_clock
-        self._rows: list[Row] = []
-
-    def add(self, facts: Mapping[str, Any]) -> None:
-        if not self._rows:
-            asyncio.get_running_loop().call_later(_TOGETHER_S, self.write)
-        self._rows.append((self._wall_clock(), facts))
-        if len(self._rows) == _MOST_TOGETHER:
-            self.write()
-
-    def write(self) -> None:
-        rows, self._rows = self._rows, []
-        if rows:
-            log_rows(log, "request", rows)
 
 
 def open_tracer(proxy: str, engine: str, environ: Mapping[str, str]) -> "RequestTracer | None":
@@ -106,7 +81,7 @@ class RequestObserver:
         self._series: dict[tuple[str, int], Tally] = {}
         self._clock = clock
         self._tenants = tenants
-        self._access = AccessLog(time.time) if logs_access else None
+        self._access = RowLog(log, "request", time.time) if logs_access else None
         self._tracer = tracer
 
     @web.middleware

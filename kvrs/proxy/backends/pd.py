@@ -4,7 +4,7 @@ DistServe implement.
 
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from email.utils import parsedate_to_datetime
 from math import inf
 from typing import Any
@@ -35,12 +35,14 @@ from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.wire.peer import (
     UNREADABLE,
+    Answer,
     BusyError,
     DeniedError,
     EngineError,
     NotANumberError,
     Peer,
     UnusableError,
+    reports_of,
 )
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.upstream import Need, Reader, WholeReader
@@ -87,6 +89,16 @@ class OpenAiPeer(Peer):
     async def _exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         assert (method == "GET") == (body is None)
         return await self._pool.ask(path, body)
+
+    @asynccontextmanager
+    async def watch(
+        self, path: str, interval_s: float, kind: type[Answer]
+    ) -> AsyncIterator[AsyncIterator[Answer]]:
+        async with (
+            self._pool.lines(f"{path}?watch={interval_s}") as lines,
+            aclosing(reports_of(lines, kind)) as reports,
+        ):
+            yield reports
 
     async def prefill(self, call: Call) -> Prefilled:
         reader = WholeReader(_MAX_PREFILL_BYTES)

@@ -242,6 +242,7 @@ class Driver:
         for live in list(self.streams.values()):
             self.fail(live, Failed(503, body, retry_after_s=1.0))
         await self._shell.close()
+        self.recoveries.close()
         await self.slots.close()
         await self.hand_offs.close()
 

@@ -14,6 +14,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.rules.base import best_by_option
 from kvrs.ids import InstanceId, StreamId
+from kvrs.process.logs import RowLog
 from kvrs.protocol.instance import FetchReport
 from kvrs.protocol.stages import RestartReport
 from kvrs.proxy.streams.open_stream import OpenStream
@@ -107,8 +108,14 @@ class RecoveryLog:
         self._clock = clock
         self._wall_clock = wall_clock
         self._settled = settled
+        # Written later: victims of one death that resume are in the way of others that have not.
+        self._lines = RowLog(log, "recovery", wall_clock)
         self.running: dict[StreamId, Recovery] = {}
         self.entries: deque[Recovery] = deque(maxlen=KEPT)
+
+    def close(self) -> None:
+        """Write the lines that wait."""
+        self._lines.write()
 
     def decided(self, action: act.Recovered, live: OpenStream) -> None:
         """Note a recovery whose attempt has just been started."""
@@ -193,7 +200,7 @@ class RecoveryLog:
         if (recovery := self.running.pop(stream, None)) is not None:
             recovery.outcome = outcome
             self._settled(recovery)
-            log.info("recovery", extra=recovery.facts())
+            self._lines.add(recovery.facts())
             request, recovery.request = recovery.request, None
             if request is not None and request.trace is not None:
                 request.trace.recovered(recovery, self._clock())

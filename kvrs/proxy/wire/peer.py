@@ -36,7 +36,18 @@ CONNECT_TIMEOUT_S = 1.0
 _LAG_SHARE = 0.1  # Of that time: a proxy that was late by more tries again.
 KEPT_S = 10.0  # A connection that no call uses.
 _CONTROL_TIMEOUT_S = 2.0  # Of the small calls; never of a completion.
-_MAX_LINE_BYTES = 8 << 20
+MAX_LINE_BYTES = 8 << 20
+# Not every system names these.
+_OPTIONS = [
+    (getattr(socket, name), value)
+    for name, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 5000),
+    )
+    if hasattr(socket, name)
+]
 MAX_ANSWER_BYTES = 8 << 20
 LARGE_BODY_BYTES = 256 << 10
 _DESCRIPTOR_PAUSE_S = 0.1
@@ -129,18 +140,12 @@ def make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 def set_options(sock: socket.socket) -> None:
-    """Have the socket detect a peer that vanished without closing its connections."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    """Have the socket detect a peer that vanished without closing its connections. (That small
+    writes go out at once, each event loop has set.)
+    """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Not every system names these.
-    for name, value in (
-        ("TCP_KEEPIDLE", 5),
-        ("TCP_KEEPINTVL", 2),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", 5000),
-    ):
-        if (option := getattr(socket, name, None)) is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    for option, value in _OPTIONS:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Peer:
@@ -169,7 +174,8 @@ class Peer:
         async with self.call("GET", f"{path}?watch={interval_s}", None) as response:
             if response.status != 200:
                 raise UpstreamError(f"HTTP {response.status} for {path}")
-            async with aclosing(_reports(response, kind)) as reports:
+            lines = _lines_of(response)
+            async with aclosing(lines), aclosing(reports_of(lines, kind)) as reports:
                 yield reports
 
     async def control(
@@ -333,15 +339,21 @@ class Chunks(AsyncIterator[bytes]):
         return chunk
 
 
-async def _reports(response: aiohttp.ClientResponse, kind: type[Answer]) -> AsyncGenerator[Answer]:
+async def reports_of(lines: AsyncIterator[bytes], kind: type[Answer]) -> AsyncGenerator[Answer]:
+    """Raises UpstreamError: a line is no such report."""
+    async for line in lines:
+        try:
+            yield msgspec.json.decode(line, type=kind)
+        except UNREADABLE as error:
+            raise UpstreamError(f"unexpected report: {error}") from None
+
+
+async def _lines_of(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
     rest = b""
     async for chunk in Chunks(response):
         *lines, rest = (rest + chunk).split(b"\n")
-        if len(rest) > _MAX_LINE_BYTES:
+        if len(rest) > MAX_LINE_BYTES:
             raise UpstreamError("sent a report of more than 8 MiB")
         for line in lines:
-            try:
-                yield msgspec.json.decode(line, type=kind)
-            except UNREADABLE as error:
-                raise UpstreamError(f"unexpected report: {error}") from None
+            yield line
     raise ConnectionLostError("connection closed")

@@ -10,6 +10,9 @@ import os
 import select
 import socket
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,13 +21,14 @@ from msgspec.structs import replace
 from kvrs.config.settings import is_numeric
 from kvrs.core.fleet.silence import LOST_TOGETHER_S
 from kvrs.errors import UpstreamError
-from kvrs.net.proving import HandshakeProtocol, Keys, address_of, prove
+from kvrs.net.proving import PROOF_TIMEOUT_S, HandshakeProtocol, Keys, address_of
 from kvrs.net.tls import Certificates
 from kvrs.process.descriptors import is_exhausted
 from kvrs.process.eager_task import Signal
 from kvrs.process.large_work import LargeWork
 from kvrs.protocol.proof import ProofError
 from kvrs.protocol.secrets import ScopedKey
+from kvrs.proxy.wire.lines import Lines
 from kvrs.proxy.wire.peer import (
     CONNECT_TIMEOUT_S,
     KEPT_S,
@@ -39,10 +43,11 @@ from kvrs.proxy.wire.peer import (
     set_options,
 )
 from kvrs.proxy.wire.steady_reads import SteadyReads
-from kvrs.proxy.wire.upstream import Need, Upstream, WholeReader
+from kvrs.proxy.wire.upstream import Lost, Need, Upstream, WholeReader
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 MOST_KEPT = 256  # Of one instance; beyond it the one is closed that has been idle for longest.
+_MOST_LOOKS = 10  # For calls that are lost one after the other, before all of them fail.
 
 
 class Access(msgspec.Struct, frozen=True):
@@ -110,7 +115,7 @@ class Pool:
         parsed = urlsplit(url)
         self._access = access
         self._steady = steady
-        self._url = url
+        self._url, self._address = url, address_of(url)
         self._host, self._port = parsed.hostname or "", parsed.port or 80
         self._is_numeric = is_numeric(self._host)
         self._is_tls = parsed.scheme == "https"
@@ -154,6 +159,23 @@ class Pool:
             finally:
                 self.give_back(upstream)
 
+    @asynccontextmanager
+    async def lines(self, path: str) -> AsyncIterator[Lines]:
+        """The lines of an answer that goes on, on a connection of its own, whose end is told at
+        once.
+
+        Raises:
+            UpstreamError: there is no connection.
+        """
+        upstream = await connect_with_descriptor(partial(self._connect, _fail_now), self._url)
+        try:
+            lines = Lines(upstream, path)
+            lines.until(await upstream.send((self._get % path).encode(), b"", lines))
+            yield lines
+        finally:
+            upstream.leave()
+            upstream.close()
+
     async def take(self) -> Upstream:
         """A connection for one call, which gives it back: the one that has been idle for the
         shortest time, or a new one.
@@ -165,7 +187,7 @@ class Pool:
             upstream, _ = self._kept.popitem()
             if not upstream.transport.is_closing():
                 return upstream
-        return await connect_with_descriptor(self._connect, self._url)
+        return await connect_with_descriptor(partial(self._connect, self._forget), self._url)
 
     def give_back(self, upstream: Upstream) -> None:
         if not upstream.leave():
@@ -208,13 +230,19 @@ class Pool:
         self._kept.pop(upstream, None)
         if call is not None and error is not None:
             if not self._lost_calls:
-                asyncio.get_running_loop().call_later(LOST_TOGETHER_S, self._fail_lost)
+                asyncio.get_running_loop().call_later(LOST_TOGETHER_S, self._fail_lost, 1, 1)
             self._lost_calls.append((call, error))
 
-    def _fail_lost(self) -> None:
-        """Calls of an instance that is gone as a whole are over by now, all together."""
-        lost, self._lost_calls = self._lost_calls, []
-        for call, error in lost:
+    def _fail_lost(self, before: int, looks: int) -> None:
+        """Fail the calls that were lost, once no more are than `before`, at the look before this
+        one: those of an instance that is gone as a whole are over by then, all together.
+        """
+        if (lost := len(self._lost_calls)) > before and looks < _MOST_LOOKS:
+            loop = asyncio.get_running_loop()
+            loop.call_later(LOST_TOGETHER_S, self._fail_lost, lost, looks + 1)
+            return
+        failed, self._lost_calls = self._lost_calls, []
+        for call, error in failed:
             if not call.done():
                 if isinstance(error, ConnectionLostError):
                     error.has_waited = True
@@ -222,15 +250,22 @@ class Pool:
 
     # New connections.
 
-    async def _connect(self) -> Upstream | None:
+    async def _connect(self, lost: Lost) -> Upstream | None:
         """None: this process had no descriptor for it."""
         loop = asyncio.get_running_loop()
-        upstream = Upstream(loop, self._forget, self._steady)
+        upstream = Upstream(loop, lost, self._steady)
+        limit_s = CONNECT_TIMEOUT_S
         try:
             key = self._key()
-            transport, greeter = await self._open(loop)
-            if key is not None:
-                await _proved(transport, greeter, key)
+            hosts = await self._hosts(loop)
+            with Watchdog(lambda *_: limit_s) as watchdog:
+                transport, greeter = await self._open(loop, hosts, key)
+                if isinstance(greeter, HandshakeProtocol):
+                    limit_s = PROOF_TIMEOUT_S
+                    watchdog.heard()
+                    upstream.proof = await _proved(transport, greeter)
+        except SilentError:
+            raise _unreached(TimeoutError()) from None
         except OSError as error:
             if is_exhausted(error):
                 return None
@@ -243,42 +278,41 @@ class Pool:
     def _key(self) -> ScopedKey | None:
         if self._access.keys is None:
             return None
-        key = self._access.keys.get(address_of(self._url))
+        key = self._access.keys.get(self._address)
         if key is None:
             raise _unproven("no process of the cluster has this address")
         return key
 
     async def _open(
-        self, loop: asyncio.AbstractEventLoop
-    ) -> tuple[asyncio.Transport, HandshakeProtocol]:
-        """Raises OSError."""
-        hosts = await self._hosts(loop)
+        self, loop: asyncio.AbstractEventLoop, hosts: list[str], key: ScopedKey | None
+    ) -> tuple[asyncio.Transport, asyncio.Protocol]:
+        """A connection and its protocol, by which the server has to prove that it has the key.
+
+        Raises:
+            OSError: none of the hosts takes one.
+        """
         tls = self._access.tls
         # A certificate that has been replaced counts for every new connection.
         context = tls.client if self._is_tls and tls is not None else self._is_tls or None
-        try:
-            with Watchdog(lambda *_: CONNECT_TIMEOUT_S):
-                while True:
-                    try:
-                        # The loop makes the socket: to connect one of our own takes more CPU.
-                        transport, greeter = await loop.create_connection(
-                            HandshakeProtocol,
-                            hosts.pop(0),
-                            self._port,
-                            ssl=context,
-                            server_hostname=self._host if self._is_tls else None,
-                        )
-                    except ssl.SSLError:
-                        raise
-                    except OSError:
-                        if not hosts:
-                            raise
-                    else:
-                        break
-        except SilentError:
-            raise TimeoutError from None
-        set_options(transport.get_extra_info("socket"))
-        return transport, greeter
+        greeter = asyncio.Protocol if key is None else partial(HandshakeProtocol, key)
+        while True:
+            try:
+                # The loop makes the socket: to connect one of our own takes more CPU.
+                transport, protocol = await loop.create_connection(
+                    greeter,
+                    hosts.pop(0),
+                    self._port,
+                    ssl=context,
+                    server_hostname=self._host if self._is_tls else None,
+                )
+            except ssl.SSLError:
+                raise
+            except OSError:
+                if not hosts:
+                    raise
+            else:
+                set_options(transport.get_extra_info("socket"))
+                return transport, protocol
 
     async def _hosts(self, loop: asyncio.AbstractEventLoop) -> list[str]:
         """The addresses to try, in their order."""
@@ -288,10 +322,21 @@ class Pool:
         return [str(address[0]) for *_, address in found]
 
 
-async def _proved(transport: asyncio.Transport, greeter: HandshakeProtocol, key: ScopedKey) -> None:
-    """Raises UnusableError; OSError: the connection was lost, TimeoutError included."""
+def _fail_now(_: Upstream, call: Signal[Need] | None, error: UpstreamError | None) -> None:
+    if call is not None and error is not None:
+        call.set_exception(error)
+
+
+async def _proved(transport: asyncio.Transport, greeter: HandshakeProtocol) -> bytes:
+    """The proof of this end, once the other end has proved itself.
+
+    Raises:
+        UnusableError: it did not.
+        OSError: the connection was lost.
+    """
     try:
-        await prove(transport, greeter, key)
+        await greeter.reply
+        return greeter.own_proof()
     except ProofError as error:
         transport.abort()
         raise _unproven(str(error)) from None

@@ -107,8 +107,8 @@ class Upstream(asyncio.Protocol):
 
     __slots__ = (
         *("_descriptor", "_ended", "_is_paused", "_is_sent", "_is_steady", "_loop", "_lost"),
-        *("_reader", "_refusal", "_response", "_room", "_shortcut", "_steady", "_take", "status"),
-        "transport",
+        *("_reader", "_refusal", "_response", "_room", "_shortcut", "_steady", "_take", "proof"),
+        *("status", "transport"),
     )
 
     transport: asyncio.Transport  # From `connection_made` on, which comes before any call.
@@ -132,6 +132,7 @@ class Upstream(asyncio.Protocol):
         self._is_sent = True
         self._is_paused = False
         self.status = 0  # Of the response, once its head has come.
+        self.proof = b""  # Of this end, which is sent with the first request.
 
     # Calls.
 
@@ -147,6 +148,7 @@ class Upstream(asyncio.Protocol):
         self._take = self._refusal = None
         ended: Signal[Need] = Signal(loop=self._loop)
         self._ended, reader.flow = ended, self
+        head, self.proof = self.proof + head, b""
         if len(body) <= LARGE_BODY_BYTES:
             self.transport.write(head + body)
             return ended

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.errors import UpstreamError
 
-_TICK_S = 0.02  # A look is at most this late, or the same again where the tick was early.
+_TICK_S = 0.02  # A look is at most this late.
 _LAG_S = 0.05  # Stalls of the event loop count from about this length on.
 _PATIENT_LAG_S = 0.25  # Where only patient watchdogs watch.
 _STOP_S = 1.0  # A lag from which on this process was stopped, and not only busy.
@@ -33,7 +33,6 @@ class _TimerWheel:
         self.blocks: dict[asyncio.Task[Any], Watchdog] = {}  # The innermost of each task.
         self.patient = 0  # Blocks of patient watchdogs.
         self._ticks: list[int] = []  # Those of `_due`, as a heap.
-        self._looked = 0  # The last tick that was looked at, perhaps a moment before its time.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         # By how much timers of the event loop were late, in all: a process that lacks a processor
@@ -43,8 +42,7 @@ class _TimerWheel:
 
     def add(self, watchdog: "Watchdog", at_s: float) -> int:
         """Have it look at this time, or a little later; returns the tick."""
-        # The clock may stand still while looks are taken: none is put off to its own tick.
-        tick = max(math.ceil(at_s / _TICK_S), self._looked + 1)
+        tick = math.ceil(at_s / _TICK_S)
         if (due := self._due.get(tick)) is not None:
             due.append(watchdog)
             return tick
@@ -74,10 +72,14 @@ class _TimerWheel:
         self.lag_s += max(0.0, now_s - self._timer_s)
         if now_s - self._timer_s > _STOP_S:
             self._stop = self._timer_s - _LAG_S, now_s
-        # A timer may fire a moment before its time.
+        # A timer may fire a moment before its time. Watchdogs that look too early look next at the
+        # same tick, so that all that are due are taken before the first of them looks.
+        due = []
         while self._ticks and self._ticks[0] * _TICK_S <= now_s + _TICK_S / 2:
-            self._looked = tick = heapq.heappop(self._ticks)
-            for watchdog in self._due.pop(tick):
+            tick = heapq.heappop(self._ticks)
+            due.append((tick, self._due.pop(tick)))
+        for tick, watchdogs in due:
+            for watchdog in watchdogs:
                 watchdog.look_in_turn(tick)
         if self._ticks and self._timer is None:
             self._arm()

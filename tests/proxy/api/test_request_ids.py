@@ -138,7 +138,9 @@ async def test_a_recovery_is_one_line(
 
     await system.ask(ASKED | {"stream": True}, {"X-Request-Id": "mine"})
 
-    (line,) = [vars(record) for record in caplog.records if record.message == "recovery"]
+    system.proxy.parts.driver.recoveries.close()
+    (record,) = [record for record in caplog.records if record.message == "recovery"]
+    ((_, line),) = vars(record)["rows"]
     assert (line["request_id"], line["option"], line["outcome"]) == ("mine", "recompute", "resumed")
     assert line["attempt"] == 2
     assert line["produced_tokens"] == 2

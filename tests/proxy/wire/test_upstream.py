@@ -5,10 +5,11 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
+from kvrs.core.fleet.silence import LOST_TOGETHER_S
 from kvrs.errors import UpstreamError
 from kvrs.net.proving import address_of
 from kvrs.protocol.secrets import Scope, scoped_key
@@ -27,6 +28,7 @@ from kvrs.proxy.wire.peer import (
 )
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.wire.upstream import Flow, Need, Shortcut
+from kvrs_testkit.memory_loop import MemoryLoop
 from kvrs_testkit.proxy_cluster import WITHIN_S
 
 pytestmark = pytest.mark.network
@@ -215,6 +217,35 @@ async def test_calls_that_are_lost_have_waited_for_the_loss_of_their_instance() 
     assert all(isinstance(each, ConnectionLostError) and each.has_waited for each in lost)
 
 
+def test_calls_that_are_lost_one_after_the_other_fail_together() -> None:
+    """The sockets of a process are closed in some order, and its watch may be the last of them."""
+    with asyncio.Runner(loop_factory=MemoryLoop) as runner:
+        failed_s = runner.run(_lost_one_after_the_other())
+
+    assert max(failed_s) - min(failed_s) < 0.0001
+
+
+async def _lost_one_after_the_other() -> list[float]:
+    """When each call failed."""
+    instance, failed_s = Instance([HEAD + CHUNK] * 3, holds=True), list[float]()
+
+    async def fail(reader: Gathering) -> None:
+        with pytest.raises(ConnectionLostError):
+            await backend.decode(call(), reader)
+        failed_s.append(asyncio.get_running_loop().time())
+
+    async with serving(instance) as backend:
+        readers = [Gathering() for _ in range(3)]
+        calls = [asyncio.create_task(fail(reader)) for reader in readers]
+        for reader in readers:
+            await reader.begun.wait()
+        for writer in instance.connections:
+            writer.transport.abort()
+            await asyncio.sleep(0.75 * LOST_TOGETHER_S)
+        await asyncio.gather(*calls)
+    return failed_s
+
+
 async def test_an_instance_that_takes_no_connection_has_seen_no_request() -> None:
     """So the request is safe to send elsewhere."""
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
@@ -240,24 +271,24 @@ async def test_a_connection_notices_a_peer_that_vanished() -> None:
         upstream.close()
 
 
-async def test_a_name_is_connected_to_at_the_first_address_that_takes_it() -> None:
+async def test_a_name_is_connected_to_at_the_first_address_that_takes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its look-up is no part of connecting, which is bounded in time."""
-    loop, looked_up = asyncio.get_running_loop(), list[str]()
+    looked_up = list[str]()
 
-    class Names:
-        create_connection = staticmethod(loop.create_connection)
+    async def hosts(pool: pools.Pool, _: asyncio.AbstractEventLoop) -> list[str]:
+        looked_up.append(pool._host)
+        await asyncio.sleep(1.2 * CONNECT_TIMEOUT_S)
+        return [f"127.0.0.{n}" for n in (2, 1)]
 
-        async def getaddrinfo(self, host: str, port: int, **_: Any) -> list[Any]:
-            looked_up.append(host)
-            await asyncio.sleep(1.2 * CONNECT_TIMEOUT_S)
-            return [(socket.AF_INET, 0, 0, "", (f"127.0.0.{n}", port)) for n in (2, 1)]
-
+    monkeypatch.setattr(pools.Pool, "_hosts", hosts)
     instance = Instance([])
     async with serving(instance) as backend:
         port = address_of(backend.url)[1]
-        opened, _ = await backend._links.pool(f"http://engine:{port}")._open(cast(Any, Names()))
-        address = opened.get_extra_info("peername")
-        opened.abort()
+        upstream = await backend._links.pool(f"http://engine:{port}").take()
+        address = upstream.transport.get_extra_info("peername")
+        upstream.close()
         await until_closed(instance, 1)
 
     assert looked_up == ["engine"]
