@@ -108,6 +108,7 @@ def prefill_call(
     *,
     exact: bool,
     replays: bool = False,
+    load: act.PromptLoad | None = None,
     has_rows: bool = False,
     traceparent: str | None = None,
 ) -> Call:
@@ -121,6 +122,7 @@ def prefill_call(
         exact=exact,
         replays=replays,
         is_prefill=True,
+        sources=_load_source(load),
         traceparent=traceparent,
     )
     if has_rows:
@@ -142,6 +144,7 @@ def decode_call(
     *,
     exact: bool,
     replays: bool = False,
+    load: act.PromptLoad | None = None,
     slot_token: int = 0,
     has_rows: bool = False,
     traceparent: str | None = None,
@@ -156,7 +159,7 @@ def decode_call(
         places,
         exact=exact,
         replays=replays,
-        runs=runs,
+        sources=_sources(runs) if runs else _load_source(load),
         slot_token=slot_token,
         traceparent=traceparent,
         ids_text=None if journal.output_ids else ids_text,
@@ -188,7 +191,7 @@ def _call(
     exact: bool,
     replays: bool,
     is_prefill: bool = False,
-    runs: Sequence[act.PageRange] = (),
+    sources: list[SourceRange],
     slot_token: int = 0,
     traceparent: str | None,
     ids_text: msgspec.Raw | None = None,
@@ -219,12 +222,9 @@ def _call(
         attempt,
         len(journal.prompt_ids or ()),
         owner_epoch=journal.owner_epoch,
+        sources=sources,
         slot_token=slot_token,
     )
-    if runs:
-        params.sources = [
-            SourceRange(run.holder, run.first_page, run.pages, run.generation) for run in runs
-        ]
     if places:
         params.checkpoints = [
             CheckpointTarget(place.holder, place.reserved_bytes) for place in places
@@ -244,6 +244,16 @@ def _call(
     if history is not None:
         size_bytes += BYTES_PER_ID * len(history)
     return Call(endpoint.path, fields, headers, size_bytes)
+
+
+def _sources(runs: Sequence[act.PageRange]) -> list[SourceRange]:
+    return [SourceRange(run.holder, run.first_page, run.pages, run.generation) for run in runs]
+
+
+def _load_source(load: act.PromptLoad | None) -> list[SourceRange]:
+    if load is None:
+        return []
+    return [SourceRange(load.agent, 0, load.pages, load.generation, load.within_s)]
 
 
 def store_load(journal: Journal, attempt: int, page_size_tokens: int) -> RowLoad:
