@@ -17,6 +17,7 @@ the queue and the computing of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from math import inf
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from kvrs.protocol.instance import STORE
 # More instances that have as much are not sorted: they are picked out of the order of all.
 _FEW = 32
 
+_MOST_AGENTS = 4  # Are weighed for a prompt.
 # An agent is waited for so many times as long as predicted, and at least so long.
 _PATIENCE, _LEAST_PATIENCE_S = 4.0, 0.1
 
@@ -154,17 +156,21 @@ def _add_loaded(
 
 
 class _Stored(NamedTuple):
-    agents: list[Agent]  # That have so much of the prompt.
+    agents: list[Agent]
     tokens: int
 
 
 def _stored(view: ClusterView, stream: Stream) -> _Stored | None:
-    """The agents with most of the prompt; None: none has any."""
+    """Agents with most of the prompt, others for the next stream where many have it; None: none has
+    any, or is asked now.
+    """
     if stream.recalled is not None or not (levels := view.stored.levels(stream.prefix)):
         return None
     blocks, mask = levels[-1]
     tokens = stream.prefix.tokens(blocks, stream.prompt_tokens)
-    agents = [each for each in view.stored.of_bits(mask) if each.no_loads_until_s <= view.now_s]
+    low = mask & ((1 << stream.order % mask.bit_length()) - 1)
+    found = islice(chain(view.stored.of_bits(mask ^ low), view.stored.of_bits(low)), _MOST_AGENTS)
+    agents = [each for each in found if each.no_loads_until_s <= view.now_s]
     return _Stored(agents, tokens) if agents else None
 
 

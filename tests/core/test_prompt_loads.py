@@ -1,5 +1,6 @@
 """New prompts that an instance loads from what agents store of earlier streams."""
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -66,6 +67,21 @@ def test_what_cannot_be_loaded_is_computed(changes: dict[str, Any]) -> None:
     start = cluster(**changes).arrive(T, *range(BLOCKS))
 
     assert (start.plan.prefill, start.plan.load) == (P0, None)
+
+
+def test_a_prompt_that_many_agents_have_is_loaded_from_all_of_them() -> None:
+    """Few of them are weighed for each stream."""
+    core = cluster()
+    for number in range(1, 20):
+        name = InstanceId(f"agent-n{number}")
+        core.handle(ev.HolderUp(name, NodeId(f"n{number}"), 1, 1 << 30, 26e9))
+        core.policy._view.stored.note(core.policy._view.agents[name], PROMPT, BLOCKS * TOKENS)
+
+    starts = [core.arrive(StreamId(f"s{number}"), *range(BLOCKS)) for number in range(40)]
+
+    asked = Counter(each.plan.load.agent for each in starts if each.plan.load is not None)
+    assert len(asked) > 8
+    assert max(asked.values()) <= 8
 
 
 def test_loading_takes_no_time_of_a_prompt_that_queues() -> None:
