@@ -162,6 +162,7 @@ ALL = (
     _of("link_monitor", "simulated", 1, "simulated"),
     _of("link_monitor", "computed", 18, "computed", NAMESPACES),
     _of("prefix_placement", "prefix_placement", 70, "run --seeds 4 --limit-s 7200", TRACE),
+    _of("prefix_placement", "agents", 15, "agents", TRACE),
     _of("prefix_placement", "costs", 1, "costs"),
     _of("prefix_placement", "engines", 5, "engines"),
     _of("two_proxies", "two_proxies", 2),

@@ -13,7 +13,7 @@ from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.member import Member
-from kvrs.core.model.prefixes import BLOCK_BYTES, Prefix, PrefixIndex, chain
+from kvrs.core.model.prefixes import BLOCK_BYTES, Prefix, PrefixIndex, chain, room_tokens
 from kvrs.core.model.streams import Stream
 from kvrs.core.prefix_routing import with_prefix
 from kvrs.core.routing import least_work
@@ -85,7 +85,7 @@ def hash_us() -> float:
 
 def million_mb() -> float:
     """Resident memory of a full index of eight instances."""
-    process, index = psutil.Process(), PrefixIndex()
+    process, index = psutil.Process(), PrefixIndex(room_tokens)
     members = []
     for number in range(8):
         info = assumed_instance(InstanceId(f"p{number}"), NodeId("n"), Role.PREFILL, GEOMETRY)

@@ -95,7 +95,7 @@ class Decisions:
         )
         budget_s = self.budget_s(stream, now_s) if self._slo.abort else None
         in_time = budget_s is None or total_s <= budget_s
-        plan = act.Plan(decode.id, source) if in_time else None
+        plan = act.Plan(decode.id, source, load=stream.load) if in_time else None
         # Where one instance does both there is one queue.
         wait_s = queue_s if source is None else queue_s + decode.queue_s
         refusal = None

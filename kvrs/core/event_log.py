@@ -25,10 +25,10 @@ from kvrs.config.settings import Settings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.streams import Stream
+from kvrs.core.model.streams import Recalled, Stream
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.errors import LogError
-from kvrs.ids import InstanceId, StreamId
+from kvrs.ids import StreamId
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import Positive
@@ -168,7 +168,7 @@ class RecalledCaches:
     """
 
     def __init__(self) -> None:
-        self._cached: dict[StreamId, Mapping[InstanceId, int]] = {}
+        self._recalled: dict[StreamId, Recalled] = {}
 
     def policy_of(self, header: Header) -> RecoveryPolicy:
         """A policy as at the beginning of the log."""
@@ -176,25 +176,28 @@ class RecalledCaches:
             header.policy,
             header.slo,
             header.backup,
-            stream_of=lambda name: Stream(name, recalled=self._cached.get(name, {})),
+            stream_of=lambda name: Stream(name, recalled=self._recalled.get(name, Recalled())),
         )
 
     def recall(self, policy: RecoveryPolicy, entry: LogEntry) -> None:
         """Before the policy gets the event of the entry."""
         for action in entry.actions:
-            if isinstance(action, act.Start | act.GiveUp):
-                cached = action.cached
+            if isinstance(action, act.Start):
+                recalled = Recalled(action.cached, action.plan.load)
+            elif isinstance(action, act.GiveUp):
+                recalled = Recalled(action.cached)
             elif isinstance(action, act.Recovered) and action.option is not Option.START:
                 # A fresh stream that stays where it is was compared with a start.
                 starts = [each for each in action.estimates if each.option is Option.START]
                 if not starts:
                     continue
                 cached = {starts[0].source or starts[0].target: starts[0].cached_tokens}
+                recalled = Recalled(cached)
             else:
                 continue
-            self._cached[action.stream] = cached
+            self._recalled[action.stream] = recalled
             if (stream := policy.streams.get(action.stream)) is not None:
-                stream.recalled = cached
+                stream.recalled = recalled
 
 
 def rerun(lines: Iterable[str]) -> Rerun:

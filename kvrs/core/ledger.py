@@ -75,6 +75,9 @@ class Ledger:
                 view.prefixes.send(decode, stream.prefix, stream.prompt_tokens)
         if plan.runs:
             self._put_runs(attempt, plan, decode)
+        elif (load := plan.load) is not None:
+            link = view.link_from(view.agents[load.agent], runs_on.node)
+            _put_on_link(attempt, link, load.tokens * runs_on.bytes_per_token)
         if decode.node != runs_on.node:
             self._put_hand_off(stream, runs_on, decode)
         view.count_stream(decode, 1)
@@ -124,9 +127,7 @@ class Ledger:
         """The instance has the KV of the attempt's history: learn from it, and note where it is."""
         tokens, reused = event.history_tokens, event.reused_tokens
         if reused is not None and stream.attempt.option is Option.START:
-            # The length was perhaps a guess.
-            predicted = stream.cached.get(member.id, 0) * tokens // max(1, stream.prompt_tokens)
-            self.view.prefixes.observe(member, stream.prefix, tokens, predicted, reused)
+            self._note_found(stream, member, tokens, reused, now_s)
         if member.guess is not None and self.prefill_scale.done(
             member, stream.id, tokens, now_s, reused or 0
         ):
@@ -134,10 +135,33 @@ class Ledger:
                 self.prefill_scale.tune(each)
         if not stream.prefilled:
             stream.note_prefill(tokens)
+        for stored in stream.checkpoints.values() if stream.prefix.hashes else ():
+            if not stored.rows:
+                self.view.stored.send(stored.agent, stream.prefix, stream.prompt_tokens)
         # It may be an answer from before the re-forming in which cells of the pages were lost.
         has_whole = member.reforming is None or not member.has_lost_cells(stream.id)
         if has_whole and (member.retains or member.caches):
             self.kv_locations.retain(stream, member, tokens // member.page_size_tokens)
+
+    def _note_found(
+        self, stream: Stream, member: Member, tokens: int, found: int, now_s: float
+    ) -> None:
+        """The instance, or the agent from which it has loaded, had so much of the prompt."""
+        view, plan, length = self.view, stream.attempt.plan, max(1, stream.prompt_tokens)
+        view.prefixes.count(member, tokens, found)
+        # The length was perhaps a guess.
+        if plan is None or (load := plan.load) is None:
+            predicted = stream.cached.get(member.id, 0) * tokens // length
+            # One that decodes has answers too, which come with the next turn, and one with a tier
+            # or a store loads what others have.
+            others = member.decodes or bool(member.rows)
+            view.prefixes.correct(member, stream.prefix, predicted, found, finds_others=others)
+        elif (agent := view.agents.get(load.agent)) is not None:
+            predicted = (load.first_token + load.tokens) * tokens // length
+            view.stored.correct(agent, stream.prefix, predicted, found)
+            if load.tokens:
+                least = (load.first_token + load.tokens / 2) * tokens / length
+                agent.note_load(stream.attempt.started_s, now_s, has_failed=found < least)
 
     def settle_bookings(self, stream: Stream) -> None:
         """The attempt's work has been done and its bytes have arrived, or it is over."""
@@ -325,7 +349,8 @@ class KvLocations:
             return
         if agent is not None:
             self._lose(agent, "replaced by a new epoch")
-        self._view.agents[event.holder] = self._agent_of(event).begin(event)
+        agent = self._view.agents[event.holder] = self._agent_of(event).begin(event)
+        self._view.stored.up(agent, keeps=False)
 
     def agent_lost(self, event: ev.HolderLost) -> None:
         agent = self._view.agents.get(event.holder)
@@ -435,6 +460,7 @@ class KvLocations:
 
     def _lose(self, agent: Agent, cause: str) -> None:
         del self._view.agents[agent.id]
+        self._view.stored.lost(agent)
         self.rows.lost(agent)
         for stream_id in list(agent.streams):
             self._checkpoints.lose(

@@ -10,14 +10,21 @@ has are compared with it.
 An instance of vLLM with a CPU tier loads by itself what other instances of its node have computed,
 one with a store what any has that shares it. Such tokens count as cached in the part by which
 loading them is quicker than computing them.
+
+An instance of kvrs loads from an agent what that stores of earlier streams, while it computes what
+queues before the prompt. So of an agent's tokens the part counts whose loading takes no longer than
+the queue and the computing of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 import msgspec
 
+from kvrs.core.model.actions import PromptLoad
 from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.estimates import HANDSHAKE_S
 from kvrs.core.model.member import Member
@@ -27,6 +34,10 @@ from kvrs.protocol.instance import STORE
 
 # More instances that have as much are not sorted: they are picked out of the order of all.
 _FEW = 32
+
+_MOST_AGENTS = 4  # Are weighed for a prompt.
+# An agent is waited for so many times as long as predicted, and at least so long.
+_PATIENCE, _LEAST_PATIENCE_S = 4.0, 0.1
 
 _queue = attrgetter("queue_s", "id")
 
@@ -51,17 +62,19 @@ def with_prefix(
     limits: StartLimits = NO_LIMITS,
 ) -> Member:
     """The instance at which the prompt costs least; `first` is the choice by load. Writes
-    `stream.cached`: tokens of the prompt at `first` and at the chosen one.
+    `stream.cached`: tokens of the prompt at `first` and at the chosen one, and `stream.load`.
 
     `allows`: the instance may get the stream, and answers well.
     """
     if not stream.prefix.hashes and stream.recalled is None:
         return first
     own, deeper = _levels(view, stream, first)
-    if not own and not deeper:
+    stored = _stored(view, stream)
+    if not own and not deeper and stored is None:
         return first
     costs = _Costs(view, stream, limits)
-    best, best_key, best_tokens = first, costs.of(first, own), own
+    first_tokens, load = _with_load(view, stream, first, own, stored)
+    best, best_key, best_tokens = first, costs.of(first, first_tokens), first_tokens
     for tokens, members in reversed(deeper):
         tables: set[int] = set()  # The first instance of a table is the best one of it.
         for member in members:
@@ -73,10 +86,13 @@ def with_prefix(
             key = costs.of(member, tokens)
             if key < best_key:
                 best, best_key, best_tokens = member, key, tokens
-    if own or best is not first:
-        stream.cached[first.id] = own
+    if best is not first:
+        best_tokens, load = _with_load(view, stream, best, best_tokens, stored)
+    if first_tokens or best is not first:
+        stream.cached[first.id] = first_tokens
     if best_tokens:
         stream.cached[best.id] = best_tokens
+    stream.load = load if stream.recalled is None else stream.recalled.load
     return best
 
 
@@ -86,7 +102,8 @@ _Level = tuple[int, Iterable[Member]]
 
 def _levels(view: ClusterView, stream: Stream, first: Member) -> tuple[int, list[_Level]]:
     """The cached tokens at `first`, and the instances that have more, fewest tokens first."""
-    if (recalled := stream.recalled) is not None:
+    if stream.recalled is not None:
+        recalled = stream.recalled.cached
         own = recalled.get(first.id, 0)
         known = sorted((tokens, name) for name, tokens in recalled.items() if tokens > own)
         return own, [
@@ -138,6 +155,58 @@ def _add_loaded(
     return own
 
 
+class _Stored(NamedTuple):
+    agents: list[Agent]
+    tokens: int
+
+
+def _stored(view: ClusterView, stream: Stream) -> _Stored | None:
+    """Agents with most of the prompt, others for the next stream where many have it; None: none has
+    any, or is asked now.
+    """
+    if stream.recalled is not None or not (levels := view.stored.levels(stream.prefix)):
+        return None
+    blocks, mask = levels[-1]
+    tokens = stream.prefix.tokens(blocks, stream.prompt_tokens)
+    low = mask & ((1 << stream.order % mask.bit_length()) - 1)
+    found = islice(chain(view.stored.of_bits(mask ^ low), view.stored.of_bits(low)), _MOST_AGENTS)
+    agents = [each for each in found if each.no_loads_until_s <= view.now_s]
+    return _Stored(agents, tokens) if agents else None
+
+
+def _with_load(
+    view: ClusterView, stream: Stream, member: Member, own: int, stored: _Stored | None
+) -> tuple[int, PromptLoad | None]:
+    """The tokens that the instance has with those that an agent brings, less the time of loading;
+    and what it asks for. An agent with as much is asked too, as long as the prompt queues: it may
+    have the answer behind that, or the instance less by now.
+    """
+    can_load = member.pulls and member.caches and member.restores and not member.rows
+    if stored is None or stored.tokens < own or not can_load:
+        return own, None
+    more, table = stored.tokens - own, member.prefill
+    load_s, agent = min(
+        ((_load_s(view, agent, member, more), agent) for agent in stored.agents),
+        key=itemgetter(0),
+    )
+    compute_s = table.seconds_for(stored.tokens) - table.seconds_for(own)
+    wait_s = max(0.0, load_s - member.queue_s)
+    if wait_s > compute_s:
+        return own, None
+    pages = -(-stream.prompt_tokens // member.page_size_tokens)
+    within_s = min(member.queue_s + compute_s, max(_LEAST_PATIENCE_S, _PATIENCE * load_s))
+    load = PromptLoad(agent.id, agent.epoch, pages, own, more, within_s)
+    return own + (int(more * (1 - wait_s / compute_s)) if wait_s else more), load
+
+
+def _load_s(view: ClusterView, agent: Agent, member: Member, tokens: int) -> float:
+    """How long the instance takes to load so many tokens from the agent."""
+    link = view.link_from(agent, member.node)
+    is_local = agent.node == member.node and not link.measured
+    rate = agent.host_to_device_bytes_per_s if is_local else link.bytes_per_s
+    return HANDSHAKE_S + (link.in_flight_bytes + tokens * member.bytes_per_token) / rate
+
+
 def _gain_of_loading(view: ClusterView, member: Member, tokens: int) -> float:
     """The part of the time to compute so many tokens that the instance saves by loading them out of
     its node's tiers, or its store; below 0: it takes longer.
@@ -148,11 +217,8 @@ def _gain_of_loading(view: ClusterView, member: Member, tokens: int) -> float:
         agent, share = view.agent_on(member.node), 1.0
     if agent is None:
         return 0.0  # It is lost.
-    link = view.link_from(agent, member.node)
-    is_local = agent.node == member.node and not link.measured
-    rate = agent.host_to_device_bytes_per_s if is_local else link.bytes_per_s
-    loading_s = HANDSHAKE_S + tokens * member.bytes_per_token / rate
-    return share * (1 - loading_s / member.prefill.seconds_for(tokens))
+    load_s = _load_s(view, agent, member, tokens)
+    return share * (1 - load_s / member.prefill.seconds_for(tokens))
 
 
 def _among_placed(view: ClusterView, mask: int) -> Iterator[Member]:
@@ -160,12 +226,7 @@ def _among_placed(view: ClusterView, mask: int) -> Iterator[Member]:
 
 
 def _of_bits(view: ClusterView, mask: int) -> list[Member]:
-    found = []
-    while mask:
-        low = mask & -mask
-        found.append(view.prefixes.member(low.bit_length() - 1))
-        mask ^= low
-    return sorted(found, key=_queue)
+    return sorted(view.prefixes.of_bits(mask), key=_queue)
 
 
 class _Costs:

@@ -34,7 +34,7 @@ from kvrs.core.starter import Starter
 from kvrs.core.staying import Staying
 from kvrs.core.steps import Steps
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.mirror import SentPrompt
+from kvrs.protocol.mirror import MAX_HASH_BYTES, MAX_SENT, SentPrompt
 
 NO_BACKUP = BackupSettings()
 
@@ -199,18 +199,24 @@ class RecoveryPolicy:
 
     def take_sent(self) -> list[SentPrompt]:
         """Prompts that this proxy has sent since the last call, for the other proxies."""
-        return self._view.prefixes.take_sent()
+        view = self._view
+        stored = view.stored.take_sent(MAX_HASH_BYTES // 2)
+        room_bytes = MAX_HASH_BYTES - sum(len(each.hashes) for each in stored)
+        return [*stored, *view.prefixes.take_sent(room_bytes)][:MAX_SENT]
 
     def sent_elsewhere(self, prompts: Iterable[SentPrompt]) -> None:
-        """Other proxies have sent prompts to instances. Those of processes that are not up here
-        count nowhere.
+        """Other proxies have sent prompts to instances, and have agents store them. Those of
+        processes that are not up here count nowhere.
         """
         if not self.routes_by_prefix:
             return
         for sent in prompts:
             member = self._view.members.get(sent.instance)
+            agent = self._view.agents.get(sent.instance)
             if member is not None and member.epoch == sent.epoch:
                 self._view.prefixes.note_sent(member, sent)
+            elif agent is not None and agent.epoch == sent.epoch:
+                self._view.stored.note_sent(agent, sent)
 
     @property
     def has_waiting(self) -> bool:

@@ -32,7 +32,7 @@ def pair_for(
     instance does both, or computes the prompt since it has no prefill instance. `limits`: None
     where its prefix does not count.
     """
-    stream.cached, is_free, pair = {}, stream.is_free, None
+    stream.cached, stream.load, is_free, pair = {}, None, stream.is_free, None
     prefill = least_work(view, stream, is_free, barred_too=barred_too)
     if prefill is not None:
         if limits is not None and (stream.prefix.hashes or stream.recalled is not None):

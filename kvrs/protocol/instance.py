@@ -320,6 +320,9 @@ class SourceRange(msgspec.Struct, frozen=True):
     first_page: Natural
     pages: Natural
     generation: Natural  # The holder's epoch when the pages were made.
+    # What has not come by then is computed; null: as long as its holder sends. With a time the
+    # history is a new prompt, whose pages are of other streams.
+    within_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
 
 class CheckpointTarget(msgspec.Struct, frozen=True):

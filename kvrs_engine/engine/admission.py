@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from functools import partial
+from math import inf
 
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId, StreamId
@@ -214,7 +215,8 @@ class Admission:
                     self._known(run.id, "kvrs.sources"),
                     run.generation,
                     pages,
-                    TrafficClass.RECOVERY,
+                    TrafficClass.RECOVERY if run.within_s is None else TrafficClass.HANDOFF,
+                    within_s=inf if run.within_s is None else run.within_s,
                 )
             )
         return tuple(sources)

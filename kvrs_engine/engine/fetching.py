@@ -1,8 +1,10 @@
 """The fetch loop of an engine: pages of a sequence come from peers into the pool."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 from kvrs.ids import InstanceId
 from kvrs.protocol.parts import PagePart, rectangles
@@ -38,6 +40,9 @@ class PageFetcher:
             TransferError: the pool is gone, or full. Errors of a peer stand in the result.
         """
         size, sequence = self._pool.geometry, pull.sequence
+        until_s: float | None = None
+        if source.within_s < inf:
+            until_s = asyncio.get_running_loop().time() + source.within_s
         result = PullResult(0, tail=False, bytes=0, seconds=0.0, gone=False, error=None)
         pages, received_bytes, seconds = 0, 0, 0.0
         for span, gone in alike(wanted, sequence.gone):
@@ -51,7 +56,7 @@ class PageFetcher:
                 if sequence.phase is SequencePhase.FINISHED:
                     arrived = arrived[:0]
                     break
-                result = await self._fetch(pull, source, arrived, part)
+                result = await self._fetch(pull, source, arrived, part, until_s)
                 arrived = arrived[: result.full_pages]
                 received_bytes, seconds = received_bytes + result.bytes, seconds + result.seconds
             pages += len(arrived)
@@ -64,9 +69,14 @@ class PageFetcher:
         return source.handoff is not None and span.stop == pull.tail_index
 
     async def _fetch(
-        self, pull: Pull, source: PullSource, span: range, part: PagePart | None
+        self,
+        pull: Pull,
+        source: PullSource,
+        span: range,
+        part: PagePart | None,
+        until_s: float | None,
     ) -> PullResult:
-        """One request."""
+        """One request, which is given up at `until_s` by the event loop's clock."""
         sequence = pull.sequence
         # Nothing of a partial page is here.
         has_tail = part is None and self._has_tail(pull, source, span)
@@ -80,14 +90,21 @@ class PageFetcher:
             part=part,
         )
         staged = self._stage(pages if tail_page is None else [*pages, tail_page], part)
+        here: list[int] = []  # That have come whole, by and by.
         try:
-            result = await self._puller.pull(
-                self._registry[source.instance],
-                request,
-                staged.views[: len(pages)],
-                None if tail_page is None else staged.views[-1],
-                expected_epoch=source.epoch,
-            )
+            try:
+                async with asyncio.timeout_at(until_s):
+                    result = await self._puller.pull(
+                        self._registry[source.instance],
+                        request,
+                        staged.views[: len(pages)],
+                        None if tail_page is None else staged.views[-1],
+                        source.epoch,
+                        here.append,
+                    )
+            except TimeoutError:
+                late = "it took longer than computing them"
+                result = PullResult(sum(here), False, 0, source.within_s, gone=False, error=late)
             await staged.restore(result.full_pages + result.tail)
             if part is not None:
                 cells = frozenset(product(part.part.layers, part.part.heads))

@@ -239,6 +239,8 @@ class BatchScheduler:
             (*sequence.arrived, new) if new else sequence.arrived,
             awaited,
         )
+        if more_from is None and not sequence.pull_tail and not sequence.is_recovery:
+            sequence.cached_tokens, sequence.pulls = sequence.computed_tokens, ()  # As if found.
         self._settle(sequence)
 
     # From pages to tokens.

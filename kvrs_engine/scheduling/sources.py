@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from math import inf
 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.page_messages import TrafficClass
@@ -20,6 +21,7 @@ class PullSource:
     traffic: TrafficClass
     # The retained stream whose partial last page may be pulled too.
     handoff: StreamId | None = None
+    within_s: float = inf  # What has not come by then is computed.
 
 
 def next_source(

@@ -156,7 +156,7 @@ class SimAttempt:
         if (prefill := self._attempt.begin()) is None:
             self._decode(())
         else:
-            self._call(prefill, (), prefill_only=True)
+            self._call(prefill, self._loads(), prefill_only=True)
 
     def expect_token(self) -> None:
         """Report the next token as that with which the attempt resumes."""
@@ -181,7 +181,7 @@ class SimAttempt:
         attempt, plan, live = self._attempt, self._attempt.plan, self.live
         self._is_decoding = True
         if (asked := attempt.decode()) is None:
-            self._call(plan.decode, handed_over)
+            self._call(plan.decode, handed_over if plan.prefill is not None else self._loads())
             return
         runs = tuple(
             PullSource(
@@ -202,6 +202,14 @@ class SimAttempt:
                 self._control.attempt_over(live, denial, self.host.now_s)
 
         self.host.slots.acquire(asked, granted, denied)
+
+    def _loads(self) -> tuple[PullSource, ...]:
+        """The source of what the instance that computes the prompt loads from an agent."""
+        if (load := self._attempt.plan.load) is None:
+            return ()
+        pages = range(load.pages)
+        handoff = TrafficClass.HANDOFF
+        return (PullSource(load.agent, load.generation, pages, handoff, within_s=load.within_s),)
 
     def _call(
         self,

@@ -349,6 +349,7 @@ class Invariants:
             plan.decode,
             plan.prefill,
             *(run.holder for run in plan.runs),
+            None if plan.load is None else plan.load.agent,
             *(place.holder for place in plan.places),
         } - {None}
         down = sorted(str(name) for name in named if name not in self._known.up)
@@ -364,6 +365,10 @@ class Invariants:
             )
         for run in plan.runs:
             self._check_run(live, plan, run)
+        require(
+            plan.load is None or not (plan.runs or live.output),
+            f"the plan for {live.id} loads what is no new prompt",
+        )
         self._check_places(live, plan)
 
     def _check_run(self, live: SimStream, plan: act.Plan, run: act.PageRange) -> None:

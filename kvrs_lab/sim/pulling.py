@@ -46,6 +46,7 @@ class Pulling:
             source.handoff if has_tail else None,
             pull.tail_index if has_tail else None,
             self._share_of(gone),
+            source.within_s,
         )
 
         def page(index: int) -> None:

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from kvrs.config.engine import EngineSettings
@@ -87,6 +88,7 @@ class PageRequest:
     handoff: StreamId | None = None
     tail_index: int | None = None
     page_share: float = 1.0  # Of a page's bytes, where some of its cells are asked for.
+    within_s: float = inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +215,11 @@ class Fetch:
         self._opened: OpenedPages | None = None
         self._pages = 0
         self._is_over = False
+        self._transfer: SimTransfer | None = None
         source.call(LATENCY_S, self._answer, self._end)
         site.clock.after(site.config.transfer.stall_timeout_s, self._give_up)
+        if asked.within_s < inf:
+            site.clock.after(asked.within_s, self._stop)
 
     def _answer(self) -> None:
         if self._is_over or self._target.life != self._life or self._source.stalls:
@@ -226,17 +231,16 @@ class Fetch:
             self._end()
             return
         self._meter.begin(self._source.node, self._site.clock.now_s)
-        self._site.links.send(
-            SimTransfer(
-                self._source,
-                self._target,
-                pages,
-                self._page_bytes,
-                self._asked.traffic,
-                self._arrived,
-                self._ended,
-            )
+        self._transfer = SimTransfer(
+            self._source,
+            self._target,
+            pages,
+            self._page_bytes,
+            self._asked.traffic,
+            self._arrived,
+            self._ended,
         )
+        self._site.links.send(self._transfer)
 
     def _arrived(self, pages: int) -> bool:
         assert self._opened is not None
@@ -267,6 +271,12 @@ class Fetch:
 
     def _give_up(self) -> None:
         if self._opened is None:
+            self._end()
+
+    def _stop(self) -> None:
+        if self._transfer is not None:
+            self._site.links.stop(self._transfer, "it takes too long")
+        else:
             self._end()
 
     def _end(self) -> None:

@@ -1,5 +1,6 @@
-"""SentPrompt by prefix: the least cost over all instances, within what clients were promised."""
+"""Placement by prefix: the least cost over all instances, within what clients were promised."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -374,6 +375,25 @@ def without_prefill() -> Prompts:
     core.handle(ev.PrefillDone(S, 1, BLOCKS * TOKENS, 0))
     core.handle(ev.StreamResumed(S, 1))
     return core
+
+
+@pytest.mark.parametrize("core", [without_prefill, lambda: with_tiers("p0", "d0")])
+def test_what_others_have_made_does_not_raise_a_capacity(core: Callable[[], Prompts]) -> None:
+    """One that decodes has the answers of turns before, and one with a tier what it loads, beyond
+    what was predicted; neither has more room for that.
+    """
+    there = core()
+    start = there.arrive(T, *range(90, 100))
+    caches = there.policy._view.prefixes._caches
+    name = start.plan.prefill or start.plan.decode
+
+    there.handle(ev.PrefillDone(T, 1, BLOCKS * TOKENS, 900))
+    there.handle(ev.StreamResumed(T, 1))
+    same = caches[name].trusted
+    there.arrive(U, *range(90, 100))
+    there.handle(ev.PrefillDone(U, 1, BLOCKS * TOKENS, 0))
+
+    assert same == prefixes._TRUSTED > caches[name].trusted
 
 
 def test_decode_instances_that_compute_prompts_are_chosen_alike() -> None:

@@ -311,6 +311,9 @@ class BatchMachine(RuleBasedStateMachine):
             if one not in flying and one.uncomputed_tokens > 1
         }
 
+        # A prompt of which all but a token is found late is none of them.
+        decoding = {one for one in admitted if one.uncomputed_tokens == 1}
+
         batch = self.engine.scheduler.next_batch(proposals if self.drafts else None)
 
         if batch:
@@ -326,12 +329,12 @@ class BatchMachine(RuleBasedStateMachine):
         assert (
             sum(len(chunk.token_ids) for _, chunk in batch) <= self.engine.settings.max_batch_tokens
         )
-        kinds = [one.uncomputed_tokens == 1 for one, _ in batch]
+        kinds = [one in decoding for one, _ in batch]
         assert kinds == sorted(kinds, reverse=True), "decode steps come first"
         assert all(
             order(earlier) < order(later)
             for (earlier, _), (later, _) in pairwise(batch)
-            if (earlier.uncomputed_tokens == 1) == (later.uncomputed_tokens == 1)
+            if (earlier in decoding) == (later in decoding)
         )
         for one, chunk in batch:
             known = list(chunk.token_ids)[: len(chunk.token_ids) - chunk.drafts]

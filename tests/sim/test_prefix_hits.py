@@ -2,6 +2,8 @@
 
 from array import array
 from collections.abc import Sequence
+from functools import partial
+from math import inf
 
 import pytest
 
@@ -18,7 +20,7 @@ from kvrs_lab.sim.world import World
 DOCUMENT, QUESTION = 4096, 256
 
 
-def config(prefill: int, **policy: str) -> Config:
+def config(prefill: int, *, pages: int = 4_096, backup: str = "off", **policy: str) -> Config:
     nodes = [
         {
             "id": f"n{index}",
@@ -29,12 +31,13 @@ def config(prefill: int, **policy: str) -> Config:
         }
         for index in range(prefill)
     ]
-    engine = {"max_model_len": 16_384, "pages": 4_096, "max_batch_tokens": 2_048}
+    engine = {"max_model_len": 16_384, "pages": pages, "max_batch_tokens": 2_048}
     return Config.model_validate(
         {
             "cluster": {"nodes": nodes, "engine": engine},
             "policy": {"admission": {"wait_s": 600.0}, **policy},
-            "backup": {"mode": "off"},
+            "backup": {"mode": backup, "capacity_bytes": 1 << 40},
+            "transfer": {"link_bytes_per_s": 50e9},
         }
     )
 
@@ -68,13 +71,13 @@ def test_a_burst_with_a_hot_prefix_finds_it() -> None:
     assert outcome.recovered_streams == 0
 
 
-def mixed(documents: int, count: int) -> list[Arrival]:
+def mixed(documents: int, count: int, every_s: float = 0.15) -> list[Arrival]:
     """Questions about several documents, each time about another one."""
     return [
         one
         for document in range(documents)
         for one in questions(
-            [1.0 + (document + index * documents) * 0.15 for index in range(count)], document
+            [1.0 + (document + index * documents) * every_s for index in range(count)], document
         )
     ]
 
@@ -128,3 +131,38 @@ def test_a_death_takes_the_cache_along_and_the_log_is_run_again() -> None:
     (proxy,) = world.cluster.proxies
     assert proxy.log is not None
     assert rerun(proxy.log).difference is None
+
+
+def test_small_caches_load_from_agents_what_they_have_lost() -> None:
+    """Each has room for two documents of nine. A log is run again, which has no prompts."""
+    arrivals = sorted(mixed(documents=9, count=6), key=lambda one: one.at_s)
+    found = {}
+    for backup in ("off", "local", "remote"):
+        world = World(
+            config(3, pages=700, backup=backup), arrivals, [], seed=1, keep_log=backup == "remote"
+        )
+        outcome = world.run()
+        found[backup] = outcome.cached_tokens / outcome.prompt_tokens
+        assert outcome.ended == {"complete": 54}
+
+    assert found["off"] < 0.4
+    assert min(found["local"], found["remote"]) > 0.5
+    (proxy,) = world.cluster.proxies
+    assert proxy.log is not None
+    assert any('"first_token"' in line for line in proxy.log)
+    assert rerun(proxy.log).difference is None
+
+
+def test_agents_that_do_not_answer_are_not_waited_for() -> None:
+    """Each prompt is computed after a moment, perhaps behind one other that was to be loaded."""
+    arrivals = sorted(mixed(documents=9, count=6, every_s=0.4), key=lambda one: one.at_s)
+
+    def longest_s(backup: str) -> float:
+        world = World(config(3, pages=700, backup=backup), arrivals, [], seed=1)
+        for agent in world.cluster.agents.values():
+            world.cluster.clock.after(5.0, partial(setattr, agent, "stalls_until_s", inf))
+        world.run()
+        streams = world.cluster.proxies[0].streams.values()
+        return max(live.journal.received_s[0] - live.arrival.at_s for live in streams)
+
+    assert longest_s("remote") < 2.5 * longest_s("off")

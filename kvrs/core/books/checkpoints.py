@@ -171,6 +171,7 @@ class Checkpoints:
     def _keep(
         self, stream: Stream, agent: Agent, decode: Member, need_bytes: int
     ) -> StoredCheckpoint:
+        agent.bytes_per_token = decode.bytes_per_token
         checkpoint = stream.checkpoints.get(agent.id)
         if checkpoint is None or not checkpoint.is_of(decode):
             if checkpoint is not None:

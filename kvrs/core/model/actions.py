@@ -31,6 +31,20 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     reserved_bytes: int
 
 
+class PromptLoad(msgspec.Struct, frozen=True, gc=False):
+    """The beginning of a new prompt, which the instance that computes it loads from an agent. What
+    has not come in time is computed.
+    """
+
+    agent: InstanceId
+    generation: int  # The agent's epoch.
+    pages: int  # Of the prompt: the agent is asked for all, and may have more than is known.
+    # Of the prompt: where those that the agent is expected to bring begin, and how many they are.
+    first_token: int
+    tokens: int
+    within_s: float
+
+
 class Plan(msgspec.Struct, frozen=True, gc=False):
     """How one attempt produces a stream's next tokens.
 
@@ -38,7 +52,8 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     Without it, `decode` takes the history directly, fetches the pages of `runs` and computes the
     rest itself; what lies before the first run it computes while it fetches. `places` are where the
     attempt's newly filled pages go. With `replays` both get the prompt alone, and `decode`
-    generates the known output once more.
+    generates the known output once more. `load` is for the
+    instance that computes the prompt.
     """
 
     decode: InstanceId
@@ -46,6 +61,7 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     runs: tuple[PageRange, ...] = ()
     places: tuple[Place, ...] = ()
     replays: bool = False
+    load: PromptLoad | None = None
 
 
 class Start(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

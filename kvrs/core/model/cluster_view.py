@@ -15,11 +15,13 @@ from typing import Any
 
 from kvrs.core.model import events as ev
 from kvrs.core.model.client_work import ClientWork
-from kvrs.core.model.member import Health, Member
-from kvrs.core.model.prefixes import PrefixIndex
+from kvrs.core.model.member import LONGEST_PAUSE_S, Health, Member
+from kvrs.core.model.prefixes import PrefixIndex, room_tokens
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, STORE, AgentInfo, AgentReport
 from kvrs.protocol.rows import NO_ROWS, RowsReport
+
+_LOAD_PAUSE_S = 0.5
 
 _place, _streams = attrgetter("place"), attrgetter("streams")
 
@@ -50,6 +52,12 @@ class Agent:
     info: AgentInfo | None = None
     report: AgentReport | None = None  # The last one; none while it is not up.
     beat_s: float = -inf  # When its last heartbeat came.
+    cache_bit: int = 0  # As of `Member`, in the index of what agents store.
+    bytes_per_token: int = 0  # Of the KV that is stored; 0: not known.
+    caches: bool = True
+    # Loads of new prompts that it has not brought, in a row, and until when none is asked for.
+    failed_loads: int = 0
+    no_loads_until_s: float = -inf
 
     def begin(self, up: ev.HolderUp) -> "Agent":
         """A process of it has come up; what was booked at the one before is gone."""
@@ -64,9 +72,25 @@ class Agent:
         """It is not used any more."""
         self.health, self.reason, self.report = Health.DOWN, cause, None
 
+    def note_load(self, began_s: float, now_s: float, *, has_failed: bool) -> None:
+        """It has brought the beginning of a new prompt, or not. It is asked again after a pause,
+        which doubles with each failure but those of loads that had begun before it.
+        """
+        if not has_failed:
+            self.failed_loads, self.no_loads_until_s = 0, -inf
+        elif began_s >= self.no_loads_until_s:
+            pause_s = _LOAD_PAUSE_S * 2.0 ** min(self.failed_loads, 16)
+            self.no_loads_until_s = now_s + min(LONGEST_PAUSE_S, pause_s)
+            self.failed_loads += 1
+
     @property
     def reserved_bytes(self) -> int:
         return max(self.booked_bytes, self.reported_bytes)
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens of which it has room for the KV; 0: not known."""
+        return self.capacity_bytes // self.bytes_per_token if self.bytes_per_token else 0
 
     @property
     def checkpoints(self) -> int:
@@ -172,7 +196,8 @@ class ClusterView:
         self.prefill_order = PrefillOrder(self.by_node)
         self.prefillers = self.prefill_order.members  # That are not drained, in any order.
         self.work = ClientWork(self.prefill_order.changed)
-        self.prefixes = PrefixIndex()
+        self.prefixes = PrefixIndex[Member](room_tokens)
+        self.stored = PrefixIndex[Agent](attrgetter("room_tokens"))
         self._leaving: dict[InstanceId, Member] = {}  # That must drain, or are drained.
 
     def add(self, member: Member) -> Member:

@@ -1,11 +1,11 @@
-"""An approximate index of the prompt prefixes that instances have cached: what the proxies have
-sent them, as far as they have room for it.
+"""An approximate index of the prompt prefixes that instances have cached, or agents store: what the
+proxies have sent them, as far as they have room for it.
 
 A prompt is a chain of hashes, each of a block of its bytes and of all before it, so that one entry
 of the index stands for everything up to its end. An entry has a bit of each instance that has the
 block; each instance has its own order of use, by second chance, and of one prompt the last blocks
 go first. An instance may have evicted more, or have more than this proxy knows of: its capacity is
-corrected by the cached tokens that it reports.
+corrected by the cached tokens that it reports. Of agents all of this holds as of instances.
 
 Proxies tell each other what they have sent, in a message of bounded length every `SHARE_S`. What
 does not fit, or is lost, costs hits and nothing else.
@@ -13,10 +13,11 @@ does not fit, or is lost, costs hits and nothing else.
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from math import ceil
 from struct import Struct
+from typing import Generic, Protocol, TypeVar
 
 import xxhash
 
@@ -111,22 +112,44 @@ class Hits:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-class PrefixIndex:
-    def __init__(self) -> None:
+class CacheHolder(Protocol):
+    """An instance with a prefix cache, or an agent."""
+
+    id: InstanceId
+    epoch: int
+    cache_bit: int
+    caches: bool
+
+
+H = TypeVar("H", bound=CacheHolder)
+
+
+def room_tokens(member: Member) -> int:
+    """Tokens of which an instance has room for the KV now; 0: it has not reported."""
+    if (load := member.load) is None:
+        return 0
+    # A tier has what the pages have, and what has gone from these.
+    return max(load.free_pages * member.page_size_tokens, member.tier_tokens)
+
+
+class PrefixIndex(Generic[H]):
+    def __init__(self, room_tokens: Callable[[H], int]) -> None:
+        """`room_tokens`: how many tokens a holder has room for; 0: not known."""
+        self._room_tokens = room_tokens
         self.caching: set[InstanceId] = set()  # Instances that are up and have a prefix cache.
         self.hits: dict[InstanceId, Hits] = {}  # Of those that report what they found.
         self._masks: dict[int, int] = {}  # Bits of the instances that have it, by block.
         self._interned: dict[int, int] = {}  # Most blocks have one of few masks.
         self._live = 0  # Bits of instances that are up; others count nowhere.
         self._caches: dict[InstanceId, _Cache] = {}
-        self._members: list[Member | None] = []  # By the number of the bit.
+        self._members: list[H | None] = []  # By the number of the bit.
         self._asleep: OrderedDict[InstanceId, _Cache] = OrderedDict()
         self._gone: list[_Cache] = []  # Their entries are removed bit by bit.
         self._free: list[int] = []  # Numbers of bits.
         self._stride = 1
         self._blocks = 0  # Of all instances together.
-        # What this proxy has sent, and has told no other proxy.
-        self._sent = deque[tuple[Member, Prefix, int]](maxlen=MAX_SENT)
+        # What this proxy has sent, and has told no other one.
+        self._sent = deque[tuple[H, Prefix, int]](maxlen=MAX_SENT)
 
     def __len__(self) -> int:
         """Pairs of a block and an instance."""
@@ -134,7 +157,7 @@ class PrefixIndex:
 
     # Instances.
 
-    def up(self, member: Member, *, keeps: bool) -> None:
+    def up(self, member: H, *, keeps: bool) -> None:
         """A process has come up. `keeps`: it has the memory of the one before it."""
         if not member.caches:
             return
@@ -148,7 +171,7 @@ class PrefixIndex:
         self._caches[member.id] = cache
         self._take(member, cache)
 
-    def lost(self, member: Member) -> None:
+    def lost(self, member: H) -> None:
         """Its process has ended, or is taken for lost. O(1): entries are removed later."""
         self.caching.discard(member.id)
         cache = self._caches.pop(member.id, None)
@@ -166,17 +189,20 @@ class PrefixIndex:
         if (cache := self._asleep.pop(name, None)) is not None:
             self._gone.append(cache)
 
-    def member(self, number: int) -> Member:
-        """The instance of the bit of that number."""
-        member = self._members[number]
-        assert member is not None, number
-        return member
+    def of_bits(self, mask: int) -> Iterator[H]:
+        """The holders of these bits."""
+        while mask:
+            low = mask & -mask
+            member = self._members[_number(low)]
+            assert member is not None, mask
+            yield member
+            mask ^= low
 
-    def _take(self, member: Member, cache: _Cache) -> None:
+    def _take(self, member: H, cache: _Cache) -> None:
         self._live |= cache.bit
         member.cache_bit, self._members[_number(cache.bit)] = cache.bit, member
 
-    def _cache_of(self, member: Member) -> _Cache:
+    def _cache_of(self, member: H) -> _Cache:
         cache = self._caches.get(member.id)
         if cache is None:
             if not self._free:
@@ -208,17 +234,17 @@ class PrefixIndex:
         found.append((len(hashes) * stride, having))
         return found
 
-    def send(self, member: Member, prefix: Prefix, prompt_tokens: int) -> None:
+    def send(self, member: H, prefix: Prefix, prompt_tokens: int) -> None:
         """Note that this proxy sends the instance a prompt."""
         if prefix.hashes and member.caches:
             self.note(member, prefix, prompt_tokens)
             self._sent.append((member, prefix, prompt_tokens))
 
-    def take_sent(self) -> list[SentPrompt]:
-        """Return what this proxy has sent since the last call, as far as it fits into a message to
-        the others.
+    def take_sent(self, room_bytes: int = MAX_HASH_BYTES) -> list[SentPrompt]:
+        """Return what this proxy has sent since the last call, as far as its hashes fit into so
+        many bytes of a message to the others.
         """
-        sent, room_bytes = [], MAX_HASH_BYTES
+        sent = []
         for member, prefix, prompt_tokens in self._sent:
             if (size_bytes := BYTES_PER_HASH * len(prefix.hashes)) <= room_bytes:
                 room_bytes -= size_bytes
@@ -229,12 +255,12 @@ class PrefixIndex:
         self._sent.clear()
         return sent
 
-    def note_sent(self, member: Member, sent: SentPrompt) -> None:
+    def note_sent(self, member: H, sent: SentPrompt) -> None:
         """Another proxy has sent a prompt to this process of an instance."""
         prefix = Prefix(array("Q", sent.hashes), sent.size_bytes)
         self.note(member, prefix, sent.prompt_tokens)
 
-    def note(self, member: Member, prefix: Prefix, prompt_tokens: int) -> None:
+    def note(self, member: H, prefix: Prefix, prompt_tokens: int) -> None:
         """The instance gets this prompt, and will have it."""
         if not member.caches or not prefix.hashes:
             return
@@ -286,15 +312,11 @@ class PrefixIndex:
             self._clear(block, cache.bit)
             count -= 1
 
-    def _measure(self, cache: _Cache, member: Member, block_tokens: float) -> None:
+    def _measure(self, cache: _Cache, member: H, block_tokens: float) -> None:
         """Follow the sizes of its blocks and of its cache."""
         before = cache.block_tokens or block_tokens
         cache.block_tokens = max(1.0, before + (block_tokens - before) / 16)
-        if (load := member.load) is None:
-            return
-        # A tier has what the pages have, and what has gone from these.
-        capacity_tokens = max(load.free_pages * member.page_size_tokens, member.tier_tokens)
-        if capacity_tokens > cache.capacity_tokens:
+        if (capacity_tokens := self._room_tokens(member)) > cache.capacity_tokens:
             cache.capacity_tokens = capacity_tokens
             room = sum(each.blocks() for each in self._caches.values() if each.block_tokens)
             if room > MOST_BLOCKS * self._stride:
@@ -333,22 +355,25 @@ class PrefixIndex:
 
     # What instances report.
 
-    def observe(
-        self, member: Member, prefix: Prefix, prompt_tokens: int, predicted: int, found: int
-    ) -> None:
-        """The instance has found so many tokens of a prompt, of which so many were predicted."""
+    def count(self, member: H, prompt_tokens: int, found: int) -> None:
+        """The instance has computed a prompt, of which it has found so many tokens."""
         hits = self.hits.setdefault(member.id, Hits())
         hits.prompt_tokens += prompt_tokens
         hits.cached_tokens += found
+
+    def correct(
+        self, member: H, prefix: Prefix, predicted: int, found: int, *, finds_others: bool = False
+    ) -> None:
+        """So many tokens of a prompt were found there, of which so many were predicted.
+        `finds_others`: it may have more that it was not sent.
+        """
         cache = self._caches.get(member.id)
         if cache is None or not prefix.hashes:
             return
         slack = self._stride * cache.block_tokens + _SLACK * predicted
         if found < predicted - slack:
             cache.trusted = max(_LEAST_TRUSTED, cache.trusted * _LESS)
-        elif found > predicted + slack and not (member.decodes or member.rows):
-            # One that decodes has answers too, which come with the next turn, and one with a tier
-            # or a store loads what others have.
+        elif found > predicted + slack and not finds_others:
             cache.trusted = min(_MOST_TRUSTED, cache.trusted * _MORE)
 
 

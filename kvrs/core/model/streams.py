@@ -8,7 +8,7 @@ and holders from `ledger.py`, checkpoints from `checkpoints.py`.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -77,6 +77,11 @@ class StayDeadline(msgspec.Struct, frozen=True):
     latest_s: float  # No changed prediction of the same re-forming extends it beyond.
 
 
+class Recalled(NamedTuple):
+    cached: Mapping[InstanceId, int] = {}
+    load: act.PromptLoad | None = None
+
+
 class AttemptState(msgspec.Struct, eq=False):
     """The stream's latest attempt, and what it takes up in the cluster view until it is over."""
 
@@ -111,9 +116,11 @@ class Stream:
     client_name: str = ""
     name: str = ""  # As of `StreamArrived`.
     prefix: Prefix = NO_PREFIX  # What others may have in common with its prompt.
-    # Tokens of its prompt in the caches of the instances between which it was placed last.
+    # Tokens of its prompt that the instances between which it was placed last have, or load from an
+    # agent, as the chosen one does: less the time of that.
     cached: dict[InstanceId, int] = field(default_factory=dict)
-    recalled: Mapping[InstanceId, int] | None = None  # The same, of a log that is run again.
+    load: act.PromptLoad | None = None
+    recalled: Recalled | None = None  # The same, of a log that is run again.
     produced_tokens: int = 0  # As reported at the last failure.
     flows_since_s: float = 0.0  # Since the first token of its last attempt that brought any,
     flows_from_tokens: int = 0  # which had so many before it.

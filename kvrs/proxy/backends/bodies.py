@@ -109,6 +109,7 @@ def prefill_call(
     *,
     exact: bool,
     replays: bool = False,
+    load: act.PromptLoad | None = None,
     has_rows: bool = False,
     traceparent: str | None = None,
 ) -> Call:
@@ -122,6 +123,7 @@ def prefill_call(
         exact=exact,
         replays=replays,
         is_prefill=True,
+        sources=_load_source(load),
         traceparent=traceparent,
     )
     if has_rows:
@@ -143,6 +145,7 @@ def decode_call(
     *,
     exact: bool,
     replays: bool = False,
+    load: act.PromptLoad | None = None,
     slot_token: int = 0,
     has_rows: bool = False,
     traceparent: str | None = None,
@@ -157,7 +160,7 @@ def decode_call(
         places,
         exact=exact,
         replays=replays,
-        runs=runs,
+        sources=_sources(runs) if runs else _load_source(load),
         slot_token=slot_token,
         traceparent=traceparent,
         ids_text=None if journal.output_ids else ids_text,
@@ -189,7 +192,7 @@ def _call(
     exact: bool,
     replays: bool,
     is_prefill: bool = False,
-    runs: Sequence[act.PageRange] = (),
+    sources: list[SourceRange],
     slot_token: int = 0,
     traceparent: str | None,
     ids_text: msgspec.Raw | None = None,
@@ -225,12 +228,9 @@ def _call(
         attempt,
         len(journal.prompt_ids or ()),
         owner_epoch=journal.owner_epoch,
+        sources=sources,
         slot_token=slot_token,
     )
-    if runs:
-        params.sources = [
-            SourceRange(run.holder, run.first_page, run.pages, run.generation) for run in runs
-        ]
     if places:
         params.checkpoints = [
             CheckpointTarget(place.holder, place.reserved_bytes) for place in places
@@ -250,6 +250,16 @@ def _call(
     if history is not None:
         size_bytes += BYTES_PER_ID * len(history)
     return Call(endpoint.path, fields, headers, size_bytes)
+
+
+def _sources(runs: Sequence[act.PageRange]) -> list[SourceRange]:
+    return [SourceRange(run.holder, run.first_page, run.pages, run.generation) for run in runs]
+
+
+def _load_source(load: act.PromptLoad | None) -> list[SourceRange]:
+    if load is None:
+        return []
+    return [SourceRange(load.agent, 0, load.pages, load.generation, load.within_s)]
 
 
 def store_load(journal: Journal, attempt: int, page_size_tokens: int) -> RowLoad:

@@ -234,6 +234,7 @@ class AttemptCalls:
                 places,
                 exact=self._instances.known[instance].resumes_exactly,
                 replays=plan.replays,
+                load=plan.load,
                 has_rows=self._instances.known[instance].has_tier,
                 traceparent=None if span is None else span.traceparent,
             )
@@ -281,6 +282,7 @@ class AttemptCalls:
                     transfer,
                     exact=exact,
                     replays=plan.replays,
+                    load=plan.load if plan.prefill is None else None,
                     slot_token=slot,
                     has_rows=self._instances.known[plan.decode].has_tier,
                     traceparent=None if self._span is None else self._span.traceparent,
