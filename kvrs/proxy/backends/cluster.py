@@ -12,10 +12,11 @@ from kvrs.net.tls import Certificates
 from kvrs.protocol.instance import Role
 from kvrs.protocol.row_params import params_key
 from kvrs.proxy.backends.backend import Backend
+from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
 from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_model
 from kvrs.proxy.backends.pd import PdBackend
 from kvrs.proxy.backends.sglang import SglangBackend
-from kvrs.proxy.backends.vllm import ConfiguredIdentity, VllmBackend
+from kvrs.proxy.backends.vllm import VllmBackend
 from kvrs.proxy.wire.pool import Access, EngineLinks
 
 VLLM_API_KEY = "KVRS_VLLM_API_KEY"

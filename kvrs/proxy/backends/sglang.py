@@ -33,11 +33,11 @@ from kvrs.protocol.instance import (
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call, limited
+from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
 from kvrs.proxy.backends.idle_connection import IdleConnection
+from kvrs.proxy.backends.listed_models import ListedModels
 from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.sglang_legs import PrefillLeg, Window, with_both
-from kvrs.proxy.backends.vllm import ConfiguredIdentity
-from kvrs.proxy.backends.vllm_models import ListedModels
 from kvrs.proxy.wire.peer import UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.requests import CHAT

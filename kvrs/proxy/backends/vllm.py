@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from kvrs.errors import ConfigError, KvrsError, UpstreamError
-from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.ids import StreamId
 from kvrs.profiles.guess import guessed_prefill
 from kvrs.protocol.instance import (
     Capability,
@@ -34,11 +34,11 @@ from kvrs.protocol.instance import (
 from kvrs.protocol.row_params import MAX_AGENTS, PARAMS_FIELD, seal
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import BYTES_PER_ID, Call, limited
+from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
 from kvrs.proxy.backends.idle_connection import IdleConnection
-from kvrs.proxy.backends.model_files import ModelFiles
+from kvrs.proxy.backends.listed_models import ListedModels
 from kvrs.proxy.backends.vllm_identity import engine_mark
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
-from kvrs.proxy.backends.vllm_models import ListedModels
 from kvrs.proxy.backends.vllm_replay import with_replay
 from kvrs.proxy.backends.vllm_rows import RowLoads
 from kvrs.proxy.backends.vllm_server import VllmServer
@@ -73,19 +73,6 @@ _ABORTED_AFTER_S = 1.5
 
 class _Version(msgspec.Struct):
     version: str
-
-
-class ConfiguredIdentity(msgspec.Struct, frozen=True):
-    """Facts of an instance that it does not report: fields of the configuration, and the model's
-    files.
-    """
-
-    id: InstanceId
-    node: NodeId
-    role: Role
-    files: ModelFiles
-    hands_off: bool = True  # There are prefill instances.
-    served_name: str | None = None  # `cluster.served_name`.
 
 
 class VllmBackend(VllmServer):
@@ -150,8 +137,7 @@ class VllmBackend(VllmServer):
         self.engine_version = version.version
         listed = await self.control("GET", "/v1/models", None, ListedModels)
         name = identity.served_name
-        names = [model for model in listed.data if model.parent is None]
-        model = next((model for model in names if name in (None, model.id)), None)
+        model = listed.named(name)
         if model is None:
             what = "model" if name is None else f"{name!r}, which cluster.served_name asks for"
             raise UnusableError(f"its /v1/models names no {what}")

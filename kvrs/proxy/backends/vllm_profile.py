@@ -22,9 +22,9 @@ from kvrs.errors import ConfigError, UpstreamError
 from kvrs.profiles.schema import PrefillPoints, Profile
 from kvrs.profiles.writing import faults_of_out, write_profile
 from kvrs.proxy.backends.cluster import VLLM_API_KEY
+from kvrs.proxy.backends.listed_models import ListedModel, ListedModels
 from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_model
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
-from kvrs.proxy.backends.vllm_models import ListedModel, ListedModels
 
 SHORTEST_TOKENS, LONGEST_TOKENS = 128, 16_384
 _SHORTEST_OF_ALL = 16  # For a model that takes few tokens.

@@ -18,8 +18,9 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Role
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.bodies import decode_call
+from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
 from kvrs.proxy.backends.model_files import ModelFiles
-from kvrs.proxy.backends.vllm import ConfiguredIdentity, VllmBackend
+from kvrs.proxy.backends.vllm import VllmBackend
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.wire.requests import CHAT, read

@@ -1,4 +1,4 @@
-"""The models that a vLLM lists at `/v1/models`."""
+"""The models that a server lists at `/v1/models`."""
 
 import msgspec
 
