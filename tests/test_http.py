@@ -10,7 +10,7 @@ from aiohttp import web
 
 from kvrs.net import http
 from kvrs.net.connections import ConnectionLimits
-from kvrs.net.http_connection import retry_after
+from kvrs.net.routes import retry_after
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs_testkit.ports import client_of
 

@@ -39,10 +39,11 @@ TOO_LARGE = HttpRefusal(
 BROKEN_BODY = HttpRefusal(400, "the body is not valid HTTP: a chunk of it is malformed")
 BAD_EXPECT = HttpRefusal(417, "this Expect is not supported; allowed: '100-continue'")
 _URL_TOO_LONG = HttpRefusal(414, f"the URL is too long; allowed: {MOST_URL_BYTES} bytes")
-_BAD_LINE = HttpRefusal(400, "the first line is not that of an HTTP request")
+OLD_CHUNKS = HttpRefusal(400, "HTTP/1.0 has no Transfer-Encoding")
+BAD_LINE = HttpRefusal(400, "the first line is not that of an HTTP request")
 _BAD_URL = HttpRefusal(400, "the URL is not valid")
 _BAD_HEADER = HttpRefusal(400, "a header is not valid HTTP")
-_BAD_REQUEST = HttpRefusal(400, "the request is not valid HTTP")
+BAD_REQUEST = HttpRefusal(400, "the request is not valid HTTP")
 
 
 def no_note(status: int, headers: Mapping[str, str]) -> Mapping[str, str]:
@@ -55,7 +56,7 @@ def refusal_of(error: HttpProcessingError) -> HttpRefusal:
         case LineTooLong():
             return _URL_TOO_LONG if error.args[1] == MOST_URL_BYTES else TOO_LARGE
         case BadStatusLine():
-            return _BAD_LINE
+            return BAD_LINE
         case InvalidURLError():
             return _BAD_URL
         case InvalidHeader():
@@ -63,7 +64,7 @@ def refusal_of(error: HttpProcessingError) -> HttpRefusal:
         case _ if error.message.startswith("Too many headers"):
             return TOO_LARGE
         case _:
-            return _BAD_REQUEST
+            return BAD_REQUEST
 
 
 def are_too_large(headers: Iterable[tuple[bytes, bytes]]) -> bool:

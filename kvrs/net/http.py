@@ -9,34 +9,29 @@ import math
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
 
 from kvrs.errors import ConfigError, RequestError
+from kvrs.net import server
 from kvrs.net.broken_http import (
     MOST_HEAD_BYTES,
     MOST_HEADERS,
     MOST_URL_BYTES,
+    OLD_CHUNKS,
     TOO_LARGE,
     HttpRefusal,
-    NoteRefusal,
     are_too_large,
-    no_note,
 )
 from kvrs.net.connections import ConnectionLimits, Connections
-from kvrs.net.http_connection import (
-    LINGERING_S,
-    SERVER,
-    HttpConnection,
-    ReadingTurns,
-    WaitingTimes,
-    log,
-)
+from kvrs.net.http_connection import AiohttpConnection, log
 from kvrs.net.origins import refusal
-from kvrs.net.tls import Certificates, CountedProtocol, TlsServer, bind
+from kvrs.net.routes import SERVER
+from kvrs.net.server import LINGERING_S, ReadingTurns
+from kvrs.net.tls import Certificates, TlsServer
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.secrets import Scope, ScopedKey
 
@@ -46,79 +41,13 @@ MAX_BODY_BYTES = 64 << 20
 SHORTEST_WATCH_S = 0.02
 HEALTHZ = "/healthz"  # Answers to everyone, and says nothing but that.
 
-# A new connection has so long for its TLS hand-shake and again for the whole head of its first
-# request, and one that goes on for each further head, from its first byte.
-HEAD_S = 20.0
-_BACKLOG = 1024
 # Reading of a body that is not asked for yet stops at twice as much.
 _UNREAD_BYTES = 64 << 10
 
 # What only experiments and tests may do to a process.
 _OF_ADMIN = frozenset(("/kvrs/v1/faults", "/reset_prefix_cache"))
 
-_TLS_ONLY = error_body("this port speaks TLS only: use https://")
-_IN_PLAIN = (
-    b"HTTP/1.1 400 Bad Request\r\nServer: kvrs\r\nConnection: close\r\n"
-    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(_TLS_ONLY), _TLS_ONLY)
-)
-
 _WATCHES = web.AppKey("watches", set[asyncio.Task[None]])
-
-
-class DirectPaths(Protocol):
-    """Serves some of a port's requests without aiohttp's server: `kvrs/net/direct.py`."""
-
-    def connect(
-        self, full: Callable[[], Any], among: Connections, times: WaitingTimes
-    ) -> CountedProtocol: ...
-    async def close(self, timeout_s: float) -> None: ...
-
-
-class _Site(web.BaseSite):
-    """A listening socket whose connections are counted."""
-
-    __slots__ = ("_host", "_make", "_port", "_shared", "_tls")
-
-    def __init__(
-        self,
-        runner: web.AppRunner,
-        host: str,
-        port: int,
-        make: Callable[[], CountedProtocol],
-        tls: Certificates | None,
-        *,
-        shared: bool,
-    ) -> None:
-        super().__init__(runner, backlog=_BACKLOG)
-        self._shared = shared
-        self._host = host
-        self._port = port
-        self._make = make
-        self._tls = tls
-
-    @property
-    def name(self) -> str:
-        return f"{'http' if self._tls is None else 'https'}://{self._host}:{self._port}"
-
-    async def start(self) -> None:
-        await super().start()
-        loop = asyncio.get_running_loop()
-        host, port = self._host, self._port
-        if self._tls is None:
-            make = cast(Callable[[], asyncio.Protocol], self._make)
-            server = await loop.create_server(
-                make, host, port, backlog=_BACKLOG, reuse_port=self._shared
-            )
-        else:
-            sockets = await bind(host, port, _BACKLOG, shared=self._shared)
-            made = TlsServer(sockets, self._tls, self._make, HEAD_S, _IN_PLAIN)
-            server = cast(asyncio.Server, made)
-        self._server = server
-        self._port = server.sockets[0].getsockname()[1]
-
-    @property
-    def port(self) -> int:
-        return self._port
 
 
 class HttpPort:
@@ -135,24 +64,15 @@ class HttpPort:
         names: Collection[str] | None,
         keys: Sequence[ScopedKey] = (),
         tls: Certificates | None = None,
-        direct: DirectPaths | None = None,
-        idle_s: float | None = None,
-        note_refusal: NoteRefusal = no_note,
     ) -> None:
         """`names`: of this machine, for a port where requests of web pages are refused; None: a
         port for clients. `keys`: of the scopes that clients may prove at the start of a connection.
-        `tls`: nothing but TLS is spoken. `idle_s`: how long a connection may be without a request
-        after one; None: as long as a head may take. `note_refusal` is told of each
-        request that no handler of `app` sees.
+        `tls`: nothing but TLS is spoken.
         """
         self._tls = tls
-        self._direct = direct
-        self._idle_s = idle_s
-        self._note_refusal = note_refusal
-        self._shutdown_timeout_s = shutdown_timeout_s
         if names is not None:
             app.middlewares.insert(0, _refuse_pages({name.lower() for name in names}))
-        app.middlewares.insert(0, _begin(note_refusal))
+        app.middlewares.insert(0, _begin)
         app.on_response_prepare.append(_name_server)
         self._keys = keys
         # A client that leaves cancels its handler.
@@ -160,7 +80,7 @@ class HttpPort:
             app, handler_cancellation=True, shutdown_timeout=shutdown_timeout_s
         )
         self._connections = Connections(limits)
-        self._site: _Site | None = None
+        self._listening: asyncio.Server | TlsServer | None = None
         self.port = 0  # The one that is bound.
 
     async def open(self, host: str, port: int, *, shared: bool = False) -> int:
@@ -172,15 +92,14 @@ class HttpPort:
         """
         await self._runner.setup()
         assert self._runner.server is not None
-        times = WaitingTimes(HEAD_S, HEAD_S if self._idle_s is None else self._idle_s)
         # Bodies are not inflated: that would happen before the request is authenticated.
-        full = partial(
-            HttpConnection,
+        make = partial(
+            AiohttpConnection,
             self._runner.server,
             self._connections,
             ReadingTurns(),
             self._keys,
-            times,
+            server.HEAD_S,
             loop=asyncio.get_running_loop(),
             access_log=None,
             logger=log,
@@ -190,25 +109,15 @@ class HttpPort:
             max_line_size=MOST_URL_BYTES,
             max_field_size=MOST_HEAD_BYTES,
             max_headers=MOST_HEADERS,
-            note_refusal=self._note_refusal,
         )
-        make: Callable[[], CountedProtocol] = full
-        if self._direct is not None:
-            make = partial(self._direct.connect, full, self._connections, times)
-        self._site = site = _Site(self._runner, host, port, make, self._tls, shared=shared)
-        await site.start()
-        self.port = site.port
+        self._listening = await server.listen(host, port, make, self._tls, shared=shared)
+        self.port = self._listening.sockets[0].getsockname()[1]
         return self.port
-
-    @property
-    def busy(self) -> int:
-        """Connections with a request that is not answered yet."""
-        return self._connections.busy
 
     async def stop_listening(self) -> None:
         """Take no further connections; those that are open go on."""
-        if self._site is not None and self._site in self._runner.sites:
-            await self._site.stop()
+        if self._listening is not None:
+            self._listening.close()
 
     def abort(self) -> None:
         """Close all connections at once."""
@@ -216,8 +125,7 @@ class HttpPort:
 
     async def close(self) -> None:
         """End all requests, after the time for the last words of each."""
-        if self._direct is not None:
-            await self._direct.close(self._shutdown_timeout_s)
+        await self.stop_listening()
         await self._runner.cleanup()
 
 
@@ -225,39 +133,35 @@ async def _name_server(_: web.Request, response: web.StreamResponse) -> None:
     response.headers.setdefault("Server", SERVER)
 
 
-def _begin(note_refusal: NoteRefusal) -> Middleware:
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Keep the connection from being closed for another, and refuse what aiohttp accepts and
-        is beyond the limits, or is read in another way by other servers: behind a proxy in front, a
-        request could be smuggled in it.
-        """
-        if isinstance(request.protocol, HttpConnection):
-            request.protocol.idle_since_s = None
-        if (refused := _refusal(request)) is not None:
-            response = error(*refused)
-            response.headers.update(note_refusal(refused.status, request.headers))
-            response.force_close()
-            if isinstance(request.protocol, HttpConnection):
-                request.protocol.drop_rest()
-            return response
-        try:
-            return await handler(request)
-        except web.HTTPClientError as fault:  # No such path or method, or a body that is too large.
-            response = error(fault.status, f"{request.method} {request.path:.200}: {fault.reason}")
-            for name in ("Allow", "X-Request-Id", "Access-Control-Allow-Origin", "Vary"):
-                if name in fault.headers:
-                    response.headers[name] = fault.headers[name]
-            return response
-
-    return middleware
+@web.middleware
+async def _begin(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Keep the connection from being closed for another, and refuse what aiohttp accepts and is
+    beyond the limits, or is read in another way by other servers: behind a proxy in front, a
+    request could be smuggled in it.
+    """
+    if isinstance(request.protocol, AiohttpConnection):
+        request.protocol.idle_since_s = None
+    if (refused := _refusal(request)) is not None:
+        response = error(*refused)
+        response.force_close()
+        if isinstance(request.protocol, AiohttpConnection):
+            request.protocol.drop_rest()
+        return response
+    try:
+        return await handler(request)
+    except web.HTTPClientError as fault:  # No such path or method, or a body that is too large.
+        response = error(fault.status, f"{request.method} {request.path:.200}: {fault.reason}")
+        for name in ("Allow", "X-Request-Id", "Access-Control-Allow-Origin", "Vary"):
+            if name in fault.headers:
+                response.headers[name] = fault.headers[name]
+        return response
 
 
 def _refusal(request: web.Request) -> HttpRefusal | None:
     if are_too_large(request.raw_headers):
         return TOO_LARGE
     if request.version < HttpVersion11 and "Transfer-Encoding" in request.headers:
-        return HttpRefusal(400, "HTTP/1.0 has no Transfer-Encoding")
+        return OLD_CHUNKS
     return None
 
 
@@ -324,7 +228,7 @@ def _authenticate(scope: Scope) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         due = Scope.ADMIN if request.path in _OF_ADMIN else scope
-        proved = request.protocol.scope if isinstance(request.protocol, HttpConnection) else None
+        proved = request.protocol.scope if isinstance(request.protocol, AiohttpConnection) else None
         if proved is not due and request.path != HEALTHZ:
             return error(
                 401,

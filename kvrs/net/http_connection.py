@@ -2,11 +2,9 @@
 
 import asyncio
 import logging
-import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
@@ -19,20 +17,13 @@ from kvrs.net.broken_http import (
     MOST_HEAD_BYTES,
     MOST_URL_BYTES,
     HttpRefusal,
-    NoteRefusal,
     refusal_of,
 )
 from kvrs.net.connections import Connections
-from kvrs.protocol.openai.chunks import error_body
+from kvrs.net.routes import SERVER, refused
+from kvrs.net.server import LINGERING_S, MUCH_BYTES, ReadingTurns, address_of, refuse
 from kvrs.protocol.proof import NONCE_BYTES, ProofError, ServerProof
 from kvrs.protocol.secrets import Scope, ScopedKey
-
-SERVER = "kvrs"  # In every response, without versions.
-_FULL = error_body("too many connections are open", kind="server_error")
-_REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nServer: kvrs\r\nRetry-After: %s\r\nConnection: close\r\n"
-    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
-)
 
 
 class _BrokenHttp(logging.Filter):
@@ -53,52 +44,12 @@ log = logging.getLogger(__name__)
 log.addFilter(_BrokenHttp())
 
 
-LINGERING_S = 2.0  # For the rest of a request that was refused.
-
-# A connection that has brought so much in one read waits for its turn before the next one, of
-# which there are so many in each turn of the event loop: about a millisecond's work.
-_MUCH_BYTES = 16 << 10
-_READS_AT_ONCE = 4
-
-
-class WaitingTimes(NamedTuple):
-    """How long a connection is waited for without a request that is whole."""
-
-    head_s: float  # For a head: the first one from its connection on, others from their first byte.
-    idle_s: float  # For a further request, until its first byte.
-
-
-class ReadingTurns:
-    """The turns of a port's connections that bring much: what they bring together would otherwise
-    keep all others from the event loop.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[HttpConnection, None] = {}
-
-    def wait(self, connection: "HttpConnection") -> None:
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._next)
-        self._waiting[connection] = None
-
-    def _next(self) -> None:
-        for connection in [*islice(self._waiting, _READS_AT_ONCE)]:
-            del self._waiting[connection]
-            connection.read_on()
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._next)
-
-
-class HttpConnection(web.RequestHandler):
-    """A connection that counts. `scope` is the one of which the client has proved the key.
-    `room_changed` is called with whether its client reads as fast as is written to it,
-    `data_came` when something of the request's body may have come.
-    """
+class AiohttpConnection(web.RequestHandler):
+    """A connection that counts. `scope` is the one of which the client has proved the key."""
 
     __slots__ = (
         *("_abort", "_among", "_body", "_has_begun_head", "_head_bytes", "_head_s", "_is_broken"),
-        *("_note_refusal", "_proof", "_taken", "_turns", "_waits"),
-        *("address", "data_came", "idle_since_s", "scope", "room_changed"),
+        *("_proof", "_taken", "_turns", "_waits", "address", "idle_since_s", "scope"),
     )
 
     def __init__(
@@ -107,13 +58,11 @@ class HttpConnection(web.RequestHandler):
         among: Connections,
         turns: ReadingTurns,
         keys: Sequence[ScopedKey],
-        times: WaitingTimes,
-        note_refusal: NoteRefusal,
+        head_s: float,
         **settings: Any,
     ) -> None:
-        super().__init__(server, keepalive_timeout=times.idle_s, **settings)
-        self._head_s = times.head_s
-        self._note_refusal = note_refusal
+        super().__init__(server, keepalive_timeout=head_s, **settings)
+        self._head_s = head_s
         self._has_begun_head = False  # Of the request that is waited for, something has come.
         self._head_bytes = 0  # Of a head, of which the end has not come.
         self._body: StreamReader = EMPTY_PAYLOAD  # Of the last request whose head is whole.
@@ -125,8 +74,6 @@ class HttpConnection(web.RequestHandler):
         self.address = ""
         self.idle_since_s: float | None = self._loop.time()  # None: it has a request.
         self.scope: Scope | None = None
-        self.room_changed: Callable[[bool], None] | None = None
-        self.data_came: Callable[[], None] | None = None
         self._taken: asyncio.Transport | None = None
         self._abort: Callable[[], object] | None = None
 
@@ -147,13 +94,6 @@ class HttpConnection(web.RequestHandler):
         self._taken = transport
         super().connection_made(transport)
         self._await_head(self._loop.time() + self._head_s)
-
-    def take_over(self, transport: asyncio.Transport, head_until_s: float) -> None:
-        """Begin as `connection_made` does, for a connection that has been open: it must have a
-        whole head until then.
-        """
-        self.connection_made(transport)
-        self._await_head(head_until_s)
 
     def _await_head(self, until_s: float) -> None:
         """Close the connection then, unless a whole head comes before."""
@@ -176,11 +116,9 @@ class HttpConnection(web.RequestHandler):
             self._note_request()
         elif is_head:
             self._note_head(len(data))
-        if self.data_came is not None:
-            self.data_came()
         if not self._has_begun_head and self._waiter is not None and not self._waiter.done():
             self._await_head(self._loop.time() + self._head_s)
-        if len(data) >= _MUCH_BYTES and self.scope is None and not self._waits:
+        if len(data) >= MUCH_BYTES and self.scope is None and not self._waits:
             self._waits = True
             self._pause_transport_reading()
             self._turns.wait(self)
@@ -226,15 +164,12 @@ class HttpConnection(web.RequestHandler):
         """Answer in the form of the OpenAI API, without bytes of the request."""
         super().handle_error(request, status, exc, message)
         if isinstance(exc, HttpProcessingError):
-            return self._refused(refusal_of(exc), {})
+            return _closing(refusal_of(exc))
         if isinstance(exc, RequestPayloadError):
             return _closing(BROKEN_BODY)
         return _closing(HttpRefusal(status, "the server failed; its log says more"))
 
-    def _refused(self, refusal: HttpRefusal, headers: Mapping[str, str]) -> web.Response:
-        return _closing(refusal, self._note_refusal(refusal.status, headers))
-
-    def read_on(self) -> None:
+    def has_turn(self) -> None:
         """Its turn has come."""
         self._waits = False
         if not self._reading_paused and not self._buffer_paused:
@@ -266,16 +201,6 @@ class HttpConnection(web.RequestHandler):
         if self._taken is not None:
             super().connection_lost(exc)
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self.room_changed is not None:
-            self.room_changed(False)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self.room_changed is not None:
-            self.room_changed(True)
-
     def abort(self) -> None:
         if self._taken is not None:
             self._taken.abort()
@@ -286,7 +211,7 @@ class HttpConnection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         if isinstance(resp, web.HTTPExpectationFailed):  # aiohttp's, before any handler.
-            resp = self._refused(BAD_EXPECT, request.headers)
+            resp = _closing(BAD_EXPECT)
         if not resp.prepared:
             resp.headers.setdefault("Server", SERVER)
         try:
@@ -307,29 +232,9 @@ class HttpConnection(web.RequestHandler):
         await asyncio.sleep(LINGERING_S)
 
 
-def _closing(refusal: HttpRefusal, headers: Mapping[str, str] | None = None) -> web.Response:
+def _closing(refusal: HttpRefusal) -> web.Response:
     """The last response of a connection."""
-    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
-    body = error_body(refusal.message, kind=kind)
-    response = web.Response(
-        status=refusal.status, body=body, content_type="application/json", headers=headers
-    )
+    made = refused(refusal, {})
+    response = web.Response(status=made.status, body=made.body, headers=made.headers)
     response.force_close()
     return response
-
-
-def address_of(transport: asyncio.Transport) -> str:
-    return str((transport.get_extra_info("peername") or ("",))[0])
-
-
-def refuse(transport: asyncio.Transport) -> None:
-    """The port has no room for the connection."""
-    transport.write(_REFUSAL % (retry_after(1.0).encode(), len(_FULL), _FULL))
-    transport.close()
-
-
-def retry_after(seconds: float) -> str:
-    """A value for `Retry-After`: so long, or up to 2 s longer, so that clients that were refused
-    together do not come back together.
-    """
-    return str(max(1, math.ceil(seconds)) + secrets.randbelow(3))

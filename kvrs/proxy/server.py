@@ -22,9 +22,8 @@ from kvrs.errors import ConfigError
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.parameters import Parameters
 from kvrs.ids import NodeId
-from kvrs.net.broken_http import no_note
-from kvrs.net.direct import DirectServer
 from kvrs.net.http import HttpPort, naming_port
+from kvrs.net.server import HttpServer
 from kvrs.process.garbage import keep_what_is_there
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_keys
 from kvrs.proxy.api.admin import Admin, AdminSource
@@ -75,7 +74,7 @@ class Proxy:
         self._links: ProxyLinks | None = None
         self._parts: Parts | None = None  # None: it could not be assembled.
         self._membership: Membership | None = None
-        self._ports: list[HttpPort] = []
+        self._ports: list[HttpPort | HttpServer] = []
         self._background: list[asyncio.Task[None]] = []
         self._told_s: float | None = None  # When the peers were told that this proxy is to end.
         self.port = 0
@@ -150,9 +149,17 @@ class Proxy:
         ]
 
     async def _listen_to_clients(self) -> None:
-        api, observer = self.parts.api, self.parts.observer
-        direct = api.direct(observer)
-        self.port = await self._listen(api.application(observer), "port", direct=direct)
+        observer = self.parts.observer
+        server = HttpServer(
+            self.parts.api.routes(),
+            observer.answer,
+            observer.note_refusal,
+            self._capacity.clients,
+            idle_s=IDLE_TIMEOUT_S,
+            shutdown_timeout_s=_FLUSH_TIMEOUT_S,
+            tls=self._tls.port,
+        )
+        self.port = await self._open(server, "port")
 
     async def _listen_to_operators(self, parts: Parts) -> None:
         source = AdminSource(
@@ -257,6 +264,8 @@ class Proxy:
             await parts.driver.close()
         for port in self._ports:
             await port.close()
+        if parts is not None:
+            await parts.api.responses.close()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -285,29 +294,20 @@ class Proxy:
         tenants = {"tenants": parts.tenants.describe()}
         return identity | self.reloads.describe() | parts.mirror.describe() | tenants
 
-    async def _listen(
-        self,
-        app: web.Application,
-        key: str,
-        keys: Sequence[ScopedKey] = (),
-        direct: DirectServer | None = None,
-    ) -> int:
-        host = getattr(self._config.proxy, HOST_OF_PORT[key])
-        port = getattr(self._config.proxy, key)
-        is_for_clients = key == "port"
-        limits = self._capacity.clients if is_for_clients else self._capacity.others
-        names = None if is_for_clients else {host, *self._config.security.hosts}
-        listening = HttpPort(
+    async def _listen(self, app: web.Application, key: str, keys: Sequence[ScopedKey] = ()) -> int:
+        port = HttpPort(
             app,
-            limits,
+            self._capacity.others,
             shutdown_timeout_s=_FLUSH_TIMEOUT_S,
-            names=names,
+            names={getattr(self._config.proxy, HOST_OF_PORT[key]), *self._config.security.hosts},
             keys=keys,
             tls=getattr(self._tls, key),
-            direct=direct,
-            idle_s=IDLE_TIMEOUT_S if is_for_clients else None,
-            note_refusal=self.parts.observer.note_refusal if is_for_clients else no_note,
         )
+        return await self._open(port, key)
+
+    async def _open(self, listening: HttpPort | HttpServer, key: str) -> int:
+        host = getattr(self._config.proxy, HOST_OF_PORT[key])
+        port = getattr(self._config.proxy, key)
         self._ports.append(listening)
         try:
             return await listening.open(host, port, shared=self._supervisor is not None)

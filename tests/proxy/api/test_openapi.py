@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvrs.errors import UnknownFieldError
+from kvrs.net.server import HttpServer
 from kvrs.protocol.openai.requests import LOGPROBS_RANGE, RANGES, ChatRequest, CompletionRequest
 from kvrs.protocol.openai.responses import parse_response_request
 from kvrs.proxy.api.generate import ALLOWED
@@ -49,14 +50,14 @@ def value(draw: Random, depth: int = 0) -> Any:
 
 def served_paths(proxy: Proxy, is_admin: bool) -> set[tuple[str, str]]:
     """Method and path of every route of a port."""
-    (app,) = [
-        port._runner.app
-        for port in proxy._ports
-        if port.port == (proxy.admin_port if is_admin else proxy.port)
+    (port,) = [
+        port for port in proxy._ports if port.port == (proxy.admin_port if is_admin else proxy.port)
     ]
+    if isinstance(port, HttpServer):
+        return {(method.lower(), path) for method, path in port.routes.served if method != "HEAD"}
     return {
         (route.method.lower(), str(route.resource.canonical))
-        for route in app.router.routes()
+        for route in port._runner.app.router.routes()
         if route.resource is not None and route.method != "HEAD"
     }
 
