@@ -10,9 +10,8 @@ import pytest
 
 from kvrs.errors import RequestError
 from kvrs.net import server
-from kvrs.net.broken_http import MOST_HEAD_BYTES, MOST_HEADERS, HttpRefusal, no_note
 from kvrs.net.connections import ConnectionLimits
-from kvrs.net.http_request import parse_usual
+from kvrs.net.http_request import MOST_HEAD_BYTES, MOST_HEADERS, HttpRefusal, no_note, parse_usual
 from kvrs.net.routes import Handler, Request, Response, Routes, refused
 from kvrs.net.server import HttpServer
 

@@ -13,9 +13,8 @@ from multidict import CIMultiDict
 
 from kvrs.errors import RequestError
 from kvrs.net import http_request
-from kvrs.net.broken_http import OLD_CHUNKS, no_note
 from kvrs.net.connections import ConnectionLimits
-from kvrs.net.http_request import parse_usual
+from kvrs.net.http_request import OLD_CHUNKS, no_note, parse_usual
 from kvrs.net.routes import Request, Response, Routes
 from kvrs.net.server import HttpConnection, HttpServer
 

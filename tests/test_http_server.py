@@ -11,8 +11,8 @@ import pytest
 
 from kvrs.errors import RequestError
 from kvrs.net import server
-from kvrs.net.broken_http import no_note
 from kvrs.net.connections import ConnectionLimits
+from kvrs.net.http_request import no_note
 from kvrs.net.routes import Handler, Request, Response, Routes
 from kvrs.net.server import ClosingLine, HttpConnection, HttpServer, ReadingTurns
 
@@ -159,11 +159,11 @@ async def test_a_response_to_head_has_no_body() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
         writer.write(head + WHOLE)
         first = await reader.readuntil(b"\r\n\r\n")
-        found = await bodies(reader, 1)
+        second = await reader.readuntil(b'{"a": 1}')
         writer.close()
 
     assert b"Content-Length: 2\r\n" in first
-    assert found == [b'{"a": 1}']
+    assert second.startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -332,7 +332,8 @@ async def test_a_further_head_that_drips_ends_its_connection(
                     await asyncio.sleep(0.02)
                     if reader.at_eof():
                         break
-        assert await reader.read() == b""
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
         writer.close()
 
 
@@ -419,7 +420,7 @@ async def test_few_connections_that_bring_much_read_in_one_turn() -> None:
             read.append(self.number)
 
     for number in range(9):
-        turns.wait(Noting(number))
+        turns.wait(cast(HttpConnection, Noting(number)))
     counts = []
     for _ in range(3):
         await asyncio.sleep(0)
@@ -433,8 +434,8 @@ async def test_a_body_that_brings_much_waits_for_its_turns() -> None:
     waited: list[HttpConnection] = []
 
     class Holding(ReadingTurns):
-        def wait(self, connection: server.WaitingReader) -> None:
-            waited.append(cast(HttpConnection, connection))
+        def wait(self, connection: HttpConnection) -> None:
+            waited.append(connection)
 
     body, turns = b" " * (1 << 22), 0
     async with opened() as port:

@@ -3,33 +3,57 @@
 The usual head is found again by its bytes: POST, HTTP/1.1, a body with its length. Every other one
 is parsed by aiohttp's parser, up to its end and no further, so that each body is found here: by its
 length, or by its chunks.
+
+What is refused here is refused in words of its own. The errors of aiohttp's parser quote the bytes
+that they found, which may be of a prompt or a key.
 """
 
 import asyncio
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp.base_protocol import BaseProtocol
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_exceptions import (
+    BadStatusLine,
+    HttpProcessingError,
+    InvalidHeader,
+    InvalidURLError,
+    LineTooLong,
+)
 from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from kvrs.net.broken_http import (
-    BAD_EXPECT,
-    BAD_LINE,
-    BAD_REQUEST,
-    MOST_HEAD_BYTES,
-    MOST_HEADERS,
-    MOST_URL_BYTES,
-    OLD_CHUNKS,
-    TOO_LARGE,
-    HttpRefusal,
-    are_too_large,
-    refusal_of,
+# Of all headers together: names, values, and four bytes for each line. 32 kB are for those of the
+# client and of gateways (tokens, cookies), the rest is for what every request has.
+MOST_HEAD_BYTES = 33 << 10
+MOST_HEADERS = 128
+MOST_URL_BYTES = 8190
+
+# Notes a request with this status and these headers, which are none where they are not known;
+# returns headers for its answer.
+NoteRefusal = Callable[[int, Mapping[str, str]], Mapping[str, str]]
+
+
+class HttpRefusal(NamedTuple):
+    status: int
+    message: str
+
+
+TOO_LARGE = HttpRefusal(
+    431,
+    f"the headers are too large; allowed: {MOST_HEADERS}, of {MOST_HEAD_BYTES} bytes in all",
 )
+BROKEN_BODY = HttpRefusal(400, "the body is not valid HTTP: a chunk of it is malformed")
+BAD_EXPECT = HttpRefusal(417, "this Expect is not supported; allowed: '100-continue'")
+_URL_TOO_LONG = HttpRefusal(414, f"the URL is too long; allowed: {MOST_URL_BYTES} bytes")
+OLD_CHUNKS = HttpRefusal(400, "HTTP/1.0 has no Transfer-Encoding")
+BAD_LINE = HttpRefusal(400, "the first line is not that of an HTTP request")
+_BAD_URL = HttpRefusal(400, "the URL is not valid")
+_BAD_HEADER = HttpRefusal(400, "a header is not valid HTTP")
+BAD_REQUEST = HttpRefusal(400, "the request is not valid HTTP")
 
 _END_OF_HEAD = b"\r\n\r\n"
 # A path with a query or an escape is for the parser.
@@ -47,10 +71,15 @@ NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
 _NO_QUERY: Mapping[str, str] = {}
 
 _CHUNK = re.compile(rb"([0-9a-fA-F]{1,15})(?:;[\t -~\x80-\xff]*)?")
+_USUAL_CHUNK = re.compile(rb"([0-9a-fA-F]{1,7})\r\n")
 _TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t -~\x80-\xff]*")
 _MOST_LINE_BYTES = 4096  # Of the line before a chunk, or of one behind the last.
 # Smaller pieces of a body are put together to such parts.
 _PART_BYTES = 16 << 10
+
+
+def no_note(status: int, headers: Mapping[str, str]) -> Mapping[str, str]:
+    return {}
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -174,7 +203,7 @@ class HeadReader:
             try:
                 messages, _, _ = self._parser.feed_data(piece)
             except HttpProcessingError as error:
-                refusal = refusal_of(error)
+                refusal = _refusal_of(error)
                 raise BrokenRequestError(refusal, cause=type(error).__name__) from None
             if messages:
                 # None begins in what the parser takes for the body, or for a further request.
@@ -188,12 +217,29 @@ class HeadReader:
         return None
 
 
+def _refusal_of(error: HttpProcessingError) -> HttpRefusal:
+    """The refusal of what aiohttp's parser could not read."""
+    match error:
+        case LineTooLong():
+            return _URL_TOO_LONG if error.args[1] == MOST_URL_BYTES else TOO_LARGE
+        case BadStatusLine():
+            return BAD_LINE
+        case InvalidURLError():
+            return _BAD_URL
+        case InvalidHeader():
+            return _BAD_HEADER
+        case _ if error.message.startswith("Too many headers"):
+            return TOO_LARGE
+        case _:
+            return BAD_REQUEST
+
+
 def _read(message: RawRequestMessage) -> tuple[Head, int]:
     """The head, and the length of its body; raises BrokenRequestError."""
     headers, minor_version = message.headers, message.version.minor
     if message.version.major != 1 or minor_version > 1:
         raise BrokenRequestError(BAD_LINE, headers)
-    if are_too_large(message.raw_headers):
+    if sum(len(name) + len(value) + 4 for name, value in message.raw_headers) > MOST_HEAD_BYTES:
         raise BrokenRequestError(TOO_LARGE, headers)
     if not minor_version and "Transfer-Encoding" in headers:
         # Other servers read it in another way: a request could be smuggled in its body.
@@ -293,6 +339,8 @@ class Body:
                 if self._left:
                     break
                 self._is_behind_chunk = True
+            elif not self._is_behind_chunk and not self._in_trailers:
+                at = self._feed_whole_chunks(data, at)
             if (end := data.find(b"\r\n", at)) < 0:
                 self._line = data[at:]
                 self.is_broken = len(self._line) > _MOST_LINE_BYTES
@@ -300,6 +348,18 @@ class Body:
             self._take_line(data[at:end])
             at = end + 2
         return len(data) - at if self.is_over else 0
+
+    def _feed_whole_chunks(self, data: bytes, at: int) -> int:
+        """Take the usual chunks that begin here and are whole; return where the last one ends."""
+        pieces = []
+        while (match := _USUAL_CHUNK.match(data, at)) is not None:
+            end = (start := match.end()) + int(match[1], 16)
+            if start == end or data[end : end + 2] != b"\r\n":
+                break
+            pieces.append(data[start:end])
+            at = end + 2
+        self._add(b"".join(pieces))
+        return at
 
     def _take_line(self, line: bytes) -> None:
         """A whole line between chunks."""

@@ -1,9 +1,11 @@
 """Requests and responses of the HTTP server, and the table of what serves them."""
 
+import asyncio
 import math
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from http.client import responses
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,8 +15,7 @@ from aiohttp.helpers import rfc822_formatted_time
 from multidict import CIMultiDictProxy
 
 from kvrs.errors import RequestError
-from kvrs.net.broken_http import BROKEN_BODY, HttpRefusal
-from kvrs.net.http_request import Body
+from kvrs.net.http_request import BROKEN_BODY, Body, HttpRefusal
 from kvrs.process.eager_task import Signal
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.openai.structure import BYTE_ORDER_MARK
@@ -62,7 +63,7 @@ class Request(msgspec.Struct, eq=False):
         body, over = self.coming, Signal[RequestError | None]()
         if body is None:
             return self.body
-        body.changed = came = partial(_came, body, over, check or partial(_check_size, body))
+        body.changed = came = partial(_came, body, over, check or partial(_check_size, self))
         self.connection.want_body()
         try:
             came()
@@ -92,8 +93,9 @@ def _came(body: Body, over: Signal[RequestError | None], check: Callable[[], Non
             over.set_result(None)
 
 
-def _check_size(body: Body) -> None:
-    if body.received_bytes > MAX_BODY_BYTES:
+def _check_size(request: Request) -> None:
+    assert request.coming is not None
+    if max(request.coming.received_bytes, request.content_length or 0) > MAX_BODY_BYTES:
         raise RequestError(f"the body must be at most {MAX_BODY_BYTES} bytes", status=413)
 
 
@@ -108,6 +110,7 @@ class Response(msgspec.Struct, eq=False):
 WRITTEN = Response(body=None)
 
 Handler = Callable[[Request], Awaitable[Response]]
+Step = Callable[[Request, Handler], Awaitable[Response]]  # Around a handler.
 
 
 class ServedRoute(NamedTuple):
@@ -117,10 +120,15 @@ class ServedRoute(NamedTuple):
 
 class Routes:
     """The handlers of a port by method and path. In a path `{name}` is a part of it, and
-    `{name:.+}` may be several.
+    `{name:.+}` may be several. `steps` are taken around each handler, in this order, and `beside`
+    is entered while the port is open.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *steps: Step) -> None:
+        self.steps = steps
+        self.beside: list[AbstractAsyncContextManager[None]] = []
+        # Streams of reports, which never end by themselves.
+        self.watches: set[asyncio.Task[Any]] = set()
         self.exact: dict[tuple[str, str], ServedRoute] = {}
         self._patterns: list[tuple[str, re.Pattern[str], ServedRoute]] = []
 
@@ -142,6 +150,11 @@ class Routes:
                 self.exact[each, path] = route
             else:
                 self._patterns.append((each, re.compile(pattern), route))
+
+    def cut_watches(self) -> None:
+        """End all watch streams: to the watchers, what served here is gone."""
+        for watch in self.watches:
+            watch.cancel()
 
     def find(self, method: str, path: str) -> tuple[ServedRoute, Mapping[str, str]]:
         if (found := self.exact.get((method, path))) is not None:
@@ -167,25 +180,28 @@ def _not_served(allowed: Collection[str]) -> Handler:
     return refuse
 
 
-def written(response: Response, request: Request | None = None, *, keeps_open: bool) -> bytes:
-    """The bytes of a response; `request`: None, where it has not been read."""
-    body = response.body or b""
+def head_of(
+    status: int, fields: Mapping[str, str], request: Request | None, *, keeps_open: bool
+) -> bytes:
+    """The head of a response; `request`: None, where it has not been read."""
     is_old = request is not None and not request.minor_version
-    fields = {
-        **response.headers,
-        "Content-Length": str(len(body)),
-        "Date": rfc822_formatted_time(),
-        "Server": SERVER,
-    }
-    if not keeps_open:
-        fields["HttpConnection"] = "close"
-    elif is_old:
-        fields["HttpConnection"] = "keep-alive"
-    version = "1.0" if is_old else "1.1"
-    lines = [f"HTTP/{version} {response.status} {responses.get(response.status, '')}"]
+    lines = [f"HTTP/1.{0 if is_old else 1} {status} {responses.get(status, '')}"]
     lines += [f"{name}: {value}" for name, value in fields.items()]
-    is_head = request is not None and request.method == "HEAD"
-    return ("\r\n".join(lines) + "\r\n\r\n").encode() + (b"" if is_head else body)
+    lines += [f"Date: {rfc822_formatted_time()}", f"Server: {SERVER}"]
+    if not keeps_open:
+        lines.append("Connection: close")
+    elif is_old:
+        lines.append("Connection: keep-alive")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def written(response: Response, request: Request | None = None, *, keeps_open: bool) -> bytes:
+    """The bytes of a response; `request`: as of `head_of`."""
+    body, fields = response.body or b"", response.headers
+    if response.status != 204:
+        fields = {**fields, "Content-Length": str(len(body))}
+    head = head_of(response.status, fields, request, keeps_open=keeps_open)
+    return head if request is not None and request.method == "HEAD" else head + body
 
 
 def refused(refusal: HttpRefusal, headers: Mapping[str, str]) -> Response:

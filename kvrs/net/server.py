@@ -4,19 +4,23 @@ last byte; a body that is still coming is read by its handler.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
 from itertools import islice
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from aiohttp.tcp_helpers import tcp_keepalive
 
-from kvrs.net.broken_http import NoteRefusal
 from kvrs.net.connections import ConnectionLimits, Connections
 from kvrs.net.http_request import (
     Body,
     BrokenRequestError,
     Head,
     HeadReader,
+    HttpRefusal,
+    NoteRefusal,
     parse_usual,
 )
 from kvrs.net.routes import (
@@ -32,8 +36,9 @@ from kvrs.net.routes import (
 from kvrs.net.tls import Certificates, CountedProtocol, TlsServer, bind
 from kvrs.process.eager_task import EagerTask
 from kvrs.process.large_work import LARGE_BYTES
-from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.openai.structure import BYTE_ORDER_MARK
+from kvrs.protocol.proof import NONCE_BYTES, ProofError, ServerProof
+from kvrs.protocol.secrets import Scope, ScopedKey
 
 log = logging.getLogger(__name__)
 
@@ -45,21 +50,13 @@ LINGERING_S = 2.0  # For the rest of a request that was answered before it was w
 _BACKLOG = 1024
 _MAX_PIPELINED_BYTES = 64 << 10  # Of requests behind the one that is served.
 _UNREAD_BYTES = 128 << 10  # Of a body for which its handler has not asked.
-# A connection that has brought so much of a body in one read waits for its turn before the next
-# one, of which there are so many in each turn of the event loop: about a millisecond's work.
-MUCH_BYTES = 16 << 10
+# A stranger's connection that has brought so much of a body in one read waits for its turn before
+# the next one, of which there are so many in each turn of the event loop: a millisecond's work.
+_MUCH_BYTES = 16 << 10
 _READS_AT_ONCE = 4
 
-_FULL = error_body("too many connections are open", kind="server_error")
-_REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nServer: kvrs\r\nRetry-After: %s\r\nConnection: close\r\n"
-    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
-)
-_TLS_ONLY = error_body("this port speaks TLS only: use https://")
-_IN_PLAIN = (
-    b"HTTP/1.1 400 Bad Request\r\nServer: kvrs\r\nConnection: close\r\n"
-    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(_TLS_ONLY), _TLS_ONLY)
-)
+_FULL = HttpRefusal(503, "too many connections are open")
+_TLS_ONLY = HttpRefusal(400, "this port speaks TLS only: use https://")
 _GO_ON = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -91,21 +88,15 @@ class ClosingLine(dict["HttpConnection", float]):
             self.look.cancel()
 
 
-class WaitingReader(Protocol):
-    """A connection that waits for its turn to read."""
-
-    def has_turn(self) -> None: ...
-
-
 class ReadingTurns:
     """The turns of a port's connections that bring much: what they bring together would otherwise
     keep all others from the event loop.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[WaitingReader, None] = {}
+        self._waiting: dict[HttpConnection, None] = {}
 
-    def wait(self, connection: "WaitingReader") -> None:
+    def wait(self, connection: "HttpConnection") -> None:
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._next)
         self._waiting[connection] = None
@@ -120,7 +111,8 @@ class ReadingTurns:
 
 class HttpServer:
     """The server of one port. `serve` runs a handler; `note_refusal` is told of each request that
-    no handler sees. A connection may be without a request for `idle_s` after one.
+    no handler sees. A connection may be without a request for `idle_s` after one. `keys`: of the
+    scopes that clients may prove at the start of a connection. `tls`: nothing but TLS is spoken.
     """
 
     def __init__(
@@ -132,10 +124,11 @@ class HttpServer:
         *,
         idle_s: float,
         shutdown_timeout_s: float,
+        keys: Sequence[ScopedKey] = (),
         tls: Certificates | None = None,
     ) -> None:
         self.routes, self.serve, self.note_refusal = routes, serve, note_refusal
-        self.idle_s = idle_s
+        self.keys, self.idle_s = keys, idle_s
         self.among = Connections(limits)
         self.turns = ReadingTurns()
         self.is_closing = False
@@ -145,6 +138,7 @@ class HttpServer:
         self._shutdown_timeout_s = shutdown_timeout_s
         self._tls = tls
         self._listening: asyncio.Server | TlsServer | None = None
+        self._beside = AsyncExitStack()
         self._quiet: asyncio.Future[None] | None = None
 
     async def open(self, host: str, port: int, *, shared: bool = False) -> int:
@@ -154,6 +148,8 @@ class HttpServer:
         Raises:
             OSError: it cannot be bound.
         """
+        for each in self.routes.beside:
+            await self._beside.enter_async_context(each)
         self._listening = await listen(
             host, port, lambda: HttpConnection(self), self._tls, shared=shared
         )
@@ -173,6 +169,7 @@ class HttpServer:
         """End all requests, after the time for the last words of each."""
         await self.stop_listening()
         self.is_closing = True
+        self.routes.cut_watches()  # They never end by themselves.
         for connection in list(self.connections):
             connection.close_if_idle()
         if self.connections:
@@ -182,6 +179,7 @@ class HttpServer:
             connection.abort()
         self.new.end()
         self.kept.end()
+        await self._beside.aclose()
 
     def forget(self, connection: "HttpConnection") -> None:
         self.among.forget(connection)
@@ -201,31 +199,34 @@ async def listen(
     """Raises OSError: the port cannot be bound."""
     if tls is not None:
         sockets = await bind(host, port, _BACKLOG, shared=shared)
-        return TlsServer(sockets, tls, make, HEAD_S, _IN_PLAIN)
+        in_plain = partial(written, refused(_TLS_ONLY, {}), keeps_open=False)
+        return TlsServer(sockets, tls, make, HEAD_S, in_plain)
     protocol = cast(Callable[[], asyncio.Protocol], make)
     loop = asyncio.get_running_loop()
     return await loop.create_server(protocol, host, port, backlog=_BACKLOG, reuse_port=shared)
 
 
 class HttpConnection(asyncio.Protocol):
-    """A connection that counts. `room_changed` is called with whether its client reads as fast as
-    is written to it.
+    """A connection that counts. `scope` is the one of which the client has proved the key.
+    `room_changed` is called with whether its client reads as fast as is written to it.
     """
 
     __slots__ = (
         *("_abort", "_behind", "_body", "_is_full", "_is_over", "_is_paused", "_is_wanted"),
-        *("_line", "_reader", "_request", "_server", "_waits", "_work"),
-        *("address", "idle_since_s", "room_changed", "transport"),
+        *("_line", "_proof", "_reader", "_request", "_waits", "_work"),
+        *("address", "idle_since_s", "room_changed", "scope", "server", "transport"),
     )
-
-    scope = None  # Client connections are not authenticated by proof.
 
     def __init__(self, server: HttpServer) -> None:
         self.address = ""
         self.room_changed: Callable[[bool], None] | None = None
         self.transport: asyncio.Transport | None = None
         self.idle_since_s: float | None = None  # None: it has a request.
-        self._server = server
+        self.server = server
+        self.scope: Scope | None = None
+        self._proof: ServerProof | None = None
+        if server.keys:
+            self._proof = ServerProof(server.keys, secrets.token_bytes(NONCE_BYTES))
         self._line = server.new
         self._abort: Callable[[], object] | None = None
         self._reader: HeadReader | None = None  # A head has come in part.
@@ -245,7 +246,7 @@ class HttpConnection(asyncio.Protocol):
         """
         self.address, self._abort = address, abort
         self.idle_since_s = asyncio.get_running_loop().time()
-        return self._server.among.admit(self)
+        return self.server.among.admit(self)
 
     def abort(self) -> None:
         if self.transport is not None:
@@ -266,7 +267,7 @@ class HttpConnection(asyncio.Protocol):
             refuse(transport)
             return
         self.transport = transport
-        self._server.connections.add(self)
+        self.server.connections.add(self)
         tcp_keepalive(transport)
         self.idle_since_s = now_s = asyncio.get_running_loop().time()
         self._line.append(self, now_s + HEAD_S)
@@ -274,6 +275,10 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport is None or self._is_over:  # Refused.
             return
+        if self._proof is not None:
+            data = self._prove(self._proof, data)
+            if not data:
+                return
         if self._request is not None or self._behind or self._is_full:
             self._take_more(data)
             return
@@ -288,7 +293,7 @@ class HttpConnection(asyncio.Protocol):
         else:
             self._body = coming = Body(length)
             self._behind = coming.feed(data[at:])
-        server, self.idle_since_s = self._server, None
+        server, self.idle_since_s = self.server, None
         self._line.pop(self, None)
         route, parameters = server.routes.exact.get((head.method, head.path)), NO_PARAMETERS
         if route is None:
@@ -313,7 +318,7 @@ class HttpConnection(asyncio.Protocol):
         task.begin()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._server.forget(self)
+        self.server.forget(self)
         self._line.pop(self, None)
         self.transport = self.room_changed = self._request = self._body = None
         self._behind = b""
@@ -333,11 +338,27 @@ class HttpConnection(asyncio.Protocol):
         elif self._request is None:
             self._read_on()
 
+    def _prove(self, proof: ServerProof, data: bytes) -> bytes:
+        """Feed the proof; return the data that is left when it is over."""
+        assert self.transport is not None
+        try:
+            answer, data = proof.receive(data)
+        except ProofError as fault:
+            log.warning("a client failed to prove itself: %s", fault)
+            self.transport.abort()
+            return b""
+        if answer:
+            self.transport.write(answer)
+        if proof.is_over:
+            self._proof = None
+            self.scope = None if proof.scope is None else proof.scope.scope
+        return data
+
     # With a part of a request.
 
     def _read_head(self, data: bytes) -> tuple[Head, int, int] | None:
         """None: it is not whole, or refused."""
-        server, loop = self._server, asyncio.get_running_loop()
+        server, loop = self.server, asyncio.get_running_loop()
         if self._reader is None:
             self._reader = HeadReader(loop)
             if self._line is server.kept:
@@ -357,7 +378,7 @@ class HttpConnection(asyncio.Protocol):
         """Answer what no handler sees, and end the connection."""
         # Without the bytes, which may be of a prompt or a key.
         log.warning("broken HTTP: %s", error.cause)
-        headers = self._server.note_refusal(error.refusal.status, error.headers)
+        headers = self.server.note_refusal(error.refusal.status, error.headers)
         assert self.transport is not None
         self.transport.write(written(refused(error.refusal, headers), keeps_open=False))
         self._line.pop(self, None)
@@ -382,7 +403,7 @@ class HttpConnection(asyncio.Protocol):
         request, body, self._is_wanted = self._request, self._body, True
         if self.transport is None or request is None or body is None:
             return
-        if request.expects and not body.received_bytes:
+        if request.expects and not body.received_bytes and not body.is_over:
             self.transport.write(_GO_ON)
         self._adjust_reading()
 
@@ -396,9 +417,9 @@ class HttpConnection(asyncio.Protocol):
         if (body := self._body) is not None and not body.is_over:
             size_bytes, data = len(data), body.feed(data)
             self._behind += data
-            if size_bytes >= MUCH_BYTES and not self._waits:
+            if size_bytes >= _MUCH_BYTES and self.scope is None and not self._waits:
                 self._waits = True
-                self._server.turns.wait(self)
+                self.server.turns.wait(self)
             if body.changed is not None:
                 body.changed()
         else:
@@ -415,7 +436,7 @@ class HttpConnection(asyncio.Protocol):
             return
         request, self._request, self.room_changed = self._request, None, None
         body, self._body = self._body, None
-        response, server, transport = task.result, self._server, self.transport
+        response, server, transport = task.result, self.server, self.transport
         if request is None or transport is None:
             return
         assert response is not None
@@ -475,5 +496,5 @@ def address_of(transport: asyncio.Transport) -> str:
 
 def refuse(transport: asyncio.Transport) -> None:
     """The port has no room for the connection."""
-    transport.write(_REFUSAL % (retry_after(1.0).encode(), len(_FULL), _FULL))
+    transport.write(written(refused(_FULL, {"Retry-After": retry_after(1.0)}), keeps_open=False))
     transport.close()

@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from kvrs import __version__
 from kvrs.config.addresses import gossip_seeds
 from kvrs.config.exposure import faults_of_proxy
@@ -22,7 +20,8 @@ from kvrs.errors import ConfigError
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.parameters import Parameters
 from kvrs.ids import NodeId
-from kvrs.net.http import HttpPort, naming_port
+from kvrs.net.http import inner_server, naming_port
+from kvrs.net.routes import Routes
 from kvrs.net.server import HttpServer
 from kvrs.process.garbage import keep_what_is_there
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_keys
@@ -32,7 +31,7 @@ from kvrs.proxy.fleet.supervision import TaskKind, keep_running, observe_lag
 from kvrs.proxy.mirror.book import awaited
 from kvrs.proxy.mirror.ending import Ending, EndStep, Left
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.mirror.routes import make_app
+from kvrs.proxy.mirror.routes import make_routes
 from kvrs.proxy.process.parts import Parts, ProxyLinks, build
 from kvrs.proxy.process.running import Stop, run_service
 from kvrs.proxy.process.workers import Supervisor
@@ -74,7 +73,7 @@ class Proxy:
         self._links: ProxyLinks | None = None
         self._parts: Parts | None = None  # None: it could not be assembled.
         self._membership: Membership | None = None
-        self._ports: list[HttpPort | HttpServer] = []
+        self._ports: list[HttpServer] = []
         self._background: list[asyncio.Task[None]] = []
         self._told_s: float | None = None  # When the peers were told that this proxy is to end.
         self.port = 0
@@ -110,7 +109,7 @@ class Proxy:
         await parts.driver.tokenizer.check()
         if self._config.proxy.peer_port:
             keys = scoped_keys(self._ring, self._config.proxy.id, Scope.PROXY)
-            await self._listen(make_app(parts.mirror), "peer_port", keys)
+            await self._listen(make_routes(parts.mirror), "peer_port", keys)
         await parts.services.look_up()
         await parts.mirror.peers.meet_first()
         if self._supervisor is None:
@@ -171,7 +170,7 @@ class Proxy:
         )
         reloaded = None if self._supervisor is None else self._supervisor.reload_all
         admin = Admin(source, self.reloads, self._config.security, reloaded)
-        self.admin_port = await self._listen(admin.application(), "admin_port")
+        self.admin_port = await self._listen(admin.routes(), "admin_port")
 
     async def _join(self, gossip_view: GossipView) -> None:
         config = self._config
@@ -294,9 +293,9 @@ class Proxy:
         tenants = {"tenants": parts.tenants.describe()}
         return identity | self.reloads.describe() | parts.mirror.describe() | tenants
 
-    async def _listen(self, app: web.Application, key: str, keys: Sequence[ScopedKey] = ()) -> int:
-        port = HttpPort(
-            app,
+    async def _listen(self, routes: Routes, key: str, keys: Sequence[ScopedKey] = ()) -> int:
+        port = inner_server(
+            routes,
             self._capacity.others,
             shutdown_timeout_s=_FLUSH_TIMEOUT_S,
             names={getattr(self._config.proxy, HOST_OF_PORT[key]), *self._config.security.hosts},
@@ -305,7 +304,7 @@ class Proxy:
         )
         return await self._open(port, key)
 
-    async def _open(self, listening: HttpPort | HttpServer, key: str) -> int:
+    async def _open(self, listening: HttpServer, key: str) -> int:
         host = getattr(self._config.proxy, HOST_OF_PORT[key])
         port = getattr(self._config.proxy, key)
         self._ports.append(listening)

@@ -144,7 +144,6 @@ async def test_hand_shakes_count_as_connections(
     """More than the port has room for, and an honest client is served: the oldest are ended."""
     system = await build(proxy={"tls": served.section()}, pairs=1)
     (port,) = [each for each in system.proxy._ports if each.port == system.proxy.port]
-    assert isinstance(port, server.HttpServer)
     monkeypatch.setattr(port.among, "_limits", ConnectionLimits(8, 8))
     silent = [await asyncio.open_connection("127.0.0.1", system.proxy.port) for _ in range(12)]
 
