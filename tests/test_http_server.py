@@ -478,3 +478,29 @@ async def test_a_body_that_nobody_reads_yet_fills_no_memory() -> None:
         assert await answer == [b"%d" % len(body)]
 
     assert held_bytes < 1 << 20
+
+
+async def test_a_body_that_is_cut_by_its_own_check_is_refused_once() -> None:
+    """A body may be the next in line when its own bytes exceed the memory for bodies."""
+    async with opened() as port:
+
+        async def cut(request: Request) -> Response:
+            def check() -> None:
+                if (body := request.coming) is not None and body.received_bytes:
+                    changed, body.changed = body.changed, None
+                    if changed is not None:
+                        changed()
+                    raise RequestError("cut", status=408)
+
+            return Response(body=await request.read(check))
+
+        port.server.routes.add("POST", "/cut", cut)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(post(b"x" * 100, "/cut")[:-50])
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"x" * 50)
+        rest = await reader.read()
+        writer.close()
+
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert rest == b""

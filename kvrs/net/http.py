@@ -48,7 +48,7 @@ def inner_server(
     """The server of a port within the cluster, or for operators. `names`: of this machine, where
     requests of web pages are refused; None: they are not.
     """
-    steps = (*routes.steps, _refuse_encoded)
+    steps = routes.steps
     if names is not None:
         steps = (_refuse_pages({name.lower() for name in names}), *steps)
     return HttpServer(
@@ -94,13 +94,6 @@ def _refuse_pages(names: Collection[str]) -> Step:
         return await handler(request)
 
     return step
-
-
-async def _refuse_encoded(request: Request, handler: Handler) -> Response:
-    if request.headers.get("Content-Encoding", "identity") != "identity":
-        message = "this Content-Encoding is not supported; allowed: 'identity'"
-        raise RequestError(message, status=415)
-    return await handler(request)
 
 
 def authenticated(scope: Scope, *steps: Step) -> Routes:

@@ -58,11 +58,14 @@ class Request(msgspec.Struct, eq=False):
         than `MAX_BODY_BYTES`.
 
         Raises:
-            RequestError: it is malformed, or `check` raises it.
+            RequestError: it is compressed or malformed, or `check` raises it.
         """
         body, over = self.coming, Signal[RequestError | None]()
         if body is None:
             return self.body
+        if self.headers.get("Content-Encoding", "identity") != "identity":
+            message = "this Content-Encoding is not supported; allowed: 'identity'"
+            raise RequestError(message, status=415)
         body.changed = came = partial(_came, body, over, check or partial(_check_size, self))
         self.connection.want_body()
         try:
@@ -79,18 +82,17 @@ class Request(msgspec.Struct, eq=False):
 
 def _came(body: Body, over: Signal[RequestError | None], check: Callable[[], None]) -> None:
     """Some of the body, or its end, may have come."""
-    if over.done():
-        return
+    fault = None
     try:
         if body.is_broken:
             raise RequestError(BROKEN_BODY.message, status=BROKEN_BODY.status)
-        if not body.is_whole:
+        if not body.is_over and not over.done():
             check()
     except RequestError as error:
-        over.set_result(error)
-    else:
-        if body.is_whole:
-            over.set_result(None)
+        fault = error
+    # The check may have ended it: a body is cut for what it takes itself.
+    if (fault is not None or body.is_whole) and not over.done():
+        over.set_result(fault)
 
 
 def _check_size(request: Request) -> None:

@@ -82,11 +82,6 @@ class ClientBodies:
             RequestError: it is compressed, too long or too slow, there is no room for it, or it
                 was cut in favour of others.
         """
-        if request.headers.get("Content-Encoding", "identity") != "identity":
-            raise RequestError(
-                "this Content-Encoding is not supported; allowed: 'identity'",
-                status=415,
-            )
         held.allow(request.content_length or 0)
         if (body := request.coming) is None or body.is_over:  # It came with the head.
             whole = await request.read()
