@@ -12,13 +12,11 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from aiohttp import web
 from ray.exceptions import RayError, RayTaskError
 
 from distserve_patches.core import DecodeCore, PrefillCore, PrefillQueue, StageCore
@@ -29,7 +27,7 @@ from distserve_patches.watch import cause_of
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError, KvrsError
-from kvrs.net.http import cut_watches
+from kvrs.net.routes import Routes
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol import frames
 from kvrs.protocol.geometry import PAGE_LAYOUT, KvGeometry
@@ -144,13 +142,13 @@ class Server:
                 over.result()
 
     @asynccontextmanager
-    async def _http(self, stage: Stage) -> AsyncIterator[web.Application]:
+    async def _http(self, stage: Stage) -> AsyncIterator[Routes]:
         instance = self.instances[stage]
         async with serve_http(
             instance, allow_faults=self._launch.config.cluster.allow_faults
-        ) as app:
-            instance.on_down = partial(cut_watches, app)
-            yield app
+        ) as routes:
+            instance.on_down = routes.cut_watches
+            yield routes
 
     def _stage_changed(self, stage: Stage, state: StageState) -> None:
         self.instances[stage].stage_changed()

@@ -144,13 +144,7 @@ class MultiProxyCluster:
         if proxy._links is not None:
             await proxy._links.close()
         for port in proxy._ports:
-            server = port._runner.server
-            assert server is not None
-            for connection in list(server.connections):
-                if connection.transport is not None:
-                    connection.transport.abort()
-            if port._direct is not None:
-                await port._direct.close(0.0)
+            port.abort()
         await proxy.close()
 
     def config_file(self, number: int, directory: Path) -> Path:

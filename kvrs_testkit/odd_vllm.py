@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
+from kvrs.net.http import PieceWriter
+from kvrs.net.routes import JSON, Request, Response
 from kvrs.protocol.openai.chunks import DONE, sse
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs_testkit.scripted import Fault
@@ -30,17 +31,16 @@ class Oddity:
     takes_s: float = 0.0  # Prefill calls, and requests that are answered whole.
     calls: list[str] = field(default_factory=list)  # To completions and whole answers: the servers.
 
-    async def fail(self, request: web.Request) -> web.StreamResponse:
+    async def fail(self, request: Request) -> Response:
         kind = "BadRequestError" if self.status == 400 else "InternalServerError"
         error = {"message": self.message, "type": kind, "param": None, "code": self.status}
         body = msgspec.json.encode({"error": error})
         if not self.is_event:
             status = self.status or 500
-            return web.Response(status=status, body=body, content_type="application/json")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(sse(body) + DONE)
-        return response
+            return Response(status, body, {"Content-Type": JSON})
+        writer = PieceWriter(request, "text/event-stream")
+        await writer.write(sse(body) + DONE)
+        return writer.end()
 
     def changed(self, event: bytes) -> bytes:
         if event == DONE:
@@ -58,7 +58,7 @@ class Oddity:
 class OddVllm(ScriptedVllm):
     odd: Oddity = field(default_factory=Oddity)
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
+    async def _completions(self, request: Request) -> Response:
         fields = msgspec.json.decode(await request.read())
         transfer = fields.get("kv_transfer_params") or {}
         is_prefill = bool(transfer.get("do_remote_decode"))
@@ -70,13 +70,11 @@ class OddVllm(ScriptedVllm):
                 return await self.odd.fail(request)
         return await super()._completions(request)
 
-    async def _pass(self, request: web.Request) -> web.Response:
+    async def _pass(self, request: Request) -> Response:
         self.odd.calls.append(self.id)
         await asyncio.sleep(self.odd.takes_s)
         if self.odd.status is not None:
-            failed = await self.odd.fail(request)
-            assert isinstance(failed, web.Response)
-            return failed
+            return await self.odd.fail(request)
         return await super()._pass(request)
 
     async def _events(

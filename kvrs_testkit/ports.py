@@ -9,22 +9,22 @@ from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import aiohttp
-from aiohttp import web
 
 from kvrs.net.connections import ConnectionLimits
-from kvrs.net.http import HttpPort
+from kvrs.net.http import inner_server
 from kvrs.net.proving import ProvingConnector, address_of
+from kvrs.net.routes import Routes
 from kvrs.protocol.proof import END, MAX_MESSAGE_BYTES, NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key, scoped_keys
 
 
 @asynccontextmanager
 async def serving(
-    app: web.Application, keys: Sequence[ScopedKey] = (), port: int = 0
+    routes: Routes, keys: Sequence[ScopedKey] = (), port: int = 0
 ) -> AsyncIterator[str]:
-    """The URL of an application on a port of its own."""
-    served = HttpPort(
-        app, ConnectionLimits.of_peers(), shutdown_timeout_s=0.05, names=None, keys=keys
+    """The URL of a port of its own for these routes."""
+    served = inner_server(
+        routes, ConnectionLimits.of_peers(), shutdown_timeout_s=0.05, names=None, keys=keys
     )
     try:
         yield f"http://127.0.0.1:{await served.open('127.0.0.1', port)}"
@@ -43,12 +43,12 @@ def client_of(url: str, key: ScopedKey, timeout_s: float | None = None) -> aioht
 
 @asynccontextmanager
 async def instance_client(
-    app: web.Application, secret: bytes, name: str = "e0"
+    routes: Routes, secret: bytes, name: str = "e0"
 ) -> AsyncIterator[aiohttp.ClientSession]:
     """A client of an instance, which is served for as long as this lasts."""
     keys = scoped_keys([secret], name, Scope.INSTANCE, Scope.ADMIN)
     async with (
-        serving(app, keys) as url,
+        serving(routes, keys) as url,
         client_of(url, scoped_key(secret, Scope.INSTANCE, name)) as client,
     ):
         yield client

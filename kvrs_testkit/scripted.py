@@ -12,9 +12,10 @@ from enum import StrEnum
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from kvrs.ids import InstanceId, NodeId
+from kvrs.net.http import PieceWriter, answer
+from kvrs.net.routes import JSON, Request, Response, Routes
 from kvrs.protocol.experts import ExpertReport
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import (
@@ -64,7 +65,7 @@ from kvrs_testkit.scripted_model import (
     rendered,
 )
 from kvrs_testkit.scripted_server import SECRET as SECRET
-from kvrs_testkit.scripted_server import ScriptedServer, abort
+from kvrs_testkit.scripted_server import ScriptedServer
 
 GEOMETRY = KvGeometry(layers=2, kv_heads=2, head_dim=8, dtype_bytes=4, page_size_tokens=16)
 
@@ -194,14 +195,14 @@ class Scripted(ScriptedServer):
     # They get the pages of checkpoints, as soon as these are full.
     agents: Mapping[str, ScriptedAgent] = field(default_factory=dict)
 
-    def routes(self, router: web.UrlDispatcher) -> None:
-        router.add_post("/v1/completions", self._completions)
-        router.add_post("/v1/chat/completions", self._completions)
-        router.add_get("/kvrs/v1/instance", self._info)
-        router.add_get("/kvrs/v1/load", self._load)
-        router.add_post("/kvrs/v1/leases", self._leases)
-        router.add_post("/kvrs/v1/fence", self._fence)
-        router.add_post("/kvrs/v1/ranks", self._order_rank)
+    def add_routes(self, routes: Routes) -> None:
+        routes.add("POST", "/v1/completions", self._completions)
+        routes.add("POST", "/v1/chat/completions", self._completions)
+        routes.add("GET", "/kvrs/v1/instance", self._info)
+        routes.add("GET", "/kvrs/v1/load", self._load)
+        routes.add("POST", "/kvrs/v1/leases", self._leases)
+        routes.add("POST", "/kvrs/v1/fence", self._fence)
+        routes.add("POST", "/kvrs/v1/ranks", self._order_rank)
 
     def info(self) -> InstanceInfo:
         return InstanceInfo(
@@ -223,22 +224,20 @@ class Scripted(ScriptedServer):
             gpus=self.gpus,
         )
 
-    async def _info(self, _: web.Request) -> web.Response:
+    async def _info(self, _: Request) -> Response:
         if self.deaf:
-            return web.Response(status=503)
+            return Response(503)
         return _json(self.info())
 
-    async def _load(self, request: web.Request) -> web.StreamResponse:
+    async def _load(self, request: Request) -> Response:
         if "watch" not in request.query:
             return _json(self._report())
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        await response.prepare(request)
-        assert request.transport is not None
-        self._watching.add(request.transport)
+        writer = PieceWriter(request, "application/x-ndjson")
+        self._watching.add(request.connection)
         self.watches += 1
         try:
             while True:
-                await response.write(msgspec.json.encode(self._report()) + b"\n")
+                await writer.write(msgspec.json.encode(self._report()) + b"\n")
                 self.reports += 1
                 await asyncio.sleep(float(request.query["watch"]))
                 await self.awake.wait()
@@ -271,18 +270,18 @@ class Scripted(ScriptedServer):
             adopted_pages=self.adopted_pages,
         )
 
-    async def _leases(self, request: web.Request) -> web.Response:
+    async def _leases(self, request: Request) -> Response:
         update = msgspec.json.decode(await request.read(), type=LeaseUpdate)
         self.lease_updates.append(update)
         return _json(LeaseAnswer([stream for stream in update.renew if stream in self.forgotten]))
 
-    async def _fence(self, request: web.Request) -> web.Response:
+    async def _fence(self, request: Request) -> Response:
         parsed = msgspec.json.decode(await request.read(), type=FenceRequest)
         self.fences.append({str(stream): attempt for stream, attempt in parsed.attempts.items()})
         self.epoch += 1
         return _json(self.info())
 
-    async def _order_rank(self, request: web.Request) -> web.Response:
+    async def _order_rank(self, request: Request) -> Response:
         """Orders for ranks that it shows are carried out."""
         parsed = msgspec.json.decode(await request.read(), type=RankRequest)
         self.rank_orders.append(parsed)
@@ -290,7 +289,7 @@ class Scripted(ScriptedServer):
         refused = None if parsed.rank in there else f"rank: got {parsed.rank}; allowed: {there}"
         return _json(RankAnswer(refused))
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
+    async def _completions(self, request: Request) -> Response:
         body = await request.read()
         parsed = (
             parse_completion_request(body)
@@ -305,14 +304,10 @@ class Scripted(ScriptedServer):
         if self.hangs or (self.hangs_on and name.startswith(self.hangs_on)):
             await asyncio.sleep(60)
         if self.refusal is not None:
-            return web.Response(
-                status=self.refusal[0],
-                body=self.refusal[1],
-                content_type="application/json",
-                headers=None if self.retry_after is None else {"Retry-After": self.retry_after},
-            )
+            later = {} if self.retry_after is None else {"Retry-After": self.retry_after}
+            return Response(*self.refusal, {"Content-Type": JSON, **later})
         if parsed.given_temperature and not self.draws:
-            return web.Response(status=400, body=error_body("temperature"))
+            return Response(400, error_body("temperature"))
         if parsed.kv_transfer_params is not None and parsed.kv_transfer_params.do_remote_decode:
             return await self._prefill(request, parsed)
         self.running += 1
@@ -334,20 +329,17 @@ class Scripted(ScriptedServer):
     def exact(self) -> bool:
         return Capability.EXACT_RESUME in self.capabilities
 
-    async def _prefill(
-        self, request: web.Request, parsed: CompletionRequest | ChatRequest
-    ) -> web.StreamResponse:
+    async def _prefill(self, request: Request, parsed: CompletionRequest | ChatRequest) -> Response:
         if self.script.prefill_faults:
             match self.script.prefill_faults.pop(0):
                 case Fault.UNAVAILABLE:
-                    return web.Response(status=503, body=error_body("full"))
+                    return Response(503, error_body("full"))
                 case Fault.EMPTY:
-                    return web.Response(body=b"")
+                    return Response(200, b"")
                 case Fault.HANG:
                     await asyncio.sleep(60)
                 case _:
-                    assert request.transport is not None
-                    abort(request.transport)
+                    request.connection.abort()
         if self.script.poisons.get(parsed.user or "") == -1:
             await self._die_of(parsed)
         if self.script.prefill_gate is not None:
@@ -372,14 +364,9 @@ class Scripted(ScriptedServer):
             "usage": usage_of(len(ids["prompt_token_ids"]), 0, self.cached_tokens),
             "kv_transfer_params": transfer,
         }
-        return web.Response(
-            body=msgspec.json.encode(whole | ids if is_chat else whole),
-            content_type="application/json",
-        )
+        return answer(whole | ids if is_chat else whole)
 
-    async def _decode(
-        self, request: web.Request, parsed: CompletionRequest | ChatRequest
-    ) -> web.StreamResponse:
+    async def _decode(self, request: Request, parsed: CompletionRequest | ChatRequest) -> Response:
         assert parsed.kvrs is not None
         history = self._history(parsed)
         if self.moves_kv and self.fetched_pages is not None:
@@ -387,11 +374,8 @@ class Scripted(ScriptedServer):
         prompt_tokens = (parsed.kvrs.prompt_tokens or len(history)) if self.exact else len(history)
         if (first := self.script.faults.get(len(history) - prompt_tokens)) in _INSTEAD:
             del self.script.faults[len(history) - prompt_tokens]
-            return web.Response(
-                status=_INSTEAD[first], body=b"" if first is Fault.EMPTY else error_body("no")
-            )
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+            return Response(_INSTEAD[first], b"" if first is Fault.EMPTY else error_body("no"))
+        writer = PieceWriter(request, "text/event-stream")
         await asyncio.sleep(self.script.fetch_s)
         sent = 0
         position = len(history) - prompt_tokens
@@ -403,16 +387,16 @@ class Scripted(ScriptedServer):
             if poisoned_at >= 0 and position + sent >= poisoned_at:
                 await self._die_of(parsed)
             if isinstance(event, Fault):
-                return await _break(request, response, event)
+                return await _break(request, writer, event)
             if (cut := self._cut_before(parsed, sent)) is not None:
-                return await _break(request, response, cut)
-            await response.write(event)
+                return await _break(request, writer, cut)
+            await writer.write(event)
             sent += 1
             for place in parsed.kvrs.checkpoints:
                 if (agent := self.agents.get(place.agent)) is not None:
                     agent.pages[parsed.kvrs.stream] = len(history) // GEOMETRY.page_size_tokens
         self.script.lengths[parsed.seed] = sent
-        return response
+        return writer.end()
 
     async def _die_of(self, parsed: CompletionRequest | ChatRequest) -> None:
         """The process ends, as by a fault of its GPU; nothing more comes."""
@@ -529,28 +513,25 @@ class _Head:
         return sse(msgspec.json.encode(made))
 
 
-async def _break(
-    request: web.Request, response: web.StreamResponse, fault: Fault
-) -> web.StreamResponse:
-    assert request.transport is not None
+async def _break(request: Request, writer: PieceWriter, fault: Fault) -> Response:
     match fault:
         case Fault.RESET:
-            abort(request.transport)
+            request.connection.abort()
         case Fault.CUT:
-            await response.write(b'data: {"id":"cmpl-x","created":1,"model":"scr')
-            request.transport.close()
+            await writer.write(b'data: {"id":"cmpl-x","created":1,"model":"scr')
+            writer.transport.close()
         case Fault.DONE_ONLY:
-            await response.write(DONE)
+            await writer.write(DONE)
         case Fault.ERROR:
-            await response.write(sse(error_body("the engine died", kind="server_error")) + DONE)
+            await writer.write(sse(error_body("the engine died", kind="server_error")) + DONE)
         case Fault.GARBAGE:
-            await response.write(sse(b"{not json") + DONE)
+            await writer.write(sse(b"{not json") + DONE)
         case Fault.HANG:
             await asyncio.sleep(60)
         case _:
             pass
-    return response
+    return writer.end()
 
 
-def _json(message: msgspec.Struct) -> web.Response:
-    return web.Response(body=msgspec.json.encode(message), content_type="application/json")
+def _json(message: msgspec.Struct) -> Response:
+    return answer(message)

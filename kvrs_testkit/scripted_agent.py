@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.net.http import PieceWriter, answer
+from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.instance import (
     AgentInfo,
     AgentReport,
@@ -45,11 +46,11 @@ class ScriptedAgent(ScriptedServer):
     regions: list[Any] = field(default_factory=list)  # As it reports them.
     serves_other_nodes: bool = True
 
-    def routes(self, router: web.UrlDispatcher) -> None:
-        router.add_get("/kvrs/v1/agent", self._info)
-        router.add_get("/kvrs/v1/holdings", self._holdings)
-        router.add_post("/kvrs/v1/leases", self._leases)
-        router.add_post("/kvrs/v1/slots", self._slots)
+    def add_routes(self, routes: Routes) -> None:
+        routes.add("GET", "/kvrs/v1/agent", self._info)
+        routes.add("GET", "/kvrs/v1/holdings", self._holdings)
+        routes.add("POST", "/kvrs/v1/leases", self._leases)
+        routes.add("POST", "/kvrs/v1/slots", self._slots)
 
     @property
     def renewed(self) -> set[str]:
@@ -59,7 +60,7 @@ class ScriptedAgent(ScriptedServer):
     def released(self) -> set[str]:
         return {stream for update in self.lease_updates for stream in update.release}
 
-    async def _info(self, _: web.Request) -> web.Response:
+    async def _info(self, _: Request) -> Response:
         info = AgentInfo(
             InstanceId(self.id),
             NodeId(self.node),
@@ -69,13 +70,11 @@ class ScriptedAgent(ScriptedServer):
             self.capacity_bytes,
             26e9,
         )
-        return web.Response(body=msgspec.json.encode(info), content_type="application/json")
+        return answer(info)
 
-    async def _holdings(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        await response.prepare(request)
-        assert request.transport is not None
-        self._watching.add(request.transport)
+    async def _holdings(self, request: Request) -> Response:
+        writer = PieceWriter(request, "application/x-ndjson")
+        self._watching.add(request.connection)
         self.watches += 1
         told: dict[str, int] | None = None
         try:
@@ -87,7 +86,7 @@ class ScriptedAgent(ScriptedServer):
                 }
                 changed |= dict.fromkeys(told.keys() - self.pages.keys() if told else (), 0)
                 told = dict(self.pages)
-                await response.write(msgspec.json.encode(self._report(changed)) + b"\n")
+                await writer.write(msgspec.json.encode(self._report(changed)) + b"\n")
                 self.denied = []
                 await asyncio.sleep(float(request.query["watch"]))
                 await self.awake.wait()
@@ -106,24 +105,20 @@ class ScriptedAgent(ScriptedServer):
             rows=RowsReport(tuple(self.regions), self.serves_other_nodes),
         )
 
-    async def _leases(self, request: web.Request) -> web.Response:
+    async def _leases(self, request: Request) -> Response:
         update = msgspec.json.decode(await request.read(), type=LeaseUpdate)
         self.lease_updates.append(update)
         unknown = [stream for stream in update.renew if stream in self.forgotten]
-        return web.Response(
-            body=msgspec.json.encode(LeaseAnswer(unknown)), content_type="application/json"
-        )
+        return answer(LeaseAnswer(unknown))
 
-    async def _slots(self, request: web.Request) -> web.Response:
+    async def _slots(self, request: Request) -> Response:
         update = msgspec.json.decode(await request.read(), type=SlotUpdate)
         self.slot_updates.append(update)
         while self.deaf:
             await asyncio.sleep(0.01)
         acquired = [self._slot(asked) for asked in update.acquire]
         lost = [asked.stream for asked in update.renew if asked.stream in self.slots_lost]
-        return web.Response(
-            body=msgspec.json.encode(SlotAnswer(acquired, lost)), content_type="application/json"
-        )
+        return answer(SlotAnswer(acquired, lost))
 
     def _slot(self, asked: SlotRequest) -> Slot:
         if self.slots_free <= 0:

@@ -4,14 +4,13 @@ request of the test.
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
-
-from aiohttp import web
 
 from kvrs.net.connections import ConnectionLimits
-from kvrs.net.http import HttpPort
+from kvrs.net.http import inner_server
+from kvrs.net.routes import Handler, Request, Response, Routes
+from kvrs.net.server import HttpConnection, HttpServer
 from kvrs.protocol.secrets import Scope, scoped_keys
 
 SECRET = b"a secret of the tests"
@@ -33,20 +32,20 @@ class ScriptedServer:
     calls: list[str] = field(default_factory=list)
     awake: asyncio.Event = field(default_factory=asyncio.Event)
     host: str = "127.0.0.1"
-    _port: HttpPort | None = None
-    _connections: set[asyncio.BaseTransport] = field(default_factory=set)
-    _watching: set[asyncio.BaseTransport] = field(default_factory=set)
+    _port: HttpServer | None = None
+    _connections: set[HttpConnection] = field(default_factory=set)
+    _watching: set[HttpConnection] = field(default_factory=set)
 
-    def routes(self, router: web.UrlDispatcher) -> None:
+    def add_routes(self, routes: Routes) -> None:
         raise NotImplementedError
 
     async def start(self) -> None:
         self.awake.set()
-        app = web.Application(client_max_size=64 << 20, middlewares=[self._note])
-        self.routes(app.router)
+        routes = Routes(self._note)
+        self.add_routes(routes)
         keys = scoped_keys([self.secret, *self.older], self.id, *Scope)
-        self._port = HttpPort(
-            app, ConnectionLimits.of_peers(), shutdown_timeout_s=0.05, names=None, keys=keys
+        self._port = inner_server(
+            routes, ConnectionLimits.of_peers(), shutdown_timeout_s=0.05, names=None, keys=keys
         )
         self.port = await self._port.open(self.host, self.port)
 
@@ -54,8 +53,8 @@ class ScriptedServer:
         """End it like SIGKILL: all connections are reset at once, and new ones are refused."""
         assert self._port is not None
         await self._port.stop_listening()
-        for transport in list(self._connections):
-            abort(transport)
+        for connection in list(self._connections):
+            connection.abort()
         await self._port.close()
         self._port = None
 
@@ -79,25 +78,19 @@ class ScriptedServer:
 
     def cut_watch(self) -> None:
         """Break the proxy's watch connection only; the process runs on."""
-        for transport in list(self._watching):
-            abort(transport)
+        for connection in list(self._watching):
+            connection.abort()
 
     def cut_streams(self) -> None:
         """All other connections break."""
-        for transport in self._connections - self._watching:
-            abort(transport)
+        for connection in self._connections - self._watching:
+            connection.abort()
 
-    @web.middleware
-    async def _note(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
-        assert request.transport is not None
-        self._connections.add(request.transport)
+    async def _note(self, request: Request, handler: Handler) -> Response:
+        self._connections.add(request.connection)
         await self.awake.wait()
         self.calls.append(f"{request.method} {request.path}")
-        self.headers.append(dict(request.headers))
-        response: web.StreamResponse = await handler(request)
-        return response
-
-
-def abort(transport: asyncio.BaseTransport) -> None:
-    # uvloop's transports do what asyncio's do, and descend from none of them.
-    cast(asyncio.Transport, transport).abort()
+        self.headers.append(headers := dict(request.headers))
+        if request.content_length:  # That of a usual request is no header any more.
+            headers["Content-Length"] = str(request.content_length)
+        return await handler(request)

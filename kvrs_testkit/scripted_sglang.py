@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
+from kvrs.net.http import PieceWriter, answer
+from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.openai.chunks import DONE, sse
 from kvrs.protocol.openai.fields import SGLANG
 from kvrs.protocol.openai.requests import (
@@ -23,7 +24,7 @@ from kvrs.protocol.openai.requests import (
 )
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import Step, Writer, choice_of, ids_of, rendered, token_after
-from kvrs_testkit.scripted_server import ScriptedServer, abort
+from kvrs_testkit.scripted_server import ScriptedServer
 
 PAGE = 16
 _STARTS = itertools.count(1)
@@ -35,7 +36,7 @@ class Room:
     """The meeting of two legs."""
 
     bodies: dict[str, Any] = field(default_factory=dict)  # By role.
-    legs: dict[str, asyncio.BaseTransport] = field(default_factory=dict)
+    legs: dict[str, Request] = field(default_factory=dict)
     ended_s: dict[str, float] = field(default_factory=dict)  # On the clock of the event loop.
     joined: asyncio.Event = field(default_factory=asyncio.Event)  # Decode has reserved memory.
     sent: asyncio.Event = field(default_factory=asyncio.Event)  # All KV is there.
@@ -74,7 +75,7 @@ class ScriptedSglang(ScriptedServer):
     is_leaving: bool = False  # SIGTERM has come: it serves on until its last stream has ended.
     computed: float = 0.0
 
-    def routes(self, router: web.UrlDispatcher) -> None:
+    def add_routes(self, routes: Routes) -> None:
         for path, handler in (
             ("/server_info", self._server_info),
             ("/v1/models", self._models),
@@ -82,16 +83,16 @@ class ScriptedSglang(ScriptedServer):
             ("/ready", self._ready),
         ):
             if path not in self.lacks:
-                router.add_get(path, handler)
-        router.add_post("/tokenize", self._tokenize)
-        router.add_post("/v1/completions", self._completions)
-        router.add_post("/v1/chat/completions", self._completions)
+                routes.add("GET", path, handler)
+        routes.add("POST", "/tokenize", self._tokenize)
+        routes.add("POST", "/v1/completions", self._completions)
+        routes.add("POST", "/v1/chat/completions", self._completions)
 
     async def start(self) -> None:
         self.start_number, self.legs = next(_STARTS), 0
         await super().start()
 
-    async def _server_info(self, _: web.Request) -> web.Response:
+    async def _server_info(self, _: Request) -> Response:
         return _json(
             {
                 "version": self.version,
@@ -116,11 +117,11 @@ class ScriptedSglang(ScriptedServer):
             }
         )
 
-    async def _models(self, _: web.Request) -> web.Response:
+    async def _models(self, _: Request) -> Response:
         model = {"id": self.model, "root": self.root, "parent": None, "max_model_len": 4096}
         return _json({"data": [model]})
 
-    async def _loads(self, _: web.Request) -> web.Response:
+    async def _loads(self, _: Request) -> Response:
         load = {
             "num_running_reqs": self.legs,
             "num_waiting_reqs": 0,
@@ -133,10 +134,10 @@ class ScriptedSglang(ScriptedServer):
         }
         return _json({"loads": [load]})
 
-    async def _ready(self, _: web.Request) -> web.Response:
-        return web.Response(status=503 if self.is_leaving else 200)
+    async def _ready(self, _: Request) -> Response:
+        return Response(503 if self.is_leaving else 200)
 
-    async def _tokenize(self, request: web.Request) -> web.Response:
+    async def _tokenize(self, request: Request) -> Response:
         body = msgspec.json.decode(await request.read())
         self.bodies.append(body)
         if "messages" in body:
@@ -146,7 +147,7 @@ class ScriptedSglang(ScriptedServer):
             tokens = ids_of(body["prompt"])
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": 4096})
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
+    async def _completions(self, request: Request) -> Response:
         body = msgspec.json.decode(await request.read())
         self.bodies.append(body)
         is_chat = request.path.startswith("/v1/chat")
@@ -163,8 +164,7 @@ class ScriptedSglang(ScriptedServer):
             if len(room) != len(_ROOM):
                 return _refusal("a request of a pair needs bootstrap_host, _port and _room")
             met = self._enter(mode, room["bootstrap_room"], body)
-            assert request.transport is not None
-            met.legs[mode] = request.transport
+            met.legs[mode] = request
             try:
                 if mode == "prefill":
                     return await self._prefill(request, parsed, met)
@@ -186,45 +186,45 @@ class ScriptedSglang(ScriptedServer):
         return room
 
     async def _prefill(
-        self, request: web.Request, parsed: CompletionRequest | ChatRequest, room: Room
-    ) -> web.StreamResponse:
+        self, request: Request, parsed: CompletionRequest | ChatRequest, room: Room
+    ) -> Response:
         history = _history(parsed)
-        response = await _begun(request)
+        writer = PieceWriter(request, "text/event-stream; charset=utf-8")
         await room.joined.wait()
         await self._paused(self.script.compute_s)
         self.computed += len(history)
         await self._paused(self.script.transfer_s)
         room.sent.set()
         choice = {"index": 0, "text": "", "token_ids": [token_after(history)]}
-        await response.write(_event(self.model, choice | {"finish_reason": "length"}) + DONE)
-        return response
+        await writer.write(_event(self.model, choice | {"finish_reason": "length"}) + DONE)
+        return writer.end()
 
     async def _decode(
         self,
-        request: web.Request,
+        request: Request,
         parsed: CompletionRequest | ChatRequest,
         room: Room | None,
-    ) -> web.StreamResponse:
+    ) -> Response:
         history = _history(parsed)
         prompt, position = list(history), len(history) - self.script.prompt_tokens
-        response = await _begun(request)
+        writer = PieceWriter(request, "text/event-stream; charset=utf-8")
         if room is not None:
             await room.sent.wait()
-        writer, is_over = Writer(parsed, exact=False), False
+        text, is_over = Writer(parsed, exact=False), False
         while not is_over:
             if self.script.gate is not None and position >= self.script.gate_at:
                 await self.script.gate.wait()
             if (fault := self.script.faults.pop(position, None)) is not None:
-                return await _break(request, response, fault, self.model)
-            step = writer.write(token_after(history))
+                return await _break(request, writer, fault, self.model)
+            step = text.write(token_after(history))
             history.append(step.token_id)
             position += 1
             is_over = step.finish_reason is not None
             await self._paused(self.script.pause_s)
             first = {"prompt_token_ids": prompt} if len(history) == len(prompt) + 1 else {}
-            await response.write(_event(self.model, _choice(parsed, step, is_over) | first))
-        await response.write(DONE)
-        return response
+            await writer.write(_event(self.model, _choice(parsed, step, is_over) | first))
+        await writer.write(DONE)
+        return writer.end()
 
     async def _paused(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -244,30 +244,21 @@ def _choice(parsed: CompletionRequest | ChatRequest, step: Step, is_over: bool) 
     return choice
 
 
-async def _begun(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    await response.prepare(request)
-    return response
-
-
-async def _break(
-    request: web.Request, response: web.StreamResponse, fault: Fault, model: str
-) -> web.StreamResponse:
-    assert request.transport is not None
+async def _break(request: Request, writer: PieceWriter, fault: Fault, model: str) -> Response:
     match fault:
         case Fault.RESET:
-            abort(request.transport)
+            request.connection.abort()
         case Fault.ERROR:  # Prefill was lost, or the scheduler gave up.
             error = {"message": "Decode transfer failed", "type": "Internal", "code": 500}
-            await response.write(sse(msgspec.json.encode({"error": error})) + DONE)
+            await writer.write(sse(msgspec.json.encode({"error": error})) + DONE)
         case Fault.DONE_ONLY:  # An abort without a status ends like a finish.
             choice = {"index": 0, "text": "", "finish_reason": "abort", "token_ids": []}
-            await response.write(_event(model, choice) + DONE)
+            await writer.write(_event(model, choice) + DONE)
         case Fault.HANG:
             await asyncio.sleep(60)
         case _:
             pass
-    return response
+    return writer.end()
 
 
 def _event(model: str, choice: dict[str, Any]) -> bytes:
@@ -275,10 +266,10 @@ def _event(model: str, choice: dict[str, Any]) -> bytes:
     return sse(msgspec.json.encode(event | {"choices": [choice], "usage": None}))
 
 
-def _refusal(message: str) -> web.Response:
+def _refusal(message: str) -> Response:
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": 400}
-    return web.json_response({"error": error}, status=400)
+    return answer({"error": error}, 400)
 
 
-def _json(said: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(said), content_type="application/json")
+def _json(said: Any) -> Response:
+    return answer(said, 200)

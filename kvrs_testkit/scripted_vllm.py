@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
+from kvrs.net.http import PieceWriter
+from kvrs.net.routes import JSON, Request, Response, Routes
 from kvrs.protocol.instance import REPLAY_KEY
 from kvrs.protocol.openai.chunks import DONE, sse
 from kvrs.protocol.openai.fields import VLLM, ApiKind, whole
@@ -35,7 +36,7 @@ from kvrs_testkit.scripted_model import (
     rendered,
     token_after,
 )
-from kvrs_testkit.scripted_server import ScriptedServer, abort
+from kvrs_testkit.scripted_server import ScriptedServer
 from kvrs_testkit.scripted_store import StoreClient
 
 PAGE = 16
@@ -146,17 +147,17 @@ class ScriptedVllm(ScriptedServer):
     passed: tuple[str, ...] = ()  # Paths that it answers with what it got.
     dies_passing: bool = False  # Once: the process ends with the request.
 
-    def routes(self, router: web.UrlDispatcher) -> None:
-        router.add_get("/health", self._health)
-        router.add_get("/version", self._version)
-        router.add_get("/metrics", self._metrics)
+    def add_routes(self, routes: Routes) -> None:
+        routes.add("GET", "/health", self._health)
+        routes.add("GET", "/version", self._version)
+        routes.add("GET", "/metrics", self._metrics)
         if self.engines is not None:
-            router.add_get(self.ft_path, self._fault_tolerance)
-        router.add_get("/v1/models", self._models)
-        router.add_post("/v1/completions", self._completions)
-        router.add_post("/v1/chat/completions", self._completions)
+            routes.add("GET", self.ft_path, self._fault_tolerance)
+        routes.add("GET", "/v1/models", self._models)
+        routes.add("POST", "/v1/completions", self._completions)
+        routes.add("POST", "/v1/chat/completions", self._completions)
         for path in self.passed:
-            router.add_post(path, self._pass)
+            routes.add("POST", path, self._pass)
 
     async def start(self) -> None:
         self.engine, self.started_s = f"engine-{next(_ENGINES)}", next(_STARTS)
@@ -181,26 +182,25 @@ class ScriptedVllm(ScriptedServer):
     def is_dead(self) -> bool:
         return self.engine not in self.script.engines
 
-    async def _health(self, _: web.Request) -> web.Response:
-        return web.Response(status=503 if self.is_dead else 200)
+    async def _health(self, _: Request) -> Response:
+        return Response(503 if self.is_dead else 200)
 
-    async def _fault_tolerance(self, _: web.Request) -> web.Response:
+    async def _fault_tolerance(self, _: Request) -> Response:
         engines = [{"id": n, "status": status} for n, status in enumerate(self.engines or [])]
         return _json({"total_engines": len(engines), "engines": engines})
 
-    async def _pass(self, request: web.Request) -> web.Response:
+    async def _pass(self, request: Request) -> Response:
         body = msgspec.json.decode(await request.read())
         self.bodies.append(body)
         if self.dies_passing:
             self.dies_passing = False
-            assert request.transport is not None
-            abort(request.transport)
+            request.connection.abort()
         return _json({"path": request.path, "got": body})
 
-    async def _version(self, _: web.Request) -> web.Response:
+    async def _version(self, _: Request) -> Response:
         return _json({"version": self.version})
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _models(self, request: Request) -> Response:
         if (
             self.api_key is not None
             and request.headers.get("Authorization") != f"Bearer {self.api_key}"
@@ -216,7 +216,7 @@ class ScriptedVllm(ScriptedServer):
         ]
         return _json({"data": [*adapters, *models]})
 
-    async def _metrics(self, _: web.Request) -> web.Response:
+    async def _metrics(self, _: Request) -> Response:
         self.reads += 1
         process = self.reads % self.processes if self.processes else self.reads
         labels = f'engine="0",model_name="{self.model}"'
@@ -259,9 +259,9 @@ class ScriptedVllm(ScriptedServer):
         if self.hash is not None:
             lines.append(f'vllm:nixl_config_info{{{labels},compatibility_hash="{self.hash}"}} 1.0')
         kept = [line for line in lines if not any(name in line for name in self.lacks)]
-        return web.Response(text="\n".join(kept) + "\n", content_type="text/plain")
+        return Response(200, ("\n".join(kept) + "\n").encode(), {"Content-Type": "text/plain"})
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
+    async def _completions(self, request: Request) -> Response:
         body = await request.read()
         fields = msgspec.json.decode(body)
         api = ApiKind.CHAT if "messages" in fields else ApiKind.COMPLETIONS
@@ -340,14 +340,14 @@ class ScriptedVllm(ScriptedServer):
         found, is_right = self.store.load(salt, _history(parsed))
         return parsed if is_right else _spoilt(parsed), not (found and self.store.fails)
 
-    def _one_token(self, parsed: CompletionRequest | ChatRequest, salt: str | None) -> web.Response:
+    def _one_token(self, parsed: CompletionRequest | ChatRequest, salt: str | None) -> Response:
         history = _history(parsed)
         self.cached[salt, tuple(history)] = None
         choice = {"index": 0, "text": "x", "finish_reason": "length", "token_ids": [1]}
         usage = {"prompt_tokens": len(history), "completion_tokens": 1}
         return _json({"choices": [choice | {"prompt_token_ids": history}], "usage": usage})
 
-    def _prefill(self, parsed: CompletionRequest | ChatRequest) -> web.Response:
+    def _prefill(self, parsed: CompletionRequest | ChatRequest) -> Response:
         history = _history(parsed)
         name = f"cmpl-{len(self.bodies)}-{self.engine}"
         self.script.hand_offs[name] = history
@@ -384,12 +384,12 @@ class ScriptedVllm(ScriptedServer):
 
     async def _decode(
         self,
-        request: web.Request,
+        request: Request,
         parsed: CompletionRequest | ChatRequest,
         transfer: Any,
         known: list[int],
         salt: str | None,
-    ) -> web.StreamResponse:
+    ) -> Response:
         if self.in_one_piece and not parsed.stream:
             return self._one_token(parsed, salt)
         parsed, is_loaded = self._from_store(parsed, salt)
@@ -399,44 +399,42 @@ class ScriptedVllm(ScriptedServer):
         script, position = self.script, len(history) - self.script.prompt_tokens
         if script.faults.get(position) is Fault.EMPTY:
             del script.faults[position]
-            return web.Response(body=b"")
+            return Response(200, b"")
         if not self.bodies[-1].get("stream", True) and isinstance(parsed, ChatRequest):
             return await self._whole(request, parsed, history, position, transfer)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        await response.prepare(request)
+        writer = PieceWriter(request, "text/event-stream; charset=utf-8")
         if not is_loaded or (transfer is not None and not self._pull(history, transfer)):
-            await response.write(_error("Internal server error") + DONE)
-            return response
+            await writer.write(_error("Internal server error") + DONE)
+            return writer.end()
         async for event in self._events(parsed, history, position, known):
             if self.is_dead:
-                await response.write(_error(ENGINE_DEAD) + DONE)
-                return response
+                await writer.write(_error(ENGINE_DEAD) + DONE)
+                return writer.end()
             if isinstance(event, Fault):
-                return await _break(request, response, event)
+                return await _break(request, writer, event)
             self.cached[salt, tuple(history)] = None
             if self.store is not None:
                 self.store.save(salt, history)
             await asyncio.sleep(script.pause_s)
             await self.awake.wait()
-            await response.write(event)
-        return response
+            await writer.write(event)
+        return writer.end()
 
     async def _whole(
         self,
-        request: web.Request,
+        request: Request,
         parsed: ChatRequest,
         history: list[int],
         position: int,
         transfer: Any,
-    ) -> web.Response:
+    ) -> Response:
         """A chat's answer in one piece: its parser of these has another message than a stream."""
         assert transfer is None or self._pull(history, transfer)
         prompt, texts, ids, finish_reason = [*history], [], [], None
         async for event in self._events(parsed, history, position, []):
             if isinstance(event, Fault):
-                assert request.transport is not None
-                abort(request.transport)
-                return web.Response()
+                request.connection.abort()
+                return Response()
             if event == DONE:
                 break
             await asyncio.sleep(self.script.pause_s)
@@ -602,25 +600,20 @@ def _error(message: str) -> bytes:
     )
 
 
-async def _break(
-    request: web.Request, response: web.StreamResponse, fault: Fault
-) -> web.StreamResponse:
-    assert request.transport is not None
+async def _break(request: Request, writer: PieceWriter, fault: Fault) -> Response:
     match fault:
         case Fault.RESET:
-            abort(request.transport)
+            request.connection.abort()
         case Fault.ERROR:
-            await response.write(_error(ENGINE_DEAD) + DONE)
+            await writer.write(_error(ENGINE_DEAD) + DONE)
         case Fault.GARBAGE:
-            await response.write(sse(msgspec.json.encode({"error": REFUSED})) + DONE)
+            await writer.write(sse(msgspec.json.encode({"error": REFUSED})) + DONE)
         case Fault.HANG:
             await asyncio.sleep(60)
         case _:
             pass
-    return response
+    return writer.end()
 
 
-def _json(said: Any, status: int = 200) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(said), status=status, content_type="application/json"
-    )
+def _json(said: Any, status: int = 200) -> Response:
+    return Response(status, msgspec.json.encode(said), {"Content-Type": JSON})

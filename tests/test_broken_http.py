@@ -7,41 +7,38 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from aiohttp import web
 
-from kvrs.net import http_connection
-from kvrs.net.broken_http import MOST_HEAD_BYTES, MOST_HEADERS
+from kvrs.errors import RequestError
+from kvrs.net import server
 from kvrs.net.connections import ConnectionLimits
-from kvrs.net.direct import DirectRequest, DirectServer, parse_head
-from kvrs.net.http import HttpPort
-from kvrs.net.unfinished import UnfinishedBodies
+from kvrs.net.http_request import MOST_HEAD_BYTES, MOST_HEADERS, HttpRefusal, no_note, parse_usual
+from kvrs.net.routes import Handler, Request, Response, Routes, refused
+from kvrs.net.server import HttpServer
 
 pytestmark = pytest.mark.network
 
-HEAD = b"POST /full HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /read HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 SECRET = b"sesame"
-ANOTHER = b"GET /full HTTP/1.1\r\nHost: x\r\n\r\n"
-
-
-async def _direct(request: DirectRequest) -> web.Response:
-    return web.Response(body=b"direct")
+ANOTHER = b"GET /read HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @asynccontextmanager
 async def opened() -> AsyncIterator[int]:
-    async def full(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response(body=b"full")
+    async def read(request: Request) -> Response:
+        return Response(body=b"read", headers={"X-Length": str(len(await request.read()))})
 
-    app = web.Application()
-    app.router.add_post("/full", full)
-    app.router.add_post("/direct", full)
-    direct = DirectServer({"/direct": _direct}, UnfinishedBodies(0))
-    limits = ConnectionLimits(16, 16)
-    port = HttpPort(app, limits, shutdown_timeout_s=0.3, names=None, direct=direct)
-    yield await port.open("127.0.0.1", 0)
-    await port.close()
+    async def serve(request: Request, handler: Handler) -> Response:
+        try:
+            return await handler(request)
+        except RequestError as error:
+            return refused(HttpRefusal(error.status, str(error)), {})
+
+    routes, limits = Routes(), ConnectionLimits(16, 16)
+    routes.add("POST", "/read", read)
+    listening = HttpServer(routes, serve, no_note, limits, idle_s=20, shutdown_timeout_s=0.3)
+    yield await listening.open("127.0.0.1", 0)
+    await listening.close()
 
 
 async def exchange(port: int, *pieces: bytes) -> bytes:
@@ -72,18 +69,15 @@ LARGE_HEADS: dict[str, list[tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("headers", LARGE_HEADS.values(), ids=LARGE_HEADS)
-@pytest.mark.parametrize(("path", "answer"), [("/direct", b"direct"), ("/full", b"full")])
-async def test_heads_of_32_kb_and_of_100_headers_are_taken(
-    headers: list[tuple[str, str]], path: str, answer: bytes
-) -> None:
+async def test_heads_of_32_kb_and_of_100_headers_are_taken(headers: list[tuple[str, str]]) -> None:
     """Tokens of many groups have more than 8 kB. Also those that come in two reads."""
-    request = post(path, headers)
+    request = post("/read", headers)
 
     async with opened() as port:
         answers = [await exchange(port, request), await exchange(port, request[:99], request[99:])]
 
-    assert parse_head(request) is not None
-    assert [each.rpartition(b"\r\n\r\n")[2] for each in answers] == [answer, b"full"]
+    assert parse_usual(request) is not None
+    assert [each.rpartition(b"\r\n\r\n")[2] for each in answers] == [b"read", b"read"]
 
 
 LONG, COUNT = SECRET.ljust(MOST_HEAD_BYTES + 1, b"x"), MOST_HEADERS + 1
@@ -94,7 +88,7 @@ REFUSED: dict[str, tuple[int, list[bytes]]] = {
     "a long name": (431, [HEAD + LONG + b": a\r\n\r\n"]),
     "headers that are long together": (431, [HEAD + b"".join(MANY) + b"\r\n"]),
     "headers that are long together and drip": (431, [HEAD, *MANY]),
-    "a long head behind a request": (431, [post("/full", []).replace(b"close", b"x"), HEAD, *MANY]),
+    "a long head behind a request": (431, [post("/read", []).replace(b"close", b"x"), HEAD, *MANY]),
     "many headers": (431, [HEAD + b"".join(b"X: sesame\r\n" for _ in range(COUNT)) + b"\r\n"]),
     "a long URL": (414, [b"POST /" + SECRET * 2000 + b" HTTP/1.1\r\nHost: x\r\n\r\n"]),
     "no HTTP": (400, [SECRET + b"\r\n\r\n"]),
@@ -102,7 +96,7 @@ REFUSED: dict[str, tuple[int, list[bytes]]] = {
     "another method": (400, [b"SESAME sesame HTTP/1.1\r\nHost: x\r\n\r\n"]),
     "another version": (400, [b"POST /sesame HTTP/7.5\r\nHost: sesame\r\n\r\n"]),
     "a URL that is none": (400, [b"POST sesame HTTP/1.1\r\nHost: x\r\n\r\n"]),
-    "no host": (400, [b"POST /full HTTP/1.1\r\nX-A: sesame\r\n\r\n"]),
+    "no host": (400, [b"POST /read HTTP/1.1\r\nX-A: sesame\r\n\r\n"]),
     "two hosts": (400, [HEAD + b"Host: sesame\r\n\r\n"]),
     "a header without a colon": (400, [HEAD + SECRET + b"\r\n\r\n"]),
     "a zero byte": (400, [HEAD + b"Authorization: sesame\0\r\n\r\n"]),
@@ -149,7 +143,7 @@ async def test_a_client_that_goes_on_sending_for_ever_is_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its bytes are read for a moment only."""
-    monkeypatch.setattr(http_connection, "LINGERING_S", 0.1)
+    monkeypatch.setattr(server, "LINGERING_S", 0.1)
     async with opened() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(HEAD + b"A: " + LONG)
@@ -174,7 +168,7 @@ async def test_a_large_body_is_no_head() -> None:
     body = b"x" * 300_000
     request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body)
     async with opened() as port:
-        pieces = [request, body[:100_000], body[100_000:], post("/full", [])]
+        pieces = [request, body[:100_000], body[100_000:], post("/read", [])]
         answer = await exchange(port, *pieces)
 
     assert answer.count(b" 200 OK\r\n") == 2

@@ -13,13 +13,13 @@ import aiohttp
 import msgspec
 import pytest
 import uvloop
-from aiohttp import web
 
 from kvrs.config.tls import PeerTlsSettings
 from kvrs.net import heartbeats, http
 from kvrs.net.connections import ConnectionLimits
-from kvrs.net.http import HttpPort
 from kvrs.net.proving import ProvingConnector
+from kvrs.net.routes import Request, Response
+from kvrs.net.server import HttpServer
 from kvrs.net.tls import Certificates
 from kvrs.protocol.instance import Heartbeat
 from kvrs.protocol.secrets import Scope, scoped_key
@@ -34,31 +34,31 @@ STALL_ENDS = threading.Event()
 LEAST_BEATS = 5
 
 
-async def _stall(request: web.Request) -> web.Response:
+async def _stall(request: Request) -> Response:
     STALL_ENDS.wait(60.0)
     STALL_ENDS.clear()
-    return web.Response()
+    return Response()
 
 
 @asynccontextmanager
 async def serving(
     tls: Certificates | None = None,
-) -> AsyncIterator[tuple[HttpPort, web.Application]]:
-    app = http.new_app(Scope.INSTANCE)
-    heartbeats.add_heartbeats(app)
-    app.router.add_get("/stall", _stall)
+) -> AsyncIterator[HttpServer]:
+    routes = http.authenticated(Scope.INSTANCE)
+    heartbeats.add_heartbeats(routes)
+    routes.add("GET", "/stall", _stall)
     limits = ConnectionLimits(100, 100)
-    port = HttpPort(app, limits, shutdown_timeout_s=0.5, names=(), keys=[KEY], tls=tls)
+    port = http.inner_server(routes, limits, shutdown_timeout_s=0.5, names=(), keys=[KEY], tls=tls)
     await port.open("127.0.0.1", 0)
     try:
-        yield port, app
+        yield port
     finally:
         await port.close()
 
 
 @pytest.fixture
-async def port() -> AsyncIterator[HttpPort]:
-    async with serving() as (port, _):
+async def port() -> AsyncIterator[HttpServer]:
+    async with serving() as port:
         yield port
 
 
@@ -104,7 +104,7 @@ async def _read(port: int, query: str, tls: Certificates | None = None) -> bytes
     return await asyncio.to_thread(asyncio.run, read())
 
 
-async def test_heartbeats_go_on_while_the_event_loop_stalls(port: HttpPort) -> None:
+async def test_heartbeats_go_on_while_the_event_loop_stalls(port: HttpServer) -> None:
     """And say for how long it has."""
     ages_s = _beats(await _read(port.port, "?watch=0.05"))
 
@@ -129,11 +129,11 @@ def test_heartbeats_over_tls_go_on_while_the_event_loop_stalls(
 
     async def scenario() -> None:
         nonlocal left
-        async with serving(tls) as (port, app):
+        async with serving(tls) as port:
             for _ in range(2):
                 raws.append(await _read(port.port, "?watch=0.05", tls))
             async with asyncio.timeout(60):
-                while http.watches(app):
+                while port.routes.watches:
                     await asyncio.sleep(0.05)
             left = sum(_is_of(port.port, number) for number in os.listdir("/proc/self/fd"))
 
@@ -162,7 +162,7 @@ def _is_of(port: int, number: str) -> bool:
         return False
 
 
-async def test_heartbeats_need_the_key_and_a_time(port: HttpPort) -> None:
+async def test_heartbeats_need_the_key_and_a_time(port: HttpServer) -> None:
     """The key is that of every request to an instance or agent; the time is a number of seconds."""
     path = "/kvrs/v1/heartbeat"
     async with (
@@ -195,9 +195,9 @@ def _is_shut(receiver: socket.socket) -> bool:
 
 async def test_the_thread_ends_with_the_server() -> None:
     """Nothing is left of a server that was closed under its watchers."""
-    app = http.new_app(Scope.INSTANCE)
-    heartbeats.add_heartbeats(app)
-    port = HttpPort(app, ConnectionLimits(100, 100), shutdown_timeout_s=0.5, names=(), keys=[KEY])
+    routes, limits = http.authenticated(Scope.INSTANCE), ConnectionLimits(100, 100)
+    heartbeats.add_heartbeats(routes)
+    port = http.inner_server(routes, limits, shutdown_timeout_s=0.5, names=(), keys=[KEY])
     await port.open("127.0.0.1", 0)
     assert _is_running()
     async with (

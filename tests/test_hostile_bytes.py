@@ -45,7 +45,7 @@ async def test_what_servers_read_differently_is_refused_at_every_port(
     opened: Opened, tmp_path: Path
 ) -> None:
     """With 400 and the end of the connection, so that nothing after it counts as a request; with
-    431 what is too large.
+    431 what is too large. A broken chunk is found when the body is read, which no stranger's is.
     """
     second = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     async with opened(tmp_path) as port:
@@ -53,6 +53,7 @@ async def test_what_servers_read_differently_is_refused_at_every_port(
             answer = await exchange(port, request + second)
 
             status = b"431" if name in ("long header", "many headers") else b"400"
+            status = b"40[014]" if "chunk's" in name or name == "negative chunk" else status
             assert re.match(rb"HTTP/1\.[01] %b " % status, answer), (name, answer)
             assert len(re.findall(rb"HTTP/1\.\d \d{3} ", answer)) == 1, (name, answer)
 

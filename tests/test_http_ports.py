@@ -12,7 +12,7 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
-from kvrs.net import http
+from kvrs.net import server
 from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 from kvrs.proxy.server import Proxy
@@ -88,7 +88,7 @@ async def test_a_connection_without_a_whole_header_is_closed(
     opened: Opened, sent: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silent connections and slow headers cannot use up descriptors."""
-    monkeypatch.setattr(http, "HEAD_S", 0.2)
+    monkeypatch.setattr(server, "HEAD_S", 0.2)
     async with opened(tmp_path) as port:
         answer = await exchange(port, sent)
 

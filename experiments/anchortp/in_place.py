@@ -35,7 +35,7 @@ from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.random_model import write_tiny_model
 from kvrs_engine.engine.ranks.group import RankGroup
 from kvrs_engine.engine.ranks.reformed import Reformed
-from kvrs_engine.engine.routes import make_app
+from kvrs_engine.engine.routes import make_routes
 from kvrs_lab.report.metrics import percentile
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import instance_client
@@ -128,7 +128,7 @@ async def serve(
     backup = {"mode": "local", "directory": str(model.parent)}
     config = parse_config({"cluster": cluster, "backup": backup, "elastic": elastic})
     instance = EngineInstance(config, InstanceId("e0"), 1, SECRET)
-    async with agent_of(config, SECRET), instance_client(make_app(instance), SECRET) as client:
+    async with agent_of(config, SECRET), instance_client(make_routes(instance), SECRET) as client:
         await instance.start()
         watch = CellsWatch(instance)
         choose, faults = random.Random(options.seed), Counter[str]()

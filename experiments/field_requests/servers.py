@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
+from kvrs.net.http import answer
+from kvrs.net.routes import Request, Response
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs_testkit.odd_vllm import Oddity
 from kvrs_testkit.scripted import Fault
@@ -72,7 +73,7 @@ class FieldVllm(ScriptedVllm):
         """Compute at most so many histories at a time."""
         self._lanes = asyncio.Semaphore(lanes)
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
+    async def _completions(self, request: Request) -> Response:
         fields = msgspec.json.decode(await request.read())
         if (number := number_of(fields)) is None:
             return await super()._completions(request)
@@ -92,20 +93,18 @@ class FieldVllm(ScriptedVllm):
             response = await super()._completions(request)
         finally:
             self.held.discard(number)
-        if is_prefill and isinstance(response, web.Response):
+        if is_prefill and response.body is not None:
             return _changed_prefill(response, odd)
         return response
 
-    async def _pass(self, request: web.Request) -> web.Response:
+    async def _pass(self, request: Request) -> Response:
         number = number_of(msgspec.json.decode(await request.read()))
         if number is not None and request.path not in ("/v1/completions", "/v1/chat/completions"):
             self.seen.calls[number].append(self.id)
             await self._compute(number)
             odd = self.odd.get(number, PLAIN)
             if odd.answer.status is not None:
-                refused = await self._refuse(request, number, odd.answer)
-                assert isinstance(refused, web.Response)
-                return refused
+                return await self._refuse(request, number, odd.answer)
         return await super()._pass(request)
 
     async def _compute(self, number: int) -> None:
@@ -129,15 +128,15 @@ class FieldVllm(ScriptedVllm):
             self.running -= 1
             self._lanes.release()
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _metrics(self, request: Request) -> Response:
         response = await super()._metrics(request)
         labels = f'engine="0",model_name="{self.model}"'
         steps = f"vllm:iteration_tokens_total_count{{{labels}}} {float(self.chunks)}\n"
-        return web.Response(text=f"{response.text}{steps}", content_type="text/plain")
+        assert response.body is not None
+        response.body += steps.encode()
+        return response
 
-    async def _refuse(
-        self, request: web.Request, number: int, answer: Oddity
-    ) -> web.StreamResponse:
+    async def _refuse(self, request: Request, number: int, answer: Oddity) -> Response:
         self.seen.refused[number] += 1
         return await answer.fail(request)
 
@@ -170,7 +169,7 @@ def _number_in(history: list[int]) -> int | None:
     return int(found[1]) if found else None
 
 
-def _changed_prefill(response: web.Response, odd: Odd) -> web.Response:
+def _changed_prefill(response: Response, odd: Odd) -> Response:
     """The answer of prefill as it is for this request."""
     if not odd.lacks_transfer and not odd.ends_at_once:
         return response
@@ -179,4 +178,4 @@ def _changed_prefill(response: web.Response, odd: Odd) -> web.Response:
     said["kv_transfer_params"] = None
     if odd.ends_at_once:
         said["choices"][0]["finish_reason"] = "stop"
-    return web.Response(body=msgspec.json.encode(said), content_type="application/json")
+    return answer(said)

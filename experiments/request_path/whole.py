@@ -7,15 +7,13 @@ import statistics
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from kvrs.config.file import Config
-from kvrs.net.connections import ConnectionLimits, Connections
-from kvrs.net.direct import DirectConnection, DirectServer
-from kvrs.net.http_connection import HttpConnection, WaitingTimes
+from kvrs.net.connections import ConnectionLimits
+from kvrs.net.server import HttpConnection, HttpServer
 from kvrs.process.garbage import keep_what_is_there
 from kvrs.protocol.instance import InstanceInfo
 from kvrs.protocol.openai.chunks import sse, usage_of
@@ -142,13 +140,19 @@ class Proxy:
             links.large,
         )
         observer = RequestObserver(metrics.registry, clock, tenants, logs_access=False)
-        self.server: DirectServer = api.direct(observer)
+        self.server = HttpServer(
+            api.routes(),
+            observer.answer,
+            observer.note_refusal,
+            ConnectionLimits(10, 10),
+            idle_s=100.0,
+            shutdown_timeout_s=1.0,
+        )
         for info in infos:
             control.instance_up(control.instances.known[info.id], info, clock())
 
-    def connect(self, client: _Written) -> DirectConnection:
-        among = Connections(ConnectionLimits(10, 10))
-        made = self.server.connect(partial(_never), among, WaitingTimes(20.0, 100.0))
+    def connect(self, client: _Written) -> HttpConnection:
+        made = HttpConnection(self.server)
         made.connection_made(client)
         return made
 
@@ -159,10 +163,6 @@ class Proxy:
                 if engine.data:
                     return engine
             await asyncio.sleep(0)
-
-
-def _never() -> HttpConnection:
-    raise AssertionError("the request is not a usual one")
 
 
 def request() -> bytes:

@@ -26,7 +26,7 @@ from kvrs.config.file import parse_config
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.scripted import Script
 from kvrs_testkit.scripted_model import expected_ids
-from kvrs_testkit.scripted_server import SECRET, abort
+from kvrs_testkit.scripted_server import SECRET
 from kvrs_testkit.scripted_sglang import Room, SglangScript
 from kvrs_testkit.sglang_cluster import TOKENS, Sglangs, document, new_servers
 from kvrs_testkit.vllm_cluster import CONFIG
@@ -105,7 +105,7 @@ async def _one(
         )
         await victim.kill()
     else:
-        abort(room.legs[role])
+        room.legs[role].connection.abort()
     if shared.gate is not None:
         shared.gate.set()
     found.deaths += 1

@@ -1,32 +1,27 @@
 """HTTP routes of an agent: its checkpoints, the leases on them, the slots of its node, gossip."""
 
-from aiohttp import web
-
 from kvrs.agent.node import NodeAgent
 from kvrs.errors import RequestError
 from kvrs.gossip.membership import Membership
 from kvrs.net import http
 from kvrs.net.heartbeats import add_heartbeats
+from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate, SlotUpdate
 from kvrs.protocol.secrets import Scope
 
 
-def make_app(agent: NodeAgent, membership: Membership | None = None) -> web.Application:
+def make_routes(agent: NodeAgent, membership: Membership | None = None) -> Routes:
     """Build the routes. All but `/healthz` need the agent's key."""
     handlers = Handlers(agent, membership)
-    app = http.new_app(Scope.AGENT)
-    app.add_routes(
-        [
-            web.get("/healthz", handlers.health),
-            web.get("/kvrs/v1/agent", handlers.info),
-            web.get("/kvrs/v1/holdings", handlers.holdings),
-            web.post("/kvrs/v1/leases", handlers.leases),
-            web.post("/kvrs/v1/slots", handlers.slots),
-            web.get("/kvrs/v1/members", handlers.members),
-        ]
-    )
-    add_heartbeats(app)
-    return app
+    routes = http.authenticated(Scope.AGENT)
+    routes.add("GET", "/healthz", handlers.health)
+    routes.add("GET", "/kvrs/v1/agent", handlers.info)
+    routes.add("GET", "/kvrs/v1/holdings", handlers.holdings)
+    routes.add("POST", "/kvrs/v1/leases", handlers.leases)
+    routes.add("POST", "/kvrs/v1/slots", handlers.slots)
+    routes.add("GET", "/kvrs/v1/members", handlers.members)
+    add_heartbeats(routes)
+    return routes
 
 
 class Handlers:
@@ -36,32 +31,32 @@ class Handlers:
         self._agent = agent
         self._membership = membership
 
-    async def health(self, request: web.Request) -> web.Response:
-        return web.Response()
+    async def health(self, request: Request) -> Response:
+        return Response()
 
-    async def info(self, request: web.Request) -> web.Response:
+    async def info(self, request: Request) -> Response:
         return http.answer(self._agent.info())
 
-    async def holdings(self, request: web.Request) -> web.StreamResponse:
+    async def holdings(self, request: Request) -> Response:
         """One report, or an endless stream of them, which ends with this process."""
         with self._agent.store.watched() as changes:
             if "watch" not in request.query:
                 return http.answer(self._agent.report(changes))
             return await http.watch(request, lambda: self._agent.report(changes))
 
-    async def leases(self, request: web.Request) -> web.Response:
+    async def leases(self, request: Request) -> Response:
         update = http.decode(await request.read(), LeaseUpdate)
         store = self._agent.store
         store.release(update.release, update.lease_s)
         return http.answer(LeaseAnswer(unknown=store.renew(update.renew, update.lease_s)))
 
-    async def members(self, request: web.Request) -> web.Response:
+    async def members(self, request: Request) -> Response:
         """Members and facts known by gossip."""
         return http.answer(
             {"members": []} if self._membership is None else self._membership.describe()
         )
 
-    async def slots(self, request: web.Request) -> web.Response:
+    async def slots(self, request: Request) -> Response:
         update = http.decode(await request.read(), SlotUpdate)
         for asked in (*update.release, *update.renew, *update.acquire):
             if asked.target not in self._agent.targets:

@@ -8,12 +8,12 @@ from functools import partial
 
 from kvrs.agent.gossip import NodeGossip
 from kvrs.agent.node import NodeAgent, open_directory
-from kvrs.agent.routes import make_app
+from kvrs.agent.routes import make_routes
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.ids import NodeId
 from kvrs.net.connections import ConnectionLimits
-from kvrs.net.http import HttpPort, naming_port
+from kvrs.net.http import inner_server, naming_port
 from kvrs.process.descriptors import raise_descriptor_limit
 from kvrs.process.garbage import keep_what_is_there
 from kvrs.protocol.secrets import Scope, scoped_keys
@@ -75,15 +75,18 @@ async def _serve(
     stop: asyncio.Event,
     ready: Callable[[], None],
 ) -> None:
-    app = make_app(agent, None if gossip is None else gossip.membership)
+    routes = make_routes(agent, None if gossip is None else gossip.membership)
     if config.cluster.allow_faults:
-        add_fault_route(app, agent.page_server.faults, {node.id for node in config.cluster.nodes})
+        nodes = {node.id for node in config.cluster.nodes}
+        add_fault_route(routes, agent.page_server.faults, nodes)
     raise_descriptor_limit()
     keys = scoped_keys(ring, agent.node.agent_id, Scope.AGENT, Scope.ADMIN)
     name, settings = f"agent of node {agent.node.id}", agent.node.agent
     names = {settings.host, *config.security.hosts}
     limits = ConnectionLimits.of_peers()
-    port = HttpPort(app, limits, shutdown_timeout_s=0.5, names=names, keys=keys, tls=agent.tls)
+    port = inner_server(
+        routes, limits, shutdown_timeout_s=0.5, names=names, keys=keys, tls=agent.tls
+    )
     jobs = (
         agent.expire_leases(),
         agent.end_orphans(),

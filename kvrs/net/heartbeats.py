@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import msgspec
-from aiohttp import web
 
-from kvrs.net.http import error, watch_interval_s, watching
+from kvrs.net.http import PieceWriter, error, watch_interval_s, watching
+from kvrs.net.routes import Request, Response, Routes
 from kvrs.net.tls import ServerSide
 from kvrs.protocol.instance import Heartbeat
 
@@ -28,11 +28,11 @@ _TICK_S = 0.05  # How often the event loop shows that it runs, and the thread lo
 _MAX_OVER_TLS = 256
 
 
-def add_heartbeats(app: web.Application) -> None:
-    """Add the route; the thread runs as long as the application."""
+def add_heartbeats(routes: Routes) -> None:
+    """Add the route; the thread runs while the port is open."""
     heartbeats = _Heartbeats()
-    app.router.add_get(PATH, heartbeats.watch)
-    app.cleanup_ctx.append(heartbeats.run)
+    routes.add("GET", PATH, heartbeats.watch)
+    routes.beside.append(heartbeats.run())
 
 
 @dataclass(slots=True, eq=False)
@@ -61,30 +61,29 @@ class _Heartbeats:
         self._over_tls: set[asyncio.Task[None]] = set()
         self._stopped = threading.Event()
 
-    async def run(self, app: web.Application) -> AsyncIterator[None]:
-        """The thread and the ticks that it reports, until the application is cleaned up."""
+    @contextlib.asynccontextmanager
+    async def run(self) -> AsyncIterator[None]:
+        """The thread and the ticks that it reports."""
         ticking = asyncio.create_task(self._tick())
         loop = asyncio.get_running_loop()
         thread = threading.Thread(target=self._beat, args=[loop], name="heartbeats", daemon=True)
         thread.start()
-        yield
-        ticking.cancel()
-        self._stopped.set()
-        await asyncio.to_thread(thread.join)
+        try:
+            yield
+        finally:
+            ticking.cancel()
+            self._stopped.set()
+            await asyncio.to_thread(thread.join)
 
-    async def watch(self, request: web.Request) -> web.StreamResponse:
+    async def watch(self, request: Request) -> Response:
         """Hand the connection to the thread until the watcher leaves."""
         interval_s = watch_interval_s(request)
         if len(self._over_tls) >= _MAX_OVER_TLS:
             return error(503, "too many watches are open", kind="server_error")
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        response.enable_chunked_encoding()
         with watching(request):
-            await response.prepare(request)
-            await response.write(self._line(time.monotonic()))
-            transport = request.transport
-            if transport is None:
-                return response
+            writer = PieceWriter(request, "application/x-ndjson")
+            await writer.write(self._line(time.monotonic()))
+            transport = writer.transport
             tls = transport.get_extra_info("ssl_object")
             if tls is not None:
                 await asyncio.sleep(_TICK_S)  # Not all that waits counts as the buffer's size.
@@ -108,10 +107,11 @@ class _Heartbeats:
                     self._end(watch)
         raise AssertionError("unreachable")
 
-    async def _keep_over_tls(self, watch: _Watch, request: web.Request) -> None:
+    async def _keep_over_tls(self, watch: _Watch, request: Request) -> None:
         try:
             with watching(request):
-                while request.transport is not None:  # Until then the event loop may use it.
+                # Until then the event loop may use it.
+                while request.connection.transport is not None:
                     await asyncio.sleep(_TICK_S)
                 with self._lock:
                     self._watches.add(watch)

@@ -1,331 +1,109 @@
-"""HTTP common to proxies, instances and agents: the server of a port with its limits,
-authentication, error bodies, and watch streams.
+"""HTTP common to the ports that are not for clients: authentication, error bodies, responses in
+pieces, and watch streams.
 """
 
 import asyncio
 import errno
 import hmac
+import logging
 import math
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import TypeVar
 
 import msgspec
-from aiohttp import HttpVersion11, web
-from aiohttp.typedefs import Handler, Middleware
 
 from kvrs.errors import ConfigError, RequestError
-from kvrs.net.broken_http import (
-    MOST_HEAD_BYTES,
-    MOST_HEADERS,
-    MOST_URL_BYTES,
-    TOO_LARGE,
-    HttpRefusal,
-    NoteRefusal,
-    are_too_large,
-    no_note,
-)
-from kvrs.net.connections import ConnectionLimits, Connections
-from kvrs.net.http_connection import (
-    LINGERING_S,
-    SERVER,
-    HttpConnection,
-    ReadingTurns,
-    WaitingTimes,
-    log,
-)
+from kvrs.net import server
+from kvrs.net.connections import ConnectionLimits
+from kvrs.net.http_request import no_note
 from kvrs.net.origins import refusal
-from kvrs.net.tls import Certificates, CountedProtocol, TlsServer, bind
+from kvrs.net.routes import JSON, WRITTEN, Handler, Request, Response, Routes, Step, head_of
+from kvrs.net.server import HttpServer
+from kvrs.net.tls import Certificates
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.secrets import Scope, ScopedKey
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
-MAX_BODY_BYTES = 64 << 20
 SHORTEST_WATCH_S = 0.02
 HEALTHZ = "/healthz"  # Answers to everyone, and says nothing but that.
-
-# A new connection has so long for its TLS hand-shake and again for the whole head of its first
-# request, and one that goes on for each further head, from its first byte.
-HEAD_S = 20.0
-_BACKLOG = 1024
-# Reading of a body that is not asked for yet stops at twice as much.
-_UNREAD_BYTES = 64 << 10
 
 # What only experiments and tests may do to a process.
 _OF_ADMIN = frozenset(("/kvrs/v1/faults", "/reset_prefix_cache"))
 
-_TLS_ONLY = error_body("this port speaks TLS only: use https://")
-_IN_PLAIN = (
-    b"HTTP/1.1 400 Bad Request\r\nServer: kvrs\r\nConnection: close\r\n"
-    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(_TLS_ONLY), _TLS_ONLY)
-)
 
-_WATCHES = web.AppKey("watches", set[asyncio.Task[None]])
-
-
-class DirectPaths(Protocol):
-    """Serves some of a port's requests without aiohttp's server: `kvrs/net/direct.py`."""
-
-    def connect(
-        self, full: Callable[[], Any], among: Connections, times: WaitingTimes
-    ) -> CountedProtocol: ...
-    async def close(self, timeout_s: float) -> None: ...
-
-
-class _Site(web.BaseSite):
-    """A listening socket whose connections are counted."""
-
-    __slots__ = ("_host", "_make", "_port", "_shared", "_tls")
-
-    def __init__(
-        self,
-        runner: web.AppRunner,
-        host: str,
-        port: int,
-        make: Callable[[], CountedProtocol],
-        tls: Certificates | None,
-        *,
-        shared: bool,
-    ) -> None:
-        super().__init__(runner, backlog=_BACKLOG)
-        self._shared = shared
-        self._host = host
-        self._port = port
-        self._make = make
-        self._tls = tls
-
-    @property
-    def name(self) -> str:
-        return f"{'http' if self._tls is None else 'https'}://{self._host}:{self._port}"
-
-    async def start(self) -> None:
-        await super().start()
-        loop = asyncio.get_running_loop()
-        host, port = self._host, self._port
-        if self._tls is None:
-            make = cast(Callable[[], asyncio.Protocol], self._make)
-            server = await loop.create_server(
-                make, host, port, backlog=_BACKLOG, reuse_port=self._shared
-            )
-        else:
-            sockets = await bind(host, port, _BACKLOG, shared=self._shared)
-            made = TlsServer(sockets, self._tls, self._make, HEAD_S, _IN_PLAIN)
-            server = cast(asyncio.Server, made)
-        self._server = server
-        self._port = server.sockets[0].getsockname()[1]
-
-    @property
-    def port(self) -> int:
-        return self._port
-
-
-class HttpPort:
-    """An application on one port. Every port for HTTP is one of these, so that all have the same
-    limits.
+def inner_server(
+    routes: Routes,
+    limits: ConnectionLimits,
+    *,
+    shutdown_timeout_s: float,
+    names: Collection[str] | None,
+    keys: Sequence[ScopedKey] = (),
+    tls: Certificates | None = None,
+) -> HttpServer:
+    """The server of a port within the cluster, or for operators. `names`: of this machine, where
+    requests of web pages are refused; None: they are not.
     """
-
-    def __init__(
-        self,
-        app: web.Application,
-        limits: ConnectionLimits,
-        *,
-        shutdown_timeout_s: float,
-        names: Collection[str] | None,
-        keys: Sequence[ScopedKey] = (),
-        tls: Certificates | None = None,
-        direct: DirectPaths | None = None,
-        idle_s: float | None = None,
-        note_refusal: NoteRefusal = no_note,
-    ) -> None:
-        """`names`: of this machine, for a port where requests of web pages are refused; None: a
-        port for clients. `keys`: of the scopes that clients may prove at the start of a connection.
-        `tls`: nothing but TLS is spoken. `idle_s`: how long a connection may be without a request
-        after one; None: as long as a head may take. `note_refusal` is told of each
-        request that no handler of `app` sees.
-        """
-        self._tls = tls
-        self._direct = direct
-        self._idle_s = idle_s
-        self._note_refusal = note_refusal
-        self._shutdown_timeout_s = shutdown_timeout_s
-        if names is not None:
-            app.middlewares.insert(0, _refuse_pages({name.lower() for name in names}))
-        app.middlewares.insert(0, _begin(note_refusal))
-        app.on_response_prepare.append(_name_server)
-        self._keys = keys
-        # A client that leaves cancels its handler.
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, shutdown_timeout=shutdown_timeout_s
-        )
-        self._connections = Connections(limits)
-        self._site: _Site | None = None
-        self.port = 0  # The one that is bound.
-
-    async def open(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Serve; return the port that was bound. `shared`: other processes of this user may listen
-        on it too, and connections are spread over them.
-
-        Raises:
-            OSError: it cannot be bound.
-        """
-        await self._runner.setup()
-        assert self._runner.server is not None
-        times = WaitingTimes(HEAD_S, HEAD_S if self._idle_s is None else self._idle_s)
-        # Bodies are not inflated: that would happen before the request is authenticated.
-        full = partial(
-            HttpConnection,
-            self._runner.server,
-            self._connections,
-            ReadingTurns(),
-            self._keys,
-            times,
-            loop=asyncio.get_running_loop(),
-            access_log=None,
-            logger=log,
-            auto_decompress=False,
-            lingering_time=LINGERING_S,
-            read_bufsize=_UNREAD_BYTES,
-            max_line_size=MOST_URL_BYTES,
-            max_field_size=MOST_HEAD_BYTES,
-            max_headers=MOST_HEADERS,
-            note_refusal=self._note_refusal,
-        )
-        make: Callable[[], CountedProtocol] = full
-        if self._direct is not None:
-            make = partial(self._direct.connect, full, self._connections, times)
-        self._site = site = _Site(self._runner, host, port, make, self._tls, shared=shared)
-        await site.start()
-        self.port = site.port
-        return self.port
-
-    @property
-    def busy(self) -> int:
-        """Connections with a request that is not answered yet."""
-        return self._connections.busy
-
-    async def stop_listening(self) -> None:
-        """Take no further connections; those that are open go on."""
-        if self._site is not None and self._site in self._runner.sites:
-            await self._site.stop()
-
-    def abort(self) -> None:
-        """Close all connections at once."""
-        self._connections.abort()
-
-    async def close(self) -> None:
-        """End all requests, after the time for the last words of each."""
-        if self._direct is not None:
-            await self._direct.close(self._shutdown_timeout_s)
-        await self._runner.cleanup()
+    steps = routes.steps
+    if names is not None:
+        steps = (_refuse_pages({name.lower() for name in names}), *steps)
+    return HttpServer(
+        routes,
+        partial(_serve, steps),
+        no_note,
+        limits,
+        idle_s=server.HEAD_S,
+        shutdown_timeout_s=shutdown_timeout_s,
+        keys=keys,
+        tls=tls,
+    )
 
 
-async def _name_server(_: web.Request, response: web.StreamResponse) -> None:
-    response.headers.setdefault("Server", SERVER)
+async def _serve(steps: Sequence[Step], request: Request, handler: Handler) -> Response:
+    for step in reversed(steps):
+        handler = _around(step, handler)
+    try:
+        return await handler(request)
+    except RequestError as fault:
+        response = error(fault.status, str(fault), param=fault.param, code=fault.code)
+        response.headers |= fault.headers
+        return response
+    except Exception:
+        if request.is_begun:
+            raise
+        log.exception("request ended by a bug")
+        return error(500, "the server failed; its log says more", kind="server_error")
 
 
-def _begin(note_refusal: NoteRefusal) -> Middleware:
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Keep the connection from being closed for another, and refuse what aiohttp accepts and
-        is beyond the limits, or is read in another way by other servers: behind a proxy in front, a
-        request could be smuggled in it.
-        """
-        if isinstance(request.protocol, HttpConnection):
-            request.protocol.idle_since_s = None
-        if (refused := _refusal(request)) is not None:
-            response = error(*refused)
-            response.headers.update(note_refusal(refused.status, request.headers))
-            response.force_close()
-            if isinstance(request.protocol, HttpConnection):
-                request.protocol.drop_rest()
-            return response
-        try:
-            return await handler(request)
-        except web.HTTPClientError as fault:  # No such path or method, or a body that is too large.
-            response = error(fault.status, f"{request.method} {request.path:.200}: {fault.reason}")
-            for name in ("Allow", "X-Request-Id", "Access-Control-Allow-Origin", "Vary"):
-                if name in fault.headers:
-                    response.headers[name] = fault.headers[name]
-            return response
-
-    return middleware
+def _around(step: Step, handler: Handler) -> Handler:
+    return lambda request: step(request, handler)
 
 
-def _refusal(request: web.Request) -> HttpRefusal | None:
-    if are_too_large(request.raw_headers):
-        return TOO_LARGE
-    if request.version < HttpVersion11 and "Transfer-Encoding" in request.headers:
-        return HttpRefusal(400, "HTTP/1.0 has no Transfer-Encoding")
-    return None
-
-
-def _refuse_pages(names: Collection[str]) -> Middleware:
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path != HEALTHZ and request.transport is not None:
-            local = str((request.transport.get_extra_info("sockname") or ("",))[0])
+def _refuse_pages(names: Collection[str]) -> Step:
+    async def step(request: Request, handler: Handler) -> Response:
+        transport = request.connection.transport
+        if request.path != HEALTHZ and transport is not None:
+            local = str((transport.get_extra_info("sockname") or ("",))[0])
             refused = refusal(request.method, request.headers, local, names)
             if refused is not None:
-                status, message = refused
-                return error(status, message)
+                return error(*refused)
         return await handler(request)
 
-    return middleware
+    return step
 
 
-def new_app(scope: Scope, *middlewares: Middleware) -> web.Application:
-    """An application that takes requests, all but `/healthz`, from clients that have proved the
-    key of this scope, and turns `RequestError` into answers.
+def authenticated(scope: Scope, *steps: Step) -> Routes:
+    """Routes that take requests, all but `/healthz`, from clients that have proved the key of this
+    scope.
     """
-    app = web.Application(
-        client_max_size=MAX_BODY_BYTES, middlewares=[_authenticate(scope), _explain, *middlewares]
-    )
-    app[_WATCHES] = set()
-    app.on_shutdown.append(_end)
-    return app
 
-
-async def _end(app: web.Application) -> None:
-    # Watch streams never end by themselves: a shutdown would wait for them until its timeout.
-    cut_watches(app)
-
-
-def cut_watches(app: web.Application) -> None:
-    """End all watch streams: to the watchers, what served here is gone."""
-    for watch in app[_WATCHES]:
-        watch.cancel()
-
-
-def watches(app: web.Application) -> int:
-    """How many watch streams are open."""
-    return len(app[_WATCHES])
-
-
-def require_token(
-    tokens: Sequence[bytes], what: str, open_paths: Container[str] = (HEALTHZ,)
-) -> Middleware:
-    """One of the tokens is required for all but `open_paths`; they may change."""
-
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if request.path not in open_paths and not any(
-            hmac.compare_digest(given, b"Bearer " + token) for token in tokens
-        ):
-            return error(401, f"this endpoint requires {what}", kind="authentication_error")
-        return await handler(request)
-
-    return middleware
-
-
-def _authenticate(scope: Scope) -> Middleware:
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def authenticate(request: Request, handler: Handler) -> Response:
         due = Scope.ADMIN if request.path in _OF_ADMIN else scope
-        proved = request.protocol.scope if isinstance(request.protocol, HttpConnection) else None
-        if proved is not due and request.path != HEALTHZ:
+        if request.connection.scope is not due and request.path != HEALTHZ:
             return error(
                 401,
                 f"this endpoint requires a connection that has proved the key {due.value!r}",
@@ -333,20 +111,23 @@ def _authenticate(scope: Scope) -> Middleware:
             )
         return await handler(request)
 
-    return middleware
+    return Routes(authenticate, *steps)
 
 
-@web.middleware
-async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        if request.headers.get("Content-Encoding", "identity") != "identity":
-            raise RequestError(
-                "this Content-Encoding is not supported; allowed: 'identity'",
-                status=415,
-            )
+def require_token(
+    tokens: Sequence[bytes], what: str, open_paths: Container[str] = (HEALTHZ,)
+) -> Step:
+    """One of the tokens is required for all but `open_paths`; they may change."""
+
+    async def step(request: Request, handler: Handler) -> Response:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if request.path not in open_paths and not any(
+            hmac.compare_digest(given, b"Bearer " + token) for token in tokens
+        ):
+            return error(401, f"this endpoint requires {what}", kind="authentication_error")
         return await handler(request)
-    except RequestError as fault:
-        return error(fault.status, str(fault), param=fault.param, code=fault.code)
+
+    return step
 
 
 def error(
@@ -356,14 +137,14 @@ def error(
     kind: str = "invalid_request_error",
     param: str | None = None,
     code: str | None = None,
-) -> web.Response:
+) -> Response:
     """An error in the form of the OpenAI API."""
     body = error_body(message, kind=kind, param=param, code=code)
-    return web.Response(status=status, body=body, content_type="application/json")
+    return Response(status, body, {"Content-Type": JSON})
 
 
-def answer(value: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+def answer(value: object, status: int = 200) -> Response:
+    return Response(status, msgspec.json.encode(value), {"Content-Type": JSON})
 
 
 def decode(body: bytes, what: type[T]) -> T:
@@ -407,22 +188,59 @@ class News:
         await asyncio.wait({self._told}, timeout=timeout_s)
 
 
+class PieceWriter:
+    """Writes a response piece by piece."""
+
+    def __init__(self, request: Request, content_type: str) -> None:
+        """Send the head; raises ConnectionResetError: the client has gone."""
+        if (transport := request.connection.transport) is None:
+            raise ConnectionResetError("the client closed its connection")
+        self.transport = transport
+        self._room = asyncio.Event()
+        self._room.set()
+        request.connection.room_changed = self._room_changed
+        request.is_begun, self._is_chunked = True, bool(request.minor_version)
+        request.keep_alive = request.keep_alive and self._is_chunked
+        fields = {"Content-Type": content_type}
+        if self._is_chunked:
+            fields["Transfer-Encoding"] = "chunked"
+        transport.write(head_of(200, fields, request, keeps_open=request.keep_alive))
+
+    async def write(self, data: bytes) -> None:
+        """Write a piece, and wait until the client has room for more.
+
+        Raises:
+            ConnectionResetError: the client has gone.
+        """
+        if self.transport.is_closing():
+            raise ConnectionResetError("the client closed its connection")
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        await self._room.wait()
+
+    def end(self) -> Response:
+        if self._is_chunked and not self.transport.is_closing():
+            self.transport.write(b"0\r\n\r\n")
+        return WRITTEN
+
+    def _room_changed(self, has_room: bool) -> None:
+        (self._room.set if has_room else self._room.clear)()
+
+
 async def watch(
-    request: web.Request, report: Callable[[], msgspec.Struct], news: News | None = None
-) -> web.StreamResponse:
+    request: Request, report: Callable[[], msgspec.Struct], news: News | None = None
+) -> Response:
     """Send a report as a line of JSON every `?watch=SECONDS`, and whenever there are news,
     endlessly: the end of the stream means that this process is gone.
     """
     interval_s = watch_interval_s(request)
-    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
     with watching(request):
-        await response.prepare(request)
+        writer = PieceWriter(request, "application/x-ndjson")
         while True:
-            await response.write(msgspec.json.encode(report()) + b"\n")
+            await writer.write(msgspec.json.encode(report()) + b"\n")
             await (asyncio.sleep(interval_s) if news is None else news.wait(interval_s))
 
 
-def watch_interval_s(request: web.Request) -> float:
+def watch_interval_s(request: Request) -> float:
     """Raises RequestError: `?watch=` is no time."""
     given = request.query.get("watch", "")
     try:
@@ -435,9 +253,9 @@ def watch_interval_s(request: web.Request) -> float:
 
 
 @contextmanager
-def watching(request: web.Request) -> Iterator[None]:
-    """A watch stream, which `cut_watches` ends."""
-    task, watches = asyncio.current_task(), request.app[_WATCHES]
+def watching(request: Request) -> Iterator[None]:
+    """A watch stream, which `Routes.cut_watches` ends."""
+    task, watches = asyncio.current_task(), request.connection.server.routes.watches
     assert task is not None
     watches.add(task)
     try:

@@ -256,9 +256,9 @@ class TlsServer:
         certificates: Certificates,
         make: Callable[[], CountedProtocol],
         timeout_s: float,
-        in_plain: bytes,
+        in_plain: Callable[[], bytes],
     ) -> None:
-        """`in_plain`: the answer to what is not TLS."""
+        """`in_plain` makes the answer to what is not TLS."""
         self._in_plain = in_plain
         self.sockets = sockets
         self._certificates = certificates
@@ -321,7 +321,7 @@ class TlsServer:
                 return True
         if first:
             async with asyncio.timeout(_CLOSING_S):
-                await loop.sock_sendall(sock, self._in_plain)
+                await loop.sock_sendall(sock, self._in_plain())
                 sock.shutdown(socket.SHUT_WR)
                 # A socket with unread bytes would be reset, and the answer lost.
                 while await loop.sock_recv(sock, 1 << 16):

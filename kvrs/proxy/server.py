@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from kvrs import __version__
 from kvrs.config.addresses import gossip_seeds
 from kvrs.config.exposure import faults_of_proxy
@@ -22,9 +20,9 @@ from kvrs.errors import ConfigError
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.parameters import Parameters
 from kvrs.ids import NodeId
-from kvrs.net.broken_http import no_note
-from kvrs.net.direct import DirectServer
-from kvrs.net.http import HttpPort, naming_port
+from kvrs.net.http import inner_server, naming_port
+from kvrs.net.routes import Routes
+from kvrs.net.server import HttpServer
 from kvrs.process.garbage import keep_what_is_there
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_keys
 from kvrs.proxy.api.admin import Admin, AdminSource
@@ -33,7 +31,7 @@ from kvrs.proxy.fleet.supervision import TaskKind, keep_running, observe_lag
 from kvrs.proxy.mirror.book import awaited
 from kvrs.proxy.mirror.ending import Ending, EndStep, Left
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.mirror.routes import make_app
+from kvrs.proxy.mirror.routes import make_routes
 from kvrs.proxy.process.parts import Parts, ProxyLinks, build
 from kvrs.proxy.process.running import Stop, run_service
 from kvrs.proxy.process.workers import Supervisor
@@ -75,7 +73,7 @@ class Proxy:
         self._links: ProxyLinks | None = None
         self._parts: Parts | None = None  # None: it could not be assembled.
         self._membership: Membership | None = None
-        self._ports: list[HttpPort] = []
+        self._ports: list[HttpServer] = []
         self._background: list[asyncio.Task[None]] = []
         self._told_s: float | None = None  # When the peers were told that this proxy is to end.
         self.port = 0
@@ -111,7 +109,7 @@ class Proxy:
         await parts.driver.tokenizer.check()
         if self._config.proxy.peer_port:
             keys = scoped_keys(self._ring, self._config.proxy.id, Scope.PROXY)
-            await self._listen(make_app(parts.mirror), "peer_port", keys)
+            await self._listen(make_routes(parts.mirror), "peer_port", keys)
         await parts.services.look_up()
         await parts.mirror.peers.meet_first()
         if self._supervisor is None:
@@ -150,9 +148,17 @@ class Proxy:
         ]
 
     async def _listen_to_clients(self) -> None:
-        api, observer = self.parts.api, self.parts.observer
-        direct = api.direct(observer)
-        self.port = await self._listen(api.application(observer), "port", direct=direct)
+        observer = self.parts.observer
+        server = HttpServer(
+            self.parts.api.routes(),
+            observer.answer,
+            observer.note_refusal,
+            self._capacity.clients,
+            idle_s=IDLE_TIMEOUT_S,
+            shutdown_timeout_s=_FLUSH_TIMEOUT_S,
+            tls=self._tls.port,
+        )
+        self.port = await self._open(server, "port")
 
     async def _listen_to_operators(self, parts: Parts) -> None:
         source = AdminSource(
@@ -164,7 +170,7 @@ class Proxy:
         )
         reloaded = None if self._supervisor is None else self._supervisor.reload_all
         admin = Admin(source, self.reloads, self._config.security, reloaded)
-        self.admin_port = await self._listen(admin.application(), "admin_port")
+        self.admin_port = await self._listen(admin.routes(), "admin_port")
 
     async def _join(self, gossip_view: GossipView) -> None:
         config = self._config
@@ -257,6 +263,8 @@ class Proxy:
             await parts.driver.close()
         for port in self._ports:
             await port.close()
+        if parts is not None:
+            await parts.api.responses.close()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -285,29 +293,20 @@ class Proxy:
         tenants = {"tenants": parts.tenants.describe()}
         return identity | self.reloads.describe() | parts.mirror.describe() | tenants
 
-    async def _listen(
-        self,
-        app: web.Application,
-        key: str,
-        keys: Sequence[ScopedKey] = (),
-        direct: DirectServer | None = None,
-    ) -> int:
-        host = getattr(self._config.proxy, HOST_OF_PORT[key])
-        port = getattr(self._config.proxy, key)
-        is_for_clients = key == "port"
-        limits = self._capacity.clients if is_for_clients else self._capacity.others
-        names = None if is_for_clients else {host, *self._config.security.hosts}
-        listening = HttpPort(
-            app,
-            limits,
+    async def _listen(self, routes: Routes, key: str, keys: Sequence[ScopedKey] = ()) -> int:
+        port = inner_server(
+            routes,
+            self._capacity.others,
             shutdown_timeout_s=_FLUSH_TIMEOUT_S,
-            names=names,
+            names={getattr(self._config.proxy, HOST_OF_PORT[key]), *self._config.security.hosts},
             keys=keys,
             tls=getattr(self._tls, key),
-            direct=direct,
-            idle_s=IDLE_TIMEOUT_S if is_for_clients else None,
-            note_refusal=self.parts.observer.note_refusal if is_for_clients else no_note,
         )
+        return await self._open(port, key)
+
+    async def _open(self, listening: HttpServer, key: str) -> int:
+        host = getattr(self._config.proxy, HOST_OF_PORT[key])
+        port = getattr(self._config.proxy, key)
         self._ports.append(listening)
         try:
             return await listening.open(host, port, shared=self._supervisor is not None)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection
 from typing import assert_never
 
 import msgspec
-from aiohttp import web
 
 from kvrs.errors import RequestError
 from kvrs.ids import NodeId
+from kvrs.net.routes import JSON, Request, Response, Routes
 from kvrs.protocol.fault_orders import DeviceFault, FaultRequest, LinkFault, NoFault, PageFault
 from kvrs.transfer.send_faults import SendingFaults
 
@@ -19,17 +19,17 @@ log = logging.getLogger(__name__)
 
 
 def add_fault_route(
-    app: web.Application,
+    routes: Routes,
     faults: SendingFaults,
     nodes: Collection[NodeId],
     lose_device: Callable[[int | None], None] | None = None,
 ) -> None:
-    """Add the route to an application; `nodes` are all of the cluster. `lose_device`: of a rank by
+    """Add the route; `nodes` are all of the cluster. `lose_device`: of a rank by
     its number, or (None) of an instance of one process; None: there is no device here. It raises
     RequestError.
     """
 
-    async def handle(request: web.Request) -> web.Response:
+    async def handle(request: Request) -> Response:
         try:
             fault = msgspec.json.decode(await request.read(), type=FaultRequest)
         except msgspec.DecodeError as error:
@@ -59,6 +59,6 @@ def add_fault_route(
             case _:
                 assert_never(fault)
         log.warning("fault injected: %s", fault)
-        return web.Response(body=b"{}", content_type="application/json")
+        return Response(200, b"{}", {"Content-Type": JSON})
 
-    app.router.add_post("/kvrs/v1/faults", handle)
+    routes.add("POST", "/kvrs/v1/faults", handle)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-from aiohttp import web
 
 from kvrs.config.file import Config
 from kvrs.config.policy import LOOKAHEAD_TOKENS
 from kvrs.config.speculation import DraftSourceName
 from kvrs.errors import ConfigError, RequestError, TransferError
 from kvrs.ids import InstanceId
+from kvrs.net.routes import Request, Response
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol import frames
 from kvrs.protocol.instance import (
@@ -52,6 +52,7 @@ from kvrs_engine.engine.served import ServedInstance, ServedModel
 from kvrs_engine.engine.speculation.paired import PairedDrafts, ReloadNotices
 from kvrs_engine.engine.stage_loans import StageLoans
 from kvrs_engine.engine.warm_up import measure_prefill, prefill_table
+from kvrs_engine.engine.websockets import serve_websocket
 from kvrs_engine.engine.worker import ModelWorker, Worker
 from kvrs_engine.scheduling.pace import Pace
 from kvrs_engine.scheduling.pages import MOVED_KEPT_S, PageManager
@@ -295,10 +296,10 @@ class EngineInstance(ServedInstance):
         if notice.instance in self.registry:
             self.reloads.note(notice)
 
-    async def draft_helper(self, request: web.Request) -> web.StreamResponse:
+    async def draft_helper(self, request: Request) -> Response:
         if self.drafts is None:
             return await super().draft_helper(request)
-        return await self.drafts.serve(request)
+        return await serve_websocket(request, self.drafts.serve)
 
     def load(self) -> LoadReport:
         scheduler = self.core.scheduler

@@ -6,11 +6,10 @@ import time
 from functools import partial
 
 import msgspec
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from kvrs.net import http
 from kvrs.net.heartbeats import add_heartbeats
+from kvrs.net.routes import JSON, Handler, Request, Response, Routes, Step
 from kvrs.protocol.instance import (
     FenceRequest,
     KvTransferParams,
@@ -35,46 +34,40 @@ from kvrs_engine.engine.runs import FencedError
 from kvrs_engine.engine.served import ServedInstance
 
 
-def make_app(instance: ServedInstance) -> web.Application:
+def make_routes(instance: ServedInstance) -> Routes:
     """All routes of an instance. All but `/healthz` require the instance's key."""
     handlers = InstanceHandlers(instance)
-    app = http.new_app(Scope.INSTANCE, _refuse_while_down(instance), _explain_fence)
-    app.add_routes(
-        [
-            web.get("/healthz", handlers.health),
-            web.get("/v1/models", handlers.models),
-            web.post("/v1/completions", handlers.completions),
-            web.post("/v1/chat/completions", handlers.chat_completions),
-            web.get("/kvrs/v1/instance", handlers.instance_info),
-            web.get("/kvrs/v1/load", handlers.load),
-            web.post("/kvrs/v1/leases", handlers.leases),
-            web.post("/kvrs/v1/fence", handlers.fence),
-            web.post("/kvrs/v1/ranks", handlers.ranks),
-            web.post("/kvrs/v1/reload", handlers.reload),
-            web.get("/kvrs/v1/drafts", instance.draft_helper),
-            web.post("/reset_prefix_cache", handlers.reset_prefix_cache),
-        ]
-    )
-    add_heartbeats(app)
-    return app
+    routes = http.authenticated(Scope.INSTANCE, _refuse_while_down(instance), _explain_fence)
+    routes.add("GET", "/healthz", handlers.health)
+    routes.add("GET", "/v1/models", handlers.models)
+    routes.add("POST", "/v1/completions", handlers.completions)
+    routes.add("POST", "/v1/chat/completions", handlers.chat_completions)
+    routes.add("GET", "/kvrs/v1/instance", handlers.instance_info)
+    routes.add("GET", "/kvrs/v1/load", handlers.load)
+    routes.add("POST", "/kvrs/v1/leases", handlers.leases)
+    routes.add("POST", "/kvrs/v1/fence", handlers.fence)
+    routes.add("POST", "/kvrs/v1/ranks", handlers.ranks)
+    routes.add("POST", "/kvrs/v1/reload", handlers.reload)
+    routes.add("GET", "/kvrs/v1/drafts", instance.draft_helper)
+    routes.add("POST", "/reset_prefix_cache", handlers.reset_prefix_cache)
+    add_heartbeats(routes)
+    return routes
 
 
-@web.middleware
-async def _explain_fence(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _explain_fence(request: Request, handler: Handler) -> Response:
     try:
         return await handler(request)
     except FencedError as error:
         return http.error(409, str(error), kind="conflict")
 
 
-def _refuse_while_down(instance: ServedInstance) -> Middleware:
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+def _refuse_while_down(instance: ServedInstance) -> Step:
+    async def step(request: Request, handler: Handler) -> Response:
         if (cause := instance.down()) is not None:
             return http.error(503, cause, kind="server_error")
         return await handler(request)
 
-    return middleware
+    return step
 
 
 class InstanceHandlers:
@@ -85,21 +78,21 @@ class InstanceHandlers:
         self._admission = Admission(instance)
         self._encoder = msgspec.json.Encoder()
 
-    async def health(self, request: web.Request) -> web.Response:
-        return web.Response(status=200 if self._instance.failed() is None else 503)
+    async def health(self, request: Request) -> Response:
+        return Response(200 if self._instance.failed() is None else 503)
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def models(self, request: Request) -> Response:
         model = {"id": self._instance.model, "object": "model", "created": 0, "owned_by": "kvrs"}
         return http.answer({"object": "list", "data": [model]})
 
-    async def instance_info(self, request: web.Request) -> web.Response:
+    async def instance_info(self, request: Request) -> Response:
         return http.answer(self._instance.info())
 
-    async def reset_prefix_cache(self, request: web.Request) -> web.Response:
+    async def reset_prefix_cache(self, request: Request) -> Response:
         self._instance.pages.reset_cache()
         return http.answer({})
 
-    async def leases(self, request: web.Request) -> web.Response:
+    async def leases(self, request: Request) -> Response:
         update = http.decode(await request.read(), LeaseUpdate)
         pages = self._instance.pages
         pages.unretain(update.release)
@@ -107,7 +100,7 @@ class InstanceHandlers:
             LeaseAnswer(unknown=pages.renew(update.renew, time.monotonic() + update.lease_s))
         )
 
-    async def fence(self, request: web.Request) -> web.Response:
+    async def fence(self, request: Request) -> Response:
         """Drop lower attempts and raise the epoch. Where only slots have ended, only transfers
         end.
         """
@@ -118,21 +111,21 @@ class InstanceHandlers:
             self._instance.fence(fence.numbers())
         return http.answer(self._instance.info())
 
-    async def reload(self, request: web.Request) -> web.Response:
+    async def reload(self, request: Request) -> Response:
         self._instance.reloading(http.decode(await request.read(), ReloadNotice))
-        return web.Response(status=204)
+        return Response(204)
 
-    async def ranks(self, request: web.Request) -> web.Response:
+    async def ranks(self, request: Request) -> Response:
         order = http.decode(await request.read(), RankRequest)
         return http.answer(RankAnswer(await self._instance.order_rank(order)))
 
-    async def load(self, request: web.Request) -> web.StreamResponse:
+    async def load(self, request: Request) -> Response:
         """The load report once, or as an endless stream that ends with this process."""
         if "watch" not in request.query:
             return http.answer(self._instance.load())
         return await http.watch(request, self._instance.load, self._instance.news)
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
+    async def completions(self, request: Request) -> Response:
         body = await request.read()
         asked = await self._admission.large.run(len(body), partial(parse_completion_request, body))
         run = await self._admission.admit(asked)
@@ -143,7 +136,7 @@ class InstanceHandlers:
         )
         return await self._serve(request, asked, run, answer)
 
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+    async def chat_completions(self, request: Request) -> Response:
         body = await request.read()
         asked = await self._admission.large.run(len(body), partial(parse_chat_request, body))
         run = await self._admission.admit(asked)
@@ -154,11 +147,11 @@ class InstanceHandlers:
 
     async def _serve(
         self,
-        request: web.Request,
+        request: Request,
         asked: CompletionRequest | ChatRequest,
         run: GenerationRun,
         answer: Answer,
-    ) -> web.StreamResponse:
+    ) -> Response:
         """Run to the end; a client that disconnects ends its run."""
         self._instance.core.submit(run)
         try:
@@ -170,15 +163,12 @@ class InstanceHandlers:
 
     async def _stream(
         self,
-        request: web.Request,
+        request: Request,
         asked: CompletionRequest | ChatRequest,
         run: GenerationRun,
         answer: Answer,
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
-        )
-        await response.prepare(request)
+    ) -> Response:
+        writer = http.PieceWriter(request, "text/event-stream")
         opening = answer.opening()
         waiting = b"" if opening is None else self._event(opening)
         while (output := await run.outputs.get()) is not None:
@@ -187,15 +177,14 @@ class InstanceHandlers:
                 if asked.wants_usage:
                     waiting += self._event(answer.usage_event())
                 break
-            await response.write(waiting)
+            await writer.write(waiting)
             waiting = b""
         else:
             waiting = sse(_failure_body(run))
-        await response.write(waiting + DONE)
-        await response.write_eof()
-        return response
+        await writer.write(waiting + DONE)
+        return writer.end()
 
-    async def _whole(self, run: GenerationRun, answer: Answer) -> web.Response:
+    async def _whole(self, run: GenerationRun, answer: Answer) -> Response:
         outputs: list[StepOutput] = []
         while (output := await run.outputs.get()) is not None:
             outputs.append(output)
@@ -205,11 +194,8 @@ class InstanceHandlers:
                         outputs, self._hand_off(run) if run.sequence.prefill_only else None
                     )
                 )
-        return web.Response(
-            status=409 if run.failure is None else 500,
-            body=_failure_body(run),
-            content_type="application/json",
-        )
+        status = 409 if run.failure is None else 500
+        return Response(status, _failure_body(run), {"Content-Type": JSON})
 
     def _names_prompt(self, asked: CompletionRequest | ChatRequest, run: GenerationRun) -> bool:
         """The first event must carry the prompt's ids, which the caller does not have."""

@@ -6,12 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aiohttp import web
-
 from kvrs.errors import RequestError
 from kvrs.ids import StreamId
 from kvrs.net import http
 from kvrs.net.http import News
+from kvrs.net.routes import Request, Response
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import (
@@ -113,7 +112,7 @@ class ServedInstance(ABC):
     def reloading(self, notice: ReloadNotice) -> None:  # noqa: B027  # Optional: it makes no drafts.
         """Another instance is being started again."""
 
-    async def draft_helper(self, request: web.Request) -> web.StreamResponse:
+    async def draft_helper(self, request: Request) -> Response:
         """The connection of an instance that makes drafts for this one."""
         return http.error(404, "drafts are not verified here", kind="invalid_request_error")
 

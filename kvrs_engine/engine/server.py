@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from aiohttp import web
-
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.net.connections import ConnectionLimits
-from kvrs.net.http import HttpPort, naming_port, watches
+from kvrs.net.http import inner_server, naming_port
+from kvrs.net.routes import Routes
 from kvrs.net.tls import load_certificates
 from kvrs.process.descriptors import raise_descriptor_limit
 from kvrs.process.garbage import keep_what_is_there
@@ -22,7 +21,7 @@ from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.protocol.secrets import Scope, scoped_keys
 from kvrs.transfer.fault_route import add_fault_route
 from kvrs_engine.engine.instance import EngineInstance, LoadedModel
-from kvrs_engine.engine.routes import make_app
+from kvrs_engine.engine.routes import make_routes
 from kvrs_engine.engine.served import ServedInstance
 from kvrs_engine.engine.speculation.reload import announced
 
@@ -64,11 +63,11 @@ async def serve(
     if read is not None:  # At once: no change of the file is missed.
         learn = partial(_learn, instance, read)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, learn)
-    async with serve_http(instance, allow_faults=config.cluster.allow_faults) as app:
+    async with serve_http(instance, allow_faults=config.cluster.allow_faults) as routes:
         keep_what_is_there()
         ready()
         stopping = asyncio.ensure_future(
-            _drained(instance, app, stop, at_once or asyncio.Event(), config.cluster.drain_s)
+            _drained(instance, routes, stop, at_once or asyncio.Event(), config.cluster.drain_s)
         )
         await asyncio.wait({stopping, *instance.tasks}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -88,7 +87,7 @@ def _learn(instance: EngineInstance, read: Callable[[], Config]) -> None:
 
 async def _drained(
     instance: EngineInstance,
-    app: web.Application,
+    routes: Routes,
     stop: asyncio.Event,
     at_once: asyncio.Event,
     drain_s: float,
@@ -100,7 +99,7 @@ async def _drained(
     instance.drain()
     until_s = time.monotonic() + drain_s
     while (
-        not instance.drained(watched=watches(app) > 0)
+        not instance.drained(watched=bool(routes.watches))
         and not at_once.is_set()
         and time.monotonic() < until_s
     ):
@@ -108,24 +107,22 @@ async def _drained(
 
 
 @asynccontextmanager
-async def serve_http(
-    instance: ServedInstance, *, allow_faults: bool
-) -> AsyncIterator[web.Application]:
+async def serve_http(instance: ServedInstance, *, allow_faults: bool) -> AsyncIterator[Routes]:
     """Start an instance and serve requests on its port, until the block is left.
 
     Raises:
         ConfigError: a port is in use.
     """
-    app = make_app(instance)
+    routes = make_routes(instance)
     if allow_faults:
         nodes = {peer.node for peer in instance.registry.values()}
-        add_fault_route(app, instance.faults, nodes, instance.lose_device)
+        add_fault_route(routes, instance.faults, nodes, instance.lose_device)
     raise_descriptor_limit()
     settings, name = instance.settings, f"instance {instance.settings.id}"
     keys = scoped_keys(instance.ring, settings.id, Scope.INSTANCE, Scope.ADMIN)
     names, limits = {settings.host, *instance.security.hosts}, ConnectionLimits.of_peers()
     tls = load_certificates("security.tls", instance.security.tls)
-    port = HttpPort(app, limits, shutdown_timeout_s=0.5, names=names, keys=keys, tls=tls)
+    port = inner_server(routes, limits, shutdown_timeout_s=0.5, names=names, keys=keys, tls=tls)
     try:
         with naming_port(name, "page_port", settings.bound(settings.host), settings.page_port):
             await instance.start()
@@ -133,7 +130,7 @@ async def serve_http(
             await port.open(bind, settings.port)
         if tls is not None:
             instance.tasks.append(asyncio.create_task(tls.run()))
-        yield app
+        yield routes
     except Exception:
         # An instance that has failed must not look alive, not even while it ends.
         port.abort()

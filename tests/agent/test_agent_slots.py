@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import web
 
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId, StreamId
+from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.instance import (
     AgentReport,
     FenceRequest,
@@ -48,18 +48,18 @@ async def instance(port: int, failures: int = 0) -> AsyncIterator["asyncio.Queue
     requests: asyncio.Queue[FenceRequest] = asyncio.Queue()
     left = failures
 
-    async def fence(request: web.Request) -> web.Response:
+    async def fence(request: Request) -> Response:
         nonlocal left
         left -= 1
         if left >= 0:
-            return web.Response(status=503)
+            return Response(503)
         assert "Authorization" not in request.headers
         requests.put_nowait(msgspec.json.decode(await request.read(), type=FenceRequest))
-        return web.Response(body=b"{}")
+        return Response(body=b"{}")
 
-    app = web.Application()
-    app.router.add_post("/kvrs/v1/fence", fence)
-    async with serving(app, scoped_keys([SECRET], "e0", Scope.INSTANCE), port):
+    routes = Routes()
+    routes.add("POST", "/kvrs/v1/fence", fence)
+    async with serving(routes, scoped_keys([SECRET], "e0", Scope.INSTANCE), port):
         yield requests
 
 

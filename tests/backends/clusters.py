@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 import msgspec
 import pytest
-from aiohttp import web
 
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import RequestError
+from kvrs.net.http import answer
+from kvrs.net.routes import Request, Response
 from kvrs_testkit.processes import ForkedProcesses, Processes
 from kvrs_testkit.scripted_server import SECRET, ScriptedServer
 from kvrs_testkit.scripted_sglang import ScriptedSglang, SglangScript
@@ -132,7 +133,7 @@ class StockCluster:
 class _ScriptedVllm(ScriptedVllm):
     """A scripted server that refuses what vLLM refuses."""
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
+    async def _completions(self, request: Request) -> Response:
         prompt = msgspec.json.decode(await request.read()).get("prompt", "")
         if isinstance(prompt, list) and max(prompt) > _MAX_TOKEN:
             message = f"Token id {max(prompt)} is out of vocabulary"
@@ -143,15 +144,15 @@ class _ScriptedVllm(ScriptedVllm):
             return _refusal(str(error), error.param)
 
 
-def _refusal(message: str, param: str | None) -> web.Response:
+def _refusal(message: str, param: str | None) -> Response:
     error = {"message": message, "type": "BadRequestError", "param": param, "code": 400}
-    return web.json_response({"error": error}, status=400)
+    return answer({"error": error}, 400)
 
 
 class _ScriptedSglang(ScriptedSglang):
     """A scripted server that refuses what SGLang refuses."""
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
+    async def _completions(self, request: Request) -> Response:
         prompt = msgspec.json.decode(await request.read()).get("prompt", "")
         if isinstance(prompt, list) and max(prompt) > _MAX_TOKEN:
             return _refusal("The input_ids contain values out of the vocabulary", None)

@@ -12,13 +12,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
-from aiohttp import web
 
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.net.admin import AdminClient, AdminError, AdminPort
+from kvrs.net.http import answer
+from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs_lab.cluster.fault_injection import (
     WATCH_INTERVAL_S,
@@ -128,27 +130,27 @@ def state_of(
 
 @asynccontextmanager
 async def admin(state: Callable[[], dict[str, Any]]) -> AsyncIterator[AdminPort]:
-    app = web.Application()
+    routes = Routes()
 
-    async def show(request: web.Request) -> web.Response:
-        return web.json_response(state())
+    async def show(request: Request) -> Response:
+        return answer(state())
 
-    app.router.add_get("/kvrs/v1/state", show)
-    async with serving(app) as url, AdminPort(AdminClient(url), SECRET) as port:
+    routes.add("GET", "/kvrs/v1/state", show)
+    async with serving(routes) as url, AdminPort(AdminClient(url), SECRET) as port:
         yield port
 
 
 @asynccontextmanager
 async def instance(asked: list[Any], name: str = "d0", status: int = 200) -> AsyncIterator[str]:
     """Takes fault requests on proved connections, and notes them."""
-    app = web.Application()
+    routes = Routes()
 
-    async def note(request: web.Request) -> web.Response:
-        asked.append(await request.json())
-        return web.Response(status=status)
+    async def note(request: Request) -> Response:
+        asked.append(msgspec.json.decode(await request.read()))
+        return Response(status)
 
-    app.router.add_post("/kvrs/v1/faults", note)
-    async with serving(app, [scoped_key(SECRET, Scope.ADMIN, name)]) as url:
+    routes.add("POST", "/kvrs/v1/faults", note)
+    async with serving(routes, [scoped_key(SECRET, Scope.ADMIN, name)]) as url:
         yield url
 
 

@@ -20,7 +20,6 @@ from distserve_patches.instances import StageInstance
 from distserve_patches.jobs import Job, Stage
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
-from kvrs.net.http import cut_watches
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.text.output import load_tokenizer
@@ -29,7 +28,7 @@ from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs_engine.engine.page_port import InstancePlace
 from kvrs_engine.engine.requests import Vocabulary
-from kvrs_engine.engine.routes import make_app
+from kvrs_engine.engine.routes import make_routes
 from kvrs_engine.engine.served import ServedModel
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import instance_client
@@ -113,12 +112,12 @@ async def pair(tiny_model: Path, unused_ports: list[int]) -> AsyncIterator[Insta
             StageInstance(place, model, core, stage, partial(engine.pool, stage), own_prefill)
         )
         made[-1].prefill = table
-    apps = [make_app(instance) for instance in made]
-    for instance, app in zip(made, apps, strict=True):
-        instance.on_down = partial(cut_watches, app)
+    routes = [make_routes(instance) for instance in made]
+    for instance, each in zip(made, routes, strict=True):
+        instance.on_down = each.cut_watches
     async with (
-        instance_client(apps[0], SECRET, "p0") as p,
-        instance_client(apps[1], SECRET, "d0") as d,
+        instance_client(routes[0], SECRET, "p0") as p,
+        instance_client(routes[1], SECRET, "d0") as d,
     ):
         for instance in made:
             await instance.start()

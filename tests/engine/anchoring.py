@@ -17,7 +17,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs_engine.engine.instance import EngineInstance
-from kvrs_engine.engine.routes import make_app
+from kvrs_engine.engine.routes import make_routes
 from kvrs_testkit.forked import ForkedProcess
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import client_of, instance_client
@@ -123,7 +123,7 @@ async def attached(
 ) -> AsyncIterator[tuple[EngineInstance, aiohttp.ClientSession]]:
     """Instance e0 in this process, with a client."""
     instance = instance_of(config, start)
-    async with asyncio.timeout(180), instance_client(make_app(instance), SECRET) as client:
+    async with asyncio.timeout(180), instance_client(make_routes(instance), SECRET) as client:
         await instance.start()
         try:
             yield instance, client

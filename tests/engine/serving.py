@@ -11,7 +11,7 @@ import aiohttp
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
 from kvrs_engine.engine.instance import EngineInstance
-from kvrs_engine.engine.routes import make_app
+from kvrs_engine.engine.routes import make_routes
 from kvrs_testkit.ports import instance_client
 
 SECRET = b"a secret of the tests, long enough"
@@ -36,7 +36,7 @@ async def serving(
     instance = EngineInstance(config, InstanceId("e0"), 1, SECRET)
     # A bug that ends the engine's loop leaves requests without an answer; no test shall wait for it
     # for ever.
-    async with asyncio.timeout(180), instance_client(make_app(instance), SECRET) as client:
+    async with asyncio.timeout(180), instance_client(make_routes(instance), SECRET) as client:
         await instance.start()
         try:
             yield instance, client

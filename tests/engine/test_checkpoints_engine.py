@@ -27,7 +27,7 @@ from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.host import HostStore
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.kv_pool import KvPool
-from kvrs_engine.engine.routes import make_app
+from kvrs_engine.engine.routes import make_routes
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import instance_client
 from tests.engine.serving import SECRET
@@ -129,7 +129,7 @@ async def engine(
 ) -> AsyncIterator[tuple[EngineInstance, aiohttp.ClientSession]]:
     """An instance; when it is closed nothing is pinned any more."""
     instance = EngineInstance(config, InstanceId(name), 1, SECRET)
-    async with instance_client(make_app(instance), SECRET, name) as client:
+    async with instance_client(make_routes(instance), SECRET, name) as client:
         await instance.start()
         try:
             yield instance, client

@@ -1,57 +1,35 @@
 """The route by which an experiment has an instance damage what it sends."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 import aiohttp
 import pytest
-from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from kvrs.config.file import parse_config
-from kvrs.errors import RequestError
 from kvrs.ids import NodeId
+from kvrs.net.routes import Routes
 from kvrs.transfer.fault_route import add_fault_route
 from kvrs.transfer.send_faults import SendingFaults
+from kvrs_testkit.ports import serving
 
 pytestmark = pytest.mark.network
 
 N1 = NodeId("n1")
 
 
-@web.middleware
-async def explain(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn errors into answers as the instance's own application does."""
-    try:
-        return await handler(request)
-    except RequestError as error:
-        return web.Response(status=400, text=str(error))
-
-
-@asynccontextmanager
-async def serving(
-    faults: SendingFaults, lost: Callable[[int | None], None] | None = None
-) -> AsyncIterator[str]:
-    app = web.Application(middlewares=[explain])
-    add_fault_route(app, faults, {NodeId("n0"), N1}, lost)
-    runner = web.AppRunner(app, shutdown_timeout=1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/kvrs/v1/faults"
-    finally:
-        await runner.cleanup()
-
-
 async def ask(
     faults: SendingFaults, body: str, lost: Callable[[int | None], None] | None = None
 ) -> tuple[int, str]:
+    """The status, and of an error its message."""
+    routes = Routes()
+    add_fault_route(routes, faults, {NodeId("n0"), N1}, lost)
     async with (
-        serving(faults, lost) as url,
+        serving(routes) as url,
         aiohttp.ClientSession() as session,
-        session.post(url, data=body) as answer,
+        session.post(f"{url}/kvrs/v1/faults", data=body) as answer,
     ):
-        return answer.status, await answer.text()
+        said = await answer.json()
+        return answer.status, said.get("error", {}).get("message", "")
 
 
 async def test_faults_reach_the_sending_side_and_end_when_that_is_asked() -> None:

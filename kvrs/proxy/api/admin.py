@@ -9,8 +9,6 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -19,7 +17,8 @@ from kvrs.config.file import Config, read_admin_tokens
 from kvrs.config.security import SecuritySettings
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
-from kvrs.net.http import HEALTHZ, answer, error, require_token
+from kvrs.net.http import HEALTHZ, answer, require_token
+from kvrs.net.routes import Request, Response, Routes
 from kvrs.process.large_work import LargeWork
 from kvrs.protocol.mirror import DrainOrder
 from kvrs.proxy.api.overview import overview
@@ -47,6 +46,7 @@ _LONGEST_DRAIN_S = 86_400.0
 _RANK = "/kvrs/v1/leave/{id}/{rank}"
 # The page holds no data: it asks for them, with the token that is typed in. It loads nothing else.
 _UI_HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src "
     "'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action "
     "'none'",
@@ -122,21 +122,21 @@ class Admin:
         self._large = LargeWork()
         self._page = (Path(__file__).parent / "ui.html").read_bytes()
 
-    def application(self) -> web.Application:
+    def routes(self) -> Routes:
         authenticate = require_token(self._tokens, "the admin token", (HEALTHZ, UI))
-        app = web.Application(middlewares=[authenticate] if self._tokens else [])
-        app.router.add_get(UI, self._ui)
-        app.router.add_get("/kvrs/v1/state", self._state)
-        app.router.add_get("/kvrs/v1/overview", self._overview)
-        app.router.add_post("/kvrs/v1/reload", self._reload)
-        app.router.add_post("/kvrs/v1/drain/{id}", self._drain)
-        app.router.add_delete("/kvrs/v1/drain/{id}", self._end_drain)
-        app.router.add_post(_RANK, partial(self._order_rank, leaves=True))
-        app.router.add_delete(_RANK, partial(self._order_rank, leaves=False))
-        app.router.add_post("/kvrs/v1/exits/{id}", self._note_exit)
-        app.router.add_get("/metrics", self._show_metrics)
-        app.router.add_get("/healthz", self._healthz)
-        return app
+        routes = Routes(*([authenticate] if self._tokens else []))
+        routes.add("GET", UI, self._ui)
+        routes.add("GET", "/kvrs/v1/state", self._state)
+        routes.add("GET", "/kvrs/v1/overview", self._overview)
+        routes.add("POST", "/kvrs/v1/reload", self._reload)
+        routes.add("POST", "/kvrs/v1/drain/{id}", self._drain)
+        routes.add("DELETE", "/kvrs/v1/drain/{id}", self._end_drain)
+        routes.add("POST", _RANK, partial(self._order_rank, leaves=True))
+        routes.add("DELETE", _RANK, partial(self._order_rank, leaves=False))
+        routes.add("POST", "/kvrs/v1/exits/{id}", self._note_exit)
+        routes.add("GET", "/metrics", self._show_metrics)
+        routes.add("GET", "/healthz", self._healthz)
+        return routes
 
     def _prepare_tokens(self, config: Config) -> Apply | None:
         found = read_admin_tokens(config.security, os.environ)
@@ -144,11 +144,10 @@ class Admin:
             return None
         return partial(self._tokens.__setitem__, slice(None), found)
 
-    async def _state(self, _: web.Request) -> web.Response:
-        body = msgspec.json.encode(self._source.state())
-        return web.Response(body=body, content_type="application/json")
+    async def _state(self, _: Request) -> Response:
+        return answer(self._source.state())
 
-    async def _overview(self, _: web.Request) -> web.Response:
+    async def _overview(self, _: Request) -> Response:
         config = self._reloads.config
         policy = {
             "policy": config.policy.name.value,
@@ -156,85 +155,66 @@ class Admin:
             "dispatch": config.policy.dispatch.value,
             "backup": config.backup.mode.value,
         }
-        body = msgspec.json.encode(overview(self._source.state(), policy))
-        return web.Response(body=body, content_type="application/json")
+        return answer(overview(self._source.state(), policy))
 
-    async def _ui(self, _: web.Request) -> web.Response:
+    async def _ui(self, _: Request) -> Response:
         """The page that shows the overview every second."""
-        return web.Response(
-            body=self._page, content_type="text/html", charset="utf-8", headers=_UI_HEADERS
-        )
+        return Response(200, self._page, {**_UI_HEADERS})
 
-    async def _reload(self, _: web.Request) -> web.Response:
+    async def _reload(self, _: Request) -> Response:
         """Take over what has changed in the file: 400 with every fault where it has any."""
         response = await self._answer(self._reloads.reload())
         if response.status == HTTPStatus.OK and self._reloaded is not None:
             self._reloaded()
         return response
 
-    async def _answer(self, change: Awaitable[ReloadResult]) -> web.Response:
+    async def _answer(self, change: Awaitable[ReloadResult]) -> Response:
         try:
             return answer(await change)
         except ConfigError as fault:
             what = {"message": str(fault), "type": "invalid_configuration", "faults": fault.faults}
-            return web.Response(
-                status=400,
-                body=msgspec.json.encode({"error": what | {"param": None, "code": None}}),
-                content_type="application/json",
-            )
+            return answer({"error": what | {"param": None, "code": None}}, 400)
 
-    async def _drain(self, request: web.Request) -> web.Response:
+    async def _drain(self, request: Request) -> Response:
         """No new streams go to the instance; the others may end within `?drain_s=`."""
         default_s = self._reloads.config.cluster.drain_s
-        try:
-            drain_s = _drain_s(request, default_s)
-        except RequestError as fault:
-            return error(fault.status, str(fault), param=fault.param)
-        return await self._order(DrainOrder(InstanceId(request.match_info["id"]), drain_s))
+        drain_s = _drain_s(request, default_s)
+        return await self._order(DrainOrder(InstanceId(request.parameters["id"]), drain_s))
 
-    async def _end_drain(self, request: web.Request) -> web.Response:
-        return await self._order(DrainOrder(InstanceId(request.match_info["id"]), None))
+    async def _end_drain(self, request: Request) -> Response:
+        return await self._order(DrainOrder(InstanceId(request.parameters["id"]), None))
 
-    async def _order(self, order: DrainOrder) -> web.Response:
-        try:
-            await self._source.drain_instance(order)
-        except RequestError as fault:
-            return error(fault.status, str(fault), param=fault.param)
+    async def _order(self, order: DrainOrder) -> Response:
+        await self._source.drain_instance(order)
         return answer({"instance": order.instance, "drain_s": order.drain_s})
 
-    async def _order_rank(self, request: web.Request, *, leaves: bool) -> web.Response:
+    async def _order_rank(self, request: Request, *, leaves: bool) -> Response:
         """The rank gives what it has to the others of its instance and ends; or it comes back."""
-        name, given = InstanceId(request.match_info["id"]), request.match_info["rank"]
+        name, given = InstanceId(request.parameters["id"]), request.parameters["rank"]
         if not re.fullmatch("[0-9]{1,9}", given, re.ASCII):
-            return error(400, f"rank: got {given!r:.80}; allowed: its number", param="rank")
+            raise RequestError(f"rank: got {given!r:.80}; allowed: its number", param="rank")
         rank = int(given)
-        try:
-            await self._source.order_rank(RankOrder(name, rank, leaves))
-        except RequestError as fault:
-            return error(fault.status, str(fault), param=fault.param)
+        await self._source.order_rank(RankOrder(name, rank, leaves))
         return answer({"instance": name, "rank": rank, "leaves": leaves})
 
-    async def _note_exit(self, request: web.Request) -> web.Response:
+    async def _note_exit(self, request: Request) -> Response:
         """A supervisor tells how the process of an instance ended."""
-        try:
-            exited = parse_exit(request.match_info["id"], await request.read())
-            self._source.note_exit(exited)
-        except RequestError as fault:
-            return error(fault.status, str(fault), param=fault.param)
+        exited = parse_exit(request.parameters["id"], await request.read())
+        self._source.note_exit(exited)
         return answer({"instance": exited.instance, "start": exited.report.start})
 
-    async def _show_metrics(self, request: web.Request) -> web.Response:
+    async def _show_metrics(self, request: Request) -> Response:
         """In the text format, or in OpenMetrics where that is asked for."""
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         collected = _Collected(self._source.metrics().collect())
         body = await self._large.run_aside(partial(encode, collected))
-        return web.Response(body=body, headers={"Content-Type": content_type})
+        return Response(200, body, {"Content-Type": content_type})
 
-    async def _healthz(self, _: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+    async def _healthz(self, _: Request) -> Response:
+        return Response(200, b"ok\n", {"Content-Type": "text/plain; charset=utf-8"})
 
 
-def _drain_s(request: web.Request, default_s: float) -> float:
+def _drain_s(request: Request, default_s: float) -> float:
     """Raises RequestError: `?drain_s=` is no time."""
     given = request.query.get("drain_s", str(default_s))
     try:

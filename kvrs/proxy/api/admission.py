@@ -10,7 +10,6 @@ from hashlib import blake2b
 from typing import TypeVar, cast
 
 import msgspec
-from aiohttp import web
 from multidict import CIMultiDictProxy
 
 from kvrs.config.proxy import Inexact, ProxySettings
@@ -20,7 +19,8 @@ from kvrs.core.fleet.names import ServedName
 from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import StreamId
-from kvrs.net.direct import NO_HEADERS, DirectRequest
+from kvrs.net.http_request import NO_HEADERS
+from kvrs.net.routes import Request
 from kvrs.process.large_work import LARGE_BYTES, LargeWork
 from kvrs.protocol.openai.chunks import TOO_LONG
 from kvrs.protocol.openai.fields import SGLANG, VLLM, whole
@@ -29,7 +29,7 @@ from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_
 from kvrs.proxy.api import generate
 from kvrs.proxy.api.bodies import ClientBodies
 from kvrs.proxy.api.choices import Merger
-from kvrs.proxy.api.tenants import TENANT, Tenant, Tenants
+from kvrs.proxy.api.tenants import Tenant, Tenants
 from kvrs.proxy.mirror.headers import KEY, LAST_EVENT, ResumeRequest, parse_resume_headers, reopened
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror
@@ -46,7 +46,6 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import (
     CHAT,
     ByteBudget,
-    ClientRequest,
     ParsedRequest,
     RequestUsage,
     salted,
@@ -65,7 +64,7 @@ Parsed = TypeVar("Parsed")
 class ClientCall(msgspec.Struct, eq=False):
     """One request of a client: what the steps have found of it, which its response needs."""
 
-    request: ClientRequest
+    request: Request
     is_generate: bool  # Of DistServe's endpoint, which has one choice.
     tenant: Tenant
     held: RequestUsage
@@ -137,11 +136,11 @@ class Admissions:
         self._marked = lru_cache(maxsize=1024)(partial(_marked, os.urandom(16)))
         metrics.request_bytes.set_function(lambda: self._budget.held_bytes)
 
-    def begin(self, request: ClientRequest) -> ClientCall:
+    def begin(self, request: Request) -> ClientCall:
         """The record of a request, whose tenant is known. It holds nothing before its first step;
         what it holds is given back by `held.end`, or at the end of `with call.held`.
         """
-        tenant = request[TENANT]
+        tenant: Tenant = request.tenant
         held = RequestUsage(self._budget, tenant.meter)
         return ClientCall(request, request.path == generate.PATH, tenant, held)
 
@@ -157,12 +156,12 @@ class Admissions:
         request, tenant = call.request, call.tenant
         if read is None:
             pass
-        elif isinstance(request, DirectRequest):  # It is short, not compressed, and here.
+        elif request.coming is None:  # It is short, not compressed, and here.
             if self.draining or len(self._streams) >= self._settings.max_streams:
                 self._check_room(1, KEY in request.headers)
-            most = self._max_elements(request.content_length)
-            call.held.take(request.content_length)
             call.body, request.body = request.body, b""
+            most = self._max_elements(len(call.body))
+            call.held.take(len(call.body))
             call.parsed = read(call.body, max_elements=most)
         else:
             await self.read_body(call)
@@ -187,8 +186,8 @@ class Admissions:
             or parsed.more
             or parsed.echo
             or call.is_generate
-            or not isinstance(request, DirectRequest)
             or is_keyed
+            or call.resume is not None
             or any(map(request.headers.__contains__, _LONGEST_S))
         ):
             await self._admit_unusual(call)
@@ -200,7 +199,7 @@ class Admissions:
             head = partial(head_of, call.journals, lacks_tokenizer=call.lacks_tokenizer)
             call.client = SseClient(request, head)
         parsed.hold(call.held)
-        if isinstance(request, DirectRequest):
+        if read is not None:
             request.headers = NO_HEADERS
 
     # The steps, in their order.
@@ -214,9 +213,8 @@ class Admissions:
             raise RequestError("the proxy is shutting down", status=503, code="shutting_down")
 
     async def read_body(self, call: ClientCall) -> None:
-        """Read the body of a request at aiohttp's server, if there is room for it."""
+        """Read the body of a request, if there is room for it."""
         request = call.request
-        assert isinstance(request, web.Request)
         self._check_room(1, KEY in request.headers)
         self._max_elements(request.content_length or 0)  # Too many bytes are not read at all.
         call.body = await self.bodies.read(request, call.held)

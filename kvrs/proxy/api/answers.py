@@ -3,24 +3,24 @@
 import logging
 from collections.abc import Mapping
 
-from aiohttp import web
-
 from kvrs.errors import RequestError
-from kvrs.net.http_connection import retry_after
+from kvrs.net.routes import JSON, Response, retry_after
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.streams.open_stream import Failed
 
 log = logging.getLogger(__name__)
 
+_NO_HEADERS: Mapping[str, str] = {}
+
 
 def json_response(
-    body: bytes, status: int = 200, headers: Mapping[str, str] | None = None
-) -> web.Response:
-    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
+    body: bytes, status: int = 200, headers: Mapping[str, str] = _NO_HEADERS
+) -> Response:
+    return Response(status, body, {"Content-Type": JSON, **headers})
 
 
-def refusal(failure: Failed) -> web.Response:
-    headers = None
+def refusal(failure: Failed) -> Response:
+    headers = _NO_HEADERS
     if failure.retry_after_s is not None:
         headers = {"Retry-After": retry_after(failure.retry_after_s)}
     elif failure.rejected and failure.status >= 500:
@@ -28,7 +28,7 @@ def refusal(failure: Failed) -> web.Response:
     return json_response(failure.body, failure.status, headers)
 
 
-def error_response(error: RequestError) -> web.Response:
+def error_response(error: RequestError) -> Response:
     headers = {"Retry-After": retry_after(1.0)} if error.status == 503 else {}
     kind = error.kind or ("invalid_request_error" if error.status < 500 else "server_error")
     return json_response(
@@ -38,7 +38,7 @@ def error_response(error: RequestError) -> web.Response:
     )
 
 
-def bug_response() -> web.Response:
+def bug_response() -> Response:
     """Answer to a request that ended by the exception being handled."""
     log.exception("request ended by a bug")
     return json_response(

@@ -1,22 +1,19 @@
 """The clients' port: OpenAI completions and chat, DistServe's /generate, models, health."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
-from aiohttp import web
-
 from kvrs.config.proxy import ProxySettings
-from kvrs.net.direct import DirectServer, Serve
+from kvrs.net.routes import Routes
 from kvrs.process.large_work import LargeWork
 from kvrs.proxy.api import generate
 from kvrs.proxy.api.admission import Admissions
 from kvrs.proxy.api.generate import read_generate
 from kvrs.proxy.api.health import add_health
 from kvrs.proxy.api.models import add_models
-from kvrs.proxy.api.observing import RequestObserver
 from kvrs.proxy.api.passed import Passed
 from kvrs.proxy.api.responses import ResponsesApi
-from kvrs.proxy.api.serving import Read, Serving
+from kvrs.proxy.api.serving import Serving
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.streams.driver import Driver
@@ -53,33 +50,22 @@ class ClientApi:
             metrics,
             clock,
         )
-        self._responses = ResponsesApi(serving, backend, driver, mirror, tenants)
+        self.responses = ResponsesApi(serving, backend, driver, mirror, tenants)
 
-    def application(self, observer: RequestObserver) -> web.Application:
-        app = web.Application(middlewares=[observer.answer])
-        for path, parse in self._readers():
-            app.router.add_post(path, partial(self.serving.in_full, parse))
-        self._responses.add_to(app)
-        self._passed.add_to(app)
-        add_models(app, self._driver.control.instances)
-        add_health(app, self._backend, self._driver, lambda: self.is_leaving)
-        return app
-
-    def direct(self, observer: RequestObserver) -> DirectServer:
-        """The same requests without aiohttp's server."""
-        paths: dict[str, Serve] = {
-            path: partial(observer.answer, handler=partial(self.serving.serve, parse))
-            for path, parse in self._readers()
-        }
-        return DirectServer(paths, self.admissions.bodies.unfinished)
-
-    def _readers(self) -> Iterator[tuple[str, Read]]:
+    def routes(self) -> Routes:
+        routes = Routes()
         for path, parse in (
             (COMPLETIONS.path, partial(read, COMPLETIONS)),
             (CHAT.path, partial(read, CHAT)),
             (generate.PATH, read_generate),
         ):
-            yield path, partial(parse, backend=self._backend)
+            read_body = partial(parse, backend=self._backend)
+            routes.add("POST", path, partial(self.serving.serve, read_body))
+        self.responses.add_to(routes)
+        self._passed.add_to(routes)
+        add_models(routes, self._driver.control.instances)
+        add_health(routes, self._backend, self._driver, lambda: self.is_leaving)
+        return routes
 
     @property
     def is_leaving(self) -> bool:

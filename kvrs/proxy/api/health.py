@@ -3,23 +3,21 @@
 from collections.abc import Callable
 
 import msgspec
-from aiohttp import web
 
 from kvrs import __version__
 from kvrs.core.fleet.known import Instances, missing_roles
 from kvrs.core.model.member import Health
 from kvrs.errors import RequestError
+from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.openai.fields import VLLM
 from kvrs.proxy.api.answers import json_response
 from kvrs.proxy.streams.driver import Driver
 
 
-def add_health(
-    app: web.Application, backend: str, driver: Driver, draining: Callable[[], bool]
-) -> None:
+def add_health(routes: Routes, backend: str, driver: Driver, draining: Callable[[], bool]) -> None:
     instances = driver.control.instances
 
-    async def version(_: web.Request) -> web.Response:
+    async def version(_: Request) -> Response:
         """Version of the engine."""
         found: str | None = __version__
         if backend == VLLM:
@@ -29,27 +27,31 @@ def add_health(
             raise RequestError("the version is not known yet: no instance is up", status=503)
         return json_response(msgspec.json.encode({"version": found}))
 
-    async def healthz(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+    async def healthz(_: Request) -> Response:
+        return _text("ok\n")
 
-    async def readyz(_: web.Request) -> web.Response:
+    async def readyz(_: Request) -> Response:
         if draining():
-            return web.Response(text="shutting down\n", status=503)
-        return web.Response(text=readiness(instances), status=200 if instances.ready() else 503)
+            return _text("shutting down\n", 503)
+        return _text(readiness(instances), 200 if instances.ready() else 503)
 
-    async def health(_: web.Request) -> web.Response:
+    async def health(_: Request) -> Response:
         """Answer as `readyz`, without a text."""
-        return web.Response(text="", status=200 if instances.ready() and not draining() else 503)
+        return _text("", 200 if instances.ready() and not draining() else 503)
 
-    async def load(_: web.Request) -> web.Response:
+    async def load(_: Request) -> Response:
         """Open streams."""
         return json_response(msgspec.json.encode({"server_load": len(driver.streams)}))
 
-    app.router.add_get("/healthz", healthz)
-    app.router.add_get("/readyz", readyz)
-    app.router.add_get("/health", health)
-    app.router.add_get("/load", load)
-    app.router.add_get("/version", version)
+    routes.add("GET", "/healthz", healthz)
+    routes.add("GET", "/readyz", readyz)
+    routes.add("GET", "/health", health)
+    routes.add("GET", "/load", load)
+    routes.add("GET", "/version", version)
+
+
+def _text(text: str, status: int = 200) -> Response:
+    return Response(status, text.encode(), {"Content-Type": "text/plain; charset=utf-8"})
 
 
 def readiness(instances: Instances) -> str:

@@ -4,11 +4,11 @@ import time
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from kvrs.core.fleet.known import Instances
 from kvrs.core.fleet.names import ServedName
 from kvrs.errors import RequestError
+from kvrs.net.routes import Request, Response, Routes
 from kvrs.proxy.api.admission import find_model
 from kvrs.proxy.api.answers import json_response
 
@@ -23,16 +23,16 @@ def _described(instances: Instances, model: ServedName, created: int) -> dict[st
     return found
 
 
-def add_models(app: web.Application, instances: Instances) -> None:
+def add_models(routes: Routes, instances: Instances) -> None:
     created = int(time.time())
 
-    async def models(_: web.Request) -> web.Response:
+    async def models(_: Request) -> Response:
         served = instances.names.served(instances.model)
         listed = [_described(instances, each, created) for each in served.values()]
         return json_response(msgspec.json.encode({"object": "list", "data": listed}))
 
-    async def model(request: web.Request) -> web.Response:
-        name = request.match_info["model"]
+    async def model(request: Request) -> Response:
+        name = request.parameters["model"]
         found = find_model(instances, name)
         if instances.model is None:
             raise RequestError(
@@ -40,5 +40,5 @@ def add_models(app: web.Application, instances: Instances) -> None:
             )
         return json_response(msgspec.json.encode(_described(instances, found, created)))
 
-    app.router.add_get("/v1/models", models)
-    app.router.add_get("/v1/models/{model:.+}", model)
+    routes.add("GET", "/v1/models", models)
+    routes.add("GET", "/v1/models/{model:.+}", model)

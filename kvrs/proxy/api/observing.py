@@ -6,25 +6,22 @@ import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from kvrs.errors import RequestError
-from kvrs.net.direct import DirectRequest, SentResponse
+from kvrs.net.routes import UNKNOWN_ROUTE, Handler, Request, Response
 from kvrs.process.logs import RowLog
 from kvrs.proxy.api.answers import bug_response, error_response
-from kvrs.proxy.api.tenants import OPEN_PATHS, TENANT, Tenant, Tenants
+from kvrs.proxy.api.tenants import OPEN_PATHS, Tenant, Tenants
 from kvrs.proxy.streams.stream_metrics import Tally, TallySeries
 from kvrs.proxy.wire.requests import (
     CURRENT,
     REQUEST_ID,
-    REQUEST_ID_KEY,
     TRACEPARENT,
-    ClientRequest,
     RequestContext,
 )
 from kvrs.tracing.settings import trace_settings
@@ -34,11 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvrs.access")
 
-R = TypeVar("R", bound=ClientRequest)
-A = TypeVar("A", bound=web.StreamResponse | SentResponse)
-
 CLIENT_GONE = 499
-_UNKNOWN = "other"  # The path of what is served at none.
 _CODES = {*map(int, HTTPStatus), CLIENT_GONE}
 # Characters that need no quotes in a header and in a log.
 _ID = re.compile(r"[A-Za-z0-9._~:/@+=-]{1,128}", re.ASCII)
@@ -84,8 +77,7 @@ class RequestObserver:
         self._access = RowLog(log, "request", time.time) if logs_access else None
         self._tracer = tracer
 
-    @web.middleware
-    async def answer(self, request: R, handler: Callable[[R], Awaitable[A]]) -> A | web.Response:
+    async def answer(self, request: Request, handler: Handler) -> Response:
         """Answer a request, whose tenant is known before anything of its body is read. Every error
         has the body that OpenAI clients read, and every response the id, also a refusal. An id that
         could not stand in a log or a header is replaced, and a trace that is none is dropped.
@@ -98,37 +90,25 @@ class RequestObserver:
         if self._tracer is not None:
             self._tracer.begin(context, request.method)
         CURRENT.set(context)
-        # For responses that write their head themselves.
-        request[REQUEST_ID_KEY] = context.id
+        request.id = context.id  # For responses that write their head themselves.
         began_s, status, tenant = self._clock(), CLIENT_GONE, self._tenants.only
-        response: A | web.Response
         try:
             try:
                 if tenant is None and request.path not in OPEN_PATHS:
                     tenant = self._tenants.of(request)
                 if tenant is not None:
-                    request[TENANT] = tenant
+                    request.tenant = tenant
                 response = await handler(request)
             except RequestError as error:
                 response = error_response(error)
-                # The rest of the body is not read.
-                if isinstance(request, web.Request) and not request.content.at_eof():
-                    response.force_close()
-            except web.HTTPException as error:  # As at every port.
-                status = error.status
-                error.headers[REQUEST_ID] = context.id
-                raise
             except Exception:
                 # An internal error. After the headers only the end of the connection can signal it.
-                if _has_begun(request):
+                if request.is_begun:
                     raise
                 response = bug_response()
-            if isinstance(response, SentResponse):
-                status = 200
-            else:
-                status = response.status
-                if not response.prepared:
-                    response.headers[REQUEST_ID] = context.id
+            status = response.status
+            if response.body is not None:
+                response.headers[REQUEST_ID] = context.id
             return response
         finally:
             self._end(request, context, tenant, status, began_s)
@@ -137,10 +117,12 @@ class RequestObserver:
         """Note a request that the HTTP server has refused by itself; the headers of its answer."""
         given = headers.get(REQUEST_ID, "")
         request_id = given if _ID.fullmatch(given) else os.urandom(16).hex()
-        (self._series.get((_UNKNOWN, status)) or self._new_series(_UNKNOWN, status)).value += 1
+        (
+            self._series.get((UNKNOWN_ROUTE, status)) or self._new_series(UNKNOWN_ROUTE, status)
+        ).value += 1
         if self._access is not None:
             self._access.add(
-                {"request_id": request_id, "method": "", "path": _UNKNOWN, "status": status}
+                {"request_id": request_id, "method": "", "path": UNKNOWN_ROUTE, "status": status}
             )
         return {REQUEST_ID: request_id}
 
@@ -157,13 +139,13 @@ class RequestObserver:
 
     def _end(
         self,
-        request: ClientRequest,
+        request: Request,
         context: RequestContext,
         tenant: Tenant | None,
         status: int,
         began_s: float,
     ) -> None:
-        path = request.path if isinstance(request, DirectRequest) else _path_of(request)
+        path = request.route
         (self._series.get((path, status)) or self._new_series(path, status)).value += 1
         if context.trace is not None:
             context.trace.end(path, status)
@@ -179,19 +161,6 @@ class RequestObserver:
         if tenant is not None and tenant.name:
             facts["tenant"] = tenant.name
         self._access.add(facts)
-
-
-def _has_begun(request: ClientRequest) -> bool:
-    """Something of the response has been written."""
-    if isinstance(request, DirectRequest):
-        return request.is_begun
-    return request.writer.output_size > 0
-
-
-def _path_of(request: web.Request) -> str:
-    """The path as it is served, which a client cannot make up."""
-    resource = request.match_info.route.resource
-    return _UNKNOWN if resource is None else resource.canonical
 
 
 def _code(status: int) -> str:

@@ -7,13 +7,13 @@ import asyncio
 from functools import partial
 
 import msgspec
-from aiohttp import web
 from tokenizers import Tokenizer
 
 from kvrs.core.control import Control
 from kvrs.core.fleet.names import is_served_at
 from kvrs.errors import ConfigError, RequestError, UnknownFieldError, UpstreamError
 from kvrs.ids import InstanceId
+from kvrs.net.routes import Request, Response, Routes
 from kvrs.process.large_work import LargeWork
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.openai.fields import FIELDS, VLLM, Treatment, not_supported
@@ -87,18 +87,18 @@ class Passed:
         self._large = large
         self._control: Control[OpenStream] = driver.control
 
-    def add_to(self, app: web.Application) -> None:
+    def add_to(self, routes: Routes) -> None:
         for path in PATHS:
-            app.router.add_post(path, partial(self._serve, path))
+            routes.add("POST", path, partial(self._serve, path))
 
-    async def _serve(self, path: str, request: web.Request) -> web.Response:
+    async def _serve(self, path: str, request: Request) -> Response:
         call = self._admissions.begin(request)
         with call.held:
             await self._admissions.read_body(call)
             call.held.open(1)
             return await self._answer(path, call.body)
 
-    async def _answer(self, path: str, body: bytes) -> web.Response:
+    async def _answer(self, path: str, body: bytes) -> Response:
         """The answer to a request with this body.
 
         Raises:
@@ -121,7 +121,7 @@ class Passed:
 
     # By the tokenizer here.
 
-    async def _tokenize(self, fields: Fields) -> web.Response:
+    async def _tokenize(self, fields: Fields) -> Response:
         _check_known(fields, TokenizeRequest)
         asked = decode_as(_TOKENIZE, encode(fields))
         tokenizer = await self._tokenizer()
@@ -134,7 +134,7 @@ class Passed:
         most = self._control.instances.max_model_len
         return json_response(encode(TokenizeAnswer(len(found.ids), most, found.ids, strings)))
 
-    async def _detokenize(self, fields: Fields) -> web.Response:
+    async def _detokenize(self, fields: Fields) -> Response:
         _check_known(fields, DetokenizeRequest)
         tokens = decode_as(_DETOKENIZE, encode(fields)).tokens
         tokenizer = await self._tokenizer()
@@ -154,7 +154,7 @@ class Passed:
 
     # By an instance.
 
-    async def ask(self, path: str, fields: Fields, key: str) -> web.Response:
+    async def ask(self, path: str, fields: Fields, key: str) -> Response:
         """From one instance after the other that serves the name of this key, the least loaded
         first, until one answers.
         """
@@ -167,7 +167,7 @@ class Passed:
                 raise
             return refusal(out_of_time("answer", limit_s))
 
-    async def _ask_in_turn(self, path: str, fields: Fields, key: str) -> web.Response:
+    async def _ask_in_turn(self, path: str, fields: Fields, key: str) -> Response:
         instances, failure = self._control.instances, Failed(503, _NO_INSTANCE, 1.0)
         up = [
             name

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvrs.net.routes import Response
 from kvrs.protocol.openai.responses import ResponseRequest, Stored, Tokens, Translator, encoded
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.streams.clients import ClientGoneError, SseClient
@@ -30,7 +31,7 @@ class ResponseReader:
         made = [event for data in events for event in self._translator.take(data)]
         encoded(made, self._after, self.sse.send_framed)
 
-    async def end(self, tokens: Tokens) -> SseClient:
+    async def end(self, tokens: Tokens) -> Response:
         last: list[bytes] = []
         self.begin()
         encoded(self._translator.end(tokens), self._after, last.append)

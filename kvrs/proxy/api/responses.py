@@ -13,10 +13,10 @@ from hashlib import blake2b
 from typing import Any
 
 import msgspec
-from aiohttp import web
 from msgspec.structs import replace
 
 from kvrs.errors import RequestError
+from kvrs.net.routes import WRITTEN, Request, Response, Routes
 from kvrs.protocol.mirror import BYTES_PER_ID
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.openai.chunks import sse as framed
@@ -35,13 +35,13 @@ from kvrs.proxy.api.admission import ClientCall
 from kvrs.proxy.api.answers import json_response, refusal
 from kvrs.proxy.api.response_client import ResponseClient, ResponseReader, RunningResponse
 from kvrs.proxy.api.serving import Serving
-from kvrs.proxy.api.tenants import TENANT, Tenants
+from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.mirror.failures import SUPERSEDED
 from kvrs.proxy.mirror.headers import KEY, ResumeRequest
 from kvrs.proxy.mirror.records import CLAIM_S, Record
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.stored import StoredRecord, drop_record, read_record
-from kvrs.proxy.streams.clients import ClientGoneError, Sent, SseClient
+from kvrs.proxy.streams.clients import ClientGoneError, SseClient
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.open_stream import Failed, Outcome
 from kvrs.proxy.wire.requests import CHAT, read
@@ -87,21 +87,20 @@ class ResponsesApi:
         self._running: dict[str, RunningResponse] = {}  # By key of the record.
         self._tasks: set[asyncio.Task[Outcome]] = set()
 
-    def add_to(self, app: web.Application) -> None:
-        app.router.add_post(PATH, self._create)
-        app.router.add_get(f"{PATH}/{{id:[^/]+}}", self._retrieve)
-        app.router.add_delete(f"{PATH}/{{id:[^/]+}}", self._delete)
-        app.router.add_post(f"{PATH}/{{id:[^/]+}}/cancel", self._cancel)
-        app.on_cleanup.append(self._close)
+    def add_to(self, routes: Routes) -> None:
+        routes.add("POST", PATH, self._create)
+        routes.add("GET", f"{PATH}/{{id}}", self._retrieve)
+        routes.add("DELETE", f"{PATH}/{{id}}", self._delete)
+        routes.add("POST", f"{PATH}/{{id}}/cancel", self._cancel)
 
-    async def _close(self, _: web.Application) -> None:
+    async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # Requests.
 
-    async def _create(self, request: web.Request) -> web.StreamResponse:
+    async def _create(self, request: Request) -> Response:
         if KEY in request.headers:
             raise RequestError(f"{KEY} is not supported at {PATH}: the id is the key", param=KEY)
         running = await self._start(request, partial(self._new, request))
@@ -121,7 +120,7 @@ class ResponsesApi:
             return refusal(outcome)
         return self._answer(running.keyed.record)
 
-    async def _retrieve(self, request: web.Request) -> web.StreamResponse:
+    async def _retrieve(self, request: Request) -> Response:
         streams, after = _position(request)
         keys = self._keys(request)
         running = self._running_of(keys)
@@ -140,7 +139,7 @@ class ResponsesApi:
             return await self._stream(request, running, after=after)
         return self._answer(running.keyed.record)
 
-    async def _take_over(self, request: web.Request, record: Record) -> RunningResponse:
+    async def _take_over(self, request: Request, record: Record) -> RunningResponse:
         """Go on here with a stream that may run at another proxy."""
         for _ in range(_TRIES):
             try:
@@ -151,7 +150,7 @@ class ResponsesApi:
             await asyncio.sleep(CLAIM_S)  # It was granted just now, and is not granted again yet.
         return await self._start(request, partial(self._again, request, record))
 
-    async def _cancel(self, request: web.Request) -> web.StreamResponse:
+    async def _cancel(self, request: Request) -> Response:
         keys = self._keys(request)
         found = await self._found(request, keys)
         asked = _asked(Stored.decode(found.record.header.request))
@@ -164,25 +163,25 @@ class ResponsesApi:
         await asyncio.shield(running.task)
         return self._answer(running.keyed.record)
 
-    async def _delete(self, request: web.Request) -> web.StreamResponse:
+    async def _delete(self, request: Request) -> Response:
         keys = self._keys(request)
         await self._found(request, keys)
         await drop_record(self._mirror, keys)
-        deleted = {"id": request.match_info["id"], "object": "response", "deleted": True}
+        deleted = {"id": request.parameters["id"], "object": "response", "deleted": True}
         return json_response(msgspec.json.encode(deleted))
 
-    def _keys(self, request: web.Request) -> Sequence[str]:
-        name = request.match_info["id"]
+    def _keys(self, request: Request) -> Sequence[str]:
+        name = request.parameters["id"]
         if ID.fullmatch(name) is None:
             raise _unknown(name)
-        return self._tenants.secret_of(request, request[TENANT]).record_keys(f"response {name}")
+        return self._tenants.secret_of(request, request.tenant).record_keys(f"response {name}")
 
     def _running_of(self, keys: Sequence[str]) -> RunningResponse | None:
         return next((self._running[key] for key in keys if key in self._running), None)
 
-    async def _found(self, request: web.Request, keys: Sequence[str]) -> StoredRecord:
+    async def _found(self, request: Request, keys: Sequence[str]) -> StoredRecord:
         found = await read_record(self._mirror, keys, self._driver.clock())
-        name = request.match_info["id"]
+        name = request.parameters["id"]
         if found is None or not found.record.header.request:
             raise _unknown(name)
         is_over = found.record.state.complete
@@ -192,7 +191,7 @@ class ResponsesApi:
 
     # Streams.
 
-    async def _start(self, request: web.Request, enter: Enter) -> RunningResponse:
+    async def _start(self, request: Request, enter: Enter) -> RunningResponse:
         """Run a response in a task of its own, up to where its record is at a mirror."""
         started: asyncio.Future[RunningResponse] = asyncio.get_running_loop().create_future()
         task: asyncio.Task[Outcome] = asyncio.create_task(self._run(request, enter, started))
@@ -209,7 +208,7 @@ class ResponsesApi:
         return started.result()
 
     async def _run(
-        self, request: web.Request, enter: Enter, started: "asyncio.Future[RunningResponse]"
+        self, request: Request, enter: Enter, started: "asyncio.Future[RunningResponse]"
     ) -> Outcome:
         call = self._admissions.begin(request)
         with call.held:
@@ -256,9 +255,7 @@ class ResponsesApi:
             await drop_record(self._mirror, [keyed.record.key])
         return outcome
 
-    async def _stream(
-        self, request: web.Request, running: RunningResponse, after: int
-    ) -> web.StreamResponse:
+    async def _stream(self, request: Request, running: RunningResponse, after: int) -> Response:
         """Send the events behind a position, those to come too."""
         sse = SseClient(request, dict)
         reader = ResponseReader(sse, self._translator(running.stored, running.asked), after)
@@ -279,8 +276,8 @@ class ResponsesApi:
             if isinstance(outcome, Failed) and not sse.has_begun:
                 return refusal(outcome)
             if isinstance(outcome, Failed) and not is_over:
-                return Sent(await sse.finish(framed(outcome.body)))
-            return Sent(await reader.end(_tokens(keyed.record)))
+                return await sse.finish(framed(outcome.body))
+            return await reader.end(_tokens(keyed.record))
         except asyncio.CancelledError:
             if not client.stays:
                 task.cancel()
@@ -294,9 +291,7 @@ class ResponsesApi:
             if client.reader is reader:
                 client.reader = None
 
-    async def _stored(
-        self, request: web.Request, found: StoredRecord, after: int | None
-    ) -> web.StreamResponse:
+    async def _stored(self, request: Request, found: StoredRecord, after: int | None) -> Response:
         """Respond from a record alone; `after`: as a stream of its events."""
         record = found.record
         if after is None:
@@ -306,13 +301,13 @@ class ResponsesApi:
         reader = ResponseReader(sse, self._translator(stored, _asked(stored)), after)
         try:
             reader.send([event.data for event in record.events])
-            return Sent(await reader.end(_tokens(record)))
+            return await reader.end(_tokens(record))
         except ClientGoneError:
             return _left(sse)
 
     # What a response begins with.
 
-    async def _new(self, request: web.Request, call: ClientCall) -> BegunResponse:
+    async def _new(self, request: Request, call: ClientCall) -> BegunResponse:
         await self._admissions.read_body(call)
         name = f"resp_{secrets.token_hex(24)}"
         stored = Stored(name, int(time.time()), call.body)
@@ -321,7 +316,7 @@ class ResponsesApi:
         await self._admissions.admit(call)
         return BegunResponse(stored, asked)
 
-    async def _again(self, request: web.Request, record: Record, call: ClientCall) -> BegunResponse:
+    async def _again(self, request: Request, record: Record, call: ClientCall) -> BegunResponse:
         stored = Stored.decode(record.header.request)
         asked = await self._parse(call, stored.body)
         resume = self._resume(request, stored.id, record.header.request)
@@ -337,8 +332,8 @@ class ResponsesApi:
         call.body = b""
         return asked
 
-    def _resume(self, request: web.Request, name: str, kept: bytes) -> ResumeRequest:
-        secret = self._tenants.secret_of(request, request[TENANT])
+    def _resume(self, request: Request, name: str, kept: bytes) -> ResumeRequest:
+        secret = self._tenants.secret_of(request, request.tenant)
         keys = tuple(secret.record_keys(f"response {name}"))
         digest = blake2b(f"{PATH}\0{name}".encode(), digest_size=32).digest()
         return ResumeRequest(keys, digest, tenant=secret.mark, request=kept)
@@ -349,7 +344,7 @@ class ResponsesApi:
         served = self._driver.control.instances.model
         return Translator(stored, asked, str(asked.fields.get("model") or served or ""))
 
-    def _answer(self, record: Record) -> web.Response:
+    def _answer(self, record: Record) -> Response:
         """The response as it is now."""
         stored = Stored.decode(record.header.request)
         translator = self._translator(stored, _asked(stored))
@@ -362,8 +357,8 @@ class ResponsesApi:
         return json_response(msgspec.json.encode(described))
 
 
-def _left(sse: SseClient) -> web.StreamResponse:
-    return Sent(sse) if sse.has_begun else web.Response(status=499)
+def _left(sse: SseClient) -> Response:
+    return WRITTEN if sse.has_begun else Response(499)
 
 
 def _begin(reader: ResponseReader) -> None:
@@ -389,7 +384,7 @@ def _tokens(record: Record) -> Tokens:
     )
 
 
-def _position(request: web.Request) -> tuple[bool, int]:
+def _position(request: Request) -> tuple[bool, int]:
     """The client wants events, and the number of the last that it has."""
     query = request.query
     streams = query.get("stream", "false").lower()
@@ -403,7 +398,7 @@ def _position(request: web.Request) -> tuple[bool, int]:
             f"starting_after={given!r:.20}; allowed: the sequence_number of an event",
             param="starting_after",
         ) from None
-    return streams == "true", after
+    return streams == "true" and request.method != "HEAD", after
 
 
 def _error(failure: Failed) -> dict[str, object]:

@@ -5,10 +5,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, assert_never
 
-from aiohttp import web
-
 from kvrs.core.model.streams import Complete
 from kvrs.errors import RequestError
+from kvrs.net.routes import WRITTEN, Request, Response
 from kvrs.protocol.openai.chunks import DONE, error_body, sse
 from kvrs.proxy.api.admission import Admissions, ClientCall, whole_fields
 from kvrs.proxy.api.answers import json_response, refusal
@@ -20,18 +19,17 @@ from kvrs.proxy.mirror.failures import SUPERSEDED
 from kvrs.proxy.mirror.headers import ResumeRequest
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.streams.clients import Client, ClientGoneError, KeepAlives, Sent, SseClient
+from kvrs.proxy.streams.clients import Client, ClientGoneError, KeepAlives, SseClient
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.open_stream import Failed, Outcome
 from kvrs.proxy.streams.responses import WholeClient, answer, total_usage
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.requests import ClientRequest, ParsedRequest
+from kvrs.proxy.wire.requests import ParsedRequest
 
 _FLUSH_TIMEOUT_S = 1.0  # For the mirror to receive all events of a failed stream.
 
 Read = Callable[..., ParsedRequest]
-Response = web.Response | SseClient
 
 
 class Serving:
@@ -54,12 +52,7 @@ class Serving:
         self._counts = metrics.requests
         self._clock = clock
 
-    async def in_full(self, read: Read, request: web.Request) -> web.StreamResponse:
-        """Serve a request of aiohttp's server."""
-        response = await self.serve(read, request)
-        return Sent(response) if isinstance(response, SseClient) else response
-
-    async def serve(self, read: Read, request: ClientRequest) -> Response:
+    async def serve(self, read: Read, request: Request) -> Response:
         """Admit a request and respond to it; count it by its outcome."""
         call = self.admissions.begin(request)
         try:
@@ -89,7 +82,7 @@ class Serving:
             except ClientGoneError:
                 self._counts["client_gone"].value += 1
                 assert client is not None
-                return client if client.has_begun else web.Response(status=499)
+                return WRITTEN if client.has_begun else Response(499)
             finally:
                 if client is not None:
                     self.keep_alives.open.discard(client)

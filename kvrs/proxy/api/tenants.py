@@ -10,15 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from kvrs.config.file import Config
 from kvrs.config.tenants import TenantSettings, key_hash, read_tenants
 from kvrs.core.books.tenants import GuessLimit, TenantMeter
 from kvrs.errors import ConfigError, RequestError
-from kvrs.net.http_connection import retry_after
+from kvrs.net.routes import Request, retry_after
 from kvrs.protocol.tenants import TenantSecret
-from kvrs.proxy.wire.requests import ClientRequest
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +35,6 @@ class Tenant:
     mark: str = ""  # That of the secret.
     meter: TenantMeter | None = None
     secret: TenantSecret | None = None
-
-
-TENANT = web.RequestKey("tenant", Tenant)
 
 
 class Tenants:
@@ -66,7 +60,7 @@ class Tenants:
 
     # Requests.
 
-    def secret_of(self, request: ClientRequest, tenant: Tenant) -> TenantSecret:
+    def secret_of(self, request: Request, tenant: Tenant) -> TenantSecret:
         """For records of streams."""
         if tenant.secret is not None:
             return tenant.secret
@@ -74,7 +68,7 @@ class Tenants:
         owner = b"authorization\0" + given.encode("utf-8", "surrogateescape")
         return TenantSecret(self._ring, owner)
 
-    def of(self, request: ClientRequest) -> Tenant:
+    def of(self, request: Request) -> Tenant:
         """The tenant of the key, where there are keys.
 
         Raises:
@@ -98,9 +92,7 @@ class Tenants:
             )
         return tenant
 
-    def _refused(
-        self, request: ClientRequest, message: str, code: str | None = None
-    ) -> RequestError:
+    def _refused(self, request: Request, message: str, code: str | None = None) -> RequestError:
         """Beyond some failures an address gets 429. A right key is accepted from there still:
         others may share the address, and a key is too long to be guessed.
         """

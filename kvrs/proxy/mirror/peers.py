@@ -12,7 +12,8 @@ import msgspec
 
 from kvrs.config.proxy import are_workers_of_one, proxy_of_worker
 from kvrs.errors import RequestError, UpstreamError
-from kvrs.net.http import MAX_BODY_BYTES, News
+from kvrs.net.http import News
+from kvrs.net.routes import MAX_BODY_BYTES
 from kvrs.protocol.mirror import (
     Batch,
     BatchAnswer,

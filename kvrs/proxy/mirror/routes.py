@@ -3,10 +3,10 @@
 from typing import TypeVar
 
 import msgspec
-from aiohttp import web
 
 from kvrs.errors import RequestError
 from kvrs.net import http
+from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.mirror import Batch, BatchAnswer, Claim, DrainOrder, Hello, Lookup, LookupAnswer
 from kvrs.protocol.secrets import Scope
 from kvrs.proxy.mirror.peers import PATH
@@ -16,15 +16,15 @@ from kvrs.proxy.mirror.stored import drop_own, own_record
 Body = TypeVar("Body")
 
 
-def make_app(mirror: Mirror) -> web.Application:
-    async def watch(request: web.Request) -> web.StreamResponse:
+def make_routes(mirror: Mirror) -> Routes:
+    async def watch(request: Request) -> Response:
         return await http.watch(request, mirror.peers.hello, mirror.peers.news)
 
-    async def hello(request: web.Request) -> web.Response:
+    async def hello(request: Request) -> Response:
         mirror.peers.on_hello(_decode(await request.read(), Hello))
         return _answer(mirror.peers.hello())
 
-    async def take(request: web.Request) -> web.Response:
+    async def take(request: Request) -> Response:
         batch = _decode(await request.read(), Batch)
         mirror.peers.check(batch.sender)
         mirror.sent.heard(batch.sent)
@@ -34,33 +34,35 @@ def make_app(mirror: Mirror) -> web.Application:
             )
         )
 
-    async def lookup(request: web.Request) -> web.Response:
+    async def lookup(request: Request) -> Response:
         key = _decode(await request.read(), Lookup).key
         return _answer(LookupAnswer(mirror.book.version(key)))
 
-    async def claim(request: web.Request) -> web.Response:
+    async def claim(request: Request) -> Response:
         return _answer(mirror.grant(_decode(await request.read(), Claim)))
 
-    async def read(request: web.Request) -> web.Response:
+    async def read(request: Request) -> Response:
         return _answer(own_record(mirror, _decode(await request.read(), Lookup).key))
 
-    async def drop(request: web.Request) -> web.Response:
+    async def drop(request: Request) -> Response:
         return _answer(drop_own(mirror, _decode(await request.read(), Lookup).key))
 
-    async def drain(request: web.Request) -> web.Response:
+    async def drain(request: Request) -> Response:
         mirror.peers.drains.obey(_decode(await request.read(), DrainOrder))
         return _answer(mirror.peers.hello())
 
-    app = http.new_app(Scope.PROXY)
-    app.add_routes([web.get(PATH, watch), web.post(PATH, take), web.post(f"{PATH}/hello", hello)])
-    app.add_routes([web.post(f"{PATH}/lookup", lookup), web.post(f"{PATH}/claim", claim)])
-    app.add_routes([web.post(f"{PATH}/read", read), web.post(f"{PATH}/drop", drop)])
-    app.add_routes([web.post(f"{PATH}/drain", drain)])
-    return app
+    routes = http.authenticated(Scope.PROXY)
+    routes.add("GET", PATH, watch)
+    for path, handler in (
+        *(("", take), ("/hello", hello), ("/lookup", lookup), ("/claim", claim)),
+        *(("/read", read), ("/drop", drop), ("/drain", drain)),
+    ):
+        routes.add("POST", f"{PATH}{path}", handler)
+    return routes
 
 
-def _answer(message: msgspec.Struct) -> web.Response:
-    return web.Response(body=msgspec.msgpack.encode(message), content_type="application/msgpack")
+def _answer(message: msgspec.Struct) -> Response:
+    return Response(200, msgspec.msgpack.encode(message), {"Content-Type": "application/msgpack"})
 
 
 def _decode(body: bytes, kind: type[Body]) -> Body:

@@ -1,27 +1,21 @@
 """The client's side of a stream: events are written as they come, straight to the transport of its
-connection. The request was served directly (`kvrs/net/direct.py`) or by aiohttp's server; the head
-and the framing of the body are made here, so that a write is one call and needs no task.
+connection. The head and the framing of the body are made here, so that a write is one call and
+needs no task.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from aiohttp import HttpVersion11, web
 from aiohttp.helpers import rfc822_formatted_time
 
 from kvrs.errors import KvrsError
 from kvrs.ids import StreamId
-from kvrs.net.direct import DirectConnection, DirectRequest, SentResponse
-from kvrs.net.http_connection import SERVER, HttpConnection
+from kvrs.net.routes import SERVER, WRITTEN, Request, Response
 from kvrs.protocol.mirror import StreamEvent
-from kvrs.proxy.wire.requests import (
-    REQUEST_ID,
-    REQUEST_ID_KEY,
-    ClientRequest,
-)
+from kvrs.proxy.wire.requests import REQUEST_ID
 
 # More than this unsent: the client does not read as fast as the engine writes.
 UNSENT_BYTES = 64 << 10
@@ -79,19 +73,17 @@ WRITE_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
-class SseClient(SentResponse):
+class SseClient:
     """A client that gets a stream. Headers are sent with the first event, or with a comment that
     keeps the connection open, so that earlier errors have a status.
     """
 
-    request: ClientRequest
+    request: Request
     head: Callable[[], Mapping[str, str]]  # Headers beside the usual ones, asked for as it begins.
     blocked: bool = False
     was_silent: bool = False  # Since the last look at it.
     # Of the response, once it has begun.
     transport: asyncio.Transport | None = None
-    keeps_open: bool = False  # Another request may follow on the connection.
-    _connection: DirectConnection | HttpConnection | None = None
     _is_chunked: bool = False
     _head: bytes = b""  # Until the first bytes are written.
     _waiting: tuple[Callable[[], None], ...] = ()
@@ -112,7 +104,7 @@ class SseClient(SentResponse):
 
     @property
     def direct(self) -> "SseClient | None":
-        return self if self.request.version >= HttpVersion11 else None
+        return self if self.request.minor_version else None
 
     def send(self, events: Sequence[bytes]) -> None:
         """Send events, of which there is at least one."""
@@ -135,7 +127,7 @@ class SseClient(SentResponse):
                 self.send_framed(_COMMENT)
         self.was_silent = True
 
-    async def finish(self, data: bytes) -> "SseClient":
+    async def finish(self, data: bytes) -> Response:
         """Send the last events, which are framed already, and end the response."""
         self._is_over = True
         self.send_framed(data or _COMMENT, is_last=True)
@@ -143,12 +135,7 @@ class SseClient(SentResponse):
             read = asyncio.Event()
             self.when_free(read.set)
             await read.wait()
-        return self
-
-    def leave(self) -> None:
-        """The connection goes on to another request."""
-        if self._connection is not None:
-            self._connection.room_changed = None
+        return WRITTEN
 
     def send_framed(self, data: bytes, *, is_last: bool = False) -> None:
         """Send events that are framed already."""
@@ -165,31 +152,25 @@ class SseClient(SentResponse):
     def _open(self) -> asyncio.Transport:
         """Make the head, which is written with the first bytes."""
         request = self.request
-        connection = request.protocol
+        connection = request.connection
         if (transport := connection.transport) is None:
             raise ClientGoneError("the client closed its connection")
         self.transport = transport
-        self._is_chunked = request.version >= HttpVersion11
-        self.keeps_open = request.keep_alive and self._is_chunked
+        self._is_chunked = bool(request.minor_version)
+        request.keep_alive = request.keep_alive and self._is_chunked
         transport.set_write_buffer_limits(high=UNSENT_BYTES, low=UNSENT_BYTES)
-        if isinstance(connection, DirectConnection | HttpConnection):
-            self._connection = connection
-            connection.room_changed = self._room_changed
+        connection.room_changed = self._room_changed
         lines = ""
         for name, value in self.head().items():
             lines += f"{name}: {value}\r\n"
-        if (request_id := request.get(REQUEST_ID_KEY)) is not None:
-            lines += f"{REQUEST_ID}: {request_id}\r\n"
+        if request.id:
+            lines += f"{REQUEST_ID}: {request.id}\r\n"
         if self._is_chunked:
-            lines += _CHUNKED if self.keeps_open else _CHUNKED + _LAST_OF_CONNECTION
-        version = f"HTTP/{request.version.major}.{request.version.minor}"
+            lines += _CHUNKED if request.keep_alive else _CHUNKED + _LAST_OF_CONNECTION
+        version = f"HTTP/1.{request.minor_version}"
         date = rfc822_formatted_time()
         self._head = f"{version}{_EVENT_STREAM}{lines}Date: {date}\r\n\r\n".encode()
-        # No error is sent after this.
-        if isinstance(request, DirectRequest):
-            request.is_begun = True
-        else:
-            request.writer.output_size += len(self._head)
+        request.is_begun = True  # No error is sent after this.
         return transport
 
     def _room_changed(self, has_room: bool) -> None:
@@ -210,24 +191,6 @@ class SseClient(SentResponse):
         assert self.transport is not None
         self._gone = f"the client did not read for {WRITE_TIMEOUT_S} s"
         self.transport.abort()
-
-
-class Sent(web.StreamResponse):
-    """A streamed response, for aiohttp's server when its handler has returned."""
-
-    def __init__(self, client: SseClient) -> None:
-        super().__init__()
-        self._client = client
-        if not client.keeps_open:
-            self.force_close()
-        else:
-            self._keep_alive = True
-
-    async def prepare(self, request: web.BaseRequest) -> Any:
-        return None
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        self._client.leave()
 
 
 class KeepAlives:

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
-from aiohttp import web
 from msgspec.structs import replace
 
 from kvrs.core.books.tenants import RETRY_S, TenantMeter
 from kvrs.core.model.prefixes import Prefix
 from kvrs.errors import RequestError
-from kvrs.net.direct import DirectRequest
-from kvrs.net.http_connection import retry_after
+from kvrs.net.routes import retry_after
 from kvrs.protocol.openai.chunks import (
     ChatChunkChoice,
     ChatDelta,
@@ -48,9 +46,6 @@ _FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dic
 
 TRACEPARENT = "traceparent"
 REQUEST_ID = "X-Request-Id"
-REQUEST_ID_KEY = web.RequestKey("request_id", str)
-
-ClientRequest = DirectRequest | web.Request
 
 
 class RequestContext(msgspec.Struct, eq=False):

@@ -102,7 +102,7 @@ class PairedDrafts(DraftSource):
             helper=self.helper,
         )
 
-    async def serve(self, request: web.Request) -> web.StreamResponse:
+    async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
         """The connection of a helper, until one of both ends it."""
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, heartbeat=HEARTBEAT_S)
         await socket.prepare(request)

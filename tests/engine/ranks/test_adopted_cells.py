@@ -11,7 +11,7 @@ from kvrs.ids import StreamId
 from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs_engine.engine.instance import EngineInstance
-from kvrs_engine.engine.routes import make_app
+from kvrs_engine.engine.routes import make_routes
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import instance_client
 from tests.engine.ranks.on_nodes import D0, SECRET, hosting
@@ -40,7 +40,7 @@ async def test_cells_of_a_lost_host_are_fetched_from_an_agent_and_the_rest_compu
         with ExitStack() as hosts:
             host = hosts.enter_context(hosting(config, tmp_path))
             instance = await asyncio.to_thread(EngineInstance, config, D0, EPOCHS_PER_START, SECRET)
-            async with instance_client(make_app(instance), SECRET, D0) as client:
+            async with instance_client(make_routes(instance), SECRET, D0) as client:
                 await instance.start()
                 try:
                     plain = await ask(client, "plain", PROMPT, TOKENS, kvrs={"checkpoints": []})

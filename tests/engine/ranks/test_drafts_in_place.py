@@ -11,7 +11,7 @@ from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import Burst, DraftOffer, MirrorUpdate
 from kvrs_engine.engine.instance import EngineInstance
-from kvrs_engine.engine.routes import make_app
+from kvrs_engine.engine.routes import make_routes
 from kvrs_engine.engine.speculation.paired import PairedDrafts, vocabulary_digest
 from kvrs_testkit.ports import instance_client
 from tests.engine.ranks.test_in_place import befall
@@ -83,7 +83,7 @@ async def test_a_helper_goes_on_where_a_rank_is_lost(tiny_model: Path) -> None:
     )
     instance, helper = EngineInstance(config, InstanceId("e0"), 1, SECRET), RightHelper(calm)
     assert isinstance(instance.drafts, PairedDrafts)
-    async with asyncio.timeout(300), instance_client(make_app(instance), SECRET) as client:
+    async with asyncio.timeout(300), instance_client(make_routes(instance), SECRET) as client:
         await instance.start()
         async with client.ws_connect("/kvrs/v1/drafts") as socket:
             offer = DraftOffer(InstanceId("d1"), vocabulary_digest(instance.vocabulary))

@@ -32,7 +32,7 @@ from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.ranks.formation import RankFormation
 from kvrs_engine.engine.ranks.group import RankGroup
 from kvrs_engine.engine.ranks.reformed import Reformed
-from kvrs_engine.engine.routes import make_app
+from kvrs_engine.engine.routes import make_routes
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs_engine.scheduling.sequences import Chunk
@@ -405,7 +405,7 @@ async def answers_of(
     if drafts is not None:
         instance.core._drafts = drafts
         instance.core.hooks.append(drafts)
-    async with asyncio.timeout(600), instance_client(make_app(instance), SECRET) as client:
+    async with asyncio.timeout(600), instance_client(make_routes(instance), SECRET) as client:
         await instance.start()
         watching = asyncio.create_task(watch(client, reports if reports is not None else []))
         try:

@@ -24,7 +24,7 @@ from kvrs_engine.engine.hooks import StepHook
 from kvrs_engine.engine.instance import EngineInstance, LoadedModel, describe_model
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.ranks.reformer import cells_of
-from kvrs_engine.engine.routes import make_app
+from kvrs_engine.engine.routes import make_routes
 from kvrs_engine.engine.worker import end_tokens_of, geometry_of
 from kvrs_engine.scheduling import sequences
 from kvrs_engine.scheduling.sequences import Chunk
@@ -138,7 +138,7 @@ async def losing(
     loaded = LoadedModel(ranks, describe_model(config, model, ranks))
     instance = EngineInstance(config, InstanceId("d0"), 1, SECRET, loaded=loaded)
     instance.core.hooks.append(ranks)
-    async with instance_client(make_app(instance), SECRET, "d0") as client:
+    async with instance_client(make_routes(instance), SECRET, "d0") as client:
         await instance.start()
         try:
             yield Losing(instance, ranks), client

@@ -49,16 +49,10 @@ def value(draw: Random, depth: int = 0) -> Any:
 
 def served_paths(proxy: Proxy, is_admin: bool) -> set[tuple[str, str]]:
     """Method and path of every route of a port."""
-    (app,) = [
-        port._runner.app
-        for port in proxy._ports
-        if port.port == (proxy.admin_port if is_admin else proxy.port)
+    (port,) = [
+        port for port in proxy._ports if port.port == (proxy.admin_port if is_admin else proxy.port)
     ]
-    return {
-        (route.method.lower(), str(route.resource.canonical))
-        for route in app.router.routes()
-        if route.resource is not None and route.method != "HEAD"
-    }
+    return {(method.lower(), path) for method, path in port.routes.served if method != "HEAD"}
 
 
 def documented(document: dict[str, Any]) -> set[tuple[str, str]]:

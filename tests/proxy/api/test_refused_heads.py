@@ -34,7 +34,7 @@ async def raw(system: ProxyCluster, data: bytes) -> tuple[int, bytes, bytes]:
         (_HEAD + b"".join(b"X-%d: y\r\n" % n for n in range(200)) + b"\r\n", 431),
         (b"POST /" + b"x" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
         (b"no HTTP\r\n\r\n", 400),
-        (_HEAD + b"Transfer-Encoding: chunked\r\n\r\nz\r\n", 400),
+        (_HEAD + b"Transfer-Encoding: sesame\r\n\r\n", 400),
     ],
 )
 async def test_a_refusal_of_the_server_itself_has_an_id_which_the_log_has_too(

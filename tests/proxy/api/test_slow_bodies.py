@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from kvrs.net.connections import ConnectionLimits
-from kvrs.net.http_connection import HttpConnection
 from kvrs.proxy.api import bodies
 from tests.proxy.conftest import ProxyClusterBuilder
 
@@ -68,15 +67,14 @@ async def test_unfinished_bodies_give_way_to_other_clients(
     monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 60.0)
     system = await build(pairs=1)
     (port,) = [each for each in system.proxy._ports if each.port == system.proxy.port]
-    monkeypatch.setattr(port._connections, "_limits", ConnectionLimits(4, 4))
+    monkeypatch.setattr(port.among, "_limits", ConnectionLimits(4, 4))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50000\r\n\r\n{"
     slow = [await asyncio.open_connection("127.0.0.1", system.proxy.port) for _ in range(4)]
     for _, writer in slow:
         writer.write(head)
 
     async def are_read() -> bool:
-        reading = [*port._connections._open]
-        return all(isinstance(each, HttpConnection) and each.data_came for each in reading)
+        return all(each._is_wanted for each in port.connections)
 
     await system.until(are_read)
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.errors import ConfigError
-from kvrs.net import http, tls
+from kvrs.net import server, tls
 from kvrs.net.connections import ConnectionLimits
 from kvrs.proxy.streams import clients
 from kvrs_lab.cluster.proxies import ProxyProcess
@@ -127,7 +127,7 @@ async def test_a_hand_shake_that_drips_is_cut_off(
     build: ProxyClusterBuilder, served: Pair, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow hand-shake has the limit of a silent connection."""
-    monkeypatch.setattr(http, "HEAD_S", 0.2)
+    monkeypatch.setattr(server, "HEAD_S", 0.2)
     system = await build(proxy={"tls": served.section()}, pairs=1)
     reader, writer = await asyncio.open_connection("127.0.0.1", system.proxy.port)
     writer.write(sent)
@@ -144,7 +144,7 @@ async def test_hand_shakes_count_as_connections(
     """More than the port has room for, and an honest client is served: the oldest are ended."""
     system = await build(proxy={"tls": served.section()}, pairs=1)
     (port,) = [each for each in system.proxy._ports if each.port == system.proxy.port]
-    monkeypatch.setattr(port._connections, "_limits", ConnectionLimits(8, 8))
+    monkeypatch.setattr(port.among, "_limits", ConnectionLimits(8, 8))
     silent = [await asyncio.open_connection("127.0.0.1", system.proxy.port) for _ in range(12)]
 
     status = await status_for(system, ca.client())

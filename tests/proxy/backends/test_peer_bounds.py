@@ -76,8 +76,7 @@ async def test_clients_learn_no_address(build: ProxyClusterBuilder) -> None:
     system = await build(pairs=1, policy={"recovery": {"max_attempts": 1, "wait_s": 0.5}})
     p0 = system.instances["p0"]
     assert p0._port is not None
-    for site in list(p0._port._runner.sites):  # Its watch goes on.
-        await site.stop()
+    await p0._port.stop_listening()  # Its watch goes on.
     p0.cut_streams()
 
     status, body = await system.complete(prompt=[1, 2], max_tokens=3, temperature=0)

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import web
 
 from kvrs.cli.cluster_checks import ProxyAnswer
 from kvrs.cli.findings import Level
 from kvrs.cli.model_checks import exactness_findings
 from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.instance import Role
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.bodies import decode_call
@@ -373,11 +373,11 @@ async def test_a_missing_tokenizer_is_seen_wherever_an_operator_looks(
 class _Other(ScriptedServer):
     """Something else listens there."""
 
-    def routes(self, router: web.UrlDispatcher) -> None:
-        router.add_get("/", self._hello)
+    def add_routes(self, routes: Routes) -> None:
+        routes.add("GET", "/", self._hello)
 
-    async def _hello(self, _: web.Request) -> web.Response:
-        return web.Response(text="hello")
+    async def _hello(self, _: Request) -> Response:
+        return Response(body=b"hello")
 
 
 CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {

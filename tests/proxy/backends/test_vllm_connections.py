@@ -29,7 +29,7 @@ async def connected(system: Vllms, *, missing_bytes: int = 0) -> Connection:
 def open_requests(system: Vllms) -> int:
     """Return how many connections at the clients' port have a request whose body is whole."""
     (port,) = (port for port in system.proxy._ports if port.port == system.proxy.port)
-    return port.busy
+    return port.among.busy
 
 
 async def status_elsewhere(system: Vllms) -> int:

@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import web
 
+from kvrs.net.http import answer
+from kvrs.net.routes import Request, Response
 from kvrs.proxy.watch import self_test
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import Arithmetic, Sampler
@@ -363,10 +364,10 @@ class Particular(ScriptedVllm):
 
     taken: set[str] = field(default_factory=set)  # Fields of requests that it does not refuse.
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
+    async def _completions(self, request: Request) -> Response:
         fields = msgspec.json.decode(await request.read())
         if "logprobs" in fields:
-            return web.json_response({"error": {"message": "no", "code": 400}}, status=400)
+            return answer({"error": {"message": "no", "code": 400}}, 400)
         self.taken.update(fields)
         return await super()._completions(request)
 

@@ -4,11 +4,11 @@ import asyncio
 
 import msgspec
 import pytest
-from aiohttp import web
 
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
 from kvrs.net import http
+from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.mirror import (
     AckStatus,
     BatchAnswer,
@@ -31,16 +31,15 @@ async def test_a_long_record_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> 
     """Otherwise the peer would count as dead, and get the whole record again and again."""
     monkeypatch.setattr(peers, "_TIMEOUT_S", 0.1)
 
-    async def take(request: web.Request) -> web.Response:
+    async def take(request: Request) -> Response:
         await request.read()
         await asyncio.sleep(0.4)
-        return web.Response(
-            body=msgspec.msgpack.encode(BatchAnswer("b-1", [UpdateAck(AckStatus.STORED, 1)]))
-        )
+        acks = [UpdateAck(AckStatus.STORED, 1)]
+        return Response(body=msgspec.msgpack.encode(BatchAnswer("b-1", acks)))
 
-    app = web.Application(client_max_size=64 << 20)
-    app.router.add_post(PATH, take)
-    async with serving(app) as url, EngineLinks(Access()) as links:
+    routes = Routes()
+    routes.add("POST", PATH, take)
+    async with serving(routes) as url, EngineLinks(Access()) as links:
         peer = ProxyPeer(links, "a", "b", url)
 
         answer = await peer.mirror([_update(8 << 20)], [])
@@ -67,14 +66,14 @@ def _update(size_bytes: int) -> Update:
 async def test_a_watch_without_an_interval_is_rejected(watch: str) -> None:
     """The error is the caller's, not an internal one."""
 
-    async def report(request: web.Request) -> web.StreamResponse:
+    async def report(request: Request) -> Response:
         return await http.watch(request, lambda: Hello("a", "a-1"))
 
-    app = http.new_app(Scope.PROXY)
-    app.router.add_get(PATH, report)
+    routes = http.authenticated(Scope.PROXY)
+    routes.add("GET", PATH, report)
     key = scoped_key(SECRET, Scope.PROXY, "a")
     async with (
-        serving(app, [key]) as url,
+        serving(routes, [key]) as url,
         client_of(url, key) as client,
         client.get(PATH + watch) as response,
     ):

@@ -1,0 +1,377 @@
+"""One HTTP/1 request, read from the bytes of its connection as they come. No I/O.
+
+The usual head is found again by its bytes: POST, HTTP/1.1, a body with its length. Every other one
+is parsed by aiohttp's parser, up to its end and no further, so that each body is found here: by its
+length, or by its chunks.
+
+What is refused here is refused in words of its own. The errors of aiohttp's parser quote the bytes
+that they found, which may be of a prompt or a key.
+"""
+
+import asyncio
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+import msgspec
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http_exceptions import (
+    BadStatusLine,
+    HttpProcessingError,
+    InvalidHeader,
+    InvalidURLError,
+    LineTooLong,
+)
+from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
+from multidict import CIMultiDict, CIMultiDictProxy
+
+# Of all headers together: names, values, and four bytes for each line. 32 kB are for those of the
+# client and of gateways (tokens, cookies), the rest is for what every request has.
+MOST_HEAD_BYTES = 33 << 10
+MOST_HEADERS = 128
+MOST_URL_BYTES = 8190
+
+# Notes a request with this status and these headers, which are none where they are not known;
+# returns headers for its answer.
+NoteRefusal = Callable[[int, Mapping[str, str]], Mapping[str, str]]
+
+
+class HttpRefusal(NamedTuple):
+    status: int
+    message: str
+
+
+TOO_LARGE = HttpRefusal(
+    431,
+    f"the headers are too large; allowed: {MOST_HEADERS}, of {MOST_HEAD_BYTES} bytes in all",
+)
+BROKEN_BODY = HttpRefusal(400, "the body is not valid HTTP: a chunk of it is malformed")
+BAD_EXPECT = HttpRefusal(417, "this Expect is not supported; allowed: '100-continue'")
+_URL_TOO_LONG = HttpRefusal(414, f"the URL is too long; allowed: {MOST_URL_BYTES} bytes")
+OLD_CHUNKS = HttpRefusal(400, "HTTP/1.0 has no Transfer-Encoding")
+BAD_LINE = HttpRefusal(400, "the first line is not that of an HTTP request")
+_BAD_URL = HttpRefusal(400, "the URL is not valid")
+_BAD_HEADER = HttpRefusal(400, "a header is not valid HTTP")
+BAD_REQUEST = HttpRefusal(400, "the request is not valid HTTP")
+
+_END_OF_HEAD = b"\r\n\r\n"
+# A path with a query or an escape is for the parser.
+_REQUEST_LINE = re.compile(r"POST (/[!\"$&->@-~]*) HTTP/1\.1(?=\r\n)")
+# To the end of its line, without the blanks around the value: one with a control character is for
+# the parser.
+_FIELD = re.compile(
+    r"\r\n([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*+([!-~]*+(?: ++[!-~]++)*+) *+(?=\r\n|\Z)"
+)
+_LENGTH_LINE = re.compile(rb"\r\n(?i:Content-Length):[ \t]*([0-9]{1,9}) *\r\n")
+_LENGTH = re.compile(r"[0-9]{1,15}", re.ASCII)
+_UNUSUAL = ("Transfer-Encoding", "Content-Encoding", "Expect", "Upgrade")
+IN_CHUNKS: Final = -1  # In place of the length of a body.
+NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
+_NO_QUERY: Mapping[str, str] = {}
+
+_CHUNK = re.compile(rb"([0-9a-fA-F]{1,15})(?:;[\t -~\x80-\xff]*)?")
+_USUAL_CHUNK = re.compile(rb"([0-9a-fA-F]{1,7})\r\n")
+_TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t -~\x80-\xff]*")
+_MOST_LINE_BYTES = 4096  # Of the line before a chunk, or of one behind the last.
+# Smaller pieces of a body are put together to such parts.
+_PART_BYTES = 16 << 10
+
+
+def no_note(status: int, headers: Mapping[str, str]) -> Mapping[str, str]:
+    return {}
+
+
+class Head(msgspec.Struct, frozen=True):
+    """A request's head, but for the length of its body."""
+
+    method: str
+    path: str
+    headers: CIMultiDictProxy[str]
+    keep_alive: bool
+    query: Mapping[str, str] = _NO_QUERY
+    minor_version: int = 1  # Of HTTP/1.
+    expects: bool = False  # The client sends its body when it is told to go on.
+
+
+class BrokenRequestError(Exception):
+    """A request that is not HTTP, or not served. `headers`: those of its head, where it has one;
+    `cause`: for the log.
+    """
+
+    def __init__(
+        self,
+        refusal: HttpRefusal,
+        headers: Mapping[str, str] = NO_HEADERS,
+        cause: str = "beyond the limits",
+    ) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+        self.headers = headers
+        self.cause = cause
+
+
+# Usual heads so far, by their bytes without the digits of the length: a client sends few different
+# ones, unless it or a gateway names each request.
+_KNOWN_HEADS: dict[bytes, Head] = {}
+_MOST_KNOWN = 256
+_MOST_KNOWN_BYTES = 2048
+_OF_ONE_REQUEST = ("X-Request-Id", "traceparent", "Idempotency-Key")
+
+
+def parse_usual(data: bytes) -> tuple[Head, int, int] | None:
+    """The head of a usual request at the beginning of `data`, and how many bytes it and its body
+    have; None: it is another, or not whole.
+    """
+    end = data.find(_END_OF_HEAD, 0, MOST_HEAD_BYTES)
+    if end < 0 or (length := _LENGTH_LINE.search(data, 0, end + 2)) is None:
+        return None
+    known_by = data[: length.start(1)] + data[length.end(1) : end]
+    head = _KNOWN_HEADS.get(known_by)
+    if head is None:
+        if (head := _read_usual(data[:end])) is None:
+            return None
+        is_of_one = any(map(head.headers.__contains__, _OF_ONE_REQUEST))
+        if end <= _MOST_KNOWN_BYTES and not is_of_one:
+            if len(_KNOWN_HEADS) >= _MOST_KNOWN:
+                _KNOWN_HEADS.clear()
+            _KNOWN_HEADS[known_by] = head
+    return head, end + 4, int(length[1])
+
+
+def _read_usual(data: bytes) -> Head | None:
+    try:
+        text = data.decode("ascii")
+    except UnicodeDecodeError:
+        return None
+    if (line := _REQUEST_LINE.match(text)) is None:
+        return None
+    fields = _FIELD.findall(text, line.end())
+    # A line that is no field, or a bare CR or LF, is for the parser.
+    if len(fields) != text.count("\n") or len(fields) != text.count("\r"):
+        return None
+    headers = CIMultiDict[str](fields)
+    if len(headers) > MOST_HEADERS:
+        return None
+    for name in _UNUSUAL:
+        if name in headers:
+            return None
+    if len(headers.popall("Content-Length", ())) != 1 or len(headers.getall("Host", ())) != 1:
+        return None
+    connection = ", ".join(headers.getall("Connection", ("keep-alive",))).lower()
+    if connection not in ("keep-alive", "close"):
+        return None
+    return Head("POST", line[1], CIMultiDictProxy(headers), connection == "keep-alive")
+
+
+class HeadReader:
+    """Reads one head that is not usual, or not whole."""
+
+    __slots__ = ("_last", "_parser", "_size_bytes")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._parser = HttpRequestParser(
+            BaseProtocol(loop),
+            loop,
+            _PART_BYTES,
+            max_line_size=MOST_URL_BYTES,
+            max_field_size=MOST_HEAD_BYTES,
+            max_headers=MOST_HEADERS,
+            auto_decompress=False,
+        )
+        self._last = b""  # The last bytes, which may be the beginning of the end.
+        self._size_bytes = 0
+
+    def feed(self, data: bytes) -> tuple[Head, int, int] | None:
+        """The head, how many bytes of `data` are its own, and the length of its body or
+        `IN_CHUNKS`; None: its end has not come.
+
+        Raises:
+            BrokenRequestError: it is not HTTP, or not served.
+        """
+        at = 0
+        while at < len(data):
+            found = (self._last + data[at : at + 3]).find(_END_OF_HEAD)
+            if found < 0:
+                found = data.find(_END_OF_HEAD, at)
+                end = len(data) if found < 0 else found + 4
+            else:
+                end = at + found + 4 - len(self._last)
+            piece = data[at:end]
+            self._size_bytes += len(piece)
+            self._last = b"" if found >= 0 else (self._last + piece)[-3:]
+            try:
+                messages, _, _ = self._parser.feed_data(piece)
+            except HttpProcessingError as error:
+                refusal = _refusal_of(error)
+                raise BrokenRequestError(refusal, cause=type(error).__name__) from None
+            if messages:
+                # None begins in what the parser takes for the body, or for a further request.
+                if found < 0 or len(messages) > 1 or messages[0][1].total_bytes:
+                    raise BrokenRequestError(BAD_REQUEST)
+                head, length = _read(messages[0][0])
+                return head, end, length
+            if self._size_bytes > MOST_URL_BYTES + MOST_HEAD_BYTES:
+                raise BrokenRequestError(TOO_LARGE)
+            at = end
+        return None
+
+
+def _refusal_of(error: HttpProcessingError) -> HttpRefusal:
+    """The refusal of what aiohttp's parser could not read."""
+    match error:
+        case LineTooLong():
+            return _URL_TOO_LONG if error.args[1] == MOST_URL_BYTES else TOO_LARGE
+        case BadStatusLine():
+            return BAD_LINE
+        case InvalidURLError():
+            return _BAD_URL
+        case InvalidHeader():
+            return _BAD_HEADER
+        case _ if error.message.startswith("Too many headers"):
+            return TOO_LARGE
+        case _:
+            return BAD_REQUEST
+
+
+def _read(message: RawRequestMessage) -> tuple[Head, int]:
+    """The head, and the length of its body; raises BrokenRequestError."""
+    headers, minor_version = message.headers, message.version.minor
+    if message.version.major != 1 or minor_version > 1:
+        raise BrokenRequestError(BAD_LINE, headers)
+    if sum(len(name) + len(value) + 4 for name, value in message.raw_headers) > MOST_HEAD_BYTES:
+        raise BrokenRequestError(TOO_LARGE, headers)
+    if not minor_version and "Transfer-Encoding" in headers:
+        # Other servers read it in another way: a request could be smuggled in its body.
+        raise BrokenRequestError(OLD_CHUNKS, headers)
+    expect = headers.get("Expect", "") if minor_version else ""
+    if expect.lower() not in ("", "100-continue"):
+        raise BrokenRequestError(BAD_EXPECT, headers)
+    length = IN_CHUNKS
+    if not message.chunked:
+        given = headers.get("Content-Length", "0")
+        if _LENGTH.fullmatch(given) is None:
+            raise BrokenRequestError(BAD_REQUEST, headers)
+        length = int(given)
+    url = message.url
+    keep_alive, expects = not message.should_close, bool(expect)
+    path, method = url.path, message.method
+    return Head(method, path, headers, keep_alive, url.query, minor_version, expects), length
+
+
+class Body:
+    """The body of a request, as far as it has come. It is kept in the parts in which it came: one
+    buffer would be moved about in memory as it grows, beside those of others, and leave holes.
+
+    `changed` is called when some of it, or its end, has come.
+    """
+
+    __slots__ = (
+        *("_in_trailers", "_is_behind_chunk", "_left", "_line", "_parts", "_small"),
+        *("_trailers_bytes", "changed", "is_broken", "is_whole", "received_bytes"),
+    )
+
+    def __init__(self, length: int) -> None:
+        self.changed: Callable[[], None] | None = None
+        self.is_whole = length == 0
+        self.is_broken = False
+        self.received_bytes = 0
+        self._left = max(length, 0)  # Of the body, or of a chunk.
+        self._line: bytes | None = b"" if length == IN_CHUNKS else None  # The part that has come.
+        self._is_behind_chunk = self._in_trailers = False
+        self._trailers_bytes = 0
+        self._parts: list[bytes] = []
+        self._small = bytearray()
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_whole or self.is_broken
+
+    @property
+    def held_bytes(self) -> int:
+        """With the buffer's room for more."""
+        return self.received_bytes + sys.getsizeof(self._small) - len(self._small)
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what belongs to the body; return what is behind it. Nothing is behind a broken
+        one.
+        """
+        if self._line is not None:
+            at = self._feed_chunks(self._line + data if self._line else data)
+            return b"" if self.is_broken else data[len(data) - at :] if at else b""
+        self._add(data[: self._left])
+        rest = data[self._left :]
+        self._left = max(0, self._left - len(data))
+        self.is_whole = not self._left
+        return rest
+
+    def take(self) -> bytes:
+        """All of it, which is held here no longer."""
+        parts, self._parts = self._parts, []
+        return b"".join((*parts, self._small))
+
+    def drop(self) -> None:
+        """It is not needed."""
+        self._parts, self._small = [], bytearray()
+
+    def _add(self, piece: bytes) -> None:
+        self.received_bytes += len(piece)
+        if len(piece) < _PART_BYTES:
+            self._small += piece
+            if len(self._small) < _PART_BYTES:
+                return
+            piece = b""
+        if self._small:
+            self._parts.append(bytes(self._small))
+            self._small = bytearray()
+        if piece:
+            self._parts.append(piece)
+
+    def _feed_chunks(self, data: bytes) -> int:
+        """How many bytes are behind the end of the body."""
+        at, self._line = 0, b""
+        while not self.is_over:
+            if self._left:
+                piece = data[at : at + self._left]
+                self._add(piece)
+                at += len(piece)
+                self._left -= len(piece)
+                if self._left:
+                    break
+                self._is_behind_chunk = True
+            elif not self._is_behind_chunk and not self._in_trailers:
+                at = self._feed_whole_chunks(data, at)
+            if (end := data.find(b"\r\n", at)) < 0:
+                self._line = data[at:]
+                self.is_broken = len(self._line) > _MOST_LINE_BYTES
+                break
+            self._take_line(data[at:end])
+            at = end + 2
+        return len(data) - at if self.is_over else 0
+
+    def _feed_whole_chunks(self, data: bytes, at: int) -> int:
+        """Take the usual chunks that begin here and are whole; return where the last one ends."""
+        pieces = []
+        while (match := _USUAL_CHUNK.match(data, at)) is not None:
+            end = (start := match.end()) + int(match[1], 16)
+            if start == end or data[end : end + 2] != b"\r\n":
+                break
+            pieces.append(data[start:end])
+            at = end + 2
+        self._add(b"".join(pieces))
+        return at
+
+    def _take_line(self, line: bytes) -> None:
+        """A whole line between chunks."""
+        if self._is_behind_chunk:
+            self._is_behind_chunk, self.is_broken = False, bool(line)
+        elif self._in_trailers:
+            self.is_whole = not line
+            self._trailers_bytes += len(line)
+            is_field = not line or _TRAILER.fullmatch(line) is not None
+            self.is_broken = not is_field or self._trailers_bytes > MOST_HEAD_BYTES
+        elif (match := _CHUNK.fullmatch(line)) is None:
+            self.is_broken = True
+        else:
+            self._left = int(match[1], 16)
+            self._in_trailers = not self._left

@@ -1,0 +1,220 @@
+"""Requests and responses of the HTTP server, and the table of what serves them."""
+
+import asyncio
+import math
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from http.client import responses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+from aiohttp.helpers import rfc822_formatted_time
+from multidict import CIMultiDictProxy
+
+from kvrs.errors import RequestError
+from kvrs.net.http_request import BROKEN_BODY, Body, HttpRefusal
+from kvrs.process.eager_task import Signal
+from kvrs.protocol.openai.chunks import error_body
+from kvrs.protocol.openai.structure import BYTE_ORDER_MARK
+
+if TYPE_CHECKING:
+    from kvrs.net.server import HttpConnection
+
+SERVER = "kvrs"  # In every response, without versions.
+JSON = "application/json"
+UNKNOWN_ROUTE = "other"  # The path of what is served at none.
+MAX_BODY_BYTES = 64 << 20
+NO_PARAMETERS: Mapping[str, str] = {}
+
+
+class Request(msgspec.Struct, eq=False):
+    """A request. `body` is that of a usual one, which is whole and short; `coming` that of any
+    other.
+    """
+
+    method: str
+    path: str
+    headers: CIMultiDictProxy[str]  # None once it is admitted: nothing reads them any more.
+    keep_alive: bool
+    minor_version: int  # Of HTTP/1.
+    query: Mapping[str, str]
+    content_length: int | None  # None: in chunks.
+    body: bytes
+    coming: Body | None
+    remote: str
+    connection: "HttpConnection"
+    route: str  # The path as it is served, which a client cannot make up.
+    parameters: Mapping[str, str]  # Parts of the path.
+    expects: bool  # The client sends its body when it is told to go on.
+    is_begun: bool = False  # The head of the response has been written.
+    id: str = ""
+    tenant: Any = None
+
+    async def read(self, check: Callable[[], None] | None = None) -> bytes:
+        """The whole body. `check` is called when some of it has come; by default no more is taken
+        than `MAX_BODY_BYTES`.
+
+        Raises:
+            RequestError: it is compressed or malformed, or `check` raises it.
+        """
+        body, over = self.coming, Signal[RequestError | None]()
+        if body is None:
+            return self.body
+        if self.headers.get("Content-Encoding", "identity") != "identity":
+            message = "this Content-Encoding is not supported; allowed: 'identity'"
+            raise RequestError(message, status=415)
+        body.changed = came = partial(_came, body, over, check or partial(_check_size, self))
+        self.connection.want_body()
+        try:
+            came()
+            fault = await over
+        finally:
+            body.changed = None
+            if not body.is_whole:
+                body.drop()
+        if fault is not None:
+            raise fault
+        return body.take().removeprefix(BYTE_ORDER_MARK)
+
+
+def _came(body: Body, over: Signal[RequestError | None], check: Callable[[], None]) -> None:
+    """Some of the body, or its end, may have come."""
+    fault = None
+    try:
+        if body.is_broken:
+            raise RequestError(BROKEN_BODY.message, status=BROKEN_BODY.status)
+        if not body.is_over and not over.done():
+            check()
+    except RequestError as error:
+        fault = error
+    # The check may have ended it: a body is cut for what it takes itself.
+    if (fault is not None or body.is_whole) and not over.done():
+        over.set_result(fault)
+
+
+def _check_size(request: Request) -> None:
+    assert request.coming is not None
+    if max(request.coming.received_bytes, request.content_length or 0) > MAX_BODY_BYTES:
+        raise RequestError(f"the body must be at most {MAX_BODY_BYTES} bytes", status=413)
+
+
+class Response(msgspec.Struct, eq=False):
+    """A response; `body` is None where all of it has been written already."""
+
+    status: int = 200
+    body: bytes | None = b""
+    headers: dict[str, str] = {}
+
+
+WRITTEN = Response(body=None)
+
+Handler = Callable[[Request], Awaitable[Response]]
+Step = Callable[[Request, Handler], Awaitable[Response]]  # Around a handler.
+
+
+class ServedRoute(NamedTuple):
+    path: str
+    handler: Handler
+
+
+class Routes:
+    """The handlers of a port by method and path. In a path `{name}` is a part of it, and
+    `{name:.+}` may be several. `steps` are taken around each handler, in this order, and `beside`
+    is entered while the port is open.
+    """
+
+    def __init__(self, *steps: Step) -> None:
+        self.steps = steps
+        self.beside: list[AbstractAsyncContextManager[None]] = []
+        # Streams of reports, which never end by themselves.
+        self.watches: set[asyncio.Task[Any]] = set()
+        self.exact: dict[tuple[str, str], ServedRoute] = {}
+        self._patterns: list[tuple[str, re.Pattern[str], ServedRoute]] = []
+
+    @property
+    def served(self) -> set[tuple[str, str]]:
+        """Methods and paths."""
+        return {*self.exact, *((method, route.path) for method, _, route in self._patterns)}
+
+    def add(self, method: str, path: str, handler: Handler) -> None:
+        """A handler of GET serves HEAD too, whose response is sent without its body."""
+        parts = re.split(r"\{(\w+)(?::([^}]+))?\}", path)
+        pattern, shown = re.escape(parts[0]), parts[0]
+        for name, part, behind in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+            pattern += f"(?P<{name}>{part or '[^/]+'}){re.escape(behind)}"
+            shown += f"{{{name}}}{behind}"
+        route = ServedRoute(shown, handler)
+        for each in ("GET", "HEAD") if method == "GET" else (method,):
+            if len(parts) == 1:
+                self.exact[each, path] = route
+            else:
+                self._patterns.append((each, re.compile(pattern), route))
+
+    def cut_watches(self) -> None:
+        """End all watch streams: to the watchers, what served here is gone."""
+        for watch in self.watches:
+            watch.cancel()
+
+    def find(self, method: str, path: str) -> tuple[ServedRoute, Mapping[str, str]]:
+        if (found := self.exact.get((method, path))) is not None:
+            return found, NO_PARAMETERS
+        allowed = {each for each, served in self.exact if served == path}
+        for each, pattern, route in self._patterns:
+            if (match := pattern.fullmatch(path)) is not None:
+                if each == method:
+                    return route, match.groupdict()
+                allowed.add(each)
+        return ServedRoute(UNKNOWN_ROUTE, _not_served(allowed)), NO_PARAMETERS
+
+
+def _not_served(allowed: Collection[str]) -> Handler:
+    async def refuse(request: Request) -> Response:
+        status = 405 if allowed else 404
+        raise RequestError(
+            f"{request.method} {request.path:.200}: {responses[status]}",
+            status=status,
+            headers={"Allow": ",".join(sorted(allowed))} if allowed else {},
+        )
+
+    return refuse
+
+
+def head_of(
+    status: int, fields: Mapping[str, str], request: Request | None, *, keeps_open: bool
+) -> bytes:
+    """The head of a response; `request`: None, where it has not been read."""
+    is_old = request is not None and not request.minor_version
+    lines = [f"HTTP/1.{0 if is_old else 1} {status} {responses.get(status, '')}"]
+    lines += [f"{name}: {value}" for name, value in fields.items()]
+    lines += [f"Date: {rfc822_formatted_time()}", f"Server: {SERVER}"]
+    if not keeps_open:
+        lines.append("Connection: close")
+    elif is_old:
+        lines.append("Connection: keep-alive")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def written(response: Response, request: Request | None = None, *, keeps_open: bool) -> bytes:
+    """The bytes of a response; `request`: as of `head_of`."""
+    body, fields = response.body or b"", response.headers
+    if response.status != 204:
+        fields = {**fields, "Content-Length": str(len(body))}
+    head = head_of(response.status, fields, request, keeps_open=keeps_open)
+    return head if request is not None and request.method == "HEAD" else head + body
+
+
+def refused(refusal: HttpRefusal, headers: Mapping[str, str]) -> Response:
+    """The response to a request that no handler sees."""
+    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
+    body = error_body(refusal.message, kind=kind)
+    return Response(refusal.status, body, {"Content-Type": JSON, **headers})
+
+
+def retry_after(seconds: float) -> str:
+    """A value for `Retry-After`: so long, or up to 2 s longer, so that clients that were refused
+    together do not come back together.
+    """
+    return str(max(1, math.ceil(seconds)) + secrets.randbelow(3))

@@ -1,0 +1,500 @@
+"""The server of one HTTP port. A request that is whole is served in the callback that brings its
+last byte; a body that is still coming is read by its handler.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from itertools import islice
+from typing import Any, cast
+
+from aiohttp.tcp_helpers import tcp_keepalive
+
+from kvrs.net.connections import ConnectionLimits, Connections
+from kvrs.net.http_request import (
+    Body,
+    BrokenRequestError,
+    Head,
+    HeadReader,
+    HttpRefusal,
+    NoteRefusal,
+    parse_usual,
+)
+from kvrs.net.routes import (
+    NO_PARAMETERS,
+    Handler,
+    Request,
+    Response,
+    Routes,
+    refused,
+    retry_after,
+    written,
+)
+from kvrs.net.tls import Certificates, CountedProtocol, TlsServer, bind
+from kvrs.process.eager_task import EagerTask
+from kvrs.process.large_work import LARGE_BYTES
+from kvrs.protocol.openai.structure import BYTE_ORDER_MARK
+from kvrs.protocol.proof import NONCE_BYTES, ProofError, ServerProof
+from kvrs.protocol.secrets import Scope, ScopedKey
+
+log = logging.getLogger(__name__)
+
+# A new connection has so long for its TLS hand-shake and again for the whole head of its first
+# request, and one that goes on for each further head, from its first byte.
+HEAD_S = 20.0
+LINGERING_S = 2.0  # For the rest of a request that was answered before it was whole.
+
+_BACKLOG = 1024
+_MAX_PIPELINED_BYTES = 64 << 10  # Of requests behind the one that is served.
+_UNREAD_BYTES = 128 << 10  # Of a body for which its handler has not asked.
+# A stranger's connection that has brought so much of a body in one read waits for its turn before
+# the next one, of which there are so many in each turn of the event loop: a millisecond's work.
+_MUCH_BYTES = 16 << 10
+_READS_AT_ONCE = 4
+
+_FULL = HttpRefusal(503, "too many connections are open")
+_TLS_ONLY = HttpRefusal(400, "this port speaks TLS only: use https://")
+_GO_ON = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class ClosingLine(dict["HttpConnection", float]):
+    """Connections without a request, each with the time when it is closed, the next one first. None
+    is added with an earlier time than another one has. One that has a request is removed.
+    """
+
+    look: asyncio.TimerHandle | None = None
+
+    def append(self, connection: "HttpConnection", until_s: float) -> None:
+        self[connection] = until_s
+        if self.look is None:
+            self.begin()
+
+    def begin(self) -> None:
+        """Close those that are due, now and later on."""
+        loop = asyncio.get_running_loop()
+        self.look, now_s = None, loop.time()
+        for connection, until_s in list(self.items()):
+            if until_s > now_s:
+                self.look = loop.call_at(until_s, self.begin)
+                return
+            del self[connection]
+            connection.close_if_idle()
+
+    def end(self) -> None:
+        if self.look is not None:
+            self.look.cancel()
+
+
+class ReadingTurns:
+    """The turns of a port's connections that bring much: what they bring together would otherwise
+    keep all others from the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[HttpConnection, None] = {}
+
+    def wait(self, connection: "HttpConnection") -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
+        self._waiting[connection] = None
+
+    def _next(self) -> None:
+        for connection in [*islice(self._waiting, _READS_AT_ONCE)]:
+            del self._waiting[connection]
+            connection.has_turn()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
+
+
+class HttpServer:
+    """The server of one port. `serve` runs a handler; `note_refusal` is told of each request that
+    no handler sees. A connection may be without a request for `idle_s` after one. `keys`: of the
+    scopes that clients may prove at the start of a connection. `tls`: nothing but TLS is spoken.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        serve: Callable[[Request, Handler], Coroutine[Any, Any, Response]],
+        note_refusal: NoteRefusal,
+        limits: ConnectionLimits,
+        *,
+        idle_s: float,
+        shutdown_timeout_s: float,
+        keys: Sequence[ScopedKey] = (),
+        tls: Certificates | None = None,
+    ) -> None:
+        self.routes, self.serve, self.note_refusal = routes, serve, note_refusal
+        self.keys, self.idle_s = keys, idle_s
+        self.among = Connections(limits)
+        self.turns = ReadingTurns()
+        self.is_closing = False
+        self.connections: set[HttpConnection] = set()
+        self.new, self.kept = ClosingLine(), ClosingLine()  # For a head, and between requests.
+        self.port = 0  # The one that is bound.
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._tls = tls
+        self._listening: asyncio.Server | TlsServer | None = None
+        self._beside = AsyncExitStack()
+        self._quiet: asyncio.Future[None] | None = None
+
+    async def open(self, host: str, port: int, *, shared: bool = False) -> int:
+        """Serve; return the port that was bound. `shared`: other processes of this user may listen
+        on it too, and connections are spread over them.
+
+        Raises:
+            OSError: it cannot be bound.
+        """
+        for each in self.routes.beside:
+            await self._beside.enter_async_context(each)
+        self._listening = await listen(
+            host, port, lambda: HttpConnection(self), self._tls, shared=shared
+        )
+        self.port = self._listening.sockets[0].getsockname()[1]
+        return self.port
+
+    async def stop_listening(self) -> None:
+        """Take no further connections; those that are open go on."""
+        if self._listening is not None:
+            self._listening.close()
+
+    def abort(self) -> None:
+        """Close all connections at once."""
+        self.among.abort()
+
+    async def close(self) -> None:
+        """End all requests, after the time for the last words of each."""
+        await self.stop_listening()
+        self.is_closing = True
+        self.routes.cut_watches()  # They never end by themselves.
+        for connection in list(self.connections):
+            connection.close_if_idle()
+        if self.connections:
+            self._quiet = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._quiet}, timeout=self._shutdown_timeout_s)
+        for connection in list(self.connections):
+            connection.abort()
+        self.new.end()
+        self.kept.end()
+        await self._beside.aclose()
+
+    def forget(self, connection: "HttpConnection") -> None:
+        self.among.forget(connection)
+        self.connections.discard(connection)
+        if not self.connections and self._quiet is not None and not self._quiet.done():
+            self._quiet.set_result(None)
+
+
+async def listen(
+    host: str,
+    port: int,
+    make: Callable[[], CountedProtocol],
+    tls: Certificates | None,
+    *,
+    shared: bool,
+) -> asyncio.Server | TlsServer:
+    """Raises OSError: the port cannot be bound."""
+    if tls is not None:
+        sockets = await bind(host, port, _BACKLOG, shared=shared)
+        in_plain = partial(written, refused(_TLS_ONLY, {}), keeps_open=False)
+        return TlsServer(sockets, tls, make, HEAD_S, in_plain)
+    protocol = cast(Callable[[], asyncio.Protocol], make)
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(protocol, host, port, backlog=_BACKLOG, reuse_port=shared)
+
+
+class HttpConnection(asyncio.Protocol):
+    """A connection that counts. `scope` is the one of which the client has proved the key.
+    `room_changed` is called with whether its client reads as fast as is written to it.
+    """
+
+    __slots__ = (
+        *("_abort", "_behind", "_body", "_is_full", "_is_over", "_is_paused", "_is_wanted"),
+        *("_line", "_proof", "_reader", "_request", "_waits", "_work"),
+        *("address", "idle_since_s", "room_changed", "scope", "server", "transport"),
+    )
+
+    def __init__(self, server: HttpServer) -> None:
+        self.address = ""
+        self.room_changed: Callable[[bool], None] | None = None
+        self.transport: asyncio.Transport | None = None
+        self.idle_since_s: float | None = None  # None: it has a request.
+        self.server = server
+        self.scope: Scope | None = None
+        self._proof: ServerProof | None = None
+        if server.keys:
+            self._proof = ServerProof(server.keys, secrets.token_bytes(NONCE_BYTES))
+        self._line = server.new
+        self._abort: Callable[[], object] | None = None
+        self._reader: HeadReader | None = None  # A head has come in part.
+        self._request: Request | None = None  # The one that is served.
+        self._work: EagerTask[Response] | None = None
+        self._body: Body | None = None  # That of the request, while it is coming.
+        self._behind = b""  # What came while a request was served.
+        self._is_wanted = False  # The body is being read.
+        self._waits = False  # For its turn to read.
+        self._is_paused = False  # Nothing is read.
+        self._is_full = False  # The client does not read as fast as is written to it.
+        self._is_over = False  # What comes is no request any more.
+
+    def reserve(self, address: str, abort: Callable[[], object]) -> bool:
+        """Count it while it has no transport yet, until `connection_lost`; False: it is refused.
+        `abort` ends it until then.
+        """
+        self.address, self._abort = address, abort
+        self.idle_since_s = asyncio.get_running_loop().time()
+        return self.server.among.admit(self)
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+        elif self._abort is not None:
+            self._abort()
+
+    def close_if_idle(self) -> None:
+        if self._request is None and self.transport is not None:
+            self.transport.close()
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports do what asyncio's do, and descend from none of them.
+        transport = cast(asyncio.Transport, transport)
+        if self._abort is None and not self.reserve(address_of(transport), transport.abort):
+            refuse(transport)
+            return
+        self.transport = transport
+        self.server.connections.add(self)
+        tcp_keepalive(transport)
+        self.idle_since_s = now_s = asyncio.get_running_loop().time()
+        self._line.append(self, now_s + HEAD_S)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport is None or self._is_over:  # Refused.
+            return
+        if self._proof is not None:
+            data = self._prove(self._proof, data)
+            if not data:
+                return
+        if self._request is not None or self._behind or self._is_full:
+            self._take_more(data)
+            return
+        usual = parse_usual(data) if self._reader is None else None
+        found = usual or self._read_head(data)
+        if found is None:
+            return
+        head, at, length = found
+        end, coming, body = at + length, None, b""
+        if usual is not None and length <= LARGE_BYTES and end <= len(data):
+            body, self._behind = data[at:end].removeprefix(BYTE_ORDER_MARK), data[end:]
+        else:
+            self._body = coming = Body(length)
+            self._behind = coming.feed(data[at:])
+        server, self.idle_since_s = self.server, None
+        self._line.pop(self, None)
+        route, parameters = server.routes.exact.get((head.method, head.path)), NO_PARAMETERS
+        if route is None:
+            route, parameters = server.routes.find(head.method, head.path)
+        self._request = request = Request(
+            head.method,
+            head.path,
+            head.headers,
+            head.keep_alive,
+            head.minor_version,
+            head.query,
+            length if length >= 0 else None,
+            body,
+            coming,
+            self.address,
+            self,
+            route.path,
+            parameters,
+            head.expects,
+        )
+        self._work = task = EagerTask(server.serve(request, route.handler), self._answered)
+        task.begin()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.server.forget(self)
+        self._line.pop(self, None)
+        self.transport = self.room_changed = self._request = self._body = None
+        self._behind = b""
+        if self._work is not None:
+            self._work.cancel()
+            self._work = None
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+        if self.room_changed is not None:
+            self.room_changed(False)
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        if self.room_changed is not None:
+            self.room_changed(True)
+        elif self._request is None:
+            self._read_on()
+
+    def _prove(self, proof: ServerProof, data: bytes) -> bytes:
+        """Feed the proof; return the data that is left when it is over."""
+        assert self.transport is not None
+        try:
+            answer, data = proof.receive(data)
+        except ProofError as fault:
+            log.warning("a client failed to prove itself: %s", fault)
+            self.transport.abort()
+            return b""
+        if answer:
+            self.transport.write(answer)
+        if proof.is_over:
+            self._proof = None
+            self.scope = None if proof.scope is None else proof.scope.scope
+        return data
+
+    # With a part of a request.
+
+    def _read_head(self, data: bytes) -> tuple[Head, int, int] | None:
+        """None: it is not whole, or refused."""
+        server, loop = self.server, asyncio.get_running_loop()
+        if self._reader is None:
+            self._reader = HeadReader(loop)
+            if self._line is server.kept:
+                self._line.pop(self, None)
+                self._line = server.new
+                self._line.append(self, loop.time() + HEAD_S)
+        try:
+            found = self._reader.feed(data)
+        except BrokenRequestError as error:
+            self._refuse(error)
+            return None
+        if found is not None:
+            self._reader = None
+        return found
+
+    def _refuse(self, error: BrokenRequestError) -> None:
+        """Answer what no handler sees, and end the connection."""
+        # Without the bytes, which may be of a prompt or a key.
+        log.warning("broken HTTP: %s", error.cause)
+        headers = self.server.note_refusal(error.refusal.status, error.headers)
+        assert self.transport is not None
+        self.transport.write(written(refused(error.refusal, headers), keeps_open=False))
+        self._line.pop(self, None)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Read on until the client closes, for a moment at most: a socket that is closed with
+        unread bytes in it is reset, and the client loses the answer.
+        """
+        self._is_over, self._behind, self._body = True, b"", None
+        transport = self.transport
+        assert transport is not None
+        self._adjust_reading()
+        if transport.can_write_eof():
+            transport.write_eof()
+        asyncio.get_running_loop().call_later(LINGERING_S, self.close_if_idle)
+
+    # With a request.
+
+    def want_body(self) -> None:
+        """Its handler reads the body now."""
+        request, body, self._is_wanted = self._request, self._body, True
+        if self.transport is None or request is None or body is None:
+            return
+        if request.expects and not body.received_bytes and not body.is_over:
+            self.transport.write(_GO_ON)
+        self._adjust_reading()
+
+    def has_turn(self) -> None:
+        """Its turn to read has come."""
+        self._waits = False
+        self._adjust_reading()
+
+    def _take_more(self, data: bytes) -> None:
+        """Take more of the body of the request, or of what follows it."""
+        if (body := self._body) is not None and not body.is_over:
+            size_bytes, data = len(data), body.feed(data)
+            self._behind += data
+            if size_bytes >= _MUCH_BYTES and self.scope is None and not self._waits:
+                self._waits = True
+                self.server.turns.wait(self)
+            if body.changed is not None:
+                body.changed()
+        else:
+            self._behind += data
+        self._adjust_reading()
+
+    def _answered(self, task: EagerTask[Response], error: BaseException | None) -> None:
+        """Write the response, if that is not done, and go on with the next request."""
+        self._work = None
+        if error is not None:
+            if not isinstance(error, asyncio.CancelledError):
+                log.error("request ended by a bug", exc_info=error)
+            self.abort()  # What is written already cannot be taken back.
+            return
+        request, self._request, self.room_changed = self._request, None, None
+        body, self._body = self._body, None
+        response, server, transport = task.result, self.server, self.transport
+        if request is None or transport is None:
+            return
+        assert response is not None
+        is_whole = body is None or body.is_whole
+        keeps_open = request.keep_alive and is_whole and not server.is_closing
+        if response.body is not None:
+            try:
+                transport.write(written(response, request, keeps_open=keeps_open))
+            except Exception:
+                log.exception("response ended by a bug")
+                keeps_open = False
+        self._is_wanted = False
+        self.idle_since_s = now_s = asyncio.get_running_loop().time()
+        if not keeps_open:
+            if is_whole:
+                transport.close()
+            else:
+                self._linger()
+            return
+        self._line = line = server.kept
+        line[self] = now_s + server.idle_s
+        if line.look is None:
+            line.begin()
+        if not self._is_full and (self._is_paused or self._behind):
+            self._read_on()
+
+    def _read_on(self) -> None:
+        """The client has room for the next response."""
+        self._adjust_reading()
+        if self._behind:
+            # Not within this call: as many may follow as fit into a read.
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        data, self._behind = self._behind, b""
+        if data:
+            self.data_received(data)
+
+    def _adjust_reading(self) -> None:
+        """Read only while there is room for what comes."""
+        unread_bytes = 0
+        if self._body is not None and not self._is_wanted:
+            unread_bytes = self._body.received_bytes
+        is_full = len(self._behind) > _MAX_PIPELINED_BYTES or unread_bytes > _UNREAD_BYTES
+        pauses = is_full or self._waits
+        if pauses is not self._is_paused and self.transport is not None:
+            self._is_paused = pauses
+            if pauses:
+                self.transport.pause_reading()
+            else:
+                self.transport.resume_reading()
+
+
+def address_of(transport: asyncio.Transport) -> str:
+    return str((transport.get_extra_info("peername") or ("",))[0])
+
+
+def refuse(transport: asyncio.Transport) -> None:
+    """The port has no room for the connection."""
+    transport.write(written(refused(_FULL, {"Retry-After": retry_after(1.0)}), keeps_open=False))
+    transport.close()
