@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from kvrs.config import presets
-from kvrs.config.cluster import Backend
 from kvrs.config.policy import PolicyName
 from kvrs.config.proxy import MAX_WORKERS
 
@@ -19,10 +18,10 @@ URLS = "Without a file"
 
 
 class StockEngine(StrEnum):
-    """The values of `Backend` that are stock."""
+    """Values of `Backend`, whose module takes a while to load."""
 
-    VLLM = Backend.VLLM.value
-    SGLANG = Backend.SGLANG.value
+    VLLM = "vllm"
+    SGLANG = "sglang"
 
 
 class Device(StrEnum):

@@ -1,6 +1,5 @@
 """Log lines: one event, one line, its facts as key=value or, with the message, as a JSON object."""
 
-import asyncio
 import json
 import logging
 import os
@@ -8,7 +7,7 @@ import re
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,9 +15,7 @@ from typing import Any, TextIO
 LEVEL_ENV_NAME = "KVRS_LOG_LEVEL"  # Also for the processes that a process starts.
 LEVELS = ("debug", "info", "warning", "error")
 
-_ROWS = "rows"
-_TOGETHER_S = 0.2  # Rows of this time are one write.
-_MOST_TOGETHER = 256
+ROWS = "rows"  # Lines of one record (`row_log.py`).
 _encode = json.JSONEncoder(default=str).encode
 
 # What every record has; the rest came with `extra=` and is shown.
@@ -36,7 +33,7 @@ class _Formatter(logging.Formatter, ABC):
         self._facts = facts
 
     def format(self, record: logging.LogRecord) -> str:
-        if (rows := getattr(record, _ROWS, None)) is not None:
+        if (rows := getattr(record, ROWS, None)) is not None:
             return "\n".join(self.line(record, at, facts) for at, facts in rows)
         return self.line(record, record.created, _facts_of(record))
 
@@ -68,30 +65,6 @@ class _JsonFormatter(_Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return _encode(line)
-
-
-class RowLog:
-    """Lines of one message, written together: one write takes as long as what a row is about. Those
-    of the last moment are lost with a process that is killed.
-    """
-
-    def __init__(self, log: logging.Logger, message: str, wall_clock: Callable[[], float]) -> None:
-        self._log = log
-        self._message = message
-        self._wall_clock = wall_clock
-        self._rows: list[Row] = []
-
-    def add(self, facts: Mapping[str, Any]) -> None:
-        if not self._rows:
-            asyncio.get_running_loop().call_later(_TOGETHER_S, self.write)
-        self._rows.append((self._wall_clock(), facts))
-        if len(self._rows) == _MOST_TOGETHER:
-            self.write()
-
-    def write(self) -> None:
-        rows, self._rows = self._rows, []
-        if rows:
-            self._log.info(self._message, extra={_ROWS: rows})
 
 
 def _facts_of(record: logging.LogRecord) -> dict[str, Any]:

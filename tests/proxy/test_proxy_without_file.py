@@ -196,7 +196,7 @@ async def test_a_reload_says_that_there_is_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((), b"--decode: missing; allowed: URLs of vLLM servers"),
+        ((), b"--decode: missing; allowed: URLs of servers"),
         (
             ("--config", "x.yaml", "--decode", "http://a:1"),
             b"--decode: got http://a:1 beside --config x.yaml; allowed: one of them",

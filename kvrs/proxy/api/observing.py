@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrs.errors import RequestError
 from kvrs.net.routes import UNKNOWN_ROUTE, Handler, Request, Response
-from kvrs.process.logs import RowLog
+from kvrs.process.row_log import RowLog
 from kvrs.proxy.api.answers import bug_response, error_response
 from kvrs.proxy.api.tenants import OPEN_PATHS, Tenant, Tenants
 from kvrs.proxy.streams.stream_metrics import Tally, TallySeries

@@ -1,6 +1,6 @@
 """Requests to a peer for pages that lack cells here."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -36,6 +36,7 @@ class AskedPeer:
         pages: Sequence[memoryview],
         tail: memoryview | None,
         expected_epoch: int | None = None,
+        verified: Callable[[int], None] = lambda pages: None,
     ) -> PullResult:
         views = [*pages, *([] if tail is None else [tail])]
         self.asked.append((len(pages), views[0].nbytes, request.tail_index))

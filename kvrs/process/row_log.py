@@ -1,0 +1,35 @@
+"""Log lines of one kind that are written together."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvrs.process.logs import ROWS, Row
+
+_TOGETHER_S = 0.2  # Rows of this time are one write.
+_MOST_TOGETHER = 256
+
+
+class RowLog:
+    """Lines of one message, written together: one write takes as long as what a row is about. Those
+    of the last moment are lost with a process that is killed.
+    """
+
+    def __init__(self, log: logging.Logger, message: str, wall_clock: Callable[[], float]) -> None:
+        self._log = log
+        self._message = message
+        self._wall_clock = wall_clock
+        self._rows: list[Row] = []
+
+    def add(self, facts: Mapping[str, Any]) -> None:
+        if not self._rows:
+            asyncio.get_running_loop().call_later(_TOGETHER_S, self.write)
+        self._rows.append((self._wall_clock(), facts))
+        if len(self._rows) == _MOST_TOGETHER:
+            self.write()
+
+    def write(self) -> None:
+        rows, self._rows = self._rows, []
+        if rows:
+            self._log.info(self._message, extra={ROWS: rows})
