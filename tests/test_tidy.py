@@ -31,6 +31,7 @@ RANK = {
         "gossip": 5,
         "transfer": 5,
         "core": 6,
+        "engines": 6,
         "agent": 7,
         "proxy": 7,
         "vllm": 7,
