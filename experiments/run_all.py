@@ -67,6 +67,7 @@ AVAILABILITY = Need("availability trace", lambda: _file_missing(AVAILABILITY_TRA
 DISTSERVE = _variable("DISTSERVE_HOME", "a checkout of DistServe")
 SPLITWISE = _variable("SPLITWISE_HOME", "a checkout of splitwise-sim")
 VLLM = _variable("KVRS_VLLM_PYTHON", "the interpreter of an environment with vLLM")
+SGLANG = _variable("KVRS_SGLANG_PYTHON", "the interpreter of an environment with SGLang")
 NAMESPACES = Need("network namespaces", _namespaces_missing)
 GPU = Need("a GPU", lambda: None if gpus() else "no NVIDIA GPU is here")
 
@@ -215,6 +216,7 @@ ALL = (
     _of("kills", "vllm-migrate", 60, "run decode vllm --option migrate --kills 100", VLLM),
     _of("vllm_rows", "vllm_rows", 100, "run --limit-s 6000", VLLM),
     _of("vllm_rows", "agent/vllm_rows", 10, "run --kind agent", VLLM),
+    _of("sglang_restore", "sglang_restore", 12, "run", SGLANG),
     _of("checkpoint_cost", "checkpoint_cost", 10),
     _of("checkpoint_cost", "vllm", 20, "vllm", VLLM),
     _of("gpu", "plane", 8, "plane", GPU),
