@@ -22,7 +22,7 @@ import sglang
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_memory, get_server_args
 
 from kvrs.engines.guard import Switch, guarded
 from kvrs.engines.place import EnginePlace, namespace_of
@@ -71,6 +71,9 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
 
     @guarded(lambda: None)
     def on_host_pools_registered(self) -> None:
+        if get_memory().hicache_storage_backend is None:
+            self.switch.turn_off("it is attached at run time, behind changes of weights perhaps")
+            return
         _before_weights_change(self.switch.turn_off)
         # The files of a large model take a while to read.
         threading.Thread(target=self._start, name="kvrs-start", daemon=True).start()
@@ -99,7 +102,6 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
                 f"is free"
             )
         region = PageRegion(options.region_bytes // row_bytes, row_bytes)
-        # No proxy orders these rows to be loaded, so that their tokens are not told.
         info = RegionInfo(
             place.instance,
             namespace_of(fields),
@@ -107,6 +109,7 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
             row_bytes,
             fields,
             str(arguments.served_model_name),
+            pool.page_size,
         )
         own, others = place.clients(info.space)
         agents = [own, *[*others.values()][:MAX_ASKED]]

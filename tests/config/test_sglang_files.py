@@ -24,5 +24,5 @@ def test_no_second_copies_are_made_of_pages(mode: str) -> None:
 def test_agents_hold_pages_for_their_node_and_by_a_port_for_others() -> None:
     settings: dict[str, Any] = document("/m", PORTS, backup={"mode": "local"})
     assert parse_config(settings).agents_run
-    settings["cluster"]["nodes"][0]["agent"] = {"row_port": 1021}
+    settings["cluster"]["nodes"][0]["agent"]["row_port"] = 1021
     assert parse_config(settings).cluster.nodes[0].agent.row_port == 1021

@@ -93,6 +93,7 @@ def arguments(tmp_path: Path) -> SimpleNamespace:
         enable_memory_saver=False,
         weight_cache_mode="off",
         served_model_name="tiny",
+        hicache_storage_backend="dynamic",
     )
 
 
@@ -113,7 +114,10 @@ def storage(monkeypatch: pytest.MonkeyPatch, arguments: SimpleNamespace) -> Modu
             # Each test has a class of its own, since its methods are changed.
             "WeightUpdater": type("WeightUpdater", (WeightUpdater,), dict(vars(WeightUpdater)))
         },
-        "sglang.srt.runtime_context": {"get_server_args": lambda: arguments},
+        "sglang.srt.runtime_context": {
+            "get_server_args": lambda: arguments,
+            "get_memory": lambda: arguments,
+        },
     }
     for name, members in stand_ins.items():
         module = ModuleType(name)
@@ -274,6 +278,16 @@ def test_without_a_secret_sglang_starts(
     monkeypatch.delenv("KVRS_SECRET")
     made, line = off(build, caplog)
     assert "KVRS_SECRET" in line
+    assert_idle(made)
+
+
+def test_what_is_attached_at_run_time_shares_nothing(
+    build: Builder, caplog: pytest.LogCaptureFixture, arguments: SimpleNamespace
+) -> None:
+    """Its model's files may be others than what weights have been updated to."""
+    arguments.hicache_storage_backend = None
+    made, line = off(build, caplog)
+    assert "at run time" in line
     assert_idle(made)
 
 

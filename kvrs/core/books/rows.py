@@ -66,8 +66,7 @@ class Rows:
         if agent is None or not self._checkpoints.are_kept:
             return
         own = [each for each in agent.rows.regions if each.engine == member.id]
-        # Rows whose tokens are not told are loaded by engines as they find them, by no order.
-        alive = next((each.namespace for each in own if each.is_alive and each.row_tokens), "")
+        alive = next((each.namespace for each in own if each.is_alive), "")
         member.tier_tokens = sum(each.rows * each.row_tokens for each in own if each.is_alive)
         is_gone = member.has_tier and all(each.namespace != member.rows for each in own)
         if alive or is_gone:

@@ -103,18 +103,6 @@ async def test_a_cut_stream_is_restored_from_the_agent_of_the_dead_servers_node(
     assert system.shared.violations == []
 
 
-async def test_rows_whose_tokens_are_not_told_are_no_option(vllms: Builder) -> None:
-    """SGLang loads what it finds, by nobody's order."""
-    system = await vllms(decoding_alone, backup=LOCAL)
-    n0, n1 = ([region(name) | {"row_tokens": 0}] for name in ("d0", "d1"))
-    await serve(system, n0=n0, n1=n1)
-
-    assert await cut_in_mid_stream(system) == expected_ids(LONG, TOKENS)
-
-    assert await system.causes() == [("recompute", "d0", "d1")]
-    assert params_of(system, "d1") is None
-
-
 async def test_what_a_server_is_told_is_right_at_no_other(vllms: Builder) -> None:
     """A client that sees the parameters cannot have another server keep rows, or ask agents."""
     system = await vllms(decoding_alone, backup=LOCAL)
