@@ -10,6 +10,7 @@ import asyncio
 import os
 import random
 import re
+import subprocess
 import sys
 import urllib.request
 from collections.abc import Sequence
@@ -32,8 +33,8 @@ NODES = {"n0": ("p0",), "n1": ("d0",), "n2": ("d1",)}
 PROMPT_TOKENS, OUTPUT_TOKENS, CUT_AT = 100, 1500, 400
 LEAST_LOADED = 0.95
 STREAM_TIMEOUT_S = 240.0
+PAGE_BYTES = 32768  # Of the tiny model, in float32.
 _LOOK_AGAIN_S = 0.02
-_ESTABLISHED = "01"
 _VOCABULARY = range(20, 200)
 
 
@@ -73,7 +74,7 @@ class Rounds:
         servers = self._servers
         async with AdminPort(AdminClient(self._admin_url)) as port:
             await self._until_all_hold(port)
-            before = len((await port.state())["recoveries"])
+            before, at_start = len((await port.state())["recoveries"]), self._sent_bytes()
             load = asyncio.create_task(replay(self._url, requests, timeout_s=STREAM_TIMEOUT_S))
             while not (found := (await port.state())["streams"]) or (
                 found[0]["output_tokens"] < CUT_AT
@@ -82,11 +83,11 @@ class Rounds:
                     raise RuntimeError(f"the stream ended: {load.result()}")
                 await asyncio.sleep(_LOOK_AGAIN_S)
             (stream,) = found
-            connections, said = self._connections(), len(servers.said(stream["prefill"]))
+            at_death, said = self._sent_bytes(), len(servers.said(stream["prefill"]))
             _flush(servers.url(stream["prefill"]))
             servers.kill(stream["decode"])
             (record,) = await load
-            connections_after = self._connections()
+            at_end = self._sent_bytes()
             recoveries = (await port.state())["recoveries"][before:]
         # What it says of the calm run is not of the recovery.
         log = servers.said(stream["prefill"])[said:]
@@ -101,8 +102,8 @@ class Rounds:
             "completed": record.completed and calm.completed,
             "tokens": len(record.token_ids),
             "identical": record.token_ids == calm.token_ids,
-            "connections_before": connections,
-            "connections_after": connections_after,
+            "sent_before_bytes": at_death - at_start,
+            "sent_afterwards_bytes": at_end - at_death,
             **loaded(log),
         }
 
@@ -118,11 +119,15 @@ class Rounds:
                 return
             await asyncio.sleep(_LOOK_AGAIN_S)
 
-    def _connections(self) -> int:
-        """How many connections there are to row ports, over which alone pages leave a node."""
-        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        ports = [int(row[1].split(":")[1], 16) for row in rows if row[3] == _ESTABLISHED]
-        return sum(port in self._row_ports for port in ports)
+    def _sent_bytes(self) -> int:
+        """How much agents have sent on connections to their row ports, over which alone pages leave
+        a node.
+        """
+        shown = subprocess.run(
+            ["ss", "-tniH", "state", "established"], check=True, capture_output=True, text=True
+        )
+        found = re.findall(r":(\d+)\s+\S+\s*\n\s.*?bytes_sent:(\d+)", shown.stdout)
+        return sum(int(sent) for port, sent in found if int(port) in self._row_ports)
 
 
 def _flush(url: str) -> None:
@@ -139,6 +144,7 @@ def loaded(log: str) -> dict[str, int]:
     return {
         "loaded_tokens": pages * PAGE_TOKENS,
         "from_agents_tokens": from_agents * PAGE_TOKENS,
+        "from_agents_bytes": from_agents * PAGE_BYTES,
     }
 
 
@@ -154,8 +160,8 @@ def faults_of(cell: dict[str, Any]) -> list[str]:
         "too little was loaded": cell["loaded_tokens"] < least,
         # The prompt's are its own.
         "the dead server gave too little": cell["from_agents_tokens"] < least - PROMPT_TOKENS,
-        "something was sent before": cell["connections_before"] > 0,
-        "connections are not seen": not cell["connections_after"],
+        "something was sent before": cell["sent_before_bytes"] != 0,
+        "what is sent is not seen": cell["sent_afterwards_bytes"] < cell["from_agents_bytes"],
     }
     return [fault for fault, is_so in found.items() if is_so]
 
@@ -177,7 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faults = {name: found for name, cell in cells.found.items() if (found := faults_of(cell))}
     lines = [
         f"{name}: {cell['loaded_tokens']} of {PROMPT_TOKENS + sum(cell['cut_at'])} tokens loaded, "
-        f"{cell['from_agents_tokens']} of them from agents; "
+        f"{cell['from_agents_tokens']} of them from agents; {cell['sent_before_bytes']} bytes sent "
+        f"before the death, {cell['sent_afterwards_bytes']} afterwards; "
         f"{'identical' if cell['identical'] else 'different'}"
         for name, cell in cells.found.items()
     ]
