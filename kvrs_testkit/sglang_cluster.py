@@ -47,7 +47,10 @@ class Sglangs(ProxyCluster):
 
 
 def document(model: str, ports: Mapping[str, int], **sections: Any) -> dict[str, Any]:
-    """The servers of `ADDRESSES` that have a port."""
+    """The servers of `ADDRESSES` that have a port. With section `backup` nodes have agents, none of
+    which runs.
+    """
+    agents = {"n0": {"port": 1, "page_port": 2}, "n1": {"port": 3, "page_port": 4}}
     nodes = [
         {
             "id": node,
@@ -56,8 +59,9 @@ def document(model: str, ports: Mapping[str, int], **sections: Any) -> dict[str,
                 for name, on in ADDRESSES.items()
                 if on == node and name in ports
             ],
+            **({"agent": agents[node]} if "backup" in sections else {}),
         }
-        for node in ("n0", "n1")
+        for node in agents
     ]
     proxy = {"port": 0, "admin_port": 0, "load_interval_s": 0.05, "self_test": False}
     proxy |= sections.pop("proxy", {})

@@ -51,6 +51,7 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 START_TIMEOUT_S = 300.0
+REGION_BYTES = 64 << 20
 REQUEST_TIMEOUT_S = 120.0
 
 
@@ -66,10 +67,14 @@ def sglang_config(
 ) -> Config:
     """Instances of these nodes on free ports, those with a p for prefill and others for decode;
     their model, tiny and random, is written into the directory. `sections`: of the configuration.
+    Where it keeps copies, each node has an agent.
     """
     model = directory / "tiny-llama"
     write_tiny_model(model, MODEL_SEED)
-    ports = iter(free_ports(sum(map(len, nodes.values()))))
+    ports = iter(free_ports(sum(map(len, nodes.values())) + len(nodes)))
+
+    def agent() -> dict[str, Any]:
+        return {"agent": {"row_port": next(ports)}} if "backup" in sections else {}
 
     def instance(name: str) -> dict[str, Any]:
         role = Role.PREFILL if name.startswith("p") else Role.DECODE
@@ -81,7 +86,8 @@ def sglang_config(
             "backend": "sglang",
             "model": str(model),
             "nodes": [
-                {"id": node, "instances": [*map(instance, names)]} for node, names in nodes.items()
+                {"id": node, "instances": [*map(instance, names)], **agent()}
+                for node, names in nodes.items()
             ],
         },
     }
@@ -103,6 +109,9 @@ class SglangServers(Processes):
 
     def start(self, *names: str) -> None:
         for name in names:
+            if name not in self._instances:
+                super().start(name)
+                continue
             if (former := self._running.get(name)) is not None:
                 self.kill(name)
                 former.wait()
@@ -123,6 +132,32 @@ class SglangServers(Processes):
                 LD_LIBRARY_PATH=str(libraries),
             )
 
+    def keep_pages(self, name: str, region_bytes: int = REGION_BYTES) -> None:
+        """Let a server have kvrs's storage, from its next start on."""
+        options = {
+            "backend_name": "kvrs",
+            "module_path": "kvrs.sglang.storage",
+            "class_name": "KvrsStorage",
+            "interface_v1": 1,
+            "config": str(self._config_path),
+            "instance": name,
+            "region_bytes": region_bytes,
+        }
+        flags = [
+            *("--hicache-storage-backend", "dynamic", "--hicache-io-backend", "direct"),
+            *("--hicache-storage-backend-extra-config", json.dumps(options)),
+        ]
+        if self._instances[name].role is Role.PREFILL:
+            flags += ["--enable-hierarchical-cache", "--hicache-ratio", "2"]
+            flags += ["--hicache-storage-prefetch-policy", "wait_complete"]
+        else:
+            flags.append("--disaggregation-decode-enable-offload-kvcache")
+        self.flags[name] = flags
+
+    def said(self, name: str) -> str:
+        """Return the log of a process since its last start."""
+        return self._log(name).read_text(errors="replace")
+
     def _role_flags(self, instance: InstanceSettings) -> Sequence[str]:
         if not self._has_prefill:
             return ()
@@ -136,7 +171,10 @@ class SglangServers(Processes):
 
     def wait_ready(self, *names: str) -> None:
         for name in names:
-            self._wait(name, partial(self._is_ready, name), START_TIMEOUT_S)
+            if name in self._instances:
+                self._wait(name, partial(self._is_ready, name), START_TIMEOUT_S)
+            else:
+                super().wait_ready(name)
 
     def _is_ready(self, name: str) -> bool:
         try:

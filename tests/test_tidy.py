@@ -31,8 +31,10 @@ RANK = {
         "gossip": 5,
         "transfer": 5,
         "core": 6,
+        "engines": 6,
         "agent": 7,
         "proxy": 7,
+        "sglang": 7,
         "vllm": 7,
         "api": 8,
         "cli": 8,
@@ -92,10 +94,11 @@ IMPURE_IMPORTS = {
     *("threading", "time", "random", "secrets", "uuid", "logging", "aiohttp", "uvloop", "urllib"),
     *("torch", "numpy", "ray", "matplotlib"),
 }
-# Only the engine computes with tensors, only kvrs in vLLM reads its rows, only the
+# Only the engine computes with tensors, only kvrs in vLLM and SGLang reads their rows, only the
 # cluster starts Ray, only the report draws.
 HOMES_OF_LIBRARIES = {
-    "torch": ["kvrs_engine.engine", "kvrs.vllm"],
+    "torch": ["kvrs_engine.engine", "kvrs.sglang", "kvrs.vllm"],
+    "sglang": ["kvrs.sglang"],
     "vllm": ["kvrs.vllm"],
     "ray": ["kvrs_lab.cluster"],
     "matplotlib": ["kvrs_lab.report"],

@@ -291,20 +291,35 @@ def _judged(check: str, one: str, rows: list[Row], faults: Iterable[_Fault]) -> 
         yield fault.find(f"{one} {row['id']}", value, fault.allowed, remedy)
 
 
+# How a server of each engine comes to share its rows, and the roles whose servers are to.
+_SHARING = {
+    Backend.VLLM: ("vLLM with KvrsOffloading there", "vllm", (Role.DECODE, Role.BOTH)),
+    Backend.SGLANG: ("SGLang with KvrsStorage there", "sglang", (Role.PREFILL, Role.DECODE)),
+}
+
+
 def _rows(config: Config, up: list[Row], agents: list[Row]) -> Iterator[Finding]:
-    """Yield whether agents serve the rows of each vLLM that decodes, and those mean the same."""
-    if config.cluster.backend is not Backend.VLLM:
+    """Yield whether agents serve the rows of each server that is to share some, and those mean the
+    same.
+    """
+    if (found := _SHARING.get(config.cluster.backend)) is None:
         return
+    what, page, roles = found
     regions = [each for row in agents for each in row.get("regions", ()) if each["is_alive"]]
     having, is_kept = {each["engine"] for each in regions}, config.backup.mode is not BackupMode.OFF
-    lacking = [row["id"] for row in up if row["role"] != Role.PREFILL and row["id"] not in having]
+    lacking = [row["id"] for row in up if row["role"] in roles and row["id"] not in having]
     if having and not is_kept:
         value = f"backup.mode is off, and agents serve rows of {', '.join(sorted(having))}"
         yield doubtful("rows", value, "local", "set backup.mode")
     elif is_kept and lacking:
         value = f"no agent serves any of {', '.join(lacking)}"
-        remedy = "start vLLM with KvrsOffloading there, and see its log (kvrs docs vllm)"
-        yield doubtful("rows", value, "those of each decode instance", remedy)
-    if len({each["namespace"] for each in regions}) > 1:
+        remedy = f"start {what}, and see its log (kvrs docs {page})"
+        yield doubtful("rows", value, f"those of each {' and '.join(roles)} instance", remedy)
+    # Ranks of one server may have one each.
+    meanings = {
+        frozenset(each["namespace"] for each in regions if each["engine"] == engine)
+        for engine in having
+    }
+    if len(meanings) > 1:
         remedy = "see which fields differ in the log of an agent that serves both"
         yield doubtful("rows", "they mean different things", "one namespace", remedy)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from kvrs.config.settings import VLLM, Host, Settings, netloc
+from kvrs.config.settings import STOCK, Host, Settings, netloc
 from kvrs.protocol.instance import Role
 
 # Share of an instance's pages that replicas of other instances' streams may have, with mode peer.
@@ -38,9 +38,9 @@ class AgentSettings(Settings):
     """Port of the HTTP API. 0: any free port, chosen once by `kvrs lab up`."""
     page_port: int = Field(default=0, ge=0, le=65535)
     """Where checkpoints are stored and fetched. 0: any free port, chosen once by `kvrs lab up`."""
-    row_port: int | None = Field(default=None, ge=1, le=65535, json_schema_extra=VLLM)
-    """Where servers and agents of other nodes read rows of vLLM's CPU tier. null: rows are served
-    to the own node alone.
+    row_port: int | None = Field(default=None, ge=1, le=65535, json_schema_extra=STOCK)
+    """Where servers and agents of other nodes read rows of vLLM's CPU tier, and servers pages of
+    SGLang's. null: they are served to the own node alone.
     """
     gossip_port: int = Field(default=0, ge=0, le=65535)
     """UDP and TCP. 0: any free port, chosen once by `kvrs lab up`."""

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from kvrs.config.backup import BackupSettings, StatePlaneSettings
-from kvrs.config.cluster import ClusterSettings
+from kvrs.config.cluster import Backend, ClusterSettings
 from kvrs.config.engine import ElasticSettings
 from kvrs.config.gossip import GossipSettings
 from kvrs.config.logs import LogSettings
@@ -53,6 +53,11 @@ class Sections(Settings):
     """Logs of proxies and agents to stderr, and of the processes of `kvrs lab up` to their files
     (docs/guide/monitoring.md#logs).
     """
+
+    @property
+    def ordered_backup(self) -> BackupSettings:
+        """Settings of what proxies have kept. Servers of SGLang keep pages by nobody's order."""
+        return BackupSettings() if self.cluster.backend is Backend.SGLANG else self.backup
 
     @property
     def agents_run(self) -> bool:

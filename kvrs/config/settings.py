@@ -39,6 +39,7 @@ EMBEDDED: dict[str, Any] = {ENGINES: ["embedded"]}
 DISTSERVE: dict[str, Any] = {ENGINES: ["distserve"]}
 EMBEDDED_OR_DISTSERVE: dict[str, Any] = {ENGINES: ["embedded", "distserve"]}
 VLLM: dict[str, Any] = {ENGINES: ["vllm"]}
+STOCK: dict[str, Any] = {ENGINES: ["vllm", "sglang"]}
 
 # The form of the name of a process or node, which is also a part of paths and of file names.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"

@@ -106,7 +106,7 @@ class Control(Generic[S]):
         self.policy = RecoveryPolicy(
             config.policy,
             config.slo,
-            config.backup,
+            config.ordered_backup,
             member_of=lambda up: self.instances.known[up.info.id],
             agent_of=lambda up: self.agents.known[up.holder],
             stream_of=self.streams.__getitem__,

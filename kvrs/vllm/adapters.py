@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvrs.engines import files
 from kvrs.errors import KvrsError
-from kvrs.vllm import files
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.vllm import files
+from kvrs.engines import files
 from kvrs.vllm.adapters import BASE, LoraAdapter
 
 KEYS = [b"a" * 32 + bytes(4), b"b" * 32 + bytes(4)]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvrs.engines import files
 from kvrs.errors import KvrsError
-from kvrs.vllm import files
 
 
 class FileMapper:

@@ -1,6 +1,6 @@
 """Errors of hooks in vLLM."""
 
-from kvrs.vllm.guard import Switch, guarded
+from kvrs.engines.guard import Switch, guarded
 
 
 class Hooks:

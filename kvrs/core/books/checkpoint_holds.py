@@ -41,7 +41,9 @@ class CheckpointHolds:
         self.agents = agents
         # Reserved room is scarce, so it is given back as soon as anything is sent to agents.
         self.leases = Leases(config.transfer.lease_s, release_s=config.proxy.load_interval_s)
-        self._mode = config.backup.mode
+        self._mode = config.ordered_backup.mode
+        by_itself = config.backup.mode is not self._mode
+        self._why_none = "SGLang keeps KV by itself" if by_itself else "backup.mode is off"
         self._instances = instances
         self._streams = streams
         self._tell = tell
@@ -152,7 +154,7 @@ class CheckpointHolds:
         plan, kept = live.attempt.plan, self.protected(live)
         there = None if plan is None else self._instances.known[plan.decode]
         if self._mode is BackupMode.OFF and (there is None or not there.in_store):
-            return "backup.mode is off"
+            return self._why_none
         if plan is None or there is None:
             return "no instance was found for it yet"
         if any(kept.values()) or (kept and (there.checkpoints or there.rows)):

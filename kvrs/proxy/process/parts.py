@@ -184,7 +184,7 @@ def new_event_log(config: Config, reloads: Reloads) -> EventLog | None:
 
     def header(part: int) -> str:
         used = reloads.config
-        return header_line(used.policy, used.slo, used.backup, part)
+        return header_line(used.policy, used.slo, used.ordered_backup, part)
 
     return EventLog(Path(settings.event_log), EVENT_LOG_BYTES, header, time.time)
 

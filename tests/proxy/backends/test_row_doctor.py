@@ -1,10 +1,13 @@
-"""`kvrs doctor` before vLLM servers whose rows an agent serves."""
+"""`kvrs doctor` before servers of vLLM and of SGLang whose rows an agent serves."""
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvrs.cli.cluster_checks import ProxyAnswer, cluster_findings
 from kvrs.cli.findings import Level
 from kvrs.config.file import parse_config
+from kvrs_testkit.sglang_cluster import Sglangs
+from kvrs_testkit.sglang_cluster import document as sglang_document
 from kvrs_testkit.vllm_cluster import Builder, document
 
 
@@ -30,6 +33,31 @@ async def test_the_doctor_says_whose_rows_are_served(vllms: Builder, vllm_model:
     assert rows("off", *all_[1:]) == ["backup.mode is off, and agents serve rows of d0, d1"]
     assert rows("local", *all_[:2]) == ["no agent serves any of d1"]
     assert rows("local", *all_, region("d1", "b")) == ["they mean different things"]
+
+
+async def test_the_doctor_says_which_sglang_servers_share_nothing(
+    sglangs: Callable[..., Awaitable[Sglangs]], vllm_model: str
+) -> None:
+    """Prefill keeps prompts, decode outputs: both are needed. A server has several ranks."""
+    system = await sglangs()
+    state = await system.state()
+    ports = {name: server.port for name, server in system.servers.items()}
+    settings = parse_config(sglang_document(vllm_model, ports, backup={"mode": "local"}))
+
+    def rows(ranks: dict[str, str]) -> list[str]:
+        regions = [
+            {"engine": name, "namespace": rank * 16, "is_alive": True}
+            for name, of in ranks.items()
+            for rank in of
+        ]
+        served = {"id": "agent-n0", "health": "up", "reason": None, "regions": regions}
+        answer = ProxyAnswer("http://127.0.0.1:1", state | {"agents": [served]})
+        found = cluster_findings(settings, answer)
+        return [each.value for each in found if each.check == "rows"]
+
+    assert rows(dict.fromkeys(ports, "ab")) == []
+    assert rows({"d0": "ab", "p1": "ab", "d1": "ab"}) == ["no agent serves any of p0"]
+    assert rows(dict.fromkeys(ports, "ab") | {"d1": "a"}) == ["they mean different things"]
 
 
 async def test_the_doctor_says_what_is_wrong_with_a_store(vllms: Builder, vllm_model: str) -> None:

@@ -90,6 +90,25 @@ async def test_the_death_of_a_leg_closes_the_other_one(
     await system.until(lambda: _is_true(survivor.legs == 0))
 
 
+async def test_no_stream_counts_as_unprotected_where_servers_keep_pages_by_themselves(
+    sglangs: Builder,
+) -> None:
+    """A proxy orders none to be kept; alerts would never end."""
+    system = await sglangs(backup={"mode": "local"})
+    system.shared.gate, system.shared.gate_at = asyncio.Event(), 2
+    stream = asyncio.create_task(system.ids())
+    await system.until_streams_hold(2)
+
+    (row,) = (await system.state())["streams"]
+    assert (row["protected"], row["unprotected"]) == ({}, "SGLang keeps KV by itself")
+    metrics = await system.metrics()
+    assert "kvrs_streams_unprotected 0.0" in metrics
+    assert 'kvrs_worker_unprotected{worker="d0"} 0.0' in metrics
+
+    system.shared.gate.set()
+    assert await stream == expected_ids(PROMPT, TOKENS)
+
+
 async def test_a_prefill_that_hangs_is_left(sglangs: Builder) -> None:
     """Its decode alone would wait for minutes; no leg is left open."""
     system = await sglangs(proxy={"token_gap_s": 0.5})

@@ -118,15 +118,23 @@ def transfer_kv_all_layer_direct_lf_pf(
         dst_ptrs[number // layers][pages, number % layers] = rows.unflatten(0, (-1, page_size))
 
 
-class _AfterTorch(MetaPathFinder, Loader):
-    """Patches torch once it has been imported."""
+def _small_reserve(pools: Any) -> None:
+    """A machine for tests has less than the 10 GB that are left free beside a pool of pages."""
+    pools.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+
+
+class _After(MetaPathFinder, Loader):
+    """Patches a module once it has been imported."""
 
     real: Any  # The loader that imports it.
+
+    def __init__(self, name: str, patch: Callable[[Any], None]) -> None:
+        self._name, self._patch = name, patch
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != "torch":
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -142,7 +150,10 @@ class _AfterTorch(MetaPathFinder, Loader):
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self.real
         self.real.exec_module(module)
-        _patch(module)
+        self._patch(module)
 
 
-sys.meta_path.insert(0, _AfterTorch())
+sys.meta_path[:0] = [
+    _After("torch", _patch),
+    _After("sglang.srt.mem_cache.pool_host.base", _small_reserve),
+]

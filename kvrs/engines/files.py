@@ -1,4 +1,4 @@
-"""Digests of all bytes of files that vLLM has read, where these are still what it has read."""
+"""Digests of all bytes of files that an engine has read, where these are still what it has read."""
 
 import os
 import stat

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
+from kvrs.engines import files
 from kvrs.errors import KvrsError
-from kvrs.vllm import files
 
 
 def weights_of(model: str, revision: str | None = None, cache: str | None = None) -> str:

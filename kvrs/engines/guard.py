@@ -1,6 +1,6 @@
-"""An error of kvrs in vLLM turns kvrs off, never the engine.
+"""An error of kvrs within an engine turns kvrs off, never the engine.
 
-vLLM ends its engine, with all requests, at any exception in a hook. So each hook answers as one
+vLLM and SGLang end, with all requests, at an exception in a hook. So each hook answers as one
 that has nothing to do, once kvrs is off.
 """
 
@@ -26,7 +26,7 @@ class Switch:
         if self.off_reason is not None:
             return
         self.off_reason = reason
-        log.error("kvrs is off in this vLLM: %s", reason)
+        log.error("kvrs is off in this engine: %s", reason)
         try:
             self.turned_off()
         except Exception:

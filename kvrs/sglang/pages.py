@@ -1,0 +1,123 @@
+"""Pages by their keys, wherever they are: in this server's own region, at the agent of its node, or
+at agents of other nodes.
+
+Calls wait for agents, each within a deadline, and are made by HiCache's own threads. All agents are
+asked at once, so that one that hangs delays no other; it is then left out for a while
+(`RowClient`).
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import groupby, takewhile
+from typing import NamedTuple
+
+from kvrs.sglang.region import PageRegion
+from kvrs.transfer.rows.client import RowClient
+
+# Of other nodes' agents, in the order of the cluster's file behind the own node.
+MAX_ASKED = 16
+_AT_ONCE_BYTES = 64 << 20  # Of pages that are on the way.
+_CALLERS = 2  # HiCache looks up in one thread and loads in another.
+
+
+class LoadedPages(NamedTuple):
+    """How many pages came from where."""
+
+    own: int = 0
+    agents: int = 0
+
+    @property
+    def pages(self) -> int:
+        return self.own + self.agents
+
+
+class Pages:
+    """The region of this server, and clients of agents."""
+
+    def __init__(
+        self, region: PageRegion, agents: Sequence[RowClient], lookup_s: float, load_s: float
+    ) -> None:
+        """`agents`: that of the own node first; of several that hold a page the first one gives
+        it.
+        """
+        self.region, self._agents = region, agents
+        self._lookup_s, self._load_s = lookup_s, load_s
+        self._threads = ThreadPoolExecutor(
+            _CALLERS * max(1, len(agents)), thread_name_prefix="kvrs-pages"
+        )
+
+    def count(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the first pages are held somewhere."""
+        return len([*takewhile(bool, self._holders(keys))])
+
+    def load(self, keys: Sequence[bytes], use: Callable[[int, memoryview], object]) -> LoadedPages:
+        """Let `use` read pages, each with its place among the keys, until one is not to be had.
+        What comes from agents is kept in the own region, too: they may soon give it back.
+        """
+        found = LoadedPages()
+        some = max(1, _AT_ONCE_BYTES // self.region.row_bytes)
+        holders = [*takewhile(bool, self._holders(keys))]
+        for holder, places in groupby(range(len(holders)), key=holders.__getitem__):
+            run = [*places]
+            for at in range(0, len(run), some):
+                part = run[at : at + some]
+                if isinstance(holder, RowClient):
+                    count = self._fetch(holder, keys, part, use)
+                    found = found._replace(agents=found.agents + count)
+                else:
+                    count = self._read(keys, part, use)
+                    found = found._replace(own=found.own + count)
+                if count < len(part):
+                    return found
+        return found
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for agent in self._agents:
+            agent.close()
+
+    def _holders(self, keys: Sequence[bytes]) -> list[PageRegion | RowClient | None]:
+        """Return what holds each page."""
+        found: list[PageRegion | RowClient | None] = [
+            self.region if held else None for held in self.region.held(keys)
+        ]
+        lacking = [at for at, holder in enumerate(found) if holder is None]
+        usable = [agent for agent in self._agents if agent.is_usable]
+        if not lacking or not usable:
+            return found
+        wanted = [keys[at] for at in lacking]
+        ask = partial(_ask, keys=wanted, timeout_s=self._lookup_s)
+        for agent, answer in zip(usable, self._threads.map(ask, usable), strict=True):
+            for at, held in zip(lacking, answer, strict=True):
+                if held and found[at] is None:
+                    found[at] = agent
+        return found
+
+    def _read(
+        self, keys: Sequence[bytes], part: Sequence[int], use: Callable[[int, memoryview], object]
+    ) -> int:
+        return len([*takewhile(lambda at: self.region.take(keys[at], partial(use, at)), part)])
+
+    def _fetch(
+        self,
+        agent: RowClient,
+        keys: Sequence[bytes],
+        part: Sequence[int],
+        use: Callable[[int, memoryview], object],
+    ) -> int:
+        rows = [memoryview(bytearray(self.region.row_bytes)) for _ in part]
+        wanted = [(keys[at], row) for at, row in zip(part, rows, strict=True)]
+        count = agent.load(wanted, self._load_s)
+        for at, row in zip(part[:count], rows, strict=False):
+            use(at, row)
+            self.region.put(keys[at], partial(_copy, row))
+        return count
+
+
+def _ask(agent: RowClient, *, keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
+    return agent.find(keys, timeout_s)
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    target[:] = source

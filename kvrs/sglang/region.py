@@ -1,0 +1,80 @@
+"""Rows of shared memory that keep pages of SGLang's KV: the least recently used one is given to the
+next page. A ledger says which row holds which page, also after the death of this process.
+"""
+
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from kvrs.transfer.rows.ledger import RowLedger
+
+
+class PageRegion:
+    """The memory and its ledger. May be used by several threads."""
+
+    def __init__(self, rows: int, row_bytes: int) -> None:
+        """Memory is taken only as rows are filled.
+
+        Raises:
+            OSError: there is no such memory.
+        """
+        self.rows, self.row_bytes = rows, row_bytes
+        self.memory = os.memfd_create("kvrs-pages", os.MFD_CLOEXEC)
+        os.fchmod(self.memory, 0o600)  # A reader of another user cannot open it for writing.
+        os.ftruncate(self.memory, rows * row_bytes)
+        self._bytes = memoryview(mmap.mmap(self.memory, rows * row_bytes))
+        self.ledger = RowLedger(rows, row_bytes)
+        self._row_of: OrderedDict[bytes, int] = OrderedDict()  # The least recently used first.
+        self._free = list(reversed(range(rows)))
+        self._lock = threading.Lock()
+
+    def put(self, key: bytes, fill: Callable[[memoryview], object]) -> None:
+        """Keep a page, whose bytes `fill` writes. A page that is there already is not written
+        again.
+        """
+        with self._lock:
+            if key in self._row_of:
+                self._row_of.move_to_end(key)
+                return
+            row = self._free.pop() if self._free else self._row_of.popitem(last=False)[1]
+            self.ledger.writing(row)
+            try:
+                fill(self._row(row))
+            except BaseException:
+                self._free.append(row)
+                raise
+            self.ledger.holds(row, key)
+            self._row_of[key] = row
+
+    def take(self, key: bytes, use: Callable[[memoryview], object]) -> bool:
+        """Let `use` read a page; False: there is none."""
+        with self._lock:
+            if (row := self._row_of.get(key)) is None:
+                return False
+            self._row_of.move_to_end(key)
+            use(self._row(row))
+            return True
+
+    def held(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            return [key in self._row_of for key in keys]
+
+    def clear(self) -> None:
+        """Forget all pages: nobody finds one of them any more, in a new epoch."""
+        with self._lock:
+            for row in self._row_of.values():
+                self.ledger.writing(row)
+            self._free += self._row_of.values()
+            self._row_of.clear()
+            self.ledger.describe(self.row_bytes)
+
+    def close(self) -> None:
+        """Withdraw all pages for good."""
+        with self._lock:
+            self._row_of.clear()
+            self.ledger.close()
+
+    def _row(self, row: int) -> memoryview:
+        return self._bytes[row * self.row_bytes : (row + 1) * self.row_bytes]
