@@ -84,7 +84,8 @@ class ScriptedSglang(ScriptedServer):
         ):
             if path not in self.lacks:
                 routes.add("GET", path, handler)
-        routes.add("POST", "/tokenize", self._tokenize)
+        if "/tokenize" not in self.lacks:
+            routes.add("POST", "/tokenize", self._tokenize)
         routes.add("POST", "/v1/completions", self._completions)
         routes.add("POST", "/v1/chat/completions", self._completions)
 

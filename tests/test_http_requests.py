@@ -242,3 +242,13 @@ def test_what_the_full_parser_refuses_is_not_taken(lines: str) -> None:
     loop.close()
 
     assert parse_usual(data) is None
+
+
+async def test_a_body_in_another_coding_is_refused() -> None:
+    """It would be read as if it were not coded."""
+    coded = CHUNKED.replace(b": chunked", b": gzip, chunked")
+
+    found, answers = await served(coded + b"1\r\nx\r\n0\r\n\r\n")
+
+    assert found == []
+    assert answers.startswith(b"HTTP/1.1 501 ")

@@ -12,6 +12,7 @@ import pytest
 from kvrs.errors import RequestError
 from kvrs.net import server
 from kvrs.net.connections import ConnectionLimits
+from kvrs.net.http import inner_server
 from kvrs.net.http_request import no_note
 from kvrs.net.routes import Handler, Request, Response, Routes
 from kvrs.net.server import ClosingLine, HttpConnection, HttpServer, ReadingTurns
@@ -303,6 +304,26 @@ async def test_an_idle_connection_is_closed(sent: bytes, monkeypatch: pytest.Mon
         writer.close()
 
     assert received.endswith(b'{"a": 1}') == bool(sent)
+
+
+async def test_an_idle_connection_whose_client_does_not_read_is_closed() -> None:
+    """What waits for it in memory goes with it."""
+    routes = Routes()
+
+    async def much(_: Request) -> Response:
+        return Response(body=bytes(8 << 20))
+
+    routes.add("GET", "/much", much)
+    port = inner_server(routes, ConnectionLimits(10, 10), shutdown_timeout_s=0.1, names=None)
+    port.idle_s = 0.1
+    with socket.create_connection(("127.0.0.1", await port.open("127.0.0.1", 0))) as client:
+        client.sendall(b"GET /much HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with asyncio.timeout(10):
+            while not port.connections:
+                await asyncio.sleep(0.01)
+            while port.connections:
+                await asyncio.sleep(0.01)
+    await port.close()
 
 
 async def test_a_connection_between_two_requests_outlives_the_time_for_a_head(

@@ -156,7 +156,7 @@ class Ledger:
             # or a store loads what others have.
             others = member.decodes or bool(member.rows)
             view.prefixes.correct(member, stream.prefix, predicted, found, finds_others=others)
-        elif (agent := view.agents.get(load.agent)) is not None:
+        elif stream.attempt.number == 1 and (agent := view.agents.get(load.agent)) is not None:
             predicted = (load.first_token + load.tokens) * tokens // length
             view.stored.correct(agent, stream.prefix, predicted, found)
             if load.tokens:

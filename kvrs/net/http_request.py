@@ -49,6 +49,7 @@ TOO_LARGE = HttpRefusal(
 BROKEN_BODY = HttpRefusal(400, "the body is not valid HTTP: a chunk of it is malformed")
 BAD_EXPECT = HttpRefusal(417, "this Expect is not supported; allowed: '100-continue'")
 _URL_TOO_LONG = HttpRefusal(414, f"the URL is too long; allowed: {MOST_URL_BYTES} bytes")
+BAD_CODING = HttpRefusal(501, "this Transfer-Encoding is not supported; allowed: 'chunked'")
 OLD_CHUNKS = HttpRefusal(400, "HTTP/1.0 has no Transfer-Encoding")
 BAD_LINE = HttpRefusal(400, "the first line is not that of an HTTP request")
 _BAD_URL = HttpRefusal(400, "the URL is not valid")
@@ -244,6 +245,8 @@ def _read(message: RawRequestMessage) -> tuple[Head, int]:
     if not minor_version and "Transfer-Encoding" in headers:
         # Other servers read it in another way: a request could be smuggled in its body.
         raise BrokenRequestError(OLD_CHUNKS, headers)
+    if headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
+        raise BrokenRequestError(BAD_CODING, headers)
     expect = headers.get("Expect", "") if minor_version else ""
     if expect.lower() not in ("", "100-continue"):
         raise BrokenRequestError(BAD_EXPECT, headers)

@@ -256,7 +256,8 @@ class HttpConnection(asyncio.Protocol):
 
     def close_if_idle(self) -> None:
         if self._request is None and self.transport is not None:
-            self.transport.close()
+            # What a client does not read would keep a connection that is only closed.
+            (self.transport.abort if self._is_full else self.transport.close)()
 
     # What the event loop calls.
 

@@ -179,3 +179,20 @@ def test_an_agent_that_brings_nothing_is_not_asked_for_a_while() -> None:
     record.note_load(3.1, 3.5, has_failed=False)
     record.note_load(3.6, 4.0, has_failed=True)
     assert record.no_loads_until_s == 4.5
+
+
+def test_a_later_attempt_says_nothing_of_what_an_agent_stores() -> None:
+    """Its pages come as those of a recovery, and the instance reports none as found."""
+    core = cluster()
+    core.handle(instance_up("p2", node=NodeId("n0")))
+    start = core.arrive(T, *range(BLOCKS))
+    agent = core.policy._view.agents[AGENT]
+    for name in ("p0", "p1"):
+        core.handle(ev.InstanceLost(InstanceId(name), 1, "killed", {T: 0, S: 0}), 0.1)
+    core.handle(ev.TimerFired(), 0.3)
+
+    assert start.plan.load is not None
+    assert core.policy.streams[T].attempt.number == 2
+    core.handle(ev.PrefillDone(T, 2, BLOCKS * TOKENS, 0), 0.4)
+
+    assert agent.failed_loads == 0

@@ -9,7 +9,7 @@ from kvrs.core.fleet.known import Instances, missing_roles
 from kvrs.core.model.member import Health
 from kvrs.errors import RequestError
 from kvrs.net.routes import Request, Response, Routes
-from kvrs.protocol.openai.fields import VLLM
+from kvrs.protocol.openai.fields import SGLANG, VLLM
 from kvrs.proxy.api.answers import json_response
 from kvrs.proxy.streams.driver import Driver
 
@@ -20,7 +20,7 @@ def add_health(routes: Routes, backend: str, driver: Driver, draining: Callable[
     async def version(_: Request) -> Response:
         """Version of the engine."""
         found: str | None = __version__
-        if backend == VLLM:
+        if backend in (VLLM, SGLANG):
             of_each = (driver.backends[one.id].engine_version for one in instances.present())
             found = next(filter(None, of_each), None)
         if found is None:

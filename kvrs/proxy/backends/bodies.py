@@ -86,6 +86,7 @@ class Call:
     most_tokens: int | None = None  # Where `max_tokens` is null: the engine's own limit.
     hand_off: HandOff | None = None  # It is told as the call is sent.
     rows: RowLoad | None = None  # None: the server keeps none, and loads none.
+    is_chat: bool = False  # It goes on with a chat, or stands for one, as a completion.
     beside: object = None  # The backend of the prefill that is called together with decode.
 
     def add_transfer(self, name: str, params: object) -> None:
@@ -249,7 +250,7 @@ def _call(
     size_bytes = journal.parsed.fields_bytes
     if history is not None:
         size_bytes += BYTES_PER_ID * len(history)
-    return Call(endpoint.path, fields, headers, size_bytes)
+    return Call(endpoint.path, fields, headers, size_bytes, is_chat=is_continued_chat)
 
 
 def _sources(runs: Sequence[act.PageRange]) -> list[SourceRange]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from kvrs.errors import ConfigError
 from kvrs.profiles.guess import ModelSize, size_of
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.proxy.backends.generation_config import default_max_tokens
+from kvrs.proxy.backends.generation_config import default_max_tokens, default_sampling
 from kvrs.proxy.backends.model_geometry import geometry_of, read_config
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,9 @@ class ModelFiles:
         self.model = given  # A path or a name; None: not known yet.
         self.directory: Path | None = None  # None: not known, or not on this machine.
         self.has_tokenizer = False
-        self.default_max_tokens: int | None = None  # Of a chat, by the model's own defaults.
+        # Of a chat, by the model's own defaults.
+        self.default_max_tokens: int | None = None
+        self.default_sampling: dict[str, float] = {}
         if given is not None:
             self._found(find_model(given) or Path(given))
 
@@ -122,3 +124,4 @@ class ModelFiles:
         # Fixed here: what is promised to a client at admission must hold at its recovery.
         self.has_tokenizer = (directory / "tokenizer.json").exists()
         self.default_max_tokens = default_max_tokens(directory)
+        self.default_sampling = default_sampling(directory)

@@ -10,7 +10,7 @@ from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.peer import UNREADABLE, UnusableError
 
-_PATH = "/tokenize"
+TOKENIZE = "/tokenize"
 # Of a chat, those that its prompt depends on.
 _FIELDS = (
     *("model", "messages", "tools", "tool_choice", "reasoning_effort", "continue_final_message"),
@@ -27,7 +27,7 @@ _TOKENIZED = msgspec.json.Decoder(_Tokenized)
 
 def tokenize_call(journal: Journal) -> Call:
     fields = {name: value for name, value in journal.parsed.fields.items() if name in _FIELDS}
-    return Call(_PATH, fields, size_bytes=journal.parsed.fields_bytes)
+    return Call(TOKENIZE, fields, size_bytes=journal.parsed.fields_bytes)
 
 
 def tokenized_ids(answer: bytes) -> "array[int]":
@@ -35,7 +35,7 @@ def tokenized_ids(answer: bytes) -> "array[int]":
     try:
         found = packed(_TOKENIZED.decode(answer).tokens)
     except UNREADABLE as error:
-        raise UnusableError(f"unexpected answer to {_PATH}: {error}") from None
+        raise UnusableError(f"unexpected answer to {TOKENIZE}: {error}") from None
     if not found:
-        raise UnusableError(f"its answer to {_PATH} has no tokens")
+        raise UnusableError(f"its answer to {TOKENIZE} has no tokens")
     return found

@@ -37,6 +37,7 @@ from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
 from kvrs.proxy.backends.idle_connection import IdleConnection
 from kvrs.proxy.backends.listed_models import ListedModels
 from kvrs.proxy.backends.pd import OpenAiPeer
+from kvrs.proxy.backends.rendering import TOKENIZE, tokenized_ids
 from kvrs.proxy.backends.sglang_legs import PrefillLeg, Window, with_both
 from kvrs.proxy.wire.peer import UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
@@ -63,6 +64,8 @@ class _ServerInfo(msgspec.Struct):
     disaggregation_bootstrap_port: int = 0
     disable_radix_cache: bool = False
     reasoning_parser: str | None = None
+    sampling_defaults: str = "model"  # Where chats have those from that their clients do not name.
+    chat_template: str | None = None
     random_seed: int = 0  # Drawn at the start, unless it is set.
     internal_states: list["_Scheduler"] = []
 
@@ -70,6 +73,14 @@ class _ServerInfo(msgspec.Struct):
     def start(self) -> bytes:
         """The mark of one start of the server: no two take the same time."""
         return msgspec.json.encode((self.random_seed, self.internal_states))
+
+    @property
+    def has_plain_chats(self) -> bool:
+        """A chat's answer is the text of its ids: it is not parsed, and no built-in template of
+        conversations adds stop strings of its own.
+        """
+        template = self.chat_template
+        return self.reasoning_parser is None and (template is None or template.endswith(".jinja"))
 
     @property
     def most_running(self) -> float:
@@ -118,6 +129,7 @@ class SglangBackend(OpenAiPeer):
         self._epoch = 0
         self._vocabulary: int | None = None
         self._window = Window()
+        self._of_chats: dict[str, float] = {}  # Values of fields that a chat does not name.
 
     # Identity and load.
 
@@ -148,6 +160,7 @@ class SglangBackend(OpenAiPeer):
         files.report(server.model_path)
         self._vocabulary = files.vocabulary
         self._window.most = server.most_running
+        self._of_chats = files.default_sampling if server.sampling_defaults == "model" else {}
         try:
             geometry = files.geometry(server.page_size)
         except ConfigError as error:
@@ -170,10 +183,19 @@ class SglangBackend(OpenAiPeer):
             prefill=guessed_prefill(files.size()),
             computes_prompts=mode == "null",
             joins_prefill=mode == "decode",
-            chats_by_ids=server.reasoning_parser is None,
+            chats_by_ids=server.has_plain_chats and await self._renders(model.id),
             names=listed.beside(model),
             hand_off_format=f"sglang {'/'.join(map(str, (*kv, backend)))}",
         )
+
+    async def _renders(self, model: str) -> bool:
+        """It makes ids of a chat's messages."""
+        fields = {"model": model, "messages": [{"role": "user", "content": "x"}]}
+        status, answer = await self._pool.ask(TOKENIZE, msgspec.json.encode(fields))
+        try:
+            return status == 200 and bool(tokenized_ids(answer))
+        except UnusableError:
+            return False
 
     def watch_load(
         self, interval_s: float, is_awaited: Callable[[], bool]
@@ -197,7 +219,7 @@ class SglangBackend(OpenAiPeer):
         status, _ = await self._pool.ask("/ready", None)
         return LoadReport(
             epoch=self._epoch,
-            queued=sum(each.num_waiting_reqs for each in loads),
+            queued=sum(each.num_waiting_reqs for each in loads) + self._window.waiting,
             running=sum(each.num_running_reqs for each in loads),
             free_pages=sum(_free_tokens(each) for each in loads) // page_size,
             queue_delay_s=max(map(_queue_s, loads), default=0.0),
@@ -223,6 +245,8 @@ class SglangBackend(OpenAiPeer):
             call.fields.pop("return_token_ids", None)
         info = self._info
         assert info is not None
+        if call.is_chat:  # Its completions have defaults of their own.
+            call.fields = self._of_chats | call.fields
         call = limited(call, info.max_model_len)
         self._check_ids(call.fields.get("prompt"))
         if not info.joins_prefill:

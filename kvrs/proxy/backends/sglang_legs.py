@@ -53,14 +53,18 @@ class PrefillLeg:
 
 
 class Window:
-    """Lets so many pairs of one decode server run at a time; the others wait in their order. Left
-    to SGLang, a prefill would wait for its decode until that gives up.
+    """The window of one decode server lets so many pairs run at a time, and the others wait in
+    their order. Left to SGLang, a prefill would wait for its decode until that gives up.
     """
 
     def __init__(self) -> None:
         self.most: float = math.inf
         self._running = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        return sum(not turn.done() for turn in self._waiting)
 
     async def __aenter__(self) -> None:
         if self._running < self.most and not self._waiting:

@@ -213,6 +213,8 @@ class AttemptCalls:
             answer = await self._driver.backends[at].ask(tokenize_call(journal))
         journal.prompt_ids = journal.parsed.tokenised(tokenized_ids(answer))
         journal.is_rendered = True
+        if self._driver.penalises_chats and "repetition_penalty" not in journal.parsed.fields:
+            journal.inexact = tuple(dict.fromkeys((*journal.inexact, "repetition_penalty")))
         model = journal.parsed.request.model or self._instances.model or ""
         head = {"id": f"chatcmpl-{journal.stream}", "created": int(time.time()), "model": model}
         journal.head = msgspec.json.encode(head)[:-1]

@@ -132,6 +132,11 @@ class Driver:
         """
         return self._files.default_max_tokens if self.is_vllm else None
 
+    @property
+    def penalises_chats(self) -> bool:
+        """A chat that names no `repetition_penalty` has one, by its model's own defaults."""
+        return self._files.default_sampling.get("repetition_penalty", 1) != 1
+
     # Streams.
 
     async def run(self, journal: Journal, client: Client) -> Outcome:

@@ -94,6 +94,7 @@ def is_plain_chat(parsed: ParsedRequest) -> bool:
         isinstance(request, ChatRequest)
         and not request.may_call_tools
         and request.wanted_logprobs is None
+        and not inexact_fields(parsed.fields, parsed.endpoint.api)
         and is_predictable(parsed)
     )
 

@@ -84,14 +84,17 @@ async def vllms(vllm_model: str) -> AsyncIterator[Builder]:
 @pytest.fixture
 async def sglangs(vllm_model: str) -> AsyncIterator[Callable[..., Awaitable[Sglangs]]]:
     """`await sglangs(prepare=lambda servers: ..., wait=True, policy={...})`."""
-    (Path(vllm_model) / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 1 << 16}))
+    directory = Path(vllm_model)
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 1 << 16}))
     async with AsyncExitStack() as stack:
 
         async def make(
             prepare: Callable[[dict[str, Any]], None] = lambda _: None,
             wait: bool = True,
+            generation: dict[str, Any] | None = None,
             **sections: Any,
         ) -> Sglangs:
+            (directory / "generation_config.json").write_text(json.dumps(generation or {}))
             shared = SglangScript()
             servers = new_servers(shared)
             prepare(servers)

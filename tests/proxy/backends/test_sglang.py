@@ -139,6 +139,12 @@ async def test_no_more_pairs_run_than_decode_has_room_for(sglangs: Builder) -> N
     await system.until_streams_hold(2, count=2)
     await asyncio.sleep(0.1)
     assert system.open_legs == len(system.shared.rooms) == 2
+
+    async def are_told() -> bool:  # Else their silence would be that of the server.
+        rows = {row["id"]: row for row in (await system.state())["instances"]}
+        return bool(rows["d0"]["load"]["queued"] == 3)
+
+    await system.until(are_told)
     streams[3].cancel()
     await asyncio.wait({streams[3]})
 
@@ -167,6 +173,45 @@ async def test_a_chat_goes_by_the_ids_of_its_messages(sglangs: Builder) -> None:
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     texts = [event["choices"][0]["delta"].get("content") or "" for event in events]
     assert "".join(texts) == decode(chat_ids("hi"))
+
+
+async def test_a_chat_has_the_sampling_of_its_model(sglangs: Builder) -> None:
+    """As SGLang's own chats have, and its completions have not."""
+    defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05, "max_new_tokens": 9}
+    system = await sglangs(generation=defaults)
+    messages = [{"role": "user", "content": "hi"}]
+
+    await system.events(messages=messages, temperature=None, top_k=5)
+    await system.ids(temperature=None)
+
+    chat, completion = (room.bodies["decode"] for room in system.shared.rooms.values())
+    names = ("temperature", "top_k", "repetition_penalty")
+    assert [chat[name] for name in names] == [0.6, 5, 1.05]
+    assert not any(name in completion for name in names)
+
+
+@pytest.mark.parametrize("field", [{"no_stop_trim": True}, {"skip_special_tokens": False}])
+async def test_a_chat_whose_text_is_not_that_of_its_ids_is_the_engines(
+    sglangs: Builder, field: dict[str, bool]
+) -> None:
+    system = await sglangs()
+
+    await system.text("hi", **field)
+
+    (room,) = system.shared.rooms.values()
+    assert "messages" in room.bodies["decode"]
+
+
+async def test_a_server_that_makes_no_ids_of_messages_has_chats(sglangs: Builder) -> None:
+    """An older one: they are served, and not continued."""
+
+    def prepare(servers: Servers) -> None:
+        for server in servers.values():
+            server.lacks.add("/tokenize")
+
+    system = await sglangs(prepare)
+
+    assert await system.text("hi") == vocabulary().tokenizer.decode(chat_ids("hi"))
 
 
 async def test_a_chat_with_tools_is_the_engines_and_has_no_ids(sglangs: Builder) -> None:
