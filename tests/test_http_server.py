@@ -307,7 +307,7 @@ async def test_an_idle_connection_is_closed(sent: bytes, monkeypatch: pytest.Mon
 
 
 async def test_an_idle_connection_whose_client_does_not_read_is_closed() -> None:
-    """What waits for it in memory goes with it."""
+    """Its answer waits in memory, and goes with it."""
     routes = Routes()
 
     async def much(_: Request) -> Response:

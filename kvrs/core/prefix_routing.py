@@ -177,8 +177,8 @@ def _stored(view: ClusterView, stream: Stream) -> _Stored | None:
 def _with_load(
     view: ClusterView, stream: Stream, member: Member, own: int, stored: _Stored | None
 ) -> tuple[int, PromptLoad | None]:
-    """The tokens that the instance has with those that an agent brings, less the time of loading;
-    and what it asks for. An agent with as much is asked too, as long as the prompt queues: it may
+    """Return the tokens that the instance has with those that an agent brings, less the time of
+    loading, and the load that it asks for. An agent with as much is asked too, as long as the prompt queues: it may
     have the answer behind that, or the instance less by now.
     """
     can_load = member.pulls and member.caches and member.restores and not member.rows

@@ -314,7 +314,7 @@ class Body:
         return b"".join((*parts, self._small))
 
     def drop(self) -> None:
-        """It is not needed."""
+        """Forget all of it: the body is not needed."""
         self._parts, self._small = [], bytearray()
 
     def _add(self, piece: bytes) -> None:

@@ -42,8 +42,8 @@ from kvrs.protocol.secrets import Scope, ScopedKey
 
 log = logging.getLogger(__name__)
 
-# A new connection has so long for its TLS hand-shake and again for the whole head of its first
-# request, and one that goes on for each further head, from its first byte.
+# The time of a new connection for its TLS hand-shake, and again for the whole head of its first
+# request; and for each further head, from its first byte.
 HEAD_S = 20.0
 LINGERING_S = 2.0  # For the rest of a request that was answered before it was whole.
 
@@ -61,8 +61,8 @@ _GO_ON = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class ClosingLine(dict["HttpConnection", float]):
-    """Connections without a request, each with the time when it is closed, the next one first. None
-    is added with an earlier time than another one has. One that has a request is removed.
+    """Connections without a request, each with the time when it is closed, the next one first: each
+    is added with a later time than those before it. One that has a request is removed.
     """
 
     look: asyncio.TimerHandle | None = None
@@ -207,7 +207,7 @@ async def listen(
 
 
 class HttpConnection(asyncio.Protocol):
-    """A connection that counts. `scope` is the one of which the client has proved the key.
+    """A connection of a port. `scope` is the one of which the client has proved the key.
     `room_changed` is called with whether its client reads as fast as is written to it.
     """
 
@@ -254,9 +254,8 @@ class HttpConnection(asyncio.Protocol):
         elif self._abort is not None:
             self._abort()
 
-    def close_if_idle(self) -> None:
+    def close_if_idle(self) -> None:  # Unread bytes would keep one that is only closed.
         if self._request is None and self.transport is not None:
-            # What a client does not read would keep a connection that is only closed.
             (self.transport.abort if self._is_full else self.transport.close)()
 
     # What the event loop calls.

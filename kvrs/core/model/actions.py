@@ -39,7 +39,7 @@ class PromptLoad(msgspec.Struct, frozen=True, gc=False):
     agent: InstanceId
     generation: int  # The agent's epoch.
     pages: int  # Of the prompt: the agent is asked for all, and may have more than is known.
-    # Of the prompt: where those that the agent is expected to bring begin, and how many they are.
+    # Of the prompt: the first token that the agent is expected to bring, and their number.
     first_token: int
     tokens: int
     within_s: float
@@ -52,8 +52,7 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     Without it, `decode` takes the history directly, fetches the pages of `runs` and computes the
     rest itself; what lies before the first run it computes while it fetches. `places` are where the
     attempt's newly filled pages go. With `replays` both get the prompt alone, and `decode`
-    generates the known output once more. `load` is for the
-    instance that computes the prompt.
+    generates the known output once more. `load` is for the instance that computes the prompt.
     """
 
     decode: InstanceId

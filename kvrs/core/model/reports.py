@@ -13,7 +13,7 @@ _READY_STEP_S = 0.02
 
 
 def is_repeated(report: LoadReport, before: LoadReport | None) -> bool:
-    """The report is the one before, and has nothing whose meaning depends on when it comes."""
+    """The report equals the one before, and no part of it depends on when it comes."""
     if report is before:
         return True
     is_timeless = not (report.draining or report.links or report.fetches or report.restarts)

@@ -11,7 +11,7 @@ from kvrs.proxy.wire.upstream import Flow, Need, Upstream
 
 
 class Lines(AsyncIterator[bytes]):
-    """Reads them, and is iterated over by one task.
+    """The lines of one answer, which one task reads as they come.
 
     Raises:
         UpstreamError: the connection has ended, or never brought lines.

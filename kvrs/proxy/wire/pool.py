@@ -234,8 +234,8 @@ class Pool:
             self._lost_calls.append((call, error))
 
     def _fail_lost(self, before: int, looks: int) -> None:
-        """Fail the calls that were lost, once no more are than `before`, at the look before this
-        one: those of an instance that is gone as a whole are over by then, all together.
+        """Fail the calls that were lost, once their number is still that of the look before
+        (`before`): those of an instance that is gone as a whole are over by then, all together.
         """
         if (lost := len(self._lost_calls)) > before and looks < _MOST_LOOKS:
             loop = asyncio.get_running_loop()

@@ -176,7 +176,7 @@ async def test_a_chat_goes_by_the_ids_of_its_messages(sglangs: Builder) -> None:
 
 
 async def test_a_chat_has_the_sampling_of_its_model(sglangs: Builder) -> None:
-    """As SGLang's own chats have, and its completions have not."""
+    """SGLang's own chats have it, and its completions have not."""
     defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05, "max_new_tokens": 9}
     system = await sglangs(generation=defaults)
     messages = [{"role": "user", "content": "hi"}]
