@@ -178,8 +178,8 @@ def _with_load(
     view: ClusterView, stream: Stream, member: Member, own: int, stored: _Stored | None
 ) -> tuple[int, PromptLoad | None]:
     """Return the tokens that the instance has with those that an agent brings, less the time of
-    loading, and the load that it asks for. An agent with as much is asked too, as long as the prompt queues: it may
-    have the answer behind that, or the instance less by now.
+    loading, and the load that it asks for. An agent with as much is asked too, as long as the
+    prompt queues: it may have the answer behind that, or the instance less by now.
     """
     can_load = member.pulls and member.caches and member.restores and not member.rows
     if stored is None or stored.tokens < own or not can_load:
