@@ -188,10 +188,12 @@ def sglang_servers(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Sglang
             "KVRS_SGLANG_PYTHON does not name the interpreter of an environment with SGLang; "
             "`make test-sglang` makes one"
         )
-    from kvrs_testkit.sglang_servers import SglangServers, sglang_config
+    from kvrs_testkit.sglang_servers import START_TIMEOUT_S, SglangServers, sglang_config
 
     nodes = {"n0": ("p0", "d0"), "n1": ("d1",)}
-    with SglangServers(sglang_config(tmp_path_factory.mktemp("sglang"), nodes), python) as servers:
+    policy = {"recovery": {"role_wait_s": START_TIMEOUT_S}}  # The only prefill may die.
+    config = sglang_config(tmp_path_factory.mktemp("sglang"), nodes, policy=policy)
+    with SglangServers(config, python) as servers:
         servers.start(*servers.names)
         servers.wait_ready(*servers.names)
         yield servers

@@ -100,9 +100,11 @@ async def test_streams_wait_for_a_prefill_server_that_died(front: Front) -> None
 
     servers.kill("p0")
     after = asyncio.create_task(stream(front, prompt=LONG[::-1], max_tokens=TOKENS))
-    assert await before == expected
-    await asyncio.to_thread(servers.start, "p0")
-    await asyncio.to_thread(servers.wait_ready, "p0")
+    try:
+        assert await before == expected
+    finally:
+        await asyncio.to_thread(servers.start, "p0")
+        await asyncio.to_thread(servers.wait_ready, "p0")
 
     assert await after == await reference(servers, LONG[::-1], TOKENS)
 
