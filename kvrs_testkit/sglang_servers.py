@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -23,8 +22,9 @@ from kvrs.config.file import Config, parse_config
 from kvrs.protocol.instance import Role
 from kvrs_engine.engine.random_model import write_tiny_model
 from kvrs_lab.cluster.ports import resolve_ports
+from kvrs_testkit.engine_servers import EngineServers
 from kvrs_testkit.free_ports import free_ports
-from kvrs_testkit.processes import Processes, below
+from kvrs_testkit.processes import below
 
 # The interpreter of an environment with SGLang, as `make test-sglang` makes one.
 PYTHON_ENV = "KVRS_SGLANG_PYTHON"
@@ -94,17 +94,11 @@ def sglang_config(
     return resolve_ports(parse_config(document | sections))
 
 
-class SglangServers(Processes):
-    """The instances of a configuration whose backend is sglang, and at most one proxy at a time."""
+class SglangServers(EngineServers):
+    """The instances of a configuration whose backend is sglang."""
 
     def __init__(self, config: Config, python: str, *flags: str) -> None:
-        super().__init__(config)
-        self._python, self._flags = python, flags
-        self.flags: dict[str, list[str]] = {}  # By instance, beside those of all.
-        self.environment: dict[str, str] = {}
-        self._instances = {
-            str(instance.id): instance for _, instance in self.config.cluster.instances()
-        }
+        super().__init__(config, python, *flags)
         self._has_prefill = Role.PREFILL in self.config.cluster.roles
 
     def start(self, *names: str) -> None:
@@ -183,18 +177,6 @@ class SglangServers(Processes):
         except OSError:
             return False
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._instances)
-
-    @property
-    def model(self) -> str:
-        assert self.config.cluster.model is not None
-        return self.config.cluster.model
-
-    def url(self, name: str) -> str:
-        return self._instances[name].url
-
     def kill(self, name: str, part: Part = Part.SERVER) -> None:
         self.signal(name, signal.SIGKILL, part)
 
@@ -219,25 +201,6 @@ class SglangServers(Processes):
     def _get(self, name: str, path: str) -> Any:
         with urllib.request.urlopen(self.url(name) + path, timeout=REQUEST_TIMEOUT_S) as answer:  # noqa: S310
             return json.load(answer)
-
-    def stop_proxy(self, name: str = "proxy") -> None:
-        if (running := self._running.pop(name, None)) is not None:
-            running.terminate()
-            running.wait(30.0)
-
-
-def holds_nothing(loads: Sequence[Mapping[str, Any]]) -> bool:
-    """No request runs or waits in any queue of a server."""
-    return all(not each["num_running_reqs"] and not each["num_waiting_reqs"] for each in loads)
-
-
-def wait_for(condition: Any, timeout_s: float) -> bool:
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def _title(pid: int) -> str:

@@ -25,8 +25,9 @@ from kvrs.errors import KvrsError
 from kvrs.protocol.instance import Role
 from kvrs_engine.engine.random_model import write_tiny_model
 from kvrs_lab.cluster.ports import resolve_ports
+from kvrs_testkit.engine_servers import EngineServers
 from kvrs_testkit.free_ports import free_ports
-from kvrs_testkit.processes import Processes, below
+from kvrs_testkit.processes import below
 
 # The interpreter of an environment with vLLM, as `make test-vllm` makes one.
 PYTHON_ENV = "KVRS_VLLM_PYTHON"
@@ -120,20 +121,14 @@ def vllm_config(
     return resolve_ports(parse_config(document | sections))
 
 
-class VllmServers(Processes):
-    """The instances of a configuration whose backend is vllm, and at most one proxy at a time."""
+class VllmServers(EngineServers):
+    """The instances of a configuration whose backend is vllm."""
 
     def __init__(self, config: Config, python: str, *flags: str) -> None:
-        super().__init__(config)
-        self._python, self._flags = python, flags
+        super().__init__(config, python, *flags)
         self.replays = True
-        # By instance, beside those of all: flags, and fields of --kv-transfer-config.
-        self.flags: dict[str, list[str]] = {}
+        # By instance, beside those of all: fields of --kv-transfer-config.
         self.transfer: dict[str, dict[str, Any]] = {}
-        self.environment: dict[str, str] = {}  # Of all, beside `ENVIRONMENT`.
-        self._instances = {
-            str(instance.id): instance for _, instance in self.config.cluster.instances()
-        }
 
     def start(self, *names: str) -> None:
         for name in names:
@@ -210,18 +205,6 @@ class VllmServers(Processes):
                 for prefill in prefills:
                     self._warm_up(prefill, name)
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._instances)
-
-    @property
-    def model(self) -> str:
-        assert self.config.cluster.model is not None
-        return self.config.cluster.model
-
-    def url(self, name: str) -> str:
-        return self._instances[name].url
-
     def parts(self, name: str) -> list[int]:
         """Processes of a server that runs, but for its API server."""
         return [*below(self.pid(name))]
@@ -246,11 +229,6 @@ class VllmServers(Processes):
             if part is Part.SERVER or _title(pid) == _TITLES[part]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-
-    def stop_proxy(self, name: str = "proxy") -> None:
-        if (running := self._running.pop(name, None)) is not None:
-            running.terminate()
-            running.wait(_END_TIMEOUT_S)
 
     def counters(self, name: str) -> dict[str, float]:
         """The values of `/metrics` that tests watch."""

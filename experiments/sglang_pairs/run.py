@@ -22,6 +22,7 @@ from typing import Any
 
 from experiments.cells import Cells
 from experiments.command_line import parser_of
+from experiments.deaths import as_text, by_kind, differences, rounds
 from experiments.kills.vllm import make_requests
 from experiments.record import Record
 from kvrs.net.admin import AdminClient, AdminPort
@@ -50,16 +51,10 @@ STREAM_TIMEOUT_S = 240.0
 _PREFILL_HIT_S = 1.5  # Prompts are being computed and sent for about so long.
 _HELD_S = 45.0  # A decode server keeps what a dead prefill was sending it for 30 s.
 _LOOK_AGAIN_S = 0.2
-
-
-def rounds(kinds: Sequence[str]) -> list[str]:
-    """Names of the rounds, so that those of each kind come evenly."""
-    spread = [
-        ((number + 0.5) / DEATHS[kind][0], kind, number)
-        for kind in kinds
-        for number in range(DEATHS[kind][0])
-    ]
-    return [f"{kind} {number}" for _, kind, number in sorted(spread)]
+_COLUMNS = (
+    *("rounds", "streams", "hit", "recovered", "lost", "repeated", "different"),
+    *("failed", "held"),
+)
 
 
 class Rounds:
@@ -186,24 +181,8 @@ def _is_tested(row: Mapping[str, Any]) -> bool:
 
 def compared(records: Sequence[StreamRecord], calm: Sequence[StreamRecord]) -> dict[str, int]:
     """Count the differences of what clients have had from the same streams without a death."""
-    found = Counter(lost=0, repeated=0, different=0, failed=0)
-    for got, wanted in zip(records, calm, strict=True):
-        found["failed"] += not got.completed
-        found["lost"] += max(0, len(wanted.token_ids) - len(got.token_ids))
-        found["repeated"] += max(0, len(got.token_ids) - len(wanted.token_ids))
-        pairs = zip(got.token_ids, wanted.token_ids, strict=False)
-        found["different"] += sum(a != b for a, b in pairs)
-    return dict(found)
-
-
-def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures by kind of death, and of all."""
-    by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in (*DEATHS, "all")}
-    for name, cell in cells.items():
-        counts = {key: value for key, value in cell.items() if isinstance(value, int)}
-        for kind in (name.split()[0], "all"):
-            by_kind[kind].update(counts | {"rounds": 1})
-    return {kind: dict(found) for kind, found in by_kind.items()}
+    pairs = ((got.token_ids, each.token_ids) for got, each in zip(records, calm, strict=True))
+    return {**differences(pairs), "failed": sum(not each.completed for each in records)}
 
 
 def missed(figures: Mapping[str, Any]) -> list[str]:
@@ -221,26 +200,14 @@ def missed(figures: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def as_text(figures: Mapping[str, Any], misses: Sequence[str]) -> str:
-    head = [
-        *("rounds", "streams", "hit", "recovered", "lost", "repeated", "different"),
-        *("failed", "held"),
-    ]
-    lines = ["of death     " + "".join(f"{name:>11}" for name in head)]
-    lines += [
-        f"{kind:<13}" + "".join(f"{counts.get(name, 0):>11,}" for name in head)
-        for kind, counts in figures.items()
-    ]
-    return "\n".join([*lines, "", *(f"MISSED: {each}" for each in misses)]) + "\n"
-
-
 def main() -> int:
     parser = parser_of(__doc__, __file__, seed=1)
     parser.add_argument("--limit-s", type=float, default=3000.0, help="no round begins later")
     parser.add_argument("--kind", choices=[*DEATHS], help="rounds of this kind alone")
     options = parser.parse_args()
     record = Record(options.seed, timed=False)
-    names = rounds([options.kind] if options.kind else [*DEATHS])
+    kinds = [options.kind] if options.kind else [*DEATHS]
+    names = rounds({kind: DEATHS[kind][0] for kind in kinds})
     cells = Cells(options.out, NAME, {"streams_per_round": STREAMS})
     give_up_s = time.monotonic() + options.limit_s
     with TemporaryDirectory() as directory:
@@ -254,12 +221,12 @@ def main() -> int:
                 if name in cells.found or time.monotonic() > give_up_s:
                     continue
                 cells.measure([name], options.limit_s, drill.measure)
-                figures = summary(cells.found)
-                text = as_text(figures, missed(figures))
+                figures = by_kind(cells.found, DEATHS)
+                text = as_text(figures, _COLUMNS, missed(figures))
                 cells.keep(record, {"by_death": figures}, text)
-    figures = summary(cells.found)
+    figures = by_kind(cells.found, DEATHS)
     misses = missed(figures)
-    print(as_text(figures, misses))
+    print(as_text(figures, _COLUMNS, misses))
     return 1 if misses else 0
 
 

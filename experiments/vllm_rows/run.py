@@ -10,7 +10,6 @@ import random
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +19,7 @@ from typing import Any
 
 from experiments.cells import Cells
 from experiments.command_line import parser_of
+from experiments.deaths import as_text, by_kind, differences, rounds
 from experiments.record import Record
 from kvrs_testkit.vllm_rows import RowServers, prompt_of
 from kvrs_testkit.vllm_servers import PAGE_TOKENS, Part, ServerError
@@ -38,18 +38,11 @@ DEATHS: dict[str, tuple[int, Part]] = {
 }
 LAG_BLOCKS = 2  # Of each stream: full blocks that need not have a row.
 SERVERS = ("d0", "d1")
+_COLUMNS = (
+    *("rounds", "slow", "streams", "lost", "repeated", "different"),
+    *("full_blocks", "loaded_blocks", "engines_ended", "turned_off"),
+)
 _OFF = ("kvrs saves no KV", "kvrs is off")
-
-
-def rounds(kinds: Sequence[str]) -> list[str]:
-    """Names of the rounds, so that those of each kind come evenly."""
-    spread = [
-        ((number + 0.5) / count, kind, number)
-        for kind, (count, _) in DEATHS.items()
-        if kind in kinds
-        for number in range(count)
-    ]
-    return [f"{kind} {number}" for _, kind, number in sorted(spread)]
 
 
 class Rounds:
@@ -153,24 +146,16 @@ def compared(
     got: Sequence[list[int]], rests: Sequence[list[int]], calm: Sequence[list[int]]
 ) -> dict[str, int]:
     """Count the differences of what clients have had from the same streams without a death."""
-    found = Counter(lost=0, repeated=0, different=0)
-    for ids, rest, wanted in zip(got, rests, calm, strict=True):
-        all_ids = ids + rest
-        found["lost"] += max(0, len(wanted) - len(all_ids))
-        found["repeated"] += max(0, len(all_ids) - len(wanted))
-        found["different"] += sum(a != b for a, b in zip(all_ids, wanted, strict=False))
-    return dict(found)
+    whole = [ids + rest for ids, rest in zip(got, rests, strict=True)]
+    return dict(differences(zip(whole, calm, strict=True)))
 
 
 def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
     """Figures by kind of death, and of all."""
-    by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in (*DEATHS, "all")}
-    for name, cell in cells.items():
-        counts = {key: value for key, value in cell.items() if isinstance(value, int)}
-        counts |= {"rounds": 1, "slow": int(cell["copy_delay_ms"] > 0)}
-        for kind in (name.split()[0], "all"):
-            by_kind[kind].update(counts)
-    return {kind: dict(found) for kind, found in by_kind.items()}
+    counted = {
+        name: {**cell, "slow": int(cell["copy_delay_ms"] > 0)} for name, cell in cells.items()
+    }
+    return by_kind(counted, DEATHS)
 
 
 def missed(figures: Mapping[str, Any]) -> list[str]:
@@ -191,26 +176,14 @@ def missed(figures: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def as_text(figures: Mapping[str, Any], misses: Sequence[str]) -> str:
-    head = [
-        *("rounds", "slow", "streams", "lost", "repeated", "different"),
-        *("full_blocks", "loaded_blocks", "engines_ended", "turned_off"),
-    ]
-    lines = ["of death     " + "".join(f"{name:>15}" for name in head)]
-    lines += [
-        f"{kind:<13}" + "".join(f"{counts.get(name, 0):>15,}" for name in head)
-        for kind, counts in figures.items()
-    ]
-    return "\n".join([*lines, "", *(f"MISSED: {each}" for each in misses)]) + "\n"
-
-
 def main() -> int:
     parser = parser_of(__doc__, __file__, seed=1)
     parser.add_argument("--limit-s", type=float, default=3000.0, help="no round begins later")
     parser.add_argument("--kind", choices=[*DEATHS], help="rounds of this kind alone")
     options = parser.parse_args()
     record = Record(options.seed, timed=False)
-    names = rounds([options.kind] if options.kind else [*DEATHS])
+    kinds = [options.kind] if options.kind else [*DEATHS]
+    names = rounds({kind: DEATHS[kind][0] for kind in kinds})
     cells = Cells(options.out, NAME, {"streams_per_round": STREAMS, "tokens": TOKENS})
     give_up_s = time.monotonic() + options.limit_s
     with TemporaryDirectory() as directory, RowServers(Path(directory)) as servers:
@@ -222,11 +195,11 @@ def main() -> int:
                 continue
             cells.measure([name], options.limit_s, drill.measure)
             figures = summary(cells.found)
-            text = as_text(figures, misses := missed(figures))
+            text = as_text(figures, _COLUMNS, missed(figures))
             cells.keep(record, {"by_death": figures}, text)
     figures = summary(cells.found)
     misses = missed(figures)
-    print(as_text(figures, misses))
+    print(as_text(figures, _COLUMNS, misses))
     return 1 if misses else 0
 
 

@@ -56,7 +56,9 @@ class Sections(Settings):
 
     @property
     def ordered_backup(self) -> BackupSettings:
-        """Settings of what proxies have kept. Servers of SGLang keep pages by nobody's order."""
+        """The copies of KV that proxies order from engines: none of SGLang, which decides by itself
+        which pages it stores.
+        """
         return BackupSettings() if self.cluster.backend is Backend.SGLANG else self.backup
 
     @property

@@ -62,7 +62,7 @@ class PageRegion:
             return [key in self._row_of for key in keys]
 
     def clear(self) -> None:
-        """Forget all pages: nobody finds one of them any more, in a new epoch."""
+        """Forget all pages. The ledger begins a new epoch, so that readers find none of them."""
         with self._lock:
             for row in self._row_of.values():
                 self.ledger.writing(row)

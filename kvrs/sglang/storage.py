@@ -40,7 +40,7 @@ _CHANGES_OF_WEIGHTS = ("update_weights_from_", "load_weights_from_", "begin_weig
 
 
 class _Options(msgspec.Struct, frozen=True):
-    """Those of kvrs within the extra configuration, which has others for SGLang."""
+    """Options of kvrs in SGLang's `--hicache-storage-backend-extra-config`."""
 
     config: str
     instance: str

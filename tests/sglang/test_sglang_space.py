@@ -13,6 +13,7 @@ import pytest
 from kvrs.engines import files
 from kvrs.errors import KvrsError
 from kvrs.sglang import space
+from kvrs_testkit.sglang_arguments import server_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -30,27 +31,7 @@ class Server:
 
     def __init__(self, model: Path) -> None:
         self.version = "0.5.23"
-        self.arguments = SimpleNamespace(
-            model_path=str(model),
-            revision=None,
-            download_dir=None,
-            dtype="bfloat16",
-            kv_cache_dtype="auto",
-            quantization=None,
-            model_impl="auto",
-            context_length=None,
-            device="cuda",
-            json_model_override_args="{}",
-            model_loader_extra_config="{}",
-            enable_lora=None,
-            lora_paths=None,
-            speculative_algorithm=None,
-            load_format="auto",
-            quantization_param_path=None,
-            nnodes=1,
-            enable_memory_saver=False,
-            weight_cache_mode="off",
-        )
+        self.arguments = server_arguments(model)
         self.storage = SimpleNamespace(
             tp_rank=0,
             tp_size=2,

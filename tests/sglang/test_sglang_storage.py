@@ -17,6 +17,7 @@ import torch
 from kvrs.engines import files
 from kvrs.transfer.rows.ledger import LedgerView
 from kvrs_testkit.row_agent import until
+from kvrs_testkit.sglang_arguments import server_arguments
 
 PAGE, LAYERS, HEADS, DIM = 4, 2, 2, 8
 KEYS = [f"{number:064x}" for number in range(1, 7)]
@@ -72,28 +73,8 @@ def arguments(tmp_path: Path) -> SimpleNamespace:
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"weights")
-    return SimpleNamespace(
-        model_path=str(model),
-        revision=None,
-        download_dir=None,
-        dtype="bfloat16",
-        kv_cache_dtype="auto",
-        quantization=None,
-        model_impl="auto",
-        context_length=None,
-        device="cpu",
-        json_model_override_args="{}",
-        model_loader_extra_config="{}",
-        enable_lora=None,
-        lora_paths=None,
-        speculative_algorithm=None,
-        load_format="auto",
-        quantization_param_path=None,
-        nnodes=1,
-        enable_memory_saver=False,
-        weight_cache_mode="off",
-        served_model_name="tiny",
-        hicache_storage_backend="dynamic",
+    return server_arguments(
+        model, device="cpu", served_model_name="tiny", hicache_storage_backend="dynamic"
     )
 
 

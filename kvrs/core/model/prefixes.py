@@ -364,8 +364,9 @@ class PrefixIndex(Generic[H]):
     def correct(
         self, member: H, prefix: Prefix, predicted: int, found: int, *, finds_others: bool = False
     ) -> None:
-        """So many tokens of a prompt were found there, of which so many were predicted.
-        `finds_others`: it may have more that it was not sent.
+        """Correct how far an instance's predictions are trusted. `predicted`, `found`: tokens of
+        one prompt that its cache was expected to have, and had. `finds_others`: the cache may have
+        prompts too that this proxy did not send.
         """
         cache = self._caches.get(member.id)
         if cache is None or not prefix.hashes:

@@ -10,25 +10,18 @@ closes the other. A server's death is seen by the end of an idle connection.
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from math import inf
 from typing import Any
 
 import msgspec
 
 from kvrs.errors import ConfigError, UpstreamError
-from kvrs.ids import StreamId
 from kvrs.profiles.guess import guessed_prefill
 from kvrs.protocol.instance import (
     Capability,
     InstanceInfo,
-    LeaseAnswer,
-    LeaseUpdate,
     LoadReport,
-    RankAnswer,
-    RankRequest,
-    Role,
 )
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
@@ -36,16 +29,15 @@ from kvrs.proxy.backends.bodies import Call, limited
 from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
 from kvrs.proxy.backends.idle_connection import IdleConnection
 from kvrs.proxy.backends.listed_models import ListedModels
-from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.rendering import TOKENIZE, tokenized_ids
 from kvrs.proxy.backends.sglang_legs import PrefillLeg, Window, with_both
+from kvrs.proxy.backends.stock_peer import StockPeer
 from kvrs.proxy.wire.peer import UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.requests import CHAT
 from kvrs.proxy.wire.upstream import Reader
 
-_LOADS = "/v1/loads?include=core,disagg"
-_MODES = {Role.PREFILL: ("prefill",), Role.DECODE: ("decode", "null")}
+_LOADS = "/v1/loads?include=core"
 # A poll while no stream waits for a token: a report that is 1 s old is overdue.
 _IDLE_INTERVAL_S = 0.5
 
@@ -64,7 +56,7 @@ class _ServerInfo(msgspec.Struct):
     disaggregation_bootstrap_port: int = 0
     disable_radix_cache: bool = False
     reasoning_parser: str | None = None
-    sampling_defaults: str = "model"  # Where chats have those from that their clients do not name.
+    sampling_defaults: str = "model"  # Source of what a chat's fields leave out.
     chat_template: str | None = None
     random_seed: int = 0  # Drawn at the start, unless it is set.
     internal_states: list["_Scheduler"] = []
@@ -98,7 +90,7 @@ class _Loads(msgspec.Struct):
 
 
 class _Load(msgspec.Struct):
-    """One scheduler's."""
+    """The load of one scheduler."""
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
@@ -111,9 +103,10 @@ class _Load(msgspec.Struct):
     decode_moments: list[float] | None = None  # The first one counts steps.
 
 
-class SglangBackend(OpenAiPeer):
+class SglangBackend(StockPeer):
     """The server at one URL."""
 
+    ENGINE = "SGLang"
     UNAUTHORISED = "its --api-key is not what the proxy's environment has in KVRS_SGLANG_API_KEY"
 
     def __init__(
@@ -144,13 +137,11 @@ class SglangBackend(OpenAiPeer):
     async def _meet(self, epoch: int, server: _ServerInfo) -> InstanceInfo:
         identity, mode = self._identity, server.disaggregation_mode
         self.engine_version = server.version
-        allowed = _MODES[identity.role] if identity.hands_off else ("null",)
-        if identity.hands_off and identity.role is Role.DECODE:
-            allowed = ("decode",)
-        if mode not in allowed:
+        allowed = identity.role.value if identity.hands_off else "null"
+        if mode != allowed:
             raise UnusableError(
                 f"it runs with --disaggregation-mode {mode!r}; allowed for role "
-                f"{identity.role.value!r} of this cluster: {' or '.join(map(repr, allowed))}"
+                f"{identity.role.value!r} of this cluster: {allowed!r}"
             )
         listed = await self.control("GET", "/v1/models", None, ListedModels)
         model = listed.named(identity.served_name)
@@ -189,18 +180,13 @@ class SglangBackend(OpenAiPeer):
         )
 
     async def _renders(self, model: str) -> bool:
-        """It makes ids of a chat's messages."""
+        """The server renders the messages of a chat and returns their token ids."""
         fields = {"model": model, "messages": [{"role": "user", "content": "x"}]}
         status, answer = await self._pool.ask(TOKENIZE, msgspec.json.encode(fields))
         try:
             return status == 200 and bool(tokenized_ids(answer))
         except UnusableError:
             return False
-
-    def watch_load(
-        self, interval_s: float, is_awaited: Callable[[], bool]
-    ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
-        return aclosing(self._reports(interval_s, is_awaited))
 
     async def _reports(
         self, interval_s: float, is_awaited: Callable[[], bool]
@@ -287,17 +273,6 @@ class SglangBackend(OpenAiPeer):
 
     def blames_load(self, error: Any) -> bool:
         return False
-
-    # Requests that SGLang does not know, or that need a capability which it lacks.
-
-    async def order_rank(self, order: RankRequest) -> RankAnswer:
-        raise UpstreamError("SGLang's ranks do not leave one by one")
-
-    async def leases(self, update: LeaseUpdate) -> LeaseAnswer:
-        raise UpstreamError("SGLang has no leases of proxies")
-
-    async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
-        raise UpstreamError("SGLang cannot be fenced")
 
 
 def _progress(loads: Sequence[_Load]) -> float:

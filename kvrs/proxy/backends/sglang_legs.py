@@ -16,8 +16,8 @@ _ENDS = ("length", "stop")
 
 
 class PrefillLeg:
-    """Reads the answer of prefill, whose end alone counts: it has one token, which decode sends
-    too.
+    """The reader of prefill's answer. The answer has one token, which decode sends too: its end
+    alone counts.
     """
 
     shortcut = None

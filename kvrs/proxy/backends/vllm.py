@@ -8,27 +8,22 @@ and `/metrics` (`vllm_identity.py` tells its processes apart); its load from pol
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from math import inf
 from typing import Any
 
 import msgspec
 
 from kvrs.errors import ConfigError, KvrsError, UpstreamError
-from kvrs.ids import StreamId
 from kvrs.profiles.guess import guessed_prefill
 from kvrs.protocol.instance import (
     Capability,
     FetchReport,
     InstanceInfo,
     KvTransferParams,
-    LeaseAnswer,
-    LeaseUpdate,
     LoadReport,
     ModelNames,
-    RankAnswer,
-    RankRequest,
     Role,
 )
 from kvrs.protocol.row_params import MAX_AGENTS, PARAMS_FIELD, seal
@@ -208,11 +203,6 @@ class VllmBackend(VllmServer):
         _check_probe(events.payloads)
         return None
 
-    def watch_load(
-        self, interval_s: float, is_awaited: Callable[[], bool]
-    ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
-        return aclosing(self._reports(interval_s, is_awaited))
-
     async def _reports(
         self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AsyncGenerator[LoadReport]:
@@ -390,17 +380,6 @@ class VllmBackend(VllmServer):
                 return message == _LOAD_FAILED
             case _:
                 return False
-
-    # Requests that vLLM does not know, or that need a capability which it lacks.
-
-    async def order_rank(self, order: RankRequest) -> RankAnswer:
-        raise UpstreamError("vLLM's ranks do not leave one by one")
-
-    async def leases(self, update: LeaseUpdate) -> LeaseAnswer:
-        raise UpstreamError("vLLM has no leases of proxies")
-
-    async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
-        raise UpstreamError("vLLM cannot be fenced")
 
 
 def _check_probe(payloads: Sequence[bytes]) -> None:

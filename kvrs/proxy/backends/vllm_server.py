@@ -9,7 +9,7 @@ from kvrs.protocol.hand_offs import HandOffReport
 from kvrs.protocol.instance import LinkReport
 from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.backends.pd import OpenAiPeer
+from kvrs.proxy.backends.stock_peer import StockPeer
 from kvrs.proxy.backends.vllm_identity import ProcessIdentity
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_totals import ProcessTotals
@@ -31,7 +31,9 @@ class _FtStatus(msgspec.Struct):
     engines: list[_FtEngine]
 
 
-class VllmServer(OpenAiPeer):
+class VllmServer(StockPeer):
+    ENGINE = "vLLM"
+
     def __init__(self, links: EngineLinks, url: str) -> None:
         super().__init__(links, url)
         self._ft_path: str | None = None  # None: it runs without fault tolerance.

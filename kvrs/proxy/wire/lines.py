@@ -43,7 +43,7 @@ class Lines(AsyncIterator[bytes]):
 
     def _wake(self, ended: asyncio.Future[Need] | None = None) -> None:
         if ended is not None and not ended.cancelled():
-            ended.exception()  # Nobody may wait for a line any more.
+            ended.exception()  # asyncio logs an error that no reader has fetched.
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 

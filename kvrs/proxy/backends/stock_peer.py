@@ -1,0 +1,44 @@
+"""Unmodified engines of others: what vLLM and SGLang alike lack of the instance protocol."""
+
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import ClassVar
+
+from kvrs.errors import UpstreamError
+from kvrs.ids import StreamId
+from kvrs.protocol.instance import (
+    InstanceInfo,
+    LeaseAnswer,
+    LeaseUpdate,
+    LoadReport,
+    RankAnswer,
+    RankRequest,
+)
+from kvrs.proxy.backends.pd import OpenAiPeer
+
+
+class StockPeer(OpenAiPeer):
+    """An instance whose load is polled, and which refuses the requests of other capabilities."""
+
+    ENGINE: ClassVar[str]
+
+    @abstractmethod
+    def _reports(
+        self, interval_s: float, is_awaited: Callable[[], bool]
+    ) -> AsyncGenerator[LoadReport]:
+        """Load reports without time limits: the watcher has one."""
+
+    def watch_load(
+        self, interval_s: float, is_awaited: Callable[[], bool]
+    ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
+        return aclosing(self._reports(interval_s, is_awaited))
+
+    async def order_rank(self, order: RankRequest) -> RankAnswer:
+        raise UpstreamError(f"{self.ENGINE}'s ranks do not leave one by one")
+
+    async def leases(self, update: LeaseUpdate) -> LeaseAnswer:
+        raise UpstreamError(f"{self.ENGINE} has no leases of proxies")
+
+    async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
+        raise UpstreamError(f"{self.ENGINE} cannot be fenced")
