@@ -1,7 +1,7 @@
 """Servers of real vLLM with kvrs in their own CPU tier die in mid-stream, and their streams go on
 at another server of the node, from the rows of the dead one.
 
-    python -m experiments.vllm_rows.run [--limit-s S] [--kind KIND]
+    python -m experiments.vllm_rows.run [--limit-s S] [--kind KIND] [--nixl]
 
 A run adds rounds to those that the same code has measured before. Needs KVRS_VLLM_PYTHON.
 """
@@ -21,7 +21,7 @@ from experiments.cells import Cells
 from experiments.command_line import parser_of
 from experiments.deaths import as_text, by_kind, differences, rounds
 from experiments.record import Record
-from kvrs_testkit.vllm_rows import RowServers, prompt_of
+from kvrs_testkit.vllm_rows import TierServers, prompt_of, row_config
 from kvrs_testkit.vllm_servers import PAGE_TOKENS, Part, ServerError
 
 NAME = "vllm_rows"
@@ -38,17 +38,21 @@ DEATHS: dict[str, tuple[int, Part]] = {
 }
 LAG_BLOCKS = 2  # Of each stream: full blocks that need not have a row.
 SERVERS = ("d0", "d1")
+# Hands prompts over by NIXL, and has no tier, so that every row is of a server that decodes.
+PREFILL = "p0"
 _COLUMNS = (
-    *("rounds", "slow", "streams", "lost", "repeated", "different"),
+    *("rounds", "slow", "streams", "handed_bytes", "lost", "repeated", "different"),
     *("full_blocks", "loaded_blocks", "engines_ended", "turned_off"),
 )
 _OFF = ("kvrs saves no KV", "kvrs is off")
 
 
 class Rounds:
-    """A node with two servers, of which one dies in each round."""
+    """A node with two servers, of which one dies in each round. Where it has a prefill server,
+    streams begin with a prompt that NIXL has brought.
+    """
 
-    def __init__(self, servers: RowServers, seed: int) -> None:
+    def __init__(self, servers: TierServers, seed: int) -> None:
         self._servers, self._seed = servers, seed
         self._victim = 0
         self._delay_ms = dict.fromkeys(SERVERS, 0)
@@ -61,7 +65,7 @@ class Rounds:
         prompts = [prompt_of(draw.randrange(1 << 30)) for _ in range(STREAMS)]
         cell: dict[str, Any] = {"victim": victim, "copy_delay_ms": self._delay_ms[victim]}
         with ThreadPoolExecutor(STREAMS) as pool:
-            got = self._cut(kind, victim, prompts, tokens, draw, pool)
+            got, handed_bytes = self._cut(kind, victim, prompts, tokens, draw, pool)
             before = self._servers.loaded_tokens(other)
             rests = [
                 *pool.map(lambda prompt, ids: self._go_on(other, prompt, ids, tokens), prompts, got)
@@ -76,10 +80,13 @@ class Rounds:
         cell |= {
             "tokens_at_death": [len(each) for each in got],
             "streams": len(histories),
+            "handed_bytes": handed_bytes,
             **compared(got, rests, calm),
             "full_blocks": sum(len(each) // PAGE_TOKENS for each in histories),
             "loaded_blocks": int(loaded) // PAGE_TOKENS,
-            "engines_ended": int(not self._servers.is_up(other)),
+            "engines_ended": sum(
+                not self._servers.is_up(name) for name in self._servers.names if name != victim
+            ),
             "turned_off": sum(said.count(words) for words in _OFF),
         }
         self._servers.wait_ready(victim)
@@ -94,8 +101,11 @@ class Rounds:
         tokens: int,
         draw: random.Random,
         pool: ThreadPoolExecutor,
-    ) -> list[list[int]]:
-        """Return what the clients have when the server dies, at a moment by all their tokens."""
+    ) -> tuple[list[list[int]], int]:
+        """Return what the clients have when the server dies, at a moment by all their tokens, and
+        the bytes that NIXL had brought for these streams.
+        """
+        before = self._servers.counters(victim)["pulled_bytes"]
         got: list[list[int]] = [[] for _ in prompts]
         # All of them; where the agent dies, too, that is when it does.
         dies_at = draw.randrange(STREAMS * TOKENS // 5, STREAMS * TOKENS * 4 // 5)
@@ -107,11 +117,13 @@ class Rounds:
                 if sum(map(len, got)) >= dies_at:
                     due.set()
 
+            handed = self._handed(prompts[number])
             with suppress(ServerError):  # Of a server whose worker has died.
-                self._servers.stream(victim, prompts[number], tokens, more)
+                self._servers.stream(victim, prompts[number], tokens, more, **handed)
 
         reading = [pool.submit(read, number) for number in range(STREAMS)]
         due.wait()
+        handed_bytes = int(self._servers.counters(victim)["pulled_bytes"] - before)
         if kind == "agent":
             self._servers.kill(self._servers.agent)
             self._servers.start(self._servers.agent)
@@ -124,7 +136,17 @@ class Rounds:
             each.result()
         if kind == "node":
             self._servers.start(self._servers.agent)
-        return got
+        return got, handed_bytes
+
+    def _handed(self, prompt: list[int]) -> dict[str, Any]:
+        """Fields of a stream's request: where NIXL finds the KV of its prompt."""
+        if not self._servers.are_handed_prompts:
+            return {}
+        asked = {"do_remote_decode": True, "do_remote_prefill": False}
+        answer = self._servers.complete(
+            PREFILL, prompt=prompt, max_tokens=1, kv_transfer_params=asked
+        )
+        return {"kv_transfer_params": answer["kv_transfer_params"]}
 
     def _go_on(self, name: str, prompt: list[int], got: list[int], tokens: int) -> list[int]:
         rest: list[int] = []
@@ -158,8 +180,8 @@ def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
     return by_kind(counted, DEATHS)
 
 
-def missed(figures: Mapping[str, Any]) -> list[str]:
-    """The bars that are missed."""
+def missed(figures: Mapping[str, Any], *, is_handed: bool = False) -> list[str]:
+    """The bars that are missed. `is_handed`: prompts were to come by NIXL."""
     found = [
         f"{figures['all'][what]} {what}; bar 0"
         for what in ("lost", "repeated", "different", "engines_ended", "turned_off")
@@ -168,6 +190,8 @@ def missed(figures: Mapping[str, Any]) -> list[str]:
     for kind, counts in figures.items():
         if counts and not counts["streams"]:
             found.append(f"{kind}: no stream was open at the death")
+        if is_handed and counts and not counts["handed_bytes"]:
+            found.append(f"{kind}: NIXL has brought nothing")
         if kind in ("node", "all") or not counts:
             continue
         behind = counts["full_blocks"] - counts["loaded_blocks"]
@@ -180,14 +204,21 @@ def main() -> int:
     parser = parser_of(__doc__, __file__, seed=1)
     parser.add_argument("--limit-s", type=float, default=3000.0, help="no round begins later")
     parser.add_argument("--kind", choices=[*DEATHS], help="rounds of this kind alone")
+    parser.add_argument("--nixl", action="store_true", help="prompts are handed over by NIXL")
     options = parser.parse_args()
     record = Record(options.seed, timed=False)
     kinds = [options.kind] if options.kind else [*DEATHS]
     names = rounds({kind: DEATHS[kind][0] for kind in kinds})
-    cells = Cells(options.out, NAME, {"streams_per_round": STREAMS, "tokens": TOKENS})
+    settings = {"streams_per_round": STREAMS, "tokens": TOKENS, "nixl": options.nixl}
+    cells = Cells(options.out, NAME, settings)
     give_up_s = time.monotonic() + options.limit_s
-    with TemporaryDirectory() as directory, RowServers(Path(directory)) as servers:
+    nodes = {"n0": [PREFILL, *SERVERS] if options.nixl else SERVERS}
+    with (
+        TemporaryDirectory() as directory,
+        TierServers(row_config(Path(directory), nodes)) as servers,
+    ):
         servers.options["requests"] = "all"
+        servers.stock.add(PREFILL)
         servers.start_all()
         drill = Rounds(servers, options.seed)
         for name in names:
@@ -195,10 +226,10 @@ def main() -> int:
                 continue
             cells.measure([name], options.limit_s, drill.measure)
             figures = summary(cells.found)
-            text = as_text(figures, _COLUMNS, missed(figures))
+            text = as_text(figures, _COLUMNS, missed(figures, is_handed=options.nixl))
             cells.keep(record, {"by_death": figures}, text)
     figures = summary(cells.found)
-    misses = missed(figures)
+    misses = missed(figures, is_handed=options.nixl)
     print(as_text(figures, _COLUMNS, misses))
     return 1 if misses else 0
 
