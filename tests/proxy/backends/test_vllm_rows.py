@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from kvrs.errors import RequestError
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.row_params import params_key, unseal
+from kvrs.proxy.backends.bodies import RowLoad
+from kvrs.proxy.backends.vllm import VllmBackend
 from kvrs_testkit.scripted import SECRET
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.vllm_cluster import LONG, PROMPT, TOKENS, Builder, Servers, Vllms
@@ -338,6 +340,35 @@ async def test_a_near_tie_behind_rows_is_no_wrong_token(
     found = await restores_of(system)
 
     assert found["d1"][0] is restores
+
+
+async def test_a_test_of_rows_waits_until_the_counters_are_its_own(
+    vllms: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a server loads while another load is open is shared among both, and shows nothing."""
+    monkeypatch.setattr("kvrs.proxy.watch.restore_test.COUNTED_WITHIN_S", 0.3)
+    monkeypatch.setattr("kvrs.core.fleet.self_tests._LATER_S", 0.1)
+
+    def prepare(servers: Servers) -> None:
+        decoding_alone(servers)
+        servers["d0"].row_bytes = servers["d1"].row_bytes = 256.0 * 32
+
+    system = await vllms(prepare, backup=LOCAL, proxy={"self_test": True})
+    backend = system.proxy.parts.driver.backends[InstanceId("d1")]
+    assert isinstance(backend, VllmBackend)
+    other = RowLoad(StreamId("other"), 1, 1, 32, (InstanceId("agent-n0"),), 2)
+    backend._row_loads.begin(other, 4096, time.monotonic())
+    await serve(system, n0=[region("d0")], n1=[region("d1")])
+
+    async def is_put_off() -> bool:
+        rows = {row["id"]: row["self_test"] for row in (await system.state())["instances"]}
+        seen = rows["d1"]
+        return (seen["restores"], seen["cause"]) == (None, "what it has loaded is not counted yet")
+
+    await system.until(is_put_off)
+    other.over_s = time.monotonic()
+
+    assert await restores_of(system) == {"d0": (True, ""), "d1": (True, "")}
 
 
 async def test_a_row_that_is_longer_than_any_prompt_is_not_tested(vllms: Builder) -> None:
