@@ -26,7 +26,7 @@ Elsewhere = Annotated[
     typer.Option("--elsewhere", help="For other machines: look up no files and no names here"),
 ]
 Situation = Annotated[
-    Backend, typer.Option("--for", help="vllm: a proxy in front of it; others: a try-out")
+    Backend, typer.Option("--for", help="vllm, sglang: a proxy in front; others: a try-out")
 ]
 
 
