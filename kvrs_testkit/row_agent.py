@@ -4,12 +4,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from secrets import token_bytes
 
 from kvrs.agent.regions import Regions
 from kvrs.agent.row_copies import RowCopier, RowCopies
 from kvrs.agent.row_port import RowPort
 from kvrs.protocol import rows
-from kvrs.protocol.rows import RowFrame, RowTags, Space
+from kvrs.protocol.rows import SALT_BYTES, RowFrame, RowTagger, RowTags, Space
 from kvrs.protocol.secrets import Scope, scoped_key, scoped_keys
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.dialling import dial_tcp, dial_unix, listen_tcp, listen_unix, remove_unix
@@ -31,9 +32,9 @@ class RowAgent:
         self.key = scoped_key(self._secret, Scope.ROWS, AGENT)
         self.tags = RowTags(secrets)
         self.regions, self.copies = Regions(), RowCopies(lambda: self.room_bytes)
-        self.port = RowPort(
-            self.regions, self.copies, scoped_keys(secrets, AGENT, Scope.ROWS), self.tags
-        )
+        keys = scoped_keys(secrets, AGENT, Scope.ROWS)
+        tagger = RowTagger(self._secret, token_bytes(SALT_BYTES))
+        self.port = RowPort(self.regions, self.copies, keys, tagger)
         self._streams: list[RowStream] = []
         self._copiers: list[RowCopier] = []
         self.port.listen(listen_unix(path))

@@ -1,5 +1,6 @@
 """CPU time per gigabyte of rows that a server reads from the agent of another node, beside pages
-by today's PULL and bytes over raw sockets, all over loopback, in turns.
+by PULL, the same with the macs that PULL had before, and bytes over raw sockets, all over loopback,
+in turns.
 
     python -m experiments.row_pull.measure --rounds 5
 
@@ -18,15 +19,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+
+from blake3 import blake3
 
 from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol import frames
+from kvrs.protocol.gmac import GMAC_BYTES, Gmac
 from kvrs.protocol.rows import Space
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer.links import SendingLinks
@@ -45,15 +50,40 @@ TAGS = tuple(Tag(number.to_bytes(TAG_BYTES)) for number in range(PAGES))
 SERVER = Identity(InstanceId("agent-a"), NodeId("a"), 1, "model", PAGE_BYTES, 1)
 CLIENT = Identity(InstanceId("b"), NodeId("b"), 1, "model", PAGE_BYTES, 1)
 SETTINGS = TransferSettings(stall_timeout_s=30.0)
-# Figures by kind: PULL of pages; rows of a living engine at their first read, and later; rows of a
-# dead one, read before; raw sockets.
-KINDS = ("pages", "rows, first read", "rows", "rows, dead", "raw")
+# Figures by kind: PULL of pages with the macs of former versions, and as it is; rows of a living
+# engine at their first read, and later; rows of a dead one, read before; raw sockets.
+FORMER, FIRST, DEAD = "pages, BLAKE3", "rows, first read", "rows, dead"
+KINDS = (FORMER, "pages", FIRST, "rows", DEAD, "raw")
+# One pass over the same bytes by one thread.
+PASSES: dict[str, Callable[[memoryview], object]] = {
+    "GMAC": partial(Gmac(bytes(32)).mac, 0, b""),
+    "BLAKE3": lambda page: blake3(page, key=bytes(32)).digest(),
+    "xxh3": frames.checksum,
+    "copy": bytes,
+}
 BAR_OF_PAGES, BAR_OF_RAW = 0.5, 1.7
 
 
 def cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+def former_mac(_: Gmac, number: int, head: bytes, body: frames.Bytes) -> bytes:
+    """Make the mac that messages of the page port had before GMAC."""
+    numbers = (number, len(head))
+    hashed = blake3(b"".join(each.to_bytes(8) for each in numbers), key=bytes(32))
+    hashed.update(head)
+    hashed.update(body)
+    return hashed.digest(GMAC_BYTES)
+
+
+MACS = {True: former_mac, False: Gmac.mac}
+
+
+def prepare(kind: str) -> None:
+    """Let this end seal and check messages as this kind does."""
+    Gmac.mac = MACS[kind == FORMER]  # type: ignore[assignment, method-assign]
 
 
 class Held:
@@ -87,9 +117,11 @@ async def serve(directory: Path) -> None:
     ports = [await pages.start("127.0.0.1", 0), agent.tcp, raw.getsockname()[1]]
     print(json.dumps(ports), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
+        if kind := line.strip():
+            prepare(kind)
         (region,) = agent.regions.of(SPACE)
-        region.died_s = time.monotonic() if line == "rows, dead\n" else None
-        if line == "rows, first read\n":
+        region.died_s = time.monotonic() if kind == DEAD else None
+        if kind == FIRST:
             region._known_tags.clear()
         print(cpu_s(), flush=True)
     os._exit(0)
@@ -145,7 +177,7 @@ class Puller:
         self._puller = PagePuller(lambda: CLIENT, SECRET, SETTINGS, time.monotonic)
 
     async def read(self, kind: str) -> None:
-        if kind == "pages":
+        if kind in (FORMER, "pages"):
             peer = Peer(SERVER.instance, SERVER.node, "127.0.0.1", self._server.pages)
             result = await self._puller.pull(peer, PullRequest(TAGS), self._views, None)
             assert result.full_pages == PAGES, result.error
@@ -159,6 +191,7 @@ class Puller:
 
     async def measured(self, kind: str) -> dict[str, float]:
         """Seconds per GB: CPU of the server and of the puller, and time."""
+        prepare(kind)
         server_s = self._server.cpu_s(kind)
         own_s, began_s = cpu_s(), time.monotonic()
         await self.read(kind)
@@ -169,6 +202,13 @@ class Puller:
             "puller": own_s / GB,
             "time": took_s / GB,
         }
+
+    def passed_over(self, each: Callable[[memoryview], object]) -> dict[str, float]:
+        """CPU seconds per GB of a pass over the memory."""
+        begun_s = cpu_s()
+        for view in self._views:
+            each(view)
+        return {"puller": (cpu_s() - begun_s) / GB}
 
 
 @contextmanager
@@ -188,6 +228,7 @@ async def measure(rounds: int, file: Path, directory: Path) -> list[dict[str, di
         while len(done) < rounds:
             order = KINDS if len(done) % 2 else KINDS[::-1]
             found = {kind: await puller.measured(kind) for kind in order}
+            found |= {name: puller.passed_over(each) for name, each in PASSES.items()}
             done.append(found)
             with file.open("a") as lines:
                 lines.write(json.dumps(found) + "\n")
@@ -204,8 +245,11 @@ def as_text(rounds: list[dict[str, dict[str, float]]]) -> str:
         lines.append(
             f"{kind:<28}{server:>9.3f}{puller:>9.3f}{both(rounds, kind):>9.3f}{took:>9.3f}"
         )
-    for kind in KINDS[1:4]:
-        for beside, bar in (("pages", BAR_OF_PAGES), ("raw", BAR_OF_RAW)):
+    for name in PASSES:
+        passed_s = statistics.median(each[name]["puller"] for each in rounds)
+        lines.append(f"{name + ', one pass':<28}{'':>9}{passed_s:>9.3f}")
+    for kind in KINDS[1:5]:
+        for beside, bar in ((FORMER, BAR_OF_PAGES), ("raw", BAR_OF_RAW)):
             ratio = both(rounds, kind) / both(rounds, beside)
             missed = "" if ratio <= bar else " MISSED"
             lines.append(f"{kind} / {beside}: {ratio:.2f} (bar: {bar}){missed}")

@@ -8,6 +8,7 @@ import time
 from collections.abc import KeysView, Sequence
 from contextlib import suppress
 from functools import partial
+from secrets import token_bytes
 
 from kvrs.agent.fences import FenceSender
 from kvrs.agent.regions import Regions
@@ -23,7 +24,7 @@ from kvrs.net.http import naming_port
 from kvrs.net.proving import Keys, instance_keys
 from kvrs.net.tls import load_certificates
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
-from kvrs.protocol.rows import RowsReport, RowTags, short
+from kvrs.protocol.rows import SALT_BYTES, RowsReport, RowTagger, short
 from kvrs.protocol.secrets import Scope, scoped_key, scoped_keys
 from kvrs.transfer.anchors.files import AnchoredFiles
 from kvrs.transfer.links import SendingLinks
@@ -105,7 +106,8 @@ class NodeAgent:
         keys = scoped_keys([secret, *older], self.node.agent_id, Scope.ROWS)
         self._regions = Regions()
         self._copies = RowCopies(lambda: max(0, self.capacity_bytes - self.store.reserved_bytes))
-        self._rows = RowPort(self._regions, self._copies, keys, RowTags([secret, *older]))
+        tagger = RowTagger(secret, token_bytes(SALT_BYTES))
+        self._rows = RowPort(self._regions, self._copies, keys, tagger)
         self._copiers = [
             self._copier(each, config)
             for each in config.cluster.nodes

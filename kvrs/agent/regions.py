@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from kvrs.errors import TransferError
-from kvrs.protocol.rows import MAX_REGIONS, RegionInfo, RegionReport, RowTags, Space
+from kvrs.protocol.rows import MAX_REGIONS, RegionInfo, RegionReport, RowTagger, Space
 from kvrs.transfer.rows.ledger import ORDERED, LedgerView
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class EngineRegion:
     the object.
     """
 
-    def __init__(self, info: RegionInfo, memory: int, ledger: int, tags: RowTags) -> None:
+    def __init__(self, info: RegionInfo, memory: int, ledger: int, tagger: RowTagger) -> None:
         """Takes the descriptors over, also where it raises.
 
         Raises:
@@ -52,7 +52,7 @@ class EngineRegion:
         self._sequences: list[int] = [0] * info.rows
         self._keys: list[bytes] = [b""] * info.rows
         # By row, each with the sequence that it was made at: at the first read.
-        self._tags, self._known_tags = tags, dict[int, tuple[int, bytes]]()
+        self._tagger, self._known_tags = tagger, dict[int, tuple[int, bytes]]()
         self._fresh_until_s = 0.0
         self._lock = threading.Lock()
         self.died_s: float | None = None
@@ -130,7 +130,7 @@ class EngineRegion:
         if known[0] != sequence:
             known = self._known_tags[row] = (
                 sequence,
-                self._tags.make(self.info.space, key, buffer),
+                self._tagger.make(self.info.space, key, buffer),
             )
         return known[1], buffer
 

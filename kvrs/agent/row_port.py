@@ -14,7 +14,7 @@ from kvrs.agent.regions import EngineRegion, Regions
 from kvrs.agent.row_copies import CopiedRows, RowCopies
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.rows import RowFrame, RowHead, RowTags, Space
+from kvrs.protocol.rows import RowFrame, RowHead, RowTagger, Space
 from kvrs.protocol.secrets import ScopedKey
 from kvrs.transfer.rows.stream import RowStream
 from kvrs.transfer.shared_memory.passing import close_all
@@ -38,10 +38,10 @@ class RowPort:
         regions: Regions,
         copies: RowCopies,
         keys: Sequence[ScopedKey],
-        tags: RowTags,
+        tagger: RowTagger,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.regions, self.copies, self.tags, self.now_s = regions, copies, tags, now_s
+        self.regions, self.copies, self.tagger, self.now_s = regions, copies, tagger, now_s
         self._keys = keys
         self._listeners: list[socket.socket] = []
         self._proven: set[socket.socket] = set()
@@ -193,7 +193,7 @@ class _Questions:
         if len(descriptors) != 2:
             raise TransferError(f"row port: REGION with {len(descriptors)} descriptors; allowed: 2")
         ledger, memory = descriptors.pop(), descriptors.pop()
-        self._port.regions.add(EngineRegion(info, memory, ledger, self._port.tags))
+        self._port.regions.add(EngineRegion(info, memory, ledger, self._port.tagger))
         log.info(
             "serving an engine's rows",
             extra={"engine": info.engine, "row_count": info.rows, "row_bytes": info.row_bytes},

@@ -52,7 +52,7 @@ from kvrs.protocol.page_messages import (
 from kvrs.protocol.parts import PagePart, Part
 from kvrs.protocol.tags import TAG_BYTES, Tag
 
-VERSION = 6
+VERSION = 7
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_NAME_BYTES = 255

@@ -18,25 +18,27 @@ the agent answers, one question at a time:
 A frame is a header (magic, type, bytes of a key, number of keys, bytes of what follows them), the
 keys, and the rest. All lengths are compared with bounds before memory is allocated for them.
 
-The tag of a row is keyed BLAKE3 over its namespace, key and bytes, under a key of the cluster. The
-agent of its engine makes it once, as the row first leaves the node, behind the ledger's word that
-the bytes are those of the key, and a server that loads the row verifies it, whichever agents and
-networks the row came by. What is not a row has no mac: who changes it on its way can only have
-prompts computed.
+The tag of a row is GMAC over its namespace, key and bytes, beside the salt and the number of the
+tag: each process that makes tags derives a key of its own from that of the cluster by a random
+salt, and counts. The agent of the row's engine makes the tag once, as the row first leaves the
+node, behind the ledger's word that the bytes are those of the key, and a server that loads the row
+verifies it, whichever agents and networks the row came by. What is not a row has no mac: who
+changes it on its way can only have prompts computed.
 """
 
 import hmac
+import itertools
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from blake3 import blake3
 from xxhash import xxh3_128_digest
 
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
+from kvrs.protocol.gmac import GMAC_BYTES, Gmac
 from kvrs.protocol.secrets import derive
 
 NAMESPACE_BYTES = 32
@@ -45,14 +47,17 @@ MAX_KEYS = 1 << 16
 MAX_ROW_BYTES = 1 << 30
 MAX_ABOUT_BYTES = 1 << 16
 MAX_REASON_BYTES = 512
-TAG_BYTES = 16
+CHECKSUM_BYTES = 16
 MAX_REGIONS = 64  # Of a node; an engine has one for each data-parallel rank.
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _MAGIC = b"KR"
 _HEAD = struct.Struct("!2sBBIQ")
 _SPACE = struct.Struct(f"!{NAMESPACE_BYTES}sQ")
+SALT_BYTES = 16
+_TAG = struct.Struct(f"!{SALT_BYTES}sQ{GMAC_BYTES}s")
 HEAD_BYTES = _HEAD.size
+TAG_BYTES = _TAG.size
 
 
 class RowFrame(IntEnum):
@@ -70,6 +75,8 @@ class RowFrame(IntEnum):
     CHECKED = 12
 
 
+# The tag or the checksum.
+BYTES_BEFORE_ROW = {RowFrame.ROW: TAG_BYTES, RowFrame.CHECKED: CHECKSUM_BYTES}
 _MAX_BODY_BYTES = {
     RowFrame.REGION: MAX_ABOUT_BYTES,
     RowFrame.HELD: 0,
@@ -77,12 +84,11 @@ _MAX_BODY_BYTES = {
     RowFrame.LOOKUP: 0,
     RowFrame.FOUND: MAX_KEYS,
     RowFrame.LOAD: 0,
-    RowFrame.ROW: TAG_BYTES + MAX_ROW_BYTES,
     RowFrame.GONE: 0,
     RowFrame.REFUSED: MAX_REASON_BYTES,
     RowFrame.PROTECTED: 0,
     RowFrame.KEYS: _SPACE.size,
-    RowFrame.CHECKED: TAG_BYTES + MAX_ROW_BYTES,
+    **{frame: size + MAX_ROW_BYTES for frame, size in BYTES_BEFORE_ROW.items()},
 }
 _WITH_KEYS = {RowFrame.LOOKUP, RowFrame.LOAD, RowFrame.KEYS}
 
@@ -209,34 +215,52 @@ def decode_space(body: bytes) -> Space:
 
 def row_start(row_bytes: int, tag: bytes, frame: RowFrame = RowFrame.ROW) -> bytes:
     """Make the head that precedes the bytes of a row."""
-    return _HEAD.pack(_MAGIC, frame, 0, 0, TAG_BYTES + row_bytes) + tag
+    return _HEAD.pack(_MAGIC, frame, 0, 0, len(tag) + row_bytes) + tag
 
 
 def checksum(row: bytearray | memoryview) -> bytes:
-    """Make the checksum of a row, as long as a tag."""
     return xxh3_128_digest(row)
 
 
-class RowTags:
-    """Makes and verifies tags of rows."""
+class RowTagger:
+    """Makes tags of rows. May be used by several threads, not by a forked child."""
 
-    def __init__(self, secrets: Sequence[bytes]) -> None:
-        """Tags are made by the first of the cluster's secrets, and right by any of them."""
-        self._keys = [derive(secret, b"kvrs-row-tags") for secret in secrets]
+    def __init__(self, secret: bytes, salt: bytes) -> None:
+        """`secret`: the cluster's; `salt`: random bytes that no other object has."""
+        self._salt = salt
+        self._gmac = _gmac(secret, salt)
+        self._numbers = itertools.count()
 
     def make(self, space: Space, key: bytes, row: bytearray | memoryview) -> bytes:
-        return self._tag(self._keys[0], space, key, row)
+        number = next(self._numbers)
+        return _TAG.pack(self._salt, number, self._gmac.mac(number, _meaning(space, key), row))
+
+
+class RowTags:
+    """Verifies tags of rows."""
+
+    def __init__(self, secrets: Sequence[bytes]) -> None:
+        """A tag is right by any of the cluster's secrets."""
+        self._secrets = secrets
 
     def is_right(self, tag: bytes, space: Space, key: bytes, row: bytearray | memoryview) -> bool:
+        if len(tag) != TAG_BYTES:
+            return False
+        salt, number, mac = _TAG.unpack(tag)
+        meaning = _meaning(space, key)
         return any(
-            hmac.compare_digest(tag, self._tag(each, space, key, row)) for each in self._keys
+            hmac.compare_digest(mac, _gmac(each, salt).mac(number, meaning, row))
+            for each in self._secrets
         )
 
-    @staticmethod
-    def _tag(under: bytes, space: Space, key: bytes, row: bytearray | memoryview) -> bytes:
-        hashed = blake3(encode_space(space) + bytes((len(key),)) + key, key=under)
-        hashed.update(row)
-        return hashed.digest(TAG_BYTES)
+
+def _gmac(secret: bytes, salt: bytes) -> Gmac:
+    return Gmac(derive(derive(secret, b"kvrs-row-tags"), salt))
+
+
+def _meaning(space: Space, key: bytes) -> bytes:
+    """Return what a row's bytes stand for; no other space and key have the same."""
+    return encode_space(space) + key
 
 
 def decode_region(body: bytes) -> RegionInfo:

@@ -17,6 +17,7 @@ from kvrs.ids import NodeId, StreamId
 from kvrs.net.proving import UnprovenError
 from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate
 from kvrs.protocol.page_messages import HeldPages, StoreCode
+from kvrs.protocol.rows import RowTagger
 from kvrs.protocol.secrets import Scope
 from kvrs.transfer.store.directory import StoreDirectory, StoreState, store_directory
 from kvrs_testkit.free_ports import free_ports
@@ -146,6 +147,24 @@ async def test_secrets_rotate_without_a_gap(tmp_path: Path) -> None:
     async with running(config, new), session(config, old) as http:
         with pytest.raises(UnprovenError, match="another secret"):
             await http.get("/kvrs/v1/agent")
+
+
+async def test_each_start_makes_tags_of_rows_under_another_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each counts from 0."""
+    config, salts = parse_config(document(tmp_path)), list[bytes]()
+
+    def tagger(secret: bytes, salt: bytes) -> RowTagger:
+        salts.append(salt)
+        return RowTagger(secret, salt)
+
+    monkeypatch.setattr("kvrs.agent.node.RowTagger", tagger)
+    for _ in range(2):
+        async with running(config):
+            pass
+
+    assert len(set(salts)) == 2
 
 
 async def test_requests_without_the_secret_get_nothing(tmp_path: Path) -> None:

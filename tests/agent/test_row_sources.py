@@ -35,6 +35,7 @@ class Source(NamedTuple):
     client: Callable[[Space], RowClient]
     engine: RowEngine
     settle: Callable[[], None]  # Waits until what the engine has done is known.
+    tag_bytes: int = rows.TAG_BYTES  # In front of a row.
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def engine(agents: list[RowAgent]) -> Iterator[RowEngine]:
 def source(request: pytest.FixtureRequest, agents: list[RowAgent], engine: RowEngine) -> Source:
     own, other = agents
     if request.param == "own":
-        return Source(own.client, engine, lambda: None)
+        return Source(own.client, engine, lambda: None, rows.CHECKSUM_BYTES)
     if request.param == "tcp":
         return Source(lambda space: other.client(space, own.tcp), engine, lambda: None)
     other.copies_of(own.tcp)
@@ -135,8 +136,8 @@ def test_a_client_of_another_secret_gets_nothing(source: Source) -> None:
 @pytest.mark.parametrize("at", [0, 7, SPACE.row_bytes - 1])
 def test_a_bit_that_flips_on_the_way_is_no_row(source: Source, at: int) -> None:
     """Whichever byte of the third row it is in, or in its tag."""
-    damage = rows.HEAD_BYTES + 2 * (rows.HEAD_BYTES + rows.TAG_BYTES + SPACE.row_bytes)
-    for offset in (damage + at, damage + rows.TAG_BYTES + at):
+    damage = rows.HEAD_BYTES + 2 * (rows.HEAD_BYTES + source.tag_bytes + SPACE.row_bytes)
+    for offset in (damage + at, damage + source.tag_bytes + at):
         client = source.client(SPACE)
         relay = Relay(client._dial)
         relay.flip_in, client._dial = offset, relay.connect

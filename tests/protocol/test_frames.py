@@ -345,7 +345,7 @@ def test_the_start_of_an_answer_has_one_size(answer: AnswerHeader) -> None:
     ("header", "fault"),
     [
         (b"PK\x01\x05\0\0\0\0", "not a frame"),
-        (b"KV\x05\x05\0\0\0\0", "frame version 5, this end has 6"),
+        (b"KV\x05\x05\0\0\0\0", "frame version 5, this end has 7"),
         (b"KV\x06\x63\0\0\0\0", "type 99"),
         (b"KV\x06\x02\0\0\0\0", "type 2"),
         (b"KV\x06\x05\xff\xff\xff\xff", "at most"),

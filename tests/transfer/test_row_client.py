@@ -11,7 +11,7 @@ import pytest
 
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.rows import RowFrame, RowTags, Space
+from kvrs.protocol.rows import SALT_BYTES, RowFrame, RowTagger, RowTags, Space
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows import stream
 from kvrs.transfer.rows.client import RowClient
@@ -23,6 +23,7 @@ SECRET = bytes(32)
 KEY = scoped_key(SECRET, Scope.ROWS, AGENT)
 ROW_BYTES = 4096
 SPACE, TAGS = Space(bytes(32), ROW_BYTES), RowTags([SECRET])
+TAGGER = RowTagger(SECRET, bytes(SALT_BYTES))
 KEYS = [key_of(number) for number in range(1, 7)]
 
 Answer = Callable[[RowStream, list[bytes], int], None]  # Keys of a LOAD, number of the connection.
@@ -83,7 +84,7 @@ def send(stream: RowStream, key: bytes) -> None:
 
 
 def start(key: bytes, row: bytearray) -> bytes:
-    return rows.row_start(len(row), TAGS.make(SPACE, key, row))
+    return rows.row_start(len(row), TAGGER.make(SPACE, key, row))
 
 
 @pytest.fixture
@@ -149,7 +150,7 @@ def test_a_row_of_another_key_or_namespace_is_not_there(
 
     def answer(stream: RowStream, keys: list[bytes], number: int) -> None:
         row = bytearray(row_of(keys[0], ROW_BYTES))
-        stream.send(rows.row_start(ROW_BYTES, TAGS.make(space, key, row)), row)
+        stream.send(rows.row_start(ROW_BYTES, TAGGER.make(space, key, row)), row)
 
     agent.answer = answer
     expect(load(agent.client()), 0)

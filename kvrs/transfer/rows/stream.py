@@ -192,10 +192,10 @@ class RowStream:
         head = self.receive_head()
         if head.frame is RowFrame.GONE:
             return None
-        is_row = head.frame in (RowFrame.ROW, RowFrame.CHECKED)
-        if not is_row or head.body_bytes != rows.TAG_BYTES + len(into):
+        tag_bytes = rows.BYTES_BEFORE_ROW.get(head.frame)
+        if tag_bytes is None or head.body_bytes != tag_bytes + len(into):
             raise TransferError(f"row port: {head.frame.name} of {head.body_bytes} bytes")
-        tag = self.receive_exactly(rows.TAG_BYTES)
+        tag = self.receive_exactly(tag_bytes)
         self.receive_into(into)
         return head.frame, tag
 
