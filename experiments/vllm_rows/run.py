@@ -21,6 +21,7 @@ from experiments.cells import Cells
 from experiments.command_line import parser_of
 from experiments.deaths import as_text, by_kind, differences, rounds
 from experiments.record import Record
+from kvrs_testkit.row_agent import until
 from kvrs_testkit.vllm_rows import TierServers, prompt_of, row_config
 from kvrs_testkit.vllm_servers import PAGE_TOKENS, Part, ServerError
 
@@ -29,6 +30,8 @@ STREAMS, TOKENS = 8, 300
 # Of streams that are still to run when the next agent has started, also on a busy machine.
 TOKENS_OF = {"agent": 1500}
 SLOW_COPY_MS = 15
+# Of kvrs in vLLM: agents and threads that are late on a busy machine are waited for.
+PATIENT = {"lookup_s": 5.0, "load_s": 20.0}
 # By kind: rounds, the part of the server that is killed, and what becomes of the agent.
 DEATHS: dict[str, tuple[int, Part]] = {
     "server": (30, Part.SERVER),
@@ -128,7 +131,7 @@ class Rounds:
             self._servers.kill(self._servers.agent)
             self._servers.start(self._servers.agent)
             self._servers.wait_ready(self._servers.agent)
-            time.sleep(1.0)  # The engine dials the next agent.
+            until(lambda: f"rows engine={victim} " in self._servers.said())  # It is dialled.
         if kind == "node":
             self._servers.kill(self._servers.agent)
         self._servers.kill(victim, DEATHS[kind][1])
@@ -217,7 +220,7 @@ def main() -> int:
         TemporaryDirectory() as directory,
         TierServers(row_config(Path(directory), nodes)) as servers,
     ):
-        servers.options["requests"] = "all"
+        servers.options |= {"requests": "all", **PATIENT}
         servers.stock.add(PREFILL)
         servers.start_all()
         drill = Rounds(servers, options.seed)
