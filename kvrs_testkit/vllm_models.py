@@ -82,6 +82,14 @@ _MTP = {
     "num_hidden_layers": LAYERS,
     "num_nextn_predict_layers": 1,
 }
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.5,  # Large: with the usual 0.02 all pictures are alike.
+}
+IMAGE, IMAGE_PIXELS = "<image>", 32
 ADAPTER_RANK = 8
 
 
@@ -130,6 +138,35 @@ def write_eagle(directory: Path, seed: int) -> None:
     write_model(directory, random_tokenizer(seed), head, document)
 
 
+def write_images(directory: Path, seed: int) -> None:
+    """A Blip2 whose language model is a Llama of the tiny one's shape: a picture is 16 tokens."""
+    tokenizer = random_tokenizer(seed)
+    tokenizer.add_special_tokens([IMAGE])
+    config = transformers.Blip2Config(
+        vision_config=_VISION | {"image_size": IMAGE_PIXELS, "patch_size": 8},
+        qformer_config=_VISION | {"encoder_hidden_size": _VISION["hidden_size"]},
+        text_config=_SHAPE | {"vocab_size": VOCAB + 1, "model_type": "llama"},
+        num_query_tokens=16,
+        image_token_index=VOCAB,
+    )
+    torch.manual_seed(seed)
+    model = transformers.Blip2ForConditionalGeneration(config).float()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_()
+        model.get_output_embeddings().weight.normal_(std=0.1)
+        model.query_tokens.normal_()
+        model.language_projection.weight.normal_()  # Pictures decide as much as words.
+    with TemporaryDirectory() as saved:
+        model.save_pretrained(saved)
+        weights = load_file(Path(saved) / "model.safetensors")
+        document = json.loads((Path(saved) / "config.json").read_text())
+    write_model(directory, tokenizer, weights, document)
+    size = {"height": IMAGE_PIXELS, "width": IMAGE_PIXELS}
+    transformers.BlipImageProcessorPil(size=size).save_pretrained(directory)
+    processor = {"processor_class": "Blip2Processor", "num_query_tokens": 16}
+    (directory / "processor_config.json").write_text(json.dumps(processor))
+
+
 def write_adapter(directory: Path, seed: int) -> None:
     """For the query and value projections of the tiny Llama."""
     generator = torch.Generator().manual_seed(seed)
@@ -157,7 +194,12 @@ def write_adapter(directory: Path, seed: int) -> None:
 
 def main() -> None:
     kind, directory, seed = sys.argv[1:]
-    others = {"adapter": write_adapter, "eagle": write_eagle, "mtp": write_mtp}
+    others = {
+        "adapter": write_adapter,
+        "eagle": write_eagle,
+        "images": write_images,
+        "mtp": write_mtp,
+    }
     others.get(kind, partial(write, kind))(Path(directory), int(seed))
 
 
