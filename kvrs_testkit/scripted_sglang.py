@@ -55,6 +55,7 @@ class SglangScript:
     pause_s: float = 0.0  # Between two events.
     gate: asyncio.Event | None = None  # Streams wait for it before position `gate_at`.
     gate_at: int = 0
+    starts: dict[int, int] = field(default_factory=dict)  # Of prefill servers, by bootstrap port.
 
 
 @dataclass(eq=False)
@@ -74,6 +75,8 @@ class ScriptedSglang(ScriptedServer):
     legs: int = 0  # Open ones.
     is_leaving: bool = False  # SIGTERM has come: it serves on until its last stream has ended.
     computed: float = 0.0
+    # By bootstrap address, the start of the prefill server that decode has met there first.
+    met: dict[str, int] = field(default_factory=dict)
 
     def add_routes(self, routes: Routes) -> None:
         for path, handler in (
@@ -91,7 +94,9 @@ class ScriptedSglang(ScriptedServer):
 
     async def start(self) -> None:
         self.start_number, self.legs = next(_STARTS), 0
+        self.met.clear()
         await super().start()
+        self.script.starts[self.port] = self.start_number
 
     async def _server_info(self, _: Request) -> Response:
         return _json(
@@ -104,7 +109,7 @@ class ScriptedSglang(ScriptedServer):
                 "kv_cache_dtype": "auto",
                 "disaggregation_mode": self.mode or self.role,
                 "disaggregation_transfer_backend": self.transfer_backend,
-                "disaggregation_bootstrap_port": 8998 if self.role == "prefill" else 0,
+                "disaggregation_bootstrap_port": self.port if self.role == "prefill" else 0,
                 "disable_radix_cache": False,
                 "reasoning_parser": self.reasoning_parser,
                 "max_running_requests": self.max_running,
@@ -164,7 +169,7 @@ class ScriptedSglang(ScriptedServer):
                 return await self._decode(request, parsed, None)
             if len(room) != len(_ROOM):
                 return _refusal("a request of a pair needs bootstrap_host, _port and _room")
-            met = self._enter(mode, room["bootstrap_room"], body)
+            met = self._enter(mode, room, body)
             met.legs[mode] = request
             try:
                 if mode == "prefill":
@@ -175,7 +180,8 @@ class ScriptedSglang(ScriptedServer):
         finally:
             self.legs -= 1
 
-    def _enter(self, mode: str, number: int, body: dict[str, Any]) -> Room:
+    def _enter(self, mode: str, fields: dict[str, Any], body: dict[str, Any]) -> Room:
+        host, port, number = (fields[name] for name in _ROOM)
         room = self.script.rooms.setdefault(number, Room())
         if mode in room.bodies:
             self.script.violations.append(f"room {number} has two legs of {mode}")
@@ -183,7 +189,9 @@ class ScriptedSglang(ScriptedServer):
         if len(room.bodies) == 2 and room.bodies["prefill"] != room.bodies["decode"]:
             self.script.violations.append(f"the legs of room {number} have different bodies")
         if mode == "decode":
-            room.joined.set()
+            start = self.script.starts[port]
+            if self.met.setdefault(f"{host}:{port}", start) == start:
+                room.joined.set()  # Otherwise it joins a process that is no more.
         return room
 
     async def _prefill(

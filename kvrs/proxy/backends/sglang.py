@@ -7,12 +7,14 @@ answer. A leg whose other one has gone waits for minutes, so both are watched, a
 closes the other. A server's death is seen by the end of an idle connection.
 """
 
+import hashlib
 import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from math import inf
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -109,12 +111,8 @@ class SglangBackend(StockPeer):
     ENGINE = "SGLang"
     UNAUTHORISED = "its --api-key is not what the proxy's environment has in KVRS_SGLANG_API_KEY"
 
-    def __init__(
-        self, links: EngineLinks, url: str, host: str, identity: ConfiguredIdentity
-    ) -> None:
-        """`host`: as decode servers reach it."""
+    def __init__(self, links: EngineLinks, url: str, identity: ConfiguredIdentity) -> None:
         super().__init__(links, url)
-        self._host = host
         self._identity = identity
         # Of the process that was met last.
         self._server: _ServerInfo | None = None
@@ -260,10 +258,17 @@ class SglangBackend(StockPeer):
         return super().decode(call, leg)
 
     def room(self) -> dict[str, Any]:
-        """Fields by which the legs of one attempt meet: no two attempts have the same."""
+        """Fields by which the legs of one attempt meet: no two attempts have the same.
+
+        Decode servers cache a prefill server's ports under its address, and use those of a former
+        process until two heartbeats have failed, which none does where the next process answers
+        them in time. The user name in the address makes it a new one for each process.
+        """
         assert self._server is not None
+        mark = hashlib.blake2b(self._server.start, digest_size=8).hexdigest()
+        host, _, _ = urlsplit(self.url).netloc.rpartition(":")
         return {
-            "bootstrap_host": self._host,
+            "bootstrap_host": f"{mark}@{host}",
             "bootstrap_port": self._server.disaggregation_bootstrap_port,
             "bootstrap_room": secrets.randbits(63),
         }

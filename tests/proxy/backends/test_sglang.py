@@ -90,6 +90,30 @@ async def test_the_death_of_a_leg_closes_the_other_one(
     await system.until(lambda: _is_true(survivor.legs == 0))
 
 
+async def test_a_prefill_server_is_met_again_by_the_same_decode(sglangs: Builder) -> None:
+    """Which caches the ports of its former process under its address: pairs would hang. The
+    address is the same for all attempts at one process.
+    """
+
+    def prepare(servers: Servers) -> None:
+        del servers["p1"]
+
+    system = await sglangs(prepare)
+    server, *decodes = system.servers.values()
+    prompts = [[number, 8, 9] for number in range(6)]
+    await asyncio.gather(*map(system.ids, prompts))
+    addresses = {address for decode in decodes for address in decode.met}
+
+    await server.kill()
+    await system.until_health(p0="down")
+    await server.restart()
+    await system.until_health(p0="up")
+
+    ids = await asyncio.gather(*map(system.ids, prompts))
+    assert ids == [expected_ids(prompt, TOKENS) for prompt in prompts]
+    assert len(addresses) == 1
+
+
 async def test_no_stream_counts_as_unprotected_where_servers_keep_pages_by_themselves(
     sglangs: Builder,
 ) -> None:
