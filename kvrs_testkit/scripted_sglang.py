@@ -14,7 +14,7 @@ import msgspec
 
 from kvrs.net.http import PieceWriter, answer
 from kvrs.net.routes import Request, Response, Routes
-from kvrs.protocol.openai.chunks import DONE, sse
+from kvrs.protocol.openai.chunks import DONE, sse, usage_of
 from kvrs.protocol.openai.fields import SGLANG
 from kvrs.protocol.openai.requests import (
     ChatRequest,
@@ -75,6 +75,7 @@ class ScriptedSglang(ScriptedServer):
     legs: int = 0  # Open ones.
     is_leaving: bool = False  # SIGTERM has come: it serves on until its last stream has ended.
     computed: float = 0.0
+    reused_tokens: int = 0  # Of each prompt, that its prefix cache is to have had.
     # By bootstrap address, the start of the prefill server that decode has met there first.
     met: dict[str, int] = field(default_factory=dict)
 
@@ -186,7 +187,8 @@ class ScriptedSglang(ScriptedServer):
         if mode in room.bodies:
             self.script.violations.append(f"room {number} has two legs of {mode}")
         room.bodies[mode] = body
-        if len(room.bodies) == 2 and room.bodies["prefill"] != room.bodies["decode"]:
+        asked = [{**body, "stream_options": None} for body in room.bodies.values()]
+        if len(asked) == 2 and asked[0] != asked[1]:
             self.script.violations.append(f"the legs of room {number} have different bodies")
         if mode == "decode":
             start = self.script.starts[port]
@@ -205,7 +207,10 @@ class ScriptedSglang(ScriptedServer):
         await self._paused(self.script.transfer_s)
         room.sent.set()
         choice = {"index": 0, "text": "", "token_ids": [token_after(history)]}
-        await writer.write(_event(self.model, choice | {"finish_reason": "length"}) + DONE)
+        event = _event(self.model, choice | {"finish_reason": "length"})
+        if parsed.wants_usage:
+            event += _usage(self.model, len(history), self.reused_tokens)
+        await writer.write(event + DONE)
         return writer.end()
 
     async def _decode(
@@ -273,6 +278,12 @@ async def _break(request: Request, writer: PieceWriter, fault: Fault, model: str
 def _event(model: str, choice: dict[str, Any]) -> bytes:
     event = {"id": "c0ffee", "object": "text_completion", "created": 7, "model": model}
     return sse(msgspec.json.encode(event | {"choices": [choice], "usage": None}))
+
+
+def _usage(model: str, tokens: int, cached: int) -> bytes:
+    usage = usage_of(tokens, 1, cached)
+    event = {"id": "c0ffee", "object": "text_completion", "created": 7, "model": model}
+    return sse(msgspec.json.encode(event | {"choices": [], "usage": usage}))
 
 
 def _refusal(message: str) -> Response:

@@ -26,6 +26,7 @@ from kvrs.protocol.instance import (
     LoadReport,
 )
 from kvrs.protocol.openai.chunks import error_body
+from kvrs.protocol.openai.requests import StreamOptions
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call, limited
 from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
@@ -238,9 +239,10 @@ class SglangBackend(StockPeer):
             return
         assert isinstance(call.beside, SglangBackend), "a decode server computes nothing"
         async with self._window:
-            prefill, leg = call.beside, PrefillLeg()
+            prefill, leg = call.beside, PrefillLeg(call.found)
             call.fields |= prefill.room()
-            beside = Call(call.path, dict(call.fields), call.headers, call.size_bytes)
+            counted = {"stream_options": StreamOptions(include_usage=True)}
+            beside = Call(call.path, call.fields | counted, call.headers, call.size_bytes)
             await with_both(super().decode(call, reader), prefill.join(beside, leg), leg)
 
     def _check_ids(self, prompt: Any) -> None:

@@ -391,7 +391,7 @@ class AttemptCalls:
         plan = self._attempt.plan
         known = self._instances.known[plan.decode]
         if known.joins_prefill and plan.prefill is not None:
-            call.beside = self._driver.backends[plan.prefill]
+            call.beside, call.found = self._driver.backends[plan.prefill], self._found
         if self._asks_store and self._hand_off is None and self._attempt.number > 1:
             call.rows = store_load(self._live.journal, self._attempt.number, known.page_size_tokens)
         call.hand_off, self._rows = self._hand_off, call.rows
@@ -401,6 +401,9 @@ class AttemptCalls:
         if isinstance(reader, WholeAnswer):
             ask_whole(call)
             self._attempt.asks_whole(self._driver.clock())
+
+    def _found(self, reused_tokens: int) -> None:
+        self._attempt.found(reused_tokens, self._driver.clock())
 
     def _new_reader(
         self, continuation: Continuation | EngineText | None, exact: bool, silence: SilenceTimer

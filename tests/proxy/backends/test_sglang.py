@@ -114,6 +114,32 @@ async def test_a_prefill_server_is_met_again_by_the_same_decode(sglangs: Builder
     assert len(addresses) == 1
 
 
+@pytest.mark.parametrize("transfer_s", [0.0, 0.05])
+async def test_what_the_cache_of_prefill_had_feeds_the_index(
+    sglangs: Builder, transfer_s: float
+) -> None:
+    """Its own usage says so, also where the client wants none."""
+
+    def prepare(servers: Servers) -> None:
+        del servers["p1"]
+        servers["p0"].reused_tokens = 32
+
+    system = await sglangs(prepare)
+    system.shared.transfer_s = transfer_s
+
+    events = await system.events(prompt=LONG, return_token_ids=True)
+
+    async def is_counted() -> bool:
+        rows = {row["id"]: row for row in (await system.state())["instances"]}
+        return bool(rows["p0"]["prefix_hits"])
+
+    await system.until(is_counted)
+    rows = {row["id"]: row for row in (await system.state())["instances"]}
+    assert rows["p0"]["prefix_hits"] == {"prompt_tokens": 40, "cached_tokens": 32, "share": 0.8}
+    assert rows["d0"]["prefix_hits"] is rows["d1"]["prefix_hits"] is None
+    assert not any(event.get("usage") for event in events)
+
+
 async def test_no_stream_counts_as_unprotected_where_servers_keep_pages_by_themselves(
     sglangs: Builder,
 ) -> None:
