@@ -345,7 +345,7 @@ async def test_a_near_tie_behind_rows_is_no_wrong_token(
 async def test_a_test_of_rows_waits_until_the_counters_are_its_own(
     vllms: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a server loads while another load is open is shared among both, and shows nothing."""
+    """Counters of a server with another open load are shared among both, and show nothing."""
     monkeypatch.setattr("kvrs.proxy.watch.restore_test.COUNTED_WITHIN_S", 0.3)
     monkeypatch.setattr("kvrs.core.fleet.self_tests._LATER_S", 0.1)
 
