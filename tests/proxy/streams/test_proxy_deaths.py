@@ -227,19 +227,6 @@ async def test_a_hang_is_noticed_by_the_stream_s_own_pace_and_fenced_when_it_wak
 
 
 @pytest.mark.usefixtures("quick_suspicion")
-async def test_an_idle_instance_that_hangs_is_noticed_too(build: ProxyClusterBuilder) -> None:
-    """By its reports, which come at a pace of their own: nothing must be sent there to find out."""
-    system = await build(proxy={"token_gap_s": 3600.0})
-
-    system.instances["d1"].freeze()
-    await system.until_health(d1="down")
-    system.instances["d1"].thaw()
-    await system.until_health(d1="up")
-
-    assert system.instances["d1"].fences == [{}]
-
-
-@pytest.mark.usefixtures("quick_suspicion")
 async def test_a_stream_that_hangs_alone_fails_alone(build: ProxyClusterBuilder) -> None:
     """The instance reports on: it is not taken for dead."""
     system = await build(proxy={"token_gap_s": 3600.0})
