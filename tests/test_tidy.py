@@ -72,7 +72,6 @@ PURE = {
     *(f"kvrs.{name}" for name in ("ids", "errors", "release_order", "sums")),
     *(f"kvrs.{name}" for name in ("protocol", "config", "core", "profiles")),
     "kvrs.process.private_files",
-    "kvrs.net.unfinished",
     *(
         f"kvrs.transfer.{name}"
         for name in (*("meter", "limiter", "send_faults", "store.book", "store.store_slots"),)

@@ -110,10 +110,8 @@ class ProxySettings(Settings):
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     """A request with a larger body gets 413."""
     body_budget_bytes: int = Field(default=512 << 20, ge=2048)
-    """Memory for the requests of all clients that are open, at least twice `max_body_bytes`. Beyond
-    it new requests get 503 with Retry-After. A quarter as much is for bodies above 64 kB of which
-    the end has not come: beyond it those that make least progress get 408; the only one is never
-    cut.
+    """Memory for the requests of all clients that are open, and for bodies as they come, at least
+    twice `max_body_bytes`. Beyond it new requests get 503 with Retry-After.
     """
     max_streams: int = Field(default=4096, ge=1)
     """Beyond it new requests get 503 with Retry-After. At most a quarter of the descriptors."""
@@ -182,11 +180,6 @@ class ProxySettings(Settings):
                     f"{own['workers']}; allowed: an entry with these, or none"
                 )
         return [peer for peer in peers if peer.id != own["id"]]
-
-    @property
-    def unfinished_body_bytes(self) -> int:
-        """Memory for bodies above 64 kB of which the end has not come."""
-        return self.body_budget_bytes // 4
 
     @property
     def names(self) -> list[str]:

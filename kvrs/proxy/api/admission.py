@@ -27,7 +27,7 @@ from kvrs.protocol.openai.fields import SGLANG, VLLM, whole
 from kvrs.protocol.openai.requests import ECHOED_BY_ENGINE, CompletionRequest, Fields
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_within
 from kvrs.proxy.api import generate
-from kvrs.proxy.api.bodies import ClientBodies
+from kvrs.proxy.api.bodies import read_body
 from kvrs.proxy.api.choices import Merger
 from kvrs.proxy.api.tenants import Tenant, Tenants
 from kvrs.proxy.mirror.headers import KEY, LAST_EVENT, ResumeRequest, parse_resume_headers, reopened
@@ -121,7 +121,6 @@ class Admissions:
         large: LargeWork,
     ) -> None:
         self.draining = False
-        self.bodies = ClientBodies(settings, metrics, clock)
         self._settings = settings
         self._backend = backend
         self._driver = driver
@@ -217,7 +216,7 @@ class Admissions:
         request = call.request
         self._check_room(1, KEY in request.headers)
         self._max_elements(request.content_length or 0)  # Too many bytes are not read at all.
-        call.body = await self.bodies.read(request, call.held)
+        call.body = await read_body(request, call.held)
 
     def _max_elements(self, size_bytes: int) -> int:
         """How many elements a body may have for the model that is served.
