@@ -175,13 +175,6 @@ def _imports(module: str, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]
                 pass
 
 
-def for_types(module: str) -> Iterator[ast.AST]:
-    """The statements below `if TYPE_CHECKING:`."""
-    for node in modules()[module].body:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            yield from node.body
-
-
 def is_within(module: str, packages: Iterable[str]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
@@ -204,12 +197,9 @@ def test_imports_point_down() -> None:
 
 
 def imported_modules() -> dict[str, set[str]]:
-    """The modules that each module imports, also inside functions. An import for types only is none
-    at run time.
-    """
+    """The modules that each module imports, also inside functions and for types alone."""
     return {
         module: {name for _, name in imports_of(module) if name in modules() and name != module}
-        - {name for _, name in _imports(module, for_types(module))}
         for module in modules()
     }
 

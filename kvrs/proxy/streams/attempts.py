@@ -27,6 +27,7 @@ from kvrs.proxy.streams.continuation import Continuation, EngineText
 from kvrs.proxy.streams.open_stream import Failed, OpenStream, StreamPhase
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
 from kvrs.proxy.streams.responses import WholeClient
+from kvrs.proxy.streams.surroundings import Surroundings
 from kvrs.proxy.streams.whole_answers import WholeAnswer, ask_whole, is_asked_whole
 from kvrs.proxy.wire.exactness import is_plain_chat
 from kvrs.proxy.wire.peer import (
@@ -40,7 +41,6 @@ from kvrs.proxy.wire.peer import (
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 if TYPE_CHECKING:
-    from kvrs.proxy.streams.driver import Driver
     from kvrs.proxy.streams.spans import CallSpan, RequestTrace
 
 _NO_SPAN = nullcontext()
@@ -54,7 +54,7 @@ class AttemptCalls:
         *("_span", "_trace"),
     )
 
-    def __init__(self, live: OpenStream, plan: act.Plan, driver: "Driver") -> None:
+    def __init__(self, live: OpenStream, plan: act.Plan, driver: Surroundings) -> None:
         self._attempt = Attempt(driver.control, live, plan)
         self._live = live
         self._driver = driver
