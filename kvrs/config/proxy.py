@@ -131,8 +131,8 @@ class ProxySettings(Settings):
     token waits for half of it on average, first tokens for none. 0: each token as it comes.
     """
     event_log: str | None = None
-    """A file for the policy's events and actions as JSON lines, to replay an incident (`kvrs
-    explain --log`).
+    """A file for the policy's events and actions as JSON lines, to look back at an
+    incident (`kvrs incidents FILE`).
     """
     peer_host: Host = "127.0.0.1"
     """Address the port for the other proxies listens on."""
