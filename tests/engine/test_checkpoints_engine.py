@@ -336,30 +336,6 @@ async def test_decode_goes_on_whatever_the_agent_does(
                     assert store.held_bytes == 0
 
 
-async def test_a_page_that_is_damaged_on_its_way_is_sent_again(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """The agent's checksum finds it; it never becomes visible."""
-    ids = prompt_of(4, 100)
-    async with asyncio.timeout(180), agent(tmp_path / "store") as (store, port):
-        config = cluster(tiny_model, port)
-        async with engine(config, "d0") as (decode, client):
-            decode.links.faults.corrupt(2)
-            answer = await ask(client, "s", ids, 300)
-            output = answer["choices"][0]["token_ids"]
-
-            tags = page_tags(decode.root(""), ids + output, PAGE)
-            theirs = await store.pin(PullRequest(tuple(tags)))
-            ours = decode.pages.match(tags[: len(theirs.pages)])
-            assert len(theirs.pages) > 10
-            assert [bytes(page) for page in theirs.pages] == [
-                page_of(decode, page) for page in ours
-            ]
-            assert len(store.sent) > len(set(store.sent))
-            decode.pages.release(ours)
-            store.unpin(theirs)
-
-
 @pytest.mark.parametrize(
     "kvrs",
     [
