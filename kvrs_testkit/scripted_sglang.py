@@ -14,6 +14,7 @@ import msgspec
 
 from kvrs.net.http import PieceWriter, answer
 from kvrs.net.routes import Request, Response, Routes
+from kvrs.protocol.instance import REPLAY_KEY
 from kvrs.protocol.openai.chunks import DONE, sse, usage_of
 from kvrs.protocol.openai.fields import SGLANG
 from kvrs.protocol.openai.requests import (
@@ -75,7 +76,10 @@ class ScriptedSglang(ScriptedServer):
     legs: int = 0  # Open ones.
     is_leaving: bool = False  # SIGTERM has come: it serves on until its last stream has ended.
     computed: float = 0.0
+    replays: bool = False  # Its flags say that it has `kvrs/sglang/replay.py`.
     reused_tokens: int = 0  # Of each prompt, that its prefix cache is to have had.
+    # Outputs that it was to generate again.
+    replayed: list[list[int]] = field(default_factory=list)
     # By bootstrap address, the start of the prefill server that decode has met there first.
     met: dict[str, int] = field(default_factory=dict)
 
@@ -113,6 +117,8 @@ class ScriptedSglang(ScriptedServer):
                 "disaggregation_bootstrap_port": self.port if self.role == "prefill" else 0,
                 "disable_radix_cache": False,
                 "reasoning_parser": self.reasoning_parser,
+                "enable_custom_logit_processor": self.replays,
+                "hicache_storage_backend_extra_config": '{"module_path": "kvrs.sglang.storage"}',
                 "max_running_requests": self.max_running,
                 "random_seed": 7,
                 "internal_states": [
@@ -161,6 +167,10 @@ class ScriptedSglang(ScriptedServer):
         if is_chat and body.get("return_token_ids"):
             return _refusal("return_token_ids is not supported with streaming")
         room = {name: body.pop(name) for name in _ROOM if name in body}
+        if body.pop("custom_logit_processor", None) is not None:
+            if not self.replays:
+                return _refusal("The server is not configured to enable custom logit processor.")
+            self.replayed.append(body.pop("custom_params")[REPLAY_KEY])
         parse = parse_chat_request if is_chat else parse_completion_request
         parsed = parse(msgspec.json.encode(body), SGLANG)
         self.legs += 1

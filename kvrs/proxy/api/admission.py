@@ -274,17 +274,19 @@ class Admissions:
             return
         call.lacks_tokenizer = plain is not None and not self._driver.tokenizer.available
         if plain is not None:
+            is_sglang = self._backend == SGLANG
             find = partial(
                 inexact_features,
                 parsed,
                 has_tokenizer=self._driver.tokenizer.available,
                 continues=continues,
-                penalises_prompt=self._backend != SGLANG,
+                penalises_prompt=not is_sglang,
             )
             call.inexact = await self._large.run(parsed.size_bytes, find)
-            call.replays = self._driver.control.instances.replays(parsed.request.max_tokens)
+            if not (is_sglang and parsed.endpoint is CHAT):  # Chats of SGLang have no ids.
+                call.replays = self._driver.control.instances.replays(parsed.request.max_tokens)
             if call.replays is not Replays.NOWHERE:
-                call.replayed = replayable(call.inexact, parsed)
+                call.replayed = replayable(call.inexact, parsed, has_generator=not is_sglang)
             if call.replays is Replays.ALWAYS:
                 call.inexact = tuple(each for each in call.inexact if each not in call.replayed)
         else:

@@ -34,6 +34,7 @@ from kvrs.proxy.backends.idle_connection import IdleConnection
 from kvrs.proxy.backends.listed_models import ListedModels
 from kvrs.proxy.backends.rendering import TOKENIZE, tokenized_ids
 from kvrs.proxy.backends.sglang_legs import PrefillLeg, Window, with_both
+from kvrs.proxy.backends.sglang_replay import can_replay, take_replay
 from kvrs.proxy.backends.stock_peer import StockPeer
 from kvrs.proxy.wire.peer import UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
@@ -61,6 +62,9 @@ class _ServerInfo(msgspec.Struct):
     reasoning_parser: str | None = None
     sampling_defaults: str = "model"  # Source of what a chat's fields leave out.
     chat_template: str | None = None
+    enable_custom_logit_processor: bool = False
+    hicache_storage_backend_extra_config: str | None = None
+    speculative_algorithm: str | None = None
     random_seed: int = 0  # Drawn at the start, unless it is set.
     internal_states: list["_Scheduler"] = []
 
@@ -76,6 +80,14 @@ class _ServerInfo(msgspec.Struct):
         """
         template = self.chat_template
         return self.reasoning_parser is None and (template is None or template.endswith(".jinja"))
+
+    @property
+    def replays(self) -> bool:
+        return can_replay(
+            takes_processors=self.enable_custom_logit_processor,
+            storage_options=self.hicache_storage_backend_extra_config,
+            speculates=self.speculative_algorithm is not None,
+        )
 
     @property
     def most_running(self) -> float:
@@ -155,7 +167,9 @@ class SglangBackend(StockPeer):
             geometry = files.geometry(server.page_size)
         except ConfigError as error:
             raise UnusableError(str(error)) from None
-        caches = mode != "decode" and not server.disable_radix_cache
+        capabilities = [Capability.REPLAY] if server.replays else []
+        if mode != "decode" and not server.disable_radix_cache:
+            capabilities.append(Capability.PREFIX_CACHE)
         kv = (server.page_size, server.dtype, server.kv_cache_dtype)
         backend = server.disaggregation_transfer_backend
         return InstanceInfo(
@@ -169,7 +183,7 @@ class SglangBackend(StockPeer):
             geometry=geometry,
             max_model_len=model.max_model_len or 0,
             page_port=0,
-            capabilities=[Capability.PREFIX_CACHE] if caches else [],
+            capabilities=capabilities,
             prefill=guessed_prefill(files.size()),
             computes_prompts=mode == "null",
             joins_prefill=mode == "decode",
@@ -234,10 +248,13 @@ class SglangBackend(StockPeer):
             call.fields = self._of_chats | call.fields
         call = limited(call, info.max_model_len)
         self._check_ids(call.fields.get("prompt"))
+        replays = take_replay(call.fields)
         if not info.joins_prefill:
             await super().decode(call, reader)
             return
         assert isinstance(call.beside, SglangBackend), "a decode server computes nothing"
+        if replays and not call.beside.replays:
+            raise UpstreamError(f"its prefill server {call.beside.url} generates nothing again")
         async with self._window:
             prefill, leg = call.beside, PrefillLeg(call.found)
             call.fields |= prefill.room()
@@ -258,6 +275,11 @@ class SglangBackend(StockPeer):
     def join(self, call: Call, leg: PrefillLeg) -> Coroutine[Any, Any, None]:
         """The prefill call of a pair."""
         return super().decode(call, leg)
+
+    @property
+    def replays(self) -> bool:
+        """It generates known output again: prefill's token is the first of it."""
+        return self._server is not None and self._server.replays
 
     def room(self) -> dict[str, Any]:
         """Fields by which the legs of one attempt meet: no two attempts have the same.

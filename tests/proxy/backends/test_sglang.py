@@ -3,6 +3,7 @@ named at start-up.
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import expected_ids, ids_of, vocabulary
 from kvrs_testkit.sglang_cluster import PROMPT, TOKENS, Servers, Sglangs
+from kvrs_testkit.sse import events_of
 
 Builder = Callable[..., Awaitable[Sglangs]]
 LONG = list(range(40))
@@ -318,6 +320,67 @@ async def test_penalties_are_marked(sglangs: Builder, name: str) -> None:
         await response.read()
 
     assert response.headers["X-Kvrs-Inexact"] == name
+
+
+def replaying(servers: Servers) -> None:
+    for server in servers.values():
+        server.replays = True
+
+
+async def test_a_stream_with_penalties_begins_again_and_is_exact(sglangs: Builder) -> None:
+    """With its output so far, which both servers of the pair generate once more."""
+    system = await sglangs(replaying)
+    for position in range(1, TOKENS):
+        system.shared.faults = {position: Fault.RESET}
+        fields = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "stream": True}
+        fields |= {"return_token_ids": True, "presence_penalty": 1.5}
+
+        async with system.http.post(system.url + "/v1/completions", json=fields) as response:
+            *events, _, _ = events_of(await response.read())
+            assert "X-Kvrs-Exact" not in response.headers
+
+        choices = [json.loads(each[6:])["choices"][0] for each in events]
+        ids = [i for choice in choices for i in choice["token_ids"]]
+        assert ids == expected_ids(PROMPT, TOKENS)
+        replayed = [each for server in system.servers.values() for each in server.replayed]
+        assert replayed == [expected_ids(PROMPT, position)] * 2
+        for server in system.servers.values():
+            server.replayed.clear()
+    assert {row["option"] for row in (await system.state())["recoveries"]} == {"replay"}
+    assert system.shared.violations == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0.7, "seed": 5}, {"messages": [{"role": "user", "content": "hi"}]}]
+)
+async def test_what_no_replay_makes_exact_is_marked(
+    sglangs: Builder, fields: dict[str, object]
+) -> None:
+    """Sampling, as SGLang's random numbers are those of all its requests; and chats."""
+    system = await sglangs(replaying)
+    path = "chat/completions" if "messages" in fields else "completions"
+    asked: dict[str, object] = {"prompt": PROMPT} if path == "completions" else {}
+    asked |= {"stream": True, "max_tokens": 3, "presence_penalty": 1.5, "temperature": 0} | fields
+
+    async with system.http.post(f"{system.url}/v1/{path}", json=asked) as response:
+        await response.read()
+
+    assert response.headers["X-Kvrs-Exact"] == "no"
+
+
+async def test_nothing_is_promised_that_prefill_cannot_generate_again(sglangs: Builder) -> None:
+    """Its token is the first one."""
+
+    def prepare(servers: Servers) -> None:
+        for name in ("d0", "d1", "p0"):
+            servers[name].replays = True
+
+    system = await sglangs(prepare)
+    fields = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "presence_penalty": 1.5}
+    async with system.http.post(system.url + "/v1/completions", json=fields) as response:
+        await response.read()
+
+    assert response.headers["X-Kvrs-Inexact"] == "presence_penalty"
 
 
 async def test_a_server_of_another_mode_is_not_used(sglangs: Builder) -> None:
