@@ -72,7 +72,10 @@ class ScriptedSglang(ScriptedServer):
     transfer_backend: str = "mooncake"
     reasoning_parser: str | None = None
     max_running: int = 64
-    lacks: set[str] = field(default_factory=set)  # Paths that it does not have.
+    # Paths that it does not have: without --enable-metrics that of those.
+    lacks: set[str] = field(default_factory=lambda: {"/metrics"})
+    sent_mb: float = 0.0  # Of KV.
+    hides_kv: bool = False  # It counts none of it.
     legs: int = 0  # Open ones.
     is_leaving: bool = False  # SIGTERM has come: it serves on until its last stream has ended.
     computed: float = 0.0
@@ -89,6 +92,7 @@ class ScriptedSglang(ScriptedServer):
             ("/v1/models", self._models),
             ("/v1/loads", self._loads),
             ("/ready", self._ready),
+            ("/metrics", self._metrics),
         ):
             if path not in self.lacks:
                 routes.add("GET", path, handler)
@@ -146,6 +150,11 @@ class ScriptedSglang(ScriptedServer):
             "decode_moments": None,
         }
         return _json({"loads": [load]})
+
+    async def _metrics(self, _: Request) -> Response:
+        labels = f'engine_type="{self.role}",tp_rank="0"'
+        text = f"sglang:kv_transfer_total_mb_sum{{{labels}}} {self.sent_mb}\n"
+        return Response(200, text.encode())
 
     async def _ready(self, _: Request) -> Response:
         return Response(503 if self.is_leaving else 200)
@@ -216,6 +225,7 @@ class ScriptedSglang(ScriptedServer):
         self.computed += len(history)
         await self._paused(self.script.transfer_s)
         room.sent.set()
+        self.sent_mb += 0.0 if self.hides_kv else len(history) / 1024
         choice = {"index": 0, "text": "", "token_ids": [token_after(history)]}
         event = _event(self.model, choice | {"finish_reason": "length"})
         if parsed.wants_usage:

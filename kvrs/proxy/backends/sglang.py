@@ -8,6 +8,7 @@ closes the other. A server's death is seen by the end of an idle connection.
 """
 
 import hashlib
+import re
 import secrets
 import time
 from array import array
@@ -42,6 +43,7 @@ from kvrs.proxy.wire.requests import CHAT
 from kvrs.proxy.wire.upstream import Reader
 
 _LOADS = "/v1/loads?include=core"
+_SENT_KV = re.compile(rb"^sglang:kv_transfer_total_mb_sum(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
 # A poll while no stream waits for a token: a report that is 1 s old is overdue.
 _IDLE_INTERVAL_S = 0.5
 
@@ -231,7 +233,11 @@ class SglangBackend(StockPeer):
         return (await self.control("GET", _LOADS, None, _Loads)).loads
 
     async def kv_received(self) -> float | None:
-        return None
+        """The KV that this prefill server has sent, which alone is counted, in MB; None: it counts
+        none, as without --enable-metrics.
+        """
+        _, answer = await self._pool.ask("/metrics", None)
+        return sum(map(float, _SENT_KV.findall(answer))) or None
 
     # The calls of a stream.
 

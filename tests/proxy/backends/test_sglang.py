@@ -322,6 +322,31 @@ async def test_penalties_are_marked(sglangs: Builder, name: str) -> None:
     assert response.headers["X-Kvrs-Inexact"] == name
 
 
+@pytest.mark.parametrize("moves", [True, False, None])
+async def test_kv_that_moves_is_seen_by_the_counters_of_prefill(
+    sglangs: Builder, moves: bool | None
+) -> None:
+    """By a self-test. Without --enable-metrics there are none: what is not counted is believed."""
+
+    def prepare(servers: Servers) -> None:
+        for server in servers.values():
+            server.sent_mb, server.hides_kv = 3.0, moves is False
+            if moves is not None:
+                server.lacks.clear()
+
+    system = await sglangs(prepare, proxy={"self_test": True})
+
+    async def are_tested() -> bool:
+        rows = (await system.state())["instances"]
+        return all(row["self_test"] and row["self_test"]["done"] for row in rows)
+
+    await system.until(are_tested)
+    tests = {row["id"]: row["self_test"] for row in (await system.state())["instances"]}
+    assert {test["moves_kv"] for test in tests.values()} == {moves is not False}
+    asked = [call for server in system.servers.values() for call in server.calls]
+    assert "GET /metrics" in asked or moves is None
+
+
 def replaying(servers: Servers) -> None:
     for server in servers.values():
         server.replays = True
