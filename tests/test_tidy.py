@@ -96,7 +96,7 @@ IMPURE_IMPORTS = {
 # Only the engine computes with tensors, only kvrs in vLLM and SGLang reads their rows, only the
 # cluster starts Ray, only the report draws.
 HOMES_OF_LIBRARIES = {
-    "torch": ["kvrs_engine.engine", "kvrs.sglang", "kvrs.vllm"],
+    "torch": ["kvrs_engine.engine", "kvrs.engines.proof", "kvrs.sglang", "kvrs.vllm"],
     "sglang": ["kvrs.sglang"],
     "vllm": ["kvrs.vllm"],
     "ray": ["kvrs_lab.cluster"],
