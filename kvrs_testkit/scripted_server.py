@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvrs.net.connections import ConnectionLimits
+from kvrs.net.connections import ConnectionLimits, PortConnection
 from kvrs.net.http import inner_server
 from kvrs.net.routes import Handler, Request, Response, Routes
-from kvrs.net.server import HttpConnection, HttpServer
+from kvrs.net.server import HttpServer
 from kvrs.protocol.secrets import Scope, scoped_keys
 
 SECRET = b"a secret of the tests"
@@ -33,8 +33,8 @@ class ScriptedServer:
     awake: asyncio.Event = field(default_factory=asyncio.Event)
     host: str = "127.0.0.1"
     _port: HttpServer | None = None
-    _connections: set[HttpConnection] = field(default_factory=set)
-    _watching: set[HttpConnection] = field(default_factory=set)
+    _connections: set[PortConnection] = field(default_factory=set)
+    _watching: set[PortConnection] = field(default_factory=set)
 
     def add_routes(self, routes: Routes) -> None:
         raise NotImplementedError

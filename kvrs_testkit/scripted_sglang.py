@@ -14,7 +14,8 @@ import msgspec
 
 from kvrs.net.http import PieceWriter, answer
 from kvrs.net.routes import Request, Response, Routes
-from kvrs.protocol.openai.chunks import DONE, sse
+from kvrs.protocol.instance import REPLAY_KEY
+from kvrs.protocol.openai.chunks import DONE, sse, usage_of
 from kvrs.protocol.openai.fields import SGLANG
 from kvrs.protocol.openai.requests import (
     ChatRequest,
@@ -55,6 +56,7 @@ class SglangScript:
     pause_s: float = 0.0  # Between two events.
     gate: asyncio.Event | None = None  # Streams wait for it before position `gate_at`.
     gate_at: int = 0
+    starts: dict[int, int] = field(default_factory=dict)  # Of prefill servers, by bootstrap port.
 
 
 @dataclass(eq=False)
@@ -70,10 +72,19 @@ class ScriptedSglang(ScriptedServer):
     transfer_backend: str = "mooncake"
     reasoning_parser: str | None = None
     max_running: int = 64
-    lacks: set[str] = field(default_factory=set)  # Paths that it does not have.
+    # Paths that it does not have: without --enable-metrics that of those.
+    lacks: set[str] = field(default_factory=lambda: {"/metrics"})
+    sent_mb: float = 0.0  # Of KV.
+    hides_kv: bool = False  # It counts none of it.
     legs: int = 0  # Open ones.
     is_leaving: bool = False  # SIGTERM has come: it serves on until its last stream has ended.
     computed: float = 0.0
+    replays: bool = False  # Its flags say that it has `kvrs/sglang/replay.py`.
+    reused_tokens: int = 0  # Of each prompt, that its prefix cache is to have had.
+    # Outputs that it was to generate again.
+    replayed: list[list[int]] = field(default_factory=list)
+    # By bootstrap address, the start of the prefill server that decode has met there first.
+    met: dict[str, int] = field(default_factory=dict)
 
     def add_routes(self, routes: Routes) -> None:
         for path, handler in (
@@ -81,6 +92,7 @@ class ScriptedSglang(ScriptedServer):
             ("/v1/models", self._models),
             ("/v1/loads", self._loads),
             ("/ready", self._ready),
+            ("/metrics", self._metrics),
         ):
             if path not in self.lacks:
                 routes.add("GET", path, handler)
@@ -91,7 +103,9 @@ class ScriptedSglang(ScriptedServer):
 
     async def start(self) -> None:
         self.start_number, self.legs = next(_STARTS), 0
+        self.met.clear()
         await super().start()
+        self.script.starts[self.port] = self.start_number
 
     async def _server_info(self, _: Request) -> Response:
         return _json(
@@ -104,9 +118,11 @@ class ScriptedSglang(ScriptedServer):
                 "kv_cache_dtype": "auto",
                 "disaggregation_mode": self.mode or self.role,
                 "disaggregation_transfer_backend": self.transfer_backend,
-                "disaggregation_bootstrap_port": 8998 if self.role == "prefill" else 0,
+                "disaggregation_bootstrap_port": self.port if self.role == "prefill" else 0,
                 "disable_radix_cache": False,
                 "reasoning_parser": self.reasoning_parser,
+                "enable_custom_logit_processor": self.replays,
+                "hicache_storage_backend_extra_config": '{"module_path": "kvrs.sglang.storage"}',
                 "max_running_requests": self.max_running,
                 "random_seed": 7,
                 "internal_states": [
@@ -135,6 +151,11 @@ class ScriptedSglang(ScriptedServer):
         }
         return _json({"loads": [load]})
 
+    async def _metrics(self, _: Request) -> Response:
+        labels = f'engine_type="{self.role}",tp_rank="0"'
+        text = f"sglang:kv_transfer_total_mb_sum{{{labels}}} {self.sent_mb}\n"
+        return Response(200, text.encode())
+
     async def _ready(self, _: Request) -> Response:
         return Response(503 if self.is_leaving else 200)
 
@@ -155,6 +176,10 @@ class ScriptedSglang(ScriptedServer):
         if is_chat and body.get("return_token_ids"):
             return _refusal("return_token_ids is not supported with streaming")
         room = {name: body.pop(name) for name in _ROOM if name in body}
+        if body.pop("custom_logit_processor", None) is not None:
+            if not self.replays:
+                return _refusal("The server is not configured to enable custom logit processor.")
+            self.replayed.append(body.pop("custom_params")[REPLAY_KEY])
         parse = parse_chat_request if is_chat else parse_completion_request
         parsed = parse(msgspec.json.encode(body), SGLANG)
         self.legs += 1
@@ -164,7 +189,7 @@ class ScriptedSglang(ScriptedServer):
                 return await self._decode(request, parsed, None)
             if len(room) != len(_ROOM):
                 return _refusal("a request of a pair needs bootstrap_host, _port and _room")
-            met = self._enter(mode, room["bootstrap_room"], body)
+            met = self._enter(mode, room, body)
             met.legs[mode] = request
             try:
                 if mode == "prefill":
@@ -175,15 +200,19 @@ class ScriptedSglang(ScriptedServer):
         finally:
             self.legs -= 1
 
-    def _enter(self, mode: str, number: int, body: dict[str, Any]) -> Room:
+    def _enter(self, mode: str, fields: dict[str, Any], body: dict[str, Any]) -> Room:
+        host, port, number = (fields[name] for name in _ROOM)
         room = self.script.rooms.setdefault(number, Room())
         if mode in room.bodies:
             self.script.violations.append(f"room {number} has two legs of {mode}")
         room.bodies[mode] = body
-        if len(room.bodies) == 2 and room.bodies["prefill"] != room.bodies["decode"]:
+        asked = [{**body, "stream_options": None} for body in room.bodies.values()]
+        if len(asked) == 2 and asked[0] != asked[1]:
             self.script.violations.append(f"the legs of room {number} have different bodies")
         if mode == "decode":
-            room.joined.set()
+            start = self.script.starts[port]
+            if self.met.setdefault(f"{host}:{port}", start) == start:
+                room.joined.set()  # Otherwise it joins a process that is no more.
         return room
 
     async def _prefill(
@@ -196,8 +225,12 @@ class ScriptedSglang(ScriptedServer):
         self.computed += len(history)
         await self._paused(self.script.transfer_s)
         room.sent.set()
+        self.sent_mb += 0.0 if self.hides_kv else len(history) / 1024
         choice = {"index": 0, "text": "", "token_ids": [token_after(history)]}
-        await writer.write(_event(self.model, choice | {"finish_reason": "length"}) + DONE)
+        event = _event(self.model, choice | {"finish_reason": "length"})
+        if parsed.wants_usage:
+            event += _usage(self.model, len(history), self.reused_tokens)
+        await writer.write(event + DONE)
         return writer.end()
 
     async def _decode(
@@ -265,6 +298,12 @@ async def _break(request: Request, writer: PieceWriter, fault: Fault, model: str
 def _event(model: str, choice: dict[str, Any]) -> bytes:
     event = {"id": "c0ffee", "object": "text_completion", "created": 7, "model": model}
     return sse(msgspec.json.encode(event | {"choices": [choice], "usage": None}))
+
+
+def _usage(model: str, tokens: int, cached: int) -> bytes:
+    usage = usage_of(tokens, 1, cached)
+    event = {"id": "c0ffee", "object": "text_completion", "created": 7, "model": model}
+    return sse(msgspec.json.encode(event | {"choices": [], "usage": usage}))
 
 
 def _refusal(message: str) -> Response:

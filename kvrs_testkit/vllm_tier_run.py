@@ -24,9 +24,10 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
+from kvrs.engines import proof
 from kvrs.protocol.row_params import PARAMS_FIELD, seal
 from kvrs.transfer.rows.client import RowClient
-from kvrs.vllm import adapters, ledger, node, proof, tier
+from kvrs.vllm import adapters, ledger, node, tier
 from kvrs.vllm.agents import KnownAgents
 
 ROW_BYTES = 4096

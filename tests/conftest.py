@@ -191,7 +191,8 @@ def sglang_servers(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Sglang
     from kvrs_testkit.sglang_servers import START_TIMEOUT_S, SglangServers, sglang_config
 
     nodes = {"n0": ("p0", "d0"), "n1": ("d1",)}
-    policy = {"recovery": {"role_wait_s": START_TIMEOUT_S}}  # The only prefill may die.
+    # The only prefill may die.
+    policy = {"recovery": dict.fromkeys(("wait_s", "role_wait_s"), START_TIMEOUT_S)}
     config = sglang_config(tmp_path_factory.mktemp("sglang"), nodes, policy=policy)
     with SglangServers(config, python) as servers:
         servers.start(*servers.names)

@@ -1,17 +1,21 @@
 """Which connection of a crowded port makes room for a new one."""
 
-from dataclasses import dataclass, field
+from kvrs.net.connections import ConnectionLimits, Connections, PortConnection
+from kvrs.protocol.secrets import Scope
 
-from kvrs.net.connections import ConnectionLimits, Connections
 
-
-@dataclass(eq=False)
-class Client:
-    name: str
-    closed: list[str] = field(repr=False)
-    address: str = "host"
-    scope: object | None = None
-    idle_since_s: float | None = 0.0
+class Client(PortConnection):
+    def __init__(
+        self,
+        name: str,
+        closed: list[str],
+        address: str = "host",
+        scope: Scope | None = None,
+        idle_since_s: float | None = 0.0,
+    ) -> None:
+        super().__init__(set())
+        self.name, self.closed = name, closed
+        self.address, self.scope, self.idle_since_s = address, scope, idle_since_s
 
     def abort(self) -> None:
         self.closed.append(self.name)
@@ -21,7 +25,7 @@ def test_the_stranger_that_is_idle_for_longest_makes_room() -> None:
     """One that has proved itself does so when no stranger is idle, and one with a request never."""
     port, closed = Connections(ConnectionLimits(4, 4)), list[str]()
     for client in (
-        Client("proved", closed, scope="peers", idle_since_s=1.0),
+        Client("proved", closed, scope=Scope.PROXY, idle_since_s=1.0),
         Client("later", closed, idle_since_s=3.0),
         Client("longest", closed, idle_since_s=2.0),
         Client("busy", closed, idle_since_s=None),

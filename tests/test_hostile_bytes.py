@@ -76,7 +76,7 @@ async def test_no_port_reads_a_pickle(opened: Opened, tmp_path: Path) -> None:
     pickle.loads(payload)
     canary.unlink()
     async with opened(tmp_path) as port:
-        for path in ("/v1/completions", "/kvrs/v1/leases", "/kvrs/v1/reload", "/generate"):
+        for path in ("/v1/completions", "/kvrs/v1/leases", "/kvrs/v1/reload"):
             for kind in ("application/json", "application/python-pickle"):
                 header = (
                     f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"

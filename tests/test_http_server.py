@@ -23,6 +23,11 @@ PATH = "/v1/completions"
 MUCH_BYTES = 1 << 18
 
 
+def connection_of(request: Request) -> HttpConnection:
+    assert isinstance(request.connection, HttpConnection)
+    return request.connection
+
+
 def post(body: bytes = b"{}", path: str = PATH, **headers: str) -> bytes:
     fields = {"Host": "x", "Content-Length": str(len(body))} | {
         name.replace("_", "-"): value for name, value in headers.items()
@@ -253,7 +258,7 @@ async def test_a_connection_is_read_on_when_requests_behind_another_are_answered
             while not port.served:
                 await asyncio.sleep(0.01)
             writer.write(20 * empty)
-            while len(port.served[0].connection._behind) < 20 * len(empty):
+            while len(connection_of(port.served[0])._behind) < 20 * len(empty):
                 await asyncio.sleep(0.01)
         port.release.set()
         found = await bodies(reader, 22)
@@ -489,7 +494,7 @@ async def test_a_body_that_nobody_reads_yet_fills_no_memory() -> None:
         port.server.routes.add("POST", "/later", later)
         answer = asyncio.create_task(answers(port.port, post(body, "/later")))
         async with asyncio.timeout(60):
-            while not port.served or not port.served[0].connection._is_paused:
+            while not port.served or not connection_of(port.served[0])._is_paused:
                 await asyncio.sleep(0.01)
         held = port.served[0].coming
         assert held is not None

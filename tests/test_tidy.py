@@ -72,7 +72,6 @@ PURE = {
     *(f"kvrs.{name}" for name in ("ids", "errors", "release_order", "sums")),
     *(f"kvrs.{name}" for name in ("protocol", "config", "core", "profiles")),
     "kvrs.process.private_files",
-    "kvrs.net.unfinished",
     *(
         f"kvrs.transfer.{name}"
         for name in (*("meter", "limiter", "send_faults", "store.book", "store.store_slots"),)
@@ -97,7 +96,7 @@ IMPURE_IMPORTS = {
 # Only the engine computes with tensors, only kvrs in vLLM and SGLang reads their rows, only the
 # cluster starts Ray, only the report draws.
 HOMES_OF_LIBRARIES = {
-    "torch": ["kvrs_engine.engine", "kvrs.sglang", "kvrs.vllm"],
+    "torch": ["kvrs_engine.engine", "kvrs.engines.proof", "kvrs.sglang", "kvrs.vllm"],
     "sglang": ["kvrs.sglang"],
     "vllm": ["kvrs.vllm"],
     "ray": ["kvrs_lab.cluster"],
@@ -176,13 +175,6 @@ def _imports(module: str, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]
                 pass
 
 
-def for_types(module: str) -> Iterator[ast.AST]:
-    """The statements below `if TYPE_CHECKING:`."""
-    for node in modules()[module].body:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            yield from node.body
-
-
 def is_within(module: str, packages: Iterable[str]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
@@ -205,12 +197,9 @@ def test_imports_point_down() -> None:
 
 
 def imported_modules() -> dict[str, set[str]]:
-    """The modules that each module imports, also inside functions. An import for types only is none
-    at run time.
-    """
+    """The modules that each module imports, also inside functions and for types alone."""
     return {
         module: {name for _, name in imports_of(module) if name in modules() and name != module}
-        - {name for _, name in _imports(module, for_types(module))}
         for module in modules()
     }
 

@@ -10,7 +10,7 @@ _EXAMPLES = {
     "agent": ["KVRS_SECRET=... kvrs agent --config kvrs.yaml --node n0"],
     "incidents": [
         "kvrs incidents events.jsonl",
-        "kvrs incidents events.jsonl 3 --what-if always_recompute",
+        "kvrs incidents events.jsonl --json | jq .losses",
     ],
     "top": [
         "kvrs top --config kvrs.yaml",

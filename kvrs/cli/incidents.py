@@ -1,38 +1,28 @@
-"""Incidents of an event log: its losses and decisions with their real cost, those near each other
-as one incident, and the choice of another policy at the same moments. Requests that were at fault
-themselves are no incidents.
+"""`kvrs incidents`: the losses and decisions of an event log with their real cost, decided again.
+Requests that were at fault themselves are no incidents.
 """
 
 import gzip
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from kvrs.cli.placements import placements
-from kvrs.config.policy import PolicyName
 from kvrs.core.books.prefill_scale import ENOUGH_PREFILLS
-from kvrs.core.event_log import Header, LogEntry, RecalledCaches, read, rerun
+from kvrs.core.event_log import Header, LogEntry, read, rerun
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.recovery import RecoveryPolicy
 from kvrs.core.rules.base import best_by_option
 from kvrs.errors import LogError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.process.logs import old_parts
 from kvrs.tables import show
-
-# Losses and decisions within this time of the last ones belong to the same incident.
-_APART_S = 2.0
 
 Moments = Callable[[float], dict[str, Any]]  # A time of the log as a document has it.
 
@@ -168,98 +158,7 @@ def _loss(entry: LogEntry) -> Loss | None:
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class Incident:
-    number: int  # From 1, in the order of the log.
-    at_s: float
-    losses: tuple[Loss, ...]
-    decisions: tuple[RecordedDecision, ...]
-
-    @property
-    def cause(self) -> str:
-        lost = [f"{each.instance} lost" for each in self.losses if each.stream is None]
-        broken = [f"failed at {each.instance}" for each in self.losses if each.stream is not None]
-        return ", ".join(dict.fromkeys(lost or broken or [each.cause for each in self.decisions]))
-
-    @property
-    def outcome(self) -> str:
-        given_up = sum(isinstance(each.action, act.GiveUp) for each in self.decisions)
-        back = sum(each.settled is not None for each in self.decisions)
-        open_ = len(self.decisions) - given_up - back
-        counts = {"back": back, "tried again or cut off": open_, "given up": given_up}
-        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-
-
-# The option and the prediction of another policy, by line of the log and stream, given all that
-# happened before. No option: it gives the stream up, or has it wait.
-OtherDecisions = dict[int, dict[str, dict[str, Any]]]
-
-
-def grouped(entries: Iterable[LogEntry]) -> list[Incident]:
-    """The incidents of a log: every loss and every decision is in one."""
-    groups: list[list[Loss | RecordedDecision]] = []
-    for each in incidents(entries):
-        if not groups or each.at_s > groups[-1][-1].at_s + _APART_S:
-            groups.append([])
-        groups[-1].append(each)
-    # A stream that is refused without a loss is overload, not an incident.
-    found = [group for group in groups if not all(map(_is_refusal, group))]
-    return [
-        Incident(
-            number,
-            group[0].at_s,
-            tuple(each for each in group if isinstance(each, Loss)),
-            tuple(each for each in group if isinstance(each, RecordedDecision)),
-        )
-        for number, group in enumerate(found, 1)
-    ]
-
-
-def _is_refusal(each: Loss | RecordedDecision) -> bool:
-    return isinstance(each, RecordedDecision) and isinstance(each.action, act.GiveUp)
-
-
-def what_if(
-    records: Sequence[Header | LogEntry], name: PolicyName, lines: set[int]
-) -> OtherDecisions:
-    """By line of the log: at that event, after everything before it as it was, this policy decides.
-
-    Raises:
-        LogError: the log begins in the middle.
-    """
-    found: OtherDecisions = {}
-    policy: RecoveryPolicy | None = None
-    header: Header | None = None
-    caches = RecalledCaches()
-    for record in records:
-        if isinstance(record, Header):
-            if record.part == 1:
-                policy, header = caches.policy_of(record), record
-            continue
-        if policy is None or header is None:
-            raise LogError("the log begins in the middle; allowed with --what-if: from part 1 on")
-        caches.recall(policy, record)
-        if isinstance(record.event, ev.SettingsReloaded):
-            header = replace(header, policy=record.event.policy, slo=record.event.slo)
-        if record.line in lines:
-            other = deepcopy(policy)
-            settings = header.policy.model_copy(update={"name": name})
-            # What is due by then is decided at the first of the two.
-            actions = other.handle(ev.SettingsReloaded(settings, header.slo), record.now_s)
-            actions += other.handle(record.event, record.now_s)
-            found[record.line] = {
-                each.stream: {
-                    "option": getattr(each, "option", None),
-                    "predicted_s": getattr(each, "predicted_s", None),
-                }
-                for each in reversed(actions)
-                if isinstance(each, act.Recovered | act.GiveUp)
-            }
-        policy.handle(record.event, record.now_s)
-    return found
-
-
-def explain_log(path: Path, *, as_json: bool = False) -> bool:
+def show_incidents(path: Path, *, as_json: bool = False) -> bool:
     """Print each loss and each decision of an event log, and whether the policy, given the same
     events, asks for the same again.
 
@@ -280,7 +179,7 @@ def explain_log(path: Path, *, as_json: bool = False) -> bool:
     difference = None if again is None else again.difference
     entries = [record for record in records if isinstance(record, LogEntry)]
     notes += _guesses(entries)
-    happened, moment = incidents(entries), _moments(entries, zero_s=0.0)
+    happened, moment = incidents(entries), _moments(entries)
     document = {
         "version": 1,
         "log": path.name,
@@ -300,7 +199,7 @@ def explain_log(path: Path, *, as_json: bool = False) -> bool:
         **placements(entries),
         "losses": [asdict(each) | moment(each.at_s) for each in happened if isinstance(each, Loss)],
         "decisions": [
-            _plain_decision(each, moment, {})
+            _plain_decision(each, moment)
             | {name: getattr(each, name) for name in ("action", "plan", "settled", "after_refusal")}
             for each in happened
             if isinstance(each, RecordedDecision)
@@ -308,40 +207,6 @@ def explain_log(path: Path, *, as_json: bool = False) -> bool:
     }
     show(document, as_json=as_json, hidden=("action", "plan", "settled", "option", "outcome"))
     return difference is None
-
-
-def show_incidents(
-    path: Path, number: int | None, policy: PolicyName | None, *, as_json: bool
-) -> None:
-    """Print all incidents, or one in detail.
-
-    Raises:
-        LogError: the log cannot be read, or has no incident of this number.
-    """
-    lines, notes = lines_of(path)
-    with _named(path):
-        records = [*read(lines)]
-        entries = [record for record in records if isinstance(record, LogEntry)]
-        found = grouped(entries)
-        if number is not None:
-            if not 1 <= number <= len(found):
-                allowed = f"1 to {len(found)}" if found else "none, since nothing was lost"
-                raise LogError(f"incident {number}: there is none; allowed: {allowed}")
-            found = [found[number - 1]]
-        notes += _guesses(entries)
-        asked = {each.line for incident in found for each in incident.decisions}
-        instead = {} if policy is None else what_if(records, policy, asked)
-    moment = _moments(entries, zero_s=entries[0].now_s if entries else 0.0)
-    plain = [_plain(each, moment, instead) for each in found]
-    is_list = as_json or number is None
-    document = {
-        "version": 1,
-        "log": path.name,
-        "notes": notes,
-        "what_if": policy,
-        "incidents": plain if is_list else plain[0],
-    }
-    show(document, as_json=as_json, hidden=("losses", "decisions") if is_list else ("option",))
 
 
 def _guesses(entries: Iterable[LogEntry]) -> Iterator[str]:
@@ -416,8 +281,8 @@ def _lines_of_file(path: Path) -> tuple[list[str], list[str]]:
     return lines, [cut] if rest else []
 
 
-def _moments(entries: Sequence[LogEntry], *, zero_s: float) -> Moments:
-    """Converts times of a log to seconds since `zero_s` and to UTC, to be laid beside records of
+def _moments(entries: Sequence[LogEntry]) -> Moments:
+    """Converts times of a log to UTC too, to be laid beside records of
     others; older logs have no wall clock.
     """
     first = next(iter(entries), None)
@@ -426,40 +291,14 @@ def _moments(entries: Sequence[LogEntry], *, zero_s: float) -> Moments:
     def moment(at_s: float) -> dict[str, Any]:
         utc = None if wall_zero_s is None else datetime.fromtimestamp(wall_zero_s + at_s, UTC)
         return {
-            "at_s": at_s - zero_s,
+            "at_s": at_s,
             "at_utc": utc and utc.isoformat(timespec="milliseconds"),
         }
 
     return moment
 
 
-def _plain(incident: Incident, moment: Moments, instead: OtherDecisions) -> dict[str, Any]:
-    decisions = [_plain_decision(each, moment, instead) for each in incident.decisions]
-    settled = [each.settled for each in incident.decisions if each.settled is not None]
-    return {
-        "id": incident.number,
-        **moment(incident.at_s),
-        "cause": incident.cause,
-        "outcome": incident.outcome,
-        "victims": len({each["stream"] for each in decisions}),
-        "decided": Counter(each["option"] for each in decisions),
-        "worst_s": max((each.real_s for each in settled), default=None),
-        "regret_s": sum(each.regret_s for each in settled) if settled else None,
-        "decided_otherwise": sum(map(_differs, decisions)) if instead else None,
-        "losses": [asdict(each) | moment(each.at_s) for each in incident.losses],
-        "decisions": decisions,
-    }
-
-
-def _differs(decision: dict[str, Any]) -> bool:
-    """True if the other policy takes another option, or does not decide for the stream then."""
-    other = decision["instead"]
-    return other is None or (other["option"] or "given up") != decision["option"]
-
-
-def _plain_decision(
-    each: RecordedDecision, moment: Moments, instead: OtherDecisions
-) -> dict[str, Any]:
+def _plain_decision(each: RecordedDecision, moment: Moments) -> dict[str, Any]:
     action, settled = each.action, each.settled
     back = "open" if settled is None else "back"
     return {
@@ -477,5 +316,4 @@ def _plain_decision(
         "regret_s": getattr(settled, "regret_s", None),
         "outcome": "given up" if isinstance(action, act.GiveUp) else back,
         "options": each.options,
-        "instead": instead.get(each.line, {}).get(action.stream),
     }

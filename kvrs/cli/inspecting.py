@@ -9,26 +9,17 @@ import typer
 import kvrs.cli.options as opt
 from kvrs.cli.common import console
 from kvrs.config.commented import flow
-from kvrs.config.policy import PolicyName
 from kvrs.config.tenants import check_name, key_hash
 
 
 def incidents(
     log: Annotated[Path, typer.Argument(help="A proxy's event log (proxy.event_log)")],
-    number: Annotated[int | None, typer.Argument(metavar="ID", help="One, in detail")] = None,
-    what_if: Annotated[
-        PolicyName | None,
-        typer.Option(
-            metavar=opt.POLICY,
-            help=f"What this policy would have decided at each moment: {opt.POLICIES}",
-        ),
-    ] = None,
     as_json: opt.Json = False,
 ) -> None:
-    """List the incidents of an event log: cause, victims, decisions, outcome, regret."""
+    """Show the losses and decisions of an event log, and decide them again."""
     from kvrs.cli.incidents import show_incidents
 
-    show_incidents(log, number, what_if, as_json=as_json)
+    raise typer.Exit(0 if show_incidents(log, as_json=as_json) else 1)
 
 
 def key(tenant: Annotated[str, typer.Argument(help="Name of the tenant")]) -> None:

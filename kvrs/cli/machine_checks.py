@@ -127,7 +127,7 @@ def _memory(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
     wanted, free = pages, free_bytes()
     if answer.state is None:
         proxy = config.proxy
-        wanted += proxy.body_budget_bytes + proxy.unfinished_body_bytes + proxy.mirror_bytes
+        wanted += proxy.body_budget_bytes + proxy.mirror_bytes
     value = f"{free:,} bytes can be given"
     if free >= wanted:
         yield good("memory", value)

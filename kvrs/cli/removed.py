@@ -11,7 +11,11 @@ REMOVED = {
     "top": {
         "--json": "GET /kvrs/v1/overview of the admin port has it",
     },
+    "incidents": {
+        "--what-if": "kvrs lab simulate and compare ask other policies",
+    },
     "lab explain": {
+        "--log": "kvrs incidents FILE",
         "--budget-s": _QUESTION,
         "--checkpoint-at": _QUESTION,
         "--correct": _QUESTION,

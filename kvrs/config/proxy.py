@@ -110,10 +110,8 @@ class ProxySettings(Settings):
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     """A request with a larger body gets 413."""
     body_budget_bytes: int = Field(default=512 << 20, ge=2048)
-    """Memory for the requests of all clients that are open, at least twice `max_body_bytes`. Beyond
-    it new requests get 503 with Retry-After. A quarter as much is for bodies above 64 kB of which
-    the end has not come: beyond it those that make least progress get 408; the only one is never
-    cut.
+    """Memory for the requests of all clients that are open, and for bodies as they come, at least
+    twice `max_body_bytes`. Beyond it new requests get 503 with Retry-After.
     """
     max_streams: int = Field(default=4096, ge=1)
     """Beyond it new requests get 503 with Retry-After. At most a quarter of the descriptors."""
@@ -133,8 +131,8 @@ class ProxySettings(Settings):
     token waits for half of it on average, first tokens for none. 0: each token as it comes.
     """
     event_log: str | None = None
-    """A file for the policy's events and actions as JSON lines, to replay an incident (`kvrs
-    explain --log`).
+    """A file for the policy's events and actions as JSON lines, to look back at an
+    incident (`kvrs incidents FILE`).
     """
     peer_host: Host = "127.0.0.1"
     """Address the port for the other proxies listens on."""
@@ -182,11 +180,6 @@ class ProxySettings(Settings):
                     f"{own['workers']}; allowed: an entry with these, or none"
                 )
         return [peer for peer in peers if peer.id != own["id"]]
-
-    @property
-    def unfinished_body_bytes(self) -> int:
-        """Memory for bodies above 64 kB of which the end has not come."""
-        return self.body_budget_bytes // 4
 
     @property
     def names(self) -> list[str]:

@@ -47,7 +47,7 @@ REMOVED = {
     "proxy.idle_timeout_s": "an idle connection of a client is closed after 620 s",
     "proxy.keep_alive_s": "a silent stream gets a comment every 10 s",
     "proxy.numbered_peers": "name all proxies in proxy.peers; a proxy leaves its own entry out",
-    "proxy.unfinished_body_bytes": "set proxy.body_budget_bytes, of which it is a quarter",
+    "proxy.unfinished_body_bytes": "an unfinished body takes of proxy.body_budget_bytes",
     "proxy.unknown_fields": "leave the fields out at the client, or have a gateway remove them",
     "proxy.write_timeout_s": "a client may read nothing for 30 s",
     "speculation.when": "set speculation.source: draft, and speculation.draft",

@@ -66,8 +66,9 @@ class CallFault(Enum):
 
 class Attempt(Generic[S]):
     __slots__ = (
-        *("_chosen", "_computes_at", "_control", "_is_reported", "_produced_before", "_waits_for"),
-        *("computes", "failed_at", "has_resumed", "is_whole", "live", "number", "plan"),
+        *("_chosen", "_computes_at", "_control", "_is_reported", "_produced_before"),
+        *("_reused_tokens", "_waits_for", "computes", "failed_at", "has_resumed", "is_whole"),
+        *("live", "number", "plan"),
     )
 
     def __init__(self, control: Control[S], live: S, plan: act.Plan) -> None:
@@ -83,6 +84,7 @@ class Attempt(Generic[S]):
         # the output belongs to that.
         self.computes: InstanceId | None = None
         self._produced_before = 0
+        self._reused_tokens: int | None = None  # Of that history; None: not told.
         # Instances whose silence is that of the call, those of them that compute a prompt for it,
         # and the prediction of the attempt.
         self._waits_for: tuple[Member, ...] = ()
@@ -233,12 +235,24 @@ class Attempt(Generic[S]):
         control, live, computes = self._control, self.live, self.computes
         if computes is not None:
             self.computes = None
-            prompt_tokens = len(live.journal.prompt_ids or ())
-            self._computed(computes, prompt_tokens + self._produced_before, None, now_s)
+            self._computed(computes, self._history_tokens, self._reused_tokens, now_s)
         needs_replay, promise = bool(live.journal.replayed), live.journal.promise
         control.tell(ev.StreamResumed(live.id, self.number, needs_replay, promise), now_s)
         if live.copies:
             control.checkpoints.resumed(live, now_s)
+
+    def found(self, reused_tokens: int, now_s: float) -> None:
+        """The prefill that was called together with decode has ended, and had so many tokens in its
+        prefix cache. Its end may come before the first token, and after it.
+        """
+        self._reused_tokens = reused_tokens
+        if self.computes is None and self.is_current:
+            event = ev.PrefillDone(self.live.id, self.number, self._history_tokens, reused_tokens)
+            self._control.tell(event, now_s)
+
+    @property
+    def _history_tokens(self) -> int:
+        return len(self.live.journal.prompt_ids or ()) + self._produced_before
 
     def blame_hand_off(self) -> None:
         """The decode instance takes the prefill instance's answer for the cause of its error."""

@@ -126,8 +126,7 @@ class Ledger:
     ) -> None:
         """The instance has the KV of the attempt's history: learn from it, and note where it is."""
         tokens, reused = event.history_tokens, event.reused_tokens
-        if reused is not None and stream.attempt.option is Option.START:
-            self._note_found(stream, member, tokens, reused, now_s)
+        self.note_found(stream, member, event, now_s)
         if member.guess is not None and self.prefill_scale.done(
             member, stream.id, tokens, now_s, reused or 0
         ):
@@ -143,10 +142,13 @@ class Ledger:
         if has_whole and (member.retains or member.caches):
             self.kv_locations.retain(stream, member, tokens // member.page_size_tokens)
 
-    def _note_found(
-        self, stream: Stream, member: Member, tokens: int, found: int, now_s: float
+    def note_found(
+        self, stream: Stream, member: Member, event: ev.PrefillDone, now_s: float
     ) -> None:
-        """The instance, or the agent from which it has loaded, had so much of the prompt."""
+        """The instance, or the agent from which it has loaded, had so much of a new prompt."""
+        tokens, found = event.history_tokens, event.reused_tokens
+        if found is None or stream.attempt.option is not Option.START:
+            return
         view, plan, length = self.view, stream.attempt.plan, max(1, stream.prompt_tokens)
         view.prefixes.count(member, tokens, found)
         # The length was perhaps a guess.

@@ -119,11 +119,16 @@ class Steps:
     # Its attempt progresses.
 
     def _note_prefill(self, stream: Stream, event: ev.PrefillDone, now_s: float) -> None:
-        """Note the KV of a call that does both stages, or of a prompt that decode got as text."""
+        """Note the KV of a call that does both stages, or of a prompt that decode got as text; or
+        what the prefill of two calls at once had in its cache.
+        """
         attempt = stream.attempt
         assert attempt.runs_on is not None, stream
         if not attempt.resumed:
             self._ledger.prefilled(stream, attempt.runs_on, event, now_s)
+        elif attempt.plan is not None and attempt.plan.prefill in self._ledger.view.members:
+            prefill = self._ledger.view.members[attempt.plan.prefill]
+            self._ledger.note_found(stream, prefill, event, now_s)
 
     def _hand_off(self, stream: Stream, event: ev.PrefillDone, now_s: float) -> None:
         """To the decode instance of the plan, which may be a new epoch by now, or to another one

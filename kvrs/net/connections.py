@@ -1,9 +1,12 @@
 """A port's limit of connections, and the choice of the one that is closed in favour of another."""
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from kvrs.process.descriptors import descriptors_left
+from kvrs.protocol.secrets import Scope
 
 _MAX_CONNECTIONS = 8192
 _PAGE_PORT = 512  # Connections of peers and strangers there.
@@ -25,16 +28,30 @@ class ConnectionLimits:
         return cls(total, max(1, total * 3 // 4))
 
 
-class Counted(Protocol):
-    """A connection; `scope` is what its client has proved, None for a stranger."""
+class PortConnection(asyncio.Protocol):
+    """A connection of a port, as those that limit it and the handlers of its requests use it.
 
-    idle_since_s: float | None  # None: it has a request.
+    `scope` is what its client has proved, None for a stranger. `room_changed` is called with
+    whether the client reads as fast as is written to it. `watches` are the port's tasks of watches.
+    """
 
-    @property
-    def address(self) -> str: ...
-    @property
-    def scope(self) -> object | None: ...
-    def abort(self) -> None: ...
+    __slots__ = ("address", "idle_since_s", "room_changed", "scope", "transport", "watches")
+
+    def __init__(self, watches: set[asyncio.Task[Any]]) -> None:
+        self.address = ""
+        self.idle_since_s: float | None = None  # None: it has a request.
+        self.room_changed: Callable[[bool], None] | None = None
+        self.scope: Scope | None = None
+        self.transport: asyncio.Transport | None = None
+        self.watches = watches
+
+    def abort(self) -> None:
+        """End it at once."""
+        raise NotImplementedError
+
+    def want_body(self) -> None:
+        """The handler of its request reads the body now."""
+        raise NotImplementedError
 
 
 class Connections:
@@ -46,9 +63,9 @@ class Connections:
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._of_address: dict[str, int] = {}
-        self._open: dict[Counted, None] = {}
+        self._open: dict[PortConnection, None] = {}
 
-    def admit(self, connection: Counted) -> bool:
+    def admit(self, connection: PortConnection) -> bool:
         address = connection.address
         crowded = self._of_address.get(address, 0) >= self._limits.per_address
         if crowded or len(self._open) >= self._limits.total:
@@ -60,7 +77,7 @@ class Connections:
         self._of_address[address] = self._of_address.get(address, 0) + 1
         return True
 
-    def _most_idle(self, address: str | None) -> Counted | None:
+    def _most_idle(self, address: str | None) -> PortConnection | None:
         """The one that is idle for longest, strangers first; `address`: of this one only."""
         idle = [
             (each.scope is not None, each.idle_since_s, number, each)
@@ -78,7 +95,7 @@ class Connections:
         for connection in list(self._open):
             connection.abort()
 
-    def forget(self, connection: Counted) -> None:
+    def forget(self, connection: PortConnection) -> None:
         if connection not in self._open:
             return
         del self._open[connection]

@@ -255,7 +255,7 @@ def watch_interval_s(request: Request) -> float:
 @contextmanager
 def watching(request: Request) -> Iterator[None]:
     """A watch stream, which `Routes.cut_watches` ends."""
-    task, watches = asyncio.current_task(), request.connection.server.routes.watches
+    task, watches = asyncio.current_task(), request.connection.watches
     assert task is not None
     watches.add(task)
     try:

@@ -10,7 +10,6 @@ that they found, which may be of a prompt or a key.
 
 import asyncio
 import re
-import sys
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
@@ -289,11 +288,6 @@ class Body:
     @property
     def is_over(self) -> bool:
         return self.is_whole or self.is_broken
-
-    @property
-    def held_bytes(self) -> int:
-        """With the buffer's room for more."""
-        return self.received_bytes + sys.getsizeof(self._small) - len(self._small)
 
     def feed(self, data: bytes) -> bytes:
         """Take what belongs to the body; return what is behind it. Nothing is behind a broken

@@ -8,20 +8,18 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from http.client import responses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp.helpers import rfc822_formatted_time
 from multidict import CIMultiDictProxy
 
 from kvrs.errors import RequestError
+from kvrs.net.connections import PortConnection
 from kvrs.net.http_request import BROKEN_BODY, Body, HttpRefusal
 from kvrs.process.eager_task import Signal
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.openai.structure import BYTE_ORDER_MARK
-
-if TYPE_CHECKING:
-    from kvrs.net.server import HttpConnection
 
 SERVER = "kvrs"  # In every response, without versions.
 JSON = "application/json"
@@ -45,7 +43,7 @@ class Request(msgspec.Struct, eq=False):
     body: bytes
     coming: Body | None
     remote: str
-    connection: "HttpConnection"
+    connection: PortConnection
     route: str  # The path as it is served, which a client cannot make up.
     parameters: Mapping[str, str]  # Parts of the path.
     expects: bool  # The client sends its body when it is told to go on.

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from aiohttp.tcp_helpers import tcp_keepalive
 
-from kvrs.net.connections import ConnectionLimits, Connections
+from kvrs.net.connections import ConnectionLimits, Connections, PortConnection
 from kvrs.net.http_request import (
     Body,
     BrokenRequestError,
@@ -38,7 +38,7 @@ from kvrs.process.eager_task import EagerTask
 from kvrs.process.large_work import LARGE_BYTES
 from kvrs.protocol.openai.structure import BYTE_ORDER_MARK
 from kvrs.protocol.proof import NONCE_BYTES, ProofError, ServerProof
-from kvrs.protocol.secrets import Scope, ScopedKey
+from kvrs.protocol.secrets import ScopedKey
 
 log = logging.getLogger(__name__)
 
@@ -206,24 +206,18 @@ async def listen(
     return await loop.create_server(protocol, host, port, backlog=_BACKLOG, reuse_port=shared)
 
 
-class HttpConnection(asyncio.Protocol):
-    """A connection of a port. `scope` is the one of which the client has proved the key.
-    `room_changed` is called with whether its client reads as fast as is written to it.
-    """
+class HttpConnection(PortConnection):
+    """A connection of a port for HTTP; `scope` is that of which its client has proved the key."""
 
     __slots__ = (
         *("_abort", "_behind", "_body", "_is_full", "_is_over", "_is_paused", "_is_wanted"),
         *("_line", "_proof", "_reader", "_request", "_waits", "_work"),
-        *("address", "idle_since_s", "room_changed", "scope", "server", "transport"),
+        "server",
     )
 
     def __init__(self, server: HttpServer) -> None:
-        self.address = ""
-        self.room_changed: Callable[[bool], None] | None = None
-        self.transport: asyncio.Transport | None = None
-        self.idle_since_s: float | None = None  # None: it has a request.
+        super().__init__(server.routes.watches)
         self.server = server
-        self.scope: Scope | None = None
         self._proof: ServerProof | None = None
         if server.keys:
             self._proof = ServerProof(server.keys, secrets.token_bytes(NONCE_BYTES))

@@ -95,16 +95,6 @@ class ProfileLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: TransferTime
 
 
-class PageTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Page bytes out of the KV pool into host memory (`save`), and from there into the pool
-    (`load`).
-    """
-
-    page_bytes: Positive
-    save: TransferTime
-    load: TransferTime
-
-
 class ModelLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time to load the weights into the GPU: an estimate, since no source measured it."""
 
@@ -131,10 +121,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     geometry_source: Text | None = None
     decode: DecodeFit | DecodeRows | None = None
     load: ModelLoad | None = None
-    pages: PageTimes | None = None
     # Of the engine at each step, beside what the tables have: to schedule, sample and send.
     engine_step_s: Seconds = 0.0
-    links: list[ProfileLink] = []
 
 
 def faults(profile: Profile) -> Iterator[str]:

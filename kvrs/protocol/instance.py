@@ -21,7 +21,8 @@ from kvrs.protocol.stages import RestartReport, StageInfo, StageLent
 # Within one start of the process an instance's epoch rises with every fence, and where a stage can
 # be restarted with every restart.
 EPOCHS_PER_START = 1 << 20
-# In `vllm_xargs`: the ids with which the output is to begin (`kvrs/vllm/replay.py`).
+# In `vllm_xargs`, or SGLang's `custom_params`: the ids with which the output is to begin
+# (`kvrs/vllm/replay.py`, `kvrs/sglang/replay.py`).
 REPLAY_KEY = "kvrs_replay"
 _MOST = (1 << 63) - 1  # What page frames can carry, and msgspec can compare.
 

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import groupby, takewhile
 from typing import NamedTuple
 
+from kvrs.engines.proof import RowProofs
 from kvrs.sglang.region import PageRegion
 from kvrs.transfer.rows.client import RowClient
 
@@ -36,20 +37,35 @@ class Pages:
     """The region of this server, and clients of agents."""
 
     def __init__(
-        self, region: PageRegion, agents: Sequence[RowClient], lookup_s: float, load_s: float
+        self,
+        region: PageRegion,
+        agents: Sequence[RowClient],
+        proofs: RowProofs,
+        lookup_s: float,
+        load_s: float,
     ) -> None:
         """`agents`: that of the own node first; of several that hold a page the first one gives
         it.
         """
-        self.region, self._agents = region, agents
+        self.region, self._agents, self.proofs = region, agents, proofs
         self._lookup_s, self._load_s = lookup_s, load_s
         self._threads = ThreadPoolExecutor(
             _CALLERS * max(1, len(agents)), thread_name_prefix="kvrs-pages"
         )
 
     def count(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the first pages are held somewhere."""
-        return len([*takewhile(bool, self._holders(keys))])
+        """Return how many of the first pages are held somewhere, but for a last one that is to be
+        proved: SGLang computes it.
+        """
+        holders = [*takewhile(bool, self._holders(keys))]
+        agent = holders[-1] if holders else None
+        if not isinstance(agent, RowClient):
+            return len(holders)
+        at = self.proofs.leave_out([True] * len(holders))
+        if at is None:
+            return len(holders)
+        self.proofs.fetch(keys[at], keys[at], self.region.row_bytes, agent, self._load_s)
+        return at
 
     def load(self, keys: Sequence[bytes], use: Callable[[int, memoryview], object]) -> LoadedPages:
         """Let `use` read pages, each with its place among the keys, until one is not to be had.

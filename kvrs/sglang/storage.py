@@ -26,6 +26,7 @@ from sglang.srt.runtime_context import get_memory, get_server_args
 
 from kvrs.engines.guard import Switch, guarded
 from kvrs.engines.place import EnginePlace, namespace_of
+from kvrs.engines.proof import RowProofs
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.process.memory import free_bytes
 from kvrs.protocol.rows import RegionInfo
@@ -115,7 +116,9 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
         agents = [own, *[*others.values()][:MAX_ASKED]]
         link = place.link(info, region.memory, region.ledger, options.lookup_s)
         link.start()
-        return link, Pages(region, agents, options.lookup_s, options.load_s)
+        # What is no number of its own, such as bytes of fp8, is not compared.
+        proofs = RowProofs(pool.dtype if pool.dtype.is_floating_point else None)
+        return link, Pages(region, agents, proofs, options.lookup_s, options.load_s)
 
     def _let_go(self) -> None:
         if (pages := self._pages) is not None:
@@ -203,12 +206,23 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
     def _store(self, keys: Sequence[str], page: Callable[[int], Any]) -> None:
         if self._pages is None:
             return
+        self._prove(self._pages, keys, page)
         for at, key in enumerate(_at_agents(keys)):
 
             def fill(row: memoryview, at: int = at) -> None:
                 torch.frombuffer(row, dtype=torch.uint8).copy_(_numbers(page(at)))
 
             self._pages.region.put(key, fill)
+
+    def _prove(self, pages: Pages, keys: Sequence[str], page: Callable[[int], Any]) -> None:
+        """Compare the page that was left out, if it is among those that are computed now."""
+        if (due := pages.proofs.due(_at_agents(keys))) is None:
+            return
+        at, theirs = due
+        ours = bytearray(len(theirs))
+        torch.frombuffer(ours, dtype=torch.uint8).copy_(_numbers(page(at)))
+        if pages.proofs.differ(ours, theirs):
+            self.switch.turn_off("a page of an agent is not what this server computes")
 
     @guarded(int)
     def _load(self, keys: Sequence[str], use: Callable[[int, memoryview], None]) -> int:

@@ -13,9 +13,9 @@ from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.kv_offload.file_mapper import FileMapper
 
+from kvrs.engines import proof
 from kvrs.engines.fingerprint import weights_of
 from kvrs.errors import KvrsError
-from kvrs.vllm import proof
 
 FORMAT = 1  # Rises where the meaning of a row changes.
 # Settings of the cache by which rows of one size have other contents.

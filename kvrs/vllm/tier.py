@@ -29,13 +29,13 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadPolicy, Request
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvrs.engines.guard import Switch, guarded
+from kvrs.engines.proof import RowProofs
 from kvrs.protocol.row_params import PARAMS_FIELD
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.link import RegionLink
 from kvrs.vllm import adapters, ledger, node
 from kvrs.vllm.adapters import BASE, LoraAdapter
 from kvrs.vllm.agents import KnownAgents
-from kvrs.vllm.proof import RowProofs
 
 log = logging.getLogger(__name__)
 

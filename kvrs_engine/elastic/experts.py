@@ -169,10 +169,6 @@ class TileHistory:
         self._noted_s = 0.0
         self.tiles: list[list[float]] = []  # As `Tiles`.
 
-    def resume(self, tiles: Tiles, now_s: float) -> None:
-        """Go on from what was counted elsewhere, as old as if it was now."""
-        self.tiles, self._noted_s = [[*own] for own in tiles], now_s
-
     def note(self, more: Tiles, now_s: float) -> None:
         """`more`: since the last time, of as many layers and experts as ever."""
         kept = 0.5 ** ((now_s - self._noted_s) / self._half_life_s) if self.tiles else 0.0

@@ -32,7 +32,6 @@ from kvrs.text.output import load_tokenizer
 from kvrs.text.pieces import TokenPieces
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.send_faults import SendingFaults
-from kvrs.transfer.store.directory import store_directory
 from kvrs_engine.engine.anchored import AnchoredMemory, AnchoredPool
 from kvrs_engine.engine.chat import load_chat_template
 from kvrs_engine.engine.core import EngineCore
@@ -43,7 +42,6 @@ from kvrs_engine.engine.page_port import InstancePlace
 from kvrs_engine.engine.rank_reports import RankReports, loans_of
 from kvrs_engine.engine.ranks.group import RankGroup, describe_ranks
 from kvrs_engine.engine.ranks.nodes import RanksOnNodes
-from kvrs_engine.engine.ranks.routed_notes import RoutingNotes
 from kvrs_engine.engine.ranks.settings import layout_of
 from kvrs_engine.engine.ranks.spread import PrefillShares
 from kvrs_engine.engine.requests import Vocabulary
@@ -115,10 +113,6 @@ class LoadedModel:
             worker = RanksOnNodes(config, node.id, settings, layout, secret, epoch)
         else:
             worker = RankGroup(directory, engine, layout, config.elastic, LOOKAHEAD_TOKENS)
-            if (loads := worker.reformer.loads) is not None:
-                store = store_directory(config.backup.directory, secret, node.id)
-                notes = RoutingNotes(store, instance_id)
-                loads.keep(notes, worker.fingerprint, time.monotonic())
         reads = layout is None or bool(settings.own_stages)  # Hosts read at that pace themselves.
         left_s = Pace(pace).load_s if reads and pace is not None else 0.0
         if engine.disk_bytes_per_s is None:
@@ -205,10 +199,7 @@ class EngineInstance(ServedInstance):
             kept.note_prefill(prefill)
             kept.adopt(pages, time.monotonic() + config.transfer.lease_s)
         fetcher, self.checkpointer = self.port.attach(
-            pages,
-            self.worker.pool,
-            released=lambda: self.core.wake(),
-            place=None if kept is None else kept.first_page,
+            pages, self.worker.pool, released=lambda: self.core.wake()
         )
         # One in each stage of a pipeline.
         depth = 1 if self.ranks is None else len(self.ranks.full.stages)

@@ -1,8 +1,7 @@
 """`kvrs profile`: measure an engine on this machine, into a profile file.
 
-Prefill in two dimensions, decode by batch and context, page bytes out of and into the KV pool, and
-the page port over loopback. KV that is only read by a measurement is left as it is: the time of a
-step does not depend on what it holds.
+Prefill in two dimensions, decode by batch and context. KV that is only read by a measurement is
+left as it is: the time of a step does not depend on what it holds.
 """
 
 import os
@@ -18,7 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -28,14 +26,10 @@ from kvrs.errors import ConfigError
 from kvrs.profiles.schema import (
     DecodeRows,
     ModelLoad,
-    PageTimes,
     PrefillRows,
     Profile,
-    ProfileLink,
-    TransferTime,
 )
 from kvrs.profiles.writing import faults_of_out, write_profile
-from kvrs_engine.engine.profiler_links import measure_link
 from kvrs_engine.engine.random_model import write_tiny_model
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
@@ -44,7 +38,6 @@ NEW_INTERVALS = 8
 CACHED_INTERVALS = 4
 CONTEXT_INTERVALS = 4
 DEFAULT_LONGEST_TOKENS = 1024
-PAGE_COUNTS = (1, 4, 16, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +117,7 @@ def _measure(options: ProfileOptions, model: Path, console: Console) -> Profile:
         console=console,
     ) as bar:
         rig = _Rig(worker, options, longest, bar)
-        prefill, decode, pages, link = rig.prefill(), rig.decode(), rig.pages(), rig.link()
+        prefill, decode = rig.prefill(), rig.decode()
     weight_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     load = ModelLoad(
         weight_bytes=weight_bytes,
@@ -136,8 +129,6 @@ def _measure(options: ProfileOptions, model: Path, console: Console) -> Profile:
         prefill=prefill,
         decode=decode,
         load=load,
-        pages=pages,
-        links=[link],
     )
 
 
@@ -147,7 +138,7 @@ def _engine_settings(options: ProfileOptions) -> EngineSettings:
     prefill_pages, decode_pages = -(-2 * longest // size), options.max_batch * -(-longest // size)
     return EngineSettings(
         page_size_tokens=size,
-        pages=max(prefill_pages, decode_pages, PAGE_COUNTS[-1]),
+        pages=max(prefill_pages, decode_pages),
         max_batch_tokens=options.max_batch_tokens,
         max_running=options.max_batch,
         max_model_len=2 * longest,
@@ -240,55 +231,6 @@ class _Rig:
         rows = _in_rows(self._medians("decode (batch by context)", cells), len(contexts))
         return DecodeRows(batches=batches, contexts=contexts, rows=rows)
 
-    def pages(self) -> PageTimes:
-        """Save: out of the pool, as before pages are sent or checkpointed. Load: into it, as after
-        they were received.
-        """
-        pool, host = self._worker.pool, bytearray(self._worker.geometry.page_bytes)
-
-        def save(count: int) -> None:
-            staged = pool.stage(range(count))
-            staged.begin_save()
-            staged.wait()
-            for view in staged.views:
-                host[:] = view
-            staged.free()
-
-        def load(count: int) -> None:
-            staged = pool.stage(range(count))
-            for view in staged.views:
-                view[:] = host
-            staged.begin_restore(count)
-            staged.wait()
-            staged.free()
-
-        # On a GPU the first use of buffers pins them.
-        save(PAGE_COUNTS[-1])
-        cells = [partial(_timed, move, count) for move in (save, load) for count in PAGE_COUNTS]
-        size = self._worker.geometry.page_bytes
-        saved, loaded = (
-            fit_transfer(
-                [(count * size, seconds) for count, seconds in zip(PAGE_COUNTS, times, strict=True)]
-            )
-            for times in _in_rows(self._medians("pages (save and load)", cells), len(PAGE_COUNTS))
-        )
-        return PageTimes(page_bytes=size, save=saved, load=loaded)
-
-    def link(self) -> ProfileLink:
-        done = self._stage("link (pages over loopback)", len(PAGE_COUNTS))
-        points = measure_link(
-            self._worker.geometry.page_bytes, PAGE_COUNTS, self._options.repeats, done
-        )
-        return ProfileLink(
-            label="loopback",
-            gpu="none",
-            scope="loopback",
-            kind="measured",
-            source=f"kvrs page port between two processes of one machine, {PAGE_COUNTS[0]} to "
-            f"{PAGE_COUNTS[-1]} pages at a time",
-            transfer=fit_transfer(points),
-        )
-
     def _prefill(self, cached: int, new: int) -> float:
         assert new >= 1, "a step without a token takes no time at all"
         pages = range(-(-(cached + new) // self._size))
@@ -340,12 +282,6 @@ class _Rig:
         return lambda: self._bar.advance(task)
 
 
-def _timed(move: Callable[[int], None], count: int) -> float:
-    started_s = time.perf_counter()
-    move(count)
-    return time.perf_counter() - started_s
-
-
 def _in_rows(values: Sequence[float], width: int) -> list[list[float]]:
     return [list(values[start : start + width]) for start in range(0, len(values), width)]
 
@@ -359,20 +295,3 @@ def _doubling(largest: int) -> list[int]:
     while sizes[-1] * 2 < largest:
         sizes.append(sizes[-1] * 2)
     return [*sizes, largest]
-
-
-def fit_transfer(points: Sequence[tuple[int, float]]) -> TransferTime:
-    """`alpha + bytes / rate` through (bytes, seconds), by least relative squares, so that short
-    transfers count too.
-
-    Where noise would make either of them negative, the rate is that of the largest transfer and the
-    start is free.
-    """
-    sizes, times_s = np.array(points, dtype=float).T
-    weights = 1.0 / np.maximum(times_s, 1e-9)
-    columns = np.stack([weights, weights * sizes], axis=1)
-    alpha_s, slope = map(float, np.linalg.lstsq(columns, weights * times_s)[0])
-    if slope > 0 and alpha_s >= 0:
-        return TransferTime(alpha_s=alpha_s, bytes_per_s=1 / slope)
-    largest, longest_s = max(points)
-    return TransferTime(alpha_s=0.0, bytes_per_s=largest / max(longest_s, 1e-9))

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from kvrs.net.connections import PortConnection
 from kvrs.net.http import error
 from kvrs.net.routes import Request, Response
-from kvrs.net.server import HttpConnection
 
 Serve = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -16,7 +16,7 @@ Serve = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 class _TakenOver(asyncio.Protocol):
     """Passes what comes to aiohttp's server, and the end to the connection too, which counts."""
 
-    def __init__(self, connection: HttpConnection, server: RequestHandler) -> None:
+    def __init__(self, connection: PortConnection, server: RequestHandler) -> None:
         self._connection = connection
         self._server = server
 
@@ -29,7 +29,7 @@ class _TakenOver(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._server.resume_writing()
 
-    def connection_lost(self, exc: BaseException | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self._server.connection_lost(exc)
         self._connection.connection_lost(exc)
 

@@ -28,6 +28,5 @@ EXAMPLES = {
     "explain": [
         "kvrs lab explain --profile opt-13b-a100-kvrs-seed --prompt-tokens 1477 "
         "--bandwidth 25Gbit/s",
-        "kvrs lab explain --log events.jsonl",
     ],
 }

@@ -19,20 +19,14 @@ def explain(
     queue_depth: opt.QueueDepth = 0.0,
     checkpoint_tokens: opt.CheckpointTokens = 0,
     prefix_cache: opt.PrefixCache = False,
-    log: opt.Log = None,
     as_json: base.Json = False,
 ) -> None:
     """Show one recovery decision, all options with their terms; or when loading beats computing."""
     given = locals()
-    from kvrs.cli.incidents import explain_log
     from kvrs_lab.explain.questions import break_even_document, decision_document
 
-    if log is not None:
-        _refuse_unused(ctx, "with --log", ("as_json", "log"))
-        raise typer.Exit(0 if explain_log(log, as_json=as_json) else 1)
     if prompt_tokens is None:
-        instead = "--log with an event log instead"
-        raise ConfigError(f"--prompt-tokens: missing; allowed: a value, or {instead}")
+        raise ConfigError("--prompt-tokens: missing; allowed: a whole number")
     if profile is None:
         _refuse_unused(ctx, "without --profile", ("as_json", "prompt_tokens"))
         show(break_even_document(prompt_tokens), as_json=as_json)

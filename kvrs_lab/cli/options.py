@@ -185,7 +185,3 @@ CheckpointTokens = Annotated[
 PrefixCache = Annotated[
     bool, typer.Option("--prefix-cache", help="vLLM: no pages come from other instances")
 ]
-Log = Annotated[
-    Path | None,
-    typer.Option(help="Or a proxy's event log: show its incidents, decide them again"),
-]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvrs.config.file import parse_config
-from kvrs.errors import ConfigError, TransferError
+from kvrs.errors import ConfigError
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.parameters import Parameters
 from kvrs.ids import NodeId, StreamId
@@ -204,29 +204,6 @@ async def test_injected_faults_affect_what_the_agent_sends(tmp_path: Path) -> No
 
     assert (hit.full_pages, hit.error) == (0, "checksum of page 0 is wrong")
     assert whole.full_pages == 3
-
-
-async def test_engines_of_two_models_do_not_share_an_agent(tmp_path: Path) -> None:
-    """The second one is accepted once nothing is reserved any more."""
-    config = parse_config(document(tmp_path))
-    async with (
-        running(config),
-        session(config) as client,
-        Engine(config) as first,
-        Engine(config, fingerprint="other") as second,
-    ):
-        await first.offer("s", 2)
-        await first.store("s", 0, tags(1, 2))
-        with pytest.raises(TransferError, match="fingerprints differ"):
-            await second.offer("t", 2)
-        await ask(client, "/kvrs/v1/leases", LeaseAnswer, LeaseUpdate(lease_s=30, release=[S]))
-
-        assert (await second.offer("t", 2)) == HeldPages(StoreCode.OK, 0)
-        with pytest.raises(TransferError, match="fingerprints differ"):
-            await first.offer("s", 2, attempt=2)
-        report = await ask(client, "/kvrs/v1/holdings", AgentReport)
-
-    assert (report.held_bytes, report.checkpoints) == (0, 1)
 
 
 async def test_the_end_releases_everything(tmp_path: Path) -> None:

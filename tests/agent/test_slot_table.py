@@ -52,26 +52,6 @@ class TableAndClock:
         return ended
 
 
-def test_the_slots_of_a_target_are_shared_by_all_proxies() -> None:
-    """Another target has its own."""
-    slots = TableAndClock(2)
-
-    got = [
-        slots.has(owner, asked(stream))
-        for owner, stream in ((A, "a1"), (B, "b1"), (A, "a2"), (B, "b2"))
-    ]
-
-    assert got == [True, True, False, False]
-    assert slots.has(B, asked("b3", target=D1))
-    assert {
-        name: (count.held, count.waiting, count.most)
-        for name, count in slots.table.counts().items()
-    } == {
-        D: (2, 2, 2),
-        D1: (1, 0, 1),
-    }
-
-
 def test_tokens_rise() -> None:
     """A later grant has a higher token, at any target, also after a restart."""
     slots, again = TableAndClock(1), SlotTable(1, first_token=1000)
@@ -98,49 +78,6 @@ def test_a_repeated_request_gets_the_same_slot() -> None:
     assert slots.pass_time(16.0) == [asked("s")]
 
 
-def test_a_later_attempt_replaces_an_earlier_one() -> None:
-    """A stream has one writer, so its former transfer is over; its later messages are ignored."""
-    slots = TableAndClock(1)
-    slots.ask(A, asked("s", 1))
-
-    second = slots.ask(A, asked("s", 2))
-    late = slots.ask(A, asked("s", 1))
-    slots.release(A, asked("s", 1))
-
-    assert second.token == 2
-    assert late.token == 0
-    assert not slots.renew(A, asked("s", 1))
-    assert slots.renew(A, asked("s", 2))
-    assert slots.table.expire(slots.now_s) == [], "its owner has ended it himself"
-
-
-def test_another_owner_of_a_stream_replaces_the_lease() -> None:
-    """Its epoch is higher, although its attempts begin at 1; the transfer of the old owner is
-    fenced.
-    """
-    slots = TableAndClock(2)
-    slots.ask(A, asked("s", 5))
-
-    assert slots.has(B, asked("s", 1, owner_epoch=1, target=D1))
-    assert not slots.renew(A, asked("s", 5))
-    assert not slots.has(A, asked("s", 6))
-    assert slots.table.expire(slots.now_s) == [asked("s", 5)]
-    assert slots.table.counts()[D].held == 0
-
-
-def test_a_release_that_overtakes_its_request_holds() -> None:
-    """They come on different connections: a request for an ended attempt gets nothing, as it would
-    never be released.
-    """
-    slots = TableAndClock(1)
-
-    slots.release(A, asked("s", 3))
-
-    assert not slots.has(A, asked("s", 3))
-    assert not slots.table.counts()
-    assert slots.has(A, asked("s", 4))
-
-
 def test_a_lease_that_is_not_renewed_expires() -> None:
     """Its transfers are returned once, to be fenced; late renewals fail."""
     slots = TableAndClock(2)
@@ -155,19 +92,6 @@ def test_a_lease_that_is_not_renewed_expires() -> None:
     assert not slots.has(A, asked("dead"))
     assert slots.table.counts()[D].expired == 1
     assert slots.pass_time(17.0) == [asked("alive")]
-
-
-def test_a_table_of_a_stopped_agent_expires_no_lease_at_once() -> None:
-    """It has unread renewals."""
-    slots = TableAndClock(1)
-    slots.ask(A, asked("s"))
-    slots.pass_time(1.0)
-
-    slots.now_s = 60.0
-    assert slots.table.expire(60.0) == []
-    assert slots.renew(A, asked("s"), at_s=60.1)
-    assert slots.pass_time(70.0) == []
-    assert slots.pass_time(70.5) == [asked("s")]
 
 
 def test_a_lease_of_an_earlier_process_is_restored_by_its_renewal() -> None:
@@ -261,17 +185,6 @@ def test_a_due_attempt_asks_again_soon() -> None:
     assert again_s <= QUEUE_TIMEOUT_S
     assert not slots.has(A, asked("a2")), "it is kept for b1"
     assert slots.has(A, asked("a2"), at_s=600.0 + again_s + QUEUE_TIMEOUT_S), "b1 did not ask"
-
-
-def test_an_attempt_that_ends_leaves_the_queue_at_once() -> None:
-    """Its client has left, or another way was quicker."""
-    slots = TableAndClock(1)
-    slots.ask(A, asked("a1"))
-    wait_s = slots.ask(B, asked("b1"), at_s=1.0).wait_s
-    slots.release(A, asked("a1"))
-    slots.release(B, asked("b1"))
-
-    assert slots.has(A, asked("a2"), at_s=1.0 + wait_s)
 
 
 def test_the_table_is_empty_when_all_has_ended() -> None:

@@ -158,6 +158,7 @@ class Conversation:
         } | fields
         self._cluster = system
         self.attempt = 1
+        self.found: list[int] = []  # What the cache of a prefill that is called beside decode had.
         self.journal = Journal(
             StreamId(secrets.token_hex(16)), read(COMPLETIONS, msgspec.json.encode(body)), 0.0
         )
@@ -182,7 +183,7 @@ class Conversation:
         exact = self._cluster.can(at, Capability.EXACT_RESUME)
         call = decode_call(self.journal, self.attempt, runs, (), transfer, exact=exact)
         if self._cluster.joins:
-            call.beside = self._cluster.backends[P0]
+            call.beside, call.found = self._cluster.backends[P0], self.found.append
         call.fields.update(changes)
         return call
 

@@ -24,7 +24,6 @@ from kvrs_lab.cluster.launcher import Cluster
 from kvrs_testkit.forked import starts_forked
 from kvrs_testkit.noted_prefill import note_prefill
 from kvrs_testkit.turning_experts import BAD_ID, FIRST_IDS, LAST_IDS, write_turning_model
-from tests.cluster.launches import until
 
 pytestmark = [
     pytest.mark.process,
@@ -185,22 +184,3 @@ def test_streams_go_on_without_a_rank_that_has_experts(cluster: Cluster, model: 
     after = row_of(cluster)
     assert after["pid"] == before["pid"]
     assert after["experts"]["rebalances"] >= before["experts"]["rebalances"]
-
-
-def test_a_note_of_counts_that_is_damaged_is_named_by_the_process_that_reads_it(
-    cluster: Cluster, store: Path
-) -> None:
-    """Each process of the instance leaves one for the next."""
-    pid = row_of(cluster)["pid"]
-    path: Path = until(lambda: next(store.glob("*/*/experts-b0"), None))
-    until(lambda: sum(map(sum, json.loads(path.read_bytes())["tiles"])) > 0)
-
-    # The process might note its counts once more before it ends.
-    os.kill(pid, signal.SIGSTOP)
-    path.write_bytes(b"[")
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: row_of(cluster)["pid"] not in (None, pid))
-
-    log = (cluster.run_directory / "b0.log").read_text()
-    assert "counts of experts cannot be read and begin anew" in log
-    until(lambda: "tiles" in path.read_text())

@@ -96,6 +96,22 @@ def test_the_pair_of_a_dead_prefill_is_left_at_both_ends(is_lost: bool) -> None:
         assert only(actions, act.Start).plan == act.Plan(decode=decode, prefill=P2)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_the_cache_of_prefill_had_counts(is_late: bool) -> None:
+    """Its call ends about when the first token comes: before that, or later."""
+    harness = pairs("p0", "d0", "d1")
+    begun(harness)
+    found = ev.PrefillDone(A, 1, 100, 48)
+
+    events = (ev.PrefillDone(A, 1, 100), ev.StreamResumed(A, 1), found)
+    for event in events if is_late else (found, ev.StreamResumed(A, 1)):
+        harness.handle(event)
+
+    (hits,) = harness.policy.prefix_hits.values()
+    assert [*harness.policy.prefix_hits] == [P0]
+    assert (hits.prompt_tokens, hits.cached_tokens) == (100, 48)
+
+
 def test_a_stream_that_decodes_outlives_its_prefill_instance() -> None:
     harness = pairs("p0", "p1", "d0", "d1")
     begun(harness)

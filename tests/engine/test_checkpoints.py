@@ -349,26 +349,6 @@ async def test_an_agent_that_is_back_is_offered_its_pages_again(empty: bool) -> 
         assert world.checkpointer.unprotected == 0
 
 
-async def test_what_a_prefill_computed_goes_on_being_sent_while_it_is_retained() -> None:
-    async with working(World()) as world:
-        world.agents.mood[A] = "dead"
-        kept, given_up = (
-            world.begin(stream, history=6, prefill_only=True) for stream in ("kept", "given up")
-        )
-        for sequence in (kept, given_up):
-            world.fill(sequence, 6)
-        world.end(kept, retained=True)
-        world.end(given_up)
-        await eventually(lambda: world.agents.offers > 1)
-
-        world.agents.mood[A] = "well"
-        await world.settled()
-
-        world.assert_held(kept, 6)
-        assert (A, given_up.stream) not in world.agents.tags
-        assert world.checkpointer.unprotected == 0
-
-
 async def test_a_prompt_that_was_cached_is_brought_all_the_same() -> None:
     """No batch filled a page of it, so its end is the first event."""
     async with working(World()) as world:
@@ -382,39 +362,6 @@ async def test_a_prompt_that_was_cached_is_brought_all_the_same() -> None:
         await world.settled()
 
         world.assert_held(again, 3, A)
-
-
-async def test_pages_that_were_evicted_are_sent_when_they_are_computed_again() -> None:
-    """Preemption gives a sequence's pages up; nothing is sent over the gap."""
-    async with working(World(pages=16)) as world:
-        world.agents.mood[A] = "dead"
-        sequence = world.begin("s")
-        world.fill(sequence, 5)
-        world.pages.release(sequence.pages)
-        sequence.pages, sequence.computed_tokens = [], 0
-        world.pages.reset_cache()
-        world.agents.mood[A] = "well"
-        await eventually(lambda: world.checkpointer.backlog.due_in_s(A, world.now_s()) is None)
-        assert (world.checkpointer.lag_pages, world.agents.received) == (5, [])
-
-        world.fill(sequence, 6)
-        await world.settled()
-
-        world.assert_held(sequence, 6)
-
-
-async def test_a_stream_without_checkpoints_is_not_followed() -> None:
-    """The checkpointer is told of all runs."""
-    async with working(World()) as world:
-        sequence = world.begin("followed")
-        sequence.stream = StreamId("not followed")
-        world.checkpointer.ended(run_of(sequence))
-        world.checkpointer.began(run_of(sequence))
-        world.fill(sequence, 3)
-
-        assert world.checkpointer.held(run_of(sequence)) == {}
-        assert (world.checkpointer.lag_pages, world.checkpointer.unprotected) == (0, 0)
-        assert world.agents.received == []
 
 
 async def test_a_waiter_for_pages_hears_when_they_are_not_pinned_any_more() -> None:

@@ -20,7 +20,6 @@ from kvrs.transfer.peers import TrafficClass
 from kvrs.transfer.registry import peers_of
 from kvrs_engine.engine.hooks import StepHook
 from kvrs_engine.engine.kv_pool import KvPool
-from kvrs_engine.engine.random_model import write_tiny_model
 from kvrs_engine.scheduling.sequences import SequencePhase
 from tests.engine.peers import P, PeerEngine, peer_engines
 
@@ -146,36 +145,6 @@ async def test_a_source_that_restarted_since_gives_nothing(world: World) -> None
 
     world.assert_exact(rest)
     world.assert_computed(range(4 * P), range(11 * P, len(history)), after=len(history))
-
-
-async def test_a_flipped_bit_is_noticed_and_its_page_computed(world: World) -> None:
-    """Nothing that comes behind it in that pull is used either."""
-    history = await world.run_undisturbed()
-    world.holder.instance.links.faults.corrupt(1)
-
-    rest = await world.target.answer(body(history, sources=[source("e1", 2, 11)]))
-
-    world.assert_exact(rest)
-    world.assert_computed(range(len(history)), after=len(history))
-
-
-async def test_pages_of_another_model_are_refused_and_computed(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """At the hand-shake: equal tokens, equal geometry, other weights. Its tags would not be found
-    there either.
-    """
-    write_tiny_model(tmp_path / "model", seed=1)
-    async with peer_engines([tiny_model, tmp_path / "model", tiny_model]) as engines:
-        world = World(engines)
-        history = await world.run_undisturbed()
-
-        rest = await world.target.answer(body(history, sources=[source("e1", 4, 11)]))
-
-        [result] = world.target.brought
-        assert "fingerprints differ" in (result.error or "")
-        world.assert_exact(rest)
-        world.assert_computed(range(len(history)), after=len(history))
 
 
 async def test_recoveries_and_hand_offs_say_what_they_are(world: World) -> None:

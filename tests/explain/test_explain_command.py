@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrs.cli import app
-from kvrs.cli.incidents import RecordedDecision, explain_log, incidents
+from kvrs.cli.incidents import RecordedDecision, incidents, show_incidents
 from kvrs.core.event_log import LogEntry, read
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -170,7 +170,7 @@ def written(path: Path, lines: list[str]) -> Path:
 
 
 def shown_log(path: Path) -> tuple[bool, str]:
-    result = CliRunner(env={"COLUMNS": None}).invoke(app, ["lab", "explain", "--log", str(path)])
+    result = CliRunner(env={"COLUMNS": None}).invoke(app, ["incidents", str(path)])
     return result.exit_code == 0, result.stdout
 
 
@@ -248,7 +248,7 @@ def test_the_first_difference_of_a_log_is_named(tmp_path: Path) -> None:
 
 def test_a_log_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For programs: the same, with every estimate."""
-    assert explain_log(written(tmp_path / "events.jsonl", incident()), as_json=True)
+    assert show_incidents(written(tmp_path / "events.jsonl", incident()), as_json=True)
 
     found = json.loads(capsys.readouterr().out)
     assert (found["version"], found["same"], found["difference"]) == (1, True, None)
@@ -336,16 +336,16 @@ def test_a_file_that_is_no_log_is_named(tmp_path: Path, content: bytes | None, s
         path.write_bytes(content)
 
     with pytest.raises(LogError, match=rf"events\.jsonl: .*{said}") as refused:
-        explain_log(path)
+        show_incidents(path)
 
     assert "\n" not in str(refused.value)
 
 
 def test_an_option_of_another_question_is_refused() -> None:
     """It would change nothing, as if the answer did not depend on it."""
-    arguments = ["--log", "events.jsonl", "--queue-depth", "2"]
+    arguments = ["--prompt-tokens", "8000", "--queue-depth", "2"]
     result = CliRunner().invoke(app, ["lab", "explain", *arguments])
 
     assert isinstance(result.exception, ConfigError)
-    unused = "--queue-depth: given with --log, which does not use it; allowed: --json, --log"
+    unused = "--queue-depth: given without --profile, which does not use it; allowed: --json,"
     assert unused in str(result.exception)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.cli.incidents import Loss, RecordedDecision, explain_log, incidents
+from kvrs.cli.incidents import Loss, RecordedDecision, incidents, show_incidents
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.core.event_log import LogEntry, event_line, header_line, read
 from kvrs.core.model import actions as act
@@ -134,7 +134,7 @@ def test_placements_by_prefix_are_listed(
     log = tmp_path / "events.jsonl"
     log.write_text("\n".join(lines) + "\n")
 
-    explain_log(log, as_json=True)
+    show_incidents(log, as_json=True)
 
     shown = json.loads(capsys.readouterr().out)
     assert shown["began_cached"] == 2

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from kvrs.engines.proof import PROMPTS, RowProofs
 from kvrs.protocol.rows import Space
 from kvrs.sglang.pages import LoadedPages, Pages
 from kvrs.sglang.region import PageRegion
@@ -58,7 +60,8 @@ def clients(agents: list[RowAgent]) -> list[RowClient]:
 
 @pytest.fixture
 def held(clients: list[RowClient]) -> Iterator[Pages]:
-    held = Pages(PageRegion(len(KEYS), SPACE.row_bytes), clients, 5.0, 5.0)
+    region, proofs = PageRegion(len(KEYS), SPACE.row_bytes), RowProofs(torch.float32)
+    held = Pages(region, clients, proofs, 5.0, 5.0)
     yield held
     held.close()
 
@@ -170,3 +173,22 @@ def test_an_agent_that_hangs_in_a_load_is_a_miss(
     assert found.pages == len(loaded) < 3
     assert loaded == PAGES[: len(loaded)]
     relay.close()
+
+
+def test_a_page_in_so_many_prompts_is_left_to_be_computed(
+    held: Pages, engine_at: Callable[[int, Sequence[int]], RowEngine]
+) -> None:
+    """The last one, whose bytes at the agent are kept until it is. Prompts whose last page is the
+    server's own do not count: there is nothing to prove.
+    """
+    engine_at(1, [1, 2, 3])
+    keep(held, 3)
+
+    own = [held.count(KEYS[3:4]) for _ in range(PROMPTS)]
+    counts = [held.count(KEYS[:3]) for _ in range(PROMPTS)]
+
+    assert own == [1] * PROMPTS
+    assert counts == [*[3] * (PROMPTS - 1), 2]
+    assert held.proofs.due(KEYS[:2]) is None
+    assert held.proofs.due(KEYS) == (2, bytearray(PAGES[2]))
+    assert held.proofs.due(KEYS) is None

@@ -302,3 +302,21 @@ def test_the_pool_of_keys_and_values_itself_is_no_other_one(build: Builder) -> N
     made.register_mem_host_pool_v2(made.mem_pool_host, "kv")
     assert made.switch.off_reason is None
     made.close()
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_page_of_an_agent_is_what_this_server_computes(build: Builder, alike: bool) -> None:
+    """The first one that is another page turns kvrs off: nothing more is loaded or shared."""
+    made = build(pool=filled())
+    key = bytes.fromhex(KEYS[2])
+    ours = made.mem_pool_host.get_data_page(2 * PAGE).view(torch.uint8)
+    theirs = bytearray(ours.numpy().tobytes() if alike else bytes(ours.numel()))
+    made._pages.proofs._theirs = key, theirs
+
+    made.batch_set_v1(KEYS, INDICES)
+
+    assert shared(made) == (len(KEYS) if alike else 0)
+    assert made.switch.off_reason == (
+        None if alike else "a page of an agent is not what this server computes"
+    )
+    made.close()

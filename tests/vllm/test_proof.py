@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvrs.vllm.proof import are_alike, number_type
+from kvrs.engines.proof import are_alike, number_type
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 

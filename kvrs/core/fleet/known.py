@@ -120,10 +120,11 @@ class Instances:
         longest = self.max_model_len if max_tokens is None else max_tokens
         is_bounded = longest is not None and longest <= REPLAY_TOKENS_MAX
         if self._replays is None:
+            members = [known for known in self.known.values() if known.info is not None]
+            # Prefill gives the first token where it is called together with decode.
+            joins = any(known.joins_prefill for known in members)
             decoding = [
-                known.replays
-                for known in self.known.values()
-                if known.role is not Role.PREFILL and known.info is not None
+                known.replays for known in members if joins or known.role is not Role.PREFILL
             ]
             some = Replays.SOMEWHERE if any(decoding) else Replays.NOWHERE
             self._replays = Replays.ALWAYS if decoding and all(decoding) else some

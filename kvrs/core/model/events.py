@@ -253,7 +253,8 @@ class PrefillDone(msgspec.Struct, frozen=True, gc=False):
     """Prefill answered: it holds the KV of all `history_tokens`, and retains their pages under a
     lease or has them cached.
 
-    An attempt that is one call reports it with its first token.
+    An attempt that is one call reports it with its first token, and once more if what the cache had
+    is told later than that.
     """
 
     stream: StreamId

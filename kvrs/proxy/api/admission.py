@@ -26,8 +26,7 @@ from kvrs.protocol.openai.chunks import TOO_LONG
 from kvrs.protocol.openai.fields import SGLANG, VLLM, whole
 from kvrs.protocol.openai.requests import ECHOED_BY_ENGINE, CompletionRequest, Fields
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_within
-from kvrs.proxy.api import generate
-from kvrs.proxy.api.bodies import ClientBodies
+from kvrs.proxy.api.bodies import read_body
 from kvrs.proxy.api.choices import Merger
 from kvrs.proxy.api.tenants import Tenant, Tenants
 from kvrs.proxy.mirror.headers import KEY, LAST_EVENT, ResumeRequest, parse_resume_headers, reopened
@@ -65,7 +64,6 @@ class ClientCall(msgspec.Struct, eq=False):
     """One request of a client: what the steps have found of it, which its response needs."""
 
     request: Request
-    is_generate: bool  # Of DistServe's endpoint, which has one choice.
     tenant: Tenant
     held: RequestUsage
     body: bytes = b""  # Until it is parsed.
@@ -121,7 +119,6 @@ class Admissions:
         large: LargeWork,
     ) -> None:
         self.draining = False
-        self.bodies = ClientBodies(settings, metrics, clock)
         self._settings = settings
         self._backend = backend
         self._driver = driver
@@ -142,7 +139,7 @@ class Admissions:
         """
         tenant: Tenant = request.tenant
         held = RequestUsage(self._budget, tenant.meter)
-        return ClientCall(request, request.path == generate.PATH, tenant, held)
+        return ClientCall(request, tenant, held)
 
     async def admit(
         self, call: ClientCall, read: Callable[..., ParsedRequest] | None = None
@@ -185,7 +182,6 @@ class Admissions:
             or parsed.request.n != 1
             or parsed.more
             or parsed.echo
-            or call.is_generate
             or is_keyed
             or call.resume is not None
             or any(map(request.headers.__contains__, _LONGEST_S))
@@ -217,7 +213,7 @@ class Admissions:
         request = call.request
         self._check_room(1, KEY in request.headers)
         self._max_elements(request.content_length or 0)  # Too many bytes are not read at all.
-        call.body = await self.bodies.read(request, call.held)
+        call.body = await read_body(request, call.held)
 
     def _max_elements(self, size_bytes: int) -> int:
         """How many elements a body may have for the model that is served.
@@ -259,7 +255,7 @@ class Admissions:
             call.parsed = parsed = salted(parsed, tenant.secret, name.adapter)
         await self._check_exactness(call)
         call.deadlines = deadlines_of(call.request.headers)
-        if (parsed.echo and call.whole is None) or call.is_generate:
+        if parsed.echo and call.whole is None:
             await self._find_echoes(call)
         streams = parsed.request.n * (1 + len(parsed.more))
         self._check_room(streams, KEY in call.request.headers)
@@ -278,17 +274,19 @@ class Admissions:
             return
         call.lacks_tokenizer = plain is not None and not self._driver.tokenizer.available
         if plain is not None:
+            is_sglang = self._backend == SGLANG
             find = partial(
                 inexact_features,
                 parsed,
                 has_tokenizer=self._driver.tokenizer.available,
                 continues=continues,
-                penalises_prompt=self._backend != SGLANG,
+                penalises_prompt=not is_sglang,
             )
             call.inexact = await self._large.run(parsed.size_bytes, find)
-            call.replays = self._driver.control.instances.replays(parsed.request.max_tokens)
+            if not (is_sglang and parsed.endpoint is CHAT):  # Chats of SGLang have no ids.
+                call.replays = self._driver.control.instances.replays(parsed.request.max_tokens)
             if call.replays is not Replays.NOWHERE:
-                call.replayed = replayable(call.inexact, parsed)
+                call.replayed = replayable(call.inexact, parsed, has_generator=not is_sglang)
             if call.replays is Replays.ALWAYS:
                 call.inexact = tuple(each for each in call.inexact if each not in call.replayed)
         else:
@@ -308,11 +306,10 @@ class Admissions:
             )
 
     async def _find_echoes(self, call: ClientCall) -> None:
-        """Find the prompts that are sent before the output; events of `/generate` have none."""
-        if call.parsed.echo or not call.parsed.request.stream:
-            call.echoes = [
-                await self._echo(one) for one in call.parsed.prompts for _ in range(one.request.n)
-            ]
+        """Find the prompts that are sent before the output."""
+        call.echoes = [
+            await self._echo(one) for one in call.parsed.prompts for _ in range(one.request.n)
+        ]
 
     async def _echo(self, parsed: ParsedRequest) -> str:
         assert isinstance(parsed.request, CompletionRequest)
@@ -386,7 +383,7 @@ class Admissions:
                 journal.is_predictable = is_predictable(journal.parsed)
         if not call.echoes:
             call.echoes = [None] * len(call.journals)
-        if not call.is_generate and (len(call.journals) > 1 or call.echoes[0] is not None):
+        if len(call.journals) > 1 or call.echoes[0] is not None:
             call.merger = Merger()
 
     async def _find_prefixes(self, call: ClientCall) -> None:

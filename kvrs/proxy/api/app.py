@@ -1,4 +1,4 @@
-"""The clients' port: OpenAI completions and chat, DistServe's /generate, models, health."""
+"""The clients' port: OpenAI completions and chat, models, health."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,9 +6,7 @@ from functools import partial
 from kvrs.config.proxy import ProxySettings
 from kvrs.net.routes import Routes
 from kvrs.process.large_work import LargeWork
-from kvrs.proxy.api import generate
 from kvrs.proxy.api.admission import Admissions
-from kvrs.proxy.api.generate import read_generate
 from kvrs.proxy.api.health import add_health
 from kvrs.proxy.api.models import add_models
 from kvrs.proxy.api.passed import Passed
@@ -48,19 +46,14 @@ class ClientApi:
             mirror,
             self._passed,
             metrics,
-            clock,
         )
         self.responses = ResponsesApi(serving, backend, driver, mirror, tenants)
 
     def routes(self) -> Routes:
         routes = Routes()
-        for path, parse in (
-            (COMPLETIONS.path, partial(read, COMPLETIONS)),
-            (CHAT.path, partial(read, CHAT)),
-            (generate.PATH, read_generate),
-        ):
-            read_body = partial(parse, backend=self._backend)
-            routes.add("POST", path, partial(self.serving.serve, read_body))
+        for endpoint in (COMPLETIONS, CHAT):
+            read_body = partial(read, endpoint, backend=self._backend)
+            routes.add("POST", endpoint.path, partial(self.serving.serve, read_body))
         self.responses.add_to(routes)
         self._passed.add_to(routes)
         add_models(routes, self._driver.control.instances)

@@ -12,7 +12,6 @@ from kvrs.protocol.openai.chunks import DONE, error_body, sse
 from kvrs.proxy.api.admission import Admissions, ClientCall, whole_fields
 from kvrs.proxy.api.answers import json_response, refusal
 from kvrs.proxy.api.choices import ChoiceClient, Merger, run_together
-from kvrs.proxy.api.generate import GenerateClient, WholeGenerateClient
 from kvrs.proxy.api.passed import Passed
 from kvrs.proxy.backends.backend import is_the_clients_fault
 from kvrs.proxy.mirror.failures import SUPERSEDED
@@ -42,7 +41,6 @@ class Serving:
         mirror: Mirror,
         passed: Passed,
         metrics: Metrics,
-        clock: Callable[[], float],
     ) -> None:
         self.admissions = admissions
         self.keep_alives = KeepAlives()
@@ -50,7 +48,6 @@ class Serving:
         self._mirror = mirror
         self._passed = passed
         self._counts = metrics.requests
-        self._clock = clock
 
     async def serve(self, read: Read, request: Request) -> Response:
         """Admit a request and respond to it; count it by its outcome."""
@@ -67,7 +64,7 @@ class Serving:
                 if client is None or call.resume is not None:
                     outcome, response = await self._respond(call)
                 else:
-                    if call.merger is None and not call.is_generate:
+                    if call.merger is None:
                         outcome = await self._driver.run(call.journals[0], client)
                     else:
                         outcome = await self._stream_choices(call, client)
@@ -109,8 +106,6 @@ class Serving:
         its own would last as long as they do.
         """
         journals, merger = call.journals, call.merger
-        if call.is_generate:
-            return self._driver.run(journals[0], GenerateClient(client))
         assert merger is not None
         streams: list[tuple[Journal, Client]] = [
             (journal, ChoiceClient(client, merger, index, journal, echo))
@@ -120,11 +115,6 @@ class Serving:
 
     async def _respond_whole(self, call: ClientCall) -> tuple[Outcome, Response]:
         journals = call.journals
-        if call.is_generate:
-            gathered = WholeGenerateClient(self._clock)
-            outcome = await self._driver.run(journals[0], gathered)
-            answer_of = partial(gathered.answer, call.echoes[0] or "")
-            return outcome, whole_response(outcome, answer_of, call.head())
         clients = [WholeClient(self._driver.parsers) for _ in journals]
         outcome = await run_together(self._driver.run, list(zip(journals, clients, strict=True)))
         make = partial(answer, call.parsed, journals, clients, call.echoes)

@@ -126,8 +126,8 @@ class Backend(Protocol):
         """
 
     async def kv_received(self) -> float | None:
-        """KV that has come from other instances since its start, in pages or bytes; None: it does
-        not count that.
+        """KV that has come from other instances since its start, in pages or bytes; or has gone to
+        them, where prefill is called together with decode. None: it does not count that.
         """
 
     async def order_rank(self, order: RankRequest) -> RankAnswer:

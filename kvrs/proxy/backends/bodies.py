@@ -1,7 +1,7 @@
 """The bodies of a stream's two calls: the client's fields, overridden by the proxy's."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -88,6 +88,8 @@ class Call:
     rows: RowLoad | None = None  # None: the server keeps none, and loads none.
     is_chat: bool = False  # It goes on with a chat, or stands for one, as a completion.
     beside: object = None  # The backend of the prefill that is called together with decode.
+    # Told how many tokens that prefill had in its cache, once its call has ended.
+    found: Callable[[int], None] | None = None
 
     def add_transfer(self, name: str, params: object) -> None:
         """Put an object into `kv_transfer_params`, beside those of a hand-off."""

@@ -74,5 +74,5 @@ def open_backend(
         served_name=config.cluster.served_name,
     )
     if config.cluster.backend is Engine.SGLANG:
-        return SglangBackend(links, instance.url, instance.host, identity)
+        return SglangBackend(links, instance.url, identity)
     return VllmBackend(links, instance.url, identity, params_key(secret, instance.id))

@@ -7,12 +7,15 @@ answer. A leg whose other one has gone waits for minutes, so both are watched, a
 closes the other. A server's death is seen by the end of an idle connection.
 """
 
+import hashlib
+import re
 import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from math import inf
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -24,6 +27,7 @@ from kvrs.protocol.instance import (
     LoadReport,
 )
 from kvrs.protocol.openai.chunks import error_body
+from kvrs.protocol.openai.requests import StreamOptions
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call, limited
 from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
@@ -31,6 +35,7 @@ from kvrs.proxy.backends.idle_connection import IdleConnection
 from kvrs.proxy.backends.listed_models import ListedModels
 from kvrs.proxy.backends.rendering import TOKENIZE, tokenized_ids
 from kvrs.proxy.backends.sglang_legs import PrefillLeg, Window, with_both
+from kvrs.proxy.backends.sglang_replay import can_replay, take_replay
 from kvrs.proxy.backends.stock_peer import StockPeer
 from kvrs.proxy.wire.peer import UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
@@ -38,6 +43,7 @@ from kvrs.proxy.wire.requests import CHAT
 from kvrs.proxy.wire.upstream import Reader
 
 _LOADS = "/v1/loads?include=core"
+_SENT_KV = re.compile(rb"^sglang:kv_transfer_total_mb_sum(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
 # A poll while no stream waits for a token: a report that is 1 s old is overdue.
 _IDLE_INTERVAL_S = 0.5
 
@@ -58,6 +64,9 @@ class _ServerInfo(msgspec.Struct):
     reasoning_parser: str | None = None
     sampling_defaults: str = "model"  # Source of what a chat's fields leave out.
     chat_template: str | None = None
+    enable_custom_logit_processor: bool = False
+    hicache_storage_backend_extra_config: str | None = None
+    speculative_algorithm: str | None = None
     random_seed: int = 0  # Drawn at the start, unless it is set.
     internal_states: list["_Scheduler"] = []
 
@@ -73,6 +82,14 @@ class _ServerInfo(msgspec.Struct):
         """
         template = self.chat_template
         return self.reasoning_parser is None and (template is None or template.endswith(".jinja"))
+
+    @property
+    def replays(self) -> bool:
+        return can_replay(
+            takes_processors=self.enable_custom_logit_processor,
+            storage_options=self.hicache_storage_backend_extra_config,
+            speculates=self.speculative_algorithm is not None,
+        )
 
     @property
     def most_running(self) -> float:
@@ -109,12 +126,8 @@ class SglangBackend(StockPeer):
     ENGINE = "SGLang"
     UNAUTHORISED = "its --api-key is not what the proxy's environment has in KVRS_SGLANG_API_KEY"
 
-    def __init__(
-        self, links: EngineLinks, url: str, host: str, identity: ConfiguredIdentity
-    ) -> None:
-        """`host`: as decode servers reach it."""
+    def __init__(self, links: EngineLinks, url: str, identity: ConfiguredIdentity) -> None:
         super().__init__(links, url)
-        self._host = host
         self._identity = identity
         # Of the process that was met last.
         self._server: _ServerInfo | None = None
@@ -156,7 +169,9 @@ class SglangBackend(StockPeer):
             geometry = files.geometry(server.page_size)
         except ConfigError as error:
             raise UnusableError(str(error)) from None
-        caches = mode != "decode" and not server.disable_radix_cache
+        capabilities = [Capability.REPLAY] if server.replays else []
+        if mode != "decode" and not server.disable_radix_cache:
+            capabilities.append(Capability.PREFIX_CACHE)
         kv = (server.page_size, server.dtype, server.kv_cache_dtype)
         backend = server.disaggregation_transfer_backend
         return InstanceInfo(
@@ -170,7 +185,7 @@ class SglangBackend(StockPeer):
             geometry=geometry,
             max_model_len=model.max_model_len or 0,
             page_port=0,
-            capabilities=[Capability.PREFIX_CACHE] if caches else [],
+            capabilities=capabilities,
             prefill=guessed_prefill(files.size()),
             computes_prompts=mode == "null",
             joins_prefill=mode == "decode",
@@ -218,7 +233,11 @@ class SglangBackend(StockPeer):
         return (await self.control("GET", _LOADS, None, _Loads)).loads
 
     async def kv_received(self) -> float | None:
-        return None
+        """The KV that this prefill server has sent, which alone is counted, in MB; None: it counts
+        none, as without --enable-metrics.
+        """
+        _, answer = await self._pool.ask("/metrics", None)
+        return sum(map(float, _SENT_KV.findall(answer))) or None
 
     # The calls of a stream.
 
@@ -235,14 +254,18 @@ class SglangBackend(StockPeer):
             call.fields = self._of_chats | call.fields
         call = limited(call, info.max_model_len)
         self._check_ids(call.fields.get("prompt"))
+        replays = take_replay(call.fields)
         if not info.joins_prefill:
             await super().decode(call, reader)
             return
         assert isinstance(call.beside, SglangBackend), "a decode server computes nothing"
+        if replays and not call.beside.replays:
+            raise UpstreamError(f"its prefill server {call.beside.url} generates nothing again")
         async with self._window:
-            prefill, leg = call.beside, PrefillLeg()
+            prefill, leg = call.beside, PrefillLeg(call.found)
             call.fields |= prefill.room()
-            beside = Call(call.path, dict(call.fields), call.headers, call.size_bytes)
+            counted = {"stream_options": StreamOptions(include_usage=True)}
+            beside = Call(call.path, call.fields | counted, call.headers, call.size_bytes)
             await with_both(super().decode(call, reader), prefill.join(beside, leg), leg)
 
     def _check_ids(self, prompt: Any) -> None:
@@ -259,11 +282,23 @@ class SglangBackend(StockPeer):
         """The prefill call of a pair."""
         return super().decode(call, leg)
 
+    @property
+    def replays(self) -> bool:
+        """It generates known output again: prefill's token is the first of it."""
+        return self._server is not None and self._server.replays
+
     def room(self) -> dict[str, Any]:
-        """Fields by which the legs of one attempt meet: no two attempts have the same."""
+        """Fields by which the legs of one attempt meet: no two attempts have the same.
+
+        Decode servers cache a prefill server's ports under its address, and use those of a former
+        process until two heartbeats have failed, which none does where the next process answers
+        them in time. The user name in the address makes it a new one for each process.
+        """
         assert self._server is not None
+        mark = hashlib.blake2b(self._server.start, digest_size=8).hexdigest()
+        host, _, _ = urlsplit(self.url).netloc.rpartition(":")
         return {
-            "bootstrap_host": self._host,
+            "bootstrap_host": f"{mark}@{host}",
             "bootstrap_port": self._server.disaggregation_bootstrap_port,
             "bootstrap_room": secrets.randbits(63),
         }

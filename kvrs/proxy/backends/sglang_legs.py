@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvrs.errors import KvrsError, UpstreamError
@@ -17,16 +17,18 @@ _ENDS = ("length", "stop")
 
 class PrefillLeg:
     """The reader of prefill's answer. The answer has one token, which decode sends too: its end
-    alone counts.
+    counts, and how many tokens of the prompt prefill had in its cache (`found` is told).
     """
 
     shortcut = None
 
-    def __init__(self) -> None:
+    def __init__(self, found: Callable[[int], None] | None = None) -> None:
         self.flow: Flow | None = None
+        self._found = found
         self.is_over = False
         self._splitter = EventSplitter()
         self._finish: str | None = None
+        self._cached_tokens: int | None = None
 
     def feed(self, data: bytes) -> Need:
         """Raises UpstreamError: prefill has given up, or its answer is none."""
@@ -35,6 +37,8 @@ class PrefillLeg:
                 if self._finish not in _ENDS:
                     raise UpstreamError(f"prefill ended with {self._finish!r}")
                 self.is_over = True
+                if self._found is not None and self._cached_tokens is not None:
+                    self._found(self._cached_tokens)
                 return Need.END
             try:
                 event = CHUNK.decode(payload)
@@ -42,6 +46,8 @@ class PrefillLeg:
                 raise UpstreamError("prefill sent an event that is no completion") from None
             if event.error is not None:
                 raise UpstreamError("prefill sent an error event")
+            if event.usage is not None:
+                self._cached_tokens = event.usage.cached_tokens
             for choice in event.choices or ():
                 self._finish = choice.finish_reason or self._finish
         return Need.MORE

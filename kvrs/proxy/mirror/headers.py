@@ -56,8 +56,6 @@ def parse_resume_headers(
         raise RequestError(
             f"got {len(key)} characters; allowed: 1 to 255 visible ASCII characters", param=KEY
         )
-    if path == "/generate":
-        raise RequestError(f"{KEY} is not supported at {path}", param=KEY)
     if parsed.request.n != 1:
         raise RequestError(f"n must be 1 with {KEY}, got {parsed.request.n}", param="n")
     if parsed.more:

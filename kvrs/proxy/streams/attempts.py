@@ -27,6 +27,7 @@ from kvrs.proxy.streams.continuation import Continuation, EngineText
 from kvrs.proxy.streams.open_stream import Failed, OpenStream, StreamPhase
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
 from kvrs.proxy.streams.responses import WholeClient
+from kvrs.proxy.streams.surroundings import Surroundings
 from kvrs.proxy.streams.whole_answers import WholeAnswer, ask_whole, is_asked_whole
 from kvrs.proxy.wire.exactness import is_plain_chat
 from kvrs.proxy.wire.peer import (
@@ -40,7 +41,6 @@ from kvrs.proxy.wire.peer import (
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 if TYPE_CHECKING:
-    from kvrs.proxy.streams.driver import Driver
     from kvrs.proxy.streams.spans import CallSpan, RequestTrace
 
 _NO_SPAN = nullcontext()
@@ -54,7 +54,7 @@ class AttemptCalls:
         *("_span", "_trace"),
     )
 
-    def __init__(self, live: OpenStream, plan: act.Plan, driver: "Driver") -> None:
+    def __init__(self, live: OpenStream, plan: act.Plan, driver: Surroundings) -> None:
         self._attempt = Attempt(driver.control, live, plan)
         self._live = live
         self._driver = driver
@@ -391,7 +391,7 @@ class AttemptCalls:
         plan = self._attempt.plan
         known = self._instances.known[plan.decode]
         if known.joins_prefill and plan.prefill is not None:
-            call.beside = self._driver.backends[plan.prefill]
+            call.beside, call.found = self._driver.backends[plan.prefill], self._found
         if self._asks_store and self._hand_off is None and self._attempt.number > 1:
             call.rows = store_load(self._live.journal, self._attempt.number, known.page_size_tokens)
         call.hand_off, self._rows = self._hand_off, call.rows
@@ -401,6 +401,9 @@ class AttemptCalls:
         if isinstance(reader, WholeAnswer):
             ask_whole(call)
             self._attempt.asks_whole(self._driver.clock())
+
+    def _found(self, reused_tokens: int) -> None:
+        self._attempt.found(reused_tokens, self._driver.clock())
 
     def _new_reader(
         self, continuation: Continuation | EngineText | None, exact: bool, silence: SilenceTimer

@@ -4,16 +4,12 @@ and its decisions about streams, performed with tasks, timers and clients.
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Mapping
 from typing import assert_never
 
-from kvrs.config.cluster import Backend as Engine
 from kvrs.config.file import Config
-from kvrs.config.proxy import Inexact
-from kvrs.core.attempt import Attempt
 from kvrs.core.books.agent_slots import SlotOutcome
-from kvrs.core.control import NO_IDS, Control
+from kvrs.core.control import NO_IDS
 from kvrs.core.fleet.known import all_refused
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -26,24 +22,18 @@ from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.fleet.leases import LeaseSender
-from kvrs.proxy.fleet.slots import SlotSender
 from kvrs.proxy.streams.attempts import AttemptCalls
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.event_log import EventLog
-from kvrs.proxy.streams.hand_offs import GivenUpHandOffs
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.open_stream import Failed, OpenStream, Outcome, StreamPhase
 from kvrs.proxy.streams.recoveries import RecoveryLog
-from kvrs.proxy.streams.responses import Parsers
-from kvrs.proxy.streams.tokenizer import LazyTokenizer
+from kvrs.proxy.streams.surroundings import Surroundings, blame_refusers
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CURRENT
 
 log = logging.getLogger(__name__)
 
-# Victims of one death that call in one turn of the event loop: about a millisecond's work. With
-# one in a turn, the last one would call when nearly all answers to the others are handled.
-CALLS_IN_TURN = 8
 _REFUSED_RETRY_S = 10.0  # Somebody has to mend the instances first.
 _STATUS = {
     act.Reason.NO_INSTANCE: 503,
@@ -64,7 +54,7 @@ _NOT_AGAIN = (act.Reason.POISON, act.Reason.DENIED)
 _SHED = (act.Reason.OVERLOADED, act.Reason.OVER_SHARE)
 
 
-class Driver:
+class Driver(Surroundings):
     """Sees streams through, and reports to the core. All methods run on one event loop."""
 
     def __init__(
@@ -78,48 +68,34 @@ class Driver:
         event_log: EventLog | None = None,
         files: ModelFiles | None = None,
     ) -> None:
-        # A proxy that is started in the place of this one gets another one.
-        self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"
-        self._files = files or ModelFiles(config.cluster.model)
-        self.tokenizer = LazyTokenizer(self._files)
-        self.parsers = Parsers()
-        # Its parsers of streams and of whole answers differ.
-        self.engine = config.cluster.backend
-        self.is_vllm = self.engine is Engine.VLLM
-        self.request_timeout_s = config.proxy.request_timeout_s
-        self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE
-        self.recoveries = RecoveryLog(clock, wall_clock, metrics.recoveries.settled)
-        self._shell = TaskShell(self, self.recoveries, metrics, clock)
-        self.control = control = Control[OpenStream](
+        recoveries = RecoveryLog(clock, wall_clock, metrics.recoveries.settled)
+        self._shell = TaskShell(self, recoveries, metrics, clock)
+        super().__init__(
             config,
-            run_id=self.run_id,
-            shell=self._shell,
-            can_give_end=lambda: self.tokenizer.available,
-            runs_self_tests=config.proxy.self_test,
-            trace=None if event_log is None else event_log.note,
-        )
-        self.backends = backends
-        self.agent_backends = agent_backends
-        self.leases = LeaseSender(
-            control.leases, backends, control.instances.is_up, control.retention_lost, clock
-        )
-        self.checkpoint_leases = LeaseSender(
-            control.checkpoints.leases,
+            backends,
             agent_backends,
-            control.agents.is_up,
-            control.checkpoints.unknown,
+            metrics,
+            clock,
+            recoveries,
+            self._shell,
+            event_log,
+            files or ModelFiles(config.cluster.model),
+        )
+        self.request_timeout_s = config.proxy.request_timeout_s
+        self.leases = LeaseSender(
+            self.control.leases,
+            backends,
+            self.control.instances.is_up,
+            self.control.retention_lost,
             clock,
         )
-        self.slots = SlotSender(control.slots, agent_backends)
-        self.hand_offs = GivenUpHandOffs(
-            control.instances, backends, clock, lambda how: metrics.hand_offs.labels(how).inc()
+        self.checkpoint_leases = LeaseSender(
+            self.control.checkpoints.leases,
+            agent_backends,
+            self.control.agents.is_up,
+            self.control.checkpoints.unknown,
+            clock,
         )
-        self.turns = asyncio.Semaphore(CALLS_IN_TURN)
-        # Takes silence for the end; False: it has not lasted for long.
-        self.end_watch: dict[InstanceId, Callable[[], bool]] = {}
-        self.busy_status = 503  # Of the last busy answer of any instance.
-        self.clock = clock
-        self._metrics = metrics
 
     @property
     def streams(self) -> Mapping[StreamId, OpenStream]:
@@ -131,11 +107,6 @@ class Driver:
         has room for.
         """
         return self._files.default_max_tokens if self.is_vllm else None
-
-    @property
-    def penalises_chats(self) -> bool:
-        """A chat that names no `repetition_penalty` has one, by its model's own defaults."""
-        return self._files.default_sampling.get("repetition_penalty", 1) != 1
 
     # Streams.
 
@@ -187,58 +158,6 @@ class Driver:
         """End it for a reason of the proxy's own; nothing happens if it has ended."""
         if (live := self.streams.get(stream)) is not None:
             self.fail(live, failure)
-
-    def fail(self, live: OpenStream, failure: Failed) -> None:
-        if not live.outcome.done():
-            live.outcome.set_result(failure)
-        self.control.close(live, self.clock())
-
-    # What attempts report.
-
-    def suspect_instance(self, instance: InstanceId) -> bool:
-        """It was silent for too long, perhaps not only for one stream; whether it is given up.
-
-        From an instance that hangs nothing comes at all. So its streams are decided together, and
-        it is fenced when it wakes.
-        """
-        end_watch = self.end_watch.get(instance)
-        if end_watch is None or self.control.instances.is_reporting(instance, self.clock()):
-            return False
-        return end_watch()
-
-    def resumed(self, attempt: Attempt[OpenStream]) -> None:
-        if attempt.live.refused_by:
-            blame_refusers(self._metrics, attempt.live)
-        attempt.resumed(self.clock())
-        if attempt.live.id in self.recoveries.running:
-            self.recoveries.resumed(attempt.live.id, attempt.number)
-
-    def attempt_over(self, live: OpenStream, event: ev.AttemptFailed | ev.SlotDenied) -> None:
-        match event:
-            case ev.SlotDenied():
-                self.recoveries.settle(live.id, "denied")
-            case ev.AttemptFailed(instance=instance, cause=cause):
-                extra = {
-                    "stream": live.id,
-                    "attempt": event.attempt,
-                    "instance": instance,
-                    "cause": cause,
-                }
-                is_doubted = event.failure in (ev.FailureKind.REFUSED, ev.FailureKind.ERROR)
-                if is_doubted and not live.journal.output_ids:
-                    log.info("attempt refused", extra=extra)
-                    live.refused_by = (*live.refused_by, instance)
-                else:
-                    log.warning("attempt failed", extra=extra)
-                    self._metrics.failures.labels(instance).inc()
-        live.task = None  # It is the task that reports this.
-        self.control.attempt_over(live, event, self.clock())
-
-    def completed(self, live: OpenStream) -> None:
-        # Its task still reads the last bytes of the response, so that the connection can be used
-        # again.
-        live.task = None
-        self.control.end(live, Complete(), self.clock())
 
     async def close(self) -> None:
         """End every stream with an explicit error, and wait for what runs on their behalf."""
@@ -416,15 +335,6 @@ class TaskShell:
                 task.cancel()
             await self._quiet
             self._quiet = None
-
-
-def blame_refusers(metrics: Metrics, live: OpenStream) -> None:
-    """The request is not at fault, as far as is known: its refusals count as failures."""
-    for instance in live.refused_by:
-        extra = {"stream": live.id, "instance": instance}
-        log.warning("refused a request that is not at fault", extra=extra)
-        metrics.failures.labels(instance).inc()
-    live.refused_by = ()
 
 
 def _note_ejection(metrics: Metrics, record: act.Ejected | act.Readmitted) -> None:

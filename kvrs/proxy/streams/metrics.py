@@ -287,16 +287,6 @@ class AdmissionMetrics:
             "Bytes of the body budget that clients' requests hold.",
             registry=registry,
         )
-        self.unfinished_bytes = Gauge(
-            "kvrs_unfinished_body_bytes",
-            "Bytes of memory that bodies hold of which the end has not come.",
-            registry=registry,
-        )
-        self.bodies_cut = Counter(
-            "kvrs_bodies_cut",
-            "Unfinished bodies that were cut (408) because they took up the memory for them.",
-            registry=registry,
-        )
         self.given_up = Counter(
             "kvrs_streams_given_up", "Streams given up, by reason.", ["reason"], registry=registry
         )

@@ -113,9 +113,11 @@ class KnownStreams:
         *,
         has_rows: bool = False,
         in_store: bool = False,
+        beside: InstanceId | None = None,
     ) -> tuple[Mapping[int, float], ...]:
         """Have the rest of a stream computed, whose ids are added to the journal; return the log
-        probabilities of the likeliest tokens at each position, as far as they are given.
+        probabilities of the likeliest tokens at each position, as far as they are given. `beside`:
+        the prefill instance, where both are called together; None: any.
         """
         journal.attempt += 1
         exact = self._control.instances.known[instance].resumes_exactly
@@ -123,7 +125,7 @@ class KnownStreams:
             journal, journal.attempt, runs, (), transfer, exact=exact, has_rows=has_rows
         )
         if self._control.instances.known[instance].joins_prefill:
-            call.beside = self._beside(instance)
+            call.beside = self._beside(instance) if beside is None else self.backend(beside)
         if drafts:
             call.fields["kvrs"].drafts = [*drafts]
         if in_store:

@@ -229,7 +229,9 @@ class SelfTester:
 
     async def _transfer(self, holder: InstanceId, target: InstanceId) -> bool | None:
         """Test that KV of a history really comes from the holder to the target."""
-        before = await self._streams.backend(target).kv_received()
+        joins = self._control.instances.known[target].joins_prefill
+        counts = holder if joins else target
+        before = await self._streams.backend(counts).kv_received()
         if before is None:
             return None
         journal = self._streams.journal(target, seed=None, tokens=CUT + 1)
@@ -237,11 +239,13 @@ class SelfTester:
             pulls = Capability.PULL_PAGES in self._streams.info(target).capabilities
             if pulls and self._control.instances.known[holder].retains:
                 await self._migrate(holder, target, journal)
+            elif joins:
+                await self._streams.stream(target, journal, beside=holder)
             else:
                 await self._hand_off(holder, target, journal)
         finally:
             await self._release(holder, journal)
-        return await self._has_received(target, before)
+        return await self._counts_more(counts, before)
 
     async def _migrate(self, holder: InstanceId, target: InstanceId, journal: Journal) -> None:
         """Bring back a stream that was prefilled at the holder, as a target that fetches pages
@@ -263,10 +267,10 @@ class SelfTester:
         transfer = await self._streams.prefill(holder, journal)
         await self._streams.stream(target, journal, transfer=transfer)
 
-    async def _has_received(self, target: InstanceId, before: float) -> bool:
+    async def _counts_more(self, instance: InstanceId, before: float) -> bool:
         until_s = self._clock() + COUNTED_WITHIN_S
         while True:
-            after = await self._streams.backend(target).kv_received()
+            after = await self._streams.backend(instance).kv_received()
             if after is not None and after > before:
                 return True
             if self._clock() > until_s:

@@ -76,12 +76,17 @@ def inexact_features(
     return (*at_risk, *(name for name, holds in found.items() if holds))
 
 
-def replayable(inexact: Sequence[str], parsed: ParsedRequest) -> tuple[str, ...]:
+def replayable(
+    inexact: Sequence[str], parsed: ParsedRequest, *, has_generator: bool = True
+) -> tuple[str, ...]:
     """Those of the inexact features that an engine continues exactly which generates the output
-    again, from the request as it was.
+    again, from the request as it was. `has_generator`: each of its requests has random numbers of
+    its own.
 
     Sampling without a seed is none of them by itself, for which the time of a replay is not spent.
     """
+    if "temperature" in inexact and not has_generator:
+        return ()
     found = tuple(each for each in inexact if each not in ("tokens", "temperature"))
     is_seeded = found or parsed.request.seed is not None
     return ("temperature", *found) if "temperature" in inexact and is_seeded else found

@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 _STATE = "state"
 _SEGMENT = "segment-"
-NOTES = "experts-"  # Of instances, about their experts.
 _NAME_BYTES = 8
 
 
@@ -214,11 +213,9 @@ class StoreDirectory(PrivateDirectory):
             self.unlink_segment(number)
 
     def clear(self) -> None:
-        """Unlink everything that a store makes here, and notes of instances. An empty directory
-        goes when it is closed.
-        """
+        """Unlink everything that a store makes here. An empty directory goes when it is closed."""
         for name in self.names():
-            if name.startswith((_SEGMENT, _STATE, NOTES)):
+            if name.startswith((_SEGMENT, _STATE)):
                 self.unlink(name)
 
 

@@ -9,14 +9,12 @@ from kvrs_engine.elastic.units import Units
 from kvrs_engine.engine.ranks.exchange import FormationMemory
 from kvrs_engine.engine.ranks.formation import RankFormation
 from kvrs_engine.engine.ranks.reformed import Reformed
-from kvrs_engine.engine.ranks.routed_notes import RoutingNotes
 
 # Least time between two changes of copies, and after any other change of the ranks.
 APART_S = 2.0
 _HALF_LIFE_S = 30.0  # Of a choice of an expert: a popularity that turns sooner moves no copies.
 _NO_ROOM = "elastic.experts.room_share leaves no room for a copy that would help"
 _MAX_PUT_OFF_S = 60.0
-_NOTED_EVERY_S = 5.0
 
 
 class RoutedLoads:
@@ -37,17 +35,6 @@ class RoutedLoads:
         self._wait_s = APART_S
         self._wanted: Layout | None = None  # That `look` has last proposed.
         self.next_s = 0.0  # When to look again.
-        self._notes: RoutingNotes | None = None
-        self._fingerprint, self._noted_s = "", 0.0
-
-    def keep(self, notes: RoutingNotes, fingerprint: str, now_s: float) -> None:
-        """Go on with the counts of the process before, and note them for the next one.
-        `fingerprint`: of the model.
-        """
-        history = TileHistory(_HALF_LIFE_S)
-        if (tiles := notes.read(fingerprint, self._units)) is not None:
-            history.resume(tiles, now_s)
-        self._history, self._notes, self._fingerprint = history, notes, fingerprint
 
     @property
     def tiles(self) -> Tiles:
@@ -64,7 +51,6 @@ class RoutedLoads:
         self._take(now_s)
         if formation is not None and formation.memory is not self._memory:
             self._enter(formation.memory, now_s)
-        self._note(now_s)
         tiles = self.tiles
         found = Rebalanced(layout, lacks_room=False)
         if self._settings.room_share:
@@ -114,11 +100,6 @@ class RoutedLoads:
                 ]
         self._history.note(more, now_s)
         self._seen = found
-
-    def _note(self, now_s: float) -> None:
-        if self._notes is not None and now_s >= self._noted_s + _NOTED_EVERY_S:
-            self._notes.write(self._fingerprint, self._history.tiles)
-            self._noted_s = now_s
 
     def _enter(self, memory: FormationMemory, now_s: float) -> None:
         self._computed, self._memory = self._computed_now(), memory

@@ -49,55 +49,6 @@ def no_formation(group: ScriptedGroup, times: int) -> None:
     group.form = fail  # type: ignore[method-assign]
 
 
-def test_a_rank_that_is_lost_while_the_others_join_is_done_without_too() -> None:
-    """Its formation never serves; both are started again, the survivors keep their processes."""
-    with scripted() as group:
-        first = dict(group.processes.seats)
-        group.processes.hooks["form"] = then(lambda: group.lose(2))
-        group.lose(3)
-        group.until(lambda: len(group.done) >= 1)
-
-        assert group.done[0].degree == 2
-        group.until_serving(*ALL)
-
-        kept = {rank for rank, seat in group.processes.seats.items() if seat is first[rank]}
-        assert kept == {0, 1}
-        assert group.processes.starts == {2: 1, 3: 1}
-        assert group.ended is None
-
-
-def test_nothing_is_done_while_a_move_is_awaited() -> None:
-    """A rank that is due meanwhile is started when the others serve: until then the thread sleeps,
-    and does not look again and again.
-    """
-    with scripted() as group:
-        start = group.processes.start
-
-        def fail(
-            rank: int, layout: Layout, stage: int, *, proves_ahead: bool = True
-        ) -> ScriptedSeat:
-            group.processes.start = start  # type: ignore[method-assign]
-            raise KvrsError("no process")
-
-        group.processes.start = fail  # type: ignore[method-assign]
-        group.processes.hooks["form"] = lambda layout: False
-        group.lose(3)
-        group.until(lambda: bool(group.processes.held_back))
-        group.processes.hooks["form"] = lambda layout: False
-        group.processes.tell(group.processes.held_back[:])
-        group.until_serving(0, 1, 2)
-        group.until(lambda: group.processes.start is not fail)
-        group.lose(2)
-        group.until(lambda: group.machine.phase is ReformingPhase.JOINING)
-        group.machine.waiting.missing[3].due_s = 0.0
-
-        patience_s = group.reformer._patience_s()
-        assert patience_s is not None
-        assert patience_s > 1.0, "the next look is for a rank that hangs"
-        group.processes.tell(group.processes.held_back[3:])
-        group.until_serving(*ALL)
-
-
 def test_without_memory_for_a_rank_that_joins_the_others_serve_on() -> None:
     """Nothing is lost by it; the rank is tried again."""
     with scripted() as group:
@@ -135,22 +86,6 @@ def test_without_memory_for_a_formation_of_more_the_others_serve_on() -> None:
         group.until_serving(*ALL)
         assert all(group.processes.seats[rank] is first[rank] for rank in (0, 1, 2))
         assert group.processes.starts == {3: 2}
-        assert group.ended is None
-
-
-def test_without_memory_for_a_formation_of_fewer_a_rank_stays() -> None:
-    """And is not let go again before the next order."""
-    with scripted() as group:
-        no_formation(group, times=1)
-        assert group.order(3, leaves=True) is None
-        group.until(lambda: len(group.done) >= 1)
-        group.until_serving(*ALL)
-
-        assert group.order(9, leaves=True) == "rank: got 9; allowed: 0, 1, 2, 3"
-        assert group.machine.phase is ReformingPhase.SERVING
-        assert [each.degree for each in group.done] == [4]
-        assert group.order(3, leaves=True) is None
-        group.until_serving(0, 1, 2)
         assert group.ended is None
 
 
@@ -382,30 +317,6 @@ def test_a_rank_that_hangs_as_the_ranks_re_form_is_killed(
         assert group.processes.starts == {3: 1, hung[0].rank: 1}
         kept = {rank for rank, seat in group.processes.seats.items() if seat is first[rank]}
         assert kept == {0, 1, 2} - {hung[0].rank}
-
-
-def test_a_rank_that_hangs_as_it_joins_is_killed_and_the_others_serve_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(waiting, "HUNG_S", 0.02)
-    with scripted() as group:
-        hung: list[ScriptedSeat] = []
-
-        def loads(seat: ScriptedSeat) -> None:
-            hung.append(seat)
-            group.processes.hooks["fetch"] = then(lambda: setattr(seat, "is_silent", True))
-
-        group.processes.hooks["load"] = loads
-        group.lose(3)
-        group.until(lambda: len(group.done) >= 2)
-
-        assert hung[0].process.has_ended
-        assert [each.degree for each in group.done[:2]] == [3, 3]
-        assert group.ended is None
-        group.until(lambda: 3 in group.machine.waiting.missing)
-        group.hurry(3)
-        group.until_serving(*ALL)
-        assert group.processes.starts == {3: 2}
 
 
 def test_a_rank_that_hangs_as_it_loads_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,11 @@
-"""How often experts are chosen is noted for the next process of an instance, and counts for what
-steps are predicted to take; copies do not follow a popularity that turns faster than choices fade.
+"""How often experts are chosen counts for what steps are predicted to take; copies do not follow a
+popularity that turns faster than choices fade.
 The counts of ranks are scripted.
 """
 
-import logging
 import os
 import random
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +14,12 @@ import torch
 
 from kvrs.config.engine import ExpertSettings
 from kvrs.ids import InstanceId
-from kvrs.transfer.store.directory import StoreDirectory
 from kvrs_engine.elastic import on_demand
 from kvrs_engine.elastic.layouts import Layout, staged, uneven
 from kvrs_engine.elastic.units import Units
 from kvrs_engine.engine.ranks import routed
 from kvrs_engine.engine.ranks.reformer import Reformer
 from kvrs_engine.engine.ranks.routed import RoutedLoads
-from kvrs_engine.engine.ranks.routed_notes import RoutingNotes
 
 pytestmark = pytest.mark.engine
 
@@ -47,11 +43,8 @@ class ScriptedMemory:
         self.tiles += torch.tensor(by_expert)
 
 
-def loads_of(notes: RoutingNotes | None = None, now_s: float = 0.0) -> RoutedLoads:
-    found = RoutedLoads(UNITS, ExpertSettings(room_share=1.0), LAYOUT)
-    if notes is not None:
-        found.keep(notes, "model", now_s)
-    return found
+def loads_of() -> RoutedLoads:
+    return RoutedLoads(UNITS, ExpertSettings(room_share=1.0), LAYOUT)
 
 
 def look(
@@ -59,94 +52,6 @@ def look(
 ) -> Layout | None:
     formation: Any = None if memory is None else SimpleNamespace(memory=memory)
     return loads.look(layout, formation, now_s)
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """The agent's."""
-    path = tmp_path / "agent"
-    path.mkdir(0o700)
-    return path
-
-
-def test_a_process_that_is_started_again_knows_what_is_popular(directory: Path) -> None:
-    """It proposes copies before it has computed anything, by the counts of the process before; a
-    process without a note does not. An agent that ends on purpose leaves no note.
-    """
-    first, memory = loads_of(RoutingNotes(directory, INSTANCE)), ScriptedMemory()
-    memory.count([400, *[1] * (EXPERTS - 1)])
-    wanted = look(first, LAYOUT, memory, 10.0)
-    look(first, LAYOUT, memory, 20.0)
-
-    again, fresh = (
-        look(loads_of(RoutingNotes(directory, own), 1e6), LAYOUT, ScriptedMemory(), 1e6 + 1)
-        for own in (INSTANCE, InstanceId("b"))
-    )
-
-    assert wanted is not None
-    assert wanted.copies
-    assert again is not None
-    assert again.copies == wanted.copies
-    assert fresh is None
-    assert {path.name for path in directory.iterdir()} == {"experts-a%2Fb", "experts-b"}
-    with StoreDirectory(directory) as store:
-        store.clear()
-    assert not directory.exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "truncated"),
-        (b'{"version":1,"fingerprint":"model","tiles":[[1,2],[],[1,2]]}', "got [2, 0, 2]; allowed"),
-        (b'{"version":1,"fingerprint":"model","tiles":[[%s],[],[%s]]}', "got -1.0; allowed"),
-        (b'{"version":1,"fingerprint":"model","tiles":"none"}', "Expected `array`"),
-    ],
-)
-def test_a_note_that_is_none_is_named_and_counts_begin_anew(
-    directory: Path, caplog: pytest.LogCaptureFixture, content: bytes, said: str
-) -> None:
-    if b"%s" in content:
-        content %= (b",".join([b"-1"] * EXPERTS),) * 2
-    path = directory / "experts-a%2Fb"
-    path.write_bytes(content)
-    path.chmod(0o600)
-
-    with caplog.at_level(logging.WARNING):
-        loads = loads_of(RoutingNotes(directory, INSTANCE))
-
-    (record,) = caplog.records
-    assert record.getMessage() == "counts of experts cannot be read and begin anew"
-    assert vars(record)["file"] == str(path)
-    assert said in vars(record)["cause"]
-    assert look(loads, LAYOUT, None, 1.0) is None
-    look(loads, LAYOUT, ScriptedMemory(), 10.0)
-    assert RoutingNotes(directory, INSTANCE).read("model", UNITS) == [[0.0] * 8, [], [0.0] * 8]
-
-
-def test_a_note_of_another_model_or_user_is_not_used(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    notes = RoutingNotes(directory, INSTANCE)
-    notes.write("another", COUNTS)
-
-    assert notes.read("another", UNITS) == COUNTS
-    assert notes.read("model", UNITS) is None
-    assert caplog.records == []
-    (directory / "experts-a%2Fb").chmod(0o644)
-    assert notes.read("another", UNITS) is None
-    assert "others may use it (mode bits 044)" in vars(caplog.records[0])["cause"]
-
-
-def test_without_an_agent_nothing_is_noted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    notes = RoutingNotes(tmp_path / "none", INSTANCE)
-    notes.write("model", COUNTS)
-
-    assert notes.read("model", UNITS) is None
-    assert caplog.records == []
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_keeps_copies_away_is_reported_and_tried_again_ever_later() -> None:

@@ -16,7 +16,6 @@ MESSAGES = b'"messages":[{"role":"user","content":"play latin."}]'
 BODIES: list[tuple[str, bytes]] = [
     ("/v1/completions", b'{"prompt":[5.0,6e0,7],"max_tokens":4.0,"temperature":0,"n":1.0}'),
     ("/v1/chat/completions", b"{" + MESSAGES + b',"max_tokens":4.0,"temperature":0}'),
-    ("/generate", b'{"prompt":"a b","max_tokens":4.0}'),
     ("/v1/responses", b'{"input":"play latin.","max_output_tokens":4.0,"temperature":0}'),
     ("/tokenize", b'{"prompt":"a"}'),
 ]

@@ -11,7 +11,6 @@ import pytest
 from kvrs.errors import UnknownFieldError
 from kvrs.protocol.openai.requests import LOGPROBS_RANGE, RANGES, ChatRequest, CompletionRequest
 from kvrs.protocol.openai.responses import parse_response_request
-from kvrs.proxy.api.generate import ALLOWED
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.api.openapi_files import ADMIN, CLIENTS, load
@@ -26,13 +25,11 @@ REQUESTS = {
     "/v1/completions": "CompletionRequest",
     "/v1/chat/completions": "ChatRequest",
     "/v1/responses": "ResponseRequest",
-    "/generate": "GenerateRequest",
 }
 ANSWERS = {
     "/v1/completions": "Answer",
     "/v1/chat/completions": "Answer",
     "/v1/responses": "Response",
-    "/generate": "Generated",
 }
 
 
@@ -90,7 +87,6 @@ def test_fields_of_requests_and_their_ranges_are_documented() -> None:
         "CompletionRequest": fields_of(CompletionRequest),
         "ChatRequest": fields_of(ChatRequest),
         "ResponseRequest": fields_of_a_response(),
-        "GenerateRequest": set(ALLOWED),
     }
     for fields in (documented["CompletionRequest"], documented["ChatRequest"]):
         for name, schema in fields.items():

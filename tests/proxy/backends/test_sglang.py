@@ -3,6 +3,7 @@ named at start-up.
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import expected_ids, ids_of, vocabulary
 from kvrs_testkit.sglang_cluster import PROMPT, TOKENS, Servers, Sglangs
+from kvrs_testkit.sse import events_of
 
 Builder = Callable[..., Awaitable[Sglangs]]
 LONG = list(range(40))
@@ -88,6 +90,56 @@ async def test_the_death_of_a_leg_closes_the_other_one(
     again = moment != "after" or dies == "decode"
     assert len(system.shared.rooms) == 1 + again
     await system.until(lambda: _is_true(survivor.legs == 0))
+
+
+async def test_a_prefill_server_is_met_again_by_the_same_decode(sglangs: Builder) -> None:
+    """Which caches the ports of its former process under its address: pairs would hang. The
+    address is the same for all attempts at one process.
+    """
+
+    def prepare(servers: Servers) -> None:
+        del servers["p1"]
+
+    system = await sglangs(prepare)
+    server, *decodes = system.servers.values()
+    prompts = [[number, 8, 9] for number in range(6)]
+    await asyncio.gather(*map(system.ids, prompts))
+    addresses = {address for decode in decodes for address in decode.met}
+
+    await server.kill()
+    await system.until_health(p0="down")
+    await server.restart()
+    await system.until_health(p0="up")
+
+    ids = await asyncio.gather(*map(system.ids, prompts))
+    assert ids == [expected_ids(prompt, TOKENS) for prompt in prompts]
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("transfer_s", [0.0, 0.05])
+async def test_what_the_cache_of_prefill_had_feeds_the_index(
+    sglangs: Builder, transfer_s: float
+) -> None:
+    """Its own usage says so, also where the client wants none."""
+
+    def prepare(servers: Servers) -> None:
+        del servers["p1"]
+        servers["p0"].reused_tokens = 32
+
+    system = await sglangs(prepare)
+    system.shared.transfer_s = transfer_s
+
+    events = await system.events(prompt=LONG, return_token_ids=True)
+
+    async def is_counted() -> bool:
+        rows = {row["id"]: row for row in (await system.state())["instances"]}
+        return bool(rows["p0"]["prefix_hits"])
+
+    await system.until(is_counted)
+    rows = {row["id"]: row for row in (await system.state())["instances"]}
+    assert rows["p0"]["prefix_hits"] == {"prompt_tokens": 40, "cached_tokens": 32, "share": 0.8}
+    assert rows["d0"]["prefix_hits"] is rows["d1"]["prefix_hits"] is None
+    assert not any(event.get("usage") for event in events)
 
 
 async def test_no_stream_counts_as_unprotected_where_servers_keep_pages_by_themselves(
@@ -268,6 +320,92 @@ async def test_penalties_are_marked(sglangs: Builder, name: str) -> None:
         await response.read()
 
     assert response.headers["X-Kvrs-Inexact"] == name
+
+
+@pytest.mark.parametrize("moves", [True, False, None])
+async def test_kv_that_moves_is_seen_by_the_counters_of_prefill(
+    sglangs: Builder, moves: bool | None
+) -> None:
+    """By a self-test. Without --enable-metrics there are none: what is not counted is believed."""
+
+    def prepare(servers: Servers) -> None:
+        for server in servers.values():
+            server.sent_mb, server.hides_kv = 3.0, moves is False
+            if moves is not None:
+                server.lacks.clear()
+
+    system = await sglangs(prepare, proxy={"self_test": True})
+
+    async def are_tested() -> bool:
+        rows = (await system.state())["instances"]
+        return all(row["self_test"] and row["self_test"]["done"] for row in rows)
+
+    await system.until(are_tested)
+    tests = {row["id"]: row["self_test"] for row in (await system.state())["instances"]}
+    assert {test["moves_kv"] for test in tests.values()} == {moves is not False}
+    asked = [call for server in system.servers.values() for call in server.calls]
+    assert "GET /metrics" in asked or moves is None
+
+
+def replaying(servers: Servers) -> None:
+    for server in servers.values():
+        server.replays = True
+
+
+async def test_a_stream_with_penalties_begins_again_and_is_exact(sglangs: Builder) -> None:
+    """With its output so far, which both servers of the pair generate once more."""
+    system = await sglangs(replaying)
+    for position in range(1, TOKENS):
+        system.shared.faults = {position: Fault.RESET}
+        fields = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "stream": True}
+        fields |= {"return_token_ids": True, "presence_penalty": 1.5}
+
+        async with system.http.post(system.url + "/v1/completions", json=fields) as response:
+            *events, _, _ = events_of(await response.read())
+            assert "X-Kvrs-Exact" not in response.headers
+
+        choices = [json.loads(each[6:])["choices"][0] for each in events]
+        ids = [i for choice in choices for i in choice["token_ids"]]
+        assert ids == expected_ids(PROMPT, TOKENS)
+        replayed = [each for server in system.servers.values() for each in server.replayed]
+        assert replayed == [expected_ids(PROMPT, position)] * 2
+        for server in system.servers.values():
+            server.replayed.clear()
+    assert {row["option"] for row in (await system.state())["recoveries"]} == {"replay"}
+    assert system.shared.violations == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0.7, "seed": 5}, {"messages": [{"role": "user", "content": "hi"}]}]
+)
+async def test_what_no_replay_makes_exact_is_marked(
+    sglangs: Builder, fields: dict[str, object]
+) -> None:
+    """Sampling, as SGLang's random numbers are those of all its requests; and chats."""
+    system = await sglangs(replaying)
+    path = "chat/completions" if "messages" in fields else "completions"
+    asked: dict[str, object] = {"prompt": PROMPT} if path == "completions" else {}
+    asked |= {"stream": True, "max_tokens": 3, "presence_penalty": 1.5, "temperature": 0} | fields
+
+    async with system.http.post(f"{system.url}/v1/{path}", json=asked) as response:
+        await response.read()
+
+    assert response.headers["X-Kvrs-Exact"] == "no"
+
+
+async def test_nothing_is_promised_that_prefill_cannot_generate_again(sglangs: Builder) -> None:
+    """Its token is the first one."""
+
+    def prepare(servers: Servers) -> None:
+        for name in ("d0", "d1", "p0"):
+            servers[name].replays = True
+
+    system = await sglangs(prepare)
+    fields = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "presence_penalty": 1.5}
+    async with system.http.post(system.url + "/v1/completions", json=fields) as response:
+        await response.read()
+
+    assert response.headers["X-Kvrs-Inexact"] == "presence_penalty"
 
 
 async def test_a_server_of_another_mode_is_not_used(sglangs: Builder) -> None:

@@ -318,17 +318,6 @@ async def test_a_lost_agent_protects_nothing_until_it_is_back(build: ProxyCluste
     await finish(system, asked)
 
 
-async def test_an_agent_that_hangs_is_lost_and_found_again(build: ProxyClusterBuilder) -> None:
-    """Its connection stands and nothing comes: it can restore nothing either."""
-    system = await build(backup=REMOTE, proxy={"token_gap_s": 0.5})
-    agent = system.agents["agent-n1"]
-
-    agent.freeze()
-    await system.until_health(**{"agent-n1": "down", "agent-n0": "up", "d1": "up"})
-    agent.thaw()
-    await system.until_health(**{"agent-n1": "up"})
-
-
 async def test_a_recovery_restores_from_the_agent(build: ProxyClusterBuilder) -> None:
     """Its pages are named as a source, in the order of the history, under the agent's epoch."""
     system = await build(backup=REMOTE, policy={"name": "always_restore"})

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from functools import partial
 
 import msgspec
 
@@ -30,20 +29,6 @@ async def answer_text(system: ProxyCluster, **fields: object) -> str:
     return answer
 
 
-async def test_a_killed_instance_returns_with_a_higher_epoch(build: ProxyClusterBuilder) -> None:
-    """`up` is left at once, and a new process is another life."""
-    system = await build()
-
-    await system.instances["d0"].kill()
-    await system.until_health(d0="down")
-    await system.instances["d0"].restart()
-    await system.until_health(d0="up")
-
-    epochs = {i["id"]: (i["epoch"], i["pid"]) for i in (await system.state())["instances"]}
-    assert epochs["d0"] == (2, system.instances["d0"].pid)
-    assert system.instances["d0"].fences == [], "a new process has nothing to fence"
-
-
 async def test_an_instance_that_lived_on_is_fenced_before_it_is_used_again(
     build: ProxyClusterBuilder,
 ) -> None:
@@ -68,27 +53,6 @@ async def test_an_instance_that_lived_on_is_fenced_before_it_is_used_again(
     assert (await system.health())["d0"] == "up"
 
 
-async def test_an_instance_that_another_proxy_fences_keeps_this_one_s_streams(
-    build: ProxyClusterBuilder,
-) -> None:
-    """Its epoch rises under an open connection, so it is the same process: a stream that was
-    not named goes on.
-    """
-    system = await build()
-    system.script.gate, system.script.gate_at = asyncio.Event(), 3
-    asked = [asyncio.create_task(answer_text(system)) for _ in range(2)]
-    await system.until_streams_hold(3, count=2)
-
-    for name in ("p0", "d0"):
-        system.instances[name].epoch += 1
-        await system.until(partial(_is, system, name, epoch=2, health="up"))
-    system.script.gate.set()
-
-    assert await asyncio.gather(*asked) == [text()] * 2
-    assert (await system.state())["recoveries"] == []
-    assert [instance.fences for instance in system.instances.values()] == [[]] * 4
-
-
 async def test_nothing_is_written_while_a_stream_waits_for_an_instance(
     build: ProxyClusterBuilder,
 ) -> None:
@@ -106,28 +70,6 @@ async def test_nothing_is_written_while_a_stream_waits_for_an_instance(
 
     assert await asked == text()
     assert [r.kvrs.attempt for r in system.instances["d0"].completions if r.kvrs] == [1, 2]
-
-
-async def test_an_engine_without_a_fence_returns_when_it_runs_nothing(
-    build: ProxyClusterBuilder,
-) -> None:
-    """It cannot drop old attempts, so their end is waited for."""
-
-    def prepare(instances: dict[str, Scripted]) -> None:
-        instances["d0"].capabilities = [Capability.EXACT_RESUME]
-
-    system = await build(prepare=prepare)
-    system.instances["d0"].running = 1
-    system.instances["d0"].cut_watch()
-    await system.until_health(d0="down")
-    reports = system.instances["d0"].reports
-    await system.until(lambda: _truth(system.instances["d0"].reports > reports + 3))
-    assert (await system.health())["d0"] == "down"
-
-    system.instances["d0"].running = 0
-
-    await system.until_health(d0="up")
-    assert system.instances["d0"].fences == []
 
 
 async def test_an_instance_with_other_weights_is_refused(build: ProxyClusterBuilder) -> None:

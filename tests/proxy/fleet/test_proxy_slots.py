@@ -157,20 +157,6 @@ async def test_an_agent_that_does_not_answer_stops_no_stream(
     assert 'kvrs_slots_total{outcome="local"} 2.0' in await system.metrics()
 
 
-async def test_an_agent_that_is_down_is_not_asked(build: ProxyClusterBuilder) -> None:
-    """A process that is known to be gone is not waited for."""
-    system, asked = await victims(build)
-    agent = system.agents["agent-n1"]
-    await agent.kill()
-    await system.until_health(**{"agent-n1": "down"})
-
-    await system.instances["d0"].kill()
-
-    assert await all_exact(system, asked)
-    assert agent.slot_updates == []
-    assert 'kvrs_slots_total{outcome="local"} 1.0' in await system.metrics()
-
-
 async def test_without_an_arbiter_each_proxy_takes_its_part(
     build: ProxyClusterBuilder,
 ) -> None:
@@ -232,48 +218,6 @@ async def test_slots_are_renewed_while_the_transfer_runs(
     assert 'kvrs_slots_total{outcome="lost"} 1.0' in await system.metrics()
     assert await all_exact(system, asked)
     assert lost not in {each.stream for update in agent.slot_updates for each in update.release}
-
-
-async def test_an_agent_that_is_back_hears_at_once_of_what_is_held(
-    build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was killed and remembers nothing; until it has heard of them, it would give the same slots
-    to others.
-    """
-    monkeypatch.setattr(slots, "LEASE_S", 3600.0)
-    system, asked = await victims(build, 3, transfer={"lease_s": 3600.0})
-    agent = system.agents["agent-n1"]
-    # The gate is closed: no first token comes of the transfers.
-    await system.instances["d0"].kill()
-    await system.until(lambda: _truth(len(tokens_at(system.instances["d1"])) == 3))
-    before = [update for update in agent.slot_updates if update.renew]
-
-    await agent.kill()
-    await system.until_health(**{"agent-n1": "down"})
-    await agent.restart()
-    await system.until(lambda: _truth(any(len(update.renew) == 3 for update in agent.slot_updates)))
-
-    assert before == []
-    assert await all_exact(system, asked)
-
-
-async def test_a_transfer_that_breaks_gives_its_slot_back(build: ProxyClusterBuilder) -> None:
-    """Whatever ends it: here its target dies."""
-    system, asked = await victims(build, pairs=3)
-    agent = system.agents["agent-n1"]
-    await system.instances["d2"].kill()
-    await system.until_health(d2="down")
-    await system.instances["d0"].kill()
-    await system.until(lambda: _truth(len(tokens_at(system.instances["d1"])) == 1))
-
-    await system.instances["d2"].restart()
-    await system.until_health(d2="up")
-    await system.instances["d1"].kill()
-    await system.until(lambda: _truth(len(released_at(agent)) == 1))
-
-    assert released_at(agent) == asked_of(agent) == [("d1", 2)]
-    assert await all_exact(system, asked)
-    assert [target for target, _ in asked_of(system.agents["agent-n2"])] == ["d2"]
 
 
 async def test_a_proxy_that_ends_gives_its_slots_back(

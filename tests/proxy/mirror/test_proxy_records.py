@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.cli.incidents import explain_log
+from kvrs.cli.incidents import show_incidents
 from kvrs.config.file import Config, parse_config
 from kvrs.core.event_log import LogEntry, header_line, read, rerun
 from kvrs.core.model import actions as act
@@ -241,7 +241,7 @@ async def test_a_long_log_continues_in_other_files(
     again = rerun([line.decode() for line in lines])
     assert again.difference is None
     assert again.counts["StreamArrived"] % 5 == 0
-    assert explain_log(path)
+    assert show_incidents(path)
 
 
 async def test_the_oldest_parts_are_removed(tmp_path: Path) -> None:

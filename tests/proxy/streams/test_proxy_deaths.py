@@ -13,8 +13,8 @@ import pytest
 from kvrs.core.fleet import silence
 from kvrs.core.watch import WatchLimits
 from kvrs.ids import InstanceId
-from kvrs.proxy.streams.driver import CALLS_IN_TURN
 from kvrs.proxy.streams.open_stream import Failed
+from kvrs.proxy.streams.surroundings import CALLS_IN_TURN
 from kvrs.proxy.wire.pool import Pool
 from kvrs.proxy.wire.upstream import Upstream
 from kvrs_testkit.proxy_cluster import ProxyCluster
@@ -224,19 +224,6 @@ async def test_a_hang_is_noticed_by_the_stream_s_own_pace_and_fenced_when_it_wak
     hung.thaw()
     await system.until_health(d0="up")
     assert hung.fences == [on_it]
-
-
-@pytest.mark.usefixtures("quick_suspicion")
-async def test_an_idle_instance_that_hangs_is_noticed_too(build: ProxyClusterBuilder) -> None:
-    """By its reports, which come at a pace of their own: nothing must be sent there to find out."""
-    system = await build(proxy={"token_gap_s": 3600.0})
-
-    system.instances["d1"].freeze()
-    await system.until_health(d1="down")
-    system.instances["d1"].thaw()
-    await system.until_health(d1="up")
-
-    assert system.instances["d1"].fences == [{}]
 
 
 @pytest.mark.usefixtures("quick_suspicion")

@@ -179,48 +179,6 @@ async def shows_ranks(system: ProxyCluster, *pids: int) -> bool:
     return [each["pid"] for each in ranks] == list(pids)
 
 
-async def leave_d0(system: ProxyCluster, ready_in_s: float, *, some_stay_first: bool) -> None:
-    """Its streams go on at d1, exactly, after it has said when it will be ready."""
-    d0 = system.instances["d0"]
-    d0.full_degree = d0.degree = 2
-    asked = await held_open(system, count=4)
-    d0.reforming = report(ready_in_s)
-    if some_stay_first:
-        await system.until(lambda: stays_somewhere(system))
-    await system.until(lambda: all_at(system, "d1"))
-    release(system)
-    assert await all_exact(asked)
-
-
-async def test_streams_leave_for_another_instance_where_that_is_sooner(
-    build: ProxyClusterBuilder,
-) -> None:
-    """An instance that will be ready late is still up."""
-    system = await build()
-
-    await leave_d0(system, ready_in_s=60.0, some_stay_first=False)
-
-    assert "in_place" not in {each["option"] for each in await recoveries(system)}
-    assert (await system.health())["d0"] == "up"
-
-
-async def test_streams_leave_an_instance_that_is_later_than_it_said(
-    build: ProxyClusterBuilder,
-) -> None:
-    """Each stream goes on elsewhere at its alarm, and loses nothing."""
-    system = await build()
-
-    await leave_d0(system, ready_in_s=0.0, some_stay_first=True)
-
-    left = [each for each in await recoveries(system) if "was to go on" in str(each["cause"])]
-    assert left
-    assert {each["to"] for each in left} == {"d1"}
-
-
-async def all_at(system: ProxyCluster, name: str) -> bool:
-    return {row["decode"] for row in (await system.state())["streams"]} == {name}
-
-
 async def stays_somewhere(system: ProxyCluster, count: int = 1, option: str = "in_place") -> bool:
     return sum(each["option"] == option for each in await recoveries(system)) >= count
 

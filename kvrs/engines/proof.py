@@ -1,5 +1,6 @@
 """The proof at run time that rows of agents are what this engine computes: now and then a row that
-could be loaded is left out, and compared once the engine has computed it.
+could be loaded is left out, and compared once the engine has computed it. vLLM's tier and SGLang's
+store do so.
 """
 
 from collections.abc import Sequence

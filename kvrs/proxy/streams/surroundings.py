@@ -1,0 +1,145 @@
+"""The surroundings of attempts: the core that attempts report to, and the engines and agents that
+attempts call.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+
+from kvrs.config.cluster import Backend as Engine
+from kvrs.config.file import Config
+from kvrs.config.proxy import Inexact
+from kvrs.core.attempt import Attempt
+from kvrs.core.control import Control, Shell
+from kvrs.core.model import events as ev
+from kvrs.core.model.streams import Complete
+from kvrs.ids import InstanceId
+from kvrs.proxy.backends.agent import AgentBackend
+from kvrs.proxy.backends.backend import Backend
+from kvrs.proxy.backends.model_files import ModelFiles
+from kvrs.proxy.fleet.slots import SlotSender
+from kvrs.proxy.streams.event_log import EventLog
+from kvrs.proxy.streams.hand_offs import GivenUpHandOffs
+from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.streams.open_stream import Failed, OpenStream
+from kvrs.proxy.streams.recoveries import RecoveryLog
+from kvrs.proxy.streams.responses import Parsers
+from kvrs.proxy.streams.tokenizer import LazyTokenizer
+
+log = logging.getLogger(__name__)
+
+# Victims of one death that call in one turn of the event loop: about a millisecond's work. With
+# one in a turn, the last one would call when nearly all answers to the others are handled.
+CALLS_IN_TURN = 8
+
+
+class Surroundings:
+    """State that all attempts of a proxy share, and the processes that they call."""
+
+    def __init__(
+        self,
+        config: Config,
+        backends: Mapping[InstanceId, Backend],
+        agent_backends: Mapping[InstanceId, AgentBackend],
+        metrics: Metrics,
+        clock: Callable[[], float],
+        recoveries: RecoveryLog,
+        shell: Shell[OpenStream],
+        event_log: EventLog | None,
+        files: ModelFiles,
+    ) -> None:
+        # A proxy that is started in the place of this one gets another one.
+        self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"
+        self._files = files
+        self.tokenizer = LazyTokenizer(files)
+        self.parsers = Parsers()
+        # Its parsers of streams and of whole answers differ.
+        self.engine = config.cluster.backend
+        self.is_vllm = self.engine is Engine.VLLM
+        self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE
+        self.recoveries = recoveries
+        self.control = control = Control[OpenStream](
+            config,
+            run_id=self.run_id,
+            shell=shell,
+            can_give_end=lambda: self.tokenizer.available,
+            runs_self_tests=config.proxy.self_test,
+            trace=None if event_log is None else event_log.note,
+        )
+        self.backends = backends
+        self.agent_backends = agent_backends
+        self.slots = SlotSender(control.slots, agent_backends)
+        self.hand_offs = GivenUpHandOffs(
+            control.instances, backends, clock, lambda how: metrics.hand_offs.labels(how).inc()
+        )
+        self.turns = asyncio.Semaphore(CALLS_IN_TURN)
+        # Takes silence for the end; False: it has not lasted for long.
+        self.end_watch: dict[InstanceId, Callable[[], bool]] = {}
+        self.busy_status = 503  # Of the last busy answer of any instance.
+        self.clock = clock
+        self._metrics = metrics
+
+    @property
+    def penalises_chats(self) -> bool:
+        """A chat that names no `repetition_penalty` has one, by its model's own defaults."""
+        return self._files.default_sampling.get("repetition_penalty", 1) != 1
+
+    def suspect_instance(self, instance: InstanceId) -> bool:
+        """It was silent for too long, perhaps not only for one stream; whether it is given up.
+
+        From an instance that hangs nothing comes at all. So its streams are decided together, and
+        it is fenced when it wakes.
+        """
+        end_watch = self.end_watch.get(instance)
+        if end_watch is None or self.control.instances.is_reporting(instance, self.clock()):
+            return False
+        return end_watch()
+
+    def resumed(self, attempt: Attempt[OpenStream]) -> None:
+        if attempt.live.refused_by:
+            blame_refusers(self._metrics, attempt.live)
+        attempt.resumed(self.clock())
+        if attempt.live.id in self.recoveries.running:
+            self.recoveries.resumed(attempt.live.id, attempt.number)
+
+    def attempt_over(self, live: OpenStream, event: ev.AttemptFailed | ev.SlotDenied) -> None:
+        match event:
+            case ev.SlotDenied():
+                self.recoveries.settle(live.id, "denied")
+            case ev.AttemptFailed(instance=instance, cause=cause):
+                extra = {
+                    "stream": live.id,
+                    "attempt": event.attempt,
+                    "instance": instance,
+                    "cause": cause,
+                }
+                is_doubted = event.failure in (ev.FailureKind.REFUSED, ev.FailureKind.ERROR)
+                if is_doubted and not live.journal.output_ids:
+                    log.info("attempt refused", extra=extra)
+                    live.refused_by = (*live.refused_by, instance)
+                else:
+                    log.warning("attempt failed", extra=extra)
+                    self._metrics.failures.labels(instance).inc()
+        live.task = None  # It is the task that reports this.
+        self.control.attempt_over(live, event, self.clock())
+
+    def completed(self, live: OpenStream) -> None:
+        # Its task still reads the last bytes of the response, so that the connection can be used
+        # again.
+        live.task = None
+        self.control.end(live, Complete(), self.clock())
+
+    def fail(self, live: OpenStream, failure: Failed) -> None:
+        if not live.outcome.done():
+            live.outcome.set_result(failure)
+        self.control.close(live, self.clock())
+
+
+def blame_refusers(metrics: Metrics, live: OpenStream) -> None:
+    """The request is not at fault, as far as is known: its refusals count as failures."""
+    for instance in live.refused_by:
+        extra = {"stream": live.id, "instance": instance}
+        log.warning("refused a request that is not at fault", extra=extra)
+        metrics.failures.labels(instance).inc()
+    live.refused_by = ()
