@@ -30,14 +30,6 @@ _NVML_TIMEOUT_S = 2.0  # A reading of all GPUs takes milliseconds.
 _EVENT_PAUSE_S = 0.1  # After an event, so that a flood of them does not keep a core busy.
 _MAX_EVENTS = 1000  # Per reading.
 
-# Reasons for reduced clocks that are symptoms, in the order of the reports. The software power cap
-# and idleness are none.
-_SLOWDOWNS = {
-    "HwThermalSlowdown": "hw thermal",
-    "SwThermalSlowdown": "sw thermal",
-    "HwPowerBrakeSlowdown": "hw power brake",
-    "HwSlowdown": "hw slowdown",
-}
 _RESETS = {
     "GPU_RESET": "a reset",
     "NODE_REBOOT": "a reboot",
@@ -95,10 +87,6 @@ class GpuSensor:
         self._unsupported = {getattr(nvml, f"NVML_ERROR_{name}") for name in _UNSUPPORTED}
         self._gone = {getattr(nvml, f"NVML_ERROR_{name}") for name in _GONE}
         self._resets, self._drains = _actions(nvml, _RESETS), _actions(nvml, _DRAINS)
-        self._slowdowns = {
-            getattr(nvml, f"nvmlClocksThrottleReason{name}"): what
-            for name, what in _SLOWDOWNS.items()
-        }
         self._xids: defaultdict[str, list[int]] = defaultdict(list)
         try:
             nvml.nvmlInit()
@@ -191,7 +179,6 @@ class GpuSensor:
         )
         rows = self._ask("nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
         action = self._field(handle, nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)
-        errors, recoveries, up = self._read_nvlinks(handle)
         return Reading(
             uuid=gpu.uuid,
             index=gpu.index,
@@ -206,60 +193,10 @@ class GpuSensor:
             remap_failed=bool(rows[3]),
             reset_due=self._resets.get(action),
             drain_due=self._drains.get(action),
-            slowed_by=self._read_slowdowns(handle),
-            nvlink_errors=errors,
-            nvlink_recoveries=recoveries,
-            nvlinks_up=up,
         )
 
-    def _read_slowdowns(self, handle: Any) -> tuple[str, ...]:
-        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        if reasons is None:  # Drivers before 535 have the old name.
-            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        return tuple(
-            what for bit, what in self._slowdowns.items() if reasons is not None and reasons & bit
-        )
-
-    def _read_nvlinks(self, handle: Any) -> tuple[int | None, int | None, int | None]:
-        """Corrected errors and recoveries of all links, and the number of links that are up; None:
-        there are no links, or no counters.
-        """
-        nvml = self._nvml
-        states = [
-            self._ask("nvmlDeviceGetNvLinkState", handle, link)
-            for link in range(nvml.NVML_NVLINK_MAX_LINKS)
-        ]
-        if all(state is None for state in states):
-            return None, None, None
-        up = [link for link, state in enumerate(states) if state]
-        errors = [
-            self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, link, counter)
-            for link in up
-            for counter in (
-                nvml.NVML_NVLINK_ERROR_DL_REPLAY,
-                nvml.NVML_NVLINK_ERROR_DL_CRC_FLIT,
-                nvml.NVML_NVLINK_ERROR_DL_CRC_DATA,
-            )
-        ]
-        recoveries = [
-            self._ask(
-                "nvmlDeviceGetNvLinkErrorCounter", handle, link, nvml.NVML_NVLINK_ERROR_DL_RECOVERY
-            )
-            for link in up
-        ]
-        # From the fifth generation of links on the counters are fields.
-        if all(count is None for count in errors + recoveries):
-            errors = [
-                self._field(handle, nvml.NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS, link) for link in up
-            ]
-            recoveries = [
-                self._field(handle, nvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS, link)
-                for link in up
-            ]
-        return _sum(errors), _sum(recoveries), len(up)
-
-    def _field(self, handle: Any, field: int, scope: int = 0) -> int | None:
-        values = self._ask("nvmlDeviceGetFieldValues", handle, [(field, scope)])
+    def _field(self, handle: Any, field: int) -> int | None:
+        values = self._ask("nvmlDeviceGetFieldValues", handle, [(field, 0)])
         return (
             int(values[0].value.ullVal)
             if values is not None and values[0].nvmlReturn == self._nvml.NVML_SUCCESS
@@ -366,8 +303,3 @@ class GpuMonitor:
             self._stop.wait(_EVENT_PAUSE_S if sensor.wait(_POLL_S) else _POLL_S)
         if sensor is not None:
             sensor.close()
-
-
-def _sum(counts: list[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None

@@ -7,8 +7,8 @@ A GPU gets worse with the first symptom, and better only after a time without an
        ^--- 60 s without one ---------'  ^---- 600 s without one ----'
 
 Counters count from the driver's start, so only increases between two readings are symptoms.
-Conditions that healthy GPUs have for a moment (reduced clocks, no answer) count once they last,
-link errors above a rate.
+No answer, which healthy GPUs give for a moment, counts once it lasts. Clocks and links are not
+read: they slow a GPU down, for which no stream is moved.
 
 The meaning of XIDs is that of NVIDIA's catalog (docs.nvidia.com/deploy/xid-errors): failing are
 those for which it demands a reset or a restart of the machine, and uncorrectable memory errors;
@@ -48,10 +48,6 @@ class Reading:
     remap_failed: bool = False
     reset_due: str | None = None  # Recovery action that the driver demands at once.
     drain_due: str | None = None  # Recovery action that it demands at the next occasion.
-    slowed_by: tuple[str, ...] = ()  # Reasons for reduced clocks, other than settings.
-    nvlink_errors: int | None = None  # Corrected, of all links; a counter.
-    nvlink_recoveries: int | None = None  # Retrainings of links; a counter.
-    nvlinks_up: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +56,15 @@ class Thresholds:
 
     failing_hold_s: float = 600.0
     degraded_hold_s: float = 60.0
-    slowed_s: float = 5.0  # Shorter reductions of clocks are normal.
     silent_s: float = 3.0
-    nvlink_errors_per_s: float = 100.0  # Fewer are corrected without an effect.
 
 
 @dataclass(slots=True)
 class _Watched:
     health: GpuHealth
-    counted: dict[str, int] = field(default_factory=dict)  # Counters of the last reading.
-    counted_s: float = 0.0
-    max_nvlinks_up: int = 0
+    ecc_uncorrected: int | None = None  # Of the last reading that has it.
     # Times of the last symptoms of at least this severity.
     symptoms_s: dict[GpuState, float] = field(default_factory=dict)
-    slowed_since_s: float | None = None
     silent_since_s: float | None = None
 
 
@@ -106,10 +97,8 @@ class GpuClassifier:
         if gpu is None:
             health = GpuHealth(reading.uuid, reading.index, GpuState.HEALTHY, "", now_s)
             gpu = self._gpus[reading.uuid] = _Watched(health)
-        gpu.slowed_since_s = _since(gpu.slowed_since_s, bool(reading.slowed_by), now_s)
         gpu.silent_since_s = _since(gpu.silent_since_s, reading.silent is not None, now_s)
         before = gpu.health
-        gpu.max_nvlinks_up = max(gpu.max_nvlinks_up, reading.nvlinks_up or 0)
         gpu.health = self._next(gpu, list(self._symptoms(gpu, reading, now_s)), now_s)
         return gpu.health if is_new or gpu.health != before else None
 
@@ -151,7 +140,7 @@ class GpuClassifier:
         if gpu.silent_since_s is not None and now_s - gpu.silent_since_s >= thresholds.silent_s:
             yield GpuState.FAILING, f"no answer: {reading.silent}"[:128]
         yield from _xid_symptoms(reading.xids)
-        if _added(gpu, "ecc_uncorrected", reading.ecc_uncorrected):
+        if _has_more_errors(gpu, reading.ecc_uncorrected):
             yield GpuState.FAILING, "ecc uncorrected"
         if reading.remap_failed:
             yield GpuState.FAILING, "row remapping failed"
@@ -161,19 +150,6 @@ class GpuClassifier:
             yield GpuState.DEGRADED, f"driver asks for {reading.drain_due}"
         if reading.remap_pending:
             yield GpuState.DEGRADED, "row remapping pending"
-        if gpu.slowed_since_s is not None and now_s - gpu.slowed_since_s >= thresholds.slowed_s:
-            yield GpuState.DEGRADED, f"throttled: {', '.join(reading.slowed_by)}"
-        if _added(gpu, "nvlink_recoveries", reading.nvlink_recoveries):
-            yield GpuState.DEGRADED, "nvlink recovery"
-        if reading.nvlinks_up is not None and reading.nvlinks_up < gpu.max_nvlinks_up:
-            yield GpuState.DEGRADED, f"nvlinks down: {gpu.max_nvlinks_up - reading.nvlinks_up}"
-        elapsed_s = now_s - gpu.counted_s
-        if (
-            errors := _added(gpu, "nvlink_errors", reading.nvlink_errors)
-        ) and errors >= thresholds.nvlink_errors_per_s * elapsed_s:
-            yield GpuState.DEGRADED, "nvlink errors"
-        if reading.nvlink_errors is not None:
-            gpu.counted_s = now_s
 
 
 def _xid_symptoms(xids: Sequence[int]) -> Iterator[tuple[GpuState, str]]:
@@ -184,13 +160,12 @@ def _xid_symptoms(xids: Sequence[int]) -> Iterator[tuple[GpuState, str]]:
             yield GpuState.DEGRADED, f"xid {xid}"
 
 
-def _added(gpu: _Watched, name: str, count: int | None) -> int:
-    """Increase of a counter; 0 if it is unsupported, read for the first time, or was reset."""
+def _has_more_errors(gpu: _Watched, count: int | None) -> bool:
+    """The counter has risen; not if it is unsupported, read for the first time, or was reset."""
     if count is None:
-        return 0
-    before = gpu.counted.get(name, count)
-    gpu.counted[name] = count
-    return max(0, count - before)
+        return False
+    before, gpu.ecc_uncorrected = gpu.ecc_uncorrected, count
+    return before is not None and count > before
 
 
 def _since(since_s: float | None, lasts: bool, now_s: float) -> float | None:

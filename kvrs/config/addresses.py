@@ -93,7 +93,7 @@ def faults_of_gossip(cluster: ClusterSettings, proxy: ProxySettings) -> Iterator
             # The address is published to the other members, and would mean themselves there.
             yield (
                 f"gossip: {described}; allowed: an address or a name at which the other members "
-                f"reach it (gossip_host), beside bind or proxy.gossip_bind"
+                f"reach it (proxy.gossip_host; of an agent host, beside bind)"
             )
             continue
         heard[is_loopback(host)] = described
@@ -106,9 +106,8 @@ def faults_of_gossip(cluster: ClusterSettings, proxy: ProxySettings) -> Iterator
         )
     elif len(versions) == 2:
         yield f"gossip: {versions[4]}, and {versions[6]}; allowed: IPv4 or IPv6, the same for all"
-    binds = {str(node.id): (node.agent.host, node.agent.bind) for node in cluster.nodes}
-    binds[proxy.id] = proxy.gossip_host, proxy.gossip_bind
-    for name, (host, bind) in binds.items():
+    for node in cluster.nodes:
+        name, host, bind = str(node.id), node.agent.host, node.agent.bind
         known = None if bind is None else _version(bind)
         if known is not None and _version(host) not in (None, known):
             yield (

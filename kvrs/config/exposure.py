@@ -80,7 +80,6 @@ def _hosts_with_secret(config: Config) -> Iterator[tuple[str, str]]:
     hosts: list[tuple[str, str | None]] = [
         ("proxy.peer_host", config.proxy.peer_host),
         ("proxy.gossip_host", config.proxy.gossip_host),
-        ("proxy.gossip_bind", config.proxy.gossip_bind),
     ]
     for node in config.cluster.nodes:
         # A stock engine binds its own.

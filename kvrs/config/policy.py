@@ -65,9 +65,7 @@ class RecoverySettings(Settings):
 
 class AdmissionSettings(Settings):
     wait_s: float = Field(default=30.0, gt=0, le=3600)
-    """Longest predicted wait of a new request in the queues; beyond it 503 with Retry-After. Where
-    half of it is reached, a client with more than an equal share of the queues gets 429.
-    """
+    """Longest predicted wait of a new request in the queues; beyond it 503 with Retry-After."""
 
 
 class PolicySettings(Settings):

@@ -100,11 +100,9 @@ class ProxySettings(Settings):
     admin_tls: TlsSettings | None = None
     """TLS of the admin port. null: plain HTTP."""
     gossip_host: Host = "127.0.0.1"
-    """Address of the gossip port, as the other members reach it: an IP address, or a name of this
-    machine.
+    """Address the gossip port listens on, and as the other members reach it: an IP address, or a
+    name of this machine.
     """
-    gossip_bind: Host | None = None
-    """Where the gossip port listens, as 0.0.0.0 or ::. null: at `gossip_host`."""
     gossip_port: int = Field(default=0, ge=0, le=65535)
     """UDP and TCP. 0: any free port; the agents learn it from the proxy."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024)

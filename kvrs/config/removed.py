@@ -44,6 +44,7 @@ REMOVED = {
     "proxy.allowed_origins": "have the gateway in front answer web pages of other sites (CORS)",
     "proxy.body_timeout_s": "a body may pause for 10 s",
     "proxy.event_log_bytes": "the event log takes at most 1 GiB",
+    "proxy.gossip_bind": "set proxy.gossip_host to an address of this machine, as ${POD_IP}",
     "proxy.idle_timeout_s": "an idle connection of a client is closed after 620 s",
     "proxy.keep_alive_s": "a silent stream gets a comment every 10 s",
     "proxy.numbered_peers": "name all proxies in proxy.peers; a proxy leaves its own entry out",

@@ -175,7 +175,6 @@ class Control(Generic[S]):
                 prompt_tokens,
                 most_tokens,
                 journal.deadlines,
-                journal.client,
                 journal.tenant,
                 journal.name,
             )

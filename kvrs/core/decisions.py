@@ -20,7 +20,7 @@ from kvrs.core.model.streams import Decision, Stream
 from kvrs.core.options.base import Books
 from kvrs.core.options.in_place import estimate_stay
 from kvrs.core.prefix_routing import NO_LIMITS, StartLimits
-from kvrs.core.routing import computing_prompts, pair_for, starts_at
+from kvrs.core.routing import pair_for, starts_at
 from kvrs.core.rules import BY_NAME
 
 
@@ -113,8 +113,7 @@ class Decisions:
         """The waits that `start` holds the stream to."""
         wait_s = inf
         if not stream.attempt.number:
-            # From half the bound on, a client may have more than its share.
-            wait_s = self._settings.admission.wait_s / (2 if stream.client_name else 1)
+            wait_s = self._settings.admission.wait_s
         return StartLimits(wait_s, stream.due_s() - now_s)
 
     def _refusal(
@@ -124,13 +123,10 @@ class Decisions:
         queues; None: it may. So load is shed before the engines drown.
 
         A request is refused where the wait in the queues of its prefill and its decode instance
-        passes the bound, or makes it miss a deadline that it would keep on an idle cluster. A queue
-        of half the bound is open to all. Beyond that each client that has work in the queues gets
-        an equal share of them, so that one that asks for more is refused before the others are.
+        passes the bound, or makes it miss a deadline that it would keep on an idle cluster.
 
         Streams that have begun are never refused here, nor are requests that were taken: their next
-        attempt is a recovery. All of it takes a fixed number of operations while the queues are
-        short.
+        attempt is a recovery.
         """
         bound_s = self._settings.admission.wait_s
         if wait_s > bound_s:
@@ -146,18 +142,7 @@ class Decisions:
                 f"the predicted wait is {wait_s:.1f} s, too long for {stream.tightest()}",
                 wait_s - left_s,
             )
-        if wait_s <= bound_s / 2 or not stream.client_name:
-            return None
-        work = self._view.work
-        prefillers = len(self._view.prefillers or computing_prompts(self._view))
-        share_s = bound_s * prefillers / work.clients_with(stream.client_name)
-        if work.of(stream.client_name) + chosen.compute_s <= share_s:
-            return None
-        return act.StreamRefusal(
-            act.Reason.OVER_SHARE,
-            "the queues are long, and this client has its share of them",
-            wait_s - bound_s / 2,
-        )
+        return None
 
     def recover(
         self, stream: Stream, assigned: Member, limit: int, others: float, now_s: float

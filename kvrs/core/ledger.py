@@ -67,7 +67,7 @@ class Ledger:
             booked_on=runs_on,
             booked_s=chosen.compute_s,
         )
-        view.work.book(stream.client_name, runs_on, chosen.compute_s)
+        view.work.book(runs_on, chosen.compute_s)
         is_start = chosen.option is Option.START
         if stream.prefix.hashes and (is_start or runs_on is not decode):
             view.prefixes.send(runs_on, stream.prefix, stream.prompt_tokens)
@@ -169,7 +169,7 @@ class Ledger:
         """The attempt's work has been done and its bytes have arrived, or it is over."""
         attempt = stream.attempt
         if attempt.booked_on is not None:
-            self.view.work.unbook(stream.client_name, attempt.booked_on, attempt.booked_s)
+            self.view.work.unbook(attempt.booked_on, attempt.booked_s)
             attempt.booked_on = None
         for link, size_bytes in attempt.links:
             link.in_flight_bytes -= size_bytes

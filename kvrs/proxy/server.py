@@ -179,10 +179,9 @@ class Proxy:
         self._membership = membership = Membership(
             NodeId(config.proxy.id), parameters, self._ring, gossip_view.heard
         )
-        bind = config.proxy.gossip_bind or host
-        with naming_port("proxy", "gossip_port", bind, port):
+        with naming_port("proxy", "gossip_port", host, port):
             seeds = gossip_seeds(config.cluster, config.proxy, membership.id)
-            await membership.start(host, port, seeds, bind)
+            await membership.start(host, port, seeds, host)
         gossip_view.membership = membership
 
     async def reload(self) -> ReloadResult:

@@ -169,8 +169,7 @@ def _choose(wanted: list[tuple[Any, str, str]]) -> None:
 
 def _bound(section: Any, key: str) -> str:
     """Where the port listens, which may be another address than others reach it at."""
-    bind = section.get("gossip_bind") if key == "gossip_port" else None
-    found: str = bind or section.get("bind") or section.get(HOST_OF_PORT[key]) or section["host"]
+    found: str = section.get("bind") or section.get(HOST_OF_PORT[key]) or section["host"]
     return found
 
 

@@ -46,7 +46,6 @@ class SimJournal:
     owner_epoch: int = 0
     attempt: int = 0
     deadlines: ev.Deadlines = field(default_factory=ev.Deadlines)
-    client: str = ""
     tenant: str = ""
     name: str = ""
     kept: tuple[ev.Kept, ...] = ()

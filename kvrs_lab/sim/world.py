@@ -33,7 +33,7 @@ LOOK_S = 0.01  # How often the faults that are left look whether their time has 
 LONGEST_S = 3600.0
 # Outcomes of streams that lost nothing; the last two were not taken, since the queues were too
 # long.
-_NOT_LOST = ("complete", MOVED, act.Reason.OVERLOADED.value, act.Reason.OVER_SHARE.value)
+_NOT_LOST = ("complete", MOVED, act.Reason.OVERLOADED.value)
 
 
 class World:

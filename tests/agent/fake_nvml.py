@@ -4,7 +4,7 @@ broken.
 
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +23,6 @@ class FakeGpu:
     ecc_uncorrected: int | None = 0  # None: not supported, as of all below.
     rows: tuple[int, int, int, int] | None = (0, 0, 0, 0)
     recovery_action: int | None = 0
-    clock_reasons: int = 0
-    links: list[int] = field(default_factory=list)  # Whether each is up.
-    link_errors: dict[int, int] | None = field(default_factory=dict)  # By counter, of link 0.
-    link_fields: dict[int, int] = field(default_factory=dict)  # By field.
     has_events: bool = True
 
     def ask(self, value: Any) -> Any:
@@ -46,7 +42,6 @@ class FakeNvml:
         self.opened = 0
         self.init_fails: Exception | None = None
         self.waiting_fails: Exception | None = None
-        self.has_old_clock_reasons = False
         self.stuck: threading.Event | None = None  # Calls wait for it.
 
     def __getattr__(self, name: str) -> Any:
@@ -114,37 +109,11 @@ class FakeNvml:
         rows: tuple[int, int, int, int] = gpu.ask(gpu.rows)
         return rows
 
-    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: FakeGpu) -> int:
-        if self.has_old_clock_reasons:
-            raise error("FUNCTION_NOT_FOUND")
-        return int(gpu.ask(gpu.clock_reasons))
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: FakeGpu) -> int:
-        return int(gpu.ask(gpu.clock_reasons))
-
-    def nvmlDeviceGetNvLinkState(self, gpu: FakeGpu, link: int) -> int:
-        return int(gpu.ask(gpu.links[link] if link < len(gpu.links) else None))
-
-    def nvmlDeviceGetNvLinkErrorCounter(self, gpu: FakeGpu, link: int, counter: int) -> int:
-        return int(
-            gpu.ask(
-                None
-                if gpu.link_errors is None
-                else gpu.link_errors.get(counter, 0)
-                if link == 0
-                else 0
-            )
-        )
-
     def nvmlDeviceGetFieldValues(
         self, gpu: FakeGpu, fields: list[tuple[int, int]]
     ) -> list[SimpleNamespace]:
-        ((wanted, _),) = fields
+        assert fields == [(pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, 0)]
         gpu.ask(0)
-        value = (
-            gpu.recovery_action
-            if wanted == pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
-            else gpu.link_fields.get(wanted)
-        )
+        value = gpu.recovery_action
         code = pynvml.NVML_ERROR_NOT_SUPPORTED if value is None else pynvml.NVML_SUCCESS
         return [SimpleNamespace(nvmlReturn=code, value=SimpleNamespace(ullVal=value))]

@@ -44,7 +44,6 @@ def faults_of(document: dict[str, Any], **environ: str) -> list[str]:
         ({"proxy": {"admin_host": "{}"}}, "proxy.admin_host", ADMIN_ENV_NAME),
         ({"proxy": {"peer_host": "{}"}}, "proxy.peer_host", ENV_NAME),
         ({"proxy": {"gossip_host": "{}"}}, "proxy.gossip_host", ENV_NAME),
-        ({"proxy": {"gossip_bind": "{}"}}, "proxy.gossip_bind", ENV_NAME),
         (nodes(instance="{}"), "instance 'd0': host", ENV_NAME),
         (nodes(instance_bind="{}"), "instance 'd0': bind", ENV_NAME),
         (nodes(bind="{}"), "agent of node 'n0': bind", ENV_NAME),

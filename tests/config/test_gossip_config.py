@@ -59,7 +59,7 @@ def test_every_member_of_the_file_is_a_seed_for_the_others() -> None:
         (
             {"proxy": {"gossip_host": "0.0.0.0"}},
             "gossip: the host of 'proxy-0' is '0.0.0.0'; allowed: an address or a name at which "
-            "the other members reach it (gossip_host), beside bind or proxy.gossip_bind",
+            "the other members reach it (proxy.gossip_host; of an agent host, beside bind)",
         ),
         (
             {"proxy": {"gossip_host": "::1"}},
@@ -67,9 +67,18 @@ def test_every_member_of_the_file_is_a_seed_for_the_others() -> None:
             "IPv4 or IPv6, the same for all",
         ),
         (
-            {"proxy": {"gossip_bind": "::"}},
-            "gossip: 'proxy-0' is at '127.0.0.1' and bound at '::'; allowed: both IPv4, or both "
-            "IPv6",
+            {
+                "cluster": {
+                    "nodes": [
+                        {
+                            "id": "n0",
+                            "instances": [{"id": "b0", "role": "both"}],
+                            "agent": {"bind": "::", "gossip_port": 7000},
+                        }
+                    ]
+                }
+            },
+            "gossip: 'n0' is at '127.0.0.1' and bound at '::'; allowed: both IPv4, or both IPv6",
         ),
         (
             {"proxy": {"gossip_host": "10.0.0.1"}},
@@ -94,7 +103,7 @@ def test_members_may_be_named_and_listen_elsewhere() -> None:
     """A pod is reached by its name in a headless service, and binds every address it has."""
     agent = {"host": "n0.agents", "bind": "0.0.0.0", "gossip_port": 7000}
     nodes = [{"id": "n0", "instances": [{"id": "b0", "role": "both"}], "agent": agent}]
-    proxy = {"gossip_host": "kvrs-0.peers", "gossip_bind": "0.0.0.0", "gossip_port": 7001}
+    proxy = {"gossip_host": "kvrs-0.peers", "gossip_port": 7001}
 
     config = parse_config(ON | {"cluster": {"nodes": nodes}, "proxy": proxy})
 

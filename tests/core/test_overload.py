@@ -12,10 +12,8 @@ BOUND = AdmissionSettings(wait_s=10.0)
 SHORT = AdmissionSettings(wait_s=4.1)  # Of ten prompts of 400 tokens, at 0.4 s each.
 
 
-def arrived(name: str, tokens: int = 100, client: str = "", **deadlines: float) -> ev.StreamArrived:
-    return ev.StreamArrived(
-        StreamId(name), tokens, deadlines=ev.Deadlines(**deadlines), client=client
-    )
+def arrived(name: str, tokens: int = 100, **deadlines: float) -> ev.StreamArrived:
+    return ev.StreamArrived(StreamId(name), tokens, deadlines=ev.Deadlines(**deadlines))
 
 
 def test_a_request_that_would_wait_for_too_long_is_refused() -> None:
@@ -65,33 +63,6 @@ def test_a_request_that_would_be_late_in_any_case_is_not_sent_away_to_wait() -> 
     harness.handle(load(P0, 0.1))
 
     assert only(harness.handle(arrived("A", 4000, ttft_s=1.0)), act.Start)
-
-
-def test_long_queues_are_shared_equally_by_clients() -> None:
-    """One that fills half of the bound alone is refused from there on, and others are not."""
-    harness = PolicyHarness("p0", "d0", admission=SHORT)
-
-    greedy = [a for n in range(6) for a in harness.handle(arrived(f"g{n}", 400, "greedy"))]
-    modest = [a for n in range(2) for a in harness.handle(arrived(f"m{n}", 400, "modest"))]
-    more = only(harness.handle(arrived("more", 400, "greedy")), act.GiveUp)
-
-    assert len(of(greedy, act.Start)) == 6  # Alone it may have more than half.
-    assert len(of(modest, act.Start)) == 2
-    assert more.reason is act.Reason.OVER_SHARE
-
-
-def test_work_of_a_client_that_has_ended_no_longer_counts() -> None:
-    """Its share is free again."""
-    harness = PolicyHarness("p0", "d0", admission=SHORT)
-    for n in range(6):
-        harness.handle(arrived(f"g{n}", 400, "greedy"))
-    harness.handle(arrived("m", 400, "modest"))
-    assert only(harness.handle(arrived("x", 400, "greedy")), act.GiveUp)
-
-    for n in range(4):
-        harness.handle(ev.StreamEnded(StreamId(f"g{n}"), 1))
-
-    assert only(harness.handle(arrived("y", 400, "greedy")), act.Start)
 
 
 def test_a_stream_that_has_begun_is_never_refused() -> None:

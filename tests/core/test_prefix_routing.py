@@ -459,34 +459,18 @@ def test_no_decode_instance_is_chosen_for_prefill_where_there_are_others() -> No
     assert core.arrive(T, *range(BLOCKS)).plan.prefill == P2
 
 
-@pytest.mark.parametrize("route", [Route.PREFIX, Route.LOAD])
-def test_a_client_with_its_share_of_the_queues_is_not_refused_for_a_prefix(route: Route) -> None:
-    """From half the bound on it may have more than that: another instance keeps half of it."""
-    core = Prompts("p0", "p1", "d0", route=route, admission={"wait_s": 4.0})
-    core.arrive(S, *range(BLOCKS), client="a")
-    for number in range(7):
-        core.arrive(StreamId(f"o{number}"), 60 + number, client=f"c{number}")
-    core.handle(load("p0", 2.5))
-    core.handle(load("p1", 1.9))
-    core.prefixes[T] = prefix(*range(BLOCKS - 1), 90) if route is Route.PREFIX else Prefix()
-    actions = core.handle(ev.StreamArrived(T, BLOCKS * TOKENS, client="a"))
-    assert only(actions, act.Start).plan.prefill == P1
-
-
 def test_a_request_that_is_refused_where_its_prefix_is_goes_by_load() -> None:
-    """All queues are longer than half the bound, which is what is looked at first. The log has the
-    choice that was made in the end.
-    """
+    """The log has the choice that was made in the end."""
     core = Prompts("p0", "p1", "d0", admission={"wait_s": 4.0})
-    core.arrive(S, *range(BLOCKS), client="a")
+    core.arrive(S, *range(BLOCKS))
     for number in range(6):
-        core.arrive(StreamId(f"o{number}"), 60 + number, client="a")
+        core.arrive(StreamId(f"o{number}"), 60 + number)
     core.handle(load("p0", 4.2))
     core.handle(load("p1", 4.1))
     core.prefixes[T] = prefix(*range(BLOCKS - 1), 90)
-    refused = only(core.handle(ev.StreamArrived(T, BLOCKS * TOKENS, client="b")), act.GiveUp)
+    refused = only(core.handle(ev.StreamArrived(T, BLOCKS * TOKENS)), act.GiveUp)
     core.handle(load("p1", 2.2))
-    start = core.arrive(U, *range(BLOCKS - 1), 91, client="b")
+    start = core.arrive(U, *range(BLOCKS - 1), 91)
 
     assert (refused.reason, refused.cached) == (act.Reason.OVERLOADED, {P1: 0, P0: 900})
     assert (start.plan.prefill, start.cached) == (P1, {})

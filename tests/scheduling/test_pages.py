@@ -32,37 +32,6 @@ def held(pages: PageManager, tags: list[Tag]) -> int:
     return len(run)
 
 
-def test_a_renewed_lease_outlives_the_others() -> None:
-    """The order in which leases lose pages follows their renewals."""
-    pages = PageManager(2, P)
-    first, second = computed_run(pages, TAGS[:2])
-    pages.retain(S, [first], tokens=P, until_s=10.0)
-    pages.retain(OTHER, [second], tokens=P, until_s=11.0)
-    pages.release([first, second])
-
-    unknown = pages.renew([S, StreamId("stranger")], until_s=20.0)
-    pages.allocate(1)
-
-    assert unknown == ["stranger"]
-    assert pages.retained_page(S, 0) == first
-    assert pages.retained_page(OTHER, 0) is None
-
-
-def test_expiry_ends_only_leases_whose_time_has_come() -> None:
-    """A renewal counts, also when the lease was made before one that ends earlier."""
-    pages = PageManager(2, P)
-    first, second = computed_run(pages, TAGS[:2])
-    pages.retain(S, [first], tokens=P, until_s=10.0)
-    pages.retain(OTHER, [second], tokens=P, until_s=12.0)
-    pages.renew([S], until_s=15.0)
-
-    pages.expire(12.0)
-
-    assert pages.retained_page(S, 0) == first
-    assert pages.retained_page(OTHER, 0) is None
-    pages.check()
-
-
 def test_a_second_release_is_our_bug() -> None:
     """Books that do not agree stop the process instead of giving one page to two owners."""
     pages = PageManager(2, P)
@@ -105,32 +74,6 @@ def test_what_is_left_of_a_page_goes_to_one_owner_of_its_base() -> None:
     assert held(pages, TAGS[:1]) == 1
     pages.allocate(2)
     assert pages.mend(TAGS[1], base=1) is None
-    pages.check()
-
-
-def test_what_has_not_come_of_a_page_is_there_for_the_next_owner() -> None:
-    """Also where cells are lost before it has come, and while what comes is still written; a page
-    that is computed anew is new.
-    """
-    pages, one, other = PageManager(3, P), frozenset({(0, 1)}), frozenset({(2, 0)})
-    run = computed_run(pages, TAGS[:2])
-    pages.release(run)
-    pages.lose(lambda page: one)
-    assert pages.mend(TAGS[0]) == (run[0], one)
-    assert pages.mend(TAGS[1]) == (run[1], one)
-
-    pages.release(run[1:])
-    pages.lose(lambda page: other)
-    pages.damaged.brought(run[0], one)
-
-    assert pages.mend(TAGS[0]) == (run[0], other)
-    assert pages.mend(TAGS[1]) == (run[1], one | other)
-    pages.release(run[:1])
-    assert pages.mend(TAGS[0]) is None
-    pages.damaged.spoil(run[0])
-    pages.release(run[:1])
-    assert pages.mend(TAGS[0]) is None
-    assert held(pages, TAGS) == 0
     pages.check()
 
 

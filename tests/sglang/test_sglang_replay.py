@@ -78,6 +78,13 @@ def test_decode_goes_on_behind_the_token_of_prefill(module: ModuleType, late: in
     assert again == [KNOWN[3]]
 
 
+def test_a_request_that_is_retracted_at_once_goes_on_behind_two_tokens(module: ModuleType) -> None:
+    asked = request()
+    forced(module, step(asked, 1, 1))
+
+    assert forced(module, step(asked, 1, 2)) == [KNOWN[2]]
+
+
 def test_a_prompt_that_is_computed_again_goes_on_where_it_was(module: ModuleType) -> None:
     """A server of both stages computes prompt and output anew once it has retracted a request."""
     asked = request()

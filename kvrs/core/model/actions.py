@@ -136,7 +136,6 @@ class Reason(StrEnum):
     NO_INSTANCE = "no_instance"
     BUSY = "busy"  # Every instance, for `recovery.wait_s`.
     OVERLOADED = "overloaded"  # A new request would wait for too long.
-    OVER_SHARE = "over_share"  # The queues are long, and its client has its share of them.
     SLO = "slo"
     RETRIES = "retries"
     POISON = "poison"  # `recovery.poison_deaths` instances died of it in a row.

@@ -14,9 +14,9 @@ from operator import attrgetter
 from typing import Any
 
 from kvrs.core.model import events as ev
-from kvrs.core.model.client_work import ClientWork
 from kvrs.core.model.member import LONGEST_PAUSE_S, Health, Member
 from kvrs.core.model.prefixes import PrefixIndex, room_tokens
+from kvrs.core.model.sent_work import SentWork
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, STORE, AgentInfo, AgentReport
 from kvrs.protocol.rows import NO_ROWS, RowsReport
@@ -195,7 +195,7 @@ class ClusterView:
         self.by_node: dict[NodeId, list[Member]] = {}
         self.prefill_order = PrefillOrder(self.by_node)
         self.prefillers = self.prefill_order.members  # That are not drained, in any order.
-        self.work = ClientWork(self.prefill_order.changed)
+        self.work = SentWork(self.prefill_order.changed)
         self.prefixes = PrefixIndex[Member](room_tokens)
         self.stored = PrefixIndex[Agent](attrgetter("room_tokens"))
         self._leaving: dict[InstanceId, Member] = {}  # That must drain, or are drained.

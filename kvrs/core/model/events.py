@@ -215,7 +215,6 @@ class StreamArrived(msgspec.Struct, frozen=True, gc=False):
     # Prompt and output together, at most; None: as many as the model can.
     most_tokens: int | None = None
     deadlines: Deadlines = NO_DEADLINES
-    client: str = ""  # Shares the queues with the others; empty: it is not known.
     tenant: str = ""  # Its mark: the deadlines count among the streams of the same tenant.
     name: str = ""  # One of `Member.names`, which its instances must have; empty: all have it.
 

@@ -113,7 +113,6 @@ class Stream:
     common_deadlines: ev.Deadlines = ev.NO_DEADLINES  # Of all tenants: section `slo`.
     tenant: str = ""
     arrived_s: float = 0.0
-    client_name: str = ""
     name: str = ""  # As of `StreamArrived`.
     prefix: Prefix = NO_PREFIX  # What others may have in common with its prompt.
     # Tokens of its prompt that the instances between which it was placed last have, or load from an
@@ -158,7 +157,6 @@ class Stream:
         self.deadlines, self.common_deadlines = deadlines, common_deadlines
         if isinstance(event, ev.StreamArrived):
             self.prompt_tokens, self.arrived_s = max(1, event.prompt_tokens), now_s
-            self.client_name = event.client
             return
         self.prompt_tokens, self.produced_tokens = event.prompt_tokens, event.produced_tokens
         self.arrived_s, self.prefilled, self.adopted = now_s - event.age_s, True, True
@@ -322,7 +320,6 @@ class StreamJournal(Protocol):
     owner_epoch: int
     attempt: int
     deadlines: ev.Deadlines
-    client: str  # Shares the queues with the others; empty: it is not known.
     tenant: str  # Its mark; all are the same where there are no tenants.
     name: str  # Key of the alias or adapter that it is of (`names.py`); empty: all have it.
     kept: tuple[ev.Kept, ...]  # KV of the stream as the proxy before this one knew it.

@@ -5,8 +5,7 @@ or refuses the request by a RequestError of one kind.
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
-from hashlib import blake2b
+from functools import partial
 from typing import TypeVar, cast
 
 import msgspec
@@ -130,7 +129,6 @@ class Admissions:
         self._tenants = tenants
         self._large = large
         self._budget = ByteBudget(settings.body_budget_bytes, settings.max_body_bytes)
-        self._marked = lru_cache(maxsize=1024)(partial(_marked, os.urandom(16)))
         metrics.request_bytes.set_function(lambda: self._budget.held_bytes)
 
     def begin(self, request: Request) -> ClientCall:
@@ -346,9 +344,6 @@ class Admissions:
         if call.found is not None:
             call.journals = [self._reopen(call.found, parsed)]
         else:
-            # The tenant or, without keys, the address, in a form that logs may hold.
-            remote = call.request.remote or ""
-            client = self._marked(remote if tenant.secret is None else tenant.name)
             now_s = self._clock()
             options = parsed.request.stream_options
             wants_usage = options is not None and parsed.request.wants_usage
@@ -366,7 +361,6 @@ class Admissions:
                         seed=None if seed is None else _wrapped(seed + index),
                         prompt_ids=one.prompt_ids,
                         deadlines=call.deadlines,
-                        client=client,
                         inexact=call.inexact,
                         replayed=call.replayed,
                         replays=call.replays,
@@ -479,10 +473,6 @@ def _seconds(headers: CIMultiDictProxy[str], name: str) -> float:
             f"this {name} is not supported; allowed: seconds above 0, up to {longest_s}", param=name
         )
     return seconds
-
-
-def _marked(key: bytes, name: str) -> str:
-    return blake2b(name.encode(), key=key, digest_size=8).hexdigest()
 
 
 def _wrapped(seed: int) -> int:

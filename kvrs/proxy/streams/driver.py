@@ -38,7 +38,6 @@ _REFUSED_RETRY_S = 10.0  # Somebody has to mend the instances first.
 _STATUS = {
     act.Reason.NO_INSTANCE: 503,
     act.Reason.OVERLOADED: 503,
-    act.Reason.OVER_SHARE: 429,
     act.Reason.SLO: 503,
     act.Reason.RETRIES: 502,
     act.Reason.DENIED: 502,
@@ -51,7 +50,7 @@ _KINDS = {422: "invalid_request_error", 429: "rate_limit_error"}
 # A client that tries again gets the same.
 _NOT_AGAIN = (act.Reason.POISON, act.Reason.DENIED)
 # Refusals of new requests, which are counted and not logged one by one.
-_SHED = (act.Reason.OVERLOADED, act.Reason.OVER_SHARE)
+_SHED = (act.Reason.OVERLOADED,)
 
 
 class Driver(Surroundings):

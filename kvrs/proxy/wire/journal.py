@@ -63,7 +63,6 @@ class Journal:
     # ids.
     text_sent: int | None = None
     deadlines: ev.Deadlines = ev.NO_DEADLINES
-    client: str = ""
     request: RequestContext | None = None
     tenant: str = ""  # Its mark; without API keys empty.
     name: str = ""  # As of `StreamJournal`.

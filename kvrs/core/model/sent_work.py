@@ -1,4 +1,4 @@
-"""The work that this proxy has sent to instances and that has no answer yet, by client."""
+"""The work that this proxy has sent to instances and that has no answer yet."""
 
 from kvrs.core.model.member import Member
 from kvrs.ids import NodeId
@@ -6,39 +6,28 @@ from kvrs.ids import NodeId
 _MOST_WEIGHT = 8.0  # Of computing beside queueing.
 
 
-class ClientWork:
-    """Predicted compute time of what each client has sent and has no answer yet, and at which
-    instances.
-    """
+class SentWork:
+    """Predicted compute time of requests without an answer, and at which instances."""
 
     def __init__(self, changed: dict[NodeId, None]) -> None:
         self._changed = changed  # Nodes of whose instances the work has.
-        self._seconds: dict[str, float] = {}
-        self._bookings: dict[str, int] = {}
         self._prompts = 0  # Of them, those at prefill instances.
         self._reported_prompts = 0  # At prefill instances, of all proxies.
 
-    def book(self, client: str, member: Member, seconds: float) -> None:
+    def book(self, member: Member, seconds: float) -> None:
         member.work_s += seconds
         member.queue_s = max(member.work_s, member.reported_queue_s)
         self._changed[member.node] = None
         member.bookings += 1
         self._prompts += member.prefills
-        self._seconds[client] = self._seconds.get(client, 0.0) + seconds
-        self._bookings[client] = self._bookings.get(client, 0) + 1
 
-    def unbook(self, client: str, member: Member, seconds: float) -> None:
+    def unbook(self, member: Member, seconds: float) -> None:
         member.bookings -= 1
         self._prompts -= member.prefills
         # Without bookings exactly zero: a rounding error would decide between idle instances.
         member.work_s = max(0.0, member.work_s - seconds) if member.bookings else 0.0
         member.queue_s = max(member.work_s, member.reported_queue_s)
         self._changed[member.node] = None
-        self._bookings[client] -= 1
-        if self._bookings[client]:
-            self._seconds[client] -= seconds
-        else:
-            del self._bookings[client], self._seconds[client]
 
     def note_prompts(self, member: Member, prompts: int) -> None:
         """Note how many prompts a prefill instance runs or queues by its report."""
@@ -51,10 +40,3 @@ class ClientWork:
         """
         prompts = max(self._prompts, self._reported_prompts)
         return min(_MOST_WEIGHT, 1 + prompts / max(1, prefillers))
-
-    def of(self, client: str) -> float:
-        return self._seconds.get(client, 0.0)
-
-    def clients_with(self, client: str) -> int:
-        """How many clients there are, this one included."""
-        return len(self._seconds) + (client not in self._seconds)
