@@ -13,7 +13,7 @@ import pytest
 from kvrs_lab.cluster.launcher import Cluster
 from kvrs_lab.faults.language import parse_faults
 from tests.cluster.launches import pause_s
-from tests.cluster.test_ranks_up import LONG, carry_out, complete, is_full, order, row_of, running
+from tests.cluster.test_ranks_up import LONG, carry_out, complete, is_full, row_of, running
 
 pytestmark = [
     pytest.mark.process,
@@ -187,26 +187,3 @@ async def test_streams_go_on_when_a_rank_in_a_host_loses_its_memory(
     assert got == expected
     assert (after["pid"], hosts_of(after)) == (before["pid"], hosts_of(before))
     assert await streams_while(cluster, lambda row: None) == expected
-
-
-async def test_streams_wait_for_a_lost_host_where_there_is_nowhere_else(
-    cluster: Cluster, expected: list[list[int]]
-) -> None:
-    """They go on in their attempts, after the cells of that stage were computed again; where the
-    host takes longer than predicted, some may begin another one.
-    """
-    order(cluster, "POST", "drain/d1?drain_s=600")
-    before = await until_up(cluster, lambda row: row["state"] == "full")
-    already = len(cluster.state()["recoveries"])
-
-    got = await streams_while(cluster, lambda row: os.kill(hosts_of(row)[0], signal.SIGKILL))
-    recovered = cluster.state()["recoveries"][already:]
-    after = await until_up(cluster, lambda row: row["state"] == "full")
-
-    assert got == expected
-    first = [row for row in recovered if row["attempt"] == 1]
-    assert {(row["from"], row["to"], row["option"]) for row in first} == {("d0", "d0", "in_place")}
-    assert "resumed" in {row["outcome"] for row in first}
-    assert after["pid"] == before["pid"]
-    assert hosts_of(after)[1:] == hosts_of(before)[1:]
-    assert hosts_of(after)[0] != hosts_of(before)[0]

@@ -14,7 +14,7 @@ import pytest
 
 from kvrs_lab.cluster.launcher import Cluster
 from tests.cluster.launches import pause_s
-from tests.cluster.test_ranks_up import LONG, TOKENS, complete, row_of, running
+from tests.cluster.test_ranks_up import LONG, complete, row_of, running
 
 pytestmark = [
     pytest.mark.process,
@@ -26,7 +26,6 @@ pytestmark = [
 Row = dict[str, Any]
 SEEDS = [None, 7] * 4
 LOAD_S = 15.0  # Of the whole model.
-STOPPED_S = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -145,31 +144,3 @@ async def test_a_lender_whose_process_is_killed_has_its_stage_back(
     assert got == expected
     assert after["d0"]["pid"] == before["d0"]["pid"]
     assert survivors(after["d1"], 3) == survivors(before["d1"], 3)
-
-
-async def test_a_borrower_that_is_stopped_does_no_harm_to_its_donor(
-    cluster: Cluster, expected: list[list[int]]
-) -> None:
-    """While it is stopped and when it goes on, in the middle of its batches; its streams leave."""
-    before = {name: await until(cluster, name, at_home) for name in ("d0", "d1")}
-
-    with ThreadPoolExecutor(2 * len(SEEDS)) as clients:
-        answers = clients.map(lambda seed: complete(cluster, seed, LONG), SEEDS)
-        await until(cluster, "d0", lambda row: row["load"]["running"] > 0)
-        os.kill(before["d0"]["stages"][1]["host_pid"], signal.SIGKILL)
-        await until(cluster, "d0", partial(is_lent, 1))
-        os.kill(before["d0"]["pid"], signal.SIGSTOP)
-        try:
-            await asyncio.sleep(STOPPED_S)
-            meanwhile = clients.map(partial(complete, cluster), SEEDS)
-            got, others = [*answers], [*meanwhile]
-        finally:
-            os.kill(before["d0"]["pid"], signal.SIGCONT)
-        others += clients.map(partial(complete, cluster), SEEDS)
-    after = {name: await until(cluster, name, at_home) for name in ("d0", "d1")}
-
-    assert got == expected
-    assert others == 2 * [each[:TOKENS] for each in expected]
-    assert survivors(after["d1"], 3) == survivors(before["d1"], 3)
-    assert after["d1"]["pid"] == before["d1"]["pid"]
-    await until(cluster, "d1", partial(has_pages, before["d1"]["load"]["free_pages"]))

@@ -190,37 +190,3 @@ async def test_streams_of_a_lost_rank_go_on(cluster: Cluster) -> None:
     assert again["pid"] == victim["pid"]
     assert new[0] == old[0]
     assert new[1] != old[1]
-
-
-async def test_a_rank_leaves_by_order_while_its_instance_streams(cluster: Cluster) -> None:
-    """The streams have their tokens, and no recovery; the other rank and the instance are the same
-    processes. The rank that is had back joins in the same way.
-    """
-    expected = {seed: complete(cluster, seed) for seed in (None, 7)}
-    before, recoveries = row_of(cluster, "d0"), cluster.state()["recoveries"]
-    last = max(one["rank"] for one in before["ranks"])
-    with ThreadPoolExecutor(STREAMS) as clients:
-        seeds = [None, 7] * (STREAMS // 2)
-        answers = clients.map(lambda seed: complete(cluster, seed), seeds)
-        order(cluster, "POST", f"leave/d0/{last}")
-        async with asyncio.timeout(120):
-            while (after := row_of(cluster, "d0"))["state"] != "degraded" or len(
-                after["ranks"]
-            ) > 1:
-                await asyncio.sleep(0.1)
-        got = list(answers)
-
-    assert got == [expected[seed] for seed in seeds]
-    assert after["pid"] == before["pid"]
-    (left,) = after["ranks"]
-    assert left["pid"] == before["ranks"][0]["pid"]
-    assert left["units"] == sum(one["units"] for one in before["ranks"])
-
-    with ThreadPoolExecutor(STREAMS) as clients:
-        answers = clients.map(lambda seed: complete(cluster, seed, LONG), seeds)
-        order(cluster, "DELETE", f"leave/d0/{last}")
-        await until_whole(cluster, after=before)
-        got = list(answers)
-
-    assert [each[:TOKENS] for each in got] == [expected[seed] for seed in seeds]
-    assert cluster.state()["recoveries"] == recoveries

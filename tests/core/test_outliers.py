@@ -577,16 +577,23 @@ def test_an_error_of_an_instance_that_has_died_since_shows_nothing() -> None:
     assert of(actions, act.GiveUp) == []
 
 
-def test_an_error_counts_once_another_instance_has_served_the_request() -> None:
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [("HTTP 500", ev.FailureKind.ERROR), ("silent", ev.FailureKind.SILENT)],
+    ids=["an error", "silence"],
+)
+def test_what_may_be_the_request_s_fault_counts_once_another_instance_has_served_it(
+    cause: str, kind: ev.FailureKind
+) -> None:
     harness = PolicyHarness(*PAIRS)
     first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
-    second = only(error(harness, first, P0), act.Start)
+    second = only(error(harness, first, P0, cause, kind), act.Start)
     health = harness.policy.members[P0].answers
     before = health.consecutive
 
     harness.handle(ev.PrefillDone(A, second.attempt, 20))
 
-    assert (before, health.consecutive, health.cause) == (0, 1, "HTTP 500")
+    assert (before, health.consecutive, health.cause) == (0, 1, cause)
 
 
 def test_the_only_instance_of_a_role_is_asked_twice() -> None:
@@ -613,15 +620,3 @@ def test_a_request_at_which_two_instances_were_silent_is_not_given_to_the_others
     stream = harness.policy.streams[A]
     assert (stream.recovery.is_slow, stream.refusals) == (True, ())
     assert not any(each.answers.is_ejected for each in harness.policy.members.values())
-
-
-def test_a_silence_counts_once_another_instance_has_answered() -> None:
-    harness = PolicyHarness(*PAIRS)
-    first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
-    second = only(error(harness, first, P0, "silent", ev.FailureKind.SILENT), act.Start)
-    health = harness.policy.members[P0].answers
-    before = health.consecutive
-
-    harness.handle(ev.PrefillDone(A, second.attempt, 20))
-
-    assert (before, health.consecutive) == (0, 1)

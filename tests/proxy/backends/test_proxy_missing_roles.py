@@ -114,27 +114,22 @@ async def test_without_a_decode_instance_the_refusal_says_so(vllms: Builder) -> 
     assert await ready(system) == (503, "no decode instance is up")
 
 
-async def test_without_a_prefill_instance_other_engines_refuse_and_say_so(
-    build: ProxyClusterBuilder,
+@pytest.mark.parametrize(
+    ("lost", "role"),
+    [(("p0", "p1"), "prefill "), (("p0", "p1", "d0", "d1"), "")],
+    ids=["without prefill", "without any instance no role is named"],
+)
+async def test_other_engines_refuse_and_say_what_is_missing(
+    build: ProxyClusterBuilder, lost: tuple[str, ...], role: str
 ) -> None:
     """They get their prompts' KV from prefill instances."""
     system = await build(pairs=2, policy=AT_ONCE)
-    for name in ("p0", "p1"):
+    for name in lost:
         await system.instances[name].kill()
-    await system.until_health(p0="down", p1="down")
+    await system.until_health(**dict.fromkeys(lost, "down"))
 
     status, message, retry_after_s = await refusal(system)
 
-    assert (status, message) == (503, "no prefill instance came up within 0 s")
+    assert (status, message) == (503, f"no {role}instance came up within 0 s")
     assert retry_after_s >= 1
-    assert await ready(system) == (503, "no prefill instance is up")
-
-
-async def test_without_any_instance_no_role_is_named(build: ProxyClusterBuilder) -> None:
-    system = await build(pairs=1, policy=AT_ONCE)
-    for name in ("p0", "d0"):
-        await system.instances[name].kill()
-    await system.until_health(p0="down", d0="down")
-
-    assert (await refusal(system))[:2] == (503, "no instance came up within 0 s")
-    assert await ready(system) == (503, "no instance is up")
+    assert await ready(system) == (503, f"no {role}instance is up")
