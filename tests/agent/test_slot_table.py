@@ -78,6 +78,20 @@ def test_a_repeated_request_gets_the_same_slot() -> None:
     assert slots.pass_time(16.0) == [asked("s")]
 
 
+def test_another_owner_of_a_stream_replaces_the_lease() -> None:
+    """Its epoch is higher, although its attempts begin at 1; the transfer of the old owner is
+    fenced.
+    """
+    slots = TableAndClock(2)
+    slots.ask(A, asked("s", 5))
+
+    assert slots.has(B, asked("s", 1, owner_epoch=1, target=D1))
+    assert not slots.renew(A, asked("s", 5))
+    assert not slots.has(A, asked("s", 6))
+    assert slots.table.expire(slots.now_s) == [asked("s", 5)]
+    assert slots.table.counts()[D].held == 0
+
+
 def test_a_lease_that_is_not_renewed_expires() -> None:
     """Its transfers are returned once, to be fenced; late renewals fail."""
     slots = TableAndClock(2)
@@ -185,6 +199,17 @@ def test_a_due_attempt_asks_again_soon() -> None:
     assert again_s <= QUEUE_TIMEOUT_S
     assert not slots.has(A, asked("a2")), "it is kept for b1"
     assert slots.has(A, asked("a2"), at_s=600.0 + again_s + QUEUE_TIMEOUT_S), "b1 did not ask"
+
+
+def test_an_attempt_that_ends_leaves_the_queue_at_once() -> None:
+    """Its client has left, or another way was quicker."""
+    slots = TableAndClock(1)
+    slots.ask(A, asked("a1"))
+    wait_s = slots.ask(B, asked("b1"), at_s=1.0).wait_s
+    slots.release(A, asked("a1"))
+    slots.release(B, asked("b1"))
+
+    assert slots.has(A, asked("a2"), at_s=1.0 + wait_s)
 
 
 def test_the_table_is_empty_when_all_has_ended() -> None:

@@ -77,6 +77,32 @@ def test_what_is_left_of_a_page_goes_to_one_owner_of_its_base() -> None:
     pages.check()
 
 
+def test_what_has_not_come_of_a_page_is_there_for_the_next_owner() -> None:
+    """Also where cells are lost before it has come, and while what comes is still written; a page
+    that is computed anew is new.
+    """
+    pages, one, other = PageManager(3, P), frozenset({(0, 1)}), frozenset({(2, 0)})
+    run = computed_run(pages, TAGS[:2])
+    pages.release(run)
+    pages.lose(lambda page: one)
+    assert pages.mend(TAGS[0]) == (run[0], one)
+    assert pages.mend(TAGS[1]) == (run[1], one)
+
+    pages.release(run[1:])
+    pages.lose(lambda page: other)
+    pages.damaged.brought(run[0], one)
+
+    assert pages.mend(TAGS[0]) == (run[0], other)
+    assert pages.mend(TAGS[1]) == (run[1], one | other)
+    pages.release(run[:1])
+    assert pages.mend(TAGS[0]) is None
+    pages.damaged.spoil(run[0])
+    pages.release(run[:1])
+    assert pages.mend(TAGS[0]) is None
+    assert held(pages, TAGS) == 0
+    pages.check()
+
+
 def test_leases_given_back_early_leave_no_litter() -> None:
     """The normal end of a stream gives its lease back; the order of ends must not grow for ever by
     it.

@@ -6,13 +6,12 @@ import pytest
 
 from kvrs.config.engine import BatchSettings
 from kvrs.ids import StreamId
-from kvrs.protocol.tags import page_tags
 from kvrs_engine.scheduling.pace import Pace
 from kvrs_engine.scheduling.pages import PageManager
 from kvrs_engine.scheduling.scheduler import BatchScheduler
 from kvrs_engine.scheduling.sequences import Sequence, SequencePhase
 from kvrs_engine.scheduling.shares import PrefillCost, shared_out
-from tests.scheduling.batch_steps import ROOT, P, S, scheduler, sequence, shape, step, submit
+from tests.scheduling.batch_steps import P, S, scheduler, sequence, shape, step, submit
 
 
 def test_prefill_is_cut_into_chunks_and_only_the_last_wants_logits() -> None:
@@ -30,17 +29,6 @@ def test_prefill_is_cut_into_chunks_and_only_the_last_wants_logits() -> None:
         [(one, 14, 1, 1)],
     ]
     assert one.token_ids[14:] == [7, 7]
-
-
-def test_prefill_is_first_come_first_served() -> None:
-    """The next prompt gets the part of the budget that the older one leaves."""
-    batches, _ = scheduler(max_batch_tokens=8)
-    older, younger = sequence(10), sequence(10, first=100)
-    submit(batches, older, younger)
-
-    steps = [shape(step(batches)) for _ in range(2)]
-
-    assert steps == [[(older, 0, 8, 0)], [(older, 8, 2, 1), (younger, 0, 6, 0)]]
 
 
 def test_decode_steps_alone_cannot_keep_the_oldest_from_prefill() -> None:
@@ -142,19 +130,6 @@ def test_equal_pages_computed_side_by_side_become_one() -> None:
     assert pages.free_pages == free_before + 2
 
 
-def test_produced_tokens_fill_findable_pages_too() -> None:
-    """A resumed stream finds the pages of what it has produced, not only those of its prompt."""
-    batches, pages = scheduler()
-    one = sequence(6)
-    submit(batches, one)
-    for _ in range(3):
-        step(batches)  # Eight tokens are computed then: six of the prompt and two produced.
-
-    found = pages.match(page_tags(ROOT, [0, 1, 2, 3, 4, 5, 7, 7], P))
-
-    assert found == one.pages[:2]
-
-
 def test_a_finished_hand_off_is_retained_with_its_partial_page() -> None:
     """The lease is named by the stream and holds everything that was computed."""
     batches, pages = scheduler(pages=4)
@@ -215,17 +190,6 @@ def test_the_head_of_the_queue_is_tried_again_when_someone_leaves() -> None:
     batches.admit()
 
     assert head.phase is SequencePhase.RUNNING
-
-
-def test_no_more_run_than_is_allowed() -> None:
-    """`max_running` bounds the sequences that own pages, pulling ones included."""
-    batches, _ = scheduler(max_running=2)
-
-    submit(batches, sequence(9, pull_pages=2), sequence(9, first=100), sequence(9, first=200))
-
-    assert (batches.pulling, batches.running, batches.waiting) == (1, 1, 1)
-    assert batches.queued_tokens == 1 + 9 + 9  # What a pull is hoped to bring is no work.
-    batches.check()
 
 
 def test_what_can_never_fit_is_refusable() -> None:
@@ -378,25 +342,6 @@ def test_a_batch_that_is_not_in_flight_is_our_bug() -> None:
     batches.complete(batch, {batch[0][0]: [7]})
     with pytest.raises(AssertionError, match="in flight"):
         batches.complete(batch, {})
-
-
-def test_a_batch_beside_one_in_flight_has_other_sequences() -> None:
-    """A pipeline computes them at a time; they are completed in any order."""
-    batches, _ = scheduler()
-    one, other = sequence(5), sequence(6, first=100)
-    submit(batches, one)
-    first = batches.next_batch()
-    assert batches.next_batch() == []
-
-    submit(batches, other)
-    second = batches.next_batch()
-    batches.check()
-    batches.complete(second, {other: [7]})
-
-    assert (shape(first), shape(second)) == ([(one, 0, 5, 1)], [(other, 0, 6, 1)])
-    assert shape(step(batches)) == [(other, 6, 1, 1)]
-    batches.complete(first, {one: [7]})
-    assert shape(step(batches)) == [(one, 5, 1, 1), (other, 7, 1, 1)]
 
 
 def test_a_sequence_in_flight_is_not_preempted() -> None:
