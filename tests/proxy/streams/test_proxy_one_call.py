@@ -141,21 +141,6 @@ async def _called(system: ProxyCluster, name: str) -> bool:
     return bool(system.instances[name].bodies)
 
 
-async def test_after_the_first_token_prefill_is_not_needed(build: ProxyClusterBuilder) -> None:
-    system = await build(pairs=1, prepare=servers(WHOLE))
-    system.script.gate, system.script.gate_at = asyncio.Event(), 3
-    asked = asyncio.create_task(ids(system))
-    await system.until_streams_hold(3)
-    assert (await system.state())["streams"][0]["stage"] == "decode"
-
-    await system.instances["p0"].kill()
-    await system.until_health(p0="down")
-    system.script.gate.set()
-
-    assert await asked == expected_ids(ids_of(TEXT), TOKENS)
-    assert (await system.state())["recoveries"] == []
-
-
 async def test_a_history_is_recomputed_in_one_call_too(build: ProxyClusterBuilder) -> None:
     """Where pages cannot be fetched."""
     system = await build(prepare=servers(SHARDED))

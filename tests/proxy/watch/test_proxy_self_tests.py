@@ -197,52 +197,6 @@ async def test_an_instance_that_is_removed_within_its_test_ends_that_alone(
     assert await system.count("kvrs_task_failures_total", task="self_tests") == 0
 
 
-async def test_only_kv_that_moves_is_fetched(build: ProxyClusterBuilder) -> None:
-    """One of two survivors fetches nothing: it computes, the other one migrates."""
-
-    def prepare(instances: dict[str, Scripted]) -> None:
-        instances["d1"].moves_kv = False
-
-    system = await build(proxy=ON, prepare=prepare)
-    found = await self_tests(system)
-    system.script.gate, system.script.gate_at = asyncio.Event(), 3
-    asking = asyncio.create_task(system.complete(prompt=PROMPT, max_tokens=6, temperature=0))
-    await system.until_streams_hold(3)
-    (stream,) = (await system.state())["streams"]
-    await system.instances[stream["decode"]].kill()
-    system.script.gate.set()
-    status, _ = await asking
-    (recovery,) = (await system.state())["recoveries"]
-
-    assert status == 200
-    assert found["d1"]["moves_kv"] is False
-    assert "pull_pages" not in found["d1"]["capabilities"]
-    assert "pull_pages" in found["d0"]["capabilities"]
-    options = {estimate["option"] for estimate in recovery["estimates"]}
-    assert ("migrate" in options) == (stream["decode"] == "d1")
-
-
-async def test_a_restarted_instance_has_what_was_seen_of_it_before(
-    build: ProxyClusterBuilder,
-) -> None:
-    """A stream that waits for it need not wait for its test."""
-    system = await build(pairs=1, proxy=ON, policy={"name": "always_migrate"})
-    await self_tests(system)
-    system.script.gate, system.script.gate_at = asyncio.Event(), 3
-    asking = asyncio.create_task(system.complete(prompt=PROMPT, max_tokens=6, temperature=0))
-    await system.until_streams_hold(3)
-    await system.instances["d0"].kill()
-    await system.until_health(d0="down")
-    system.instances["d0"].hangs_on = "selftest-"
-    await system.instances["d0"].restart()
-    system.script.gate.set()
-
-    status, _ = await asking
-    (recovery,) = (await system.state())["recoveries"]
-
-    assert (status, recovery["option"]) == (200, "migrate")
-
-
 async def test_engines_that_do_not_count_are_believed(build: ProxyClusterBuilder) -> None:
     """Third-party engines with the instance protocol may lack the counter."""
 
