@@ -1,6 +1,7 @@
 """An agent of the instance's node, and what is fetched from it after losses."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import Identity, PullResult
+from kvrs.transfer.peers import PAGES_SOCKET, Identity, PullResult
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
+from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.host import HostStore
 from kvrs_engine.engine.instance import EngineInstance
@@ -29,7 +31,7 @@ _LEASE_S = 30.0
 
 @asynccontextmanager
 async def agent_of(config: Config, secret: bytes) -> AsyncIterator[None]:
-    """Keeps checkpoints where the configuration says, and serves them."""
+    """Keeps checkpoints where the configuration says, and lends them."""
     with StoreDirectory(store_directory(config.backup.directory, secret, NODE)) as directory:
         clock = asyncio.get_running_loop().time
         store = HostStore(directory, _CAPACITY_BYTES, _LEASE_S, clock)
@@ -42,11 +44,13 @@ async def agent_of(config: Config, secret: bytes) -> AsyncIterator[None]:
         server = PageServer(identity, store, secret, config.transfer, links)
         server.keep(store)
         await server.start("127.0.0.1", config.cluster.nodes[0].agent.page_port)
+        server.lend(listen_in(directory.path, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
         try:
             yield
         finally:
             await server.close()
             store.clear()
+            directory.unlink(PAGES_SOCKET)
 
 
 @dataclass(slots=True)

@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import KeysView, Sequence
+from contextlib import suppress
 from functools import partial
 from secrets import token_bytes
 
@@ -26,10 +28,11 @@ from kvrs.protocol.rows import SALT_BYTES, RowsReport, RowTagger, short
 from kvrs.protocol.secrets import Scope, scoped_key, scoped_keys
 from kvrs.transfer.anchors.files import AnchoredFiles
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import Identity
+from kvrs.transfer.peers import PAGES_SOCKET, Identity
 from kvrs.transfer.rows.dialling import dial_tcp, listen_tcp, listen_unix, remove_unix
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
+from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.store.directory import StoreDirectory, row_directory, store_directory
 from kvrs.transfer.store.host import HostStore, UnreportedChanges
 
@@ -198,6 +201,9 @@ class NodeAgent:
         self._page_port = await self.page_server.start(
             self.node.agent.bound(self.node.agent.host), self.node.agent.page_port
         )
+        if self._keeps:
+            listener = listen_in(self._directory.path, PAGES_SOCKET, socket.SOCK_STREAM)
+            self.page_server.lend(listener, self.store.places)
         self._rows.listen(listen_unix(self._row_directory))
         settings = self.node.agent
         if settings.row_port is not None:
@@ -214,6 +220,8 @@ class NodeAgent:
         self._rows.close()
         await self.page_server.close()
         remove_unix(self._row_directory)
+        with suppress(FileNotFoundError):
+            self._directory.unlink(PAGES_SOCKET)
 
     async def settle_regions(self) -> None:
         """Adopt the memory of engines that die, and give back what is not read any more, until

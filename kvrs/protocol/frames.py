@@ -10,6 +10,8 @@ The rules of a connection:
     PULL       PAGE and one page's bytes, or those of the part that is asked for, for every page in
                order; then END, or GONE at the first page that is not held
     PROBE      PROBE_DATA and that many bytes
+    MAP        MAPPED: where the pages lie in files, whose descriptors come with it (agents only,
+               over a UNIX socket). They stay there until UNMAP, which has no answer
     OFFER      HELD and one `HeldPages` (agents only)
     STORE and the bytes of all its pages in order
                HELD and one `HeldPages` for each range (agents only)
@@ -31,6 +33,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.mapped_pages import FILE_BYTES, MAX_FILES, PLACE_BYTES
 from kvrs.protocol.page_messages import (
     CheckpointClaim,
     ClientHello,
@@ -98,6 +101,9 @@ class FrameType(IntEnum):
     OFFER = 11
     STORE = 12
     HELD = 13
+    MAP = 14
+    MAPPED = 15
+    UNMAP = 16
 
 
 _TYPES = {int(frame_type): frame_type for frame_type in FrameType}
@@ -129,7 +135,10 @@ _MAX_BODY_BYTES = {
     + MAX_TAGS * (TAG_BYTES + CHECKSUM_BYTES)
     + CHECKSUM_BYTES,
     FrameType.HELD: _ANSWER.size + MAX_RANGES * _HELD.size,
+    FrameType.MAPPED: _ANSWER.size + MAX_FILES * FILE_BYTES + MAX_TAGS * PLACE_BYTES,
+    FrameType.UNMAP: CHECKSUM_BYTES,
 }
+_MAX_BODY_BYTES[FrameType.MAP] = _MAX_BODY_BYTES[FrameType.PULL]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,14 +246,15 @@ def decode_refused(body: bytes) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def encode_pull(pull: PullFrame) -> bytes:
+def encode_pull(pull: PullFrame, type_: FrameType = FrameType.PULL) -> bytes:
+    """A PULL, or a MAP of the same pages."""
     request = pull.request
     has_tail = request.tail_index is not None
     head = _PULL.pack(
         pull.request_id, _count(request.tags), request.traffic, has_tail, request.tail_index or 0
     )
     handoff, part = _name(request.handoff or ""), _PART.pack(*_part(request.part))
-    return _question(FrameType.PULL, b"".join((head, *request.tags, handoff, part)))
+    return _question(type_, b"".join((head, *request.tags, handoff, part)))
 
 
 def decode_pull(body: bytes) -> PullFrame:
@@ -283,6 +293,10 @@ def _decoded_part(
             f"{layers} layers and {heads} heads"
         )
     return PagePart(layers, heads, Part(range(layer, last_layer), range(head, last_head)))
+
+
+def encode_unmap() -> bytes:
+    return _question(FrameType.UNMAP, b"")
 
 
 def encode_probe(probe: ProbeFrame) -> bytes:

@@ -1,12 +1,12 @@
 """Types between the page port and the engine or agent behind it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.cell_checksums import part_checksum
-from kvrs.protocol.instance import MEMORY
 from kvrs.protocol.page_messages import (
     CheckpointClaim,
     HeldPages,
@@ -17,16 +17,22 @@ from kvrs.protocol.page_messages import (
 )
 from kvrs.protocol.parts import PagePart
 from kvrs.protocol.tags import Tag
+from kvrs.transfer.shared_memory.regions import Region
+
+PAGES_SOCKET = "pages"  # In the directory of an agent's store.
 
 __all__ = [
+    "PAGES_SOCKET",
     "CheckpointClaim",
     "HeldPages",
     "Identity",
     "Incoming",
+    "PagePlace",
     "PageSink",
     "PageSource",
     "Peer",
     "PinnedPages",
+    "Places",
     "PullRequest",
     "PullResult",
     "StoreCode",
@@ -43,12 +49,10 @@ class Peer:
     node: NodeId
     host: str
     port: int
-    is_own_agent: bool = False  # The agent of the own node.
-
-    @property
-    def link(self) -> NodeId:
-        """The link that its pages are measured by: the own node's agent has one of its own."""
-        return MEMORY if self.is_own_agent else self.node
+    # For a process of the own node: the directory of the node's agent, and in it the name of the
+    # socket where it hands out descriptors of its pages. None: it does not.
+    directory: Path | None = None
+    socket: str = PAGES_SOCKET
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,12 @@ class Incoming(Protocol):
         committed.
         """
         ...
+
+
+# Where a pinned page lies, and the offset there. No class, since a request has thousands.
+PagePlace = tuple[Region, int]
+# Where the pages of a request lie, one by one.
+Places = Callable[[PinnedPages], list[PagePlace]]
 
 
 class PageSink(Protocol):

@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -19,6 +19,7 @@ from kvrs.protocol.page_messages import ProbeFrame, PullFrame, TrafficClass
 from kvrs.protocol.session import SEALED_ANSWER_BYTES
 from kvrs.transfer.connections import ConnectionPool, PageConnection
 from kvrs.transfer.handshake import page_key
+from kvrs.transfer.mapped import PageMapper
 from kvrs.transfer.meter import PROBE_BYTES, LinkMeter, Measurement
 from kvrs.transfer.peers import Identity, Peer, PullRequest, PullResult
 from kvrs.transfer.stream import Filling
@@ -49,12 +50,18 @@ class _ActivePull:
     views: list[memoryview]  # The full pages, then perhaps the tail.
     tell: Callable[[int], None]
     verified: int = 0
+    mapped: int = 0  # Of these, how many were not sent: what is asked for begins behind them.
     gone: bool = False
 
     def add(self, pages: int) -> None:
         """So many more are there and right."""
         self.verified += pages
         self.tell(pages)
+
+    @property
+    def asked(self) -> PullRequest:
+        """The request for the pages that are not mapped."""
+        return replace(self.request, tags=self.request.tags[self.mapped :])
 
 
 class PagePuller:
@@ -71,6 +78,10 @@ class PagePuller:
         self._clock = clock
         self._meter = LinkMeter(min(PROBE_BYTES, _MIN_SAMPLE_BYTES))
         self._pool = ConnectionPool(identity, page_key(secret), settings.stall_timeout_s)
+        self._mapper = PageMapper(
+            identity, page_key(secret), settings.stall_timeout_s, self._meter, clock
+        )
+        self._unmapped = ""  # Why the last pages of this host came through a socket.
         self.damaged_pages = 0  # That ever came.
         self.pulled_bytes = dict.fromkeys(TrafficClass, 0)  # Of pages with a right checksum.
 
@@ -84,7 +95,8 @@ class PagePuller:
         verified: Callable[[int], None] = lambda pages: None,
     ) -> PullResult:
         """Fill `pages` with the pages of `request.tags`, then `tail` with its tail page, in order
-        and as far as it goes; with the cells of `request.part` only, if there is one. `verified` is
+        and as far as it goes; with the cells of `request.part` only, if there is one. Full pages of
+        a process of this host are copied out of its memory, where it hands that out. `verified` is
         called with how many more are there and right, the tail too.
 
         An error of the peer ends the pull early and stands in the result. Once this has returned or
@@ -96,7 +108,8 @@ class PagePuller:
         pulling = _ActivePull(request, [*pages, *([] if tail is None else [tail])], verified)
         error: str | None = None
         try:
-            await self._pull(peer, pulling, expected_epoch)
+            if peer.directory is None or not await self._map(peer, pulling, expected_epoch):
+                await self._pull(peer, pulling, expected_epoch)
         except TransferError as fault:
             error = str(fault)
             if isinstance(fault, DamagedPageError):
@@ -117,14 +130,16 @@ class PagePuller:
         """Measure the link from the peer's node with a transfer of its own, unless it was measured
         lately, or that many probers would take more than their share of it.
         """
+        if peer.directory is not None:
+            await self._mapper.probe(peer)
         meter, interval_s = self._meter, self._settings.probe_interval_s
         least, most = PROBE_BYTES, frames.MAX_PROBE_BYTES
-        size_bytes = meter.probe_bytes(peer.link, least, most)
-        if not meter.may_probe(peer.link, size_bytes, interval_s, probers, self._clock()):
+        size_bytes = meter.probe_bytes(peer.node, least, most)
+        if not meter.may_probe(peer.node, size_bytes, interval_s, probers, self._clock()):
             return
         try:
             await self._probe(peer, size_bytes)
-            while (more_bytes := meter.follow_up_bytes(peer.link, least, most)) is not None:
+            while (more_bytes := meter.follow_up_bytes(peer.node, least, most)) is not None:
                 await self._probe(peer, more_bytes, follows=True)
         except TransferError:
             # A peer that cannot be reached leaves its link unmeasured; its death is not detected
@@ -141,10 +156,32 @@ class PagePuller:
     async def close(self) -> None:
         """End all connections. Pulls that are still going on return early, with an error."""
         self._pool.close()
+        self._mapper.close()
+
+    async def _map(self, peer: Peer, pulling: _ActivePull, expected_epoch: int | None) -> bool:
+        """Copy the full pages out of the peer's memory; returns whether nothing is to be sent."""
+        request, views = pulling.request, pulling.views[: len(pulling.request.tags)]
+        if not views:
+            return False
+
+        try:
+            pulling.gone = not await self._mapper.pull(
+                peer, request, views, expected_epoch, pulling.add
+            )
+        except TransferError as error:
+            if len(pulling.views) == pulling.verified:
+                return True  # The peer has ended since.
+            pulling.mapped = pulling.verified
+            if str(error) != self._unmapped:
+                self._unmapped = str(error)
+                log.warning("pages are sent", extra={"peer": peer.instance, "cause": str(error)})
+            return False
+        self._unmapped, pulling.mapped = "", pulling.verified
+        return pulling.gone or request.tail_index is None
 
     async def _pull(self, peer: Peer, pulling: _ActivePull, expected_epoch: int | None) -> None:
         async def question(connection: PageConnection) -> None:
-            pull = frames.encode_pull(PullFrame(connection.request_id, pulling.request))
+            pull = frames.encode_pull(PullFrame(connection.request_id, pulling.asked))
             await connection.stream.send(pull, connection.stream.session.seal(pull))
 
         expected = (FrameType.PAGE, FrameType.GONE, FrameType.END)
@@ -160,13 +197,15 @@ class PagePuller:
         metered: "_Metered",
     ) -> None:
         page_bytes, part = connection.server.page_bytes, pulling.request.part
+        mapped, views = pulling.mapped, pulling.views[pulling.mapped :]
         if part is not None:
             page_bytes = part.bytes_of(page_bytes)
         assert all(view.nbytes == page_bytes for view in pulling.views)
-        filling = Filling(connection.stream, _with_prologues(pulling.views))
+        filling = Filling(connection.stream, _with_prologues(views))
         session, mac = connection.stream.session, memoryview(connection.mac)
         while pulling.verified < len(pulling.views) and answer.type is not FrameType.GONE:
-            _check(answer, FrameType.PAGE, connection.request_id, pulling.verified, page_bytes)
+            index = pulling.verified - mapped
+            _check(answer, FrameType.PAGE, connection.request_id, index, page_bytes)
             page = await filling.next()
             metered.read(page_bytes)
             if checksum_of(page, part) != answer.checksum:
@@ -185,7 +224,7 @@ class PagePuller:
             answer,
             FrameType.GONE if gone else FrameType.END,
             connection.request_id,
-            pulling.verified,
+            pulling.verified - mapped,
             0,
         )
         pulling.gone = gone
@@ -231,7 +270,7 @@ class _Metered:
         begin: _Begin,
     ) -> None:
         self._meter = meter
-        self._source = connection.peer.link
+        self._source = connection.peer.node
         self._arrivals = connection.stream.arrivals
         self._clock = clock
         self._unseen = 0  # Bytes that were read since the last look.

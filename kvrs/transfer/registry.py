@@ -10,6 +10,7 @@ from kvrs.config.file import Config
 from kvrs.ids import InstanceId
 from kvrs.transfer.peers import Peer
 from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.store.directory import store_directory
 
 
 async def probe_links(
@@ -64,9 +65,12 @@ def holders_of(config: Config, own: InstanceId) -> dict[InstanceId, Peer]:
     return {name: peer for name, peer in peers_of(config).items() if name != own}
 
 
-def peers_seen_from(config: Config, own: NodeSettings) -> dict[InstanceId, Peer]:
-    """The peers of a process of that node."""
-    peers = peers_of(config)
-    if (agent := peers.get(own.agent_id)) is not None:
-        peers[own.agent_id] = replace(agent, is_own_agent=True)
-    return peers
+def with_own_memory(
+    peers: Mapping[InstanceId, Peer], config: Config, own: NodeSettings, secret: bytes
+) -> dict[InstanceId, Peer]:
+    """The peers of a process of that node, whose agent is on its host and lends its memory."""
+    near = dict(peers)
+    if (agent := near.get(own.agent_id)) is not None:
+        directory = store_directory(config.backup.directory, secret, own.id)
+        near[own.agent_id] = replace(agent, directory=directory)
+    return near

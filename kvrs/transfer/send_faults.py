@@ -35,6 +35,12 @@ class SendingFaults:
         self._holds.clear()
         self._pages_to_corrupt = 0
 
+    def is_idle(self, now_s: float) -> bool:
+        """There is no fault at this moment."""
+        return not self._pages_to_corrupt and all(
+            hold.until_s <= now_s for hold in self._holds.values()
+        )
+
     def rate(self, node: NodeId, usual_bytes_per_s: float | None, now_s: float) -> LinkRate:
         """The rate of the link at this moment, and its end: the fault's rate in place of the usual
         one.

@@ -18,9 +18,11 @@ from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType
 from kvrs.protocol.page_messages import HeldPages, ProbeFrame, PullFrame, StoredRange, TrafficClass
 from kvrs.protocol.session import SESSION_MAC_BYTES, Session
 from kvrs.transfer.handshake import admit, page_key
+from kvrs.transfer.lending import LentFiles
 from kvrs.transfer.links import Sender, SendingLink, SendingLinks, groups
-from kvrs.transfer.peers import Identity, Incoming, PageSink, PageSource, PinnedPages
+from kvrs.transfer.peers import Identity, Incoming, PageSink, PageSource, PinnedPages, Places
 from kvrs.transfer.send_faults import SendingFaults
+from kvrs.transfer.shared_memory.passing import foreign_user
 from kvrs.transfer.stream import Filling, SocketStream, page_socket, readable
 
 log = logging.getLogger(__name__)
@@ -58,8 +60,9 @@ class PageServer:
         self._settings = settings
         self._links = links
         self._sink: PageSink | None = None  # None: nothing can be stored here.
-        self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._places: Places | None = None  # None: nothing can be mapped.
+        # By what accepts on each.
+        self._listeners: dict[asyncio.Task[None], socket.socket] = {}
         self._connections: set[asyncio.Task[None]] = set()
         # Connections in their hand-shake, the oldest first: address and start.
         self._strangers: dict[asyncio.Task[None], tuple[str, float]] = {}
@@ -76,7 +79,7 @@ class PageServer:
         Raises:
             OSError: the address cannot be had.
         """
-        assert self._listener is None, "started twice"
+        assert not self._listeners, "started twice"
         listener = page_socket(host)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -85,22 +88,32 @@ class PageServer:
         except OSError:
             listener.close()
             raise
-        self._listener = listener
-        self._accepting = asyncio.create_task(self._accept(listener))
+        self._listen(listener)
         return int(listener.getsockname()[1])
+
+    def lend(self, listener: socket.socket, places: Places) -> None:
+        """Let processes of this user and host map pages, over a UNIX socket that is closed with the
+        server.
+        """
+        self._places = places
+        listener.setblocking(False)
+        self._listen(listener)
 
     def keep(self, sink: PageSink) -> None:
         """Store there what peers send, from now on."""
         self._sink = sink
 
+    def _listen(self, listener: socket.socket) -> None:
+        self._listeners[asyncio.create_task(self._accept(listener))] = listener
+
     async def close(self) -> None:
         """Stop listening and cut every connection; all pages are unpinned when this returns."""
-        tasks = [*self._connections, *([] if self._accepting is None else [self._accepting])]
+        tasks = [*self._connections, *self._listeners]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners.values():
+            listener.close()
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -153,9 +166,14 @@ class PageServer:
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
+            if sock.family == socket.AF_UNIX and (reason := foreign_user(sock)):
+                raise TransferError(reason)
             own, client, stream = await self._shake_hands(sock)
             self._no_stranger(asyncio.current_task())
-            await self._answer_all(stream, own, self._links.to(client.node))
+            lent = None
+            if sock.family == socket.AF_UNIX and self._places is not None:
+                lent = LentFiles(stream, self._source, self._places)
+            await self._answer_all(stream, own, self._links.to(client.node), lent)
         except DamagedPageError as error:
             log.warning("page connection closed: %s", error)
         except (TransferError, OSError) as error:
@@ -174,9 +192,13 @@ class PageServer:
         except TimeoutError:
             raise TransferError(f"no hand-shake within {HANDSHAKE_TIMEOUT_S} s") from None
 
-    async def _answer_all(self, stream: SocketStream, own: Identity, link: SendingLink) -> None:
+    async def _answer_all(
+        self, stream: SocketStream, own: Identity, link: SendingLink, lent: LentFiles | None
+    ) -> None:
         questions = [FrameType.PULL, FrameType.PROBE]
-        if self._sink is not None:
+        if lent is not None:
+            questions = [FrameType.MAP]
+        elif self._sink is not None:
             questions += [FrameType.OFFER, FrameType.STORE]
         while True:
             await stream.wait_for_data()
@@ -188,6 +210,13 @@ class PageServer:
                 pull = frames.decode_pull(body)
                 _check_part(pull, own)
                 await self._answer_pull(stream, link, pull, own.page_bytes)
+            elif frame_type is FrameType.MAP:
+                assert lent is not None
+                if not self.faults.is_idle(asyncio.get_running_loop().time()):
+                    raise TransferError("faults are injected into what is sent")
+                pull = frames.decode_pull(body)
+                _check_part(pull, own)
+                await lent.lend(pull)
             elif frame_type is FrameType.PROBE:
                 with link.sending(stream, TrafficClass.HANDOFF) as sender:
                     await _send_probe_data(sender, stream.session, frames.decode_probe(body))
@@ -225,7 +254,7 @@ async def _accepted(listener: socket.socket) -> tuple[socket.socket, str]:
         try:
             await readable(listener, None)
             sock, address = listener.accept()
-            return sock, str(address[0])
+            return sock, str(address[0]) if address else "this host"
         except BlockingIOError:
             continue  # The client left before it was accepted.
         except OSError as error:

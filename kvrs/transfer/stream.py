@@ -21,8 +21,10 @@ from kvrs.protocol.frames import (
     decode_answer,
     decode_header,
 )
+from kvrs.protocol.mapped_pages import MAX_FILES
 from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES, Session
 from kvrs.transfer.arrivals import Arrivals
+from kvrs.transfer.shared_memory.passing import close_all, receive, rights
 
 # A transfer that never has to wait would block the event loop: it yields after this much.
 _BYTES_PER_TURN = 1 << 20
@@ -83,7 +85,12 @@ class SocketStream:
         self._session: Session | None = None
         self._arrivals: Arrivals | None = None
         self._received_bytes = 0
+        # Over a UNIX socket: came with what was received, and closed with the stream.
+        self.descriptors: list[int] = []
         sock.setblocking(False)
+        self._is_local = sock.family == socket.AF_UNIX
+        if self._is_local:
+            return
         tune(sock, stall_timeout_s)
 
     @property
@@ -108,6 +115,12 @@ class SocketStream:
         while left:
             sent = await self._attempt(partial(self._sock.sendmsg, left), self._writable)
             left = _after(left, sent)
+
+    async def send_with(self, descriptors: Sequence[int], message: bytes) -> None:
+        """Send copies of descriptors over a UNIX socket, with the message's first byte."""
+        first = partial(self._sock.sendmsg, [message], rights(descriptors))
+        sent = await self._attempt(first, self._writable)
+        await self.send(memoryview(message)[sent:])
 
     async def receive_into(self, view: memoryview) -> None:
         """Fill `view`."""
@@ -144,6 +157,7 @@ class SocketStream:
 
     def close(self) -> None:
         self._sock.close()
+        close_all(self.descriptors)
 
     async def receive_some(self, views: Sequence[memoryview]) -> int:
         """Wait for bytes and scatter what is there over `views`; returns how many came."""
@@ -166,9 +180,11 @@ class SocketStream:
         return bytes(body)
 
     def _read(self, part: memoryview) -> int:
-        received = self._sock.recv_into(part)
-        self._received_bytes += received
-        return received
+        if not self._is_local:
+            received = self._sock.recv_into(part)
+            self._received_bytes += received
+            return received
+        return receive(self._sock, part, self.descriptors, MAX_FILES)
 
     async def _attempt(
         self, call: Callable[[], int], ready: Callable[[float | None], Awaitable[None]]

@@ -25,6 +25,7 @@ from kvrs.protocol.geometry import PAGE_LAYOUT, KvGeometry
 from kvrs.protocol.instance import MeasuredPrefill
 from kvrs.transfer.anchors.files import AnchoredFiles, AnchorError, NoAgentError
 from kvrs.transfer.anchors.ledger import FORMAT, KeptPages, LedgerLayout, PageLedger
+from kvrs.transfer.peers import PagePlace
 from kvrs.transfer.shared_memory.regions import Region, map_file
 from kvrs.transfer.shared_memory.sealed import kind_of
 from kvrs.transfer.store.directory import store_directory
@@ -58,6 +59,7 @@ class AnchoredPool(StepHook):
     """KV pages in the agent's memory, their ledger, and what the process before has left there."""
 
     pool: KvPool
+    first_page: PagePlace
     ledger: PageLedger
     kept: KeptPages
     prefill: PrefillTable | None  # That the process before has measured.
@@ -172,7 +174,7 @@ class AnchoredMemory:
             "memory attached",
             extra={"is_new": is_new, "pages": len(kept.pages), "streams": len(kept.streams)},
         )
-        return AnchoredPool(pool, ledger, kept, prefill)
+        return AnchoredPool(pool, (region, layout.size_bytes), ledger, kept, prefill)
 
     def _write_weights(
         self,

@@ -199,7 +199,10 @@ class EngineInstance(ServedInstance):
             kept.note_prefill(prefill)
             kept.adopt(pages, time.monotonic() + config.transfer.lease_s)
         fetcher, self.checkpointer = self.port.attach(
-            pages, self.worker.pool, released=lambda: self.core.wake()
+            pages,
+            self.worker.pool,
+            released=lambda: self.core.wake(),
+            place=None if kept is None else kept.first_page,
         )
         # One in each stage of a pipeline.
         depth = 1 if self.ranks is None else len(self.ranks.full.stages)

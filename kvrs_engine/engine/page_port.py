@@ -6,22 +6,42 @@ long as the process lives, and by a stage of DistServe, which gets a new pool wi
 """
 
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
+from urllib.parse import quote
 
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.errors import TransferError
+from kvrs.ids import InstanceId
 from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import MEMORY
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import Identity, PinnedPages, PullRequest
+from kvrs.transfer.peers import (
+    PAGES_SOCKET,
+    Identity,
+    PagePlace,
+    Peer,
+    PinnedPages,
+    PullRequest,
+)
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
-from kvrs.transfer.registry import agents_of, holders_of, peers_seen_from, probe_links
+from kvrs.transfer.registry import (
+    agents_of,
+    holders_of,
+    peers_of,
+    probe_links,
+    with_own_memory,
+)
 from kvrs.transfer.server import PageServer
+from kvrs.transfer.shared_memory.passing import listen_in
+from kvrs.transfer.store.directory import store_directory
 from kvrs_engine.engine.checkpoints import Checkpointer
 from kvrs_engine.engine.fetching import PageFetcher
 from kvrs_engine.engine.pages import EnginePages
@@ -60,10 +80,18 @@ class _AttachedPages:
         pinned = await source.pin(request)
         return replace(pinned, token=(source, pinned))
 
+    def places(self, pinned: PinnedPages) -> list[PagePlace]:
+        source, inner = self._inner(pinned)
+        return source.places(inner)
+
     def unpin(self, pinned: PinnedPages) -> None:
+        source, inner = self._inner(pinned)
+        source.unpin(inner)
+
+    def _inner(self, pinned: PinnedPages) -> tuple[EnginePages, PinnedPages]:
         assert isinstance(pinned.token, tuple)
         source, inner = pinned.token
-        source.unpin(inner)
+        return source, inner
 
 
 class PagePort:
@@ -75,12 +103,13 @@ class PagePort:
     def __init__(self, place: InstancePlace, fingerprint: str, geometry: KvGeometry) -> None:
         self.epoch = place.epoch
         self._place = place
-        self.registry = peers_seen_from(place.config, place.node)
+        self.registry = self._peers_of(place.config)
         self.checkpointer: Checkpointer | None = None  # Of the attached pool.
         self.replicas: PeerReplicas | None = None  # None: it keeps none for others.
         self._fingerprint = fingerprint
         self._geometry = geometry
         self._source = _AttachedPages()
+        self._lends = False
         transfer = place.config.transfer
         self.server = PageServer(
             self.identity, self._source, place.secret, transfer, place.links, older=place.older
@@ -104,15 +133,17 @@ class PagePort:
         pages: PageManager,
         pool: PagePool,
         released: Callable[[], None],
+        place: PagePlace | None = None,
     ) -> tuple[PageFetcher, Checkpointer]:
         """Serve a pool's pages from now on. `released` is called when pages that were being sent
-        have lost their pins.
+        have lost their pins. `place`: of the first page, for processes of this host to map.
 
         Returns:
             what fetches into the pool, and what sends its pages to agents once it is run.
         """
         config = self._place.config
-        self._source.source = EnginePages(pages, pool, released)
+        self._source.source = EnginePages(pages, pool, released, place)
+        self._lends = place is not None
         if share := config.backup.replica_share(self._place.settings.role):
             cells = product(range(self._geometry.layers), range(self._geometry.kv_heads))
             book = ReplicaBook(pages, share, time.monotonic, frozenset(cells))
@@ -133,9 +164,28 @@ class PagePort:
         """Fetch from further instances and agents, and send checkpoints to further agents, which
         another configuration has; or to known ones at other addresses.
         """
-        self.registry.update(peers_seen_from(config, self._place.node))
+        self.registry.update(self._peers_of(config))
         if self.checkpointer is not None:
             self.checkpointer.learn(holders_of(config, self._place.settings.id))
+
+    def _peers_of(self, config: Config) -> dict[InstanceId, Peer]:
+        """Where pages come from; the memory of the own node's processes is on this host: that of
+        its agent, and what this owns for instances of one process.
+        """
+        own = self._place.node
+        peers = with_own_memory(peers_of(config), config, own, self._place.secret)
+        if config.state_plane.enabled:
+            for settings in own.instances:
+                if settings.ranks == 1 and (peer := peers.get(settings.id)) is not None:
+                    name = _socket_of(settings.id)
+                    peers[settings.id] = replace(
+                        peer, directory=self._directory(config), socket=name
+                    )
+        return peers
+
+    def _directory(self, config: Config) -> Path:
+        """Directory of the own node's agent."""
+        return store_directory(config.backup.directory, self._place.secret, self._place.node.id)
 
     def detach(self) -> None:
         """The pool is gone: hold nothing until the next `attach`."""
@@ -150,8 +200,8 @@ class PagePort:
         """Bandwidth of the slowest link from an agent, as far as they are measured; 0: none is."""
         links = self.puller.links()
         agents = [self.registry[name] for name in agents_of(self._place.config)]
-        rates = [links[each.link].bytes_per_s for each in agents if each.link in links]
-        return min(rates, default=0.0)
+        nodes = {MEMORY if each.directory is not None else each.node for each in agents}
+        return min((links[node].bytes_per_s for node in nodes if node in links), default=0.0)
 
     def kv_bytes(self) -> dict[str, int]:
         """Fetched and, as checkpoints, sent since the start, by kind."""
@@ -162,6 +212,17 @@ class PagePort:
         """Open the page port."""
         settings = self._place.settings
         await self.server.start(settings.bound(settings.host), settings.page_port)
+        if self._lends:
+            try:
+                listener = listen_in(
+                    self._directory(self._place.config),
+                    _socket_of(settings.id),
+                    socket.SOCK_STREAM,
+                )
+            except OSError as error:
+                log.warning("pages are sent, not mapped", extra={"cause": str(error)})
+            else:
+                self.server.lend(listener, self._source.places)
 
     async def probe(self) -> None:
         """Keep an estimate of every link into the instance, until cancelled."""
@@ -172,3 +233,7 @@ class PagePort:
         await self.server.close()
         await self.puller.close()
         await self._pusher.close()
+
+
+def _socket_of(instance: InstanceId) -> str:
+    return f"{PAGES_SOCKET}-{quote(instance, safe='')}"

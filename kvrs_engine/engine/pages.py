@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.transfer.peers import PinnedPages, PullRequest
+from kvrs.transfer.peers import PagePlace, PinnedPages, PullRequest
 from kvrs_engine.engine.staging import PagePool
 from kvrs_engine.scheduling.pages import PageManager
 
@@ -17,8 +17,15 @@ class EnginePages:
     touches pages.
     """
 
-    def __init__(self, pages: PageManager, pool: PagePool, released: Callable[[], None]) -> None:
-        self._pages = pages
+    def __init__(
+        self,
+        pages: PageManager,
+        pool: PagePool,
+        released: Callable[[], None],
+        place: PagePlace | None = None,
+    ) -> None:
+        """`place`: that of the first page, where the others lie behind it in shared memory."""
+        self._pages, self._place = pages, place
         self._pool = pool
         self._released = released  # A sequence may be waiting for the pages that were being sent.
 
@@ -58,6 +65,14 @@ class EnginePages:
             tail=None if tail is None else staged.views[-1],
             token=(pinned, staged),
         )
+
+    def places(self, pinned: PinnedPages) -> list[PagePlace]:
+        assert self._place is not None
+        assert isinstance(pinned.token, tuple)
+        pages, _ = pinned.token
+        region, first = self._place
+        page_bytes = self._pool.geometry.page_bytes
+        return [(region, first + page * page_bytes) for page in pages[: len(pinned.pages)]]
 
     def unpin(self, pinned: PinnedPages) -> None:
         assert isinstance(pinned.token, tuple)

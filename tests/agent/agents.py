@@ -29,6 +29,7 @@ from kvrs.transfer.peers import Peer, PullResult, StoredPages
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.send_faults import SendingFaults
+from kvrs.transfer.store.directory import store_directory
 from kvrs_testkit.forked import starts_forked
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import client_of
@@ -152,14 +153,16 @@ class Engine:
         fingerprint: str = "model",
         at: NodeId = N1,
     ) -> None:
+        """On the agent's own node it copies pages out of the agent's memory."""
         self._config, self._secret = config, secret
         (node,) = config.cluster.nodes
+        directory = store_directory(config.backup.directory, secret, node.id)
         self._peer = Peer(
             node.agent_id,
             node.id,
             node.agent.host,
             node.agent.page_port,
-            is_own_agent=at == node.id,
+            directory if at == node.id else None,
         )
         self._identity = Identity(InstanceId("e1"), at, 1, fingerprint, PAGE_BYTES)
         links = SendingLinks(config.transfer, SendingFaults(), at)

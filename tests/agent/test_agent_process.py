@@ -4,6 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 from itertools import count
 from pathlib import Path
 
@@ -11,13 +12,16 @@ import aiohttp
 import pytest
 
 from kvrs.errors import TransferError
+from kvrs.protocol import frames
+from kvrs.protocol.cell_checksums import checksum_of
 from kvrs.protocol.instance import MEMORY
 from kvrs.protocol.page_messages import HeldPages, StoreCode
+from kvrs.protocol.parts import PagePart
 from kvrs.protocol.tags import Tag
+from kvrs.transfer import mapped
 from kvrs.transfer.store.directory import store_directory
 from tests.agent.agents import (
     N0,
-    N1,
     SECRET,
     AgentProcess,
     Engine,
@@ -96,19 +100,37 @@ async def test_a_kill_while_pages_arrive_leaves_whole_pages(tmp_path: Path) -> N
     assert 0 < sum(found) <= 48
 
 
-async def test_the_agent_of_the_own_node_is_a_link_of_its_own(tmp_path: Path) -> None:
-    """Its pages come at the rate of the host's memory, those of other nodes over a network."""
-    agent, mine = AgentProcess(tmp_path, document(tmp_path)), tags(1, 32)
-    links = {}
-    with processes(agent):
-        for node in (N0, N1):
-            async with Engine(agent.config, at=node) as engine:
-                await engine.offer("s", 32)
-                await engine.store("s", 0, mine)
-                assert (await engine.fetch(mine)).full_pages == 32
-                links[node] = engine.links
+async def test_a_kill_while_pages_are_copied_leaves_right_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory outlives the agent: the pages that it had are whole. The next agent of the node
+    lends the same pages.
+    """
+    agent = AgentProcess(tmp_path, document(tmp_path))
+    mine = tags(1, 32)
+    left = count(-3)
 
-    assert links == {N0: {MEMORY}, N1: {N0}}
+    def kill(page: frames.Bytes, part: PagePart | None) -> int:
+        if threading.current_thread() is not threading.main_thread() and next(left) == 0:
+            agent.end(signal.SIGKILL)
+        return checksum_of(page, part)
+
+    with processes(agent):
+        async with Engine(agent.config, at=N0) as engine:
+            await engine.offer("s", 32)
+            await engine.store("s", 0, mine)
+            monkeypatch.setattr(mapped, "checksum_of", kill)
+            cut = await engine.fetch(mine)
+            assert agent.process is None
+            agent.start()
+            again = await engine.fetch(mine)
+            links = engine.links
+        agent.end(signal.SIGTERM)
+
+    assert (cut.full_pages, cut.error) == (32, None)
+    assert (again.full_pages, again.error) == (32, None)
+    assert links == {MEMORY}
+    assert [path.suffix for path in tmp_path.iterdir()] == [".yaml"]
 
 
 async def test_a_page_that_was_damaged_in_memory_is_not_restored(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ import torch
 
 from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
-from kvrs.ids import StreamId
+from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.instance import MeasuredPrefill
+from kvrs.protocol.instance import EPOCHS_PER_START, MEMORY, MeasuredPrefill
 from kvrs.protocol.tags import Tag, page_tags, root_tag
-from kvrs_engine.engine.instance import LoadedModel
+from kvrs_engine.engine.instance import EngineInstance, LoadedModel
 from kvrs_engine.engine.models.reading import WeightReading
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
@@ -33,6 +33,7 @@ from tests.engine.anchoring import (
     ended,
     instance_of,
 )
+from tests.engine.peers import PeerEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.network]
 
@@ -229,6 +230,49 @@ def test_weights_that_are_there_do_not_wait_for_a_draft(tmp_path: Path, tiny_mod
         draft.end()
         loaded(draft)
         assert loaded(AwaitedDraft(1000, 1e9)).left_s() == 0.0
+
+
+async def test_instances_of_a_node_copy_each_others_pages(
+    tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Full pages of a hand-off are copied from the memory of the instance that has them; only its
+    last page, which has no tag, comes through a socket.
+    """
+    written = anchored_document(tmp_path, tiny_model, instances=2)
+    agent = AgentProcess(tmp_path, written)
+    body = {"prompt": PROMPTS[S], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    body["kvrs"] = {"stream": "s", "attempt": 1, "prompt_tokens": len(PROMPTS[S])}
+    hand_off = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "e0",
+        "remote_block_ids": ["00"] * 7,
+        "remote_request_id": "s",
+    }
+    with ended(agent):
+        agent.start()
+        holder, target = (
+            PeerEngine(EngineInstance(agent.config, InstanceId(name), EPOCHS_PER_START, SECRET))
+            for name in ("e0", "e1")
+        )
+        try:
+            for one in (holder, target):
+                await one.instance.start()
+                one.computed.clear()
+            await holder.answer(body | {"kv_transfer_params": {"do_remote_decode": True}})
+
+            token_ids = await target.answer(body | {"kv_transfer_params": hand_off})
+
+            (brought,) = target.brought
+            assert (brought.full_pages, brought.tail, brought.error) == (6, True, None)
+            assert target.positions[0] == len(PROMPTS[S]) - 1
+            assert target.pages(PROMPTS[S])[:6] == holder.pages(PROMPTS[S])[:6]
+            assert token_ids == Reference(tiny_model).histories[S][len(PROMPTS[S]) :][:8]
+            assert MEMORY in target.instance.port.puller.links()
+            assert "pages are sent" not in caplog.text
+        finally:
+            for one in (holder, target):
+                await one.instance.close()
+        holder.instance.pages.check()
 
 
 def test_without_an_agent_an_instance_has_memory_of_its_own(

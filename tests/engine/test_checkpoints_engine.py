@@ -19,9 +19,10 @@ from kvrs.protocol.tags import Tag, page_tags
 from kvrs.transfer import checkpoint_backlog as backlog
 from kvrs.transfer import checkpoint_sender
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import Identity, PullRequest
+from kvrs.transfer.peers import PAGES_SOCKET, Identity, PagePlace, PinnedPages, PullRequest
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
+from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.host import HostStore
 from kvrs_engine.engine.instance import EngineInstance
@@ -43,9 +44,14 @@ def page_of(instance: EngineInstance, page: int) -> bytes:
 
 
 class CountingStore(HostStore):
-    """Remembers what it was sent."""
+    """Remembers what it was sent, and how many pages it has lent."""
 
     sent: list[tuple[StreamId, Tag]]
+    lent = 0
+
+    def places(self, pinned: PinnedPages) -> list[PagePlace]:
+        self.lent += len(pinned.pages)
+        return super().places(pinned)
 
     def begin(self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]) -> Any:
         self.sent += [(claim.stream, tag) for tag in tags]
@@ -77,12 +83,14 @@ async def agent(
         server = PageServer(identity, store, SECRET, settings, links)
         server.keep(store)
         port = await server.start("127.0.0.1", port)
+        server.lend(listen_in(place.path, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
         try:
             yield store, port
         finally:
             await server.close()
             store.check()
             store.clear()
+            place.unlink(PAGES_SOCKET)
 
 
 def cluster(model: Path, agent_port: int, **sections: Any) -> Config:
@@ -248,8 +256,10 @@ async def test_prefill_and_decode_together_keep_whole_streams_at_the_agent(
             assert len(store.sent) == len(set(store.sent))
 
 
-async def test_an_engine_goes_on_with_pages_of_an_agent(tiny_model: Path, tmp_path: Path) -> None:
-    """Exactly, on the agent's node and on another one."""
+async def test_an_engine_of_the_agents_node_copies_pages_out_of_its_memory(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """And goes on exactly; an engine of another node is sent the same pages."""
     ids = prompt_of(8, 200)
     directory = store_directory(str(tmp_path), SECRET, AGENTS_NODE)
     async with asyncio.timeout(180), agent(directory) as (store, port):
@@ -258,7 +268,9 @@ async def test_an_engine_goes_on_with_pages_of_an_agent(tiny_model: Path, tmp_pa
             answer = asyncio.create_task(ask(to_decode, "s", ids, 60))
             await eventually(lambda: store.held(StreamId("s")) >= 13)
             output = (await answer)["choices"][0]["token_ids"]
+        lent = {}
         for name in ("p1", "p0"):
+            before = store.lent
             async with engine(config, name) as (other, client):
                 source = {"id": AGENT, "first_page": 0, "pages": 13, "generation": store.epoch}
                 kvrs = {"attempt": 2, "sources": [source]}
@@ -269,6 +281,9 @@ async def test_an_engine_goes_on_with_pages_of_an_agent(tiny_model: Path, tmp_pa
                 assert (fetch.stream, fetch.attempt) == ("s", 2)
                 assert fetch.loaded_tokens == 13 * PAGE
                 assert fetch.computed_tokens == len(ids) + 20 - 13 * PAGE
+            lent[name] = store.lent - before
+
+    assert lent == {"p1": 13, "p0": 0}
 
 
 async def test_a_stream_that_is_longer_than_was_guessed_is_kept_whole(

@@ -108,6 +108,25 @@ def test_pages_come_out_as_they_went_in(host: StoreHost) -> None:
     store.check()
 
 
+def test_a_file_that_took_the_place_of_another_is_not_lent_for_it(host: StoreHost) -> None:
+    """Pages of a new kind have files of the same names; the old ones are still pinned."""
+    store = filled(host, 2)
+    pinned = asyncio.run(store.pin(PullRequest(tags(1, 2))))
+    _, (region, offset) = store.places(pinned)
+
+    store.release([S], 0.0)
+    store.adopt(engine("other"))
+    store.offer(CheckpointClaim(T, 0, 1), PAGE_BYTES, ())
+    put(store, T, 0, tags(2, 1))
+
+    fd = region.open()
+    assert os.pread(fd, PAGE_BYTES, offset) == page(tags(1, 2)[1])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(fd, b"x", offset)
+    os.close(fd)
+    store.unpin(pinned)
+
+
 def test_what_is_reserved_are_whole_pages(host: StoreHost) -> None:
     """A page that has room for one byte less is no room."""
     store = host.open(capacity_pages=2)

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from kvrs.errors import KvrsError
 from kvrs.transfer.shared_memory import regions
 from kvrs.transfer.shared_memory.passing import (
     close_all,
-    opened,
+    connect_in,
+    foreign_user,
+    listen_in,
     receive,
     rights,
 )
-from kvrs.transfer.shared_memory.regions import Region, in_thread, lock, map_file, reserve
+from kvrs.transfer.shared_memory.regions import Region, in_threads, lock, map_file, reserve
 from kvrs.transfer.shared_memory.sealed import SealedBlocks, kind_of, sealed, unsealed
 
 pytestmark = pytest.mark.process
@@ -59,6 +62,18 @@ def test_a_region_leaves_no_descriptor() -> None:
     del region, shared
 
     assert descriptors() == before
+
+
+def test_a_region_is_lent_to_be_read() -> None:
+    region = Region.anonymous("region", SIZE)
+    fd = region.open()
+    assert not os.get_inheritable(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        map_file(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)  # It was closed all the same.
 
 
 def test_whole_pages_of_a_range_are_given_back() -> None:
@@ -262,6 +277,26 @@ def test_a_message_that_is_cut_is_refused() -> None:
         assert receive(theirs, bytearray(4), [], 0) == 4
 
 
+def test_a_socket_is_found_in_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the path is, and in the place of one that was left. The kernel tells the user at
+    the other end.
+    """
+    directory = tmp_path / ("d" * 120)
+    directory.mkdir()
+    listen_in(directory, "name", socket.SOCK_STREAM).close()
+    listener = listen_in(directory, "name", socket.SOCK_STREAM)
+    with listener, socket.socket(socket.AF_UNIX) as connection:
+        connect_in(directory, "name", connection)
+        with listener.accept()[0] as accepted:
+            assert foreign_user(accepted) is None
+            assert foreign_user(connection) is None
+            uid = os.geteuid()
+            monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+            assert foreign_user(accepted) == f"it is of user {uid}; allowed: user {uid + 1}"
+
+
 @pytest.mark.parametrize(
     ("where", "cause"), [("nowhere", "No such file"), ("link", "Not a directory")]
 )
@@ -270,8 +305,10 @@ def test_a_directory_is_not_reached_over_a_link(tmp_path: Path, where: str, caus
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     before = descriptors()
-    with pytest.raises(OSError, match=cause), opened(tmp_path / where):
-        pass
+    with pytest.raises(OSError, match=cause):
+        listen_in(tmp_path / where, "name", socket.SOCK_STREAM)
+    with socket.socket(socket.AF_UNIX) as connection, pytest.raises(OSError, match=cause):
+        connect_in(tmp_path / where, "name", connection)
     assert descriptors() == before
 
 
@@ -282,23 +319,26 @@ def test_a_directory_is_not_reached_over_a_link(tmp_path: Path, where: str, caus
 async def test_only_much_work_leaves_the_loop(size: int, in_loop: bool) -> None:
     ran: list[threading.Thread] = []
 
-    await in_thread(size, lambda: ran.append(threading.current_thread()))
+    await in_threads(size, 2 * [lambda: ran.append(threading.current_thread())])
 
-    assert [thread is threading.main_thread() for thread in ran] == [in_loop]
+    assert [thread is threading.main_thread() for thread in ran] == [in_loop, in_loop]
 
 
 @pytest.mark.parametrize("times", [1, 3])
 async def test_a_cancelled_call_returns_when_its_work_has_ended(times: int) -> None:
     """However often it is cancelled: what it wrote to belongs to others then."""
     begun, go_on = threading.Event(), threading.Event()
-    ended = list[int]()
+    ended, stopped = list[int](), list[int]()
 
-    def work() -> None:
-        begun.set()
-        assert go_on.wait(60)
-        ended.append(1)
+    def work(number: int) -> Callable[[], None]:
+        def run() -> None:
+            begun.set()
+            assert go_on.wait(60)
+            ended.append(number)
 
-    call = asyncio.create_task(in_thread(1 << 21, work))
+        return run
+
+    call = asyncio.create_task(in_threads(1 << 21, [work(0), work(1)], lambda: stopped.append(1)))
     assert await asyncio.to_thread(begun.wait, 60)
     for _ in range(times):
         call.cancel()
@@ -310,4 +350,5 @@ async def test_a_cancelled_call_returns_when_its_work_has_ended(times: int) -> N
         await call
 
     assert call.cancelled()
-    assert ended == [1]
+    assert sorted(ended) == [0, 1]
+    assert stopped == [1]

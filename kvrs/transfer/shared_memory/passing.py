@@ -3,13 +3,28 @@
 import array
 import os
 import socket
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 # As plain numbers: an operation on the members of `socket` takes longer than the call itself.
 _CLOEXEC, _NO_ROOM, _CUT = map(int, (socket.MSG_CMSG_CLOEXEC, socket.MSG_CTRUNC, socket.MSG_TRUNC))
+
+
+def listen_in(directory: Path, name: str, kind: socket.SocketKind) -> socket.socket:
+    """Raises OSError: the socket cannot be made."""
+    listener = socket.socket(socket.AF_UNIX, kind)
+    try:
+        with opened(directory) as inside:
+            bind_at(inside, name, listener)
+        listener.listen(64)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def bind_at(directory: int, name: str, listener: socket.socket) -> None:
@@ -23,9 +38,24 @@ def bind_at(directory: int, name: str, listener: socket.socket) -> None:
     listener.bind(_path(directory, name))
 
 
+def connect_in(directory: Path, name: str, connection: socket.socket) -> None:
+    """Raises OSError: there is no such directory, or no process listens in it."""
+    with opened(directory) as inside:
+        connect_at(inside, name, connection)
+
+
 def connect_at(directory: int, name: str, connection: socket.socket) -> None:
     """Raises OSError: no process listens in the open directory."""
     connection.connect(_path(directory, name))
+
+
+def foreign_user(connection: socket.socket) -> str | None:
+    """Why the process at the other end may not be served; None: the kernel reports this user."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(packed)
+    if uid == os.geteuid():
+        return None
+    return f"it is of user {uid}; allowed: user {os.geteuid()}"
 
 
 def rights(descriptors: Sequence[int]) -> "list[tuple[int, int, array.array[int]]]":

@@ -9,7 +9,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvrs.errors import KvrsError
@@ -54,6 +54,10 @@ class Region:
             os.close(descriptor)
             raise KvrsError(f"{refused}: {error.strerror}") from None
         return cls(descriptor)
+
+    def open(self) -> int:
+        """A descriptor for reading, on a description of its own: without this one's lock."""
+        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
     def shared(self) -> "Region":
         """The same memory for one more owner."""
@@ -109,17 +113,23 @@ def lock(descriptor: int, wait_s: float = 0.0) -> bool:
         time.sleep(_LOCK_POLL_S)
 
 
-async def in_thread(size_bytes: int, part: Callable[[], object]) -> None:
-    """Carry out work on so many bytes, in a thread where they are many. A call that is cancelled,
-    however often, returns when the work has ended.
+async def in_threads(
+    size_bytes: int,
+    parts: Sequence[Callable[[], object]],
+    stop: Callable[[], object] = lambda: None,
+) -> None:
+    """Carry out work on so many bytes, in threads where they are many. A call that is cancelled,
+    however often, calls `stop` and returns when all parts have ended.
     """
     if size_bytes <= _SMALL_BYTES:
-        part()
+        for part in parts:
+            part()
         return
-    work = asyncio.ensure_future(asyncio.to_thread(part))
+    work = asyncio.gather(*(asyncio.to_thread(part) for part in parts))
     try:
         await asyncio.shield(work)
     except asyncio.CancelledError:
+        stop()
         while not work.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({work})

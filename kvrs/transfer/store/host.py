@@ -11,7 +11,7 @@ from msgspec import structs
 from kvrs.ids import StreamId
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, Identity, StoreCode
 from kvrs.protocol.tags import Tag
-from kvrs.transfer.peers import PinnedPages, PullRequest
+from kvrs.transfer.peers import PagePlace, PinnedPages, PullRequest
 from kvrs.transfer.store.book import CheckpointBook, IncomingRange
 from kvrs.transfer.store.directory import StoreDirectory, StoreState
 from kvrs.transfer.store.segments import Segments, SlotLayout
@@ -252,6 +252,11 @@ class HostStore:
         for slot in slots:
             shelf.segments.clear(slot)
         return _Incoming(shelf, incoming, self._note)
+
+    def places(self, pinned: PinnedPages) -> list[PagePlace]:
+        assert isinstance(pinned.token, tuple)
+        shelf, slots = pinned.token
+        return [shelf.segments.place(slot) for slot in slots]
 
     async def grow_ahead(self) -> None:
         """Allocate memory for pages before they arrive, off the event loop, until cancelled: the

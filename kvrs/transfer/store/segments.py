@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from kvrs.protocol.cell_checksums import cell_checksums, part_checksum
 from kvrs.protocol.frames import CHECKSUM_BYTES, checksum
 from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs.transfer.peers import PagePlace
 from kvrs.transfer.shared_memory.regions import Region, reserve
 from kvrs.transfer.shared_memory.sealed import (
     FACTS_AT,
@@ -191,6 +192,10 @@ class Segments:
         segment, index = self._found(slot)
         start = self._pages_at + index * self._page_bytes
         return segment.bytes[start : start + self._page_bytes]
+
+    def place(self, slot: int) -> PagePlace:
+        segment, index = self._found(slot)
+        return segment.region, self._pages_at + index * self._page_bytes
 
     def clear(self, slot: int) -> None:
         """The slot holds nothing: to be called before it is written."""

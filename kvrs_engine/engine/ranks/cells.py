@@ -18,7 +18,7 @@ from torch import Tensor
 from kvrs.errors import TransferError
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.parts import Cell, Part
-from kvrs.transfer.shared_memory.regions import in_thread
+from kvrs.transfer.shared_memory.regions import in_threads
 from kvrs_engine.elastic.shares import Share
 from kvrs_engine.engine.layers.step import pages_per_block
 
@@ -189,14 +189,14 @@ class GatheredPages:
 
     async def save(self) -> None:
         self._pool.check(self._losses)
-        await in_thread(self.buffer.numel(), self._gather)
+        await in_threads(self.buffer.numel(), [self._gather])
         # After the copy: what was lost while it was made is not in it.
         self._pool.check(self._losses)
 
     async def restore(self, count: int) -> None:
         # Data that has come was lost in no process here: only data written before a loss is gone.
         losses = self._pool.losses
-        await in_thread(count * self.buffer.shape[1], lambda: self._scatter(count))
+        await in_threads(count * self.buffer.shape[1], [lambda: self._scatter(count)])
         if losses != self._pool.losses:
             raise TransferError("cells of these pages were lost as they were written")
 

@@ -182,10 +182,11 @@ async def test_an_answer_that_only_looks_complete_is_a_failure(
     assert len(await recoveries(system)) == 1
 
 
-async def test_a_prefill_that_answers_nothing_is_done_again(build: ProxyClusterBuilder) -> None:
-    """Status 200 and an empty body is no hand-off."""
-    system = await build()
-    system.script.prefill_faults = [Fault.EMPTY]
+@pytest.mark.parametrize("fault", [Fault.EMPTY, Fault.RESET, Fault.UNAVAILABLE, Fault.HANG])
+async def test_a_prefill_that_fails_is_done_again(build: ProxyClusterBuilder, fault: Fault) -> None:
+    """The client only waits a little longer. Status 200 and an empty body is no hand-off."""
+    system = await build(proxy={"token_gap_s": 0.5})
+    system.script.prefill_faults = [fault]
 
     assert await all_exact(start(system))
 

@@ -275,28 +275,6 @@ async def test_a_stream_in_a_long_queue_is_not_given_up(build: ProxyClusterBuild
     assert b"silent" in body
 
 
-async def test_a_silent_engine_is_given_up(build: ProxyClusterBuilder) -> None:
-    """No token within `proxy.token_gap_s` is a failure, although the connection stands."""
-    system = await build(proxy={"token_gap_s": 0.5})
-    undisturbed = await stream(system)
-    system.script.faults = {3: Fault.HANG}
-
-    assert normal(await stream(system)) == normal(undisturbed)
-    assert system.instances["d0"].aborted + system.instances["d1"].aborted == 1
-
-
-@pytest.mark.parametrize("fault", [Fault.RESET, Fault.UNAVAILABLE, Fault.HANG])
-async def test_a_failed_prefill_is_done_again(build: ProxyClusterBuilder, fault: Fault) -> None:
-    """Before the first token the client only waits a little longer."""
-    system = await build(proxy={"token_gap_s": 0.5})
-    system.script.prefill_faults = [fault]
-
-    body = await stream(system)
-
-    assert body.endswith(b"data: [DONE]\n\n")
-    assert body.count(b'"finish_reason":"length"') == 1
-
-
 async def test_a_whole_answer_recovers_as_a_stream_does(build: ProxyClusterBuilder) -> None:
     """Requests without `stream` are streamed behind the proxy."""
     system = await build()

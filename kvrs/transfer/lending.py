@@ -1,0 +1,88 @@
+"""The side of MAP that has pages: they are pinned, and the answer says where they lie in its files,
+with descriptors of these for reading.
+
+Pins end with the client's UNMAP, with its connection, and at the latest after the stall timeout: a
+client that is slower finds by their checksums which of its copies are not the pages.
+"""
+
+from kvrs.errors import TransferError
+from kvrs.protocol import frames
+from kvrs.protocol.cell_checksums import cell_checksums, part_checksum
+from kvrs.protocol.frames import AnswerHeader, FrameType
+from kvrs.protocol.mapped_pages import MAX_FILES, MappedPages, PlacedPage
+from kvrs.protocol.page_messages import PullFrame
+from kvrs.protocol.parts import PagePart
+from kvrs.transfer.peers import PageSource, PinnedPages, Places
+from kvrs.transfer.shared_memory.passing import close_all
+from kvrs.transfer.shared_memory.regions import Region, in_threads
+from kvrs.transfer.stream import SocketStream
+
+
+class LentFiles:
+    """The files of one connection, in the order in which their descriptors were sent."""
+
+    def __init__(self, stream: SocketStream, source: PageSource, places: Places) -> None:
+        self._stream = stream
+        self._source = source
+        self._places = places
+        self._files: list[Region] = []
+
+    async def lend(self, pull: PullFrame) -> None:
+        """Answer a MAP; returns after UNMAP.
+
+        Raises:
+            TransferError: a tail is asked for, or the client is too slow.
+        """
+        request = pull.request
+        if request.tail_index is not None:
+            raise TransferError("MAP of a tail; allowed: full pages, or a part of each")
+        pinned = await self._source.pin(request)
+        try:
+            await self._answer(pull.request_id, pinned, request.part)
+            await self._stream.receive_question(FrameType.UNMAP)
+        finally:
+            self._source.unpin(pinned)
+
+    async def _answer(self, request_id: int, pinned: PinnedPages, part: PagePart | None) -> None:
+        numbers = {file: number for number, file in enumerate(self._files)}
+        places: list[PlacedPage] = []
+        checksums = await _checksums(pinned, part)
+        for (file, offset), checksum in zip(self._places(pinned), checksums, strict=True):
+            places.append((numbers.setdefault(file, len(numbers)), offset, checksum))
+        if len(numbers) > MAX_FILES:
+            raise TransferError(f"MAP of pages in more than {MAX_FILES} files")
+        new = list(numbers)[len(self._files) :]
+        payload = MappedPages(tuple([file.size_bytes for file in new]), tuple(places)).encode()
+        answer = AnswerHeader(FrameType.MAPPED, request_id, len(places), 0, len(payload))
+        start = self._stream.session.answer(answer, payload)
+        descriptors: list[int] = []
+        try:
+            for file in new:
+                descriptors.append(file.open())
+            await self._stream.send_with(descriptors, start + payload)
+        except OSError as error:
+            raise TransferError(f"pages cannot be mapped: {error}") from None
+        finally:
+            close_all(descriptors)
+        self._files += new
+
+
+async def _checksums(pinned: PinnedPages, part: PagePart | None) -> list[int]:
+    """Checksums of the pages; of pages that were never stored they are computed now."""
+    found = [pinned.checksum(index, part) for index in range(len(pinned.pages))]
+    unknown = [index for index, checksum in enumerate(found) if checksum is None]
+
+    def compute() -> None:
+        for index in unknown:
+            found[index] = _checksum(pinned.pages[index], part)
+
+    await in_threads(sum(pinned.pages[index].nbytes for index in unknown), [compute])
+    return [checksum for checksum in found if checksum is not None]
+
+
+def _checksum(page: memoryview, part: PagePart | None) -> int:
+    if part is None:
+        return frames.checksum(page)
+    runs = part.runs(page)
+    cells = part.part.cells // len(runs)
+    return part_checksum(b"".join([cell_checksums(run, cells) for run in runs]))

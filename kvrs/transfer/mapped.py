@@ -1,0 +1,264 @@
+"""Pages of a process of this host, copied out of its memory: no byte of them passes through a
+socket.
+
+The node's agent, or an instance whose memory it owns, pins them and hands out descriptors of its
+files (`lending.py`), which are mapped to be read. A copy counts once its checksum is that of the
+page when it was stored or pinned, so that a page which was overwritten while it was copied, by this
+process or the next one, is none.
+"""
+
+import asyncio
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Event
+from typing import Any
+
+import numpy as np
+
+from kvrs.errors import DamagedPageError, TransferError
+from kvrs.protocol import frames
+from kvrs.protocol.cell_checksums import checksum_of
+from kvrs.protocol.frames import FrameType
+from kvrs.protocol.instance import MEMORY
+from kvrs.protocol.mapped_pages import (
+    MappedPages,
+    check_files,
+    check_place,
+    decode_mapped,
+)
+from kvrs.protocol.page_messages import PullFrame, PullRequest
+from kvrs.protocol.parts import PagePart
+from kvrs.transfer.connections import LocalConnectionPool, PageConnection
+from kvrs.transfer.meter import LinkMeter
+from kvrs.transfer.peers import Identity, Peer
+from kvrs.transfer.shared_memory.passing import close_all
+from kvrs.transfer.shared_memory.regions import in_threads, map_file
+
+# Are pinned and copied at a time, in far less than the stall timeout.
+_BATCH_BYTES = 1 << 28
+# Files stay mapped for the next pull so long: the agent cannot give back their memory meanwhile.
+_IDLE_S = 10.0
+_THREADS = 2  # One core does not use all that memory carries.
+
+# More than a core's cache holds.
+_PROBE_BYTES = 1 << 24
+_PROBE_PAGE_BYTES = 1 << 18
+# Memory does not change as links do, but a decision counts on less with every minute.
+_PROBE_INTERVAL_S = 60.0
+
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class _Copy:
+    """Copies pages, in order within each of its threads, until it is stopped."""
+
+    def __init__(
+        self,
+        sources: Sequence[memoryview],
+        targets: Sequence[memoryview],
+        checksums: Sequence[int],
+        part: PagePart | None = None,
+    ) -> None:
+        self._part = part  # Of each page; None: all of it.
+        self._pages = list(zip(sources, targets, checksums, strict=True))
+        self._size_bytes = sum(map(len, targets))
+        per_thread = max(1, -(-len(self._pages) // _THREADS))
+        self._shares = [
+            self._pages[first : first + per_thread]
+            for first in range(0, len(self._pages), per_thread)
+        ]
+        self._verified = [0] * len(self._shares)
+        self._stopped = Event()
+
+    async def carry_out(self) -> None:
+        """A cancelled call returns when nothing is written any more."""
+        parts = [partial(self._run, number) for number in range(len(self._shares))]
+        await in_threads(self._size_bytes, parts, self._stopped.set)
+
+    @property
+    def verified(self) -> int:
+        """How many leading pages are there and right."""
+        count = 0
+        for share, verified in zip(self._shares, self._verified, strict=True):
+            count += verified
+            if verified < len(share):
+                break
+        return count
+
+    @property
+    def verified_bytes(self) -> int:
+        return sum(len(target) for _, target, _ in self._pages[: self.verified])
+
+    def _run(self, number: int) -> None:
+        for source, target, due in self._shares[number]:
+            if self._stopped.is_set():
+                return
+            # A loop of vector instructions, without the lock of the interpreter. The C library's
+            # copy takes twice as long for pieces below 1 MB, on CPUs that it gives string moves.
+            whole, copy = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+            if self._part is not None:
+                whole = _cells(whole, self._part)
+            np.positive(whole, out=copy.reshape(whole.shape))
+            # The checksum of the copy, which nothing else writes.
+            if checksum_of(target, self._part) != due:
+                return
+            self._verified[number] += 1
+
+
+class PageMapper:
+    """Copies pages out of the memory of processes on this host."""
+
+    def __init__(
+        self,
+        identity: Callable[[], Identity],
+        key: bytes,
+        stall_timeout_s: float,
+        meter: LinkMeter,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = LocalConnectionPool(identity, key, stall_timeout_s)
+        self._meter = meter
+        self._clock = clock
+        self._expiry: asyncio.TimerHandle | None = None
+
+    async def pull(
+        self,
+        peer: Peer,
+        request: PullRequest,
+        views: Sequence[memoryview],
+        expected_epoch: int | None,
+        copied: Callable[[int], None],
+    ) -> bool:
+        """Fill `views` with the pages of `request` as far as the agent has them; returns whether it
+        has all. `copied` is called with how many more are there and right, in order. Once this has
+        returned, raised or was cancelled, the views are not written any more.
+
+        Raises:
+            TransferError: the agent cannot be reached over its socket, refuses, or a page is not
+                what was stored.
+        """
+        per_batch = max(1, _BATCH_BYTES // max(1, len(views[0]))) if views else 1
+        for first in range(0, max(1, len(views)), per_batch):
+            batch = views[first : first + per_batch]
+            tags = request.tags[first : first + per_batch]
+            asked = PullRequest(tags, traffic=request.traffic, part=request.part)
+            if await self._pull(peer, asked, batch, expected_epoch, copied) < len(batch):
+                return False
+        return True
+
+    async def probe(self, peer: Peer) -> None:
+        """Measure how fast pages of the agent come, unless that was done lately: a copy of as many
+        bytes, checked as pages are, if the agent hands out its memory at all.
+        """
+        if not self._meter.may_probe(MEMORY, _PROBE_BYTES, _PROBE_INTERVAL_S, 1, self._clock()):
+            return
+        try:
+            await self._pull(peer, PullRequest(()), (), None, lambda pages: None)
+        except TransferError:
+            return  # It is tried again at the next round, as a pull would.
+        copy = await asyncio.to_thread(_probe_copy)
+        self._meter.probe_begins(MEMORY, self._clock(), _PROBE_BYTES)
+        await self._metered(copy)
+
+    def close(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._pool.close()
+
+    async def _pull(
+        self,
+        peer: Peer,
+        request: PullRequest,
+        views: Sequence[memoryview],
+        expected_epoch: int | None,
+        copied: Callable[[int], None],
+    ) -> int:
+        async def question(connection: PageConnection) -> None:
+            ask = frames.encode_pull(PullFrame(connection.request_id, request), FrameType.MAP)
+            await connection.stream.send(ask, connection.stream.session.seal(ask))
+
+        connection, answer = await self._pool.ask(peer, expected_epoch, question, FrameType.MAPPED)
+        self._keep_for_a_while()
+        with self._pool.using(connection):
+            if answer.request_id != connection.request_id or answer.index > len(views):
+                raise TransferError(f"answer out of turn: {answer}")
+            payload = memoryview(bytearray(answer.payload_bytes))
+            await connection.stream.receive_into(payload)
+            connection.stream.session.check_answer(connection.mac, answer, payload)
+            mapped = decode_mapped(bytes(payload), answer.index)
+            sources = _mapped_pages(connection, mapped)
+            page_bytes, part = connection.server.page_bytes, request.part
+            asked_bytes = page_bytes if part is None else part.bytes_of(page_bytes)
+            assert all(view.nbytes == asked_bytes for view in views)
+            checksums = [checksum for _, _, checksum in mapped.pages]
+            copy = _Copy(sources, views[: answer.index], checksums, part)
+            self._meter.begin(MEMORY, self._clock())
+            try:
+                await self._metered(copy)
+            finally:
+                copied(copy.verified)
+            if copy.verified < len(sources):
+                raise DamagedPageError(f"checksum of mapped page {copy.verified} is wrong")
+            done = frames.encode_unmap()
+            await connection.stream.send(done, connection.stream.session.seal(done))
+        self._keep_for_a_while()  # From its end on: it may have taken longer than that.
+        return answer.index
+
+    async def _metered(self, copy: _Copy) -> None:
+        """Carry out a copy that has begun by the meter."""
+        try:
+            await copy.carry_out()
+        finally:
+            now_s = self._clock()
+            self._meter.add(MEMORY, copy.verified_bytes, now_s)
+            self._meter.end(MEMORY, now_s)
+
+    def _keep_for_a_while(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = asyncio.get_running_loop().call_later(_IDLE_S, self._pool.drop_idle)
+
+
+def _cells(page: Bytes, part: PagePart) -> Bytes:
+    """The part of a page, `[layers, heads, bytes of a cell]`."""
+    layers, heads = part.part.layers, part.part.heads
+    cells = page.reshape(part.layers, part.heads, -1)[layers.start : layers.stop]
+    return cells[:, heads.start : heads.stop]
+
+
+def _probe_copy() -> _Copy:
+    source, target = (memoryview(mmap.mmap(-1, _PROBE_BYTES)) for _ in range(2))
+    # Written before, because the first use of memory takes the system longer.
+    for each in (source, target):
+        np.frombuffer(each, np.uint8).fill(1)
+    starts = range(0, _PROBE_BYTES, _PROBE_PAGE_BYTES)
+    sources, targets = (
+        [each[start : start + _PROBE_PAGE_BYTES] for start in starts] for each in (source, target)
+    )
+    return _Copy(sources, targets, [frames.checksum(sources[0])] * len(starts))
+
+
+def _mapped_pages(connection: PageConnection, mapped: MappedPages) -> list[memoryview]:
+    """The pages where they lie; maps the files that came with the answer.
+
+    Raises:
+        TransferError: a file or a place is not what the answer says.
+    """
+    descriptors = connection.stream.descriptors
+    try:
+        # Compared before anything is mapped: a read behind the end of a file ends the process.
+        check_files(mapped.new_files, [os.fstat(each).st_size for each in descriptors])
+        for size_bytes in mapped.new_files:
+            connection.files.append(map_file(descriptors.pop(0), size_bytes, writable=False))
+    except (OSError, ValueError, OverflowError) as error:
+        raise TransferError(f"pages cannot be mapped: {error}") from None
+    finally:
+        close_all(descriptors)
+    page_bytes, sizes = connection.server.page_bytes, [len(each) for each in connection.files]
+    files = [memoryview(each) for each in connection.files]
+    for page in mapped.pages:
+        check_place(page, page_bytes, sizes)
+    return [files[file][offset : offset + page_bytes] for file, offset, _ in mapped.pages]
