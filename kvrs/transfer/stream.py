@@ -39,7 +39,7 @@ _PIECE_BYTES = 1 << 16
 # Bytes under way should fit in a CPU's cache: with the kernel's own, larger choice the copies go
 # through memory and take half as long again. Still more than a link of 25 Gbit/s holds in a round
 # trip of 0.2 ms.
-_SEND_BUFFER_BYTES = 1 << 19
+SEND_BUFFER_BYTES = 1 << 19
 
 _KEEPALIVE_IDLE_S = 5
 _KEEPALIVE_INTERVAL_S = 2
@@ -59,7 +59,7 @@ def page_socket(host: str) -> socket.socket:
 def tune(sock: socket.socket, stall_timeout_s: float) -> None:
     """Send without delay, and find out that the other end is gone. Raises OSError."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)

@@ -17,7 +17,7 @@ from typing import Any
 from kvrs.errors import ConfigError
 from kvrs.transfer.shared_memory.passing import bind_at, connect_at, opened
 from kvrs.transfer.store.directory import not_ours, open_to_others
-from kvrs.transfer.stream import page_socket, tune
+from kvrs.transfer.stream import SEND_BUFFER_BYTES, page_socket, tune
 
 _BACKLOG = 128
 # Bytes that are sent may stay unacknowledged so long before the other end counts as gone.
@@ -138,6 +138,7 @@ def listen_tcp(host: str, port: int) -> socket.socket:
     listener = page_socket(host)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind((host, port))
         listener.listen(_BACKLOG)
         listener.setblocking(True)
