@@ -1,9 +1,10 @@
 """A decode server of real SGLang dies in mid-stream behind a proxy, and a prefill server that has
 nothing of the stream loads its KV out of the dead server's own memory.
 
-    python -m experiments.sglang_restore.run [--limit-s S] [--rounds N]
+    python -m experiments.sglang_restore.run [--limit-s S] [--rounds N] [--ranks N]
 
-A run adds rounds to those that the same code has measured before. Needs KVRS_SGLANG_PYTHON.
+A run adds rounds to those that the same code has measured before. Needs KVRS_SGLANG_PYTHON; each
+rank of a server takes a core.
 """
 
 import asyncio
@@ -47,8 +48,9 @@ class Rounds:
     round.
     """
 
-    def __init__(self, servers: SglangServers, seed: int) -> None:
-        self._servers, self._seed = servers, seed
+    def __init__(self, servers: SglangServers, seed: int, ranks: int = 1) -> None:
+        """`ranks`: of each server (tensor parallelism)."""
+        self._servers, self._seed, self._ranks = servers, seed, ranks
         config = servers.config
         self._url = f"http://{config.proxy.host}:{config.proxy.port}"
         self._admin_url = f"http://{config.proxy.admin_host}:{config.proxy.admin_port}"
@@ -104,7 +106,7 @@ class Rounds:
             "identical": record.token_ids == calm.token_ids,
             "sent_before_bytes": at_death - at_start,
             "sent_afterwards_bytes": at_end - at_death,
-            **loaded(log),
+            **loaded(log, self._ranks),
         }
 
     async def _until_all_hold(self, port: AdminPort) -> None:
@@ -137,10 +139,12 @@ def _flush(url: str) -> None:
         pass
 
 
-def loaded(log: str) -> dict[str, int]:
-    """Tokens that a prefill server has loaded, by its storage's own count."""
+def loaded(log: str, ranks: int) -> dict[str, int]:
+    """Tokens that a prefill server has loaded, by the counts of its ranks, each of which has a part
+    of each page.
+    """
     lines = re.findall(r"kvrs loaded (\d+) of \d+ pages, (\d+) of them from agents", log)
-    pages, from_agents = (sum(int(line[at]) for line in lines) for at in (0, 1))
+    pages, from_agents = (sum(int(line[at]) for line in lines) // ranks for at in (0, 1))
     return {
         "loaded_tokens": pages * PAGE_TOKENS,
         "from_agents_tokens": from_agents * PAGE_TOKENS,
@@ -170,13 +174,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__, __file__, seed=1)
     parser.add_argument("--limit-s", type=float, default=1800.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=1)
     given = parser.parse_args(arguments)
     record = Record(given.seed, timed=False)
-    cells = Cells(given.out, NAME, {"seed": given.seed, "cut_at": CUT_AT})
+    settings = {"seed": given.seed, "cut_at": CUT_AT, "ranks": given.ranks}
+    cells = Cells(given.out, NAME, settings)
     with TemporaryDirectory() as directory:
         config = restoring_config(Path(directory))
-        with SglangServers(config, os.environ[PYTHON_ENV]) as servers:
-            rounds = Rounds(servers, given.seed)
+        flags = () if given.ranks == 1 else ("--tp-size", str(given.ranks))
+        with SglangServers(config, os.environ[PYTHON_ENV], *flags) as servers:
+            if given.ranks > 1:
+                cores = "|".join(map(str, range(given.ranks)))
+                servers.environment["SGLANG_CPU_OMP_THREADS_BIND"] = cores
+            rounds = Rounds(servers, given.seed, given.ranks)
             rounds.start()
             names = [f"decode {number}" for number in range(given.rounds)]
             cells.measure(names, given.limit_s, rounds.measure)
