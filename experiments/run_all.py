@@ -221,6 +221,7 @@ ALL = (
     _of("sglang_pairs", "pairs", 60, "run --limit-s 3600", SGLANG),
     _of("sglang_pairs", "scripted", 1, "scripted"),
     _of("sglang_restore", "sglang_restore", 12, "run", SGLANG),
+    _of("sglang_restore", "ranks/sglang_restore", 6, "run --ranks 2 --rounds 3", SGLANG),
     _of("checkpoint_cost", "checkpoint_cost", 10),
     _of("checkpoint_cost", "vllm", 20, "vllm", VLLM),
     _of("gpu", "plane", 8, "plane", GPU),
