@@ -15,7 +15,7 @@ from kvrs.errors import EXTRAS
 pytestmark = [pytest.mark.package, pytest.mark.process, pytest.mark.network]
 
 ROOT = Path(__file__).parents[2]
-LARGEST_MB = 120
+LARGEST_MB = 140
 CONFIG = """
 proxy: {port: 0, admin_port: 0}
 cluster:
