@@ -346,7 +346,6 @@ async def test_a_test_of_rows_waits_until_the_counters_are_its_own(
     vllms: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counters of a server with another open load are shared among both, and show nothing."""
-    monkeypatch.setattr("kvrs.proxy.watch.restore_test.COUNTED_WITHIN_S", 0.3)
     monkeypatch.setattr("kvrs.core.fleet.self_tests._LATER_S", 0.1)
 
     def prepare(servers: Servers) -> None:
@@ -365,7 +364,9 @@ async def test_a_test_of_rows_waits_until_the_counters_are_its_own(
         seen = rows["d1"]
         return (seen["restores"], seen["cause"]) == (None, "what it has loaded is not counted yet")
 
-    await system.until(is_put_off)
+    with monkeypatch.context() as short:
+        short.setattr("kvrs.proxy.watch.restore_test.COUNTED_WITHIN_S", 0.3)
+        await system.until(is_put_off)
     other.over_s = time.monotonic()
 
     assert await restores_of(system) == {"d0": (True, ""), "d1": (True, "")}
