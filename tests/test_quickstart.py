@@ -41,6 +41,7 @@ def test_the_commands_of_the_quick_start_run(tmp_path: Path) -> None:
         "KVRS_PROXY__PORT": str(port),
         "KVRS_PROXY__ADMIN_PORT": str(admin_port),
         "OMP_NUM_THREADS": "1",
+        "COLUMNS": "400",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
     environ.pop("KVRS_SECRET", None)
