@@ -20,6 +20,9 @@ class Client(PortConnection):
     def abort(self) -> None:
         self.closed.append(self.name)
 
+    def want_body(self) -> None:
+        raise AssertionError("a limit reads no body")
+
 
 def test_the_stranger_that_is_idle_for_longest_makes_room() -> None:
     """One that has proved itself does so when no stranger is idle, and one with a request never."""

@@ -1,6 +1,7 @@
 """A port's limit of connections, and the choice of the one that is closed in favour of another."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ class ConnectionLimits:
         return cls(total, max(1, total * 3 // 4))
 
 
-class PortConnection(asyncio.Protocol):
+class PortConnection(asyncio.Protocol, ABC):
     """A connection of a port, as those that limit it and the handlers of its requests use it.
 
     `scope` is what its client has proved, None for a stranger. `room_changed` is called with
@@ -45,13 +46,13 @@ class PortConnection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.watches = watches
 
+    @abstractmethod
     def abort(self) -> None:
         """End it at once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def want_body(self) -> None:
         """The handler of its request reads the body now."""
-        raise NotImplementedError
 
 
 class Connections:
