@@ -10,11 +10,12 @@ from kvrs.agent.regions import Regions
 from kvrs.agent.row_copies import RowCopier, RowCopies
 from kvrs.agent.row_port import RowPort
 from kvrs.protocol import rows
-from kvrs.protocol.rows import SALT_BYTES, RowFrame, RowTagger, RowTags, Space
+from kvrs.protocol.rows import RowFrame, Space
 from kvrs.protocol.secrets import Scope, scoped_key, scoped_keys
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.dialling import dial_tcp, dial_unix, listen_tcp, listen_unix, remove_unix
 from kvrs.transfer.rows.stream import RowStream
+from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger, RowTags
 from kvrs_testkit.row_engine import AGENT, DIAL_S
 
 SECRET = bytes(range(32))

@@ -24,12 +24,13 @@ from kvrs.net.http import naming_port
 from kvrs.net.proving import Keys, instance_keys
 from kvrs.net.tls import load_certificates
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
-from kvrs.protocol.rows import SALT_BYTES, RowsReport, RowTagger, short
+from kvrs.protocol.rows import RowsReport, short
 from kvrs.protocol.secrets import Scope, scoped_key, scoped_keys
 from kvrs.transfer.anchors.files import AnchoredFiles
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import PAGES_SOCKET, Identity
 from kvrs.transfer.rows.dialling import dial_tcp, listen_tcp, listen_unix, remove_unix
+from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.shared_memory.passing import listen_in

@@ -19,8 +19,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from kvrs.errors import TransferError
-from kvrs.protocol.rows import MAX_REGIONS, RegionInfo, RegionReport, RowTagger, Space
+from kvrs.protocol.rows import MAX_REGIONS, RegionInfo, RegionReport, Space
 from kvrs.transfer.rows.ledger import ORDERED, LedgerView
+from kvrs.transfer.rows.tags import RowTagger
 
 log = logging.getLogger(__name__)
 

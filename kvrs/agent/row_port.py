@@ -14,9 +14,10 @@ from kvrs.agent.regions import EngineRegion, Regions
 from kvrs.agent.row_copies import CopiedRows, RowCopies
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.rows import RowFrame, RowHead, RowTagger, Space
+from kvrs.protocol.rows import RowFrame, RowHead, Space
 from kvrs.protocol.secrets import ScopedKey
 from kvrs.transfer.rows.stream import RowStream
+from kvrs.transfer.rows.tags import RowTagger
 from kvrs.transfer.shared_memory.passing import close_all
 from kvrs.transfer.stream import tune
 

@@ -1,7 +1,8 @@
 """Macs by GMAC: AES-GCM of which nothing but the tag is used.
 
 A number that is used for two messages under one key gives the key away. So a key has one counter:
-that of a direction of a connection (`session.py`), or that of a maker of row tags (`rows.py`).
+that of a direction of a connection (`session.py`), or that of a maker of row tags
+(`transfer/rows/tags.py`).
 
 On a processor with AES instructions GMAC takes a quarter of the time of keyed BLAKE3
 (`experiments/row_pull`), and like BLAKE3 it lets other threads run.

@@ -18,16 +18,10 @@ the agent answers, one question at a time:
 A frame is a header (magic, type, bytes of a key, number of keys, bytes of what follows them), the
 keys, and the rest. All lengths are compared with bounds before memory is allocated for them.
 
-The tag of a row is GMAC over its namespace, key and bytes, beside the salt and the number of the
-tag: each process that makes tags derives a key of its own from that of the cluster by a random
-salt, and counts. The agent of the row's engine makes the tag once, as the row first leaves the
-node, behind the ledger's word that the bytes are those of the key, and a server that loads the row
-verifies it, whichever agents and networks the row came by. What is not a row has no mac: who
-changes it on its way can only have prompts computed.
+The tag of a row is a mac (`transfer/rows/tags.py`). What is not a row has no mac: who changes it on
+its way can only have prompts computed.
 """
 
-import hmac
-import itertools
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
@@ -38,8 +32,6 @@ from xxhash import xxh3_128_digest
 
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
-from kvrs.protocol.gmac import GMAC_BYTES, Gmac
-from kvrs.protocol.secrets import derive
 
 NAMESPACE_BYTES = 32
 MAX_KEY_BYTES = 55
@@ -54,10 +46,8 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _MAGIC = b"KR"
 _HEAD = struct.Struct("!2sBBIQ")
 _SPACE = struct.Struct(f"!{NAMESPACE_BYTES}sQ")
-SALT_BYTES = 16
-_TAG = struct.Struct(f"!{SALT_BYTES}sQ{GMAC_BYTES}s")
 HEAD_BYTES = _HEAD.size
-TAG_BYTES = _TAG.size
+TAG_BYTES = 40  # As `transfer/rows/tags.py` packs a tag.
 
 
 class RowFrame(IntEnum):
@@ -220,47 +210,6 @@ def row_start(row_bytes: int, tag: bytes, frame: RowFrame = RowFrame.ROW) -> byt
 
 def checksum(row: bytearray | memoryview) -> bytes:
     return xxh3_128_digest(row)
-
-
-class RowTagger:
-    """Makes tags of rows. May be used by several threads, not by a forked child."""
-
-    def __init__(self, secret: bytes, salt: bytes) -> None:
-        """`secret`: the cluster's; `salt`: random bytes that no other object has."""
-        self._salt = salt
-        self._gmac = _gmac(secret, salt)
-        self._numbers = itertools.count()
-
-    def make(self, space: Space, key: bytes, row: bytearray | memoryview) -> bytes:
-        number = next(self._numbers)
-        return _TAG.pack(self._salt, number, self._gmac.mac(number, _meaning(space, key), row))
-
-
-class RowTags:
-    """Verifies tags of rows."""
-
-    def __init__(self, secrets: Sequence[bytes]) -> None:
-        """A tag is right by any of the cluster's secrets."""
-        self._secrets = secrets
-
-    def is_right(self, tag: bytes, space: Space, key: bytes, row: bytearray | memoryview) -> bool:
-        if len(tag) != TAG_BYTES:
-            return False
-        salt, number, mac = _TAG.unpack(tag)
-        meaning = _meaning(space, key)
-        return any(
-            hmac.compare_digest(mac, _gmac(each, salt).mac(number, meaning, row))
-            for each in self._secrets
-        )
-
-
-def _gmac(secret: bytes, salt: bytes) -> Gmac:
-    return Gmac(derive(derive(secret, b"kvrs-row-tags"), salt))
-
-
-def _meaning(space: Space, key: bytes) -> bytes:
-    """Return what a row's bytes stand for; no other space and key have the same."""
-    return encode_space(space) + key
 
 
 def decode_region(body: bytes) -> RegionInfo:

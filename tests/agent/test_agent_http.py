@@ -17,8 +17,8 @@ from kvrs.ids import NodeId, StreamId
 from kvrs.net.proving import UnprovenError
 from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate
 from kvrs.protocol.page_messages import HeldPages, StoreCode
-from kvrs.protocol.rows import RowTagger
 from kvrs.protocol.secrets import Scope
+from kvrs.transfer.rows.tags import RowTagger
 from kvrs.transfer.store.directory import StoreDirectory, StoreState, store_directory
 from kvrs_testkit.free_ports import free_ports
 from tests.agent.agents import (

@@ -14,11 +14,12 @@ from typing import NamedTuple
 import pytest
 
 from kvrs.protocol import rows
-from kvrs.protocol.rows import RowTags, Space
+from kvrs.protocol.rows import Space
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.dialling import dial_tcp
 from kvrs.transfer.rows.stream import RowStream
+from kvrs.transfer.rows.tags import RowTags
 from kvrs_testkit.row_agent import SECRET, RowAgent, until
 from kvrs_testkit.row_engine import AGENT, RowEngine, key_of, row_of
 from kvrs_testkit.row_relay import Relay

@@ -110,6 +110,14 @@ def test_everything_but_the_engine_and_the_cluster_is_imported_without_the_extra
 
 
 @pytest.mark.process
+def test_a_proxy_does_not_import_what_pages_and_rows_are_sealed_with() -> None:
+    """A library of 9 MB, which agents and engines use."""
+    script = "import sys, kvrs.cli, kvrs.proxy.server; print('cryptography' in sys.modules)"
+
+    assert subprocess.check_output([sys.executable, "-c", script]) == b"False\n"
+
+
+@pytest.mark.process
 @pytest.mark.network
 def test_a_proxy_without_traces_needs_no_extra_of_traces() -> None:
     """No code of spans runs: nothing of OpenTelemetry is imported, at the start either."""

@@ -12,8 +12,9 @@ from kvrs.errors import DamagedPageError
 from kvrs.protocol import rows
 from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType
 from kvrs.protocol.gmac import Gmac
-from kvrs.protocol.rows import SALT_BYTES, RowTagger, RowTags, Space
+from kvrs.protocol.rows import Space
 from kvrs.protocol.session import Session
+from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger, RowTags
 
 SPACE = Space(bytes(32), 100)
 KEY, ROW = b"key of a row", memoryview(bytes(range(100)))

@@ -11,12 +11,13 @@ import pytest
 
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.rows import SALT_BYTES, RowFrame, RowTagger, RowTags, Space
+from kvrs.protocol.rows import RowFrame, Space
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows import stream
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.dialling import dial_unix, listen_unix
 from kvrs.transfer.rows.stream import RowStream
+from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger, RowTags
 from kvrs_testkit.row_engine import AGENT, key_of, row_of
 
 SECRET = bytes(32)

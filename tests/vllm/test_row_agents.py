@@ -7,9 +7,10 @@ import msgspec
 import pytest
 
 from kvrs.protocol.row_params import seal
-from kvrs.protocol.rows import RowTags, Space
+from kvrs.protocol.rows import Space
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows.client import RowClient
+from kvrs.transfer.rows.tags import RowTags
 from kvrs.vllm.agents import KnownAgents
 
 SECRET, KEY = bytes(32), b"k" * 32

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.rows import RowFrame, RowTags, Space
+from kvrs.protocol.rows import RowFrame, Space
 from kvrs.protocol.secrets import ScopedKey
 from kvrs.transfer.rows.stream import TOO_SLOW, RowStream
+from kvrs.transfer.rows.tags import RowTags
 
 log = logging.getLogger(__name__)
 
