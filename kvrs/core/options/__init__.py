@@ -1,4 +1,4 @@
-"""The recovery options, one file each. A new one is listed here and named in `Option`."""
+"""The recovery options, one file each. A new option is listed here and named in `Option`."""
 
 from collections.abc import Mapping
 
@@ -13,14 +13,14 @@ from kvrs.core.options.reuse import REUSE
 from kvrs.core.options.split import SPLIT
 from kvrs.core.options.substitute import SUBSTITUTE
 
-# In the order in which they are weighed: split stands on the fetches before it.
+# Options in the order of estimation: split needs the estimates of the fetches before it.
 ALL = (REUSE, MIGRATE, RESTORE, SPLIT, RECOMPUTE, REPLAY)
-# Weighed for streams of an instance that re-forms, at that instance alone (`core/staying.py`).
+# Options for the streams of an instance that re-forms, at that instance (`core/staying.py`).
 STAYING = (IN_PLACE, SUBSTITUTE)
 BY_NAME: Mapping[Option, RecoveryOption] = {each.option: each for each in (*ALL, *STAYING)}
 
 
 def takes_slot(estimate: Estimate) -> bool:
-    """The plan of the estimate fetches pages into the target."""
+    """Return whether the plan of the estimate fetches pages into the target."""
     has_source = estimate.source is not None or estimate.second is not None
     return BY_NAME[estimate.option].fetches and has_source and not estimate.by_prefill

@@ -1,10 +1,9 @@
-"""The common part of the recovery options: the case that is weighed, and its sources of KV.
+"""The common part of the recovery options: one stream at one target, and its sources of KV.
 
-One file beside this one per option: its estimate (predicted seconds), its plan (how an attempt
-carries it out) and its terms (how `kvrs lab explain` shows the estimate). Costs follow DESIGN
-section 5, which generalises `MIGRATE_COST` and `RECOMPUTE_COST` of seed KVRS: each is a sum of
-queue, hand-shake, bytes / bandwidth and prefill time. Every option takes a fixed number of
-operations, whatever the length of the history.
+Each option has its own file: its estimate (predicted seconds), its plan (how an attempt carries it
+out) and its terms (how `kvrs lab explain` shows the estimate). Costs follow DESIGN section 5, which
+generalises `MIGRATE_COST` and `RECOMPUTE_COST` of seed KVRS: each is a sum of queue, hand-shake,
+bytes / bandwidth and prefill time. An estimate takes O(1) time in the length of the history.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,17 +19,17 @@ from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.ids import InstanceId
 
-# How many sources are looked at per target: a bound on the time of one decision.
+# The largest number of sources per target: it bounds the time of one decision.
 SOURCES_MAX = 3
 
 
 class KvSource(msgspec.Struct, frozen=True, gc=False):
-    """An instance or agent that has leading pages of a history, as seen from a target."""
+    """An instance or agent from which a target can fetch leading pages of a history."""
 
     id: InstanceId
-    pages: int  # How many of them are worth fetching.
-    page_s: float  # What one takes on the link.
-    drain_s: float  # Until what is on the link already has arrived.
+    pages: int  # Number of pages worth fetching.
+    page_s: float  # Transfer time of one page.
+    drain_s: float  # Time until the transfers already on the link have ended.
     is_agent: bool
 
 
@@ -40,45 +39,44 @@ class Books(msgspec.Struct, frozen=True):
     view: ClusterView
     slots: SlotBook
     settings: PolicySettings
-    # Learned factors of predictions. Nearly always empty, which is tested first, because to hash an
-    # enum's member is a call.
+    # Learned corrections of predictions. Usually empty: readers test for that first, because
+    # hashing an enum member costs a call.
     factors: Mapping[Option, float] = msgspec.field(default_factory=dict)
 
 
 class Case(msgspec.Struct, gc=False):
-    """One stream at one target, with everything that more than one option needs.
+    """One stream at one target, with the values that several options need.
 
-    A struct, because one is made in a fraction of the time that a dataclass takes.
+    A msgspec struct takes a fraction of the time of a dataclass to create.
     """
 
     books: Books
     stream: Stream
     target: Member
     history_tokens: int
-    history_s: float  # What the target would take to compute the whole history.
-    extrapolated: bool  # That is outside what was measured.
-    # Worth fetching if there is room for them; 0 also where no KV of the history is left.
-    wanted_pages: int
-    held_pages: int  # Of these, what the target has itself.
+    history_s: float  # Time in which the target would compute the whole history.
+    extrapolated: bool  # `history_s` is outside the measured range of the prefill table.
+    wanted_pages: int  # Pages worth fetching; 0 if no KV of the history is left anywhere.
+    held_pages: int  # The part of `wanted_pages` that the target has itself.
     sources: Sequence[KvSource]
-    slot_wait_s: float  # Expected until the target has a slot for a fetch.
-    best_fetch: Estimate | None = None  # Of migrate and restore, as far as they have been weighed,
-    best_source: KvSource | None = None  # and where it begins to fetch.
+    slot_wait_s: float  # Expected time until the target has a slot for a fetch.
+    best_fetch: Estimate | None = None  # The cheapest estimate of migrate and restore so far.
+    best_source: KvSource | None = None  # The first source of `best_fetch`.
 
     def factor(self, option: Option) -> float:
-        """Factor by which a prediction for this option is multiplied."""
+        """Return the learned factor for predictions of this option."""
         factors = self.books.factors
         return factors.get(option, 1.0) if factors else 1.0
 
     def pages_of(self, source: InstanceId | None) -> int:
-        """Leading pages of the history that this source (None: the target) has and are wanted."""
+        """Return the number of wanted pages at this source (None: at the target)."""
         if source is None:
             return self.held_pages
         return next(each.pages for each in self.sources if each.id == source)
 
 
 class Term(msgspec.Struct, frozen=True):
-    """One summand of an estimate, for people."""
+    """One summand of an estimate, as `kvrs lab explain` shows it."""
 
     name: str
     seconds: float
@@ -86,34 +84,33 @@ class Term(msgspec.Struct, frozen=True):
 
 
 class RecoveryOption(msgspec.Struct, frozen=True):
-    """One way to bring a stream back."""
+    """One way to recover a stream."""
 
     option: Option
-    estimate: Callable[[Case, list[Estimate]], None]  # Appends as many estimates as there are ways.
-    plan: Callable[[Books, Stream, Estimate], act.Plan]  # Of an estimate that was just made.
+    estimate: Callable[[Case, list[Estimate]], None]  # Appends zero or more estimates.
+    plan: Callable[[Books, Stream, Estimate], act.Plan]  # Needs a fresh estimate.
     terms: Callable[[Case, Estimate], Iterable[Term]]  # Their sum is `raw_s`.
-    # Its plan fetches pages, if an estimate names a source; such a transfer takes a slot.
+    # A plan whose estimate names a source fetches pages, and so takes a transfer slot.
     fetches: bool = True
-    # It is weighed only for a case for which this is true; None: for all.
+    # The condition for estimating the option; None: always.
     needs: Callable[[Case], object] | None = None
 
 
 def usable_pages(stream: Stream, target: Member) -> int:
-    """Pages worth fetching: the last position of a history is always computed, because its logits
-    are what is needed.
+    """Return the number of pages worth fetching: the last position of a history is always
+    computed, for its logits.
     """
     return (stream.prompt_tokens + stream.produced_tokens - 1) // target.page_size_tokens
 
 
 def lookahead_s(stream: Stream, target: Member) -> float:
-    """Extra time that the next tokens of the stream take there, compared with all its ranks."""
+    """Return the extra time of the next tokens at a target that has lost ranks, compared with the
+    same target with all its ranks.
+    """
     tokens = LOOKAHEAD_TOKENS
     if stream.most_tokens is not None:
         tokens = min(tokens, max(0, stream.most_tokens - stream.history_tokens))
     return tokens * target.slower_token_s
-
-
-# Terms.
 
 
 def handshake_term(case: Case) -> Term:
@@ -121,7 +118,7 @@ def handshake_term(case: Case) -> Term:
 
 
 def transfer(case: Case, source: InstanceId, pages: int) -> tuple[float, str]:
-    """Seconds on the link, and how they come about."""
+    """Return the transfer time of the pages, and its calculation as text."""
     page_s = next(each.page_s for each in case.sources if each.id == source)
     page_bytes = case.target.page_bytes
     what = f"{pages:,} pages of the {source}"
@@ -129,7 +126,7 @@ def transfer(case: Case, source: InstanceId, pages: int) -> tuple[float, str]:
 
 
 def hand_off_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
-    """The whole history, from the estimate's source to the target."""
+    """Yield the terms of handing off the whole history from the estimate's source to the target."""
     assert estimate.source is not None, estimate
     view, target = case.books.view, case.target
     source = view.members[estimate.source]

@@ -1,7 +1,8 @@
 """The in-place option: the attempt goes on at its own instance, which has lost ranks and re-forms.
 
-ready + one step of decoding; of a stream that lacks something also: what the streams before it lack
-+ its own lost cells + what the attempt had still to do.
+The estimate is: time until the instance is ready + one decode step. A stream that has lost KV cells
+or has not produced a token also pays for the restores before its own, its own restore, and the
+rest of its attempt's own work.
 """
 
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from kvrs.core.options.base import Books, Case, RecoveryOption, Term, lookahead_
 
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
-    """Estimate a stream with its attempt at the target, if that re-forms."""
+    """Append an estimate if the stream's attempt runs at the target and the target re-forms."""
     if case.target.reforming is not None and case.stream.attempt.runs_on is case.target:
         estimates.append(estimate_stay(case.books, case.stream, case.target))
 
@@ -25,7 +26,7 @@ def estimate_stay(books: Books, stream: Stream, home: Member) -> Estimate:
     assert reforming is not None, home
     queue_s = max(0.0, reforming.ready_s - now_s) + reforming.step_s
     transfer_s, compute_s = reforming.restore_s(stream.id), rest_s(stream, reforming, now_s)
-    if transfer_s or compute_s:  # A stream that lacks nothing takes its step beside the others.
+    if transfer_s or compute_s:  # A stream with nothing to restore waits for no other stream.
         queue_s += reforming.ahead_s
     raw_s = queue_s + transfer_s + compute_s
     later_s = lookahead_s(stream, home)
@@ -43,7 +44,7 @@ def estimate_stay(books: Books, stream: Stream, home: Member) -> Estimate:
 
 
 def rest_s(stream: Stream, reforming: PredictedReforming, now_s: float) -> float:
-    """Remaining seconds of the attempt until its next token, as predicted; 0: it brought tokens."""
+    """Return the predicted time until the attempt's next token; 0 if it has produced tokens."""
     attempt = stream.attempt
     if attempt.decision is None:
         return 0.0
@@ -52,8 +53,8 @@ def rest_s(stream: Stream, reforming: PredictedReforming, now_s: float) -> float
     if not chosen.option.stays:
         return left_s
     if deadline is not None and deadline.number == reforming.report.number:
-        return chosen.compute_s  # The same re-forming, which says anew what else it takes.
-    # It stayed already, and waits for what it lost then, behind streams that are counted before it.
+        return chosen.compute_s  # A new report of the same re-forming covers the other times.
+    # The stream stayed through an earlier re-forming whose restores are not finished.
     return min(left_s, chosen.transfer_s + chosen.compute_s)
 
 

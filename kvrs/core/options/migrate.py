@@ -1,9 +1,9 @@
-"""Migrate: the history's KV comes from an instance that retains it, or is handed off by a prefill
-instance that has its front in a prefix cache.
+"""Migrate: the target fetches the history's KV from an instance that retains it, or a prefill
+instance that has the front of the history in a prefix cache hands all of it off.
 
-Fetched: queue(target) + hand-shake + missing bytes / bandwidth + prefill(tail given prefix);
-`C_mig` of seed KVRS is the third term alone. From a prefix cache, for targets that cannot fetch
-pages: queue(prefill) + prefill(rest given prefix) + hand-shake + all bytes / bandwidth.
+Fetch: queue(target) + hand-shake + missing bytes / bandwidth + prefill(tail given prefix);
+`C_mig` of seed KVRS is the third term alone. Hand-off, for targets that cannot fetch pages:
+queue(prefill) + prefill(rest given prefix) + hand-shake + all bytes / bandwidth.
 """
 
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
         if not source.is_agent:
             weigh_fetch(case, _MIGRATE, source, estimates)
             fetched += 1
-    if fetched < len(case.stream.holders):  # What is fetched from a holder, it does not hand off.
+    if fetched < len(case.stream.holders):  # Some holders can only hand off.
         for holder in cached_at(case.stream, case.target):
             estimates.append(_cached(case, holder))
 
@@ -91,10 +91,10 @@ def estimate_cached(
     handshake_s: float = 0.0,
     factor: float = 1.0,
 ) -> Estimate:
-    """The rest of the history computed behind the prefix that `holder` has cached, then all of it
-    handed off to the target.
+    """Estimate computing the rest of the history at `holder` behind its cached prefix, then handing
+    all of it off to the target.
 
-    The queue at the target counts only as far as it outlasts that.
+    The target's queue runs in parallel: the longer of the two counts.
     """
     table = holder.prefill
     history_s = table.seconds_for(history_tokens)
@@ -118,19 +118,16 @@ def estimate_cached(
     )
 
 
-# Prefix caches.
-
-
 def cached_at(stream: Stream, target: Member) -> list[Holder]:
-    """Prefill instances that have the front of the history cached, and can hand the whole of it off
-    to a target that does not fetch it from there itself.
+    """Return the prefill instances that have the front of the history cached and can hand the whole
+    history off to the target; instances from which the target can fetch are left out.
     """
     found: list[Holder] = []
     for holder in stream.holders.values() if target.moves_kv else ():
         member = holder.member
         if (
             holder.pages
-            and not (target.pulls and member.retains)  # It fetches from there.
+            and not (target.pulls and member.retains)
             and has_cached(stream, member)
             and stream.is_served_at(member)
             and member is not target
@@ -144,7 +141,7 @@ def cached_at(stream: Stream, target: Member) -> list[Holder]:
 
 
 def has_cached(stream: Stream, prefill: Member) -> bool:
-    """A history that is computed there counts as migrated."""
+    """Return whether computing the history at `prefill` counts as migrate, not as recompute."""
     return (
         prefill.caches
         and prefill.moves_kv
@@ -154,13 +151,13 @@ def has_cached(stream: Stream, prefill: Member) -> bool:
     )
 
 
-# Fetching: of this option and of those that stand on it (restore, reuse, split).
+# Fetches, of this option and of restore, reuse and split.
 
 
 def weigh_fetch(case: Case, option: Option, source: KvSource, estimates: list[Estimate]) -> None:
-    """Fetch from `source`, and what another source has beyond it from there.
+    """Append the estimate of a fetch from `source`, extended by a second source with more pages.
 
-    What is ahead on the link drains while a slot is waited for, so the longer of the two counts.
+    The link drains during the wait for a slot, so the longer of the two times counts.
     """
     target, wait_s = case.target, case.slot_wait_s
     if source.drain_s > wait_s:
@@ -201,8 +198,10 @@ def estimate_fetch(
     source: InstanceId | None = None,
     second: InstanceId | None = None,
 ) -> Estimate:
-    """Queue, then `prefix_tokens` of the history, all of which would take `history_s`, at the
-    target after `transfer_s`, and the rest computed there.
+    """Estimate: wait `queue_s`, transfer `prefix_tokens` of the history in `transfer_s`, compute
+    the rest at the target.
+
+    `history_s` is the time in which the target would compute the whole history.
     """
     table = target.prefill
     compute_s, is_covered = table.behind(prefix_tokens, history_tokens, history_s)
@@ -226,11 +225,11 @@ def estimate_fetch(
 def extension(
     case: Case, first: KvSource | None, pages: int, elapsed_s: float
 ) -> tuple[InstanceId | None, int, float]:
-    """A second source with more than the first `pages` pages, if those are sooner fetched than
-    computed: (its id, pages then, seconds more).
+    """Find a second source that has more than the first `pages` pages, if fetching the difference
+    is faster than computing it: (its id, pages of both sources together, extra time).
 
-    Reports of agents lag: an agent that has no fewer pages than an instance by its last report is
-    tried for the rest all the same.
+    Reports of agents lag: an agent that last reported as many pages as the instance may have more,
+    and is tried too.
     """
     best: KvSource | None = None
     for other in case.sources:
@@ -257,8 +256,8 @@ def extension(
 
 
 def fetch_plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
-    """The target fetches from the estimate's source (None: it has the front itself), then from its
-    second one.
+    """Plan a fetch from the estimate's first source (None: the target has the front itself), then
+    from the second source.
     """
     wanted = usable_pages(stream, books.view.members[estimate.target])
     runs: list[act.PageRange] = []
@@ -280,8 +279,8 @@ def _epoch(view: ClusterView, holder: InstanceId) -> int:
 
 
 def _run_end(stream: Stream, holder: InstanceId, wanted: int, *, is_last: bool) -> int:
-    """The end of the run from this holder. From the last agent all pages are requested: it may have
-    more than it has reported.
+    """Return the end of the page range that is requested from this holder. The last source, if an
+    agent, is asked for all pages: it may have more than it has reported.
     """
     checkpoint = stream.checkpoints.get(holder)
     if checkpoint is None:
@@ -290,7 +289,7 @@ def _run_end(stream: Stream, holder: InstanceId, wanted: int, *, is_last: bool) 
 
 
 def fetch_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
-    """Terms of an estimate by `estimate_fetch`."""
+    """Yield the terms of an estimate that `estimate_fetch` made."""
     yield Term("queue", estimate.queue_s, f"before the {estimate.target}")
     prefix = has = case.pages_of(estimate.source)
     rest_s = estimate.transfer_s

@@ -1,5 +1,5 @@
-"""Recompute: the whole history is computed again, by a prefill instance that hands it off or by the
-target itself.
+"""Recompute: a prefill instance computes the whole history again and hands it off, or the target
+computes it.
 
 queue(prefill) + prefill(L + t) + hand-shake + hand-off; `C_recomp` of seed KVRS is the second term,
 without the t tokens produced.
@@ -27,9 +27,11 @@ _RECOMPUTE = Option.RECOMPUTE
 
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
-    """By a prefill instance, and by the target itself when that is sooner, or when there it would
-    be to migrate; the sooner one first. The later one may be better for other victims, which wait
-    for what the target computes.
+    """Append the estimate of a prefill instance, or of the target itself if the target is faster or
+    the prefill instance's estimate would count as migrate.
+
+    If the target is faster, the prefill instance's estimate comes second: it may cost the other
+    victims less, because they wait while the target computes.
     """
     target, history, books = case.target, case.history_tokens, case.books
     queue_s, view = target.queue_s, books.view
@@ -38,12 +40,12 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     prefill, there = prefill_for(view, target, case.stream), None
     if prefill is target and target.joins_prefill:
         return
-    # Without a hand-off that moves KV the target would compute the history once more.
+    # Without a hand-off of KV the target would compute the history a second time.
     computes_nothing = target.own_prefill is not None or target.joins_prefill
     is_handed_off = computes_nothing or (prefill.moves_kv and target.moves_kv)
     if view.formats_differ:
         is_handed_off = is_handed_off and target.takes_from(prefill)
-    fetches = target.pulls and prefill.retains  # From there.
+    fetches = target.pulls and prefill.retains
     is_migration = not (fetches or target.joins_prefill) and has_cached(case.stream, prefill)
     if prefill is not target and is_handed_off and not is_migration:
         table, compute_s, extrapolated = prefill.prefill, case.history_s, case.extrapolated
@@ -100,8 +102,8 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
 
 
 def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
-    """The instance that computes a whole history for the target: its own pair, else the prefill
-    instance with the least work, else the target itself (every engine can compute a prompt).
+    """Choose the instance that computes a whole history for the target: the target's own prefill
+    instance, else the prefill instance with the least work, else the target.
     """
     if target.own_prefill is not None:
         own = own_prefill_of(view, target)
@@ -114,7 +116,7 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
         if not target.pulls:
             return target
     best: Member | None = None
-    # Once more in this place, because calls make up the time of a decision.
+    # The loop of `least_work` for one node, inlined: calls dominate the time of a decision.
     is_free = not (stream.recovery.avoided or stream.name or stream.excluded_epochs)
     for member in view.by_node.get(target.node, ()):
         if (
@@ -147,10 +149,10 @@ def estimate_handed_off(
     handshake_s: float = 0.0,
     bytes_per_s: float = inf,
 ) -> Estimate:
-    """The whole history computed at `prefill`, which takes `compute_s`, then handed off to the
-    target, which is another instance.
+    """Estimate computing the whole history at `prefill` in `compute_s`, then handing it off to the
+    target, another instance.
 
-    The queue at the target counts only as far as it outlasts that.
+    The target's queue runs in parallel: the longer of the two counts.
     """
     transfer_s = handshake_s + history_tokens * (prefill.bytes_per_token / bytes_per_s)
     raw_s = queue_s + compute_s + transfer_s

@@ -1,9 +1,9 @@
-"""Replay: the request begins again, and the engine generates the output that is known once more.
+"""Replay: the request begins again, and the engine generates the known output once more.
 
-The prompt, as migrate from a prefix cache or recompute would bring it, + t steps of decoding.
-Nothing else is exact where the next token depends on more than the tokens before it: the state of a
-grammar, of a parser, of a random generator. So it is weighed for such streams alone, and chosen
-before every other option (`core/decisions.py`).
+The estimate is the prompt, by recompute or by migrate from a prefix cache, + t decode steps.
+Replay is the only exact option where the next token depends on more than the tokens before it: on
+the state of a grammar, a parser or a random generator. Only such streams are replayed, and replay
+is chosen before every other option (`core/decisions.py`).
 """
 
 from collections.abc import Iterable
@@ -19,8 +19,8 @@ from kvrs.core.options.migrate import MIGRATE
 from kvrs.core.options.recompute import RECOMPUTE
 
 _REPLAY = Option.REPLAY
-# The longest output that is generated once more, one token a step. A stream with more goes on
-# inexactly, where nothing else continues it exactly.
+# The longest output that is replayed, one token a step. A longer output is continued inexactly if
+# no other option is exact.
 REPLAY_TOKENS_MAX = 1024
 
 
@@ -35,7 +35,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     decode_s = _decode_s(case)
     for each in found:
         if each.option is Option.MIGRATE and not each.by_prefill:
-            continue  # Pages that the target would fetch.
+            continue  # A replay does not fetch pages.
         raw_s = each.raw_s + decode_s
         total_s = raw_s * case.factor(_REPLAY)
         estimates.append(replace(each, option=_REPLAY, raw_s=raw_s, total_s=total_s))
@@ -52,7 +52,7 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
 
 
 def _prompt_of(case: Case) -> Case:
-    """The case of the prompt alone."""
+    """Return the case with a history that is the prompt alone."""
     tokens, table = case.stream.prompt_tokens, case.target.prefill
     return replace(
         case,
@@ -63,8 +63,8 @@ def _prompt_of(case: Case) -> Case:
 
 
 def _decode_s(case: Case) -> float:
-    """The known tokens, at the pace that the stream had or, where it had none, at the overhead of
-    a step.
+    """Return the time to decode the known tokens, at the stream's measured pace, else at the
+    overhead of a step.
     """
     stream = case.stream
     step_s = case.target.prefill.step_overhead_s if stream.token_s is None else stream.token_s

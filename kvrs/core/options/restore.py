@@ -1,8 +1,9 @@
-"""Restore: the history's KV comes from a checkpoint in the host memory of an agent (LUMEN section
-4.2, RaidServe's KV backup), or from rows of an engine's own memory that an agent serves.
+"""Restore: the target fetches the history's KV from a checkpoint in the host memory of an agent
+(LUMEN section 4.2, RaidServe's KV backup), or from rows of an engine's CPU tier that an agent
+serves.
 
-As migrate; from the agent of the target's own node at the rate of its memory, and at
-`host_to_device_bytes_per_s` until that is measured.
+The estimate is that of migrate. An agent on the target's own node sends at the measured rate of
+that path, and at `host_to_device_bytes_per_s` until the rate is measured.
 """
 
 from operator import attrgetter

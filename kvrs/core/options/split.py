@@ -1,7 +1,7 @@
-"""Split: the front of the cheapest fetch is computed at the target while the back is fetched.
+"""Split: the target computes the front of the history while it fetches the rest of the pages.
 
 queue(target) + max(hand-shake + bytes(k..) / bandwidth, prefill(k pages)) + prefill(tail given
-both); k, in closed form, is where both sides take equally long (DESIGN section 5).
+both); k, in closed form, makes both sides of the max equal (DESIGN section 5).
 """
 
 from collections.abc import Iterable
@@ -16,10 +16,10 @@ _SPLIT = Option.SPLIT
 
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
-    """Estimate the split of the best fetch at which computing the front and fetching the rest of
-    the pages end together.
+    """Append the estimate of the best fetch, split where computing the front and fetching the rest
+    of the pages end together.
 
-    The front begins at once: it does not wait for transfers that are queued on the link.
+    The front does not wait for the transfers already on the link.
     """
     fetch, source, target = case.best_fetch, case.best_source, case.target
     if fetch is None or source is None or not target.splits:
@@ -28,7 +28,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     drain_s = source.drain_s - case.slot_wait_s
     if drain_s < 0:
         drain_s = 0.0
-    fixed_s = fetch.transfer_s - pages * page_s  # Hand-shake, and what a second source sends.
+    fixed_s = fetch.transfer_s - pages * page_s  # Hand-shake and transfer from a second source.
     table = target.prefill
     front = best_front(
         table, size, pages, page_s, drain_s + fixed_s, case.history_s, case.history_tokens
@@ -85,14 +85,14 @@ def best_front(
     history_s: float,
     history_tokens: int,
 ) -> tuple[int, float, float] | None:
-    """The k in `[1, pages)` that makes `max(fixed_s + (pages - k) * page_s, T(k pages))` least: (k,
-    that, `T(k pages)`).
+    """Find the k in `[1, pages)` with the least `max(fixed_s + (pages - k) * page_s, T(k pages))`.
 
-    `size` is a page's in tokens. The first of the two falls with k and the second rises, so the
-    best k is where they cross: on the chord of the table up to `T(history_tokens) = history_s`, and
-    once more on the chord between this point and the end of the first chord on the other side of
-    the crossing. Where the table is a straight line that is exact to the page; elsewhere as near as
-    these three look-ups bring it. None: no k is better than fetching all.
+    Returns k, this maximum and `T(k pages)`, or None if no k is better than fetching all pages.
+    `size` is the page size in tokens. The first term falls with k and the second rises, so the
+    best k is near their crossing. The crossing is computed on the chord of the table up to
+    `T(history_tokens) = history_s`, then on the chord from that point to the chord's end on the
+    other side of the crossing. The result is exact to the page if the table is a straight line, and
+    else approximate: three look-ups in the table, no search.
     """
     whole_s = fixed_s + pages * page_s
     begin_s = table.step_overhead_s
@@ -103,8 +103,7 @@ def best_front(
     if k >= pages:
         k = pages - 1
     k_s = table.seconds_for(k * size)
-    # How much longer the fetch takes than the front, at k; on the chords it falls by so much with
-    # every page.
+    # Time by which the fetch outlasts the front at k; each page more in the front shortens it.
     ahead_s = whole_s - k * page_s - k_s
     if ahead_s >= 0:
         better = k + int(ahead_s / (page_s + (history_s - k_s) / (ends - k)))

@@ -1,9 +1,8 @@
-"""Substitute: the attempt goes on at its own instance, which has lost the host of a stage, and has
-that of another instance compute it.
+"""Substitute: the attempt goes on at its own instance, which has lost the host of a pipeline stage
+and borrows the same stage of another instance.
 
-It is estimated as in place, from the same report. What is learned of the one says nothing of the
-other: to borrow a stage takes a session and the lost cells, to wait for a host the load of its
-weights.
+The estimate is that of in place, from the same report. Its learned factor is a separate one:
+borrowing a stage costs a session and the lost cells, a new host costs loading the weights.
 """
 
 from kvrs.core.model.estimates import Option

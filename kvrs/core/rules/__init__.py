@@ -1,5 +1,5 @@
-"""The policies by name (`policy.name`), one file each. A new one is listed here and named in
-`PolicyName`: its members are the values that the configuration allows.
+"""The policies by name (`policy.name`), one file each. A new policy is listed here and named in
+`PolicyName`, the values that the configuration allows.
 """
 
 from collections.abc import Mapping

@@ -13,7 +13,9 @@ from kvrs.core.rules.base import Rule
 
 
 class Always(Rule):
-    """The cheapest estimate of the first of its options that has any; of all, where none has."""
+    """Chooses the cheapest estimate of the first preferred option that has an estimate, else the
+    cheapest estimate of all options.
+    """
 
     stays = False
 

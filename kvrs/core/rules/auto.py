@@ -1,9 +1,9 @@
-"""`auto`: the option that costs least, at the assigned target and at the least loaded ones beside
-it (DESIGN section 5): for one victim the fastest, for many the one that costs all of them least.
+"""`auto`: the cheapest option at the assigned target and at the least loaded other targets (DESIGN
+section 5): for one victim the fastest, for many victims the one with the least total delay.
 
-Victims of one event that go to the same target share its compute time: what it computes for one of
-them, the others wait for. A choice is charged that wait once for each of them. Links and prefill
-instances are not charged: the others need not use them.
+Victims of one event that go to the same target share its compute time: while the target computes
+for one victim, the others wait. A choice is charged that wait once for each of the others. Links
+and prefill instances are not charged, because the other victims need not use them.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A policy: the cases in which options are weighed, and which of their estimates is taken."""
+"""A policy estimates the options of a stream at each target and chooses one estimate."""
 
 from collections.abc import Iterable, Sequence
 
@@ -26,14 +26,14 @@ _NO_SOURCES: Sequence[KvSource] = ()
 
 
 class Rule:
-    """The cheapest of `options` at the assigned target. A policy of its own overrides what
-    differs.
+    """Chooses the cheapest of its options at the assigned target. A subclass overrides the parts in
+    which its policy differs.
     """
 
-    several_targets = False  # The least loaded targets are weighed beside the assigned one.
-    stays = True  # A stream may go on where it is when its instance re-forms.
-    learns = True  # Predictions are corrected by what recoveries really took.
-    spares_others = False  # A choice is charged what it has other victims wait for.
+    several_targets = False  # The least loaded targets are estimated beside the assigned target.
+    stays = True  # A stream may stay at an instance that re-forms.
+    learns = True  # Measured recovery times correct the predictions.
+    spares_others = False  # A choice is charged for the time that other victims wait.
 
     def __init__(self, name: PolicyName, weighed: Sequence[RecoveryOption]) -> None:
         self.name = name
@@ -42,7 +42,7 @@ class Rule:
     def weigh(
         self, books: Books, stream: Stream, targets: Sequence[Member], now_s: float
     ) -> list[Estimate]:
-        """Estimates of all options for the stream at each target."""
+        """Return the estimates of all options for the stream at each target."""
         estimates: list[Estimate] = []
         for case in cases_of(books, stream, targets, now_s):
             weighed = len(estimates)
@@ -55,21 +55,21 @@ class Rule:
         return estimates
 
     def choose(self, estimates: Sequence[Estimate], fastest: Estimate) -> Estimate:
-        """The estimate to carry out, of at least one."""
+        """Return the estimate to carry out; `estimates` is not empty."""
         return fastest
 
     def choose_sparing(
         self, estimates: Sequence[Estimate], budget_s: float | None, others: float
     ) -> Estimate | None:
-        """The choice of a rule that spares others, where there are any; None: as for one victim."""
+        """Return the choice if there are other victims; None: choose as for a single victim."""
         return None
 
     def decide(
         self, estimates: Sequence[Estimate], budget_s: float | None = None, others: float = 0.0
     ) -> Estimate:
-        """The choice within the budget; where no estimate meets that, `Option.ABORT` with what the
-        fastest option would have cost (seed KVRS). `others`: how many other victims of the event
-        there are for each target; only a rule that spares them counts what they wait.
+        """Choose an estimate within the budget; if none meets the budget, `Option.ABORT` with the
+        cost of the fastest option (seed KVRS). `others` is the number of other victims of the event
+        per target; only a rule that spares others uses it.
         """
         if others:
             chosen = self.choose_sparing(estimates, budget_s, others)
@@ -81,7 +81,7 @@ class Rule:
         return self.choose(estimates, fastest)
 
     def terms(self, case: Case, estimate: Estimate) -> Iterable[Term]:
-        """The summands of `estimate.raw_s`."""
+        """Return the summands of `estimate.raw_s`."""
         return options.BY_NAME[estimate.option].terms(case, estimate)
 
 
@@ -91,8 +91,8 @@ def _later(estimate: Estimate, later_s: float) -> Estimate:
 
 
 def cheapest(estimates: Sequence[Estimate]) -> Estimate:
-    """The least `total_s`; a tie goes to migrate, as in `ROM_DECIDE` of seed KVRS: it leaves the
-    prefill instances to new requests.
+    """Return the estimate with the least `total_s`; a tie goes to migrate, as in `ROM_DECIDE` of
+    seed KVRS, because migrate leaves the prefill instances to new requests.
     """
     best = estimates[0]
     for estimate in estimates:
@@ -106,7 +106,7 @@ def cheapest(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def best_by_option(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
-    """The least `total_s` of each option, whatever the number of targets."""
+    """Return each option's estimate with the least `total_s` over all targets."""
     best: dict[Option, Estimate] = {}
     for estimate in estimates:
         if (found := best.get(estimate.option)) is None or estimate.total_s < found.total_s:
@@ -115,8 +115,8 @@ def best_by_option(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
 
 
 def cases_of(books: Books, stream: Stream, targets: Sequence[Member], now_s: float) -> list[Case]:
-    """The case of this stream at each target, with the sources that it could fetch from. What
-    targets have in common is looked up once.
+    """Return the case of this stream at each target, with the sources from which the target could
+    fetch.
     """
     history_tokens = stream.prompt_tokens + stream.produced_tokens
     table: PrefillTable | None = None
@@ -134,7 +134,7 @@ def cases_of(books: Books, stream: Stream, targets: Sequence[Member], now_s: flo
                 held = min(own.pages, wanted)
             if wanted and target.pulls:
                 sources = sources_of(books.view, stream, target, wanted)
-                # Tested here, because calls make up the time of a decision.
+                # `is_used` saves the call: calls dominate the time of a decision.
                 if sources and books.slots.is_used:
                     slot_wait_s = books.slots.expected_wait_s(target.id, stream.id, now_s)
         cases.append(
@@ -155,8 +155,8 @@ def cases_of(books: Books, stream: Stream, targets: Sequence[Member], now_s: flo
 
 
 def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -> list[KvSource]:
-    """Instances that retain leading pages of the history, and agents and stores that have some; at
-    most `SOURCES_MAX`, those with the most pages.
+    """Return the instances, agents and stores that have leading pages of the history: at most
+    `SOURCES_MAX`, those with the most pages.
     """
     sources: list[KvSource] = []
     geometry, node, page_bytes = target.geometry, target.node, target.page_bytes

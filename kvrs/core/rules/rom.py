@@ -1,8 +1,8 @@
-"""`rom`: `ROM_DECIDE` of seed KVRS, in bytes and bytes per second: the cheaper of the prompt's KV
-bytes over the bandwidth and its prefill time, a tie to migrate.
+"""`rom`: `ROM_DECIDE` of seed KVRS. Migrate costs the prompt's KV bytes / bandwidth, recompute the
+prompt's prefill time; the cheaper option is chosen, and a tie goes to migrate.
 
-No queue, no produced tokens, no checkpoint, no correction. The seed compares the two ways at one
-target, the best remote node: its costs cannot tell targets apart.
+The costs leave out queues, produced tokens, checkpoints and learned corrections. As in the seed,
+both options are compared at one target, because these costs cannot tell targets apart.
 """
 
 from collections.abc import Iterable, Sequence
