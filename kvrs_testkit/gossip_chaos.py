@@ -15,7 +15,6 @@ from kvrs.gossip.facts import (
     SlotsFact,
     kind_of,
 )
-from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs_testkit.gossip_net import GossipNet, Observer, SimNode
@@ -26,8 +25,8 @@ State = tuple[int, int, Status]
 class ChaosNetwork:
     def __init__(self, seed: int, observer: Observer | None = None) -> None:
         self.draw = random.Random(seed)
-        parameters = Parameters(tombstone_s=self.draw.choice((1.0, 20.0)))
-        self.net = GossipNet(parameters, seed, on_wire=True, observer=self._observe)
+        tombstone_s = self.draw.choice((1.0, 20.0))
+        self.net = GossipNet(seed, on_wire=True, observer=self._observe, tombstone_s=tombstone_s)
         self.names = [f"n{i}" for i in range(self.draw.randint(2, 10))]
         self.seeds = {NodeId(name): f"{name}:7" for name in self.names}
         self.epochs = dict.fromkeys(self.names, 1)

@@ -15,8 +15,7 @@ from math import inf
 from typing import Any
 
 from kvrs.gossip.facts import Event
-from kvrs.gossip.node import Gossip
-from kvrs.gossip.parameters import Parameters
+from kvrs.gossip.node import TOMBSTONE_S, Gossip
 from kvrs.gossip.sender import Send
 from kvrs.gossip.wire import MAX_PACKET_BYTES, Packet, decode, encode
 from kvrs.ids import NodeId
@@ -45,16 +44,17 @@ Observer = Callable[[float, SimNode, Event], None]
 class GossipNet:
     def __init__(
         self,
-        parameters: Parameters,
         seed: int,
         *,
+        probe_interval_s: float = 0.5,
+        tombstone_s: float = TOMBSTONE_S,
         on_wire: bool = False,
         observer: Observer | None = None,
     ) -> None:
         """`on_wire`: every packet is encoded and decoded, and its bytes are counted; that takes
         half of the time again.
         """
-        self.parameters = parameters
+        self._intervals_s = probe_interval_s, tombstone_s
         self.random = random.Random(seed)
         self.nodes: dict[NodeId, SimNode] = {}
         self.now_s = 0.0
@@ -81,8 +81,16 @@ class GossipNet:
         node_id = NodeId(name)
         offset_s = self.random.uniform(0, 1e6)
         clock_s = offset_s + rate * self.now_s
+        probe_interval_s, tombstone_s = self._intervals_s
         gossip = Gossip(
-            node_id, f"{name}:7", epoch, self.parameters, self.random.random, clock_s, seeds
+            node_id,
+            f"{name}:7",
+            epoch,
+            probe_interval_s,
+            self.random.random,
+            clock_s,
+            seeds,
+            tombstone_s,
         )
         node = SimNode(node_id, gossip, offset_s=offset_s, rate=rate)
         self.nodes[node_id] = node
@@ -151,7 +159,7 @@ class GossipNet:
     def act(self, node: SimNode, sends: list[Send]) -> None:
         """Send what a call returned, of `leave` for example."""
         for send in sends:
-            self._send(node, send.to, send.packet, send.stream)
+            self._send(node, send.to, send.packet)
         gossip = node.gossip
         if (events := gossip.take_events()) and self._observer is not None:
             for event in events:
@@ -168,21 +176,19 @@ class GossipNet:
             node.tick_at_s = at_s
             self._push(at_s, node, None, None)
 
-    def _send(self, node: SimNode, to: NodeId, packet: Packet, stream: bool) -> None:
+    def _send(self, node: SimNode, to: NodeId, packet: Packet) -> None:
         data: Packet | bytes = packet
         if self._on_wire:
             data = encode(packet)
             node.sent_bytes += len(data)
-            # What the transport would have to cut in pieces is a mistake of its sender.
-            most = MAX_PACKET_BYTES if stream else self.parameters.packet_bytes
-            assert len(data) <= most, (len(data), packet)
+            # What does not fit into a datagram is a mistake of its sender.
+            assert len(data) <= MAX_PACKET_BYTES, (len(data), packet)
         target = self.nodes.get(to)
         if target is None or (self.cut is not None and self.cut(node.id, to)):
             return
         draw = self.random.random
         shortest_s, longest_s = self.delay_s
         for _ in range(2 if self.duplication and draw() < self.duplication else 1):
-            # Streams are lost like datagrams: no claim rests on TCP's repeating what was lost.
             if self.loss and draw() < self.loss:
                 continue
             self._push(

@@ -136,7 +136,7 @@ _LOG = "\n".join(
 ).encode()
 _UPDATE = wire.MemberUpdate(NodeId("n0"), 1, 2, wire.Status.ALIVE, "127.0.0.1:1", (NodeId("n1"),))
 _PACKETS = [
-    wire.encode(wire.Ping(1, 2, 3, True, (_UPDATE,))),
+    wire.encode(wire.Ping(1, 2, 3, (_UPDATE,))),
     wire.encode(wire.Ack(1, 2, 3, (_UPDATE,))),
     wire.encode(wire.PingReq(1, 2, 3, NodeId("n0"), (_UPDATE,))),
 ]

@@ -1,7 +1,6 @@
 """Detection of deaths by gossip, for a cluster in virtual time."""
 
 from kvrs.gossip.facts import Event, MemberChanged
-from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs_testkit.gossip_net import GossipNet, SimNode
@@ -48,7 +47,7 @@ def death_times(
 
 
 def _joined(count: int, seed: int, observer: _Deaths) -> GossipNet:
-    net = GossipNet(Parameters(), seed, observer=observer)
+    net = GossipNet(seed, observer=observer)
     for i in range(count):
         net.add(f"n{i}", SEEDS)
     while any(len(node.gossip.members) < count for node in net.nodes.values()):

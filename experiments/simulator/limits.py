@@ -18,7 +18,6 @@ from experiments.lumen import run as lumen
 from experiments.record import Record
 from experiments.simulator.scale import rack_lost
 from kvrs.gossip.facts import InstanceFact
-from kvrs.gossip.parameters import Parameters
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import Role
 from kvrs_lab.report.metrics import percentile
@@ -50,7 +49,7 @@ class Rack:
 
 
 def spread(count: int) -> Spread:
-    net = GossipNet(Parameters(), 0, on_wire=True)
+    net = GossipNet(0, on_wire=True)
     for i in range(count):
         net.add(f"n{i}", SEEDS)
     while any(len(node.gossip.members) < count for node in net.nodes.values()):

@@ -20,7 +20,6 @@ from kvrs.config.file import Config
 from kvrs.errors import GossipError
 from kvrs.gossip.facts import HolderFact
 from kvrs.gossip.membership import Membership
-from kvrs.gossip.parameters import Parameters
 from kvrs.ids import InstanceId
 from kvrs.net.http import naming_port
 from kvrs.net.proving import Address, ProvingConnector, instance_keys
@@ -47,9 +46,7 @@ class NodeGossip:
         self._instances: dict[InstanceId, InstanceSettings] = {}
         self._group: asyncio.TaskGroup | None = None
         self._http: aiohttp.ClientSession | None = None
-        self.membership = Membership(
-            agent.node.id, Parameters(probe_interval_s=config.gossip.probe_interval_s), ring
-        )
+        self.membership = Membership(agent.node.id, config.gossip.probe_interval_s, ring)
         # The health of GPUs is read at every publication.
         self._monitor = GpuMonitor(open_sensor, lambda _: None, time.monotonic)
         self._failed = False

@@ -43,7 +43,7 @@ class AgentSettings(Settings):
     SGLang's. null: they are served to the own node alone.
     """
     gossip_port: int = Field(default=0, ge=0, le=65535)
-    """UDP and TCP. 0: any free port, chosen once by `kvrs lab up`."""
+    """UDP. 0: any free port, chosen once by `kvrs lab up`."""
     bind: Host | None = None
     """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
 

@@ -6,7 +6,7 @@ from kvrs.config.settings import Settings
 
 
 class GossipSettings(Settings):
-    """Settings of SWIM with Lifeguard; what else it has is in `kvrs.gossip.parameters`."""
+    """Settings of SWIM with Lifeguard; all else is constant."""
 
     enabled: bool = False
     """Agents and proxies are members; each node has an agent, whatever `backup.mode` is."""

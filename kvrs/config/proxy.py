@@ -104,7 +104,7 @@ class ProxySettings(Settings):
     name of this machine.
     """
     gossip_port: int = Field(default=0, ge=0, le=65535)
-    """UDP and TCP. 0: any free port; the agents learn it from the proxy."""
+    """UDP. 0: any free port; the agents learn it from the proxy."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     """A request with a larger body gets 413."""
     body_budget_bytes: int = Field(default=512 << 20, ge=2048)

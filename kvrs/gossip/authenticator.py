@@ -1,8 +1,8 @@
 """Authentication of gossip packets: HMAC and a replay window. A packet that was not sealed with the
 cluster's secret, recently and for this process, is rejected before its payload is parsed.
 
-    magic  version  cluster  key  epoch   run  echo  counter  name of the sender   payload   mac
-      4       1        8      8     8      8     8      8     2 + up to 256 bytes              32
+    magic  version  key  epoch   run  echo  counter  name of the sender   payload   mac
+      4       1      8     8      8     8      8     2 + up to 256 bytes              32
 
 The mac is an HMAC-SHA-256 over all before it. Three fields prevent replay:
 
@@ -36,32 +36,32 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from typing import ClassVar
 
 import msgspec
 
+from kvrs.gossip.wire import MAX_PACKET_BYTES
 from kvrs.ids import NodeId
 from kvrs.protocol.secrets import MIN_SECRET_BYTES, derive
 
 Address = tuple[str, int]  # Numeric: no name is looked up.
 
-MAX_PAYLOAD_BYTES = 1 << 16
-# Length of the replay window: packets may be overtaken by this many, over TCP for example.
+MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES
+# Length of the replay window: packets may be overtaken by this many.
 WINDOW_PACKETS = 4096
 MAX_SENDERS = 4096  # Bounds the memory: about 700 bytes for each.
 RUN_BYTES = 8
 
 _MAGIC = b"KVRG"
-_VERSION = 1
+_VERSION = 2
 _MAC_BYTES = 32
-_HEADER = struct.Struct("!4sB8s8sQ8s8sQH")
+_HEADER = struct.Struct("!4sB8sQ8s8sQH")
 _MAX_NAME_BYTES = 256  # 64 characters.
 _MIN_BYTES = _HEADER.size + 1 + _MAC_BYTES
 # Bytes of a packet beyond its payload, with the longest name.
 MAX_OVERHEAD_BYTES = _HEADER.size + _MAX_NAME_BYTES + _MAC_BYTES
 _NO_ECHO = bytes(RUN_BYTES)
-_CLUSTER = blake2b(b"kvrs", digest_size=8).digest()  # Clusters are told apart by their secrets.
 _WINDOW_MASK = (1 << WINDOW_PACKETS) - 1
 _MAX_SOURCES = 4096
 
@@ -73,8 +73,7 @@ class Rejection(StrEnum):
     TRUNCATED = "truncated"
     NOT_GOSSIP = "not_gossip"
     VERSION = "version"
-    CLUSTER = "cluster"
-    KEY = "key"  # Sealed with a key that is not in the keyring.
+    KEY = "key"  # Sealed with a key that is not in the keyring, of another cluster for example.
     FORGED = "forged"  # Wrong mac: made without the key, or changed on its way.
     NAME = "name"  # The sender's name is not UTF-8.
     # From this node's own name: reflected, or two processes have one name.
@@ -165,7 +164,6 @@ class PacketAuthenticator:
         header = _HEADER.pack(
             _MAGIC,
             _VERSION,
-            _CLUSTER,
             self._keys.sending_id,
             self.epoch,
             self._run,
@@ -182,38 +180,30 @@ class PacketAuthenticator:
         """
         if len(packet) < _MIN_BYTES:
             return False
-        magic, version, cluster, key_id, _, _, echo, _, _ = _HEADER.unpack_from(packet)
-        return (magic, version, cluster) == (_MAGIC, _VERSION, _CLUSTER) and (
+        magic, version, key_id, _, _, echo, _, _ = _HEADER.unpack_from(packet)
+        return (magic, version) == (_MAGIC, _VERSION) and (
             key_id in self._keys.by_id and hmac.compare_digest(echo, self._run)
         )
 
-    def open(
-        self, packet: bytes | memoryview, max_payload_bytes: int = MAX_PAYLOAD_BYTES
-    ) -> Opened | Unproven | Outdated | Rejection:
+    def open(self, packet: bytes | memoryview) -> Opened | Unproven | Outdated | Rejection:
         """Return the payload and its sender, or the reason for the rejection, which is counted."""
-        result = self._open(memoryview(packet), max_payload_bytes)
+        result = self._open(memoryview(packet))
         if not isinstance(result, Opened):
             self.rejected[result if isinstance(result, Rejection) else result.reason] += 1
         return result
 
-    def _open(
-        self, packet: memoryview, max_payload_bytes: int
-    ) -> Opened | Unproven | Outdated | Rejection:
+    def _open(self, packet: memoryview) -> Opened | Unproven | Outdated | Rejection:
         # Before the mac is verified, nothing of the packet is kept or copied.
-        if len(packet) > max_payload_bytes + MAX_OVERHEAD_BYTES:
+        if len(packet) > MAX_PAYLOAD_BYTES + MAX_OVERHEAD_BYTES:
             return Rejection.OVERSIZED
         if len(packet) < _MIN_BYTES:
             return Rejection.TRUNCATED
-        magic, version, cluster, key_id, epoch, run, echo, counter, name_bytes = (
-            _HEADER.unpack_from(packet)
-        )
+        magic, version, key_id, epoch, run, echo, counter, name_bytes = _HEADER.unpack_from(packet)
         payload_start, payload_end = _HEADER.size + name_bytes, len(packet) - _MAC_BYTES
         if magic != _MAGIC:
             return Rejection.NOT_GOSSIP
         if version != _VERSION:
             return Rejection.VERSION
-        if cluster != _CLUSTER:
-            return Rejection.CLUSTER
         if (key := self._keys.by_id.get(key_id)) is None:
             return Rejection.KEY
         if not name_bytes or payload_start > payload_end:
@@ -297,6 +287,9 @@ class Rates:
     unknown_per_s: float = 500.0
     total_per_s: float = 5000.0
     burst_s: float = 2.0
+
+
+RATES = Rates()
 
 
 class ReceiveRates:

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from kvrs.gossip.facts import Event, Facts, MemberChanged, Superseded
 from kvrs.gossip.members import Member, Members, Random
-from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.probes import Prober
 from kvrs.gossip.sender import PacketSender
 from kvrs.gossip.wire import (
@@ -28,6 +27,12 @@ from kvrs.gossip.wire import (
 )
 from kvrs.ids import NodeId
 
+# Length of a suspicion that `CONFIRMATIONS` others confirm, in intervals, times log10(members); an
+# unconfirmed one lasts so many times as long.
+SUSPICION_MULT = 2.0
+SUSPICION_MAX_MULT = 6.0
+CONFIRMATIONS = 3
+MEMBERS_MAX = 4096  # Members beyond it are refused.
 # Expected number of peers that probe a suspect at once when the suspicion reaches them. Without
 # these probes a suspicion would wait for its confirmations until the suspect's turn in the rounds
 # of other nodes.
@@ -46,15 +51,13 @@ class Suspicion:
     member dead only if a probe of its own failed during this suspicion (`own_probe_failed`).
     """
 
-    def __init__(self, parameters: Parameters, members: int, since_s: float) -> None:
+    def __init__(self, interval_s: float, members: int, since_s: float) -> None:
         """`members`: number of reachable members, with this node and the suspect."""
         self.since_s = since_s
-        self.least_s = (
-            parameters.suspicion_mult * max(1.0, log10(members)) * parameters.probe_interval_s
-        )
-        self.max_s = self.least_s * parameters.suspicion_max_mult
+        self.least_s = SUSPICION_MULT * max(1.0, log10(members)) * interval_s
+        self.max_s = self.least_s * SUSPICION_MAX_MULT
         # All but the suspect and the first suspector may confirm.
-        self.confirmations = max(0, min(parameters.confirmations, members - 2))
+        self.confirmations = max(0, min(CONFIRMATIONS, members - 2))
         self.own_probe_failed = False
         self.probing = False  # Its time is over, and a probe of this node is in progress.
 
@@ -71,19 +74,16 @@ class Suspicion:
 class Detector:
     """States and suspicions of all members. `prober` has the probes, `sender` the packets."""
 
-    def __init__(
-        self, me: MemberUpdate, parameters: Parameters, random: Random, now_s: float
-    ) -> None:
+    def __init__(self, me: MemberUpdate, interval_s: float, random: Random, now_s: float) -> None:
         self.me = Member(me, now_s)
         self.members = Members(self.me, random)
-        self.sender = PacketSender(self.me, self.members, parameters)
-        self.prober = Prober(self.me, self.members, self.sender, parameters)
+        self.sender = PacketSender(self.me, self.members, interval_s)
+        self.prober = Prober(self.me, self.members, self.sender, interval_s)
         self.facts = Facts()  # Of reachable members, and of their present epochs.
         self.events: list[Event] = []
         self.over = False  # Another process has this node's name, or this node has left.
-        self._parameters = parameters
         self._random = random
-        self._interval_s = parameters.probe_interval_s
+        self._interval_s = interval_s
         self._suspicions: dict[NodeId, Suspicion] = {}
         self._probe_at_s = now_s + random() * self._interval_s
         self._suspicion_at_s = inf
@@ -226,7 +226,7 @@ class Detector:
 
     def _confirm(self, member: Member, by: tuple[NodeId, ...], now_s: float) -> None:
         # More suspectors do not shorten the suspicion further, and are not worth their bytes.
-        most = min(MAX_SUSPECTORS, self._parameters.confirmations + 1)
+        most = min(MAX_SUSPECTORS, CONFIRMATIONS + 1)
         suspectors = tuple(dict.fromkeys(member.suspectors + by))[:most]
         if suspectors != member.suspectors:
             member.set(replace(member.update, suspectors=suspectors), member.since_s)
@@ -262,7 +262,7 @@ class Detector:
         """Make room for one more member: if the table is full, forget the one that is dead for
         longest. False: all are reachable.
         """
-        if len(self.members.table) >= self._parameters.members_max:
+        if len(self.members.table) >= MEMBERS_MAX:
             lost = [member for member in self.members.table.values() if not member.reachable]
             if not lost:
                 return False
@@ -288,7 +288,7 @@ class Detector:
         previous = self._suspicions.pop(member.id, None)
         if member.status is Status.SUSPECT:
             count = len(self.members.peers) + 1
-            self._suspicions[member.id] = Suspicion(self._parameters, count, now_s)
+            self._suspicions[member.id] = Suspicion(self._interval_s, count, now_s)
             if self._random() * count < _EXPECTED_PROBERS and self.me.id not in member.suspectors:
                 self.prober.probe(member, now_s)
         if previous is not None or member.status is Status.SUSPECT:

@@ -5,14 +5,13 @@ Member updates are exchanged as well as records, so that updates which piggyback
 the end, also after a partition.
 """
 
+from collections import deque
+
 from kvrs.gossip.detector import Detector
 from kvrs.gossip.facts import FactRecord, RecordChanged, start_for
 from kvrs.gossip.members import Member, Random
-from kvrs.gossip.parameters import Parameters
+from kvrs.gossip.sender import FANOUT, ROOM_BYTES
 from kvrs.gossip.wire import (
-    HEADER_BYTES,
-    MAX_PACKET_BYTES,
-    MAX_UPDATES,
     Delta,
     Digest,
     KnownMember,
@@ -24,6 +23,11 @@ from kvrs.gossip.wire import (
 )
 from kvrs.ids import NodeId
 
+# In probe intervals: between exchanges with a random member, and with a dead one.
+_SYNC_INTERVALS = 2.0
+RECONNECT_INTERVALS = 10.0
+FORGET_S = 3600.0  # A dead member is remembered for so long.
+_DELTAS = 16  # Packets that answer one digest; what they leave is for the next exchange.
 _WANTS_SHARE = 0.5  # Maximum share of `wants` in a delta.
 # After an exchange that brought records the next ones follow after this share of an interval, for
 # two intervals. Two, because an exchange that brings nothing may have been lost.
@@ -35,7 +39,7 @@ class Exchange:
     def __init__(
         self,
         detector: Detector,
-        parameters: Parameters,
+        interval_s: float,
         seeds: dict[NodeId, str],
         random: Random,
         now_s: float,
@@ -43,12 +47,13 @@ class Exchange:
         self._detector = detector
         self._members = detector.members
         self._facts = detector.facts
-        self._parameters = parameters
+        self._interval_s = _SYNC_INTERVALS * interval_s
+        self._reconnect_interval_s = RECONNECT_INTERVALS * interval_s
         self._seeds = seeds
         self._random = random
         self._after = ""  # Last id of the last digest.
         self._sync_at_s = self._synced_s = self._busy_until_s = now_s
-        self._reconnect_at_s = now_s + parameters.reconnect_interval_s
+        self._reconnect_at_s = now_s + self._reconnect_interval_s
         self._first = True
 
     @property
@@ -60,12 +65,10 @@ class Exchange:
         if now_s >= self._sync_at_s:
             self._synced_s = now_s
             share = _BUSY_SHARE if now_s < self._busy_until_s else 1.0
-            self._sync_at_s = now_s + share * self._parameters.sync_interval_s * (
-                0.9 + 0.2 * self._random()
-            )
+            self._sync_at_s = now_s + share * self._interval_s * (0.9 + 0.2 * self._random())
             self._sync(now_s)
         if now_s >= self._reconnect_at_s:
-            self._reconnect_at_s = now_s + self._parameters.reconnect_interval_s
+            self._reconnect_at_s = now_s + self._reconnect_interval_s
             self._reconnect()
 
     def sync_now(self, now_s: float) -> None:
@@ -73,15 +76,14 @@ class Exchange:
 
     def _sync(self, now_s: float) -> None:
         if self._first:
-            # The first digests go over a stream, whose answers have room for everything.
             self._first = False
             seeds = list(self._seeds)
-            for _ in range(min(self._parameters.fanout, len(seeds))):
-                self._send_digest(seeds.pop(int(self._random() * len(seeds))), MAX_PACKET_BYTES)
+            for _ in range(min(FANOUT, len(seeds))):
+                self._send_digest(seeds.pop(int(self._random() * len(seeds))))
             return
         peers = self._members.random_peers(1)
         if peers:
-            self._send_digest(peers[0].id, self._parameters.packet_bytes)
+            self._send_digest(peers[0].id)
         elif self._seeds:
             self._reconnect()
         self._forget(now_s)
@@ -99,11 +101,11 @@ class Exchange:
             or (member.status is Status.LEFT and member.id in self._seeds)
         ]
         if lost:
-            self._send_digest(lost[int(self._random() * len(lost))], MAX_PACKET_BYTES)
+            self._send_digest(lost[int(self._random() * len(lost))])
 
     def _forget(self, now_s: float) -> None:
         """Forget the members that are dead for long."""
-        table, before_s = self._members.table, now_s - self._parameters.forget_s
+        table, before_s = self._members.table, now_s - FORGET_S
         if len(self._members.peers) + 1 < len(table):
             for member in list(table.values()):
                 if not member.reachable and member.since_s < before_s:
@@ -111,15 +113,13 @@ class Exchange:
 
     # Digests.
 
-    def _send_digest(self, node: NodeId, room_bytes: int) -> None:
-        me, stream = self._detector.me, room_bytes > self._parameters.packet_bytes
-        # With this node's address, for the answer.
-        updates = (me.update,)
-        known, until = self._digest_part(room_bytes - HEADER_BYTES - me.update_bytes)
+    def _send_digest(self, node: NodeId) -> None:
+        me = self._detector.me
+        known, until = self._digest_part(ROOM_BYTES - me.update_bytes)
         after, self._after = self._after, until
-        self._detector.sender.send(
-            node, Digest(me.epoch, me.incarnation, room_bytes, after, until, known, updates), stream
-        )
+        # With this node's address, for the answer.
+        digest = Digest(me.epoch, me.incarnation, after, until, known, (me.update,))
+        self._detector.sender.send(node, digest)
 
     def _digest_part(self, room: int) -> tuple[tuple[KnownMember, ...], str]:
         """Entries from the end of the last digest on, as many as fit, and the last id; "" for the
@@ -130,7 +130,7 @@ class Exchange:
         for node in self._members.between(self._after, "") if self._after else self._members.ids:
             known, size = table[node].known()
             room -= size
-            if room < 0 or len(found) == MAX_UPDATES:
+            if room < 0:
                 break
             found.append(known)
         else:
@@ -155,18 +155,18 @@ class Exchange:
                 for node in ids
                 if node not in named and self._is_worth_sending(table[node], now_s)
             ]
-        self._send_delta(sender, digest.room_bytes, lacking, wants, clock_s)
+        self._send_deltas(sender, lacking, wants, clock_s)
 
     def on_delta(self, sender: NodeId, delta: Delta, now_s: float, clock_s: float) -> None:
         for record in delta.records:
             self._apply_record(record, clock_s)
         if delta.records:
-            interval_s = self._parameters.sync_interval_s
+            interval_s = self._interval_s
             self._busy_until_s = now_s + _BUSY_INTERVALS * interval_s
             self._sync_at_s = min(self._sync_at_s, self._synced_s + _BUSY_SHARE * interval_s)
         if delta.wants:
             lacking, _, _ = self._compare(delta.wants, now_s)
-            self._send_delta(sender, delta.room_bytes, lacking, [], clock_s)
+            self._send_deltas(sender, lacking, [], clock_s)
 
     def _compare(
         self, theirs: tuple[KnownMember, ...], now_s: float
@@ -211,47 +211,63 @@ class Exchange:
             newer = known.epoch, me.incarnation + 1, Status.ALIVE
             self._detector.on_update_about_self(newer, now_s)
 
-    def _send_delta(
+    def _send_deltas(
         self,
         to: NodeId,
-        room_bytes: int,
         lacking: list[tuple[Member, KnownMember | None]],
         wants: list[KnownMember],
         clock_s: float,
     ) -> None:
-        if not lacking and not wants:
-            return
-        me, own_bytes = self._detector.me, self._parameters.packet_bytes
-        room_bytes = own_bytes if room_bytes <= own_bytes else min(room_bytes, MAX_PACKET_BYTES)
-        room = room_bytes - HEADER_BYTES
-        asked, room = _as_fits(wants, room)
-        updates, records = list[MemberUpdate](), list[RecordDelta]()
+        """Send what the other lacks, and request what it has, in a bounded number of packets."""
+        me = self._detector.me
         # From a random start: where not everything fits, all get their turn.
         first = int(self._random() * len(lacking)) if lacking else 0
-        for member, known in lacking[first:] + lacking[:first]:
+        left = deque(lacking[first:] + lacking[:first])
+        for _ in range(_DELTAS):
+            if not left and not wants:
+                return
+            asked, room = _as_fits(wants, ROOM_BYTES)
+            wants = wants[len(asked) :]
+            updates, records = self._fill(left, room, clock_s)
+            if asked or updates or records:
+                packet = Delta(me.epoch, me.incarnation, tuple(updates), tuple(records), asked)
+                self._detector.sender.send(to, packet)
+            elif left:
+                left.popleft()  # It fits into no packet.
+
+    def _fill(
+        self, left: deque[tuple[Member, KnownMember | None]], room: int, clock_s: float
+    ) -> tuple[list[MemberUpdate], list[RecordDelta]]:
+        """Take what fits into one packet from `left`, where a record that fits in part stays."""
+        updates, records = list[MemberUpdate](), list[RecordDelta]()
+        while left:
+            member, known = left[0]
+            version, floor = 0, 0
+            if known is not None and known.epoch == member.epoch:
+                version, floor = known.version, known.floor
             if known is None or member.state > known.state:
-                if member.update_bytes > room or len(updates) == MAX_UPDATES:
+                if member.update_bytes > room:
                     break
                 updates.append(member.update)
                 room -= member.update_bytes
-            if len(records) < MAX_UPDATES and (delta := self._delta(member, known, room, clock_s)):
-                records.append(delta)
-                room -= encoded_bytes(delta)
-        packet = Delta(me.epoch, me.incarnation, room_bytes, tuple(updates), tuple(records), asked)
-        self._detector.sender.send(to, packet, room_bytes > own_bytes)
-
-    def _delta(
-        self, member: Member, known: KnownMember | None, room: int, clock_s: float
-    ) -> RecordDelta | None:
-        record, start = member.record, 0
-        if record is None or not member.reachable:
-            return None
-        if known is not None and known.epoch == member.epoch:
-            needed = start_for(known.version, known.floor, record.version, record.floor)
-            if needed is None:
-                return None
-            start = needed
-        return record.delta(member.id, member.epoch, start, room, clock_s)
+                left[0] = member, KnownMember(member.id, *member.state, version, floor)
+            record = member.record if member.reachable else None
+            if record is not None:
+                start = start_for(version, floor, record.version, record.floor)
+                if start is not None:
+                    delta = record.delta(member.id, member.epoch, start, room, clock_s)
+                    if delta is None:
+                        break
+                    records.append(delta)
+                    room -= encoded_bytes(delta)
+                    if delta.end < record.version:
+                        left[0] = (
+                            member,
+                            KnownMember(member.id, *member.state, delta.end, delta.floor),
+                        )
+                        break
+            left.popleft()
+        return updates, records
 
     def _apply_record(self, delta: RecordDelta, clock_s: float) -> None:
         member = self._members.table.get(delta.id)
@@ -275,12 +291,12 @@ class Exchange:
         """Members that are dead for long are not sent: nodes that have forgotten them would get
         them again and again.
         """
-        return member.reachable or now_s - member.since_s < self._parameters.forget_s / 2
+        return member.reachable or now_s - member.since_s < FORGET_S / 2
 
 
 def _as_fits(wants: list[KnownMember], room: int) -> tuple[tuple[KnownMember, ...], int]:
     kept, most = list[KnownMember](), int(room * _WANTS_SHARE)
-    for want in wants[:MAX_UPDATES]:
+    for want in wants:
         size = encoded_bytes(want)
         if size > most:
             break

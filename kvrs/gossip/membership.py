@@ -29,6 +29,7 @@ from msgspec.structs import asdict
 from kvrs.config.settings import is_numeric
 from kvrs.errors import GossipError
 from kvrs.gossip.authenticator import RUN_BYTES, Address, Keyring, PacketAuthenticator
+from kvrs.gossip.exchange import RECONNECT_INTERVALS
 from kvrs.gossip.facts import (
     Event,
     Fact,
@@ -40,9 +41,8 @@ from kvrs.gossip.facts import (
 )
 from kvrs.gossip.members import Member
 from kvrs.gossip.node import Gossip
-from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.sender import Send
-from kvrs.gossip.transport import Limits, Transport
+from kvrs.gossip.transport import Transport
 from kvrs.gossip.wire import MemberUpdate, Push, Status, decode, encode
 from kvrs.ids import NodeId
 from kvrs.net.names import first_address
@@ -61,7 +61,7 @@ class Membership:
     def __init__(
         self,
         me: NodeId,
-        parameters: Parameters,
+        probe_interval_s: float,
         ring: Sequence[bytes],
         on_event: Callable[[Event], None] = lambda _: None,
         *,
@@ -71,21 +71,19 @@ class Membership:
         self.id = me
         self.malformed = 0  # Authentic packets that could not be decoded.
         self.sent: Counter[str] = Counter()  # Packets and bytes, before they are sealed.
-        self._parameters = parameters
+        self._interval_s = probe_interval_s
         self._on_event = on_event
         self._clock = time.monotonic
         self._epoch = time.time_ns() if epoch is None else epoch
         self._authenticator = PacketAuthenticator(
             me, self._epoch, secrets.token_bytes(RUN_BYTES), Keyring(ring)
         )
-        limits = Limits(datagram_payload_bytes=parameters.packet_bytes)
         self._transport = Transport(
             self._authenticator,
             self._address_of,
             self._receive,
             self._clock,
-            limits,
-            self._outdated_reply,
+            outdated=self._outdated_reply,
         )
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
@@ -114,10 +112,10 @@ class Membership:
         with suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_LOOK_UP_S):
                 await self._look_up(self._named_seeds, family)
-        bound = await self._transport.start(here, port)
+        bound = self._transport.start(here, port)
         address, draw = f"{told}:{bound}", random.SystemRandom().random
         self._gossip = Gossip(
-            self.id, address, self._epoch, self._parameters, draw, self._clock(), seeds
+            self.id, address, self._epoch, self._interval_s, draw, self._clock(), seeds
         )
         self._execute(self._gossip.tick(self._clock()))
         self._look_ups = asyncio.create_task(self._look_up_lost(family))
@@ -133,7 +131,7 @@ class Membership:
             self._timer.cancel()
         if self._look_ups is not None:
             self._look_ups.cancel()
-        await self._transport.close()
+        self._transport.close()
         self._gossip = None
 
     # Facts of this node.
@@ -217,7 +215,7 @@ class Membership:
 
     async def _look_up_lost(self, family: socket.AddressFamily) -> None:
         while self._named_seeds:
-            await asyncio.sleep(self._parameters.reconnect_interval_s)
+            await asyncio.sleep(RECONNECT_INTERVALS * self._interval_s)
             await self._look_up(filter(self._is_lost, self._named_seeds), family)
 
     async def _look_up(self, seeds: Iterable[NodeId], family: socket.AddressFamily) -> None:
@@ -257,7 +255,7 @@ class Membership:
             payload = encode(send.packet)
             self.sent["packets"] += 1
             self.sent["bytes"] += len(payload)
-            self._transport.send(send.to, payload, stream=send.stream)
+            self._transport.send(send.to, payload)
         for event in self._running.take_events():
             _log_event(event)
             self._on_event(event)

@@ -22,7 +22,6 @@ from kvrs.gossip.detector import Detector
 from kvrs.gossip.exchange import Exchange
 from kvrs.gossip.facts import Event, Fact, FactKind, FactRecord, encode_fact, kind_of
 from kvrs.gossip.members import Member, Random
-from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.sender import Send
 from kvrs.gossip.wire import (
     MAX_ADDRESS_CHARS,
@@ -42,6 +41,7 @@ from kvrs.gossip.wire import (
 )
 from kvrs.ids import NodeId
 
+TOMBSTONE_S = 60.0  # For so long a deleted entry is remembered.
 # Share of an interval; smaller delays of a busy event loop do not stop the node's own time.
 _LATE_SHARE = 0.1
 
@@ -54,10 +54,11 @@ class Gossip:
         me: NodeId,
         address: str,
         epoch: int,
-        parameters: Parameters,
+        probe_interval_s: float,
         random: Random,
         now_s: float,
         seeds: Mapping[NodeId, str] | None = None,
+        tombstone_s: float = TOMBSTONE_S,
     ) -> None:
         """`epoch` is higher than that of every earlier process of this name; `seeds` has the
         addresses of the first nodes to contact.
@@ -66,19 +67,20 @@ class Gossip:
         assert 0 < len(me) <= MAX_NAME_CHARS
         assert len(address) <= MAX_ADDRESS_CHARS
         self.id = me
-        self._parameters = parameters
+        self._interval_s = probe_interval_s
+        self._tombstone_s = tombstone_s
         self._seeds = {node: where for node, where in (seeds or {}).items() if node != me}
         self._detector = Detector(
-            MemberUpdate(me, epoch, 0, Status.ALIVE, address), parameters, random, now_s
+            MemberUpdate(me, epoch, 0, Status.ALIVE, address), probe_interval_s, random, now_s
         )
         self.facts = self._detector.facts
-        self._exchange = Exchange(self._detector, parameters, self._seeds, random, now_s)
+        self._exchange = Exchange(self._detector, probe_interval_s, self._seeds, random, now_s)
         self._record = self._detector.me.record = FactRecord()
         self._own_s = now_s
         self._missed_s = 0.0  # now_s less this is the node's own time.
-        self._late_s = parameters.probe_interval_s * _LATE_SHARE
+        self._late_s = probe_interval_s * _LATE_SHARE
         self._due_s = now_s
-        self._collect_at_s = now_s + parameters.tombstone_s
+        self._collect_at_s = now_s + tombstone_s
 
     # Driven by the transport.
 
@@ -127,8 +129,8 @@ class Gossip:
         if own_s >= self._exchange.due_s:
             self._exchange.tick(own_s)
         if own_s >= self._collect_at_s:
-            self._collect_at_s = own_s + self._parameters.tombstone_s
-            self._record.collect(now_s - self._parameters.tombstone_s)
+            self._collect_at_s = own_s + self._tombstone_s
+            self._record.collect(now_s - self._tombstone_s)
             self._detector.me.record_changed()
         return self._take_sends()
 
@@ -213,7 +215,7 @@ class Gossip:
             missed_s = own_s - max(self._due_s, self._own_s)
             self._missed_s += missed_s
             own_s -= missed_s
-            if missed_s > self._parameters.probe_interval_s and not self._detector.over:
+            if missed_s > self._interval_s and not self._detector.over:
                 self._detector.on_wakeup(own_s)
                 self._exchange.sync_now(own_s)
         self._own_s = own_s

@@ -2,8 +2,8 @@
 
 One interval, with a silent target and three relays:
 
-0            1/3                            2/3                                     1
-Ping ------- Ping, PingReq to 3 relays ---- Ping (stream), PingReq to 3 others ---- failed
+0            1/3                            2/3                            1
+Ping ------- Ping, PingReq to 3 relays ---- Ping, PingReq to 3 others ---- failed
 """
 
 from dataclasses import dataclass, field
@@ -11,12 +11,14 @@ from math import inf
 from typing import NamedTuple
 
 from kvrs.gossip.members import Member, Members
-from kvrs.gossip.parameters import Parameters
-from kvrs.gossip.sender import PacketSender
+from kvrs.gossip.sender import ROOM_BYTES, PacketSender
 from kvrs.gossip.wire import Ack, IndirectAck, Nack, Ping, PingReq, text_bytes
 from kvrs.ids import NodeId
 
 _WAVES = 3
+RELAYS = 3  # Members asked for an indirect ping, with the second and the third ping.
+# Upper bound of the local health score (Lifeguard): timeouts grow by up to 1 + this factor.
+HEALTH_MAX = 8
 # Share of the requester's timeout after which a relay sends a nack (Lifeguard, LHA-Probe).
 _NACK_SHARE = 0.8
 _MAX_RELAYED = 1024  # At a time; the oldest is dropped.
@@ -50,7 +52,7 @@ class Prober:
     """
 
     def __init__(
-        self, me: Member, members: Members, sender: PacketSender, parameters: Parameters
+        self, me: Member, members: Members, sender: PacketSender, interval_s: float
     ) -> None:
         # Lifeguard's local health score: 0 is healthy. A node whose own probes fail where those of
         # others do not, or that has to refute, gives other members more time.
@@ -58,7 +60,7 @@ class Prober:
         self._me = me
         self._members = members
         self._sender = sender
-        self._parameters = parameters
+        self._interval_s = interval_s
         self._probes: dict[int, Probe] = {}  # By number; at most one per target.
         self._relayed: dict[int, _Relayed] = {}  # By number, in the order of their nacks.
         self._seq = 0
@@ -70,13 +72,13 @@ class Prober:
         return min(nack_s, min((probe.due_s for probe in self._probes.values()), default=inf))
 
     def worsen_health(self, by: int = 1) -> None:
-        self.health = min(self._parameters.health_max, self.health + by)
+        self.health = min(HEALTH_MAX, self.health + by)
 
     def probe(self, target: Member, now_s: float) -> None:
         """Begin a probe, unless one of this member is in progress."""
         if any(probe.target == target.id for probe in self._probes.values()):
             return
-        gap_s = self._parameters.probe_interval_s * (1 + self.health) / _WAVES
+        gap_s = self._interval_s * (1 + self.health) / _WAVES
         probe = Probe(target.id, target.epoch, self._next_seq(), gap_s)
         self._probes[probe.seq] = probe
         self.next_wave(probe, now_s)
@@ -95,14 +97,14 @@ class Prober:
             del self._probes[probe.seq]
             self.worsen_health(len(probe.relays) - len(probe.nacks) if probe.relays else 1)
             return target
-        me, sender, is_last = self._me, self._sender, probe.waves == _WAVES - 1
+        me, sender = self._me, self._sender
         updates = sender.piggyback(target.id)
-        sender.send(target.id, Ping(me.epoch, me.incarnation, probe.seq, is_last, updates), is_last)
+        sender.send(target.id, Ping(me.epoch, me.incarnation, probe.seq, updates))
         if probe.waves > 0:
             excluded = (target.id, *probe.relays)
-            relays = self._members.random_peers(self._parameters.relays, but=excluded)
+            relays = self._members.random_peers(RELAYS, but=excluded)
             probe.relays += tuple(relay.id for relay in relays)
-            room = sender.room - text_bytes(target.id)
+            room = ROOM_BYTES - text_bytes(target.id)
             for relay in relays:
                 updates = sender.piggyback(relay.id, room)
                 request = PingReq(me.epoch, me.incarnation, probe.seq, target.id, updates)
@@ -126,7 +128,7 @@ class Prober:
     def on_ping(self, sender: NodeId, ping: Ping) -> None:
         updates = self._sender.piggyback(sender)
         ack = Ack(self._me.epoch, self._me.incarnation, ping.seq, updates)
-        self._sender.send(sender, ack, ping.stream)
+        self._sender.send(sender, ack)
 
     def on_ack(self, sender: NodeId, ack: Ack) -> bool:
         """End a probe of this node (True), or pass the ack on to the requester."""
@@ -135,7 +137,7 @@ class Prober:
         relayed = self._relayed.get(ack.seq)
         if relayed is not None and relayed.target == sender:
             del self._relayed[ack.seq]
-            me, room = self._me, self._sender.room - text_bytes(sender)
+            me, room = self._me, ROOM_BYTES - text_bytes(sender)
             updates = self._sender.piggyback(relayed.requester, room)
             answer = IndirectAck(
                 me.epoch, me.incarnation, relayed.seq, sender, ack.epoch, ack.incarnation, updates
@@ -162,12 +164,12 @@ class Prober:
             self._send_nack(sender, request.seq)
             return
         me, seq = self._me, self._next_seq()
-        nack_s = now_s + self._parameters.probe_interval_s / _WAVES * _NACK_SHARE
+        nack_s = now_s + self._interval_s / _WAVES * _NACK_SHARE
         self._relayed[seq] = _Relayed(target.id, sender, request.seq, nack_s)
         if len(self._relayed) > _MAX_RELAYED:
             del self._relayed[next(iter(self._relayed))]
         updates = self._sender.piggyback(target.id)
-        self._sender.send(target.id, Ping(me.epoch, me.incarnation, seq, False, updates))
+        self._sender.send(target.id, Ping(me.epoch, me.incarnation, seq, updates))
 
     def send_nacks(self, now_s: float) -> None:
         """Answer requesters whose targets have not acknowledged in time."""

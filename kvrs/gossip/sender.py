@@ -9,20 +9,28 @@ from math import ceil, inf, log10
 import msgspec
 
 from kvrs.gossip.members import Member, Members
-from kvrs.gossip.parameters import Parameters
-from kvrs.gossip.wire import HEADER_BYTES, MemberUpdate, Packet, Push, Status
+from kvrs.gossip.wire import (
+    HEADER_BYTES,
+    MAX_PACKET_BYTES,
+    MemberUpdate,
+    Packet,
+    Push,
+    Status,
+)
 from kvrs.ids import NodeId
 
 # Rounds in which a new update is pushed. Nodes that these miss get it by piggybacking, and then by
 # anti-entropy.
 _PUSHES = 2
+_PUSH_SHARE = 0.2  # Pushes per probe interval are five.
+FANOUT = 3  # Members per push.
+_RETRANSMIT_MULT = 4  # An update is piggybacked on this many packets, times log10(members).
+ROOM_BYTES = MAX_PACKET_BYTES - HEADER_BYTES
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
     to: NodeId  # `Gossip.address_of` has its address.
     packet: Packet
-    # Over TCP: too large for a datagram, or a last try where datagrams may be what fails.
-    stream: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -37,36 +45,34 @@ class PacketSender:
     most one per member, always of its present state.
     """
 
-    def __init__(self, me: Member, members: Members, parameters: Parameters) -> None:
+    def __init__(self, me: Member, members: Members, interval_s: float) -> None:
         self.sends: list[Send] = []
-        self.room = parameters.packet_bytes - HEADER_BYTES
         self.push_at_s = inf
         self._me = me
         self._members = members
-        self._parameters = parameters
+        self._push_interval_s = interval_s * _PUSH_SHARE
         self._broadcasts: dict[NodeId, _Broadcast] = {}
         self._limit = 0  # Packets that an update is piggybacked on.
 
-    def send(self, to: NodeId, packet: Packet, stream: bool = False) -> None:
-        self.sends.append(Send(to, packet, stream))
+    def send(self, to: NodeId, packet: Packet) -> None:
+        self.sends.append(Send(to, packet))
 
     def broadcast(self, member: Member, now_s: float) -> None:
         """Send the state of a member to all others, over time."""
         self._broadcasts.pop(member.id, None)
         self._broadcasts[member.id] = _Broadcast(member)
         count = len(self._members.peers) + 2
-        self._limit = self._parameters.retransmit_mult * max(1, ceil(log10(count)))
-        self.push_at_s = min(self.push_at_s, now_s + self._parameters.gossip_interval_s)
+        self._limit = _RETRANSMIT_MULT * max(1, ceil(log10(count)))
+        self.push_at_s = min(self.push_at_s, now_s + self._push_interval_s)
 
     def forget(self, member: Member) -> None:
         self._broadcasts.pop(member.id, None)
 
-    def piggyback(self, to: NodeId, room: int | None = None) -> tuple[MemberUpdate, ...]:
+    def piggyback(self, to: NodeId, room: int = ROOM_BYTES) -> tuple[MemberUpdate, ...]:
         """Updates to add to a packet for this member. One about the member itself goes first,
         unless it is alive, so that it can refute (Lifeguard, Buddy System).
         """
         member, updates = self._members.table.get(to), list[MemberUpdate]()
-        room = self.room if room is None else room
         if member is not None and member.status is not Status.ALIVE:
             updates.append(member.update)
             room -= member.update_bytes
@@ -79,10 +85,10 @@ class PacketSender:
 
     def push(self, now_s: float) -> None:
         """Send new updates to some peers; what does not fit waits for the next push."""
-        peers = self._members.random_peers(self._parameters.fanout)
+        peers = self._members.random_peers(FANOUT)
         new = [broadcast for broadcast in self._broadcasts.values() if broadcast.pushes]
         # Without peers the updates wait.
-        if peers and (pushed := self._fitting(new, self.room)):
+        if peers and (pushed := self._fitting(new, ROOM_BYTES)):
             updates = tuple(broadcast.member.update for broadcast in pushed)
             push = Push(self._me.epoch, self._me.incarnation, updates)
             for member in peers:
@@ -91,7 +97,7 @@ class PacketSender:
                 broadcast.pushes -= 1
                 self._end_if_sent(broadcast)
         waits = any(broadcast.pushes for broadcast in new)
-        self.push_at_s = now_s + self._parameters.gossip_interval_s if waits else inf
+        self.push_at_s = now_s + self._push_interval_s if waits else inf
 
     def _fitting(self, broadcasts: Iterable[_Broadcast], room: int) -> list[_Broadcast]:
         """Those that fit, the least often sent first."""

@@ -1,12 +1,12 @@
-"""Gossip packets and their encoding: MessagePack arrays, with every length bounded on decoding.
+"""Gossip packets and their encoding: MessagePack arrays of bounded size.
 
     prober -> target    Ping, answered with Ack of the same `seq`
     prober -> relay     PingReq; the relay pings the target and answers IndirectAck, or Nack
                         without an ack of the target
     any -> any          Push: updates that do not wait for a packet to be piggybacked on
-    any -> any          Digest, answered with Delta: what the sender of the digest lacks, and in
+    any -> any          Digest, answered with Deltas: what the sender of the digest lacks, and in
                         `wants` what it has and the other lacks; a Delta with `wants` is answered
-                        with a Delta without
+                        with Deltas without
 
 Every packet begins with its sender's epoch and incarnation, and shows that the sender is alive. The
 sender's name comes from the transport, which has authenticated the packet.
@@ -23,10 +23,11 @@ from kvrs.ids import NodeId
 MAX_NAME_CHARS = 64
 MAX_ADDRESS_CHARS = 128
 MAX_SUSPECTORS = 8
-MAX_UPDATES = 2048
 MAX_ENTRIES = 256  # Of one node's record.
 MAX_VALUE_BYTES = 512
-MAX_PACKET_BYTES = 65536  # Over a stream; datagrams are bounded by `Parameters.packet_bytes`.
+# Of a datagram: with addresses and authentication below 1,400, which fits the usual MTU. It bounds
+# the length of every list.
+MAX_PACKET_BYTES = 1280
 
 MAX_NUMBER = (1 << 63) - 1  # What msgspec can compare.
 
@@ -82,7 +83,7 @@ class KnownMember(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    kind: Natural  # Of `facts.Kind`; unknown kinds are passed on undecoded.
+    kind: Natural  # Of `facts.FactKind`; unknown kinds are passed on undecoded.
     name: Name
     version: Natural
     # Since its owner wrote it, summed over the clocks of the nodes that passed it on: no two clocks
@@ -102,10 +103,6 @@ class RecordDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     entries: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
-MemberUpdates = Annotated[tuple[MemberUpdate, ...], msgspec.Meta(max_length=MAX_UPDATES)]
-KnownMembers = Annotated[tuple[KnownMember, ...], msgspec.Meta(max_length=MAX_UPDATES)]
-
-
 class _Packet(msgspec.Struct, frozen=True, array_like=True, gc=False):
     epoch: Natural  # Of the sender.
     incarnation: Natural
@@ -113,19 +110,18 @@ class _Packet(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Ping(_Packet, frozen=True, tag=1):
     seq: Natural
-    stream: bool = False  # The ping came over a stream, and so does the ack.
-    updates: MemberUpdates = ()
+    updates: tuple[MemberUpdate, ...] = ()
 
 
 class Ack(_Packet, frozen=True, tag=2):
     seq: Natural
-    updates: MemberUpdates = ()
+    updates: tuple[MemberUpdate, ...] = ()
 
 
 class PingReq(_Packet, frozen=True, tag=3):
     seq: Natural
     target: Node
-    updates: MemberUpdates = ()
+    updates: tuple[MemberUpdate, ...] = ()
 
 
 class IndirectAck(_Packet, frozen=True, tag=4):
@@ -133,33 +129,31 @@ class IndirectAck(_Packet, frozen=True, tag=4):
     target: Node
     target_epoch: Natural
     target_incarnation: Natural
-    updates: MemberUpdates = ()
+    updates: tuple[MemberUpdate, ...] = ()
 
 
 class Nack(_Packet, frozen=True, tag=5):
     seq: Natural
-    updates: MemberUpdates = ()
+    updates: tuple[MemberUpdate, ...] = ()
 
 
 class Push(_Packet, frozen=True, tag=6):
-    updates: MemberUpdates
+    updates: tuple[MemberUpdate, ...]
 
 
 class Digest(_Packet, frozen=True, tag=7):
     """Covers every node whose id lies in (after, until]; an empty bound is open."""
 
-    room_bytes: Natural  # Maximum size of the answer.
     after: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
     until: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
-    known: KnownMembers
-    updates: MemberUpdates = ()
+    known: tuple[KnownMember, ...]
+    updates: tuple[MemberUpdate, ...] = ()
 
 
 class Delta(_Packet, frozen=True, tag=8):
-    room_bytes: Natural
-    updates: MemberUpdates
-    records: Annotated[tuple[RecordDelta, ...], msgspec.Meta(max_length=MAX_UPDATES)]
-    wants: KnownMembers = ()
+    updates: tuple[MemberUpdate, ...]
+    records: tuple[RecordDelta, ...]
+    wants: tuple[KnownMember, ...] = ()
 
 
 Packet = Ping | Ack | PingReq | IndirectAck | Nack | Push | Digest | Delta

@@ -18,7 +18,6 @@ from kvrs.config.file import Config
 from kvrs.config.settings import HOST_OF_PORT
 from kvrs.errors import ConfigError
 from kvrs.gossip.membership import Membership
-from kvrs.gossip.parameters import Parameters
 from kvrs.ids import NodeId
 from kvrs.net.http import inner_server, naming_port
 from kvrs.net.routes import Routes
@@ -175,10 +174,8 @@ class Proxy:
     async def _join(self, gossip_view: GossipView) -> None:
         config = self._config
         host, port = config.proxy.gossip_host, config.proxy.gossip_port
-        parameters = Parameters(probe_interval_s=config.gossip.probe_interval_s)
-        self._membership = membership = Membership(
-            NodeId(config.proxy.id), parameters, self._ring, gossip_view.heard
-        )
+        me, interval_s = NodeId(config.proxy.id), config.gossip.probe_interval_s
+        self._membership = membership = Membership(me, interval_s, self._ring, gossip_view.heard)
         with naming_port("proxy", "gossip_port", host, port):
             seeds = gossip_seeds(config.cluster, config.proxy, membership.id)
             await membership.start(host, port, seeds, host)

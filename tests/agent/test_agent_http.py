@@ -12,7 +12,6 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.gossip.membership import Membership
-from kvrs.gossip.parameters import Parameters
 from kvrs.ids import NodeId, StreamId
 from kvrs.net.proving import UnprovenError
 from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate
@@ -327,14 +326,14 @@ async def test_an_agent_listens_at_its_bind_and_is_reached_by_name(tmp_path: Pat
     agent |= {"host": "localhost", "bind": "0.0.0.0", "gossip_port": free_ports(1)[0]}
     written["proxy"] = {"port": 0, "admin_port": 0}
     config = parse_config(written)
-    other = Membership(NodeId("other"), Parameters(), [SECRET])
+    other = Membership(NodeId("other"), 0.5, [SECRET])
     async with running(config), session(config) as client, Engine(config) as engine:
         info = await ask(client, "/kvrs/v1/agent", AgentInfo)
         held = await engine.offer("s", 1)
-        for key in ("port", "page_port", "gossip_port"):
+        for key in ("port", "page_port"):
             socket.create_connection(("127.0.0.2", agent[key])).close()
         try:
-            await other.start("localhost", 0, {N0: f"localhost:{agent['gossip_port']}"})
+            await other.start("localhost", 0, {N0: f"127.0.0.2:{agent['gossip_port']}"})
             await until(lambda: N0 in other.members)
             told = other.members[N0].address
         finally:

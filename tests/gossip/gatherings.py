@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 
 from kvrs.gossip.facts import Event, MemberChanged
 from kvrs.gossip.membership import Membership
-from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 
@@ -32,9 +31,7 @@ class Gathering:
     ) -> Membership:
         me = NodeId(name)
         received = self.received.setdefault(me, [])
-        member = Membership(
-            me, Parameters(probe_interval_s=PROBE_INTERVAL_S), ring, received.append, epoch=epoch
-        )
+        member = Membership(me, PROBE_INTERVAL_S, ring, received.append, epoch=epoch)
         bound = await member.start(
             host, port, {node: where for node, where in self.seeds.items() if node != me}
         )
@@ -55,19 +52,16 @@ class Gathering:
         }
 
     async def leave(self, member: Membership) -> None:
-        # An asyncio server that closes leaks a connection that was accepted just before.
-        await until(lambda: not any(each._transport._sending for each in self._members))
         self._members.remove(member)
         await member.close()
 
     async def kill(self, member: Membership) -> None:
         """End the member without an announcement, like SIGKILL."""
-        await until(lambda: not any(each._transport._sending for each in self._members))
         self._members.remove(member)
         member._gossip = None
         if member._timer is not None:
             member._timer.cancel()
-        await member._transport.close()
+        member._transport.close()
 
     async def close(self) -> None:
         for member in self._members.copy():

@@ -4,15 +4,13 @@ import random
 from typing import TypeVar
 
 from kvrs.gossip.node import Gossip
-from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.sender import Send
 from kvrs.gossip.wire import MemberUpdate, Packet, Ping, PingReq, Push, Status
 from kvrs.ids import NodeId
 
 P = TypeVar("P", bound=Packet)
 A, B, C, D, E = (NodeId(name) for name in "abcde")
-SETTINGS = Parameters()
-INTERVAL_S = SETTINGS.probe_interval_s
+INTERVAL_S = 0.5
 
 
 def alive(node: NodeId, epoch: int = 1, incarnation: int = 0) -> MemberUpdate:
@@ -32,9 +30,9 @@ class GossipCluster:
     answered only by the test.
     """
 
-    def __init__(self, *others: NodeId, settings: Parameters = SETTINGS, epoch: int = 1) -> None:
+    def __init__(self, *others: NodeId, epoch: int = 1) -> None:
         self.now_s = 100.0
-        self.node = Gossip(A, "a:7", epoch, settings, random.Random(0).random, self.now_s)
+        self.node = Gossip(A, "a:7", epoch, INTERVAL_S, random.Random(0).random, self.now_s)
         self.sent: list[Send] = []
         if others:
             self.receive(others[0], *(alive(node) for node in others))

@@ -5,7 +5,6 @@ jumps.
 import pytest
 
 from kvrs.gossip.facts import Event, MemberChanged
-from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs_testkit.gossip_chaos import ChaosNetwork
@@ -53,7 +52,7 @@ class Deaths:
 
 
 def cluster(count: int, seed: int, deaths: Deaths | None = None) -> GossipNet:
-    net = GossipNet(Parameters(), seed, observer=deaths)
+    net = GossipNet(seed, observer=deaths)
     for i in range(count):
         net.add(f"n{i}", {NodeId("n0"): "n0:7", NodeId("n1"): "n1:7"})
     net.run(10.0)
@@ -164,8 +163,7 @@ def test_an_interval_that_suits_the_network_detects_deaths_and_only_deaths(
 ) -> None:
     """Round trips of half a second are no deaths with 2.5 s; with 5 % loss."""
     deaths = Deaths()
-    parameters = Parameters(probe_interval_s=probe_interval_s)
-    net = GossipNet(parameters, 4, on_wire=True, observer=deaths)
+    net = GossipNet(4, probe_interval_s=probe_interval_s, on_wire=True, observer=deaths)
     net.delay_s, net.loss = delay_s, 0.05
     for i in range(12):
         net.add(f"n{i}", {NodeId("n0"): "n0:7"})
@@ -173,7 +171,7 @@ def test_an_interval_that_suits_the_network_detects_deaths_and_only_deaths(
     assert deaths.declared == []
 
     net.kill(net.nodes[NodeId("n5")])
-    net.run(60.0 + 30 * parameters.probe_interval_s)
+    net.run(60.0 + 30 * probe_interval_s)
 
     assert held(net, net.nodes[NodeId("n5")]) == {Status.DEAD}
     assert {victim for _, victim in deaths.declared} == {"n5"}
@@ -196,7 +194,7 @@ def test_many_deaths_at_once_are_all_detected() -> None:
 def test_clocks_need_not_agree() -> None:
     """Neither in what they show nor in how fast they run."""
     deaths = Deaths()
-    net = GossipNet(Parameters(), 3, observer=deaths)
+    net = GossipNet(3, observer=deaths)
     for i in range(10):
         net.add(f"n{i}", {NodeId("n0"): "n0:7"}, rate=0.9 + 0.02 * i)
 

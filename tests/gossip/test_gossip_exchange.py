@@ -5,11 +5,12 @@ import random
 import pytest
 
 from kvrs.errors import GossipError
+from kvrs.gossip import exchange
 from kvrs.gossip.facts import FactKind, FailureFact, HolderFact, InstanceFact, SlotsFact
 from kvrs.gossip.node import Gossip
-from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.wire import (
     MAX_ENTRIES,
+    MAX_PACKET_BYTES,
     Delta,
     Digest,
     Entry,
@@ -22,13 +23,13 @@ from kvrs.gossip.wire import (
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import Role
 from kvrs_testkit.gossip_net import GossipNet, SimNode
-from tests.gossip.gossip_cluster import SETTINGS, alive, dead
+from tests.gossip.gossip_cluster import INTERVAL_S, alive, dead
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 
 
-def cluster(count: int, settings: Parameters = SETTINGS, seed: int = 0) -> GossipNet:
-    net = GossipNet(settings, seed, on_wire=True)
+def cluster(count: int) -> GossipNet:
+    net = GossipNet(0, on_wire=True)
     for i in range(count):
         net.add(f"n{i}", {NodeId("n0"): "n0:7"})
     return net
@@ -102,7 +103,7 @@ def test_members_and_records_reach_all_nodes_in_packets_of_bounded_size(
     count: int,
 ) -> None:
     """With more members and entries than fit into a packet; the network asserts every size."""
-    net = cluster(count, Parameters(packet_bytes=1024))
+    net = cluster(count)
     for node in net.nodes.values():
         for i in range(3):
             node.gossip.publish(
@@ -118,10 +119,8 @@ def test_members_and_records_reach_all_nodes_in_packets_of_bounded_size(
         assert len(node.gossip.facts.failures) == 3 * count
 
 
-def test_a_new_node_gets_all_members_at_once_over_a_stream() -> None:
-    """Its first digests have room for a long answer, so that it does not take a minute among
-    1,000.
-    """
+def test_a_new_node_gets_all_members_at_once() -> None:
+    """A digest is answered by several packets, so that it does not take a minute among 1,000."""
     net = cluster(120)
     net.run(6.0)
 
@@ -132,13 +131,13 @@ def test_a_new_node_gets_all_members_at_once_over_a_stream() -> None:
 
 
 def node_a() -> Gossip:
-    node = Gossip(A, "a:7", 1, SETTINGS, random.Random(0).random, 0.0)
+    node = Gossip(A, "a:7", 1, INTERVAL_S, random.Random(0).random, 0.0)
     node.handle(Push(1, 0, (alive(B), alive(C))), B, 0.0)
     return node
 
 
 def slots(node: NodeId, epoch: int, end: int, *entries: Entry) -> Delta:
-    return Delta(1, 0, 1280, (), (RecordDelta(node, epoch, 0, end, 0, entries),))
+    return Delta(1, 0, (), (RecordDelta(node, epoch, 0, end, 0, entries),))
 
 
 SLOT = Entry(FactKind.SLOTS, "d0", 1, 0, b"\x92\x05\x00")
@@ -156,16 +155,22 @@ def test_only_the_owner_writes_its_record_and_each_epoch_has_its_own() -> None:
     assert list(node.facts.slots) == [(C, "d0")]
 
 
-def test_an_answer_is_bounded_by_the_room_of_the_digest() -> None:
-    """And by the maximum size of a packet over a stream."""
-    node = node_a()
-    for i in range(60):
+def test_an_answer_is_a_bounded_number_of_packets() -> None:
+    """Together they bring what fits into them, a record of several packets in its order."""
+    node, reader = node_a(), Gossip(B, "b:7", 1, INTERVAL_S, random.Random(0).random, 0.0)
+    for i in range(250):
         node.publish(f"d{i}", FailureFact(1, "x" * 100, 0.0), 0.0)
 
-    for room_bytes, most in ((1, 1280), (1280, 1280), (1 << 40, 65536)):
-        [send] = node.handle(Digest(1, 0, room_bytes, "", "", ()), NodeId("stranger"), 0.1)
-        assert len(encode(send.packet)) <= most
-        assert send.stream == (most > 1280)
+    sends = node.handle(Digest(1, 0, "", "", ()), B, 0.1)
+    assert len(sends) == 16
+    assert all(len(encode(send.packet)) <= MAX_PACKET_BYTES for send in sends)
+    for send in sends:
+        reader.handle(send.packet, A, 0.1)
+
+    assert 100 < len(reader.facts.failures) < 250
+    assert [name for _, name in reader.facts.failures] == [
+        f"d{i}" for i in range(len(reader.facts.failures))
+    ]
 
 
 def test_a_delta_answers_the_wants_of_the_other() -> None:
@@ -173,9 +178,7 @@ def test_a_delta_answers_the_wants_of_the_other() -> None:
     node = node_a()
     node.publish("d0", SlotsFact(3, 0.0), 0.0)
 
-    [send] = node.handle(
-        Delta(1, 0, 1280, (), (), (KnownMember(A, 1, 0, Status.ALIVE, 0, 0),)), B, 0.1
-    )
+    [send] = node.handle(Delta(1, 0, (), (), (KnownMember(A, 1, 0, Status.ALIVE, 0, 0),)), B, 0.1)
 
     assert isinstance(send.packet, Delta)
     assert [(record.id, record.end) for record in send.packet.records] == [(A, 1)]
@@ -188,14 +191,14 @@ def test_a_digest_with_an_older_state_is_answered_with_the_newer_one() -> None:
     node.handle(Push(1, 0, (dead(C, B),)), B, 0.1)
 
     known = (KnownMember(C, 1, 0, Status.ALIVE, 0, 0),)
-    [send] = node.handle(Digest(1, 0, 1280, B, C, known), B, 0.2)
+    [send] = node.handle(Digest(1, 0, B, C, known), B, 0.2)
 
     assert send.packet.updates == (dead(C, B),)
 
 
 def test_digests_are_bounded_and_cover_all_members_in_turns() -> None:
     """With more members than fit, each digest continues where the last one ended."""
-    node = Gossip(A, "a:7", 1, SETTINGS, random.Random(0).random, 0.0)
+    node = Gossip(A, "a:7", 1, INTERVAL_S, random.Random(0).random, 0.0)
     others = [NodeId(f"node-with-a-long-name-{i:03}") for i in range(300)]
     for other in others:
         node.handle(Push(1, 0, (alive(other),)), other, 0.0)
@@ -205,7 +208,7 @@ def test_digests_are_bounded_and_cover_all_members_in_turns() -> None:
         sends = node.tick(node.next_tick_s)
         for send in sends:
             if isinstance(send.packet, Digest):
-                assert len(encode(send.packet)) <= SETTINGS.packet_bytes
+                assert len(encode(send.packet)) <= MAX_PACKET_BYTES
                 assert send.packet.after == after
                 named += [known.id for known in send.packet.known]
                 after, digests = send.packet.until, digests + 1
@@ -220,19 +223,22 @@ def test_a_digest_without_differences_gets_no_answer() -> None:
     one, two = list(net.nodes.values())[:2]
     known = tuple(one.gossip.members[node].known()[0] for node in sorted(one.gossip.members))
 
-    sends = two.gossip.handle(Digest(1, 0, 1280, "", "", known), one.id, two.clock_s(20.0))
+    sends = two.gossip.handle(Digest(1, 0, "", "", known), one.id, two.clock_s(20.0))
 
     assert sends == []
 
 
-def test_long_dead_members_are_not_sent_to_nodes_that_forgot_them() -> None:
-    """After half of `forget_s` they are left out, otherwise they would circulate for ever."""
-    net = cluster(3, Parameters(forget_s=20.0))
+def test_long_dead_members_are_not_sent_to_nodes_that_forgot_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After half of `FORGET_S` they are left out, otherwise they would circulate for ever."""
+    monkeypatch.setattr(exchange, "FORGET_S", 20.0)
+    net = cluster(3)
     net.run(5.0)
     node, dead = net.nodes[NodeId("n0")], net.nodes[NodeId("n2")]
     net.kill(dead)
     known = [node.gossip.members[NodeId(name)].known()[0] for name in ("n0", "n1")]
-    ignorant = Digest(1, 0, 1280, "", "", tuple(known))
+    ignorant = Digest(1, 0, "", "", tuple(known))
 
     sent = []
     for now_s in (12.0, 24.0, 60.0):
@@ -261,7 +267,7 @@ def test_a_full_record_refuses_more() -> None:
 
 def test_an_address_comes_from_the_node_itself_or_from_the_configuration() -> None:
     """A restarted node may listen elsewhere."""
-    node = Gossip(A, "a:7", 1, SETTINGS, random.Random(0).random, 0.0, {B: "seed:1", A: "me:1"})
+    node = Gossip(A, "a:7", 1, INTERVAL_S, random.Random(0).random, 0.0, {B: "seed:1", A: "me:1"})
 
     assert (node.address_of(B), node.address_of(C)) == ("seed:1", None)
     node.handle(Push(1, 0, (alive(B),)), B, 0.0)

@@ -6,15 +6,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvrs.gossip import wire
+from kvrs.gossip import detector, wire
 from kvrs.gossip.node import Gossip
-from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.wire import Packet, Status, decode, encode
 from kvrs.ids import NodeId
 from kvrs_testkit.examples import examples
 
 NAMES = [NodeId(name) for name in ("me", "a", "b", "c", "d")]
-SETTINGS = Parameters(members_max=4)
+MEMBERS_MAX = 4
+
+
+@pytest.fixture(autouse=True)
+def _small_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detector, "MEMBERS_MAX", MEMBERS_MAX)
+
 
 nodes = st.sampled_from(NAMES)
 numbers = st.sampled_from((0, 1, 2, 3, 4, 1 << 31, (1 << 63) - 1))
@@ -56,7 +61,7 @@ records = st.lists(
     max_size=3,
 ).map(tuple)
 packets = st.one_of(
-    st.builds(wire.Ping, epochs, numbers, numbers, st.booleans(), updates),
+    st.builds(wire.Ping, epochs, numbers, numbers, updates),
     st.builds(wire.Ack, epochs, numbers, numbers, updates),
     st.builds(wire.PingReq, epochs, numbers, numbers, nodes, updates),
     st.builds(wire.IndirectAck, epochs, numbers, numbers, nodes, epochs, numbers, updates),
@@ -66,13 +71,12 @@ packets = st.one_of(
         wire.Digest,
         epochs,
         numbers,
-        numbers,
         st.sampled_from(("", "a", "zz")),
         st.sampled_from(("", "b")),
         digest_entries,
         updates,
     ),
-    st.builds(wire.Delta, epochs, numbers, numbers, updates, records, digest_entries),
+    st.builds(wire.Delta, epochs, numbers, updates, records, digest_entries),
 )
 steps = st.lists(
     st.tuples(packets, st.sampled_from([*NAMES[1:], NodeId("stranger")]), st.floats(-5.0, 5.0)),
@@ -83,14 +87,13 @@ steps = st.lists(
 OLD_ENTRY = wire.Entry(0, "x", 1, wire.MAX_NUMBER, None)
 OLD_ENTRY_PASSED_ON: list[tuple[Packet, NodeId, float]] = [
     (
-        wire.Ping(1, 0, 0, False, (wire.MemberUpdate(NAMES[1], 1, 0, Status.ALIVE, "x:1", ()),)),
+        wire.Ping(1, 0, 0, (wire.MemberUpdate(NAMES[1], 1, 0, Status.ALIVE, "x:1", ()),)),
         NAMES[1],
         0.0,
     ),
     (
         wire.Delta(
             1,
-            0,
             0,
             (),
             (wire.RecordDelta(NAMES[1], 1, 0, 1, 0, (OLD_ENTRY,)),),
@@ -109,14 +112,14 @@ def test_any_packets_in_any_order_are_survived(
     sequence: list[tuple[Packet, NodeId, float]], seed: int
 ) -> None:
     """No exception, a bounded table, and every packet that is sent can be decoded and fits."""
-    node, now_s = Gossip(NAMES[0], "me:1", 1, SETTINGS, random.Random(seed).random, 0.0), 0.0
+    node, now_s = Gossip(NAMES[0], "me:1", 1, 0.5, random.Random(seed).random, 0.0), 0.0
     for packet, sender, pause_s in sequence:
         now_s += pause_s
         for send in [*node.handle(decode(encode(packet)), sender, now_s), *node.tick(now_s)]:
             data = encode(send.packet)
             assert decode(data) == send.packet
-            assert len(data) <= (wire.MAX_PACKET_BYTES if send.stream else SETTINGS.packet_bytes)
-        assert len(node.members) <= SETTINGS.members_max
+            assert len(data) <= wire.MAX_PACKET_BYTES
+        assert len(node.members) <= MEMBERS_MAX
         assert node.members[NAMES[0]].status is Status.ALIVE
         node.take_events()
 
@@ -125,7 +128,7 @@ def test_any_packets_in_any_order_are_survived(
 def test_ticks_go_on_after_any_updates(seed: int) -> None:
     """Each tick is at a later time than the one before."""
     draw = random.Random(seed)
-    node = Gossip(NAMES[0], "me:1", 1, SETTINGS, draw.random, 0.0)
+    node = Gossip(NAMES[0], "me:1", 1, 0.5, draw.random, 0.0)
     for i in range(200):
         updates = tuple(
             wire.MemberUpdate(

@@ -5,13 +5,24 @@ import random
 
 import pytest
 
+from kvrs.gossip import detector, exchange
 from kvrs.gossip.facts import MemberChanged, Superseded
 from kvrs.gossip.members import Member, Members
 from kvrs.gossip.node import Gossip
-from kvrs.gossip.parameters import Parameters
 from kvrs.gossip.wire import MemberUpdate, Push, Status
 from kvrs.ids import NodeId
-from tests.gossip.gossip_cluster import SETTINGS, A, B, C, D, E, GossipCluster, alive, dead, suspect
+from tests.gossip.gossip_cluster import (
+    INTERVAL_S,
+    A,
+    B,
+    C,
+    D,
+    E,
+    GossipCluster,
+    alive,
+    dead,
+    suspect,
+)
 
 LEFT = MemberUpdate(B, 1, 1, Status.LEFT, "b:7")
 UPDATES = (
@@ -107,7 +118,7 @@ def test_the_older_of_two_processes_with_one_name_stops() -> None:
 def test_leaving_is_announced_and_final() -> None:
     """No node has to detect it, and none suspects."""
     system = GossipCluster(B, C)
-    other = Gossip(B, "b:7", 1, SETTINGS, random.Random(0).random, 0.0)
+    other = Gossip(B, "b:7", 1, INTERVAL_S, random.Random(0).random, 0.0)
     other.handle(Push(1, 0, (alive(A),)), A, 0.0)
 
     sends = system.node.leave(system.now_s)
@@ -132,9 +143,12 @@ def test_events_report_changes_of_members() -> None:
     ]
 
 
-def test_a_full_table_forgets_only_dead_members_for_new_ones() -> None:
+def test_a_full_table_forgets_only_dead_members_for_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An invented name never removes a member that is alive."""
-    system = GossipCluster(B, C, D, settings=Parameters(members_max=4))
+    monkeypatch.setattr(detector, "MEMBERS_MAX", 4)
+    system = GossipCluster(B, C, D)
     system.receive(B, alive(E))
     assert E not in system.node.members
 
@@ -144,9 +158,10 @@ def test_a_full_table_forgets_only_dead_members_for_new_ones() -> None:
     assert set(system.node.members) == {A, B, C, E}
 
 
-def test_dead_members_are_forgotten() -> None:
-    """After `forget_s`; long before they are not sent any more."""
-    system = GossipCluster(B, C, settings=Parameters(forget_s=20.0))
+def test_dead_members_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `FORGET_S`; long before they are not sent any more."""
+    monkeypatch.setattr(exchange, "FORGET_S", 20.0)
+    system = GossipCluster(B, C)
     system.receive(B, dead(C, B))
 
     system.pass_time(15.0)

@@ -29,17 +29,16 @@ A, B = NodeId("a"), NodeId("b")
 UPDATE = MemberUpdate(A, 1, 2, Status.SUSPECT, "10.0.0.1:7", (B,))
 ENTRY = Entry(1, "d0", 3, 17, b"value")
 PACKETS = (
-    Ping(1, 0, 5, True, (UPDATE,)),
+    Ping(1, 0, 5, (UPDATE,)),
     Ack(1, 0, 5),
     PingReq(1, 0, 5, B),
     wire.IndirectAck(1, 0, 5, NodeId("b"), 1, 2),
     wire.Nack(1, 0, 5),
     Push(1, 0, (UPDATE, UPDATE)),
-    Digest(1, 0, 1280, "", "zz", (KnownMember(A, 1, 2, Status.ALIVE, 9, 0),), (UPDATE,)),
+    Digest(1, 0, "", "zz", (KnownMember(A, 1, 2, Status.ALIVE, 9, 0),), (UPDATE,)),
     Delta(
         1,
         0,
-        1280,
         (),
         (RecordDelta(A, 1, 0, 3, 0, (ENTRY, Entry(2, "n1", 2, 0, None))),),
         (KnownMember(B, 0, 0, Status.ALIVE, 0, 0),),
@@ -74,13 +73,13 @@ def test_packets_are_never_larger_than_the_sum_of_their_parts(
     update: MemberUpdate, known: KnownMember, name: NodeId, number: int, count: int
 ) -> None:
     """Packets are filled by the sizes of their parts, and a bound for the rest."""
-    head, some, entries = (number, number, number), (update,) * count, (known,) * count
+    some, entries, head = (update,) * count, (known,) * count, (number, number)
     parts = wire.HEADER_BYTES + count * wire.encoded_bytes(update)
     digest = parts + count * wire.encoded_bytes(known)
     texts = wire.text_bytes(name)
 
-    assert len(encode(wire.IndirectAck(*head, name, number, number, some))) <= parts + texts
-    assert len(encode(PingReq(*head, name, some))) <= parts + texts
+    assert len(encode(wire.IndirectAck(*head, number, name, number, number, some))) <= parts + texts
+    assert len(encode(PingReq(*head, number, name, some))) <= parts + texts
     assert len(encode(Digest(*head, name, name, entries, some))) <= digest + 2 * texts
     assert len(encode(Delta(*head, some, (), entries))) <= digest
 
@@ -107,7 +106,6 @@ def _with(packet: Packet, **changes: object) -> bytes:
         _with(PACKETS[0], updates=(msgspec.structs.replace(UPDATE, epoch=0),)),
         _with(PACKETS[0], updates=(msgspec.structs.replace(UPDATE, suspectors=(B,) * 9),)),
         _with(PACKETS[0], updates=(msgspec.structs.replace(UPDATE, address="x" * 129),)),
-        _with(PACKETS[0], updates=(UPDATE,) * 2049),
         _with(PACKETS[7], records=(RecordDelta(A, 1, 0, 3, 0, (ENTRY,) * 257),)),
         _with(
             PACKETS[7],
