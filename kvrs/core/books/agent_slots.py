@@ -1,11 +1,10 @@
-"""Requests for slots to the agents of their targets, which arbitrate between proxies. What an agent
-may have granted, and what was granted without one, is noted in the proxy's book.
+"""Slot requests of one proxy to the agents, which arbitrate transfer slots between proxies.
 
-Requested right before the decode call of an attempt that fetches: all requests of one turn of the
-driver's loop go to an agent in one message, with the releases before them. Renewed in one message
-per agent and third of a lease, released as soon as the book gives the slot back: the attempt has
-brought a token or is over. An agent that cannot be asked stops no recovery: each proxy then grants
-its own share of the target's slots locally, and that is counted.
+The proxy requests a slot right before the decode call of an attempt that fetches. All requests of
+one turn of the driver's loop go to an agent in one message, after the releases. Slots are renewed
+in one message per agent and third of a lease, and released when the attempt has produced a token
+or has ended. If an agent cannot be asked, the proxy grants its own share of the target's slots
+locally and counts those grants. `SlotBook` records both kinds of grants.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,26 +20,26 @@ from kvrs.core.model.member import Health
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import AgentInfo, Slot, SlotAnswer, SlotRequest, SlotUpdate
 
-LEASE_S = 10.0  # After a proxy's death, its slots are free for others within this time.
-ANSWER_TIMEOUT_S = 0.25  # A recovery does not wait longer for an agent that hangs.
-AGENT_COOLDOWN_S = 1.0  # For so long an agent that did not answer is not asked again.
-LOCAL_GRANT_WAIT_S = 0.25  # Until another of the locally granted transfers may have ended.
-RENEW_TICK_S = 0.1  # At most this long an agent that is back does not know what is held.
+LEASE_S = 10.0  # The slots of a dead proxy are free within this time.
+ANSWER_TIMEOUT_S = 0.25  # The longest that a recovery waits for an agent that hangs.
+AGENT_COOLDOWN_S = 1.0  # Pause before an agent that did not answer is asked again.
+LOCAL_GRANT_WAIT_S = 0.25  # Wait for the end of a locally granted transfer.
+RENEW_TICK_S = 0.1  # A restarted agent learns of the held slots within this time.
 
 
 class SlotOutcome(StrEnum):
     GRANTED = "granted"
     DENIED = "denied"
     LOCAL = "local"  # Granted locally.
-    LOST = "lost"  # The agent gave it to another proxy, and ends the transfer.
+    LOST = "lost"  # The agent gave the slot to another proxy, and ends the transfer.
 
 
 class Granted(msgspec.Struct, frozen=True):
-    token: int  # 0: no agent has granted it.
+    token: int  # 0: granted without an agent.
 
 
 class Denied(msgspec.Struct, frozen=True):
-    wait_s: float  # Until a slot may be had.
+    wait_s: float  # Time until a slot may be free.
 
 
 @dataclass(slots=True)
@@ -52,12 +51,14 @@ class _Outbox:
 
 
 def slot_share(config: Config) -> int:
-    """The proxy's part of a target's slots while no agent arbitrates."""
+    """Return the proxy's share of a target's slots while no agent arbitrates."""
     return config.policy.slots_max // (1 + sum(1 for _ in config.proxy.every_peer()))
 
 
 class AgentSlots:
-    """`count` gets the outcome of every request, and of every slot that was lost."""
+    """Asks agents for slots and applies their answers. `count` gets the outcome of every request
+    and of every lost slot.
+    """
 
     def __init__(
         self,
@@ -69,9 +70,7 @@ class AgentSlots:
         share: int,
         count: Callable[[SlotOutcome], None],
     ) -> None:
-        """`owner` names this run of this proxy, and no other; `share` is its part of a target's
-        slots while no agent arbitrates: all proxies together then take no more than there are.
-        """
+        """`owner` is unique to this process; `share` is the result of `slot_share`."""
         self._owner = owner
         self._book = book
         book.released = self._release
@@ -81,8 +80,8 @@ class AgentSlots:
         self.tick_s = min(RENEW_TICK_S, self._lease_s / 3)
         self._count = count
         self.reload(share)
-        # Called when there is a message to an agent, which the driver takes in its next turn: the
-        # victims of one event have all asked by then.
+        # Called when an agent's outbox gets its first entry. The driver sends the message in its
+        # next turn, when all victims of an event have made their requests.
         self.has_message: Callable[[InstanceId], None] = lambda agent: None
         self._outboxes: dict[InstanceId, _Outbox] = {}
         self._cooling_until_s: dict[InstanceId, float] = {}
@@ -90,11 +89,12 @@ class AgentSlots:
         self._renewed_s = 0.0
 
     def reload(self, share: int) -> None:
-        """Change the share of `__init__`."""
         self._share = max(1, share)
 
     def request(self, asked: SlotRequest, now_s: float) -> Granted | Denied | InstanceId:
-        """Return the outcome, or the agent whose outbox now has the request: `answered` follows."""
+        """Return the outcome, or the agent whose outbox now has the request; then call `answered`
+        with that agent's answer.
+        """
         agent = self._agents.by_node.get(self._instances.known[asked.target].node)
         if agent is None:
             return Granted(0)
@@ -102,7 +102,7 @@ class AgentSlots:
         if agent.health is not Health.UP or now_s < self._cooling_until_s.get(agent.id, 0.0):
             return self._grant_locally(held)
         if agent.info is not None and next(self._asked_of(agent.id), None) is None:
-            self._met[agent.id] = agent.info  # It has nothing to hear of.
+            self._met[agent.id] = agent.info  # A restarted agent has no slot to learn of.
         held.asked = agent.id, asked
         self._outbox(agent.id).acquire.append(asked)
         return agent.id
@@ -110,14 +110,14 @@ class AgentSlots:
     def answered(
         self, asked: SlotRequest, agent: InstanceId, slot: Slot | None, now_s: float
     ) -> Granted | Denied:
-        """Apply the agent's answer; None: it has not answered within ANSWER_TIMEOUT_S."""
+        """Apply the agent's answer; None: no answer came within ANSWER_TIMEOUT_S."""
         held = self._held(agent, asked)
         if slot is None:
             self._cooling_until_s[agent] = now_s + AGENT_COOLDOWN_S
             return Granted(0) if held is None else self._grant_locally(held)
         if not slot.token:
             if held is not None:
-                held.asked = None  # It is not released, and keeps its place in the agent's queue.
+                held.asked = None  # No release is sent: the request stays in the agent's queue.
             self._count(SlotOutcome.DENIED)
             return Denied(slot.wait_s)
         self._count(SlotOutcome.GRANTED)
@@ -133,9 +133,7 @@ class AgentSlots:
         return Granted(0)
 
     def message(self, agent: InstanceId) -> SlotUpdate:
-        """Take the agent's next message: releases, then requests in the order in which they
-        came.
-        """
+        """Take the agent's next message: the releases, then the requests in order of arrival."""
         outbox = self._outboxes.pop(agent)
         return SlotUpdate(
             self._owner, self._lease_s, release=outbox.release, acquire=outbox.acquire
@@ -143,17 +141,18 @@ class AgentSlots:
 
     @property
     def has_asked(self) -> bool:
-        """Streams have slots of agents, or wait for some."""
+        """True if any slot was granted by an agent or is requested from one."""
         return any(each.asked is not None for each in self._book.held.values())
 
     def begin(self, now_s: float) -> None:
-        """Count the time until the next renewal from now on."""
+        """Start the renewal interval now."""
         self._renewed_s = now_s
 
     def renewals(self, now_s: float) -> dict[InstanceId, SlotUpdate]:
-        """Return the renewals that are due; ask every `tick_s`.
+        """Return the renewals that are due; call every `tick_s`.
 
-        At once where an agent is back: it may know of nothing, and grant to others what is held.
+        A restarted agent gets a renewal at once: it knows of no slot, and could grant held slots to
+        other proxies.
         """
         if is_due := now_s >= self._renewed_s + self._lease_s / 3:
             self._renewed_s = now_s
@@ -173,14 +172,16 @@ class AgentSlots:
                 yield each.asked[1]
 
     def renewed(self, agent: InstanceId, update: SlotUpdate, answer: SlotAnswer) -> None:
-        """Drop what the agent has given to others; it ends the transfers that still run."""
+        """Drop the slots that the agent has given to other proxies; the agent ends their
+        transfers.
+        """
         for asked in update.renew:
             if asked.stream in answer.lost and (held := self._held(agent, asked)) is not None:
                 held.asked = None
                 self._count(SlotOutcome.LOST)
 
     def _held(self, agent: InstanceId, asked: SlotRequest) -> HeldSlot | None:
-        """The slot of this request; None: its attempt fetches nothing any more."""
+        """Return the slot of this request; None: its attempt has released the slot."""
         held = self._book.held.get(asked.stream)
         return held if held is not None and held.asked == (agent, asked) else None
 

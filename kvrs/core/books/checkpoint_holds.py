@@ -1,9 +1,9 @@
-"""Checkpoints of the open streams at agents: reservations held and released, and what became of
-them. Peers keep replicas without any, which the policy's records have.
+"""Reservations of open streams at agents for their checkpoints.
 
-A reservation is made at the agent by the first engine that sends pages; from then on the proxy
-renews it, until the stream has ended, or runs and needs that agent no more. Until then nothing is
-released: a recovery that fails may have to fall back on it.
+The first engine that sends pages makes the reservation at the agent. The proxy renews the
+reservation until the stream has ended, or runs by a plan without that agent. A reservation is never
+released during a recovery: a recovery that fails may fall back on the checkpoint. Replicas at peers
+need no reservation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +21,14 @@ from kvrs.core.model.streams import Copy, LiveStream
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import STORE, AgentInfo, AgentReport, Role
 
-# Why an agent keeps nothing of a stream.
+# Reasons why an agent has no checkpoint of a stream.
 _GONE = "keeps nothing of it any more"
 _NO_ROOM = "has no room"
 _DOWN = "is down"
 
 
 class CheckpointHolds:
-    """Which agent keeps what of which open stream."""
+    """Records which agents keep pages of which open streams."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class CheckpointHolds:
         tell: Callable[[ev.Event, float], None],
     ) -> None:
         self.agents = agents
-        # Reserved room is scarce, so it is given back as soon as anything is sent to agents.
+        # Reserved room is scarce: releases go with the next message to the agents.
         self.leases = Leases(config.transfer.lease_s, release_s=config.proxy.load_interval_s)
         self._mode = config.ordered_backup.mode
         by_itself = config.backup.mode is not self._mode
@@ -51,24 +51,24 @@ class CheckpointHolds:
     # Streams.
 
     def planned(self, live: LiveStream, plan: act.Plan) -> None:
-        """Hold the reservations at the agents that the plan names."""
+        """Start to renew the reservations at the agents of the plan."""
         for place in plan.places if self._mode is not BackupMode.PEER else ():
             live.copies.setdefault(place.holder, Copy()).lost = None
             self.leases.hold(place.holder, live.id)
 
     def resumed(self, live: LiveStream, now_s: float) -> None:
-        """The plan has worked: release the agents that it does not name."""
+        """Release the agents outside the plan, after the plan's attempt has produced a token."""
         assert live.attempt.plan is not None
         places = {place.holder for place in live.attempt.plan.places}
         for agent in [name for name in live.copies if name not in places]:
-            # Without a page seen there may be no reservation, and its release would shut out every
-            # later attempt that has a place there again. If there is one, it runs out by itself.
+            # Without a reported page there may be no reservation, and a release would bar later
+            # attempts from this agent. A reservation that is dropped here expires by its lease.
             let_go = self.leases.release if live.copies.pop(agent).pages else self.leases.drop
             let_go(agent, live.id)
             self._tell(ev.RetentionLost(agent, (live.id,)), now_s)
 
     def adopt(self, live: LiveStream, kept: ev.Kept) -> None:
-        """Hold what the proxy before this one had reserved for the stream."""
+        """Renew the reservation that the stream's previous proxy held."""
         known = self.agents.known.get(kept.holder)
         if known is not None and known.info is not None and known.info.epoch == kept.epoch:
             live.copies[kept.holder] = Copy(kept.pages)
@@ -84,8 +84,8 @@ class CheckpointHolds:
     def up(self, known: Agent, info: AgentInfo, now_s: float) -> None:
         event = self.agents.accept(known, info)
         for live in self._streams.values():
-            # Engines offer the pages again; after a denial for lack of room a copy counts only
-            # when it was seen.
+            # Engines send the pages again; a copy that was denied room counts only when the agent
+            # reports it.
             if (copy := live.copies.get(known.id)) is not None and copy.lost != _NO_ROOM:
                 copy.pages, copy.lost = 0, None
                 self.leases.hold(known.id, live.id)
@@ -129,7 +129,7 @@ class CheckpointHolds:
     # For the state and metrics.
 
     def protected(self, live: LiveStream) -> dict[InstanceId, int]:
-        """Leading full pages of the stream that each agent or peer keeps."""
+        """Return the number of leading full pages that each agent or peer keeps of the stream."""
         if self._mode is BackupMode.PEER:
             plan = live.attempt.plan
             chosen = () if plan is None else plan.places
@@ -148,8 +148,8 @@ class CheckpointHolds:
         return {self.agents.by_node[there.node].id: tokens // there.page_size_tokens}
 
     def unprotected(self, live: LiveStream, unplaced: Mapping[StreamId, str]) -> str | None:
-        """Why no agent keeps, or is about to keep, anything of the stream; `unplaced` is why the
-        policy found none for it.
+        """Return the reason why no agent keeps or will keep pages of the stream; None if one does.
+        `unplaced` has the policy's reasons for choosing no agent.
         """
         plan, kept = live.attempt.plan, self.protected(live)
         there = None if plan is None else self._instances.known[plan.decode]
@@ -166,13 +166,15 @@ class CheckpointHolds:
         return unplaced.get(live.id, "no agent was found for it")
 
     def are_missing(self, known: Member) -> bool:
-        """The instance is in use for decoding, and no agent gets anything of its streams."""
+        """Return whether the instance decodes and sends no pages to any agent, although backup is
+        on.
+        """
         is_asked = self._mode is not BackupMode.OFF and known.role is not Role.PREFILL
         has_some = known.checkpoints or bool(known.rows)
         return is_asked and self._instances.is_up(known.id) and not has_some
 
     def count_unprotected(self) -> int:
-        """Streams that should be protected, and are not."""
+        """Count the streams that should have a checkpoint and have none."""
         if self._mode is BackupMode.OFF:
             return 0
         return sum(self.unprotected(live, {}) is not None for live in self._streams.values())
@@ -180,8 +182,8 @@ class CheckpointHolds:
     # Leases.
 
     def unknown(self, agent: InstanceId, streams: Sequence[StreamId], now_s: float) -> None:
-        """The agent has no reservation for these: not yet, where nothing was seen of them, or no
-        longer.
+        """Handle an agent's answer that it has no reservation for these streams: not yet, if no
+        page was reported, else no longer.
         """
         lost = []
         for stream in self.leases.unknown(agent, streams):

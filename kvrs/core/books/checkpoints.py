@@ -1,8 +1,8 @@
-"""Checkpoints of streams: their agents are chosen when an attempt starts (`placement.py`), their
-pages are counted as agents report them.
+"""Checkpoints of streams: the policy chooses their agents when an attempt starts (`placement.py`)
+and counts the pages that the agents report.
 
-A checkpoint that is no longer written to stays a source until its stream brings a token again; then
-it is forgotten here, as the driver releases its reservation.
+A checkpoint that gets no more pages stays a source until its stream produces a token again; then
+the driver releases the reservation.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class Checkpoints:
     def place(
         self, stream: Stream, decode: Member, prefill: Member | None
     ) -> tuple[act.Place, ...]:
-        """Choose and book the agents for the pages of an attempt that decodes there. Present ones
-        are kept where they still serve.
+        """Choose and book the agents for the pages of an attempt that decodes at `decode`. Agents
+        that already have pages of the stream are preferred.
         """
         mode = self._settings.mode
         node, need_bytes = decode.node, _need_bytes(stream, decode)
@@ -35,7 +35,7 @@ class Checkpoints:
         if decode.rows:
             stream.unprotected, mode = "", BackupMode.OFF
         elif not (decode.checkpoints or (prefill is not None and prefill.checkpoints)):
-            # Room that is reserved and never filled would be missing to other streams.
+            # A reservation that is never filled would take room from other streams.
             stream.unprotected = f"no agent keeps KV of {decode.id}"
             mode = BackupMode.OFF
         if mode is BackupMode.PEER:
@@ -62,8 +62,8 @@ class Checkpoints:
         return tuple(act.Place(agent.id, need_bytes) for agent in chosen)
 
     def _at_peer(self, stream: Stream, decode: Member, need_bytes: int) -> tuple[act.Place, ...]:
-        """The instance that has most of it; else the next one along the ring of decode instances,
-        of another node where there is one.
+        """Choose the peer that has the most pages of the stream, else the next decode instance
+        along the ring, on another node if possible.
         """
         others = [
             each
@@ -90,11 +90,11 @@ class Checkpoints:
         return (act.Place(chosen.id, need_bytes),)
 
     def reported(self, stream: Stream, agent: Agent, pages: int) -> None:
-        """The agent stores so many leading pages; counted only where the plan names the agent."""
+        """Note the number of leading pages that the agent stores, if the plan names the agent."""
         checkpoint = stream.checkpoints.get(agent.id)
         plan, decode = stream.attempt.plan, stream.attempt.decodes_on
         if checkpoint is None and pages and plan is not None and decode is not None:
-            # It was lost or denied, and the instances have reconnected to it.
+            # The checkpoint was lost or denied, and the instances have sent pages again.
             asked = next((place for place in plan.places if place.holder == agent.id), None)
             if asked is not None:
                 checkpoint = self._keep(stream, agent, decode, asked.reserved_bytes)
@@ -103,14 +103,14 @@ class Checkpoints:
             checkpoint.pages = pages
 
     def adopt(self, stream: Stream, agent: Agent, pages: int) -> None:
-        """The agent stores pages of it for another proxy, which has booked the room: a source."""
+        """Note pages of the stream that the agent stores by another proxy's reservation."""
         geometries = [member.geometry for member in self._view.members.values()]
         if pages and geometries:
             stream.checkpoints[agent.id] = StoredCheckpoint(agent, geometries[0], pages=pages)
             agent.streams.add(stream.id)
 
     def lose(self, stream: Stream, holder: InstanceId, why: str) -> None:
-        """The agent stores nothing of the stream any more."""
+        """Forget the agent's checkpoint of the stream."""
         checkpoint = stream.checkpoints.pop(holder, None)
         if checkpoint is None:
             return
@@ -121,7 +121,7 @@ class Checkpoints:
             stream.unprotected = why
 
     def drop_former(self, stream: Stream) -> None:
-        """Keep only the checkpoints that are still written to."""
+        """Forget the checkpoints that get no more pages."""
         for holder in [
             holder
             for holder, checkpoint in stream.checkpoints.items()
@@ -184,7 +184,7 @@ class Checkpoints:
 
 
 def protection(stream: Stream) -> dict[str, Any]:
-    """The pages by agent or peer, or the reason why none stores any."""
+    """Return the pages by agent or peer, and the reason if there are none."""
     stored = {
         holder: kept.pages for holder, kept in stream.checkpoints.items() if kept.booked_bytes
     }
@@ -195,7 +195,7 @@ def protection(stream: Stream) -> dict[str, Any]:
 
 
 def replicas_of(stream: Stream) -> dict[InstanceId, int]:
-    """The pages by peer; what the instance that decodes the stream has protects nothing."""
+    """Return the replicated pages by peer, except at the instance that decodes the stream."""
     return {
         name: held.pages
         for name, held in stream.holders.items()
@@ -204,8 +204,8 @@ def replicas_of(stream: Stream) -> dict[InstanceId, int]:
 
 
 def _need_bytes(stream: Stream, decode: Member) -> int:
-    """Room for the stream's longest possible history; for the present one where no limit is
-    known.
+    """Return the bytes of the stream's longest possible history, or of the present history if no
+    limit is known.
     """
     ends = (stream.most_tokens, decode.max_model_len or None)
     longest = min((most for most in ends if most is not None), default=0)
@@ -214,7 +214,7 @@ def _need_bytes(stream: Stream, decode: Member) -> int:
 
 
 def _has_room(stream: Stream, agent: Agent, need_bytes: int) -> bool:
-    """The stream's own reservation there counts as room."""
+    """Return whether the agent has room; the stream's own reservation there counts as room."""
     own = stream.checkpoints.get(agent.id)
     return agent.has_room(need_bytes - (own.booked_bytes if own is not None else 0))
 

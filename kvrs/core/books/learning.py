@@ -1,9 +1,9 @@
-"""Corrections of predictions, learned: the ratio of real to predicted cost, per recovery option
+"""Learned corrections of predictions: the ratio of real to predicted cost per recovery option
 (DESIGN section 5, "Learn").
 
-One factor per option, because what a table leaves out (another load, a colder cache, a slower step)
-lies in the path that the option takes. It is an EWMA of logarithms, so that twice as long and half
-as long weigh the same.
+Each option has its own factor, because the effects that a table leaves out (another load, a colder
+cache, a slower step) depend on the option's path. The factor is an EWMA of logarithms: a ratio of 2
+and a ratio of 1/2 cancel out.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from math import exp, isfinite, log
 
 from kvrs.core.model.estimates import Option
 
-WEIGHT = 0.2  # Of the newest observation: nine tenths of a change are learned from ten.
-HALF_LIFE_S = 300.0  # Of a factor without new observations: its cause may be gone.
+WEIGHT = 0.2  # Weight of the newest observation: ten of them make up nine tenths of a change.
+HALF_LIFE_S = 300.0  # Half-life of a factor without new observations.
 _FORGETTING_PER_S = log(2) / HALF_LIFE_S
-SHORTEST_S = 0.001  # Below this, clock and polling dominate what is measured.
+SHORTEST_S = 0.001  # Shorter measurements show the clock and polling more than the recovery.
 
 
 @dataclass(slots=True)
@@ -23,13 +23,13 @@ class _Learned:
     at_s: float
 
     def log_factor_at(self, now_s: float) -> float:
-        """The factor's logarithm after `HALF_LIFE_S`-decay."""
+        """Return the factor's logarithm, decayed by `HALF_LIFE_S`."""
         return self.log_factor * exp(-_FORGETTING_PER_S * max(0.0, now_s - self.at_s))
 
 
 class Corrections:
-    """A factor in `[1 / most, most]` per option; 1 until the first observation, and always with
-    `most` = 1.
+    """Learns a factor in `[1 / most, most]` per option, 1 before the first observation. With
+    `most` = 1 nothing is learned.
     """
 
     def __init__(self, most: float) -> None:
@@ -38,26 +38,27 @@ class Corrections:
         self._latest_s = 0.0
 
     def reload(self, most: float) -> None:
-        """Change the bound; what has been learned is kept."""
+        """Change the bound and keep the learned factors."""
         assert most >= 1, most
         self._most = most
         self._bound = log(most)
 
     def factor(self, option: Option, now_s: float) -> float:
-        """The factor for predictions of this option."""
+        """Return the factor for predictions of this option."""
         learned = self.learned.get(option)
-        if learned is None:  # Nearly always: no recovery in a while.
+        if learned is None:
             return 1.0
         self._latest_s = max(self._latest_s, now_s)
         return self._factor(learned, now_s)
 
     def observe(self, option: Option, raw_s: float, real_s: float, now_s: float) -> None:
-        """The option was predicted to take `raw_s`, before any correction, and took `real_s`."""
+        """Note that the option was predicted to take `raw_s`, before correction, and took
+        `real_s`.
+        """
         if self._bound == 0.0 or not (isfinite(raw_s) and isfinite(real_s)):
             return
         ratio = log(max(real_s, SHORTEST_S) / max(raw_s, SHORTEST_S))
-        # An outlier counts no more than the largest correction: one hung transfer must not outweigh
-        # many observations.
+        # An outlier, such as one hung transfer, must not outweigh many observations.
         ratio = min(max(ratio, -self._bound), self._bound)
         self._latest_s = max(self._latest_s, now_s)
         learned = self.learned.get(option)
@@ -65,7 +66,7 @@ class Corrections:
         self.learned[option] = _Learned(known + WEIGHT * (ratio - known), now_s)
 
     def snapshot(self) -> dict[str, float]:
-        """The factor of every option that was observed, at the latest time of any call."""
+        """Return the factor of every observed option, at the time of the latest call."""
         return {
             option.value: self._factor(learned, self._latest_s)
             for option, learned in self.learned.items()

@@ -1,4 +1,4 @@
-"""Lower bounds of the bandwidth between nodes, by the newest measurement."""
+"""Lower bounds of the bandwidth between nodes, from the newest measurement of each link."""
 
 from dataclasses import dataclass
 
@@ -6,10 +6,10 @@ from kvrs.core.model import events as ev
 from kvrs.ids import NodeId
 from kvrs.transfer.meter import Measurement, lower_bound
 
-# The bound decreases with every second in which nothing is measured; smaller steps than this change
-# no decision.
+# The least relative change of a bound that is reported: a bound decreases with the age of its
+# measurement, and smaller changes affect no decision.
 _STEP = 0.02
-# The same measurement, reported twice, is never exactly as old as it says: reports travel.
+# Two reports of one measurement differ in its age by up to this time, because of message delays.
 _SAME_S = 0.5
 
 
@@ -20,7 +20,9 @@ class _Link:
 
 
 class LinkBounds:
-    """Instances report what they measured, agents publish it by gossip: the newest counts."""
+    """Keeps the newest measurement of each link. Instances report measurements directly, agents
+    publish them by gossip.
+    """
 
     def __init__(self) -> None:
         self._links: dict[tuple[NodeId, NodeId], _Link] = {}
@@ -28,7 +30,9 @@ class LinkBounds:
     def measured(
         self, source: NodeId, target: NodeId, measured: Measurement, now_s: float
     ) -> ev.LinkMeasured | None:
-        """Return the event for the policy; None: the bound has not changed enough."""
+        """Note a measurement; return the event for the policy, or None if the bound has hardly
+        changed.
+        """
         measured_s = now_s - measured.age_s
         link = self._links.get((source, target))
         if link is None:

@@ -1,12 +1,11 @@
-"""The agent that stores a stream's checkpoint: that of another node which would restore it soonest
-(LUMEN section 4.2, Eq. 1).
+"""The choice of the agent for a stream's checkpoint: the agent of another node that would restore
+the stream soonest (LUMEN section 4.2, Eq. 1).
 
-Restore pressure is a mean, so it says nothing about how many checkpoints an agent keeps: agents
-that are nearly as good as the best one share the checkpoints of each serving node out, or one node
-would restore all that a lost one had.
+Restore pressure is a mean over an agent's checkpoints, and does not grow with their number. So that
+one node need not restore all streams of a lost node, the agents within `_NEAR_S` of the best one
+share the checkpoints of each serving node.
 
-The ring is the order of the nodes' ids: it needs no membership protocol, and every proxy sees the
-same one.
+The ring is the order of the node ids: it is the same at every proxy without a membership protocol.
 """
 
 from collections.abc import Sequence
@@ -21,25 +20,22 @@ T = TypeVar("T")
 
 
 class PlacementCandidate(msgspec.Struct, frozen=True, gc=False):
-    """A row of the load table: an agent that is up. A stream has one of each agent made, so that
-    they are many in a large cluster.
-    """
+    """An agent that is up: one row of the load table of LUMEN section 4.2."""
 
     holder: InstanceId
     node: NodeId
-    queueing_delay_s: float  # Until work that comes to its node now begins.
+    queueing_delay_s: float  # Wait of new work at the agent's node.
     reserved_bytes: int
-    checkpoints: int  # Among which `reserved_bytes` are shared out.
+    checkpoints: int  # Number of checkpoints in `reserved_bytes`.
     capacity_bytes: int
     host_to_device_bytes_per_s: float
-    of_serving_bytes: int = 0  # Among `reserved_bytes`, for streams that the serving node decodes.
+    of_serving_bytes: int = 0  # The part of `reserved_bytes` for streams of the serving node.
 
 
-# In a larger cluster the checkpoint of a stream is placed among so many agents, so that a decision
-# takes no longer there; those of the next stream are others.
+# The largest number of agents that are considered for one stream: it bounds the time of a decision.
 CANDIDATES_MAX = 64
 
-# A difference of less makes no restore noticeably later: about one decode step.
+# Load differences below this, about one decode step, do not count.
 _NEAR_S = 0.02
 
 
@@ -51,11 +47,11 @@ def place(
     alpha: float,
     draw: int,
 ) -> PlacementCandidate | None:
-    """The agent for a checkpoint of `need_bytes` of a stream that `serving` decodes, if any.
+    """Choose the agent for a checkpoint of `need_bytes` of a stream that `serving` decodes.
 
-    Never the serving node, which may take both copies with it, and never one without room. `alpha`
-    weighs restore pressure against queueing delay; `draw` is a fixed number of the stream, so that
-    the answer is the same every time.
+    Agents on the serving node, whose loss would take both copies, and agents without room are left
+    out. `alpha` weighs restore pressure against queueing delay; `draw` is the stream's number, so
+    that the choice is deterministic.
     """
     others = [candidate for candidate in candidates if candidate.node != serving]
     if not others:
@@ -85,16 +81,18 @@ def place(
 
 
 def weighed(agents: Sequence[T], draw: int) -> Sequence[T]:
-    """Those among which the checkpoint of the stream with this number is placed by load; over the
-    streams every agent is among them as often.
+    """Return at most `CANDIDATES_MAX` agents for the stream with number `draw`; over many streams
+    every agent is returned equally often.
     """
     step = -(-len(agents) // CANDIDATES_MAX)
     return agents[_mixed(draw) % step :: step] if step > 1 else agents
 
 
 def load_s(candidate: PlacementCandidate, need_bytes: int, alpha: float) -> float:
-    """LUMEN Eq. 1: queueing delay plus alpha times restore pressure, which is how long the mean
-    checkpoint kept there, the new one included, takes from host memory into the device.
+    """Return the load by LUMEN Eq. 1: queueing delay + alpha * restore pressure.
+
+    Restore pressure is the time to copy the agent's mean checkpoint, the new one included, from
+    host memory to the device.
     """
     mean_bytes = (candidate.reserved_bytes + need_bytes) / (candidate.checkpoints + 1)
     return candidate.queueing_delay_s + alpha * mean_bytes / candidate.host_to_device_bytes_per_s
@@ -105,7 +103,9 @@ def _has_room(candidate: PlacementCandidate, need_bytes: int) -> bool:
 
 
 def _mixed(number: int) -> int:
-    """SplitMix64's finalizer: a remainder of consecutive stream numbers would be a round robin."""
+    """Hash a stream number with SplitMix64's finalizer, so that consecutive numbers do not choose
+    agents in turn.
+    """
     mask = (1 << 64) - 1
     number = (number + 0x9E3779B97F4A7C15) & mask
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & mask

@@ -1,13 +1,12 @@
 """The scale of guessed prefill tables (`profiles/guess.py`), learned from the prefills that the
-proxy sees.
+proxy observes.
 
-A guess has the right form, and a factor that depends on the GPUs. Prompts that an instance computes
-together share its time, so that one of them alone tells nothing. A busy period is what is measured:
-it begins with a prompt for an instance that computes none, and ends when it computes none again, or
-has answered a few. Its length, over the time that the guess gives for its prompts, is one sample of
-the factor; queues are part of both. The median of the last samples is used, so that single periods
-(a cold start, a cached prompt of which the engine does not tell, another proxy's work) do not
-count.
+A guessed table has the right form and an unknown factor that depends on the GPUs. Prompts that an
+instance computes together share its time, so the time of a single prompt says little. The proxy
+measures busy periods: a period begins with a prompt for an idle instance, and ends when the
+instance is idle again or has answered a few prompts. Its length, divided by the guessed time of its
+prompts, is one sample of the factor. The factor is the median of the last samples, so that single
+periods (a cold start, an unreported cached prompt, another proxy's work) do not count.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,11 +16,11 @@ from typing import Any
 from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId, StreamId
 
-ENOUGH_PREFILLS = 8  # After so many a table is no guess any more.
+ENOUGH_PREFILLS = 8  # Number of prefills after which a table no longer counts as a guess.
 MOST = 20.0  # The factor is in [1 / MOST, MOST].
 _SAMPLES = 15
 _PREFILLS_OF_PERIOD = 8
-# Periods whose prompts take less than this many steps' overheads tell nothing of the GPUs.
+# Shorter periods, in step overheads, do not depend on the GPUs and are ignored.
 _LEAST_STEPS = 2
 
 
@@ -31,15 +30,15 @@ class _Period:
     computing: set[StreamId] = field(default_factory=set)
     prefills: int = 0
     guessed_s: float = 0.0
-    is_whole: bool = True  # Each prompt was computed from its beginning, to its end.
+    is_whole: bool = True  # Every prompt was computed completely.
 
 
 class PrefillScale:
-    """One factor for all instances: they serve one model, and one guess is made of it."""
+    """Learns one factor for all instances: they serve one model, with one guessed table."""
 
     def __init__(self) -> None:
         self.factor = 1.0
-        self.prefills = 0  # That the factor was learned from.
+        self.prefills = 0  # Number of prefills from which the factor was learned.
         self._label: str | None = None
         self._samples: list[float] = []
         self._periods: dict[InstanceId, _Period] = {}
@@ -49,20 +48,20 @@ class PrefillScale:
         return self.prefills >= ENOUGH_PREFILLS
 
     def up(self, member: Member) -> None:
-        """A process has come up; what ran before it is gone."""
+        """Handle the start of an instance's process: drop the busy period of the previous one."""
         self._periods.pop(member.id, None)
         if member.guess is not None:
             self._label = member.guess.label
         self.tune(member)
 
     def tune(self, member: Member) -> None:
-        """Give its guess the factor."""
+        """Scale the instance's guessed table by the learned factor."""
         if member.guess is not None:
             table = replace(member.guess.scaled(self.factor), is_guess=not self.is_learned)
             member.set_table(table)
 
     def began(self, member: Member, stream: StreamId, now_s: float, *, is_whole: bool) -> None:
-        """The instance has got a history to compute; `is_whole`: none of it is there already."""
+        """Note that the instance begins to compute a history; `is_whole`: no part is cached."""
         if member.guess is None:
             return
         period = self._periods.setdefault(member.id, _Period(now_s))
@@ -72,8 +71,8 @@ class PrefillScale:
     def done(
         self, member: Member, stream: StreamId, tokens: int, now_s: float, reused: int = 0
     ) -> bool:
-        """The instance has computed all of these tokens but `reused`, which it had in its cache;
-        return whether the factor has changed.
+        """Note that the instance has computed a history of `tokens`, of which `reused` came from
+        its cache; return whether the factor has changed.
         """
         period = self._periods.get(member.id)
         if member.guess is None or period is None or stream not in period.computing:
@@ -97,7 +96,9 @@ class PrefillScale:
         return True
 
     def left(self, member: Member, stream: StreamId, now_s: float) -> None:
-        """The instance is not waited for any more: how much of it was computed is not known."""
+        """Note that the proxy no longer waits for the stream's prefill: the busy period gives no
+        sample, because the computed part is unknown.
+        """
         period = self._periods.get(member.id)
         if period is None or stream not in period.computing:
             return
@@ -107,7 +108,7 @@ class PrefillScale:
             self._end(member.id, period, now_s)
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Plain data for people; None: no table is a guess."""
+        """Return the state as plain data, for display; None: no table is a guess."""
         if self._label is None:
             return None
         return {
@@ -119,7 +120,7 @@ class PrefillScale:
 
     def _end(self, instance: InstanceId, period: _Period, now_s: float) -> None:
         if period.computing:
-            # What runs on has begun in this period, and the next one has the rest of it.
+            # The prompts that still run belong to the next period with their remaining time.
             self._periods[instance] = _Period(now_s, period.computing, is_whole=period.is_whole)
         else:
             del self._periods[instance]

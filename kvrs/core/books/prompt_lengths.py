@@ -1,13 +1,13 @@
-"""Lengths of text prompts in tokens, learned from the prompts that prefill has tokenised.
+"""Predicted lengths of text prompts in tokens, learned from tokenised prompts.
 
-The bytes of a request give a first guess. How many tokens a byte has depends on the tokenizer, and
-on what the clients of a model send: prose, code, or a script with several bytes a character.
+The size of a request in bytes gives a first guess. The number of tokens per byte depends on the
+tokenizer and on the text: prose, code, or a script with several bytes a character.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
-_KEPT = 31 / 32  # Of what earlier prompts weigh, with each prompt.
+_KEPT = 31 / 32  # Decay of the weight of earlier prompts with each new prompt.
 _MOST = 8.0  # The factor is in [1 / _MOST, _MOST].
 _NAMES_MAX = 256
 
@@ -19,19 +19,19 @@ class _Sums:
 
 
 class PromptLengths:
-    """One factor for the guesses of each model or adapter; long prompts weigh more."""
+    """Learns the ratio of real to guessed tokens of each model or adapter, weighted by length."""
 
     def __init__(self) -> None:
         self._sums: OrderedDict[str, _Sums] = OrderedDict()
 
     def expected(self, name: str, guessed_tokens: int) -> int:
-        """The length of a prompt that is guessed to have so many tokens, at least 1."""
+        """Return the corrected length of a prompt, at least 1."""
         sums = self._sums.get(name)
         factor = 1.0 if sums is None else sums.tokens / sums.guessed
         return max(1, round(guessed_tokens * min(_MOST, max(1 / _MOST, factor))))
 
     def observe(self, name: str, guessed_tokens: int, tokens: int) -> None:
-        """A prompt has turned out to have so many tokens; 0: its answer had no ids."""
+        """Note the real length of a prompt; `tokens` is 0 if the engine sent no token ids."""
         if guessed_tokens <= 0 or tokens <= 0:
             return
         sums = self._sums.setdefault(name, _Sums())

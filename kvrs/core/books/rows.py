@@ -1,9 +1,9 @@
-"""Rows of vLLM's CPU tiers, which the agent of a node serves out of the memory of its engines: the
-instances that have some, and where those of a stream are when its attempt has ended.
+"""Rows of vLLM's CPU tiers, which a node's agent serves out of the memory of its engines. This
+module records which instances have rows, and the holders of a stream's rows after an attempt.
 
-They take no room at the agent and no lease: the engine has them in any case, and evicts those of
-protected streams last. The last blocks of a stream may not be among them. A store that engines
-share by themselves is an agent without a process here: it has what they have stored of streams.
+Rows need no room and no lease at the agent: the engine keeps them anyway, and evicts the rows of
+protected streams last. The last blocks of a stream may be missing. A KV store that engines share
+counts as one more agent, without a process.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from kvrs.protocol.rows import NO_ROWS, RowsReport
 
 
 class Rows:
-    """The book of rows by instance, by agent and by stream."""
+    """Records rows by instance, by agent and by stream."""
 
     def __init__(
         self, view: ClusterView, checkpoints: Checkpoints, streams: Mapping[StreamId, Stream]
@@ -26,11 +26,11 @@ class Rows:
         self._view = view
         self._checkpoints = checkpoints
         self._streams = streams
-        # Agents with second copies, by the namespaces of these.
+        # The agents with second copies of rows, by the namespace of the rows.
         self._copying: defaultdict[str, dict[InstanceId, Agent]] = defaultdict(dict)
 
     def reported(self, agent: Agent, rows: RowsReport) -> None:
-        """The agent serves these rows, and no other."""
+        """Replace the set of rows that the agent serves."""
         if rows == agent.rows:
             return
         self._note(agent, rows)
@@ -53,14 +53,16 @@ class Rows:
     def lost(self, agent: Agent) -> None:
         self._note(agent, NO_ROWS)
         for member in self._view.by_node.get(agent.node, ()):
-            # With a second copy its streams are still to go on from that: the agent of a node that
-            # is lost may be known to be lost first.
+            # The loss of an agent may be known before the loss of its node's instances, whose
+            # streams then go on from a second copy.
             if member.has_tier and not self._copying[member.rows]:
                 member.set_rows("")
 
     def find(self, member: Member) -> None:
-        """Note the namespace of the instance's rows. They stay noted when their engine has died, of
-        which the agent may hear first: the streams that it had are yet to leave it.
+        """Note the namespace of the instance's rows.
+
+        The namespace of a dead engine is kept: the agent may report the death before the engine's
+        streams are moved, and their recovery needs the rows.
         """
         agent = self._view.agent_on(member.node)
         if agent is None or not self._checkpoints.are_kept:
@@ -73,7 +75,9 @@ class Rows:
             member.set_rows(alive)
 
     def left(self, stream: Stream, member: Member) -> None:
-        """An attempt that brought tokens has ended there."""
+        """Note the holders of a stream's rows when its attempt at the instance, which produced
+        tokens, has ended.
+        """
         pages = (stream.history_tokens - 1) // member.page_size_tokens
         if not member.rows or not pages:
             return

@@ -1,22 +1,18 @@
-"""Open streams of a tenant at one proxy, and addresses that guess at keys. Pure: every question
-about a moment takes the time.
-"""
+"""Limits of one proxy: the open streams of a tenant, and the failed keys of a client address."""
 
 from collections import OrderedDict
 
 from kvrs.config.tenants import TenantSettings
 
-RETRY_S = 1.0  # One of the tenant's own requests may have ended by then.
-# Failed keys of one address: so many at once, then one per second.
+RETRY_S = 1.0  # `Retry-After` for a tenant at its limit.
+# Token bucket of failed keys per address: a burst of ten, then one per second.
 _MAX_GUESSES = 10.0
 _GUESSES_PER_S = 1.0
 _MAX_ADDRESSES = 4096
 
 
 class TenantMeter:
-    """The open streams of one tenant. Other `limits` may be set at any time; what is open stays
-    open.
-    """
+    """Counts the open streams of one tenant. A change of `limits` closes no open stream."""
 
     def __init__(self, limits: TenantSettings) -> None:
         self.open_streams = 0
@@ -24,7 +20,7 @@ class TenantMeter:
         self.limits = limits
 
     def take(self, streams: int) -> bool:
-        """Count streams as open; False: the limit would be exceeded."""
+        """Count streams as open; return False, counting none, if the limit would be exceeded."""
         most = self.limits.streams
         if most is not None and self.open_streams + streams > most:
             self.refused += 1
@@ -37,22 +33,20 @@ class TenantMeter:
 
 
 class GuessLimit:
-    """Slows failed keys down, by address. Bounded: the address that failed longest ago is
-    forgotten first.
+    """Limits the rate of failed keys per address. The table is bounded; the address with the oldest
+    failure is forgotten first.
     """
 
     def __init__(self) -> None:
-        # Guesses that an address had left at its last failure, and the time of that.
+        # The remaining guesses of an address after its last failure, and the time of that failure.
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def wait_s(self, address: str, now_s: float) -> float:
-        """Seconds that the address has to wait for its next try; 0: none."""
+        """Return the time until the address may try again; 0: now."""
         return max(0.0, 1.0 - self._left_at(address, now_s)) / _GUESSES_PER_S
 
     def guess(self, address: str, now_s: float) -> float:
-        """Note a failed key; returns how long the address has to wait before one counts, 0: not at
-        all.
-        """
+        """Note a failed key if the address may try now; return `wait_s`."""
         if not (wait_s := self.wait_s(address, now_s)):
             self.note_failure(address, now_s)
         return wait_s

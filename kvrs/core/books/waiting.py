@@ -1,19 +1,16 @@
-"""The books of what a stream without an attempt waits for.
+"""Timers, transfer slots and the retry budget, for which streams without an attempt wait.
 
-Timers: one alarm per stream, and one wake-up that is requested from the driver for the earliest of
-them. A new `WakeAt` is requested only when the earliest alarm comes before the wake-up requested
-last; a driver may keep one timer or many, and a superfluous wake-up does nothing.
+Timers: each stream has at most one alarm, and the driver gets one wake-up for the earliest alarm. A
+new `WakeAt` is requested only if the earliest alarm comes before the last requested wake-up; a
+superfluous wake-up does nothing.
 
-Slots: at most `slots_max` recovery transfers into one target at a time (seed KVRS, "Slot
-Reservation"), and the queue of streams for the next one. First in, first out: a stream may take a
-slot only when one is left over for every stream before it. This is one proxy's own book, and a
-first filter: where the target's node has an agent, the agent arbitrates between proxies, and
-`agent_slots.py` notes here what it has been asked for.
+Slots: at most `slots_max` recovery transfers run into one target at a time (seed KVRS, "Slot
+Reservation"); other streams queue first in, first out. The book counts the slots of one proxy. If
+the target's node has an agent, the agent arbitrates between proxies too (`agent_slots.py`).
 
-Retry budget: a token bucket that keeps the retries of one proxy below a share of starts. Attempts
-that follow a failure load the survivors of it; where these fail under that load, each failure asks
-for more. A bucket that holds one token per open stream lets all victims of a loss go on at once,
-and what fails again after that at the rate of the refill.
+Retry budget: a token bucket keeps the retries of one proxy below a share of the starts, so that
+survivors which fail under the load of retries do not cause ever more retries. The bucket holds one
+token per open stream: all victims of one loss go on at once, and later failures at the refill rate.
 """
 
 from collections.abc import Callable, Collection
@@ -25,26 +22,23 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import SlotRequest
 from kvrs.sums import sum_in_order
 
-# Event loops round to milliseconds; an alarm that is this near counts as due, or it would be
-# requested again and again.
+# An alarm this close counts as due: event loops round to milliseconds, and would wake up early
+# again and again.
 SLACK_S = 0.005
-# The shortest wait: a transfer that is late by its prediction does not free its slot at once.
-SHORTEST_WAIT_S = 0.05
-# Tokens for each new stream: a fifth of the starts may be tried again.
-RETRY_SHARE = 0.2
-# The bucket holds a token for each open stream, and refills within so many seconds on its own.
-RETRY_REFILL_S = 10.0
+SHORTEST_WAIT_S = 0.05  # Least wait for a slot whose transfer is overdue by its prediction.
+RETRY_SHARE = 0.2  # Tokens that each new stream adds to the bucket.
+RETRY_REFILL_S = 10.0  # Time in which an empty bucket fills up without new streams.
 LEAST_RETRY_TOKENS = 100.0
-# The last part of the bucket is kept for streams that have begun.
+# The share of the bucket that only streams which have begun may use.
 _KEPT_RETRY_SHARE = 0.25
 
 
 class Timers:
     def __init__(self) -> None:
-        self.alarms_s: dict[StreamId, float] = {}  # Of each stream that has one.
-        # May hold alarms that were moved or cleared since.
+        self.alarms_s: dict[StreamId, float] = {}
+        # (time, sequence number, stream); also has alarms that were moved or cleared.
         self.heap: list[tuple[float, int, StreamId]] = []
-        self._count = 0  # Equal times are due in the order in which they were set.
+        self._count = 0  # The sequence number keeps alarms of equal times in the order of setting.
         self._requested_s: float | None = None
 
     def set(self, stream: StreamId, at_s: float) -> None:
@@ -53,14 +47,12 @@ class Timers:
         heappush(self.heap, (at_s, self._count, stream))
 
     def woken(self, now_s: float) -> None:
-        """The driver's wake-up: the requested one if its time has come, else an older one that no
-        longer matters.
-        """
+        """Note the driver's wake-up. A wake-up before the requested time is an older one."""
         if self._requested_s is not None and self._requested_s <= now_s + SLACK_S:
             self._requested_s = None
 
     def next_due(self, now_s: float) -> StreamId | None:
-        """Take the next alarm that is due; None: no more are."""
+        """Remove the next due alarm and return its stream; None: no alarm is due."""
         if not self.heap or self.heap[0][0] > now_s + SLACK_S:
             return None
         earliest_s = self._earliest_s()
@@ -71,7 +63,7 @@ class Timers:
         return stream
 
     def next_wake(self, now_s: float) -> act.WakeAt | None:
-        """The request to the driver without which the earliest alarm would be missed."""
+        """Return the wake-up that the driver needs for the earliest alarm; None: it has one."""
         earliest_s = self._earliest_s()
         if earliest_s is None:
             return None
@@ -91,31 +83,31 @@ class Timers:
 
 
 def is_past(at_s: float, now_s: float) -> bool:
-    """An alarm for this time would be due now."""
+    """Return whether an alarm for `at_s` would be due now."""
     return at_s <= now_s + SLACK_S
 
 
 @dataclass(slots=True)
 class HeldSlot:
     target: InstanceId
-    ends_s: float  # As predicted.
+    ends_s: float  # Predicted end of the transfer.
     duration_s: float
     ticket: int
-    # Which agent may have granted what to the attempt, whether or not its answer came.
+    # The agent and the request that it may have granted, even if no answer came.
     asked: tuple[InstanceId, SlotRequest] | None = None
-    is_local: bool = False  # Granted by this proxy, because the agent could not be asked.
+    is_local: bool = False  # Granted by the proxy itself, without the agent.
 
 
 @dataclass(slots=True)
 class _Target:
     held: dict[StreamId, HeldSlot] = field(default_factory=dict)
-    waiting: dict[StreamId, int] = field(default_factory=dict)  # Ticket numbers, in order.
+    waiting: dict[StreamId, int] = field(default_factory=dict)  # Tickets, in ascending order.
     next_ticket: int = 0
-    # Counted at the first look-up after a change, so that most look-ups are O(1):
+    # Computed at the first look-up after a change, so that most look-ups are O(1):
     first_end_s: float = 0.0
     mean_duration_s: float = 0.0
     is_counted: bool = True
-    # By the agent's last denial this proxy gets no more slots than these until then; 0: no denial.
+    # The agent's last denial: at most `most` slots until `most_until_s`; 0: no denial.
     most: int = 0
     most_until_s: float = 0.0
 
@@ -123,15 +115,15 @@ class _Target:
         return slots_max if is_past(self.most_until_s, now_s) else min(self.most, slots_max)
 
     def ticket_of(self, stream: StreamId) -> int:
-        """The ticket of its place in the queue, or a new one."""
+        """Return the stream's ticket in the queue, or a new ticket."""
         ticket = self.waiting.get(stream)
         if ticket is None:
             ticket, self.next_ticket = self.next_ticket, self.next_ticket + 1
         return ticket
 
     def ahead_of(self, stream: StreamId) -> int:
-        """The number of streams before this one; an upper bound when some have left the middle of
-        the queue.
+        """Return an upper bound of the number of streams that are before this stream in the queue;
+        streams that left the middle of the queue are counted.
         """
         ticket = self.waiting.get(stream)
         if ticket is None:
@@ -148,27 +140,28 @@ class _Target:
 class SlotBook:
     def __init__(self, slots_max: int) -> None:
         self._slots_max = slots_max
-        # Targets that a stream has come to, or waited for.
         self._targets: dict[InstanceId, _Target] = {}
-        self.is_used = False  # Some stream has had a slot; none waits for one before.
+        self.is_used = False  # A slot was taken at least once; before, no stream waits for one.
         self.held: dict[StreamId, HeldSlot] = {}
-        self.awaited: dict[StreamId, InstanceId] = {}  # For a slot of which target each waits.
-        # Called for each slot given back that an agent may have granted.
+        self.awaited: dict[StreamId, InstanceId] = {}  # The target of each queued stream.
+        # Called for each released slot that an agent may have granted.
         self.released: Callable[[InstanceId, SlotRequest], None] = lambda agent, asked: None
 
     def reload(self, slots_max: int) -> None:
-        """Allow another number of transfers. Where more are held, they run to their end."""
+        """Change the number of slots per target. Transfers beyond the new number run on."""
         self._slots_max = slots_max
 
     def expected_wait_s(self, target: InstanceId, stream: StreamId, now_s: float) -> float:
-        """0 when the stream may take a slot now; else until the first transfer ends, or the time
-        that the agent's denial named, and its turn in the queue comes.
+        """Return the expected time until the stream gets a slot at the target; 0: it may take one.
+
+        Otherwise the stream waits for the end of the first transfer, or of the agent's denial, and
+        for the streams before it in the queue.
         """
         book = self._targets.get(target)
         if book is None:
             return 0.0
         ahead = book.ahead_of(stream) if book.waiting else 0
-        # Tested here, because calls make up the time of a decision.
+        # The test saves the call: calls dominate the time of a decision.
         room = book.room(self._slots_max, now_s) if book.most_until_s else self._slots_max
         if len(book.held) + ahead < room:
             return 0.0
@@ -182,9 +175,7 @@ class SlotBook:
     def acquire(
         self, target: InstanceId, stream: StreamId, now_s: float, predicted_s: float
     ) -> bool:
-        """Take a slot for a transfer that is predicted to last this long, and leave the queue;
-        False: denied.
-        """
+        """Take a slot for a transfer of `predicted_s` and leave the queue; False: none is free."""
         assert stream not in self.held, stream
         book = self._targets.setdefault(target, _Target())
         ahead = book.ahead_of(stream) if book.waiting else 0
@@ -199,20 +190,20 @@ class SlotBook:
         return True
 
     def release(self, stream: StreamId) -> None:
-        """Give back the slot that the stream has."""
+        """Give the stream's slot back."""
         held = self.held.pop(stream)
         book = self._targets[held.target]
         if len(book.held) > 1:
             book.is_counted = False
         elif not book.is_counted:
-            book.count()  # What it had last says how long the next ones may take.
+            book.count()  # The last duration predicts those of later transfers.
         del book.held[stream]
         if held.asked is not None:
             self.released(*held.asked)
 
     def deny(self, stream: StreamId, until_s: float) -> None:
-        """The target's agent has no slot for this proxy before then; the stream goes back to its
-        place in the queue.
+        """Put the stream back in its place in the queue: the target's agent has no slot for this
+        proxy before `until_s`.
         """
         held = self.held[stream]
         book = self._targets[held.target]
@@ -224,7 +215,7 @@ class SlotBook:
         self.awaited[stream] = held.target
 
     def enqueue(self, target: InstanceId, stream: StreamId) -> None:
-        """Wait for a slot at the target. A stream that waits there already keeps its place."""
+        """Queue the stream at the target. A stream that is already queued there keeps its place."""
         if self.awaited.get(stream) == target:
             return
         self.leave(stream)
@@ -233,13 +224,13 @@ class SlotBook:
         self.awaited[stream] = target
 
     def leave(self, stream: StreamId) -> None:
-        """Stop waiting, if the stream does."""
+        """Remove the stream from the queue, if it is queued."""
         target = self.awaited.pop(stream, None)
         if target is not None:
             del self._targets[target].waiting[stream]
 
     def next_served(self, now_s: float) -> StreamId | None:
-        """A stream that waits while a slot is free for it."""
+        """Return a queued stream for which a slot is free; None: there is none."""
         for book in self._targets.values():
             if book.waiting and len(book.held) < book.room(self._slots_max, now_s):
                 return next(iter(book.waiting))
@@ -252,7 +243,7 @@ class SlotBook:
         return list(self._targets[target].waiting) if target in self._targets else []
 
     def snapshot(self) -> dict[str, dict[str, int]]:
-        """Slots held and streams waiting, of every target that has either."""
+        """Return the number of held slots and queued streams per target."""
         return {
             target: {"held": len(book.held), "waiting": len(book.waiting), "max": self._slots_max}
             for target, book in self._targets.items()
@@ -262,18 +253,19 @@ class SlotBook:
 
 class RetryBudget:
     def __init__(self) -> None:
-        self.used = 0.0  # Tokens that are not refilled yet; more than there are: given in advance.
+        self.used = 0.0  # Used tokens; tokens beyond the capacity were given out in advance.
         self._refilled_s = 0.0
-        self.delayed = 0  # Attempts that had to wait for a token.
+        self.delayed = 0  # Number of attempts that had to wait for a token.
 
     def started(self, open_streams: int, now_s: float) -> None:
-        """A new stream has its first attempt."""
+        """Add the share of a new stream, which has its first attempt."""
         self._refill(_capacity(open_streams), now_s)
         self.used = max(0.0, self.used - RETRY_SHARE)
 
     def take(self, open_streams: int, now_s: float) -> float:
-        """The token of an attempt of a stream that has begun: how long until it may be used. Tokens
-        are given out in advance, in the order in which they are asked for.
+        """Take a token for a stream that has begun; return the time until the token may be used.
+
+        Tokens are given out in advance, in the order of the calls.
         """
         capacity = _capacity(open_streams)
         self._refill(capacity, now_s)
@@ -283,8 +275,8 @@ class RetryBudget:
         return wait_s
 
     def take_spare(self, open_streams: int, now_s: float) -> bool:
-        """The token of an attempt of a stream that has not begun, if there are enough for the
-        others.
+        """Take a token for a stream that has not begun; return False, taking none, if only the
+        share of begun streams is left.
         """
         capacity = _capacity(open_streams)
         self._refill(capacity, now_s)
@@ -295,7 +287,7 @@ class RetryBudget:
         return True
 
     def snapshot(self, open_streams: int) -> dict[str, float]:
-        """Plain data for people."""
+        """Return the state as plain data, for display."""
         return {
             "used": self.used,
             "capacity": _capacity(open_streams),
