@@ -1,6 +1,4 @@
-"""Checksums of parts of pages: one of each cell, so that a part of what is stored is checked
-without reading the rest.
-"""
+"""Checksums of the cells of a page: a stored part is checked without reading the rest."""
 
 from xxhash import xxh3_64_digest
 
@@ -9,7 +7,7 @@ from kvrs.protocol.parts import PagePart
 
 
 def cell_checksums(guarded: Bytes, cells: int) -> bytes:
-    """The `checksum` of each of so many equal runs of bytes, one behind the other."""
+    """The `checksum` of each of `cells` equal consecutive runs of bytes."""
     view = memoryview(guarded)
     size = len(view) // cells
     starts = range(0, len(view), size)
@@ -17,12 +15,12 @@ def cell_checksums(guarded: Bytes, cells: int) -> bytes:
 
 
 def part_checksum(checksums: Bytes) -> int:
-    """Checksum of a part, from those of its cells in order of layers, then heads."""
+    """Checksum of a part, computed from the checksums of its cells by layer, then by head."""
     return checksum(checksums)
 
 
 def checksum_of(sent: Bytes, part: PagePart | None) -> int:
-    """Checksum of a page, or of the part of one, as it is sent."""
+    """Checksum of a page as sent, or of the part of a page."""
     if part is None:
         return checksum(sent)
     return part_checksum(cell_checksums(sent, part.part.cells))

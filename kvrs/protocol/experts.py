@@ -8,14 +8,13 @@ _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class ExpertReport(msgspec.Struct, frozen=True):
-    """A mixture of experts on the ranks of one instance, in its load reports."""
+    """Load and copies of a mixture of experts on several ranks, in load reports."""
 
-    count: _Natural  # Of each layer that has some.
-    copies: _Natural  # Of units of experts, beside those that their owners have.
-    # Load of the rank with most to do over that of the mean one, layer by layer, for the experts
-    # that were chosen lately; 1.0 as long as that is not known.
+    count: _Natural  # Experts per layer that has experts.
+    copies: _Natural  # Units of experts that ranks hold beside their owners.
+    # Load of the busiest rank over the mean load, from the latest choices; 1.0: not known yet.
     skew: Annotated[float, msgspec.Meta(ge=1)]
-    tiles: list[_Natural]  # Of 16 rows of a unit, that each rank has computed since the start.
-    rebalances: _Natural  # Changes of copies since the start.
-    copied_bytes: _Natural  # Weights that these have brought to ranks.
-    reason: str = ""  # Why there are no more copies, although these would help.
+    tiles: list[_Natural]  # Tiles of 16 rows of a unit that each rank has computed since the start.
+    rebalances: _Natural  # Changes of the copies since the start.
+    copied_bytes: _Natural  # Bytes of weights copied by these changes.
+    reason: str = ""  # Cause why no more copies are made although they would help.

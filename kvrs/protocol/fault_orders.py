@@ -1,4 +1,4 @@
-"""Faults that only an instance itself can carry out: body of `POST /kvrs/v1/faults`.
+"""Faults that an instance injects into itself: body of `POST /kvrs/v1/faults`.
 
 The route exists only where the configuration has `cluster.allow_faults: true`.
 """
@@ -11,7 +11,7 @@ from kvrs.ids import NodeId
 
 
 class LinkFault(msgspec.Struct, frozen=True, tag="link"):
-    """A limit on what this instance sends to a node, for a while; the rate 0 is a cut."""
+    """A bandwidth limit on sends to a node, for a while; rate 0 cuts the link."""
 
     node: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     bytes_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e15)]
@@ -23,23 +23,19 @@ class LinkFault(msgspec.Struct, frozen=True, tag="link"):
 
 
 class PageFault(msgspec.Struct, frozen=True, tag="pages"):
-    """One bit of each of the next pages that this instance sends is flipped, after their checksum
-    was taken.
-    """
+    """A bit flip in each of the next pages that this instance sends, after their checksums."""
 
     pages: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
 class DeviceFault(msgspec.Struct, frozen=True, tag="device"):
-    """A rank of this instance is killed, and the memory of its KV is gone. None: the only process
-    of the instance.
-    """
+    """The kill of a rank, whose KV memory is lost. None: the only process of the instance."""
 
     rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class NoFault(msgspec.Struct, frozen=True, tag="none"):
-    """Every fault of this instance ends now."""
+    """The end of every fault of this instance."""
 
 
 FaultRequest = LinkFault | PageFault | DeviceFault | NoFault

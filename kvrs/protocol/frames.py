@@ -1,5 +1,4 @@
-"""Frames of the page port, as bytes: pages between instances, and to the agents that keep
-checkpoints.
+"""Frames of the page port: instances exchange KV pages and send checkpoints to agents.
 
 The rules of a connection:
 
@@ -16,12 +15,12 @@ The rules of a connection:
     STORE and the bytes of all its pages in order
                HELD and one `HeldPages` for each range (agents only)
 
-A frame is a header of 8 bytes (magic, version, type, length of the body) and a body; that of a
-question ends with its checksum, because a flipped bit in a tag would ask for another page. After
-the hand-shake each message has a mac besides (`session.py`). No field
-is an address, and every length is compared with a bound before memory is allocated for it or its
-bytes are awaited. Any mistake raises `TransferError` that names it; the connection is then closed,
-since what follows cannot be trusted to be a frame.
+A frame is a header of 8 bytes (magic, version, type, length of the body) and a body; the body of a
+question ends with a checksum, because a flipped bit in a tag would ask for another page. After the
+hand-shake each message has a MAC besides (`session.py`). No field is an address, and every length
+is compared with a bound before memory is allocated for it or its bytes are awaited. Any mistake
+raises `TransferError` that names it; the connection is then closed, since what follows cannot be
+trusted to be a frame.
 """
 
 import struct
@@ -57,11 +56,11 @@ NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_NAME_BYTES = 255
 MAX_REASON_BYTES = 512
-MAX_TAGS = 1 << 16  # Of one frame: a million tokens in pages of 16.
+MAX_TAGS = 1 << 16  # Tags of one frame: a million tokens in pages of 16.
 MAX_PAGE_BYTES = 1 << 30
-MAX_CELLS = 1 << 16  # Of a page.
+MAX_CELLS = 1 << 16  # Cells of a page.
 MAX_PROBE_BYTES = 1 << 24
-MAX_RANGES = 1 << 12  # Of one STORE; together they have at most MAX_TAGS pages.
+MAX_RANGES = 1 << 12  # Ranges of one STORE, which together have at most MAX_TAGS pages.
 CHECKSUM_BYTES = 8
 
 Bytes = bytes | bytearray | memoryview
@@ -71,8 +70,8 @@ _HEADER = struct.Struct("!2sBBI")
 _ANSWER = struct.Struct("!IIQ")  # request id, index or size, checksum
 _PROLOGUE = struct.Struct(_HEADER.format + _ANSWER.format[1:])
 _PULL = struct.Struct("!IIBBI")  # request id, number of tags, traffic class, has a tail, tail index
-# Layers and heads of the pages, then the first ones that are asked for and those behind the last;
-# six zeros: whole pages.
+# Layers and heads of the pages; first layer and head of the part, and the ends behind its last
+# ones. Six zeros: whole pages.
 _PART = struct.Struct("!6H")
 _PROBE = struct.Struct("!II")  # request id, bytes
 _IDENTITY = struct.Struct("!QII")  # epoch, bytes of a page, its cells
@@ -83,7 +82,7 @@ _RANGE = struct.Struct("!II")  # first page, number of pages
 _HELD = struct.Struct("!BI")  # code, pages
 
 HEADER_BYTES = _HEADER.size
-# All answers start alike, so that the number of bytes to read next is always known.
+# All answers start alike, so the number of bytes to read next is always known.
 ANSWER_BYTES = HEADER_BYTES + _ANSWER.size
 
 
@@ -112,7 +111,7 @@ _CODES = {int(code): code for code in StoreCode}
 
 _MAX_IDENTITY_BYTES = _IDENTITY.size + 3 * (1 + MAX_NAME_BYTES)
 _MAX_CLAIM_BYTES = _CLAIM.size + 1 + MAX_NAME_BYTES
-_MAX_RANGE_BYTES = _MAX_CLAIM_BYTES + _RANGE.size  # Without its tags and checksums.
+_MAX_RANGE_BYTES = _MAX_CLAIM_BYTES + _RANGE.size  # A range without its tags and checksums.
 _MAX_BODY_BYTES = {
     FrameType.CHALLENGE: NONCE_BYTES,
     FrameType.HELLO: NONCE_BYTES + _MAX_IDENTITY_BYTES + 2 * (1 + MAX_NAME_BYTES) + MAC_BYTES,
@@ -143,9 +142,10 @@ _MAX_BODY_BYTES[FrameType.MAP] = _MAX_BODY_BYTES[FrameType.PULL]
 
 @dataclass(frozen=True, slots=True)
 class AnswerHeader:
-    """The start of every answer. `index` is the page's index in the request (its tail comes after
-    the tags); for GONE the first page that is not held; for HELD how many; unused for PROBE_DATA
-    and END. `payload_bytes` follow it.
+    """The start of every answer; `payload_bytes` follow.
+
+    `index` is the page's index in the request (its tail comes after the tags); for GONE the first
+    missing page, for HELD the number of `HeldPages`; unused for PROBE_DATA and END.
     """
 
     type: FrameType
@@ -156,15 +156,15 @@ class AnswerHeader:
 
 
 def checksum(guarded: Bytes) -> int:
-    """xxh3-64 of a page or a question, against corruption in memory or on its way; the macs of
-    `session.py` are against forgers.
+    """xxh3-64 of a page or a question. It detects corruption; the MACs of `session.py` detect
+    forgery.
     """
     return xxh3_64_intdigest(guarded)
 
 
 def decode_header(header: Bytes, *expected: FrameType) -> tuple[FrameType, int]:
-    """The frame's type, which must be one of `expected`, and the length of its body, which is
-    within that type's bound.
+    """Decode the frame's type, one of `expected`, and the length of its body, within that type's
+    bound.
     """
     if len(header) != HEADER_BYTES:
         raise TransferError(f"frame header of {len(header)} bytes instead of {HEADER_BYTES}")
@@ -203,7 +203,7 @@ def decode_challenge(body: bytes) -> bytes:
 
 
 def hello_claims(hello: ClientHello) -> bytes:
-    """Bytes that the client's mac covers, besides the server's nonce."""
+    """Bytes that the client's MAC covers beside the server's nonce."""
     names = _name(hello.server_instance) + _name(hello.server_node)
     return hello.nonce + identity_bytes(hello.client) + names
 
@@ -241,13 +241,13 @@ def encode_refused(reason: str) -> bytes:
 
 
 def decode_refused(body: bytes) -> str:
-    """The reason, made printable: the peer that refuses has not proved its identity."""
+    """The reason of a refusal, made printable: the refusing peer has not proved its identity."""
     text = body.decode("utf-8", "replace")
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def encode_pull(pull: PullFrame, type_: FrameType = FrameType.PULL) -> bytes:
-    """A PULL, or a MAP of the same pages."""
+    """Encode a PULL, or a MAP of the same pages."""
     request = pull.request
     has_tail = request.tail_index is not None
     head = _PULL.pack(
@@ -327,7 +327,7 @@ def decode_offer(body: bytes) -> OfferFrame:
 
 
 def encode_store(store: StoreFrame) -> bytes:
-    """The frame; the bytes of its pages are sent after it, straight from where they lie."""
+    """Encode the STORE frame, which the bytes of its pages follow."""
     assert 0 < len(store.ranges) <= MAX_RANGES, (
         f"{len(store.ranges)} ranges in one store, at most {MAX_RANGES}"
     )
@@ -368,13 +368,13 @@ def _range(reader: "_Reader") -> StoredRange:
 
 
 def encode_held(request_id: int, held: Sequence[HeldPages]) -> tuple[AnswerHeader, bytes]:
-    """The answer and its payload."""
+    """The HELD answer and its payload."""
     records = b"".join(_HELD.pack(one.code, one.pages) for one in held)
     return AnswerHeader(FrameType.HELD, request_id, len(held), 0, len(records)), records
 
 
 def held_bytes(count: int) -> int:
-    """How many bytes follow an answer that is HELD `count` times."""
+    """Length of the payload of a HELD answer with `count` elements."""
     return count * _HELD.size
 
 
@@ -388,9 +388,7 @@ def decode_held(payload: Bytes) -> list[HeldPages]:
 
 
 def encode_answer(answer: AnswerHeader) -> bytes:
-    """The first `ANSWER_BYTES` of an answer; its payload is sent after it, straight from where it
-    lies.
-    """
+    """The first `ANSWER_BYTES` of an answer, which its payload follows."""
     length = _ANSWER.size + answer.payload_bytes
     return _PROLOGUE.pack(
         _MAGIC, VERSION, answer.type, length, answer.request_id, answer.index, answer.checksum
@@ -398,7 +396,7 @@ def encode_answer(answer: AnswerHeader) -> bytes:
 
 
 def decode_answer(prologue: Bytes, *expected: FrameType) -> AnswerHeader:
-    """The start of an answer, whose type must be one of `expected`."""
+    """Decode the start of an answer, whose type must be one of `expected`."""
     if len(prologue) != ANSWER_BYTES:
         raise TransferError(
             f"start of an answer of {len(prologue)} bytes instead of {ANSWER_BYTES}"
@@ -447,7 +445,7 @@ def _frame(type_: FrameType, body: bytes) -> bytes:
 
 
 class _Reader:
-    """Takes a body apart from its start and never reads past its end."""
+    """Reads a body from its start, never past its end."""
 
     def __init__(self, body: bytes, what: str) -> None:
         self._body = body
@@ -490,8 +488,8 @@ class _Reader:
         if count > MAX_TAGS:
             raise TransferError(f"{self._what} of {count} tags, at most {MAX_TAGS} are allowed")
         joined = self.take(count * TAG_BYTES)
-        # A tuple that grows from a generator comes from Python's list of free tuples of another
-        # length than the one to which it returns: those lists would fill for hours.
+        # Build a list first: a tuple that grows from a generator is taken from one of Python's free
+        # lists of tuples and returned to another, and those lists would fill for hours.
         starts = range(0, len(joined), TAG_BYTES)
         return tuple([Tag(joined[start : start + TAG_BYTES]) for start in starts])
 

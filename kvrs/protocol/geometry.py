@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-# Version of the order of bytes in a page; part of an engine's fingerprint.
+# Version of the byte order in a page; part of an engine's fingerprint.
 PAGE_LAYOUT = 2
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -14,9 +14,8 @@ class KvGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The shape of one model's KV cache.
 
     A page holds `page_size_tokens` tokens as `[layers, kv_heads, 2 (key, value), page_size_tokens,
-    head_dim]`: what a layer has of a KV head, a cell, is one run of bytes, so that any share of a
-    page that a process holds is whole cells. The names of the fields are part of an engine's
-    fingerprint.
+    head_dim]`. A cell, one KV head of one layer, is one run of bytes, so the share of a page that a
+    process holds is whole cells. The names of the fields are part of an engine's fingerprint.
     """
 
     layers: Positive
@@ -27,9 +26,7 @@ class KvGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers: `2 * layers * kv_heads * head_dim *
-        dtype_bytes`.
-        """
+        """Bytes of a token's keys and values: `2 * layers * kv_heads * head_dim * dtype_bytes`."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
 
     @property

@@ -10,14 +10,14 @@ class GpuState(StrEnum):
     """Health of a GPU, in rising severity."""
 
     HEALTHY = "healthy"
-    DEGRADED = "degraded"  # Serves, but slower than it should, or with a repair due.
-    FAILING = "failing"  # Lost, or likely to take along what runs on it.
+    DEGRADED = "degraded"  # The GPU serves, but slower than it should, or a repair is due.
+    FAILING = "failing"  # The GPU is lost, or is likely to fail with the processes on it.
 
 
 class GpuHealth(msgspec.Struct, frozen=True, array_like=True):
     # The board's own name: indexes change when a board is lost.
     uuid: Annotated[str, msgspec.Meta(max_length=128)]
-    index: Annotated[int, msgspec.Meta(ge=0)]  # At the start of the agent.
+    index: Annotated[int, msgspec.Meta(ge=0)]  # Index at the start of the agent.
     state: GpuState
     # Cause of the state; empty if healthy.
     reason: Annotated[str, msgspec.Meta(max_length=128)]

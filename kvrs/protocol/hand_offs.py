@@ -1,4 +1,4 @@
-"""Hand-offs of vLLM over NIXL, as a server reports them.
+"""Counts of vLLM's hand-offs over NIXL, as a server reports them.
 
 `hand_off_format` of an instance is a kind and a value. NIXL refuses hand-offs between two values of
 one kind; values of two kinds cannot be compared.
@@ -12,12 +12,12 @@ _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class HandOffReport(msgspec.Struct, frozen=True):
-    """Counts of NIXL in vLLM, since its start."""
+    """NIXL's counts in vLLM since its start."""
 
-    transfers: _Natural = 0  # Reads by its ranks that were whole.
+    transfers: _Natural = 0  # Complete reads by the server's ranks.
     transferred_bytes: _Natural = 0
-    failed_transfers: _Natural = 0  # Hand-shakes and notices included.
-    failed_notices: _Natural = 0  # To prefill, that its blocks were read.
-    expired: _Natural = 0  # At prefill: leases that ended before decode had read the blocks.
-    # At prefill: notices behind the end of the lease. What was read may have been other KV.
+    failed_transfers: _Natural = 0  # Failed reads, hand-shakes and notices.
+    failed_notices: _Natural = 0  # Failed notices to prefill that its blocks were read.
+    expired: _Natural = 0  # Leases that ended at prefill before decode had read the blocks.
+    # Notices that reached prefill after the lease had ended: decode may have read other KV.
     late_notices: _Natural = 0

@@ -1,7 +1,7 @@
 """The instance protocol: messages between proxies, instances and agents beside the OpenAI API.
 
-The vLLM P/D convention (`kv_transfer_params`) is kept as it is; engines of ours take one more
-object, `kvrs`, in the same request body.
+It keeps vLLM's P/D convention (`kv_transfer_params`) and adds one object, `kvrs`, to the request
+body for kvrs's own engines.
 """
 
 from collections.abc import Iterable
@@ -18,13 +18,13 @@ from kvrs.protocol.rows import NO_ROWS, RowsReport
 from kvrs.protocol.speculation import MOST_DRAFTS, DraftId, SpeculationReport
 from kvrs.protocol.stages import RestartReport, StageInfo, StageLent
 
-# Within one start of the process an instance's epoch rises with every fence, and where a stage can
-# be restarted with every restart.
+# Epochs of one start of a process. An instance's epoch rises with every fence, and with every
+# restart of a stage where stages restart.
 EPOCHS_PER_START = 1 << 20
-# In `vllm_xargs`, or SGLang's `custom_params`: the ids with which the output is to begin
+# Key in `vllm_xargs`, or in SGLang's `custom_params`, of the ids that the output begins with
 # (`kvrs/vllm/replay.py`, `kvrs/sglang/replay.py`).
 REPLAY_KEY = "kvrs_replay"
-_MOST = (1 << 63) - 1  # What page frames can carry, and msgspec can compare.
+_MOST = (1 << 63) - 1  # Upper bound of what page frames carry and msgspec compares.
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
@@ -40,11 +40,13 @@ class Role(StrEnum):
 
 
 class Capability(StrEnum):
-    """An ability of an engine beyond the plain vLLM P/D convention; the policy considers no option
-    that needs more. Each is an offer: an engine works with a proxy that does not use it.
+    """An ability of an engine beyond vLLM's P/D convention.
+
+    The policy considers no option that needs an absent ability. An engine works with a proxy that
+    does not use the ability.
     """
 
-    PULL_PAGES = "pull_pages"  # Takes `kvrs.sources` and pulls those pages itself.
+    PULL_PAGES = "pull_pages"  # Pulls the pages of `kvrs.sources` itself.
     RETAIN = "retain"  # Keeps a prompt's pages under a lease after hand-off.
     FENCE = "fence"  # Refuses lower attempts and has /kvrs/v1/fence.
     SPLIT = "split"  # Computes the front of a history while the back of it is fetched.
@@ -53,11 +55,11 @@ class Capability(StrEnum):
     PREFIX_CACHE = "prefix_cache"
     # Text, stop strings, usage and sampling continue from `kvrs.prompt_tokens`.
     EXACT_RESUME = "exact_resume"
-    REPLAY = "replay"  # Generates the tokens of `REPLAY_KEY` again before new ones.
+    REPLAY = "replay"  # Generates the tokens of `REPLAY_KEY` again before new tokens.
 
     @classmethod
     def _missing_(cls, value: object) -> "Capability | None":
-        """A capability of another version keeps its name, and is no other's."""
+        """A capability of another version keeps its name and equals no known capability."""
         if not isinstance(value, str):
             return None
         unknown = str.__new__(cls, value)
@@ -73,48 +75,48 @@ class MeasuredPrefill(msgspec.Struct, frozen=True):
     label: str
     step_tokens: Annotated[int, msgspec.Meta(ge=1)]
     seconds: list[Seconds]
-    covered_tokens: Natural | None = None  # Values above it are extrapolated; None: none is.
-    is_guess: bool = False  # Of an engine that measures nothing, by the size of its model.
+    covered_tokens: Natural | None = None  # Values above are extrapolated; None: no value is.
+    is_guess: bool = False  # The engine measures nothing: estimated from the model's size.
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """One of the processes among which an instance divides a model."""
+    """One of the processes that share an instance's model."""
 
     rank: Natural
     stage: Natural
     pid: int
     node: NodeId
-    units: Natural  # That it computes, of all layers and kinds.
-    heads: list[int]  # KV heads of which it has cells, in any layer of its stage.
-    gpus: list[str] = []  # The boards it computes on, by NVML's uuid; none on processors.
-    borrowed_from: InstanceId | None = None  # Whose host it is in; None: its own, or in no host.
+    units: Natural  # Units that the rank computes, over all layers and kinds.
+    heads: list[int]  # KV heads of which the rank has cells, in any layer of its stage.
+    gpus: list[str] = []  # NVML uuids of the boards it computes on; empty on CPUs.
+    borrowed_from: InstanceId | None = None  # Owner of the rank's host; None: its own, or no host.
 
 
 class LayoutInfo(msgspec.Struct, frozen=True):
-    """How an instance is divided among its ranks."""
+    """Division of an instance among its ranks."""
 
-    number: Natural  # Rises with every change.
-    stages: list[tuple[int, int]]  # The layers [first, end) of each.
-    # The others go on without a rank that is lost; otherwise the instance ends.
+    number: Natural  # Rises with every change of the layout.
+    stages: list[tuple[int, int]]  # The layers [first, end) of each stage.
+    # The instance goes on without a lost rank; otherwise the instance ends.
     re_forms: bool = True
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """A LoRA adapter, which is asked for by its name in place of the model's."""
+    """A LoRA adapter; requests name it in place of the model."""
 
     name: str
-    root: str = ""  # Where its weights lie.
+    root: str = ""  # Path of the adapter's weights.
 
     @property
     def key(self) -> str:
-        """Equal names of adapters from different places are different adapters."""
+        """Key of the adapter: adapters of one name from different places differ."""
         return f"{self.name} ({self.root})"
 
 
 class ModelNames(msgspec.Struct, frozen=True):
-    """Names that an instance serves beside its model's own."""
+    """Names that an instance serves beside its model's name."""
 
-    aliases: tuple[str, ...] = ()  # Of the same weights.
+    aliases: tuple[str, ...] = ()  # Other names of the same weights.
     adapters: tuple[Adapter, ...] = ()
 
 
@@ -130,39 +132,39 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     epoch: Natural  # Rises with every start of the process and with every fence.
     pid: int
     model: str
-    fingerprint: str  # Of weights and geometry: pages move only between equal fingerprints.
+    fingerprint: str  # Hash of weights and geometry: pages move only between equal fingerprints.
     geometry: KvGeometry
-    # Prompt and output together; a chat that names no max_tokens may fill it.
+    # Limit of prompt and output together; a chat without max_tokens may fill it.
     max_model_len: Natural
     page_port: int
     capabilities: list[Capability]
     prefill: MeasuredPrefill
-    # The prefill instance of the same server, where there is one: a decode call without a hand-off
-    # has the history computed there, so prefill and decode are one call.
+    # The prefill instance of the same server, if any. A decode call without a hand-off computes the
+    # history there, so prefill and decode are one call.
     own_prefill: InstanceId | None = None
-    # A decode instance computes prompts within the decode call, where no prefill instance is up.
+    # The decode instance computes prompts within the decode call while no prefill instance is up.
     computes_prompts: bool = False
-    # Each decode call goes out together with a prefill call, whose KV it waits for: the instance
+    # Each decode call goes out together with a prefill call and waits for its KV: the instance
     # computes no prompt itself.
     joins_prefill: bool = False
-    # Its streams of chats have no token ids before their end: one without tools goes there as a
-    # completion, whose prompt are the ids of its messages.
+    # Chat streams have no token ids before their end, so a chat without tools is sent as a
+    # completion of the ids of its messages.
     chats_by_ids: bool = False
-    worker_pids: list[int] = []  # Where the work is done in other processes than `pid`.
-    ranks: list[RankInfo] = []  # None where one process computes everything.
-    layout: LayoutInfo | None = None  # Of the ranks.
-    # The boards it runs on, by NVML's uuid; None: not known, so it may be any of its node.
+    worker_pids: list[int] = []  # Processes that do the work, where `pid` does not.
+    ranks: list[RankInfo] = []  # Empty where one process computes everything.
+    layout: LayoutInfo | None = None  # Division among the ranks.
+    # NVML uuids of the boards it runs on; None: unknown, so it may use any board of its node.
     gpus: list[str] | None = None
-    # Leading full pages of streams that ran in the process before, whose memory it has taken over;
-    # they are leased as those of a hand-off.
+    # Leading full pages of streams of the process before, whose memory this process has taken over;
+    # they are leased like the pages of a hand-off.
     kept: dict[StreamId, Natural] = {}
     names: ModelNames = NO_OTHER_NAMES
-    hand_off_format: str = ""  # Of vLLM (`kvrs/protocol/hand_offs.py`); empty: not told.
+    hand_off_format: str = ""  # vLLM's format (`kvrs/protocol/hand_offs.py`); empty: not reported.
 
     @property
     def name_keys(self) -> tuple[str, ...]:
-        """Keys of everything that it serves, and the names of its adapters for streams that came
-        when no instance had come up.
+        """Keys of everything that the instance serves, and the bare names of its adapters for
+        streams that arrived before any instance was up.
         """
         adapters = self.names.adapters
         keys = (key for adapter in adapters for key in (adapter.name, adapter.key))
@@ -177,8 +179,8 @@ def assumed_instance(
     capabilities: Iterable[Capability] = tuple(Capability),
     epoch: int = 1,
 ) -> InstanceInfo:
-    """An instance for a calculation, of which no process says the rest; its prefill table is to be
-    given beside it.
+    """An instance for calculations, where no process reports the rest; the caller gives its prefill
+    table separately.
     """
     prefill = MeasuredPrefill("", 1, [])
     return InstanceInfo(
@@ -186,11 +188,11 @@ def assumed_instance(
     )
 
 
-# A store of KV that engines share by themselves, as a place that they load from.
+# A KV store that engines share on their own, as a place to load from.
 STORE = NodeId(":store")
-# The source of the link on which instances of a node copy pages out of the memory of its agent.
+# Source node of the link on which instances copy pages out of the memory of their node's agent.
 MEMORY = NodeId(":memory")
-PREFIX = "prefix"  # Of `LoadReport.kv_bytes`, beside the classes of traffic.
+PREFIX = "prefix"  # Key in `LoadReport.kv_bytes` beside the traffic classes.
 
 
 class LinkReport(msgspec.Struct, frozen=True):
@@ -198,30 +200,30 @@ class LinkReport(msgspec.Struct, frozen=True):
 
     source: NodeId
     bytes_per_s: float
-    # Mean deviation of the samples, in bytes per second.
+    # Mean absolute deviation of the samples, in bytes per second.
     spread: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    age_s: Seconds = 0.0  # Of the last sample.
+    age_s: Seconds = 0.0  # Age of the latest sample.
 
 
 class ReformingReport(msgspec.Struct, frozen=True):
-    """An instance of several ranks that has lost some, and is about to go on without them or with
-    new ones. Its streams go on in the same attempt, unless they leave before.
+    """An instance that has lost ranks, and will go on without them or with new ones. Its streams
+    continue in the same attempt unless they are moved before.
     """
 
-    number: Natural  # Of this re-forming; rises.
-    way: str  # One of `kvrs_engine.elastic.ways.base.Way`.
-    ready_in_s: Seconds  # Predicted, from this report on.
-    degree: Natural  # Ranks that will compute then.
-    lost: list[Natural]  # Ranks.
-    move_bytes: Natural  # Of the plan.
-    # Pages of each stream of which cells are lost, to be restored or computed once it is ready.
+    number: Natural  # Number of this re-forming; rises.
+    way: str  # Value of `kvrs_engine.elastic.ways.base.Way`.
+    ready_in_s: Seconds  # Predicted time from this report on.
+    degree: Natural  # Number of ranks that will compute.
+    lost: list[Natural]  # Lost ranks.
+    move_bytes: Natural  # Bytes that the plan moves.
+    # Pages per stream with lost cells, to be restored or computed once the instance is ready.
     missing_pages: dict[StreamId, Natural] = {}
-    page_s: Seconds = 0.0  # Predicted per such page that is computed.
-    # Step times of the layout that will serve then, over those of the full one.
+    page_s: Seconds = 0.0  # Predicted time per missing page that is computed.
+    # Step times of the coming layout over those of the full one.
     decode_factor: Factor = 1.0
     prefill_factor: Factor = 1.0
-    # Pages with lost cells that agents hold: only these cells are fetched. The time is that per
-    # such page.
+    # Pages with lost cells that agents hold, of which only the lost cells are fetched, and the time
+    # per such page.
     held_pages: dict[StreamId, Natural] = {}
     held_page_s: Seconds = 0.0
 
@@ -232,7 +234,8 @@ class FetchReport(msgspec.Struct, frozen=True):
     stream: StreamId
     attempt: Natural
     owner_epoch: Natural
-    # Of the history, in tokens: fetched, verified and used; and neither that nor in the own cache.
+    # Tokens of the history that were fetched, verified and used; and tokens neither fetched nor in
+    # the instance's own cache.
     loaded_tokens: Natural
     computed_tokens: Natural
 
@@ -248,56 +251,56 @@ class LoadReport(msgspec.Struct, frozen=True):
     free_pages: Natural
     queue_delay_s: Seconds  # Predicted time until a request that arrives now starts its prefill.
     links: list[LinkReport]
-    # Requests in `queued` that own no pages yet, by kind: engines with one queue leave it at 0.
+    # Requests in `queued` that own no pages yet, by kind; engines with one queue report 0.
     queued_reuse: Natural = 0  # Recoveries that will try to fetch KV of their history.
-    queued_recompute: Natural = 0  # Recoveries that compute it.
+    queued_recompute: Natural = 0  # Recoveries that compute their history.
     queued_new: Natural = 0
-    # Full pages of protected streams that their holders do not have yet.
+    # Full pages of protected streams that their holders lack.
     checkpoint_lag_pages: Natural = 0
-    # Fetched since the start and found damaged; they were computed instead.
+    # Pages that were fetched since the start, found damaged, and computed instead.
     damaged_pages: Natural = 0
-    # Fetched from other instances and agents since the start, and used; None: it does not count.
+    # Pages that were fetched from instances and agents since the start and used; None: not counted.
     fetched_pages: Natural | None = None
-    fetches: list[FetchReport] = []  # That have ended within the last seconds.
-    restarts: list[RestartReport] = []  # The same.
-    adopted_pages: Natural = 0  # Of all restarts since the start.
-    # KV from elsewhere since the start (of vLLM, since it was met), in bytes: fetched for a
-    # `handoff` or a `recovery`, or for a new prompt that begins with it (`prefix`); and sent as a
+    fetches: list[FetchReport] = []  # Fetches that ended within the last seconds.
+    restarts: list[RestartReport] = []  # Restarts within the last seconds.
+    adopted_pages: Natural = 0  # Pages adopted by all restarts since the start.
+    # KV bytes from elsewhere since the start (of vLLM, since the first contact): fetched for a
+    # `handoff` or a `recovery`, or for a new prompt that begins with them (`prefix`); and sent as a
     # `checkpoint`.
     kv_bytes: dict[str, Natural] = {}
-    draining: bool = False  # It ends as soon as none of its streams and pages is needed any more.
-    # While it re-forms: pushed at once when that begins, is predicted otherwise, and ends.
+    draining: bool = False  # The instance ends once its streams and pages are not needed.
+    # Set while the instance re-forms; pushed at its begin, at a new prediction, and at its end.
     reforming: ReformingReport | None = None
-    layout_number: Natural = 0  # Of its ranks; rises with every change.
+    layout_number: Natural = 0  # Number of the ranks' layout; rises with every change.
     degree: Natural = 0  # Ranks that compute, or will next; 0: one process computes everything.
-    full_degree: Natural = 0  # Ranks that it was configured with.
-    # Step times of the layout that serves over those of the full one; None: by the number of ranks.
+    full_degree: Natural = 0  # Configured number of ranks.
+    # Step times of the present layout over the full one's; None: estimate by the ranks' number.
     decode_factor: Factor | None = None
     prefill_factor: Factor | None = None
-    rank_deaths: Natural = 0  # Since the start, of ranks that it has lost and goes on without.
-    stages: list[StageInfo] = []  # None where one process computes everything.
+    rank_deaths: Natural = 0  # Ranks lost since the start while the instance went on.
+    stages: list[StageInfo] = []  # Empty where one process computes everything.
     lends: list[StageLent] = []
-    batches_in_flight: Natural | None = None  # That it computes now; None: it does not tell.
-    # Leading full pages of other instances' streams that it keeps as replicas, where their number
-    # has changed within the last seconds; how many pages all have, and how many were given up.
+    batches_in_flight: Natural | None = None  # Batches that it computes now; None: not reported.
+    # Leading full pages of other instances' streams kept as replicas, where their number changed
+    # within the last seconds; pages of all replicas; and pages given up.
     replicas: dict[StreamId, Natural] = {}
     replica_pages: Natural = 0
     replica_dropped_pages: Natural = 0
-    names: ModelNames | None = None  # As of `InstanceInfo`, where they change; None: as they were.
-    hand_offs: HandOffReport | None = None  # Of vLLM's NIXL; None: it has none.
-    speculation: SpeculationReport | None = None  # None: it has no source of drafts.
-    experts: ExpertReport | None = None  # None: it has none, or is one process.
-    # Kind of the store that it loads KV from by itself (LMCache, Mooncake); empty: none is seen.
+    names: ModelNames | None = None  # Names as in `InstanceInfo`, if they change; None: unchanged.
+    hand_offs: HandOffReport | None = None  # Counts of vLLM's NIXL; None: no NIXL.
+    speculation: SpeculationReport | None = None  # None: no source of drafts.
+    experts: ExpertReport | None = None  # None: no experts, or one process.
+    # Kind of the store that it loads KV from on its own (LMCache, Mooncake); empty: none seen.
     store: str = ""
-    progress: float = 0.0  # Counts what it computes, in tokens or steps; 0: not counted.
+    progress: float = 0.0  # Computed tokens or steps; 0: not counted.
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """Each line of `GET /kvrs/v1/heartbeat?watch=SECONDS` of an instance or agent, written by a
-    thread: while the event loop stalls, load reports and tokens stop, and heartbeats go on.
+    """A line of `GET /kvrs/v1/heartbeat?watch=SECONDS` of an instance or agent. A thread writes
+    them: while the event loop stalls, load reports and tokens stop, but heartbeats go on.
     """
 
-    loop_age_s: Seconds  # Since the event loop last ran.
+    loop_age_s: Seconds  # Time since the event loop last ran.
 
 
 class KvTransferParams(msgspec.Struct, omit_defaults=False):
@@ -307,28 +310,28 @@ class KvTransferParams(msgspec.Struct, omit_defaults=False):
     do_remote_prefill: bool = False
     remote_engine_id: str | None = None
     remote_block_ids: list[str] | None = None  # Tags of the full pages, in hexadecimal.
-    remote_host: str | None = None  # For the convention: peers are in the instance's registry.
+    remote_host: str | None = None  # Convention only: peers are in the instance's registry.
     remote_port: int | None = None
-    remote_request_id: str | None = None  # Names the retained hand-off, for its partial last page.
+    remote_request_id: str | None = None  # Name of the retained hand-off, for its partial page.
 
 
 class SourceRange(msgspec.Struct, frozen=True):
-    """Pages `[first_page, first_page + pages)` of the history, held by instance `id` if it is still
-    in epoch `generation`.
+    """Pages `[first_page, first_page + pages)` of the history. Instance `id` holds them if it is
+    still in epoch `generation`.
     """
 
     id: InstanceId
     first_page: Natural
     pages: Natural
     generation: Natural  # The holder's epoch when the pages were made.
-    # What has not come by then is computed; null: as long as its holder sends. With a time the
-    # history is a new prompt, whose pages are of other streams.
+    # Time limit, after which missing pages are computed; null: as long as the holder sends. With a
+    # limit the history is a new prompt, whose pages belong to other streams.
     within_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
 
 class CheckpointTarget(msgspec.Struct, frozen=True):
-    """An agent that gets the newly filled pages of the stream, with room reserved for the whole
-    stream; with `backup.mode` peer an instance, which reserves none.
+    """Receiver of the stream's newly filled pages: an agent with room reserved for the whole
+    stream, or, with `backup.mode` peer, an instance without a reservation.
     """
 
     agent: InstanceId
@@ -336,24 +339,24 @@ class CheckpointTarget(msgspec.Struct, frozen=True):
 
 
 class KvrsParams(msgspec.Struct):
-    """The `kvrs` object of a request: stream, attempt, and where the KV of its history lies."""
+    """The `kvrs` object of a request: stream, attempt, and the places of the history's KV."""
 
     stream: StreamId
     attempt: AttemptNumber
-    # How many tokens of the history the client wrote; the rest was already sent to it.
+    # Tokens of the history that the client wrote; the others were already sent to the client.
     prompt_tokens: Natural
     owner_epoch: Natural = 0
-    # In the order of their pages. What they leave out is computed; what lies before the first one,
-    # while that is fetched.
+    # Sources in the order of their pages. Pages that no source names are computed; those before the
+    # first source while it is fetched.
     sources: list[SourceRange] = []
     checkpoints: list[CheckpointTarget] = []
-    # The whole history of a chat: its template was rendered at the first attempt.
+    # The whole history of a chat, whose template the first attempt rendered.
     token_ids: list[int] | None = None
-    # The slot under which `sources` are fetched, which the target's agent may end; 0: counted by
-    # the proxy only.
+    # Slot under which `sources` are fetched, which the target's agent may end; 0: only the proxy
+    # counts the fetch.
     slot_token: Natural = 0
-    # Tokens that may follow the history, right or wrong: of a self-test. An engine that verifies
-    # drafts proposes them before those of its own source; others ignore them.
+    # Tokens of a self-test that may follow the history, right or wrong. An engine that verifies
+    # drafts proposes these before the drafts of its own source; others ignore them.
     drafts: Annotated[list[DraftId], msgspec.Meta(max_length=MOST_DRAFTS)] = []
 
 
@@ -372,15 +375,15 @@ class LeaseAnswer(msgspec.Struct):
 
 
 class FenceRequest(msgspec.Struct):
-    """Body of `POST /kvrs/v1/fence`: every attempt below the one named is dropped; streams not
-    named are left alone.
+    """Body of `POST /kvrs/v1/fence`: drop every attempt below the named attempt of each named
+    stream.
 
-    With `slots_only`, from an agent whose slots have ended, only attempts that still fetch under a
-    slot are dropped, and the instance keeps its epoch.
+    With `slots_only`, sent by an agent whose slots have ended, only attempts that still fetch under
+    a slot are dropped, and the instance keeps its epoch.
     """
 
     attempts: dict[StreamId, AttemptNumber]
-    owner_epochs: dict[StreamId, Natural] = {}  # Of those attempts; not named: 0.
+    owner_epochs: dict[StreamId, Natural] = {}  # Owner epochs; a missing stream has 0.
     slots_only: bool = False
 
     def numbers(self) -> dict[StreamId, tuple[int, int]]:
@@ -392,32 +395,32 @@ class FenceRequest(msgspec.Struct):
 
 
 class RankRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /kvrs/v1/ranks`: a rank leaves on purpose, while it can still be read, or comes
-    back.
+    """Body of `POST /kvrs/v1/ranks`: a rank leaves on purpose, while it is still readable, or
+    returns.
     """
 
     rank: Natural
     leaves: bool
-    epoch: Natural  # Of the instance; another process of it refuses.
+    epoch: Natural  # Epoch of the instance; another process of the instance refuses.
 
 
 class RankAnswer(msgspec.Struct, frozen=True):
-    refused: str | None = None  # Why; None: it is carried out.
+    refused: str | None = None  # Cause of a refusal; None: carried out.
 
 
 class ExitReport(msgspec.Struct, frozen=True):
-    """Body of `POST /kvrs/v1/exits/{id}` at the admin port of a proxy: a supervisor tells how the
+    """Body of `POST /kvrs/v1/exits/{id}` at a proxy's admin port: a supervisor reports how the
     process of an instance ended.
     """
 
-    start: Natural  # Its number: that of the epochs from `start * EPOCHS_PER_START` on.
+    start: Natural  # Number of the start: its epochs begin at `start * EPOCHS_PER_START`.
     cause: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
-    # It was ended from outside, so that no request caused it.
+    # The process was ended from outside: no request caused the end.
     is_external: bool
 
 
-# Messages of a node's agent. It takes leases on checkpoints like an instance, and grants slots of
-# the instances of its node, which bound their concurrent recovery transfers.
+# Messages of a node's agent. It grants leases on checkpoints like an instance, and slots of its
+# node's instances, which bound concurrent recovery transfers.
 
 
 class SlotRequest(msgspec.Struct, frozen=True):
@@ -430,11 +433,11 @@ class SlotRequest(msgspec.Struct, frozen=True):
 
 
 class SlotUpdate(msgspec.Struct):
-    """Body of `POST /kvrs/v1/slots`: one batched message per proxy and agent. Carried out in the
-    order of the fields.
+    """Body of `POST /kvrs/v1/slots`: one batched message per proxy and agent. The agent carries out
+    the fields in order.
     """
 
-    owner: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]  # One run of one proxy.
+    owner: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]  # Id of one run of a proxy.
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
     release: list[SlotRequest] = []
     renew: list[SlotRequest] = []
@@ -444,22 +447,22 @@ class SlotUpdate(msgspec.Struct):
 class Slot(msgspec.Struct, frozen=True):
     """A granted slot, or a denial."""
 
-    token: Natural  # Higher than that of every slot granted before; 0: denied.
-    wait_s: Seconds = 0.0  # Until one may be had, where it was denied.
+    token: Natural  # Number higher than those of all slots granted before; 0: denied.
+    wait_s: Seconds = 0.0  # Time until a denied slot may be free.
 
 
 class SlotAnswer(msgspec.Struct):
-    acquired: list[Slot]  # In the order of `acquire`.
-    lost: list[StreamId] = []  # Of `renew`: their leases have ended, and so do their transfers.
+    acquired: list[Slot]  # Slots in the order of `acquire`.
+    lost: list[StreamId] = []  # Streams of `renew` whose leases, and so transfers, have ended.
 
 
 class SlotCounts(msgspec.Struct, frozen=True):
-    """Slots of one target."""
+    """Counts of one target's slots."""
 
     held: Natural
-    waiting: Natural  # Denied, and expected to be requested again.
-    most: Natural  # That were ever held at a time.
-    granted: Natural  # Since the agent's start, as those below.
+    waiting: Natural  # Denied requests that are expected again.
+    most: Natural  # Most slots ever held at a time.
+    granted: Natural  # Slots granted since the agent's start; the counts below too.
     denied: Natural
     expired: Natural
 
@@ -469,7 +472,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
 
     id: InstanceId
     node: NodeId
-    # Rises with every start that finds something of the one before; a clean end leaves nothing.
+    # Rises with every start that finds remains of the run before; a clean end leaves none.
     epoch: Natural
     pid: int
     page_port: int
@@ -482,12 +485,12 @@ class AgentReport(msgspec.Struct, frozen=True):
 
     epoch: Natural
     reserved_bytes: Natural
-    held_bytes: Natural  # Whole pages, reserved and not.
-    checkpoints: Natural  # Reservations.
-    # Leading full pages held of each stream. On the first line of a watch of all streams, then of
-    # those that changed.
+    held_bytes: Natural  # Bytes of whole pages, reserved and unreserved.
+    checkpoints: Natural  # Number of reservations.
+    # Leading full pages held per stream: of all streams on the first line of a watch, then of the
+    # changed ones.
     pages: dict[StreamId, Natural]
     denied: list[StreamId] = []  # Streams that found no room since the last line.
-    # Slots of the targets that were ever requested, over all proxies.
+    # Slots of every target that was ever requested, over all proxies.
     slots: dict[InstanceId, SlotCounts] = {}
     rows: RowsReport = NO_ROWS

@@ -1,4 +1,4 @@
-"""The payload of MAPPED: where pages lie in files of this host.
+"""The payload of MAPPED: files, offsets and checksums of pages in shared memory of this host.
 
 Descriptors of files come with the answer that names them first; files have numbers in the order in
 which their descriptors came over a connection, from 0 on.
@@ -11,7 +11,7 @@ import msgspec
 
 from kvrs.errors import TransferError
 
-MAX_FILES = 128  # Of one connection; the kernel passes at most 253 descriptors at a time.
+MAX_FILES = 128  # Files of one connection; the kernel passes at most 253 descriptors at a time.
 
 _HEAD = struct.Struct("!I")  # Number of new files.
 _FILE = struct.Struct("!Q")  # Bytes of the file.
@@ -21,8 +21,8 @@ FILE_BYTES = _HEAD.size + _FILE.size
 PLACE_BYTES = _PLACE.size
 
 
-# Number of the file, offset in it, and the page's checksum from when it was stored. No class, since
-# an answer has thousands.
+# Number of the file, offset in it, and the page's checksum at its storing. A tuple, since an answer
+# has thousands.
 PlacedPage = tuple[int, int, int]
 
 
@@ -40,10 +40,10 @@ class MappedPages(msgspec.Struct, frozen=True):
 
 
 def decode_mapped(payload: bytes, pages: int) -> MappedPages:
-    """The answer with so many pages.
+    """Decode an answer of `pages` pages.
 
     Raises:
-        TransferError: it has another length, or too many files.
+        TransferError: wrong length, or too many files.
     """
     count = _HEAD.unpack_from(payload)[0] if len(payload) >= _HEAD.size else 0
     files_end = _HEAD.size + count * _FILE.size
@@ -58,7 +58,7 @@ def decode_mapped(payload: bytes, pages: int) -> MappedPages:
 
 
 def check_files(sizes: Sequence[int], found: Sequence[int]) -> None:
-    """Compare the sizes that were announced with those of the descriptors.
+    """Compare the sizes that were announced with the sizes of the files behind the descriptors.
 
     Raises:
         TransferError: they differ.
@@ -68,7 +68,7 @@ def check_files(sizes: Sequence[int], found: Sequence[int]) -> None:
 
 
 def check_place(page: PlacedPage, page_bytes: int, files: Sequence[int]) -> None:
-    """`files`: the sizes of all that came over the connection.
+    """Check that a page lies within its file; `files` has the sizes of all files of the connection.
 
     Raises:
         TransferError: the page does not lie within one of them.

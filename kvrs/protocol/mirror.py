@@ -1,10 +1,10 @@
-"""Messages between proxies about streams that a client can resume at another proxy, and about the
-prompts that they have sent to instances.
+"""Messages between proxies: records of streams that a client can resume at another proxy, and
+prompts that were sent to instances.
 
 MessagePack, because events are bytes. A stream is identified by the client's key, its owner by the
 owner epoch, which rises with each change of owner, and its mirror by the mirror number, which rises
-with each change of mirror. A proxy that is the only one with a record sends a copy of it to another
-proxy; the copy grants no claim while its holder sees the sender live.
+with each change of mirror. The only proxy with a record sends a copy to another proxy; the copy
+grants no claim while its holder sees the sender live.
 """
 
 from array import array
@@ -27,9 +27,7 @@ BYTES_PER_ID = 4
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Token ids as they are kept and sent: 4 bytes each, little-endian as every machine with a
-    supported GPU.
-    """
+    """Pack token ids into 4 bytes each, little-endian like every machine with a supported GPU."""
     return packed(ids).tobytes()
 
 
@@ -40,8 +38,8 @@ def unpack_ids(content: bytes) -> "array[int]":
 
 
 class StreamEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One event as the client gets it, with its output ids, packed; `seq` is the client's position
-    after it.
+    """An event as the client gets it, with its packed output ids; `seq` is the client's position
+    after the event.
     """
 
     seq: Natural
@@ -50,7 +48,7 @@ class StreamEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class KvLocation(msgspec.Struct, frozen=True, array_like=True):
-    """The first `pages` full pages of the history are at this instance or agent, in this epoch."""
+    """An instance or agent with the first `pages` full pages of the history, in this epoch."""
 
     holder: InstanceId
     epoch: Natural
@@ -58,19 +56,19 @@ class KvLocation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StreamHeader(msgspec.Struct, frozen=True):
-    """Facts that are fixed for as long as the stream has the same owner."""
+    """Facts that stay fixed while the stream has the same owner."""
 
-    digest: bytes  # Of the request: path and body.
+    digest: bytes  # Digest of the request's path and body.
     seed: int | None
     deadlines: tuple[float | None, float | None, float | None]
-    age_s: float  # Since the client's first request.
-    owned_s: float  # Since the stream has this owner.
-    tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Its mark, for its share.
-    request: bytes = b""  # Where the client does not send it again: a response, encoded.
+    age_s: float  # Time since the client's first request.
+    owned_s: float  # Time since this owner took the stream.
+    tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""  # The tenant's mark, for fair shares.
+    request: bytes = b""  # The encoded request of a response, which the client does not send again.
 
 
 class StreamState(msgspec.Struct, frozen=True):
-    """State of the stream after the events that it is sent with."""
+    """State of the stream after the events of the same update."""
 
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -79,45 +77,45 @@ class StreamState(msgspec.Struct, frozen=True):
     cached_tokens: Natural | None = None
     facts: EngineFacts | None = None
     inexact: tuple[str, ...] = ()
-    lacks_ids: bool = False  # Its text came without token ids: nothing can follow it.
-    complete: bool = False  # Nothing is missing but the formal end.
-    released: bool = False  # The owner has stopped: the client is gone, or it was handed over.
+    lacks_ids: bool = False  # The stream's text came without token ids, so it cannot be continued.
+    complete: bool = False  # Only the formal end is missing.
+    released: bool = False  # The owner has stopped: the client left, or the stream was handed over.
     kv_locations: tuple[KvLocation, ...] = ()
 
 
 class Update(msgspec.Struct):
-    """Events from `first_event` on. With a header and `first_event` 0 it replaces the record."""
+    """Events from `first_event` on; a header with `first_event` 0 replaces the record."""
 
     key: Key
     stream: StreamId
-    owner: Name  # One run of one proxy.
+    owner: Name  # Id of one run of a proxy.
     owner_epoch: Natural
     mirror_no: Natural
     first_event: Natural
     events: list[StreamEvent]
     state: StreamState
     header: StreamHeader | None = None
-    # With the first events, until those are acknowledged. Packed.
+    # Packed prompt ids, sent with the first events until these are acknowledged.
     prompt_ids: bytes | None = None
     head: bytes | None = None
     # Length of the chain of copies: 0 from the owner to its mirror, 1 from the mirror to a third
     # proxy, and so on.
     copy_hops: Natural = 0
-    idle_s: float = 0.0  # Of a copy: since the last message about its stream.
+    idle_s: float = 0.0  # Of a copy: time since the last message about its stream.
 
 
 BYTES_PER_HASH = 8
-MAX_HASH_BYTES = 1 << 16  # Of all prompts of a batch.
+MAX_HASH_BYTES = 1 << 16  # Hash bytes of all prompts of a batch.
 MAX_SENT = 2048
 
 
 class SentPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A prompt that was sent to an instance. `hashes` are those of its blocks, packed (see
-    `kvrs/core/model/prefixes.py`).
+    """A prompt that was sent to an instance. `hashes` are the packed hashes of its blocks
+    (`kvrs/core/model/prefixes.py`).
     """
 
     instance: InstanceId
-    epoch: Natural  # Of the instance.
+    epoch: Natural  # Epoch of the instance.
     prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     hashes: Annotated[bytes, msgspec.Meta(min_length=8, max_length=MAX_HASH_BYTES)]
@@ -144,21 +142,22 @@ class AckStatus(StrEnum):
 
 class UpdateAck(msgspec.Struct, frozen=True):
     status: AckStatus
-    events: Natural = 0  # Events of the stream that the receiver has; counts only with STORED.
+    events: Natural = 0  # Events of the stream that the receiver has; valid only with STORED.
 
 
 class BatchAnswer(msgspec.Struct):
     run: Name
-    acks: list[UpdateAck]  # In the order of the updates.
+    acks: list[UpdateAck]  # Acknowledgements in the order of the updates.
 
 
 class DrainOrder(msgspec.Struct, frozen=True):
-    """Body of `POST /kvrs/v1/mirror/drain`, by which a worker passes an operator's order on to the
-    other workers of its proxy.
+    """Body of `POST /kvrs/v1/mirror/drain`: a worker passes an operator's order on to the other
+    workers of its proxy.
     """
 
     instance: InstanceId
-    drain_s: Seconds | None  # What runs there is moved after it. None: the end of the drain.
+    # Time after which the remaining streams are moved. None: the end of the drain.
+    drain_s: Seconds | None
 
 
 class Hello(msgspec.Struct, omit_defaults=True):
@@ -168,8 +167,8 @@ class Hello(msgspec.Struct, omit_defaults=True):
 
     id: Name
     run: Name
-    leaving: bool = False  # It is about to end: its streams and records go to other proxies.
-    drains: list[DrainOrder] = []  # Those that another worker of this proxy begins at its start.
+    leaving: bool = False  # The proxy is about to end: its streams and records go to other proxies.
+    drains: list[DrainOrder] = []  # Orders that another worker of this proxy begins at its start.
 
 
 class Lookup(msgspec.Struct):
@@ -179,7 +178,7 @@ class Lookup(msgspec.Struct):
 
 
 class RecordVersion(msgspec.Struct, frozen=True):
-    """Which form of a stream's record a proxy has, and whether that proxy grants claims to it."""
+    """Form of a stream's record at a proxy, and whether that proxy grants claims to it."""
 
     stream: StreamId
     owner_epoch: Natural
@@ -193,7 +192,7 @@ class LookupAnswer(msgspec.Struct):
 
 
 class ReadAnswer(msgspec.Struct):
-    """Answer of `POST /kvrs/v1/mirror/read`: the whole record, which stays where it is."""
+    """Answer of `POST /kvrs/v1/mirror/read`: the whole record, which the proxy keeps."""
 
     record: Update | None
     runs: bool  # The stream runs at this proxy.
@@ -205,10 +204,10 @@ class Claim(msgspec.Struct):
     """
 
     key: Key
-    claimant: Name  # One run of one proxy.
+    claimant: Name  # Id of one run of a proxy.
     version: RecordVersion
     digest: bytes
-    stream: StreamId | None = None  # From Last-Event-ID, with the client's position in it.
+    stream: StreamId | None = None  # Stream and client's position, from Last-Event-ID.
     after: int = -1
 
 
@@ -216,7 +215,8 @@ class Refusal(StrEnum):
     BUSY = "busy"  # The stream was just granted to another claimant.
     OTHER_BODY = "other_body"
     OTHER_STREAM = "other_stream"
-    INEXACT = "inexact"  # What the client has beyond the mirror cannot be regenerated exactly.
+    # Events that the client has beyond the mirror cannot be regenerated exactly.
+    INEXACT = "inexact"
     BEYOND = "beyond"  # The client's position is behind the end of the stream.
     UNKNOWN = "unknown"
 

@@ -1,6 +1,6 @@
 """Messages of the page port: requests for pages, checkpoints on offer, and the answers.
 
-`frames.py` turns them into bytes and back.
+`frames.py` encodes and decodes them.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from kvrs.protocol.tags import Tag
 
 
 class TrafficClass(IntEnum):
-    """Priority on a link: the lower goes first. A stream that recovers was cut between two tokens;
-    one that is handed off has none yet.
+    """Priority on a link: the lower goes first. A recovering stream was cut between two tokens; a
+    handed-off stream has sent none yet.
     """
 
     RECOVERY = 0
@@ -30,7 +30,7 @@ class StoreCode(IntEnum):
 
     OK = 0
     FENCED = 1  # A later owner or attempt writes this stream's checkpoint.
-    FULL = 2  # No room to reserve what the stream may come to.
+    FULL = 2  # No room to reserve the stream's largest size.
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,12 @@ class Identity:
     epoch: int
     fingerprint: str
     page_bytes: int
-    page_cells: int = 1  # Equal runs of bytes, of which any rectangle may be asked for.
+    page_cells: int = 1  # Equal runs of bytes, of which any rectangle can be requested.
 
 
 @dataclass(frozen=True, slots=True)
 class ClientHello:
-    """The client's identity and the server that it addresses, so that its proof is void at another
-    server.
-    """
+    """The client's identity and the addressed server: the proof is void at another server."""
 
     nonce: bytes
     client: Identity
@@ -66,8 +64,8 @@ class ServerWelcome:
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """Pages by tag, in order; then perhaps page `tail_index` of the history that is retained for
-    the hand-off `handoff`. `part`: only these cells of each.
+    """A request for pages by tag, in order, then optionally page `tail_index` of the history
+    retained for the hand-off `handoff`. `part`: only these cells of each page.
     """
 
     tags: tuple[Tag, ...]
@@ -105,8 +103,8 @@ class CheckpointClaim:
 
 @dataclass(frozen=True, slots=True)
 class OfferFrame:
-    """A request to reserve room for a whole stream. `tags`: of all its full pages so far, from
-    page 0 on.
+    """A request to reserve room for a whole stream. `tags` has all its full pages so far, from page
+    0.
     """
 
     request_id: int
@@ -135,15 +133,15 @@ class StoreFrame:
 
 @dataclass(frozen=True, slots=True)
 class HeldPages:
-    """The answer to an offer, or to one range of a store: how many leading pages of the stream the
-    agent has.
+    """The answer to an offer, or to one range of a store: the number of the stream's leading pages
+    that the agent has.
     """
 
     code: StoreCode
     pages: int
 
     def taken(self, first_page: int, pages: int) -> int:
-        """How many of so many pages, from this one on, the agent has now; 0 if a later attempt
+        """How many of the `pages` pages from `first_page` the agent now has; 0 if a later attempt
         writes the stream.
         """
         if self.code is StoreCode.FENCED:

@@ -1,4 +1,6 @@
-"""Rectangles of (layers, KV heads): which cells of each page a process holds, or two share."""
+"""Rectangles of (layers, KV heads): the cells of a page that a process holds, or that two processes
+share.
+"""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -9,7 +11,7 @@ Cell = tuple[int, int]  # Layer, KV head.
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A range of layers and of KV heads, each of at least one."""
+    """A non-empty range of layers and of KV heads."""
 
     layers: range
     heads: range
@@ -23,7 +25,7 @@ class Part(msgspec.Struct, frozen=True):
         return Part(layers, heads) if layers and heads else None
 
     def local(self, part: "Part") -> tuple[slice, slice]:
-        """Where a part of this one lies in a memory `[layers, heads, ...]` of this one."""
+        """Index of another part within this part's memory `[layers, heads, ...]`."""
         return (
             slice(part.layers.start - self.layers.start, part.layers.stop - self.layers.start),
             slice(part.heads.start - self.heads.start, part.heads.stop - self.heads.start),
@@ -31,9 +33,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class PagePart(msgspec.Struct, frozen=True):
-    """A part of pages that have so many layers and heads of equal cells, as `KvGeometry` lays them
-    out.
-    """
+    """A part of pages of `layers` times `heads` equal cells, laid out as in `KvGeometry`."""
 
     layers: int
     heads: int
@@ -44,13 +44,11 @@ class PagePart(msgspec.Struct, frozen=True):
         return self.layers * self.heads
 
     def bytes_of(self, page_bytes: int) -> int:
-        """Bytes of the part in a page of that size, which is a multiple of the cells."""
+        """Bytes of the part in a page of `page_bytes`, a multiple of the cells."""
         return page_bytes // self.page_cells * self.part.cells
 
     def runs(self, page: memoryview) -> Sequence[memoryview]:
-        """Where the part lies in a page: a run for each layer, or one for all where it has all
-        heads.
-        """
+        """Slices of a page that the part covers: one per layer, or one if it has all heads."""
         layers, heads = self.part.layers, self.part.heads
         cell = page.nbytes // self.page_cells
         if len(heads) == self.heads:
@@ -61,8 +59,8 @@ class PagePart(msgspec.Struct, frozen=True):
 
 
 def rectangles(cells: Iterable[Cell]) -> list[Part]:
-    """Parts that have these cells and no others, each once: runs of heads, over as many layers in a
-    row as have the same run.
+    """Disjoint parts that cover exactly these cells: runs of heads, over consecutive layers with
+    the same run.
     """
     heads: dict[int, list[int]] = {}
     for layer, head in sorted(set(cells)):
@@ -77,7 +75,7 @@ def rectangles(cells: Iterable[Cell]) -> list[Part]:
 
 
 def _runs(numbers: Sequence[int]) -> list[range]:
-    """Numbers that rise, as runs without a gap."""
+    """Split rising numbers into runs without a gap."""
     places = groupby(enumerate(numbers), key=lambda each: each[1] - each[0])
     groups = [[number for _, number in group] for _, group in places]
     return [range(group[0], group[-1] + 1) for group in groups]

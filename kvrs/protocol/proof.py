@@ -1,13 +1,13 @@
-"""The proof at the start of an HTTP connection between processes of the cluster: either end shows
-that it has the key of one scope of the server, before the first request is sent.
+"""Mutual proof at the start of an HTTP connection between processes of the cluster: before the
+first request, each end proves that it has the key of one scope of the server.
 
     client: HELLO   the id of its key, a nonce
-    server: PROOF   a nonce, a mac; or REFUSED and the end
-    client: PROOF   a mac; its requests follow at once
+    server: PROOF   a nonce, a MAC; or REFUSED and the end
+    client: PROOF   a MAC; its requests follow at once
 
-Each mac is an HMAC-SHA256 over both nonces under the key of the scope, derived for this server;
-the two differ in a label, so that neither can be replayed as the other. A message is a line of
-ASCII and an empty one: a server that knows nothing of it answers it as broken HTTP.
+Each MAC is an HMAC-SHA256 over both nonces under the key of the scope, derived for this server; a
+label differs between the two, so neither can be replayed as the other. A message is a line of ASCII
+and an empty line: a server without this protocol answers it as broken HTTP.
 """
 
 import hmac
@@ -23,32 +23,32 @@ MAX_MESSAGE_BYTES = 256
 
 _PREFIX = b"KVRS-PROOF/1 "
 _REFUSED = _PREFIX + b"refused" + END
-# Why a server that knows the protocol has no such scope.
+# The error of a server that knows the protocol and has no such scope.
 WRONG_DOOR = "it is another process, or was started with another secret"
 
 
 class ProofError(KvrsError):
-    """The other end did not prove what it should."""
+    """The other end failed to prove that it has the key."""
 
 
 class ServerProof:
-    """The server's part on one connection. `scope` is set when the client has proved its key."""
+    """The server's part on one connection. `scope` is set once the client has proved its key."""
 
     def __init__(self, keys: Sequence[ScopedKey], nonce: bytes) -> None:
         self._keys = {key.id: key for key in keys}
         self._nonce = nonce
         self._buffer = b""
         self._claimed: ScopedKey | None = None
-        self._expected = b""  # The client's mac.
+        self._expected = b""  # The client's MAC.
         self.is_over = False
         self.scope: ScopedKey | None = None
 
     def receive(self, data: bytes) -> tuple[bytes, bytes]:
-        """Parse what has come; return the answer to send and, at the end, what is the server's to
-        parse. A connection that does not begin with HELLO has proved nothing.
+        """Parse received bytes; return the answer to send and, once the hand-shake is over, the
+        bytes for the HTTP server. A connection that does not begin with HELLO has proved nothing.
 
         Raises:
-            ProofError: the client sent nonsense or a wrong mac; the connection is to be ended.
+            ProofError: a malformed message or a wrong MAC; the caller ends the connection.
         """
         self._buffer += data
         if not self._buffer.startswith(_PREFIX[: len(self._buffer)]):
@@ -91,10 +91,10 @@ class ClientProof:
         self.hello = _message(key.id, nonce)
 
     def answer(self, reply: bytes) -> bytes:
-        """The proof to send for the server's whole reply.
+        """The client's proof, after the server's complete reply.
 
         Raises:
-            ProofError: it did not prove that it has the key; the message says what it is instead.
+            ProofError: the server did not prove its key; the message names what it is instead.
         """
         if reply.startswith(b"HTTP/"):
             raise ProofError("another server answers there")
@@ -119,7 +119,7 @@ def _message(*fields: bytes) -> bytes:
 
 
 def _fields(message: bytes) -> list[bytes]:
-    """Raises ProofError."""
+    """Split a message into its fields. Raises ProofError."""
     try:
         return [bytes.fromhex(each) for each in message[len(_PREFIX) :].decode("ascii").split(" ")]
     except ValueError:  # UnicodeDecodeError too.

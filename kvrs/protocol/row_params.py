@@ -1,9 +1,9 @@
-"""The object `kvrs` in `kv_transfer_params` of a request to vLLM: a proxy has the server keep the
-rows of the request, and look it up at agents.
+"""The `kvrs` object in `kv_transfer_params` of a request to vLLM: a proxy tells the server to keep
+the request's rows, and at which agents to look for them.
 
-Clients may reach vLLM's own port, too. So the object has a mac under a key of the server, derived
-from the cluster's secret. One that was captured is right at no other server, and at this one for
-some minutes, for requests with the same agents.
+Clients may reach vLLM's own port, too. So the object has a MAC under a key of the server, derived
+from the cluster's secret. A captured object is valid only at the same server, for some minutes, and
+for the same agents.
 """
 
 import hmac
@@ -19,15 +19,15 @@ from kvrs.protocol.secrets import Scope, derive, scoped_key
 
 PARAMS_FIELD = "kvrs"
 MAX_AGENTS = 16
-# Clocks may differ and a server may have the request wait, together so long.
+# Validity: covers differing clocks and a request's wait at the server.
 GOOD_S = 900.0
 
 _Agent = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class RowParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`agents`: ids of those beside the server's own. `made_s`: in seconds of the epoch of 1970.
-    `mac`: HMAC-SHA256, in hexadecimal.
+    """`agents`: ids of agents beside the server's own. `made_s`: Unix time. `mac`: HMAC-SHA256 in
+    hexadecimal.
     """
 
     agents: Annotated[list[_Agent], msgspec.Meta(max_length=MAX_AGENTS)]
@@ -48,7 +48,7 @@ def unseal(value: object, keys: Sequence[bytes], now_s: float) -> list[str]:
     """Return the agents that a request's object names. `keys`: one for each secret of the cluster.
 
     Raises:
-        RequestError: it is none, its mac is under none of the keys, or it was made too long ago.
+        RequestError: no such object, a MAC under none of the keys, or an object that is too old.
     """
     try:
         params = msgspec.convert(value, RowParams)

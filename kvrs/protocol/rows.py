@@ -1,5 +1,4 @@
-"""Frames of the row port, as bytes: rows of engines' host memory, by key, between an agent and the
-servers that load them.
+"""Frames of the row port: servers load rows of engines' host memory from an agent, by key.
 
 Both ends have proved the cluster's secret (`proof.py`) before the first frame. A client asks and
 the agent answers, one question at a time:
@@ -18,8 +17,8 @@ the agent answers, one question at a time:
 A frame is a header (magic, type, bytes of a key, number of keys, bytes of what follows them), the
 keys, and the rest. All lengths are compared with bounds before memory is allocated for them.
 
-The tag of a row is a mac (`transfer/rows/tags.py`). What is not a row has no mac: who changes it on
-its way can only have prompts computed.
+The tag of a row is a MAC (`transfer/rows/tags.py`). Other frames have no MAC: changing them on the
+way can only make prompts be computed.
 """
 
 import struct
@@ -40,7 +39,7 @@ MAX_ROW_BYTES = 1 << 30
 MAX_ABOUT_BYTES = 1 << 16
 MAX_REASON_BYTES = 512
 CHECKSUM_BYTES = 16
-MAX_REGIONS = 64  # Of a node; an engine has one for each data-parallel rank.
+MAX_REGIONS = 64  # Regions of a node; an engine has one for each data-parallel rank.
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _MAGIC = b"KR"
@@ -84,30 +83,30 @@ _WITH_KEYS = {RowFrame.LOOKUP, RowFrame.LOAD, RowFrame.KEYS}
 
 
 class Space(NamedTuple):
-    """The meaning and the size of rows: all that one key stands for."""
+    """The meaning and the size of rows: all that a key stands for."""
 
     namespace: bytes
     row_bytes: int
 
 
 class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The facts that come with a region's descriptors."""
+    """The facts sent with a region's descriptors."""
 
     engine: _Name
     namespace: bytes
     rows: int
     row_bytes: int
-    # What the namespace was made of, so that one that differs can be explained.
+    # Contents of the namespace's hash, by which a difference can be explained.
     fields: dict[str, Any]
-    model: str = ""  # As the engine serves it.
-    row_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: not told.
+    model: str = ""  # Model name as the engine serves it.
+    row_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: not reported.
 
     @property
     def space(self) -> Space:
         return Space(self.namespace, self.row_bytes)
 
 
-# The first digits of a namespace: rows of equal ones mean the same.
+# The first digits of a namespace: rows of equal namespaces mean the same.
 ShortSpace = Annotated[str, msgspec.Meta(min_length=16, max_length=16)]
 
 
@@ -123,7 +122,7 @@ class RegionReport(msgspec.Struct, frozen=True):
     is_alive: bool
     rows: Annotated[int, msgspec.Meta(ge=0)]
     row_bytes: Annotated[int, msgspec.Meta(ge=0)]
-    row_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # As of `RegionInfo`.
+    row_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # As in `RegionInfo`.
 
     @classmethod
     def of(cls, info: RegionInfo, *, is_alive: bool) -> "RegionReport":
@@ -138,11 +137,11 @@ class RegionReport(msgspec.Struct, frozen=True):
 
 
 class RowsReport(msgspec.Struct, frozen=True):
-    """All rows of vLLM's CPU tiers that an agent serves, as it reports them to proxies."""
+    """All rows of vLLM's CPU tiers that an agent serves, as reported to proxies."""
 
     regions: Annotated[tuple[RegionReport, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
-    to_other_nodes: bool = False  # Servers of other nodes can load rows, too.
-    # Namespaces of another node's rows, some of which the agent has second copies of.
+    to_other_nodes: bool = False  # Servers of other nodes can load the rows, too.
+    # Namespaces of other nodes' rows of which the agent holds second copies.
     copies: Annotated[tuple[ShortSpace, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
 
 
@@ -161,14 +160,14 @@ class RowHead(msgspec.Struct, frozen=True):
 
 
 def encode(frame: RowFrame, keys: Sequence[bytes] = (), body: bytes = b"") -> bytes:
-    """A frame with all keys of one length. A row follows `row_start` instead."""
+    """Encode a frame whose keys have one length. A row follows `row_start` instead."""
     key_bytes = len(keys[0]) if keys else 0
     assert all(len(key) == key_bytes for key in keys)
     return b"".join((_HEAD.pack(_MAGIC, frame, key_bytes, len(keys), len(body)), *keys, body))
 
 
 def decode_head(head: bytes | bytearray | memoryview) -> RowHead:
-    """Raises TransferError: it is none, or what follows would be too long."""
+    """Decode the start of a frame. Raises TransferError: not a frame, or too long."""
     magic, kind, key_bytes, keys, body_bytes = _HEAD.unpack(head)
     if magic != _MAGIC or kind not in _MAX_BODY_BYTES:
         raise TransferError(f"row port: frame {magic!r} {kind}; allowed: {_MAGIC!r} 1 to 12")
@@ -192,7 +191,7 @@ def encode_space(space: Space) -> bytes:
 
 
 def decode_space(body: bytes) -> Space:
-    """Raises TransferError."""
+    """Decode a space. Raises TransferError."""
     if len(body) != _SPACE.size:
         raise TransferError(f"row port: SPACE of {len(body)} bytes; allowed: {_SPACE.size}")
     space = Space(*_SPACE.unpack(body))
@@ -204,7 +203,7 @@ def decode_space(body: bytes) -> Space:
 
 
 def row_start(row_bytes: int, tag: bytes, frame: RowFrame = RowFrame.ROW) -> bytes:
-    """Make the head that precedes the bytes of a row."""
+    """The head that precedes the bytes of a row."""
     return _HEAD.pack(_MAGIC, frame, 0, 0, len(tag) + row_bytes) + tag
 
 
@@ -213,7 +212,7 @@ def checksum(row: bytearray | memoryview) -> bytes:
 
 
 def decode_region(body: bytes) -> RegionInfo:
-    """Raises TransferError."""
+    """Decode the facts of a region. Raises TransferError."""
     try:
         info = msgspec.json.decode(body, type=RegionInfo)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The cluster's shared secret, and what is derived from it. One secret, one derived key per use."""
+"""The cluster's shared secret, and the keys derived from it: one derived key per use."""
 
 import hmac
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ KEY_ID_BYTES = 8
 
 
 class Scope(StrEnum):
-    """The kind of access that a key gives, at the process that it was derived for."""
+    """A kind of access to one process that a key gives."""
 
     INSTANCE = "instance"  # Requests, load, leases and fences of an instance.
     AGENT = "agent"  # Holdings, leases and slots of an agent.
@@ -22,7 +22,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScopedKey:
-    """The key of one scope of one process; `id` tells keys of several secrets apart."""
+    """The key of one scope of one process; `id` distinguishes keys of several secrets."""
 
     scope: Scope
     key: bytes = field(repr=False)
@@ -30,7 +30,7 @@ class ScopedKey:
 
 
 def derive(secret: bytes, purpose: bytes) -> bytes:
-    """A key for one purpose, which reveals nothing of the secret or of the other keys."""
+    """Derive a key for one purpose, which reveals neither the secret nor other keys."""
     return hmac.digest(secret, purpose, sha256)
 
 
@@ -41,5 +41,5 @@ def scoped_key(secret: bytes, scope: Scope, name: str) -> ScopedKey:
 
 
 def scoped_keys(secrets: Sequence[bytes], name: str, *scopes: Scope) -> list[ScopedKey]:
-    """Keys that a process accepts at its scopes: one key for each secret of the cluster."""
+    """Keys that a process accepts at its scopes: one for each secret of the cluster."""
     return [scoped_key(secret, scope, name) for secret in secrets for scope in scopes]

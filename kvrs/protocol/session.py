@@ -1,10 +1,10 @@
-"""Macs on what follows a hand-shake at the page port, so that nothing can be replaced, repeated or
-inserted between two peers.
+"""MACs on the messages of a page connection after its hand-shake, so that nothing can be replaced,
+repeated or inserted between the peers.
 
-A mac is GMAC over the start of its answer for a page, and the message, with the number of the
-message in its direction as the nonce, under a key of this connection and direction: a number is
-never used twice. The mac stands behind a question, behind each page of a STORE, and between the
-start of an answer and its payload. The data of a probe has none.
+Each connection and direction has a key and counts its messages. A MAC is the GMAC of a message (for
+a page: the start of its answer and the page) with the message's number as the nonce. It follows a
+question and each page of a STORE, and stands between the start of an answer and its payload. Probe
+data has none.
 """
 
 import hmac
@@ -25,7 +25,7 @@ class _Direction:
         self.count = 0
 
     def mac(self, start: bytes, message: Bytes) -> bytes:
-        """The mac of the next message. `start` is short; the message is read in place."""
+        """The MAC of the next message. `start` is short; the message is read in place."""
         number = self.count
         self.count += 1
         return self._gmac.mac(number, start, message)
@@ -40,24 +40,24 @@ class Session:
         self._sending, self._receiving = _Direction(own), _Direction(other)
 
     def seal(self, message: Bytes) -> bytes:
-        """The mac of the next message that is sent."""
+        """The MAC of the next sent message."""
         return self._sending.mac(b"", message)
 
     def answer(self, answer: AnswerHeader, payload: Bytes = b"") -> bytes:
-        """The start of the next answer, with the mac."""
+        """The start of the next answer, with its MAC."""
         start = encode_start(answer)
         return start + self._sending.mac(start, payload)
 
     def check(self, mac: Bytes, message: Bytes) -> None:
-        """Raises DamagedPageError: the next message that was received is not the peer's."""
+        """Verify the next received message. Raises DamagedPageError: not the peer's."""
         self._compare(mac, self._receiving.mac(b"", message))
 
     def check_answer(self, mac: Bytes, answer: AnswerHeader, payload: Bytes = b"") -> None:
-        """Raises DamagedPageError: the next answer that was received is not the peer's."""
+        """Verify the next received answer. Raises DamagedPageError: not the peer's."""
         self._compare(mac, self._receiving.mac(encode_start(answer), payload))
 
     def skip(self) -> None:
-        """Count the next message that was received, of which nothing is used."""
+        """Count a received message whose contents are not used."""
         self._receiving.count += 1
 
     def _compare(self, mac: Bytes, due: bytes) -> None:

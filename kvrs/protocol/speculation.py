@@ -1,8 +1,8 @@
-"""Speculation on the wire: counts of an instance, the notice of one that starts again, and drafts
-that it makes for another one meanwhile.
+"""Messages of speculative decoding: an instance's counts, the notice of its reload, and the drafts
+that a reloading instance makes for another one.
 
-Drafts go over a WebSocket at `GET /kvrs/v1/drafts` of the instance that verifies them, in msgpack:
-first a `DraftOffer` of the other one, then lists of `MirrorUpdate` to it and of `Burst` from it.
+The helper connects to the verifying instance by WebSocket (`GET /kvrs/v1/drafts`, msgpack): it
+sends a `DraftOffer`, then receives lists of `MirrorUpdate` and sends lists of `Burst`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,47 +16,49 @@ from kvrs.ids import InstanceId
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 DraftId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
-MAX_RELOAD_S = 60.0  # A notice counts.
+MAX_RELOAD_S = 60.0  # Validity of a notice.
 MAX_READY_S = 1e6
-MAX_REASON = 500  # Characters.
-MOST_DRAFTS = 64  # Of one stream, ahead of what was verified.
+MAX_REASON = 500  # Length in characters.
+MOST_DRAFTS = 64  # Drafts of one stream, ahead of its verified tokens.
 MAX_MESSAGE_BYTES = 1 << 24
-_MESSAGE_TOKENS = 1 << 18  # Of a list of updates, but for its last one.
-# Either side asks the other one so often whether it is there, and leaves one that does not answer
-# within half of that.
+_MESSAGE_TOKENS = 1 << 18  # Tokens in a list of updates, except its last one.
+# Interval of both sides' pings; a peer that does not answer within half of it is dropped.
 HEARTBEAT_S = 5.0
 
 
 class ReloadState(StrEnum):
-    """State of an instance that is started again (LUMEN, section 4.4)."""
+    """State of a reloading instance (LUMEN, section 4.4)."""
 
-    LOADING = "loading"  # Its model; it makes no drafts.
+    LOADING = "loading"  # The model is loading; the instance makes no drafts.
     LOADING_DRAFT = "loading_draft"
-    ASSIST = "assist"  # It makes drafts, or asks others whether they want some.
-    HOTSWAP = "hotswap"  # Its model is there.
+    ASSIST = "assist"  # The instance makes drafts, or offers them to others.
+    HOTSWAP = "hotswap"  # The model is loaded.
 
 
 class Reload(msgspec.Struct, frozen=True):
-    """An instance that is being started again, as it says."""
+    """State of a reloading instance, as it reports it."""
 
     state: ReloadState = ReloadState.LOADING
-    paired_with: InstanceId | None = None  # For which it makes drafts.
-    ready_in_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_READY_S)] | None = None  # Not known.
-    skipped: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""  # Why it makes no drafts.
+    paired_with: InstanceId | None = None  # The instance that it makes drafts for.
+    # None: not known.
+    ready_in_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_READY_S)] | None = None
+    # Reason why it makes no drafts.
+    skipped: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
 
 
 class SpeculationReport(msgspec.Struct, frozen=True):
-    """Drafts of an instance; counts are since its start."""
+    """Counts of drafts since the start of an instance."""
 
     source: str
     active: bool = False  # Drafts are made now.
-    steps: _Natural = 0  # With drafts, of a stream each.
+    steps: _Natural = 0  # Steps of a stream with drafts.
     proposed: _Natural = 0
     accepted: _Natural = 0
-    stale: _Natural = 0  # That came and were not proposed: the stream had gone on otherwise.
-    helper: InstanceId | None = None  # The instance that makes them.
-    skipped: str = ""  # Why its own start made none for others.
-    reloads: dict[InstanceId, Reload] = {}  # Of others.
+    # Received drafts that were not proposed, because the stream had continued otherwise.
+    stale: _Natural = 0
+    helper: InstanceId | None = None  # The instance that makes the drafts.
+    skipped: str = ""  # Reason why its own start made none for others.
+    reloads: dict[InstanceId, Reload] = {}  # Reloads of other instances.
 
     def since(self, before: "SpeculationReport") -> "SpeculationReport":
         """The counts after `before`, a report of the same process."""
@@ -71,13 +73,13 @@ class SpeculationReport(msgspec.Struct, frozen=True):
 
     @property
     def wants_helper(self) -> bool:
-        """It takes drafts of another instance."""
+        """The instance takes drafts of another instance."""
         return self.source == "draft"
 
 
 class ReloadNotice(msgspec.Struct, frozen=True):
-    """Body of `POST /kvrs/v1/reload`: that instance is being started again, and serves nothing for
-    so long, or until it says so again.
+    """Body of `POST /kvrs/v1/reload`: an instance reloads and serves nothing for `ready_in_s`, or
+    until its next notice.
     """
 
     instance: InstanceId
@@ -86,16 +88,16 @@ class ReloadNotice(msgspec.Struct, frozen=True):
 
 
 class DraftOffer(msgspec.Struct, frozen=True):
-    """An instance can make drafts. Its connection is closed, with the reason, where the model has
-    another vocabulary or another instance makes them already.
+    """An instance's offer of drafts. The verifier closes the connection, with the reason, if the
+    vocabularies differ or another instance already makes its drafts.
     """
 
     instance: InstanceId
-    vocabulary: str  # Digest of tokenizer and size.
+    vocabulary: str  # Digest of the tokenizer and its size.
 
 
 class DraftChoice(msgspec.Struct, frozen=True):
-    """How a stream's tokens are chosen; a draft that chooses so is more often right."""
+    """Sampling parameters of a stream; a draft sampled alike is right more often."""
 
     temperature: float
     top_p: float
@@ -105,7 +107,7 @@ class DraftChoice(msgspec.Struct, frozen=True):
 
 
 class MirrorUpdate(msgspec.Struct, frozen=True):
-    """A stream has begun (`choice` is given), has further tokens, or has ended (neither)."""
+    """The begin of a stream (`choice` is given), its further tokens, or its end (neither)."""
 
     number: _Natural
     token_ids: list[DraftId] = []
@@ -113,8 +115,8 @@ class MirrorUpdate(msgspec.Struct, frozen=True):
 
 
 def in_messages(updates: Iterable[MirrorUpdate]) -> Iterator[list[MirrorUpdate]]:
-    """The same in order, in lists of which each fits into a message: a helper is told all tokens
-    of all streams at once as it comes.
+    """Split the updates, in order, into lists that each fit into a message: a new helper gets all
+    tokens of all streams at once.
     """
     message: list[MirrorUpdate] = []
     tokens = 0
@@ -129,8 +131,8 @@ def in_messages(updates: Iterable[MirrorUpdate]) -> Iterator[list[MirrorUpdate]]
 
 
 class Burst(msgspec.Struct, frozen=True):
-    """Drafts for a stream: the position of the first one, and their ids. `begins_anew`: those that
-    came before are wrong.
+    """Drafts for a stream: the position of the first, and their ids. `begins_anew`: earlier drafts
+    are wrong.
     """
 
     number: _Natural

@@ -1,4 +1,4 @@
-"""Stages of an instance, as load reports have them."""
+"""Stages of an instance in load reports."""
 
 from typing import Annotated
 
@@ -11,28 +11,31 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class StageInfo(msgspec.Struct, frozen=True):
-    """A stage of an instance, and the process that has its ranks."""
+    """A stage of an instance, and the process that runs its ranks."""
 
     stage: _Natural
     node: NodeId
-    host_pid: int  # That process: a host, or the instance's own.
-    session: _Natural | None  # Its number at the host; None: it is the instance's own process.
-    epoch: _Natural  # Under which the session was opened.
-    worked_s: _Seconds  # Processor time of its ranks' batches, of each modulo 71 minutes.
-    read_bytes: _Natural  # Of weights, from files, since the start of that process.
-    donor: InstanceId | None = None  # Whose host has the stage now; None: its own.
-    pages: _Natural | None = None  # That the instance may use, where it borrows; None: all.
-    # Where its parts of full pages go as replicas: an instance of the group, which has them in its
-    # own host of the stage. None: nowhere; then the reason, where replicas are kept at all.
+    host_pid: int  # Process of the ranks: a host, or the instance itself.
+    session: _Natural | None  # Number of the session at the host; None: the instance's own process.
+    epoch: _Natural  # Epoch under which the session was opened.
+    worked_s: _Seconds  # CPU time of the ranks' batches, each modulo 71 minutes.
+    read_bytes: _Natural  # Weights read from files since the start of the process.
+    # Owner of the host that runs the stage now; None: the instance's own.
+    donor: InstanceId | None = None
+    # Pages that the instance may use, if the stage is borrowed; None: all.
+    pages: _Natural | None = None
+    # Instance of the group whose host of the stage keeps replicas of this stage's parts of full
+    # pages. None: no replicas; `unprotected` has the reason, if replicas are configured.
     replica_to: InstanceId | None = None
     unprotected: str | None = None
-    replica_lag_pages: _Natural = 0  # Full, and not there yet.
-    replica_sent_bytes: _Natural = 0  # As the counter behind it since the start of the instance.
-    replica_dropped_pages: _Natural = 0  # That were not taken, or not kept.
+    replica_lag_pages: _Natural = 0  # Full pages that are not replicated yet.
+    # Bytes sent since the start of the instance; the counter below too.
+    replica_sent_bytes: _Natural = 0
+    replica_dropped_pages: _Natural = 0  # Pages that were not accepted, or not kept.
 
 
 class StageLent(msgspec.Struct, frozen=True):
-    """Pages of a stage of the instance that another one of its group uses."""
+    """Pages of an instance's stage that another instance of the group uses."""
 
     to: InstanceId
     stage: _Natural
@@ -40,13 +43,11 @@ class StageLent(msgspec.Struct, frozen=True):
 
 
 class RestartReport(msgspec.Struct, frozen=True):
-    """The next token of an attempt that began again at its instance, since cells of a stage were
-    lost.
-    """
+    """The first token of an attempt that restarted at its instance after a stage lost cells."""
 
     stream: StreamId
     attempt: _Natural
     owner_epoch: _Natural
-    # Of its pages, those of which a donor of the stage had the lost part as a replica.
+    # Pages whose lost part a donor of the stage had as a replica.
     adopted_pages: _Natural
-    recomputed_tokens: _Natural  # Of the history until then.
+    recomputed_tokens: _Natural  # Tokens of the history that were computed again.

@@ -29,8 +29,8 @@ def root_tag(fingerprint: str, salt: str = "") -> Tag:
 
 
 def salt_of(cache_salt: str, adapter: str) -> str:
-    """The salt of a request's pages: with an adapter, equal tokens have other KV. An alias of a
-    model is no adapter.
+    """The salt of a request's pages: an adapter changes the KV of equal tokens; an alias of a model
+    does not.
     """
     if not adapter:
         return cache_salt
@@ -39,7 +39,7 @@ def salt_of(cache_salt: str, adapter: str) -> str:
 
 
 def page_tags(root: Tag, token_ids: Sequence[int], page_size_tokens: int) -> list[Tag]:
-    """Tags of the full pages of `token_ids`, first page first; a partial last page has none."""
+    """Tags of the full pages of `token_ids`, in order; a partial last page has none."""
     tags: list[Tag] = []
     words, size_bytes, parent = _words(token_ids), page_size_tokens * _WORD_BYTES, root
     for end in range(size_bytes, len(words) + 1, size_bytes):
@@ -49,8 +49,7 @@ def page_tags(root: Tag, token_ids: Sequence[int], page_size_tokens: int) -> lis
 
 
 def _words(token_ids: Sequence[int]) -> bytes:
-    # Token ids are fixed-width on the hash's input, so no two different pages can spell the same
-    # bytes.
+    # Token ids have a fixed width in the hash's input, so different pages never have equal bytes.
     return array("Q", token_ids).tobytes()
 
 

@@ -1,7 +1,7 @@
-"""Token ids that are kept: four bytes each, where a list takes forty.
+"""Packed token ids: four bytes each, where a list takes forty.
 
-Long lists are read and written in steps: one call of the decoder or encoder keeps the interpreter
-to itself, whichever thread it is in.
+Long lists are decoded and encoded in steps, because a call of the decoder or encoder holds the
+interpreter, whichever thread calls it.
 """
 
 from array import array
@@ -12,14 +12,14 @@ import msgspec
 
 from kvrs.protocol.instance import TokenId
 
-# So many are objects at a time while they are encoded, and so many bytes while they are decoded.
+# Objects at a time while encoding; bytes at a time while decoding.
 _STEP = 1 << 14
 _STEP_BYTES = 1 << 17
 _IDS = msgspec.json.Decoder(list[TokenId])
 
 
 def packed(ids: Iterable[int]) -> "array[int]":
-    """Raises ValueError: one is negative, or takes more than four bytes."""
+    """Pack token ids. Raises ValueError: negative, or longer than four bytes."""
     try:
         return array("I", ids)
     except OverflowError:
@@ -27,7 +27,7 @@ def packed(ids: Iterable[int]) -> "array[int]":
 
 
 def decode(text: bytes) -> "array[int]":
-    """The ids of a list in valid JSON. Raises msgspec.ValidationError: it is no list of ids."""
+    """The ids of a list in valid JSON. Raises msgspec.ValidationError: not a list of ids."""
     text = text.strip()
     end = len(text) - 1
     if end < _STEP_BYTES:
@@ -41,14 +41,14 @@ def decode(text: bytes) -> "array[int]":
             at = after + 1
     except msgspec.ValidationError:
         raise
-    except msgspec.DecodeError:  # Cut in the middle of something else than an id.
+    except msgspec.DecodeError:  # The step ends within something else than an id.
         raise msgspec.ValidationError("Expected `array` of ids") from None
     return ids
 
 
 def _encodable(value: Any) -> Any:
-    """The hook of msgspec for values of types that are not its own; by its contract it raises
-    NotImplementedError for those that it cannot encode.
+    """The hook of msgspec for foreign types. By its contract it raises NotImplementedError for
+    types that it cannot encode.
     """
     if not isinstance(value, array):
         raise NotImplementedError(f"{type(value).__name__} has no place in JSON with ids")

@@ -1,6 +1,6 @@
-"""The answers of the OpenAI API: whole responses, chunks of a stream, and errors.
+"""Answers of the OpenAI API: whole responses, chunks of a stream, and errors.
 
-The first part is what engines of ours write, the second what a proxy reads of any engine's chunks.
+The first part has what kvrs's engines write, the second what a proxy reads from any engine.
 """
 
 import re
@@ -11,19 +11,19 @@ import msgspec
 
 from kvrs.protocol.instance import KvTransferParams, TokenId
 
-# The code of what is longer than the model takes, by which clients fall back to another one.
+# Error code of a request longer than the model takes, by which clients fall back to another model.
 TOO_LONG = "context_length_exceeded"
-# That of a stream whose logits are no numbers, since its weights or activations overflow.
+# Error code of a stream whose logits are not numbers: its weights or activations overflow.
 NOT_A_NUMBER = "not_a_number"
-# In the words of vLLM.
+# Wording of vLLM.
 _TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len", re.IGNORECASE)
 
-# Written. In every choice `token_ids` stays last, so that a proxy can cut it out of the bytes by
-# offset.
+# Written answers. In every choice `token_ids` stays last, so that a proxy can cut them out of the
+# bytes by offset.
 
 
 class PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None  # Of the prompt, found in the prefix cache.
+    cached_tokens: int | None = None  # Tokens of the prompt found in the prefix cache.
 
 
 class Usage(msgspec.Struct):
@@ -34,7 +34,7 @@ class Usage(msgspec.Struct):
 
     @property
     def cached_tokens(self) -> int | None:
-        """None: the engine does not say."""
+        """Tokens found in the prefix cache; None: the engine does not report them."""
         details = self.prompt_tokens_details
         return details.cached_tokens if isinstance(details, PromptDetails) else None
 
@@ -67,8 +67,8 @@ class Choice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """A whole completion, or one chunk of a streamed one, whose last chunk alone has `usage`, if
-    the client asked for it.
+    """A whole completion, or a chunk of a streamed one. The last chunk alone has `usage`, if the
+    client asked for it.
     """
 
     id: str
@@ -99,11 +99,11 @@ class ChatLogprobs(msgspec.Struct):
 
 class FunctionCall(msgspec.Struct):
     name: str
-    arguments: str  # JSON, as OpenAI gives it.
+    arguments: str  # Arguments in JSON, as OpenAI writes them.
 
 
 class ToolCall(msgspec.Struct):
-    """A call in a message; in a delta it has its `index` too."""
+    """A tool call of a message; in a delta it has its `index` too."""
 
     id: str
     function: FunctionCall
@@ -112,7 +112,7 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
-    """The part of the message that one chunk adds; fields that it does not add are left out."""
+    """The part of the message that a chunk adds; the other fields are left out."""
 
     role: str | None = None
     content: str | None = None
@@ -138,7 +138,7 @@ class ChatChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    # In the first event, if no earlier call has returned them.
+    # Prompt ids in the first event, if no earlier call has returned them.
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -171,14 +171,14 @@ class ChatCompletion(msgspec.Struct):
     kv_transfer_params: KvTransferParams | msgspec.UnsetType = msgspec.UNSET
 
 
-# Read, of either endpoint and from any engine. Every event outside the relay's byte search is
-# decoded to these, so what few readers need stays undecoded.
+# Answers of either endpoint and any engine, as read. Every event outside the relay's byte search is
+# decoded to these structs, so what few readers need stays undecoded.
 
 
 class ReceivedDelta(msgspec.Struct, gc=False):
     content: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # The newer name of `reasoning_content` in other engines.
+    reasoning: str | None = None  # Newer name of `reasoning_content` in other engines.
     tool_calls: list[msgspec.Raw] | None = None
 
 
@@ -190,7 +190,7 @@ class ReceivedChoice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[TokenId] | None = None
-    logprobs: msgspec.Raw = msgspec.Raw()  # Empty: absent.
+    logprobs: msgspec.Raw = msgspec.Raw()  # Undecoded; empty: absent.
 
     @property
     def plain_text(self) -> str:
@@ -202,17 +202,17 @@ class ReceivedChoice(msgspec.Struct, gc=False):
         return bool(self.delta.reasoning_content or self.delta.reasoning or self.delta.tool_calls)
 
     def logprob_lists(self) -> dict[str, list[msgspec.Raw] | None]:
-        """The log probabilities: lists with one element per token; empty if there are none.
+        """Lists of log probabilities with one element per token; empty if there are none.
 
         Raises:
             msgspec.DecodeError: they have another form.
         """
-        # Absent, or null: no shorter JSON has a list in it.
+        # Absent or null: no shorter JSON contains a list.
         return _LOGPROBS.decode(self.logprobs) if len(self.logprobs) > len(b"null") else {}
 
 
-# The engine gave the request up (vLLM: it was aborted, or its engine failed). Any other reason, of
-# whatever version, is that of a complete answer.
+# Reasons of an engine that gave the request up (vLLM: aborted, or its engine failed). Any other
+# reason ends a complete answer.
 BROKEN_REASONS = frozenset({"abort", "error"})
 
 
@@ -242,8 +242,8 @@ def error_body(
 
 
 def refusal_body(error: Mapping[str, Any]) -> bytes:
-    """An engine's refusal of a client's request, in the one form that a port has for them, whatever
-    type and code the engine gives: vLLM's are `BadRequestError` and a number.
+    """An engine's refusal of a client's request, in OpenAI's form whatever the engine's type and
+    code are (vLLM: `BadRequestError` and a number).
     """
     message, param, code = str(error.get("message")), error.get("param"), error.get("code")
     if not isinstance(code, str):
@@ -252,7 +252,7 @@ def refusal_body(error: Mapping[str, Any]) -> bytes:
 
 
 def failure_body(error: Mapping[str, Any]) -> bytes:
-    """An engine's own failure, in OpenAI's form: the message is for the client that asked."""
+    """An engine's failure, in OpenAI's form: the message is for the client that asked."""
     message, param = str(error.get("message")), error.get("param")
     return error_body(message, kind="server_error", param=param if isinstance(param, str) else None)
 

@@ -1,5 +1,5 @@
-"""Every body field of the OpenAI API's two endpoints and of vLLM's extensions of them, and how each
-backend treats it. A field that is not in the table is refused.
+"""Table of all body fields of the OpenAI API's two endpoints and of vLLM's extensions, with each
+backend's treatment of them. A field outside the table is refused.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,39 +22,42 @@ class ApiKind(StrEnum):
 
 
 class Treatment(StrEnum):
-    UNDERSTOOD = "understood"  # Decoded and checked by kvrs; an engine gets it if it needs it.
-    PASSED = "passed"  # The engine gets it undecoded, and checks it.
+    # kvrs decodes and checks the field; an engine gets it if it needs it.
+    UNDERSTOOD = "understood"
+    PASSED = "passed"  # The engine gets the field undecoded, and checks it.
     WHOLE = "whole"  # As PASSED, by one engine that answers the whole request in one piece.
-    IGNORED = "ignored"  # No output depends on it, and no engine gets it.
+    IGNORED = "ignored"  # No output depends on the field, and no engine gets it.
     REFUSED = "refused"
-    INTERNAL = "internal"  # Set by proxies. That of a client is dropped.
+    INTERNAL = "internal"  # Proxies set the field; a client's value is dropped.
 
 
 class Seam(StrEnum):
-    """Effect of a field on a continued stream where an engine takes the history for a prompt."""
+    """Effect of a field on a stream that an engine continues from its history as a prompt."""
 
     EXACT = "exact"
     INEXACT = "inexact"  # The engine gets the field again, and counts from the seam.
-    LEFT_OUT = "left out"  # Inexact: with the field, the engine would begin anew at the seam.
+    # The field is not sent on: the engine would begin anew at the seam. Inexact.
+    LEFT_OUT = "left out"
 
 
 class BodyField(msgspec.Struct, frozen=True):
-    """One row. `neutral` has values that change nothing: they count as an absent field."""
+    """A row of the table. A value in `neutral` counts as an absent field."""
 
     name: str
     embedded: Treatment
     distserve: Treatment
     vllm: Treatment
     sglang: Treatment
-    api: ApiKind | None = None  # None: both. At the other one it is refused.
+    api: ApiKind | None = None  # None: both endpoints. The other endpoint refuses the field.
     seam: Seam = Seam.EXACT
-    of_output: bool = False  # Prefill, which has no output, does not get it.
+    of_output: bool = False  # Prefill, which has no output, does not get the field.
     of_text: bool = (
-        False  # About making ids of a prompt: an engine that gets the ids does not get it.
+        # The field is about tokenising a prompt: an engine that gets token ids does not get it.
+        False
     )
     neutral: tuple[Any, ...] = ()
-    instead: str = ""  # Another field, which does the same.
-    null_counts: bool = False  # At vLLM a null is another thing than no field.
+    instead: str = ""  # Another field of the same effect.
+    null_counts: bool = False  # vLLM takes null for another value than an absent field.
 
     def treatment(self, backend: str) -> Treatment:
         match backend:
@@ -78,7 +81,7 @@ _VLLM_WHOLE = (_R, _R, Treatment.WHOLE, _R)
 _INTERNAL = (Treatment.INTERNAL,) * 4
 _INEXACT, _LEFT_OUT = Seam.INEXACT, Seam.LEFT_OUT
 
-# What depends on more than the field itself is in kvrs/proxy/wire/exactness.py.
+# Rules on more than one field are in kvrs/proxy/wire/exactness.py.
 FIELDS: tuple[BodyField, ...] = (
     # The prompt.
     BodyField("prompt", *_EVERYWHERE, _COMPLETIONS),
@@ -100,7 +103,7 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("truncation_side", *_VLLM_ONLY, of_text=True),
     BodyField("prompt_embeds", *_NOWHERE),
     BodyField("cache_salt", *_EVERYWHERE),
-    # How long the output is.
+    # The length of the output.
     BodyField("max_tokens", *_EVERYWHERE),
     BodyField("max_completion_tokens", *_EVERYWHERE, _CHAT, of_output=True),
     BodyField("min_tokens", *_EVERYWHERE, of_output=True),
@@ -111,7 +114,7 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("no_stop_trim", *_SGLANG_ONLY, seam=_INEXACT, of_output=True, neutral=(False,)),
     BodyField("thinking_token_budget", *_VLLM_ONLY, seam=_INEXACT, of_output=True),
     BodyField("repetition_detection", *_VLLM_ONLY, seam=_INEXACT, of_output=True),
-    # Which token is next.
+    # The choice of the next token.
     BodyField("temperature", *_EVERYWHERE),
     BodyField("top_p", *_EVERYWHERE),
     BodyField("top_k", *_EVERYWHERE),
@@ -141,7 +144,7 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("best_of", *_NOWHERE, neutral=(1,)),
     BodyField("logits_processors", *_NOWHERE, neutral=([],)),
     BodyField("suffix", *_NOWHERE, neutral=("",)),
-    # What the answer says.
+    # The contents of the answer.
     BodyField("n", *_EVERYWHERE),
     BodyField("echo", *_EVERYWHERE, _COMPLETIONS),
     BodyField("echo", *_VLLM_WHOLE, _CHAT, neutral=(False,)),
@@ -191,11 +194,11 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("return_token_offsets", *_NEUTRAL),
     BodyField("return_mm_kwargs", *_NEUTRAL),
     BodyField("mm_payload", *_NEUTRAL),
-    # Which instance works on a stream, for whom, and with what KV.
+    # The instance, client and KV of a stream.
     BodyField("kvrs", *_INTERNAL),
     BodyField("kv_transfer_params", *_INTERNAL),
     BodyField("ec_transfer_params", *_NOWHERE),
-    # It may hold `kv_transfer_params`.
+    # The field may hold `kv_transfer_params`.
     BodyField("vllm_xargs", *_NOWHERE),
     BodyField("request_id", *_NOWHERE),
     BodyField("priority", *_NOWHERE, neutral=(0,)),
@@ -213,7 +216,7 @@ FIELDS: tuple[BodyField, ...] = (
 
 NOT_FOR_PREFILL = frozenset(row.name for row in FIELDS if row.of_output)
 NOT_FOR_IDS = frozenset(row.name for row in FIELDS if row.of_text)
-# Left out of a chat that is continued as a completion.
+# Fields left out of a chat that is continued as a completion.
 NOT_FOR_COMPLETIONS = frozenset(row.name for row in FIELDS if row.api is ApiKind.CHAT)
 NOT_AFTER_SEAM = frozenset(row.name for row in FIELDS if row.seam is Seam.LEFT_OUT)
 
@@ -225,20 +228,20 @@ _ANY = msgspec.json.Decoder()
 
 @cache
 def rows(api: ApiKind) -> Mapping[str, BodyField]:
-    """The row of each field at one endpoint; of fields of the other one only, theirs."""
+    """The row of each field at an endpoint; fields of the other endpoint alone keep their row."""
     here = {row.name: row for row in FIELDS if row.api in (None, api)}
     return {row.name: row for row in FIELDS} | here
 
 
 @cache
 def whole(api: ApiKind) -> frozenset[str]:
-    """The fields with which one engine answers the whole request."""
+    """Fields with which one engine answers the whole request."""
     return frozenset(name for name, row in rows(api).items() if row.vllm is Treatment.WHOLE)
 
 
 @cache
 def takes(api: ApiKind, backend: str) -> tuple[str, ...]:
-    """The fields that a client may set there, in alphabetical order."""
+    """Fields that a client may set, in alphabetical order."""
     away = (Treatment.REFUSED, Treatment.INTERNAL)
     return tuple(
         sorted(
@@ -251,7 +254,7 @@ def takes(api: ApiKind, backend: str) -> tuple[str, ...]:
 
 @cache
 def kept_as_they_are(api: ApiKind, backend: str) -> frozenset[str]:
-    """The fields that `check_fields` keeps whatever their value, but for null."""
+    """Fields that `check_fields` keeps whatever their value, except null."""
     kept = (Treatment.UNDERSTOOD, Treatment.PASSED, Treatment.WHOLE)
     return frozenset(
         name
@@ -263,16 +266,16 @@ def kept_as_they_are(api: ApiKind, backend: str) -> frozenset[str]:
 def check_fields(
     given: Mapping[str, msgspec.Raw], api: ApiKind, backend: str
 ) -> dict[str, msgspec.Raw]:
-    """Those of the given fields that mean something to kvrs or to the engine behind it, undecoded.
+    """The given fields that kvrs or the backend's engine uses, undecoded.
 
     Raises:
-        RequestError: a field is refused there, or (UnknownFieldError) not known.
+        RequestError: a field is refused, or (UnknownFieldError) unknown.
     """
     kept: dict[str, msgspec.Raw] = {}
     unknown: str | None = None
     as_they_are = kept_as_they_are(api, backend)
     for name, value in given.items():
-        # The same as an absent field, but not every engine accepts it.
+        # Null means an absent field, but not every engine accepts it.
         if len(value) == 4 and bytes(value) == b"null":
             if backend == VLLM and name in _NULLS_OF_VLLM:
                 kept[name] = value
@@ -296,7 +299,7 @@ def check_fields(
 
 
 def inexact_fields(names: Iterable[str], api: ApiKind) -> list[str]:
-    """Those that a stream is not continued exactly with, by their names alone."""
+    """Names of the fields that prevent an exact continuation, whatever their values."""
     known = rows(api)
     return [name for name in names if known[name].seam is not Seam.EXACT]
 
@@ -311,17 +314,17 @@ def not_supported(
 
 
 def _is_neutral(value: msgspec.Raw, row: BodyField) -> bool:
-    """The value changes nothing. Only values that are short enough for that are decoded."""
+    """The value changes nothing. Values too long for that are not decoded."""
     if not row.neutral or len(value) > _LONGEST_NEUTRAL_BYTES:
         return False
     try:
         return is_among(_ANY.decode(value), row.neutral)
-    except msgspec.DecodeError:  # A number that is out of range.
+    except msgspec.DecodeError:  # A number out of range.
         return False
 
 
 def is_among(value: Any, allowed: Iterable[Any]) -> bool:
-    """The value equals an allowed one as JSON compares: 1 is 1.0, but not true."""
+    """The value equals an allowed value as JSON compares: 1 is 1.0, but not true."""
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed
     )

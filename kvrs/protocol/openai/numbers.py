@@ -1,14 +1,14 @@
-"""Whole numbers in bodies that were written as 4.0 or 4e0: languages whose numbers are all floating
-point write them so, and vLLM and OpenAI take them where a whole number is due. Pure.
+"""Conversion of whole numbers written as 4.0 or 4e0 in bodies. Languages with only floating point
+write them so, and vLLM and OpenAI accept them. Pure.
 
-Nothing else is converted: neither texts, nor true and false, nor 4.5.
+Strings, true, false and 4.5 stay as they are.
 """
 
 from typing import Any
 
 import msgspec
 
-# The fields of both endpoints that have whole numbers, and those that have lists of them.
+# Fields of both endpoints that take whole numbers, or lists of them.
 INTEGERS = frozenset(
     (
         *("max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "n"),
@@ -16,13 +16,13 @@ INTEGERS = frozenset(
     )
 )
 LISTS = frozenset(("prompt", "stop_token_ids", "allowed_token_ids"))
-_LONGEST_BYTES = 64  # Of one number.
+_LONGEST_BYTES = 64  # Longest number.
 _SIGNS = (b".", b"e", b"E")
 _ANY = msgspec.json.Decoder()
 
 
 def with_whole_numbers(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-    """The fields, with whole numbers in the form that JSON has for them."""
+    """The fields, with their whole numbers written as JSON integers."""
     return {name: _whole(name, value) for name, value in fields.items()}
 
 

@@ -1,4 +1,4 @@
-"""Requests of the OpenAI API as far as kvrs supports it: completions and chat completions.
+"""Completion and chat completion requests of the OpenAI API, as far as kvrs supports them.
 
 Fields that a backend does not take are refused by their names (`fields.py`).
 """
@@ -24,15 +24,15 @@ from kvrs.protocol.token_ids import packed
 
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 16
-MAX_STREAMS = 128  # Of one request: its prompts, each as often as it has choices.
+MAX_STREAMS = 128  # Streams of one request: its prompts times the choices of each.
 MAX_TOP_LOGPROBS = 20
-MAX_LISTED = 1024  # Words and biases: every token costs each of them.
-MAX_WORDS = 1 << 14  # Characters of all words: they are tokenised on the engine's event loop.
+MAX_LISTED = 1024  # Number of words or biases: each costs time at every token.
+MAX_WORDS = 1 << 14  # Characters of all words, which are tokenised on the engine's event loop.
 
 
 Fields = dict[str, msgspec.Raw]
 
-# A field that is absent, where values stay undecoded.
+# Undecoded value of an absent field.
 _NULL = msgspec.Raw(b"null")
 
 
@@ -49,11 +49,11 @@ class _SamplingRequest(msgspec.Struct, kw_only=True):
     given_temperature: float | None = msgspec.field(default=None, name="temperature")
     top_p: float = 1.0
     top_k: int = 0  # 0 and -1: all tokens.
-    min_p: float = 0.0  # Of the probability of the likeliest token.
+    min_p: float = 0.0  # Fraction of the likeliest token's probability.
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = []
-    response_format: msgspec.Raw = _NULL  # Read by the engine.
+    response_format: msgspec.Raw = _NULL  # The engine decodes it.
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -82,7 +82,7 @@ class _SamplingRequest(msgspec.Struct, kw_only=True):
 
     @property
     def wants_each_usage(self) -> bool:
-        """The client wants the token counts of a choice so far in each of its other events, too."""
+        """The client wants the token counts so far of a choice in its other events, too."""
         options = self.stream_options
         return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
 
@@ -111,7 +111,7 @@ class CompletionRequest(_SamplingRequest, kw_only=True):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many alternatives to name beside each sampled token; None: no log probabilities."""
+        """Alternatives to name beside each sampled token; None: no log probabilities."""
         return self.logprobs
 
 
@@ -123,8 +123,9 @@ class ChatRequest(_SamplingRequest, kw_only=True):
     """
 
     messages: msgspec.Raw
-    max_tokens: int | None = None  # None: what the prompt leaves of the engine's `max_model_len`.
-    # The newer name of `max_tokens`, which counts; parsing moves its value there.
+    # None: the rest of the engine's `max_model_len` behind the prompt.
+    max_tokens: int | None = None
+    # Newer name of `max_tokens`, and the one that counts; parsing moves its value there.
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -138,20 +139,18 @@ class ChatRequest(_SamplingRequest, kw_only=True):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """The number of alternatives per token, as in `CompletionRequest`; None: no log
-        probabilities.
-        """
+        """Alternatives per token, as in `CompletionRequest`; None: no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def template_bytes(self) -> int:
-        """Size of what the template reads."""
+        """Size of the template's input."""
         read = (self.messages, self.tools, self.chat_template_kwargs, self.documents)
         return sum(map(len, read))
 
     @property
     def may_call_tools(self) -> bool:
-        """`<tool_call>` in the output means a call, rather than text."""
+        """`<tool_call>` in the output means a call rather than text."""
         return not _NO_TOOLS.fullmatch(self.tools) and self.tool_choice != "none"
 
 
@@ -169,10 +168,10 @@ _MESSAGES = msgspec.json.Decoder(list[_Message])
 
 _NO_TOOLS = re.compile(rb"null|\[\s*\]")
 _EMPTY_OBJECT = re.compile(rb"\{\s*\}")
-HIGHEST_ID = (1 << 32) - 1  # They are kept in 4 bytes each.
+HIGHEST_ID = (1 << 32) - 1  # Ids are kept in 4 bytes each.
 _MISSING = re.compile("Object missing required field `(.*)`")
 
-# With `echo`: by an engine that answers the whole request.
+# Fields that need one engine for the whole request when `echo` is set.
 ECHOED_BY_ENGINE = ("logprobs", "truncate_prompt_tokens")
 
 # field: (lowest, highest) allowed value
@@ -189,7 +188,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (1e-6, 2.0),
     "n": (1, MAX_CHOICES),
 }
-# Where it is not the field's name.
+# Attribute names that differ from the field's name.
 _ATTRIBUTES = {"temperature": "given_temperature"}
 LOGPROBS_RANGE = (0, MAX_TOP_LOGPROBS)
 
@@ -212,10 +211,10 @@ def parse_completion_request(body: bytes, backend: str = EMBEDDED) -> Completion
 
 
 def read_prompt(prompt: msgspec.Raw) -> str | list[int]:
-    """One of several prompts.
+    """Read one of several prompts.
 
     Raises:
-        RequestError: it is empty, or neither text nor token ids.
+        RequestError: an empty prompt, or neither text nor token ids.
     """
     read: str | list[int] = decode_as(_PROMPT, bytes(prompt), "prompt")
     _check_prompt(read)
@@ -230,8 +229,8 @@ def _check_prompt(prompt: str | list[int]) -> None:
 
 
 def parse_chat_request(body: bytes, backend: str = EMBEDDED) -> ChatRequest:
-    """Decode and check the body of `POST /v1/chat/completions`, but for what the engine's template
-    reads, which the engine checks.
+    """Decode and check the body of `POST /v1/chat/completions`. The engine checks the fields that
+    its template reads.
 
     Raises:
         RequestError: as `parse_completion_request`.
@@ -248,14 +247,14 @@ Decoded = TypeVar("Decoded")
 def read_request(
     body: bytes, api: ApiKind, backend: str, max_elements: int = MAX_ELEMENTS
 ) -> tuple[Request, Fields, list[msgspec.Raw]]:
-    """Decode and check a body, also in the equivalent forms that `_plainly` knows; also return the
-    fields that concern the backend, undecoded, and the prompts behind the first one, each to be
-    read by `read_prompt`. Its structure is checked first, so that no step takes long.
+    """Decode and check a body, also in the equivalent forms that `_plainly` knows. Return the
+    request, the backend's fields, undecoded, and the prompts behind the first one, for
+    `read_prompt`. The structure is checked first, so that no step takes long.
 
     Raises:
         RequestError: as `parse_completion_request`.
     """
-    # What is short and has few brackets needs no scan.
+    # A short body with few brackets needs no scan.
     is_long = len(body) >= max_elements or body.count(b"[") + body.count(b"{") > MAX_DEPTH
     if is_long or not body.isascii():
         _check_text(body, max_elements if is_long else None)
@@ -278,7 +277,7 @@ def read_request(
             value, (lowest, highest) = getattr(request, _ATTRIBUTES.get(name, name)), allowed
             if value is None or lowest <= value <= highest:
                 continue
-            # vLLM has nothing to generate with an echo.
+            # vLLM with `echo` needs to generate nothing.
             echoes = backend == VLLM and isinstance(request, CompletionRequest) and request.echo
             if not (echoes and name == "max_tokens" and value == 0):
                 raise _out_of_range(name, value, lowest, highest)
@@ -296,8 +295,8 @@ def read_request(
 
 
 def _check_text(body: bytes, max_elements: int | None) -> None:
-    """Fields that are passed on undecoded must be valid as well. The decoder reads one byte of a
-    body that is no object.
+    """Check that the body is valid text, including the fields that are passed on undecoded. The
+    decoder reads only one byte of a body that is no object.
     """
     try:
         body.decode()
@@ -364,8 +363,8 @@ def _read_otherwise(
 
 
 def _plainly(body: bytes) -> tuple[Fields, list[msgspec.Raw]] | None:
-    """The fields without null ones, with whole numbers as such, and with the first of a list of
-    prompts as the prompt, and the prompts behind that; None: the body is no object.
+    """The fields without nulls, with whole numbers as integers and the first of a list of prompts
+    as the prompt; and the other prompts. None: the body is no object.
     """
     try:
         fields = _FIELDS.decode(body)
@@ -381,7 +380,7 @@ def _plainly(body: bytes) -> tuple[Fields, list[msgspec.Raw]] | None:
 
 
 def decode_as(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = "") -> Decoded:
-    """Raises RequestError: it is no JSON, or of another form; it names what is wrong."""
+    """Decode JSON. Raises RequestError, which names the fault."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -457,7 +456,7 @@ def _check_ids(name: str, token_ids: list[int]) -> None:
         packed(token_ids)
         return
     except ValueError:
-        pass  # What is wrong takes longer to find.
+        pass  # The slow path below finds the fault.
     if min(token_ids) < 0:
         raise RequestError(f"token ids must not be negative, got {min(token_ids)}", param=name)
     if max(token_ids) > HIGHEST_ID:

@@ -1,9 +1,8 @@
-"""OpenAI's Responses API in terms of chat: a request becomes that of a chat, and its output items
-and events are a function of the chat's events alone, so that any proxy with those makes the same.
-Pure.
+"""Translation of OpenAI's Responses API to chat: a request becomes a chat's request, and its output
+items and events a pure function of the chat's events, so any proxy with these makes the same ones.
 
-A response runs as a chat's stream with a key that is made of its id, and the request, which a
-client does not send again, lies in the head of its record.
+A response runs as a chat stream whose key is made of the response's id. The client does not send
+the request again, so the header of the stream's record holds it.
 """
 
 import re
@@ -21,7 +20,7 @@ from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
 
 PATH = "/v1/responses"
 ID = re.compile(r"resp_[0-9a-f]{48}", re.ASCII)
-CANCELLED = "cancelled"  # The code of the error that ends a response by its client's wish.
+CANCELLED = "cancelled"  # Error code of a response that its client cancelled.
 
 Event = dict[str, Any]
 Fields = dict[str, Any]
@@ -43,7 +42,7 @@ _IGNORED = {
 }
 _OWN = {"input", "instructions", "max_output_tokens", "reasoning", "text", "tools", "tool_choice"}
 _SWITCHES = ("stream", "background", "store")
-# Sampling fields beyond OpenAI's, which chat checks under the same names.
+# Sampling fields beyond OpenAI's, checked by chat under the same names.
 _AS_IN_CHAT = {
     *("model", "temperature", "top_p", "parallel_tool_calls", "cache_salt", "seed", "top_k"),
     *("min_p", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "presence_penalty"),
@@ -59,7 +58,7 @@ class Stored(msgspec.Struct, frozen=True):
 
     id: str
     created_at: int
-    body: bytes  # Of the request.
+    body: bytes  # Body of the request.
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -73,7 +72,7 @@ class ResponseRequest(msgspec.Struct, frozen=True):
     """A checked request for a response."""
 
     fields: Fields
-    chat: bytes  # The body of the chat that answers it.
+    chat: bytes  # Body of the chat that answers it.
 
     @property
     def stream(self) -> bool:
@@ -89,7 +88,7 @@ class ResponseRequest(msgspec.Struct, frozen=True):
 
 
 def parse_response_request(body: bytes, max_elements: int = MAX_ELEMENTS) -> ResponseRequest:
-    """Raises RequestError: it is malformed, or has a field or an item that is not supported."""
+    """Check a request body. Raises RequestError: malformed, or an unsupported field or item."""
     if body.lstrip().startswith(b"{"):
         check_structure(body, max_elements=max_elements)
     given = decode_as(_FIELDS, body)
@@ -156,7 +155,7 @@ def _messages(fields: Fields) -> list[Fields]:
                 call_id = _string(item, "call_id", param)
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             case "reasoning":
-                pass  # Templates leave the reasoning of earlier turns out.
+                pass  # Templates leave out the reasoning of earlier turns.
             case kind:
                 allowed = "message, function_call, function_call_output, reasoning"
                 raise _not_supported(f"{param}.type", kind, allowed)
@@ -262,7 +261,7 @@ _CALL = msgspec.json.Decoder(_Call)
 
 @dataclass(slots=True)
 class _Item:
-    """One item of the output; `texts` are its text, reasoning or arguments so far."""
+    """An item of the output; `texts` are the pieces of its text, reasoning or arguments."""
 
     kind: str
     id: str
@@ -294,7 +293,7 @@ class _Item:
 
 
 class Translator:
-    """Makes the events of one response from those of its chat, each with the next number."""
+    """Translates a chat's events to events of one response, numbered in order."""
 
     def __init__(self, stored: Stored, asked: ResponseRequest, model: str) -> None:
         self._stored = stored
@@ -311,7 +310,7 @@ class Translator:
         return [*events, self._event("response.in_progress", response=response)]
 
     def take(self, data: bytes) -> list[Event]:
-        """The events that one event of the chat adds."""
+        """The response's events for one event of the chat."""
         chunk = CHUNK.decode(data)
         if chunk.error is not None:
             self._error = chunk.error
@@ -321,7 +320,7 @@ class Translator:
         return events
 
     def end(self, tokens: Tokens) -> list[Event]:
-        """The last events of a stream that is complete."""
+        """The last events of a complete stream."""
         events = self._close()
         if not self._items and self._error is None:
             events += [*self._open("message"), *self._close()]
@@ -337,7 +336,7 @@ class Translator:
         return "incomplete" if self._finish_reason == "length" else "completed"
 
     def response(self, tokens: Tokens | None, *, is_queued: bool = False) -> Fields:
-        """The response as it is now; `tokens` of one that has ended."""
+        """The present response; `tokens` once it has ended."""
         asked, status = self._asked.fields, self.status if tokens else "in_progress"
         usage = None
         if tokens is not None:
@@ -457,7 +456,7 @@ class Translator:
 
 
 def encoded(events: Iterable[Event], after: int, write: Callable[[bytes], None]) -> None:
-    """Write those behind a position as server-sent events, in one piece."""
+    """Write the events after a position as server-sent events, in one piece."""
     data = b"".join(
         b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
         for event in events

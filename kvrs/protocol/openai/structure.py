@@ -1,7 +1,7 @@
-"""Limits of a body's structure, found by a scan before anything is decoded.
+"""Limits on a body's structure, checked by a scan before anything is decoded.
 
-Decoding holds the interpreter for as long as it takes, and millions of small values take seconds.
-The bytes of a body are limited elsewhere; text may be as long as those allow.
+Decoding holds the interpreter, and millions of small values take seconds. The size of a body is
+limited elsewhere; text may fill it.
 """
 
 import re
@@ -11,21 +11,21 @@ from itertools import accumulate
 
 from kvrs.errors import RequestError
 
-MAX_ELEMENTS = 1 << 16  # Objects and lists; strings, keys among them, may be twice as many.
+MAX_ELEMENTS = 1 << 16  # Objects and lists; strings, including keys, may be twice as many.
 MAX_VALUES = 1 << 20  # Values of any kind: a prompt may be a long list of ids.
-MAX_TEMPLATE_VALUES = 1 << 17  # The same for what a template reads, and may write as JSON again.
+MAX_TEMPLATE_VALUES = 1 << 17  # Values in the template's input, which it may write as JSON again.
 MAX_DEPTH = 128
 
-# Elements of a body beside those of the prompt.
+# Elements of a body beside the prompt's.
 _SPARE_ELEMENTS = 1 << 10
 _SPARE_BYTES = 1 << 16
-# Size of a character that is written as an escape.
+# Size of an escaped character.
 _ESCAPED_BYTES = len(b"\\u00e9")
 
-# Some writers of UTF-8 begin with it, and servers of Python ignore it.
+# Some writers of UTF-8 begin with it; Python servers ignore it.
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-# A step of the scan holds the interpreter for milliseconds at most.
+# One step of the scan holds the interpreter for a few milliseconds at most.
 _STEP_BYTES = 128 << 10
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -34,14 +34,12 @@ _DEPTH = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 @lru_cache(maxsize=16)
 def elements_within(max_model_len: int) -> int:
-    """How many objects and lists a body may have for a model: each takes a token of the prompt at
-    least.
-    """
+    """Most objects and lists in a body for a model: each takes at least one token of the prompt."""
     return min(MAX_ELEMENTS, max_model_len + _SPARE_ELEMENTS)
 
 
 def bytes_within(max_model_len: int, longest_token: int) -> int:
-    """How many bytes a body of text may have for a model: the longest prompt, all of it escaped."""
+    """Most bytes in a body of text for a model: the longest prompt, fully escaped."""
     return max_model_len * longest_token * _ESCAPED_BYTES + _SPARE_BYTES
 
 
@@ -52,8 +50,8 @@ def check_structure(
     max_values: int = MAX_VALUES,
     max_elements: int = MAX_ELEMENTS,
 ) -> None:
-    """Refuse JSON of too many values, or too deep. What is no JSON may pass: its decoder stops
-    where the scan goes wrong.
+    """Refuse JSON with too many values, or too deep. Invalid JSON may pass: the decoder stops where
+    the scan goes wrong.
 
     Raises:
         RequestError: `param` names the field.
@@ -88,11 +86,11 @@ def check_structure(
 
 
 def _outside_strings(text: bytes) -> Iterator[tuple[int, bytes]]:
-    """Step by step, how many quotes begin and end strings, and what is in no string."""
+    """Yield for each step the number of delimiting quotes, and the bytes outside strings."""
     at, inside = 0, False
     while at < len(text):
         step = text[at : at + _STEP_BYTES]
-        # An escape is not cut in two.
+        # Keep escapes whole.
         if (len(step) - len(step.rstrip(b"\\"))) % 2:
             step = text[at : at + _STEP_BYTES + 1]
         at += len(step)

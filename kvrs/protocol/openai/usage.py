@@ -1,8 +1,8 @@
-"""Facts of an engine about a whole stream, beside the counts of tokens: the details of its usage
-(reasoning, modalities of the prompt), and fields of the event that the usage is in.
+"""An engine's facts about a whole stream beside its token counts: details of the usage (reasoning,
+modalities of the prompt), and other fields of the usage event.
 
-Only an engine that has seen the whole stream knows them: after a cut there are none. The counts
-themselves are the proxy's own.
+Only an engine that has seen the whole stream has them, so a cut stream has none. The proxy counts
+the tokens itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,12 +14,12 @@ from kvrs.protocol.openai.chunks import Usage
 
 _COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 _OF_PROMPT, _OF_OUTPUT = "prompt_tokens_details", "completion_tokens_details"
-# No others: an event may hold parameters of transfers between instances.
+# A closed list: an event may hold parameters of transfers between instances.
 _BESIDE = ("system_fingerprint", "service_tier", "metrics")
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
-    """`details`: fields of the usage; `beside`: fields of the answer."""
+    """`details` are fields of the usage, `beside` fields of the answer."""
 
     details: dict[str, Any] = {}
     beside: dict[str, Any] = {}
@@ -29,8 +29,8 @@ NO_FACTS = EngineFacts()
 
 
 def facts_of(event: Mapping[str, Any]) -> EngineFacts:
-    """The facts in a decoded event that has a usage, without the cached tokens, which are another
-    instance's.
+    """The facts in a decoded usage event, without the cached tokens, which belong to another
+    instance.
     """
     details = _said({name: each for name, each in event["usage"].items() if name not in _COUNTS})
     for name in (_OF_PROMPT, _OF_OUTPUT):
@@ -43,7 +43,7 @@ def facts_of(event: Mapping[str, Any]) -> EngineFacts:
 
 
 def with_facts(usage: Usage, facts: EngineFacts) -> Mapping[str, Any]:
-    """The usage as a client gets it: the counts and the cached tokens as they are given here."""
+    """The usage for the client: the given counts and cached tokens, and the engine's facts."""
     told: dict[str, Any] = msgspec.to_builtins(usage)
     details = dict(facts.details)
     of_prompt = {**details.pop(_OF_PROMPT, {}), **told.pop(_OF_PROMPT, {})}
@@ -51,11 +51,11 @@ def with_facts(usage: Usage, facts: EngineFacts) -> Mapping[str, Any]:
 
 
 def facts_together(choices: Sequence[tuple[EngineFacts | None, bool]]) -> EngineFacts:
-    """The facts of several choices, each with whether it is the first one of its prompt. None: some
-    stream was cut.
+    """Merge the facts of several choices, each with whether it is the first choice of its prompt.
+    None: a stream was cut.
 
-    Numbers are added. Those of a prompt, which several choices have in common, count once. What
-    cannot be added, and differs, is left out.
+    Numbers are added. Numbers about a prompt count once for its choices. Values that differ and
+    cannot be added are left out.
     """
     found = [facts for facts, _ in choices if facts is not None]
     if len(found) < len(choices):
@@ -89,7 +89,7 @@ def _together(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _sum(values: Iterable[Any]) -> Any:
-    """None: they cannot be added, and differ."""
+    """The sum, or the common value; None: the values differ and cannot be added."""
     first, *rest = values
     if isinstance(first, dict) and all(isinstance(each, dict) for each in rest):
         return _together([first, *rest])
@@ -99,7 +99,7 @@ def _sum(values: Iterable[Any]) -> Any:
 
 
 def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Without nulls, at any depth."""
+    """The fields without nulls, at any depth."""
     return {
         name: _said(value) if isinstance(value, dict) else value
         for name, value in fields.items()
