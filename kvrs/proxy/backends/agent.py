@@ -1,4 +1,4 @@
-"""Requests of a proxy to the agent of a node, which holds checkpoints and grants slots."""
+"""A proxy's requests to the agent of a node, which holds checkpoints and grants slots."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager

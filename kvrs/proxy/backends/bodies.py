@@ -1,4 +1,4 @@
-"""The bodies of a stream's two calls: the client's fields, overridden by the proxy's."""
+"""Bodies of a stream's two calls: the client's fields, overridden by the proxy's."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -29,38 +29,38 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, REQUEST_ID, TRACEPARENT, RequestContext
 from kvrs.transfer.hand_offs import FetchedHandOff
 
-# Done by the proxy itself, or set anew in every call.
+# Fields that the proxy handles itself, or sets anew in every call.
 _NEVER_FORWARDED = frozenset(("n", "echo", "stream_options"))
 _NOT_FOR_DECODE_OF_IDS = _NEVER_FORWARDED | NOT_FOR_IDS
 _NOT_FOR_PREFILL = _NEVER_FORWARDED | NOT_FOR_PREFILL
 _NOT_FOR_PREFILL_OF_IDS = _NOT_FOR_PREFILL | NOT_FOR_IDS
-BYTES_PER_ID = 6  # In JSON.
+BYTES_PER_ID = 6  # Bytes of an id in JSON.
 _HANDED_OFF = msgspec.Raw(msgspec.json.encode(KvTransferParams(do_remote_decode=True)))
 
 
 @dataclass(slots=True, eq=False)
 class HandOff:
-    """The KV of one history at a prefill instance, which one decode call fetches."""
+    """The KV of a history at a prefill instance, which one decode call fetches."""
 
     source: InstanceId
     node: NodeId
     tokens: int
-    ranks: int  # Of the prefill instance.
+    ranks: int  # Number of ranks of the prefill instance.
     transfer: msgspec.Raw
     prefilled_s: float
-    is_sent: bool = False  # A server has the decode call.
-    pull: FetchedHandOff | None = None  # As the link's meter sees it.
+    is_sent: bool = False  # The decode call has been sent.
+    pull: FetchedHandOff | None = None  # Fetch measured by the link's meter.
 
     def was_fetched(self) -> None:
-        """The first token has come."""
+        """Note the first token: the fetch is over."""
         if self.pull is not None:
             self.pull.is_over = True
 
 
 @dataclass(slots=True, eq=False)
 class RowLoad:
-    """Rows of a history that a server with its own CPU tier is to load from agents; with no agent
-    it is only to keep those of the stream. From a store it loads by itself.
+    """Rows of a history that a server with a CPU tier loads from agents; without agents it only
+    keeps the stream's rows. It loads from a store on its own.
     """
 
     stream: StreamId
@@ -68,9 +68,9 @@ class RowLoad:
     owner_epoch: int
     history_tokens: int
     agents: tuple[InstanceId, ...]
-    pages: int  # That these have.
-    node: NodeId | None = None  # Of the first agent, or STORE.
-    over_s: float | None = None  # When a token came, or the call ended; None: neither.
+    pages: int  # Pages that the agents have.
+    node: NodeId | None = None  # Node of the first agent, or STORE.
+    over_s: float | None = None  # Time of the first token or of the call's end; None: neither yet.
 
     @property
     def in_store(self) -> bool:
@@ -81,25 +81,25 @@ class RowLoad:
 class Call:
     path: str
     fields: dict[str, Any]
-    headers: str = ""  # Lines, each with its end.
-    size_bytes: int = 0  # About how long the body is, where it may be long.
-    most_tokens: int | None = None  # Where `max_tokens` is null: the engine's own limit.
-    hand_off: HandOff | None = None  # It is told as the call is sent.
-    rows: RowLoad | None = None  # None: the server keeps none, and loads none.
-    is_chat: bool = False  # It goes on with a chat, or stands for one, as a completion.
-    beside: object = None  # The backend of the prefill that is called together with decode.
-    # Told how many tokens that prefill had in its cache, once its call has ended.
+    headers: str = ""  # Lines, each with its line end.
+    size_bytes: int = 0  # Approximate size of a large body.
+    most_tokens: int | None = None  # The engine's own limit where `max_tokens` is null.
+    hand_off: HandOff | None = None  # Hand-off to mark as sent.
+    rows: RowLoad | None = None  # None: the server neither keeps nor loads rows.
+    is_chat: bool = False  # The call continues a chat, or stands for a chat, as a completion.
+    beside: object = None  # Backend of the prefill that is called together with decode.
+    # Called with the tokens that this prefill had in its cache, once its call has ended.
     found: Callable[[int], None] | None = None
 
     def add_transfer(self, name: str, params: object) -> None:
-        """Put an object into `kv_transfer_params`, beside those of a hand-off."""
+        """Add an object to `kv_transfer_params`, beside those of a hand-off."""
         transfer = self.fields.get("kv_transfer_params")
         before = b"{" if transfer is None else bytes(transfer)[:-1] + b","
         added = msgspec.json.encode({name: params})[1:]
         self.fields["kv_transfer_params"] = msgspec.Raw(before + added)
 
     def spend(self) -> bytes:
-        """The body, after which the call holds nothing: its answer may take minutes."""
+        """Return the body and drop it from the call: the answer may take minutes."""
         body = encode(self.fields)
         self.fields.clear()
         return body
@@ -154,8 +154,8 @@ def decode_call(
     traceparent: str | None = None,
     ids_text: msgspec.Raw | None = None,
 ) -> Call:
-    """The call that streams the tokens after the history, with `replays` all of the output. It
-    never has a peer's host and port. `ids_text`: the ids of the prompt in JSON, if they are known.
+    """The call that streams the tokens after the history; with `replays`, the whole output. It
+    never contains a peer's host and port. `ids_text`: the prompt's ids in JSON, if known.
     """
     call = _call(
         journal,
@@ -172,7 +172,7 @@ def decode_call(
         call.rows = _row_load(journal, attempt, runs)
     fields = call.fields
     fields["stream"] = True
-    # Engines of kvrs say no more of a stream than is counted here.
+    # kvrs's engines report no usage beyond what the proxy counts.
     if journal.wants_usage or (journal.asks_usage and not exact):
         fields["stream_options"] = StreamOptions(include_usage=True)
     if journal.seed is not None and (exact or journal.seed_is_needed):
@@ -201,10 +201,10 @@ def _call(
     ids_text: msgspec.Raw | None = None,
 ) -> Call:
     endpoint = journal.parsed.endpoint
-    history = journal.prompt_ids  # All of it, where there is no output.
+    history = journal.prompt_ids  # The whole history, as there is no output.
     if history is not None and (journal.output_ids or not isinstance(history, array)):
         history = journal.prompt if replays else journal.history
-    # A plain engine would render a chat's messages again; it takes ids in completions only.
+    # A stock engine would render a chat's messages again; it accepts ids in completions only.
     is_continued_chat = (
         endpoint is CHAT
         and not exact
@@ -239,13 +239,13 @@ def _call(
             CheckpointTarget(place.holder, place.reserved_bytes) for place in places
         ]
     if endpoint is CHAT:
-        params.token_ids = cast(list[int] | None, ids_text or history)  # Encoded as one.
+        # The ids' JSON is encoded as it is.
+        params.token_ids = cast(list[int] | None, ids_text or history)
     elif has_ids:
         fields["prompt"] = ids_text or history
     headers = ""
     if (request := journal.request) is not None:
-        # Engines take the id for that of their own request, which must differ from those of other
-        # choices and attempts.
+        # Engines use this id as their request's id, so it must differ between choices and attempts.
         headers = context_headers(
             request, f"{request.id}-{journal.stream[:8]}-{attempt}", traceparent
         )
@@ -266,7 +266,7 @@ def _load_source(load: act.PromptLoad | None) -> list[SourceRange]:
 
 
 def store_load(journal: Journal, attempt: int, page_size_tokens: int) -> RowLoad:
-    """The part of the history that a server may load from its store by itself."""
+    """The part of the history that a server may load from its store on its own."""
     load = _row_load(journal, attempt)
     load.node, load.pages = STORE, (load.history_tokens - 1) // page_size_tokens
     return load
@@ -286,7 +286,7 @@ def _row_load(journal: Journal, attempt: int, runs: Sequence[act.PageRange] = ()
 def context_headers(
     request: RequestContext, request_id: str, traceparent: str | None = None
 ) -> str:
-    """Lines for a call of that id; `traceparent`: of the call's own span."""
+    """Header lines of a call with this id; `traceparent` is the call's own span."""
     lines = f"{REQUEST_ID}: {request_id}\r\n"
     if (traceparent := traceparent or request.traceparent) is not None:
         lines += f"{TRACEPARENT}: {traceparent}\r\n"
@@ -294,16 +294,16 @@ def context_headers(
 
 
 def _salt_since(journal: Journal, salt: msgspec.Raw | None) -> str:
-    """A salt of the stream's own, by which no page that was made before the end of its spoilt
-    attempt is found.
+    """A salt of the stream's own, so that no page from before the end of its spoilt attempt is
+    found.
     """
     given = "" if salt is None else msgspec.json.decode(salt)
     return f"{given}/{journal.stream}/{journal.spoilt_attempt}"
 
 
 def limited(call: Call, max_model_len: int) -> Call:
-    """The call with a limit, if it is a completion that goes on with a chat without one: stock
-    engines fail at a null, and an absent limit means 16 tokens.
+    """The call with an explicit limit, if it continues a chat without a limit as a completion:
+    stock engines fail at null, and an absent limit means 16 tokens.
     """
     fields, history = call.fields, call.fields.get("prompt")
     if not isinstance(history, array) or fields.get("max_tokens", 0) is not None:
@@ -314,11 +314,11 @@ def limited(call: Call, max_model_len: int) -> Call:
 
 
 def _count_from_here(journal: Journal, fields: dict[str, Any]) -> None:
-    """Adjust limits for an engine that counts from the end of the history, which it takes as a
-    prompt; the proxy cuts the text at stop strings itself.
+    """Adjust limits for an engine that takes the history as a prompt and counts from its end. The
+    proxy cuts the text at stop strings itself.
     """
     produced = len(journal.output_ids)
-    # Null if a chat has no limit: an absent field would be a limit in a completion.
+    # Null if a chat has no limit: for a completion an absent field is a limit.
     fields["max_tokens"] = journal.remaining_tokens
     fields["min_tokens"] = max(0, journal.parsed.request.min_tokens - produced)
     fields.pop("stop", None)

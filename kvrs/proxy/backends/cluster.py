@@ -1,4 +1,4 @@
-"""The backends of a configuration's instances, and the connections that they share."""
+"""Backends of the configured instances, and the connections that they share."""
 
 import os
 
@@ -20,13 +20,13 @@ from kvrs.proxy.backends.vllm import VllmBackend
 from kvrs.proxy.wire.pool import Access, EngineLinks
 
 VLLM_API_KEY = "KVRS_VLLM_API_KEY"
-# Of stock engines, in the environment.
+# Environment variables with the API keys of stock engines.
 API_KEYS = {Engine.VLLM: VLLM_API_KEY, Engine.SGLANG: "KVRS_SGLANG_API_KEY"}
 
 
 def new_engine_links(config: Config, secret: bytes, tls: Certificates | None = None) -> EngineLinks:
-    """The connections for all requests to instances. A stock engine cannot prove itself: it gets
-    no key of the cluster, but its own API key.
+    """Connections for all requests to instances. A stock engine cannot prove its identity, so its
+    connections carry the engine's API key and no key of the cluster.
     """
     coalesce_s = config.proxy.coalesce_ms / 1000
     if (variable := API_KEYS.get(config.cluster.backend)) is not None:
@@ -38,12 +38,11 @@ def new_engine_links(config: Config, secret: bytes, tls: Certificates | None = N
 def open_backends(
     config: Config, links: EngineLinks, secret: bytes, files: ModelFiles | None = None
 ) -> dict[InstanceId, Backend]:
-    """One per configured instance. `files`: those of the model; None: the backends share
-    new ones.
+    """Open a backend per configured instance. `files` are the model's; None: new ones, shared.
 
     Raises:
-        ConfigError: the model that the configuration names, of an engine that does not report its
-            geometry, is not on this machine.
+        ConfigError: the engine does not report its geometry, and the configured model is not on
+            this machine.
     """
     model = config.cluster.model
     if config.cluster.backend.is_stock and model is not None and find_model(model) is None:

@@ -1,4 +1,4 @@
-"""The facts of a stock engine's instance that only the configuration knows."""
+"""Facts about a stock engine's instance that only the configuration has."""
 
 import msgspec
 
@@ -8,13 +8,11 @@ from kvrs.proxy.backends.model_files import ModelFiles
 
 
 class ConfiguredIdentity(msgspec.Struct, frozen=True):
-    """Facts of an instance that it does not report: fields of the configuration, and the model's
-    files.
-    """
+    """Facts that an instance does not report, from the configuration and the model's files."""
 
     id: InstanceId
     node: NodeId
     role: Role
     files: ModelFiles
-    hands_off: bool = True  # There are prefill instances.
-    served_name: str | None = None  # `cluster.served_name`.
+    hands_off: bool = True  # The cluster has prefill instances.
+    served_name: str | None = None  # Value of `cluster.served_name`.

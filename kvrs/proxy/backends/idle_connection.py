@@ -1,4 +1,4 @@
-"""An idle connection to a server without a watch of its own: its end is the sign of a death."""
+"""An idle connection to a server without a watch of its own: its end signals a death."""
 
 import asyncio
 from contextlib import suppress
@@ -9,13 +9,13 @@ from kvrs.proxy.wire.peer import lost, wait_for_descriptor
 
 
 class IdleConnection:
-    """An idle connection, which the kernel ends at once when the process dies."""
+    """An idle connection, which the kernel ends at once when the server's process dies."""
 
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
         self._host, self._port = address.hostname, address.port
         self._gone: asyncio.Task[None] | None = None
-        # A server that closes idle connections at once must not be connected to without a pause.
+        # Pause before connecting again, in case the server closes idle connections at once.
         self._must_pause = False
 
     async def __aenter__(self) -> "IdleConnection":
@@ -24,12 +24,12 @@ class IdleConnection:
     async def __aexit__(self, *_: object) -> None:
         if self._gone is not None:
             self._gone.cancel()
-            # Its result must not replace the reason for which this block ends.
+            # The connection's result must not replace this block's exception.
             await asyncio.gather(self._gone, return_exceptions=True)
 
     async def wait(self, seconds: float) -> bool:
-        """Wait so long, or until the connection ends; whether it has: the process may be dead, or
-        may only have closed an idle connection.
+        """Wait `seconds`, or until the connection ends, and return whether it did: the process is
+        dead, or has only closed an idle connection.
         """
         if self._must_pause:
             self._must_pause = False

@@ -1,4 +1,4 @@
-"""The files of the served model on this machine: the shape of its KV, its size, its tokenizer."""
+"""Files of the served model on this machine: the shape of its KV, its size, its tokenizer."""
 
 import logging
 from pathlib import Path
@@ -12,13 +12,13 @@ from kvrs.proxy.backends.model_geometry import geometry_of, read_config
 log = logging.getLogger(__name__)
 
 _CONFIG = "config.json"
-# The KV of Llama-3.1-8B in 16 bits, for a model that has no files here.
+# KV of Llama-3.1-8B in 16 bits, assumed for a model without files here.
 _USUAL_KV = KvGeometry(layers=32, kv_heads=8, head_dim=128, dtype_bytes=2, page_size_tokens=16)
 
 
 def find_model(model: str) -> Path | None:
-    """The directory with the files of a model: the path itself, or the snapshot of that name in the
-    cache of the Hugging Face hub; None: this machine has neither. Nothing is downloaded.
+    """Directory with the files of a model: the path itself, or the snapshot of that name in the
+    cache of the Hugging Face hub; None: neither exists here. Nothing is downloaded.
     """
     if (Path(model) / _CONFIG).is_file():
         return Path(model)
@@ -27,19 +27,19 @@ def find_model(model: str) -> Path | None:
 
     try:
         found = try_to_load_from_cache(model, _CONFIG)
-    except HFValidationError:  # A path, which no name can be.
+    except HFValidationError:  # A path that cannot be a name.
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
 def how_to_get(model: str) -> str:
-    """The command that puts the files that kvrs reads into the cache of the hub."""
+    """The command that downloads the files kvrs reads into the cache of the hub."""
     name = "NAME" if Path(model).is_absolute() else model
     return f"`hf download {name} --include '*.json'` (no weights)"
 
 
 def fault_of_model(model: str) -> str:
-    """The line for a model of the configuration that has no files here."""
+    """The error line for a configured model without files here."""
     return (
         f"cluster.model: {model!r} is no directory with a config.json, and not in the cache of the "
         f"Hugging Face hub; allowed: such a directory, or a name, after {how_to_get(model)}"
@@ -47,25 +47,23 @@ def fault_of_model(model: str) -> str:
 
 
 class ModelFiles:
-    """The directory of the model: by the configuration or, without one there, by the `root` that a
-    vLLM reports of the model that it serves.
+    """The directory of the model: from the configuration, else from the `root` of the model that a
+    vLLM reports.
     """
 
     def __init__(self, given: str | None) -> None:
         self._is_given = given is not None
-        self.model = given  # A path or a name; None: not known yet.
-        self.directory: Path | None = None  # None: not known, or not on this machine.
+        self.model = given  # Path or name; None: not known yet.
+        self.directory: Path | None = None  # None: unknown, or not on this machine.
         self.has_tokenizer = False
-        # Of a chat, by the model's own defaults.
+        # The model's own default for a chat.
         self.default_max_tokens: int | None = None
         self.default_sampling: dict[str, float] = {}
         if given is not None:
             self._found(find_model(given) or Path(given))
 
     def report(self, root: str) -> None:
-        """Look for the files of the model that a vLLM serves, where the configuration names
-        none.
-        """
+        """Look for the files of the model that a vLLM serves, if the configuration names none."""
         if self._is_given or self.model == root:
             return
         self.model = root
@@ -78,10 +76,10 @@ class ModelFiles:
             log.warning("no files of the model here: the size of its KV is assumed", extra=extra)
 
     def geometry(self, page_size_tokens: int) -> KvGeometry:
-        """The shape of the model's KV; without files that of a usual model.
+        """The shape of the model's KV; without files, of a typical model.
 
         Raises:
-            ConfigError: the directory of the configuration has no such file, or not all fields.
+            ConfigError: the configured directory lacks the file, or the file lacks a field.
         """
         if self.directory is not None:
             try:
@@ -100,7 +98,7 @@ class ModelFiles:
         )
 
     def size(self) -> ModelSize | None:
-        """None: it is not known."""
+        """Size of the model; None: unknown."""
         if self.directory is None:
             return None
         try:
@@ -110,7 +108,7 @@ class ModelFiles:
 
     @property
     def vocabulary(self) -> int | None:
-        """How many token ids the model has; None: it is not known."""
+        """Number of the model's token ids; None: unknown."""
         if self.directory is None:
             return None
         try:
@@ -121,7 +119,7 @@ class ModelFiles:
 
     def _found(self, directory: Path) -> None:
         self.directory = directory
-        # Fixed here: what is promised to a client at admission must hold at its recovery.
+        # Fixed here: a promise made to a client at admission must hold at its recovery.
         self.has_tokenizer = (directory / "tokenizer.json").exists()
         self.default_max_tokens = default_max_tokens(directory)
         self.default_sampling = default_sampling(directory)

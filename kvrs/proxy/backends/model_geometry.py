@@ -1,6 +1,4 @@
-"""The size of the KV of a Hugging Face model, from its `config.json`: for engines that do not
-report it.
-"""
+"""Shape of a Hugging Face model's KV, from its `config.json`, for engines that do not report it."""
 
 import json
 from pathlib import Path
@@ -23,10 +21,10 @@ def read_geometry(model: str, page_size_tokens: int) -> KvGeometry:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The fields of a `config.json`; those of the language model in place of a multimodal one's.
+    """The fields of a `config.json`; for a multimodal model, the fields of its language model.
 
     Raises:
-        ConfigError: the file is missing, or is no object.
+        ConfigError: the file is missing, or is not an object.
     """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -47,7 +45,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def geometry_of(path: Path, fields: dict[str, Any], page_size_tokens: int) -> KvGeometry:
-    """The same from the fields of the file. Raises ConfigError: one is missing."""
+    """The shape of the KV by the fields of the file. Raises ConfigError: a field is missing."""
     heads = _count(path, fields, "num_attention_heads")
     head_dim = (
         _count(path, fields, "head_dim")

@@ -1,5 +1,5 @@
-"""The P/D convention over HTTP, and the instance protocol, which the embedded engine and patched
-DistServe implement.
+"""Client of the P/D convention over HTTP and of the instance protocol, which the embedded engine
+and patched DistServe implement.
 """
 
 import time
@@ -50,13 +50,13 @@ from kvrs.proxy.wire.upstream import Need, Reader, WholeReader
 _BUSY = (429, 503)
 _DENIED = (401, 403)
 
-# A complete response is read to its end, so that its connection can be used again.
+# Time to read a complete response to its end, so that its connection can be reused.
 _END_TIMEOUT_S = 1.0
-_MAX_QUOTED_BYTES = 300  # Of an answer that is no JSON.
-_MAX_PREFILL_BYTES = 32 << 20  # Of some four million ids.
+_MAX_QUOTED_BYTES = 300  # Quoted part of an answer that is not JSON.
+_MAX_PREFILL_BYTES = 32 << 20  # Room for some four million ids.
 
 
-# Raw has no union with None: absent is empty, and null is its four bytes.
+# Raw has no union with None: absent is empty, null its four bytes.
 _ABSENT = (b"", b"null")
 
 
@@ -127,8 +127,8 @@ class OpenAiPeer(Peer):
             if call.hand_off is not None:
                 call.hand_off.is_sent = True
             sent = upstream.send(head, body, reader)
-            del call, head, body  # The answer may take minutes.
-            # No name holds the future: its error would lead back to it through this frame.
+            del call, head, body  # Freed now: the answer may take minutes.
+            # Keep no reference to the future: its error would refer back to it through this frame.
             need = await (await sent)
             status = upstream.status
             if status in _DENIED:
@@ -143,10 +143,10 @@ class OpenAiPeer(Peer):
 
 
 def _prefilled(body: bytes) -> Prefilled:
-    """Raises UnusableError: it is no answer of a prefill."""
+    """Parse a prefill's answer. Raises UnusableError: not a prefill's answer."""
     try:
         answer = _PREFILL_ANSWER.decode(body)
-        # Each choice of a completion has them, but in a chat the response.
+        # In a completion each choice has the ids, in a chat the response.
         found = bytes(answer.prompt_token_ids)
         for choice in answer.choices:
             if found not in _ABSENT:
@@ -165,7 +165,7 @@ def _prefilled(body: bytes) -> Prefilled:
     cached = details.cached_tokens if isinstance(details, PromptDetails) else None
     return Prefilled(
         prompt_ids,
-        # Copied: where it lies in the answer it would keep all of it.
+        # A slice would keep the whole answer.
         None if bytes(transfer) in _ABSENT else transfer.copy(),
         cached_tokens=cached,
         reused_tokens=cached,
@@ -199,7 +199,7 @@ class PdBackend(OpenAiPeer):
         return (await self.load()).fetched_pages
 
     def blames_load(self, error: Any) -> bool:
-        return False  # These engines compute the pages that they cannot fetch.
+        return False  # kvrs's engines compute the pages that they cannot fetch.
 
     def watch_load(
         self, interval_s: float, is_awaited: Callable[[], bool]
@@ -225,7 +225,7 @@ def _refusal(status: int, headers: Mapping[str, str], answer: bytes) -> KvrsErro
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """The seconds of a Retry-After header, or until its date; None: there is none that counts."""
+    """Seconds of a Retry-After header, or until its date; None: no valid header."""
     if retry_after is None:
         return None
     try:
@@ -239,7 +239,7 @@ def _seconds(retry_after: str | None) -> float | None:
 
 
 def _decoded(body: bytes) -> Any:
-    """The decoded body; None: it is no JSON."""
+    """The decoded body; None: not JSON."""
     try:
         return msgspec.json.decode(body)
     except UNREADABLE:
@@ -247,9 +247,9 @@ def _decoded(body: bytes) -> Any:
 
 
 def _as_openai(body: bytes) -> bytes:
-    """An engine's refusal in the form that clients read.
+    """An engine's refusal in OpenAI's form.
 
-    Older versions of vLLM have a flat form, and a server in front of an engine may have any.
+    Older versions of vLLM use a flat form, and a server in front of an engine any form.
     """
     match _decoded(body):
         case {"error": {"message": str()} as error}:

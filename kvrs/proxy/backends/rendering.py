@@ -1,4 +1,4 @@
-"""The ids of a chat's messages, by the engine's own template."""
+"""Token ids of a chat's messages, rendered by the engine's own template."""
 
 from array import array
 
@@ -11,7 +11,7 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.peer import UNREADABLE, UnusableError
 
 TOKENIZE = "/tokenize"
-# Of a chat, those that its prompt depends on.
+# Fields of a chat that its prompt depends on.
 _FIELDS = (
     *("model", "messages", "tools", "tool_choice", "reasoning_effort", "continue_final_message"),
     "chat_template_kwargs",
@@ -31,7 +31,7 @@ def tokenize_call(journal: Journal) -> Call:
 
 
 def tokenized_ids(answer: bytes) -> "array[int]":
-    """Raises UnusableError: it is no answer to a `tokenize_call`."""
+    """Ids of the answer to a `tokenize_call`. Raises UnusableError: not such an answer."""
     try:
         found = packed(_TOKENIZED.decode(answer).tokens)
     except UNREADABLE as error:

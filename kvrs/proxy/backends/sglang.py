@@ -1,10 +1,10 @@
-"""Unmodified SGLang, prefill and decode apart or one server for both: its identity, its load, and
-its two legs.
+"""Backend of unmodified SGLang, with separate prefill and decode or one server for both: identity,
+load and the two legs of an attempt.
 
-Prefill and decode get the same request at once, and meet in a room: a number drawn for this one
-attempt. Prefill pushes the KV into memory that decode has reserved, and the stream is decode's
-answer. A leg whose other one has gone waits for minutes, so both are watched, and the end of one
-closes the other. A server's death is seen by the end of an idle connection.
+Prefill and decode get the same request at once, and meet in a room: a number drawn for this
+attempt. Prefill pushes the KV into memory that decode has reserved; decode's answer is the stream.
+A leg without its peer waits for minutes, so both are watched, and the end of one closes the other.
+The end of an idle connection shows a server's death.
 """
 
 import hashlib
@@ -44,12 +44,12 @@ from kvrs.proxy.wire.upstream import Reader
 
 _LOADS = "/v1/loads?include=core"
 _SENT_KV = re.compile(rb"^sglang:kv_transfer_total_mb_sum(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
-# A poll while no stream waits for a token: a report that is 1 s old is overdue.
+# Polling interval while no stream waits for a token: a report is overdue after 1 s.
 _IDLE_INTERVAL_S = 0.5
 
 
 class _ServerInfo(msgspec.Struct):
-    """Fields of `/server_info` that count here."""
+    """The fields of `/server_info` that kvrs reads."""
 
     version: str
     page_size: int
@@ -62,23 +62,23 @@ class _ServerInfo(msgspec.Struct):
     disaggregation_bootstrap_port: int = 0
     disable_radix_cache: bool = False
     reasoning_parser: str | None = None
-    sampling_defaults: str = "model"  # Source of what a chat's fields leave out.
+    sampling_defaults: str = "model"  # Source of the default values of a chat's fields.
     chat_template: str | None = None
     enable_custom_logit_processor: bool = False
     hicache_storage_backend_extra_config: str | None = None
     speculative_algorithm: str | None = None
-    random_seed: int = 0  # Drawn at the start, unless it is set.
+    random_seed: int = 0  # Random unless configured.
     internal_states: list["_Scheduler"] = []
 
     @property
     def start(self) -> bytes:
-        """The mark of one start of the server: no two take the same time."""
+        """A mark that identifies one start of the server: no two starts take the same time."""
         return msgspec.json.encode((self.random_seed, self.internal_states))
 
     @property
     def has_plain_chats(self) -> bool:
-        """A chat's answer is the text of its ids: it is not parsed, and no built-in template of
-        conversations adds stop strings of its own.
+        """The text of a chat's answer is the text of its ids: no parser runs, and no built-in
+        conversation template adds stop strings.
         """
         template = self.chat_template
         return self.reasoning_parser is None and (template is None or template.endswith(".jinja"))
@@ -93,12 +93,12 @@ class _ServerInfo(msgspec.Struct):
 
     @property
     def most_running(self) -> float:
-        """How many requests it runs at a time, in all its schedulers; without end: not told."""
+        """Requests that run at a time over all schedulers; infinite: not reported."""
         return sum(s.effective_max_running_requests_per_dp for s in self.internal_states) or inf
 
 
 class _Scheduler(msgspec.Struct):
-    startup_time: Any = None  # Seconds of its steps.
+    startup_time: Any = None  # Duration of each step in seconds.
     effective_max_running_requests_per_dp: int = 0
 
 
@@ -114,10 +114,10 @@ class _Load(msgspec.Struct):
     num_waiting_uncached_tokens: int = 0
     num_used_tokens: int = 0
     max_total_num_tokens: int = 0
-    # Since the start.
+    # Tokens since the start.
     total_prefill_uncached_tokens: int = 0
     total_prefill_busy_us: int = 0
-    decode_moments: list[float] | None = None  # The first one counts steps.
+    decode_moments: list[float] | None = None  # The first value counts steps.
 
 
 class SglangBackend(StockPeer):
@@ -129,13 +129,13 @@ class SglangBackend(StockPeer):
     def __init__(self, links: EngineLinks, url: str, identity: ConfiguredIdentity) -> None:
         super().__init__(links, url)
         self._identity = identity
-        # Of the process that was met last.
+        # Answer of the last process that was met.
         self._server: _ServerInfo | None = None
         self._info: InstanceInfo | None = None
         self._epoch = 0
         self._vocabulary: int | None = None
         self._window = Window()
-        self._of_chats: dict[str, float] = {}  # Values of fields that a chat does not name.
+        self._of_chats: dict[str, float] = {}  # Default values of a chat's fields.
 
     # Identity and load.
 
@@ -179,7 +179,7 @@ class SglangBackend(StockPeer):
             node=identity.node,
             role=identity.role,
             epoch=epoch,
-            pid=0,  # It does not report it.
+            pid=0,  # SGLang does not report its pid.
             model=model.id,
             fingerprint=f"SGLang {server.version}, {server.model_path} {server.weight_version}",
             geometry=geometry,
@@ -206,7 +206,7 @@ class SglangBackend(StockPeer):
     async def _reports(
         self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AsyncGenerator[LoadReport]:
-        """Load reports without time limits: the watcher has one."""
+        """Load reports without time limits: the watcher sets one."""
         async with IdleConnection(self.url) as idle:
             while True:
                 yield await self.load()
@@ -225,7 +225,7 @@ class SglangBackend(StockPeer):
             free_pages=sum(_free_tokens(each) for each in loads) // page_size,
             queue_delay_s=max(map(_queue_s, loads), default=0.0),
             links=[],
-            draining=status == 503,  # Before it ends it goes on with what it has.
+            draining=status == 503,  # A draining server finishes its requests before it ends.
             progress=_progress(loads),
         )
 
@@ -233,8 +233,8 @@ class SglangBackend(StockPeer):
         return (await self.control("GET", _LOADS, None, _Loads)).loads
 
     async def kv_received(self) -> float | None:
-        """The KV that this prefill server has sent, which alone is counted, in MB; None: it counts
-        none, as without --enable-metrics.
+        """KV that this prefill server has sent, in MB; decode counts none. None: not counted, as
+        without --enable-metrics.
         """
         _, answer = await self._pool.ask("/metrics", None)
         return sum(map(float, _SENT_KV.findall(answer))) or None
@@ -246,11 +246,11 @@ class SglangBackend(StockPeer):
 
     async def decode(self, call: Call, reader: Reader) -> None:
         call.fields.pop("kvrs", None)
-        if call.path == CHAT.path:  # Refused there.
+        if call.path == CHAT.path:  # Decode refuses the field.
             call.fields.pop("return_token_ids", None)
         info = self._info
         assert info is not None
-        if call.is_chat:  # Its completions have defaults of their own.
+        if call.is_chat:  # Completions have other defaults.
             call.fields = self._of_chats | call.fields
         call = limited(call, info.max_model_len)
         self._check_ids(call.fields.get("prompt"))
@@ -269,7 +269,7 @@ class SglangBackend(StockPeer):
             await with_both(super().decode(call, reader), prefill.join(beside, leg), leg)
 
     def _check_ids(self, prompt: Any) -> None:
-        """Raises RefusedError: an id is out of the vocabulary, which would end SGLang's scheduler
+        """Raises RefusedError: an id outside the vocabulary, which would end SGLang's scheduler
         (0.5.23).
         """
         if self._vocabulary is None or not isinstance(prompt, list | array) or not prompt:
@@ -284,15 +284,15 @@ class SglangBackend(StockPeer):
 
     @property
     def replays(self) -> bool:
-        """It generates known output again: prefill's token is the first of it."""
+        """The server replays known output; prefill produces its first token."""
         return self._server is not None and self._server.replays
 
     def room(self) -> dict[str, Any]:
-        """Fields by which the legs of one attempt meet: no two attempts have the same.
+        """Fields by which the legs of an attempt meet, unique to the attempt.
 
-        Decode servers cache a prefill server's ports under its address, and use those of a former
-        process until two heartbeats have failed, which none does where the next process answers
-        them in time. The user name in the address makes it a new one for each process.
+        Decode servers cache a prefill server's ports by its address until two heartbeats fail; none
+        fails if the next process answers in time. So the address has a user name that differs for
+        each process.
         """
         assert self._server is not None
         mark = hashlib.blake2b(self._server.start, digest_size=8).hexdigest()
@@ -311,7 +311,7 @@ class SglangBackend(StockPeer):
 
 
 def _progress(loads: Sequence[_Load]) -> float:
-    """Sum up the work of its schedulers, in tokens of prompts and steps of decode."""
+    """Work done by all schedulers, in prompt tokens and decode steps."""
     return sum(
         each.total_prefill_uncached_tokens + (each.decode_moments or (0.0,))[0] for each in loads
     )
@@ -322,7 +322,7 @@ def _free_tokens(load: _Load) -> int:
 
 
 def _queue_s(load: _Load) -> float:
-    """The time of the prompts that wait, as fast as those before them."""
+    """Estimated time to compute the waiting prompts, at the rate of the prompts before."""
     if not load.total_prefill_uncached_tokens:
         return 0.0
     token_s = load.total_prefill_busy_us / 1e6 / load.total_prefill_uncached_tokens

@@ -1,4 +1,4 @@
-"""The two calls of one attempt at SGLang, each of which is lost without the other."""
+"""The two calls of one attempt at SGLang: each is lost without the other."""
 
 import asyncio
 import math
@@ -16,8 +16,8 @@ _ENDS = ("length", "stop")
 
 
 class PrefillLeg:
-    """The reader of prefill's answer. The answer has one token, which decode sends too: its end
-    counts, and how many tokens of the prompt prefill had in its cache (`found` is told).
+    """The reader of prefill's answer. Its one token is ignored, since decode sends it too; its end
+    counts, and `found` is called with the prompt tokens that prefill had in its cache.
     """
 
     shortcut = None
@@ -31,7 +31,7 @@ class PrefillLeg:
         self._cached_tokens: int | None = None
 
     def feed(self, data: bytes) -> Need:
-        """Raises UpstreamError: prefill has given up, or its answer is none."""
+        """Read a part of the answer. Raises UpstreamError: prefill gave up, or sent no answer."""
         for payload in self._splitter.feed(data):
             if payload == b"[DONE]":
                 if self._finish not in _ENDS:
@@ -53,14 +53,14 @@ class PrefillLeg:
         return Need.MORE
 
     def check_end(self) -> None:
-        """Raises UpstreamError: the answer has ended before its end."""
+        """Raises UpstreamError: the connection ended before the answer."""
         if not self.is_over:
             raise UpstreamError("prefill ended without a finish reason and [DONE]")
 
 
 class Window:
-    """The window of one decode server lets so many pairs run at a time, and the others wait in
-    their order. Left to SGLang, a prefill would wait for its decode until that gives up.
+    """A first-in, first-out limit on the pairs that run at one decode server. Without it, a prefill
+    would wait for its decode in SGLang until its timeout.
     """
 
     def __init__(self) -> None:
@@ -100,11 +100,11 @@ class Window:
 async def with_both(
     decode: Coroutine[Any, Any, None], prefill: Coroutine[Any, Any, None], leg: PrefillLeg
 ) -> None:
-    """Run both calls until decode's has ended. If prefill's fails before that, or decode's ends,
-    the other one is closed at once.
+    """Run both calls until decode ends. When prefill fails or decode ends, the other call is
+    closed.
 
     Raises:
-        KvrsError: of decode; or of prefill, with `is_of_prefill`.
+        KvrsError: the error of decode, or of prefill with `is_of_prefill` set.
     """
     legs = asyncio.create_task(decode), asyncio.create_task(prefill)
     try:
@@ -122,4 +122,4 @@ async def with_both(
     finally:
         for task in legs:
             if not task.cancel() and not task.cancelled():
-                task.exception()  # It has been told, or counts no more.
+                task.exception()  # Mark the error as retrieved.

@@ -1,18 +1,17 @@
-"""SGLang's fields for output that it is to generate again, by the logits processor of
+"""SGLang's request fields for replay of known output, by the logits processor of
 `kvrs/sglang/replay.py`.
 """
 
 import json
 from typing import Any
 
-# SGLang unpickles what it gets here. This one is constant: the opcodes that look a class up by its
-# name (c), and end (.).
+# SGLang unpickles this constant: opcodes that look a class up by its name (c), and end (.).
 _PROCESSOR = json.dumps({"callable": b"ckvrs.sglang.replay\nReplayProcessor\n.".hex()})
 _STORAGE = "kvrs.sglang.storage"
 
 
 def take_replay(fields: dict[str, Any]) -> bool:
-    """Put the known output, where a call has any, into SGLang's own fields; True: it has."""
+    """Move a call's known output into SGLang's fields; return whether there was any."""
     known = fields.pop("vllm_xargs", None)
     if known is None:
         return False
@@ -21,8 +20,8 @@ def take_replay(fields: dict[str, Any]) -> bool:
 
 
 def can_replay(*, takes_processors: bool, storage_options: str | None, speculates: bool) -> bool:
-    """A server with these flags has the processor. It is looked up in the scheduler, which would
-    end without kvrs: that kvrs is there is known only where it keeps KV. A step of speculation has
-    several tokens.
+    """A server with these flags has the processor. The scheduler imports it, and would end if kvrs
+    were not installed, so a server that keeps KV in kvrs is required. A step of speculation has
+    several tokens, so speculation excludes replay.
     """
     return takes_processors and not speculates and _STORAGE in (storage_options or "")

@@ -1,4 +1,4 @@
-"""Unmodified engines of others: what vLLM and SGLang alike lack of the instance protocol."""
+"""Common part of unmodified vLLM and SGLang: substitutes for the instance protocol."""
 
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
@@ -19,7 +19,7 @@ from kvrs.proxy.backends.pd import OpenAiPeer
 
 
 class StockPeer(OpenAiPeer):
-    """An instance whose load is polled, and which refuses the requests of other capabilities."""
+    """An instance whose load is polled, and which refuses requests that need other capabilities."""
 
     ENGINE: ClassVar[str]
 
@@ -27,7 +27,7 @@ class StockPeer(OpenAiPeer):
     def _reports(
         self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AsyncGenerator[LoadReport]:
-        """Load reports without time limits: the watcher has one."""
+        """Load reports without time limits: the watcher sets one."""
 
     def watch_load(
         self, interval_s: float, is_awaited: Callable[[], bool]

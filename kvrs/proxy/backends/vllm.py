@@ -1,4 +1,4 @@
-"""Unmodified vLLM: its P/D convention (NixlConnector), its identity and its load.
+"""Backend of unmodified vLLM: its P/D convention (NixlConnector), its identity and its load.
 
 vLLM has no instance protocol. Its identity comes from the configuration, `/v1/models`, `/version`
 and `/metrics` (`vllm_identity.py` tells its processes apart); its load from polling `/health` and
@@ -47,22 +47,22 @@ from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.upstream import EventReader, Reader
 from kvrs.proxy.wire.watchdog import awake_since_s
 
-# `/metrics` is 60 kB of text and takes the server milliseconds, so that it is read less often than
-# `/health`; a load report is at most this old.
+# Interval of reading `/metrics`: 60 kB of text and milliseconds of the server's time, so longer
+# than that of `/health`. A load report is at most this old.
 _METRICS_INTERVAL_S = 1.0
-# While no stream waits for a token: a report that is 1 s old is overdue.
+# Polling interval while no stream waits for a token: a report is overdue after 1 s.
 _IDLE_INTERVAL_S = 0.5
-# For the probe when an instance comes up: the first request of a vLLM may take half a minute.
+# Time limit of the probe at start-up: the first request of a vLLM may take half a minute.
 _PROBE_TIMEOUT_S = 60.0
 _PROBE_IDS = [1]
 _COMPLETIONS = "/v1/completions"
-# Message of the error event that ends a request whose KV vLLM could not load. With a dead engine it
-# is longer.
+# Message of the error event that ends a request whose KV vLLM could not load; a dead engine sends a
+# longer message.
 _LOAD_FAILED = "Internal server error"
-# A hand-off is used within this part of `kv_lease_duration` (30 s, 10 s at least). Later, the
-# blocks at prefill may belong to another stream, and decode would not notice.
+# Validity of a hand-off, a part of `kv_lease_duration` (30 s, at least 10 s). Later, the blocks at
+# prefill may belong to another stream, and decode would not notice.
 _HAND_OFF_S = 6.0
-# A request that is to free a hand-off is aborted after so long: it is at the engine by then.
+# Delay after which a request that frees a hand-off is aborted: by then it has reached the engine.
 _ABORTED_AFTER_S = 1.5
 
 
@@ -81,8 +81,9 @@ class VllmBackend(VllmServer):
         super().__init__(links, url)
         self._identity = identity
         self._params_key = params_key
-        self._info: InstanceInfo | None = None  # Of the process that was probed last.
-        self._denied: str | None = None  # Why it must not be used, since it denied one token.
+        self._info: InstanceInfo | None = None  # Identity of the last probed process.
+        # Reason not to use the instance, since it denied a one-token request.
+        self._denied: str | None = None
         self._row_loads = RowLoads(identity.node)
 
     # Identity and load.
@@ -112,8 +113,8 @@ class VllmBackend(VllmServer):
         return self._info
 
     async def _other_mark(self, metrics: VllmMetrics) -> str | None:
-        """The mark of the engine of a prefill instance, where the process has no start time and may
-        be another one than before. None: the process shows no mark, or needs none.
+        """The mark of a prefill instance's engine, needed where the process has no start time and
+        may have been replaced. None: no mark shown or needed.
         """
         if metrics.started_s is not None or not self._process.is_in_doubt:
             return None
@@ -123,7 +124,7 @@ class VllmBackend(VllmServer):
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 engine = await self._probe(self._info)
         except (UpstreamError, RefusedError, TimeoutError):
-            return None  # What is wrong with it is found when it is met.
+            return None  # The fault is found when the instance is probed.
         return None if engine is None else engine_mark(engine)
 
     async def _meet(self, epoch: int, metrics: VllmMetrics) -> InstanceInfo:
@@ -169,11 +170,11 @@ class VllmBackend(VllmServer):
         )
 
     async def _probe(self, info: InstanceInfo) -> str | None:
-        """Produce one token as streams do, which finds a version that lacks a field; return the
-        engine id of one that does prefill.
+        """Generate a token as streams do, to find a version that lacks a field; return the engine
+        id of an instance that does prefill.
 
         Raises:
-            UnusableError: it lacks something.
+            UnusableError: a field or an ability is missing.
         """
         fields = {
             "model": info.model,
@@ -195,8 +196,8 @@ class VllmBackend(VllmServer):
                     "one of another kind"
                 )
             return self._told(answer, info).remote_engine_id
-        # vLLM warms its sampler up without a seed; the first seeded request compiles kernels, and
-        # must not be a stream that is recovered (vLLM issue 54425).
+        # vLLM warms up its sampler without a seed. The first seeded request compiles kernels, and
+        # must not be a recovered stream (vLLM issue 54425).
         asked = fields | {"temperature": 1.0, "top_p": 0.9, "seed": 1, "stream": True}
         events = EventReader()
         await super().decode(Call(_COMPLETIONS, asked), events)
@@ -206,7 +207,7 @@ class VllmBackend(VllmServer):
     async def _reports(
         self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AsyncGenerator[LoadReport]:
-        """Load reports without time limits: the watcher has one."""
+        """Load reports without time limits: the watcher sets one."""
         try:
             async for report in self._polled(interval_s, is_awaited):
                 yield report
@@ -224,7 +225,7 @@ class VllmBackend(VllmServer):
                     raise UnusableError(self._denied)
                 is_due = report is None or clock() - read_s >= _METRICS_INTERVAL_S
                 if (has_streams := is_awaited()) or is_due:
-                    # An HTTP server whose engine is dead ends by itself a moment later.
+                    # Wait a moment: an HTTP server whose engine is dead ends soon.
                     await self._read("/health")
                 await self._check_engines()
                 if is_due or report is None:
@@ -234,11 +235,11 @@ class VllmBackend(VllmServer):
                 pause_s = interval_s if has_streams else max(interval_s, _IDLE_INTERVAL_S)
                 if await idle.wait(pause_s):
                     self._process.connection_ended()
-                    read_s = -inf  # It is to be known at once whether this is another process.
+                    read_s = -inf  # Read again at once, to see if the process is another one.
 
     async def _listed(self) -> ModelNames | None:
-        """Names that it serves now: adapters are loaded and unloaded while it runs. None: it gave
-        no answer; other answers of it show whether it lives.
+        """Names that the server serves now: adapters are loaded and unloaded while it runs. None:
+        no answer; other requests show whether the server lives.
         """
         info = self._info
         try:
@@ -280,18 +281,18 @@ class VllmBackend(VllmServer):
     # The calls of a stream.
 
     async def prefill(self, call: Call) -> Prefilled:
-        """Compute the KV of the history. Without a hand-off in its answer, as some connectors have
-        none of a request that an end token ended, decode computes the history itself.
+        """Compute the KV of the history. If the answer has no hand-off (some connectors give none
+        when an end token ended the request), decode computes the history itself.
         """
         info = self._info
         assert info is not None
-        # Of the output only the KV before it counts: an end token must not end the request.
+        # Only the KV before the output token is used: an end token must not end the request.
         call.fields["ignore_eos"] = True
         try:
             answer = await super().prefill(self._plain(call))
         except DeniedError as error:
             raise await self._judged(error) from None
-        if answer.transfer is None:  # Its one token has ended the request.
+        if answer.transfer is None:  # An end token has ended the request.
             return answer
         told = self._told(answer, info)
         answer.good_until_s, answer.ranks = awake_since_s() + _HAND_OFF_S, told.tp_size
@@ -300,7 +301,7 @@ class VllmBackend(VllmServer):
         return answer
 
     def _told(self, answer: Prefilled, info: InstanceInfo) -> Transfer:
-        """Raises UnusableError: the hand-off of an answer cannot be used."""
+        """The checked hand-off of an answer. Raises UnusableError: it cannot be used."""
         assert answer.transfer is not None
         page_size_tokens = info.geometry.page_size_tokens
         told = checked(bytes(answer.transfer), len(answer.prompt_ids), page_size_tokens)
@@ -308,7 +309,7 @@ class VllmBackend(VllmServer):
         return told
 
     def _plain(self, call: Call) -> Call:
-        """The call without kvrs's own field, which vLLM does not know: its tier knows another."""
+        """The call without the `kvrs` object, which vLLM does not know; the tier has its own."""
         call.fields.pop("kvrs", None)
         if call.rows is not None and not call.rows.in_store:
             agents = call.rows.agents[:MAX_AGENTS]
@@ -332,9 +333,9 @@ class VllmBackend(VllmServer):
                 rows.over_s = time.monotonic()
 
     async def free_hand_off(self, transfer: msgspec.Raw, history: Sequence[int]) -> None:
-        """Ask for one token after the history. The request fetches the KV, or it is aborted while
-        it waits in the queue, upon which vLLM has prefill free it. Its salt is its own: the blocks
-        may hold other KV by now, and must not serve another request.
+        """Free a hand-off by a request for one token after the history. The request fetches the KV,
+        or is aborted in the queue, and then vLLM frees the KV at prefill. A salt of its own keeps
+        other requests from the fetched blocks, which may hold other KV by now.
         """
         info = self._info
         assert info is not None
@@ -359,8 +360,8 @@ class VllmBackend(VllmServer):
             raise await self._judged(error) from None
 
     async def _judged(self, error: DeniedError) -> KvrsError:
-        """The error as it is to be treated. A gateway may deny one request for its content: the
-        server is at fault only if it denies one token's request too, and then ends its watch.
+        """Classify a denial. A gateway may deny a request for its content: the server is at fault
+        only if it denies a one-token request too, and then its watch ends.
         """
         if self._denied is not None:
             return error
@@ -383,11 +384,11 @@ class VllmBackend(VllmServer):
 
 
 def _check_probe(payloads: Sequence[bytes]) -> None:
-    """Check that a relay can read the events of a stream, and that they have the ids without which
-    no stream can be continued.
+    """Check that a relay can read the events of a stream, and that the events have token ids, which
+    continuing a stream needs.
 
     Raises:
-        UnusableError: they have not, or are no completion.
+        UnusableError: the events lack ids, or are not a completion.
     """
     try:
         check_events(payloads)

@@ -1,9 +1,8 @@
-"""The identity of a vLLM server's process, which vLLM itself does not report.
+"""Recognition of a vLLM server's process, which vLLM itself does not identify.
 
-Marks tell processes apart: the start time in `/metrics`, the engine id in a hand-off of prefill. A
+Marks tell processes apart: the start time in `/metrics`, the engine id in prefill's hand-offs. A
 server may have several processes behind its port, and `/metrics` of several API servers has no
-start time at all. So a mark that was not seen before is a new process only where something else
-says so too:
+start time. So a new mark means a new process only with further evidence:
 
 | a read of `/metrics` shows         | watch stands | watch connection ended  | server was lost |
 | ---------------------------------- | ------------ | ----------------------- | --------------- |
@@ -13,13 +12,13 @@ says so too:
 | no mark, counters that went on     | same         | same                    | new process     |
 | no mark, counters that did not     | same         | new process             | new process     |
 
-(*) A new process all the same once it is the only start time that was seen for `REPLACED_S`: behind
-a gateway the connection outlives a restart.
+(*) A new process once this has been the only start time for `REPLACED_S`: behind a gateway the
+connection outlives a restart.
 
 "Lost" means that a request of the watch failed; its streams are at other servers by then. Counters
-went on if they are above 0 and not lower than at the read before: those of a new process begin at
-0. An error on the safe side takes one process for two, and moves its streams. The other one takes
-two for one, and costs a prediction: the streams of the first have ended with their connections.
+went on if they are above 0 and not lower than at the last read: a new process starts at 0. Taking
+one process for two is safe, and moves its streams. Taking two for one spoils a prediction: the
+first one's streams have ended with their connections.
 """
 
 from enum import IntEnum
@@ -29,7 +28,7 @@ _MOST_MARKS = 256
 
 
 def engine_mark(engine_id: str) -> str:
-    """The mark of NIXL's engine id; engines of one server (data parallel) have one in common."""
+    """The mark of NIXL's engine id, common to the engines of one server (data parallel)."""
     return f"engine {engine_id.split('_dp')[0]}"
 
 
@@ -40,33 +39,33 @@ class _Doubt(IntEnum):
 
 
 class ProcessIdentity:
-    """Numbers the processes behind one URL: a higher epoch is another process."""
+    """Numbers the processes behind one URL: each new process gets a higher epoch."""
 
     def __init__(self) -> None:
-        self.epoch = 0  # 0: none was met.
-        # The epoch in which each was seen last; the one that was seen last is last.
+        self.epoch = 0  # 0: no process met.
+        # Epoch of each mark's last sighting, latest mark last.
         self._marks: dict[str, int] = {}
         self._doubt = _Doubt.NONE
         self._counted: float | None = None
-        self._alone = ""  # The start time of the last reads, ...
-        self._alone_s = 0.0  # ... the first of which was then, ...
-        self._alone_is_new = False  # ... when it had not been seen before.
+        self._alone = ""  # The start time of the latest reads,
+        self._alone_s = 0.0  # the time of the first of these reads,
+        self._alone_is_new = False  # and whether the start time was new then.
 
     @property
     def is_in_doubt(self) -> bool:
-        """It may be another process since the last read."""
+        """The process may have been replaced since the last read."""
         return self._doubt is not _Doubt.NONE
 
     def connection_ended(self) -> None:
-        """The idle connection of the watch has ended."""
+        """Note the end of the watch's idle connection."""
         self._doubt = max(self._doubt, _Doubt.ENDED)
 
     def lost(self) -> None:
-        """The watch has ended, since a request of it failed."""
+        """Note the end of the watch by a failed request."""
         self._doubt = _Doubt.LOST
 
     def noted(self, engine_id: str) -> None:
-        """The process has shown this engine id of NIXL."""
+        """Note an engine id of NIXL that the process has shown."""
         if self.epoch and not self.is_in_doubt:
             self._keep(engine_mark(engine_id))
 
@@ -81,9 +80,9 @@ class ProcessIdentity:
     ) -> int:
         """Return the epoch of the process that has just answered `/metrics`.
 
-        other_mark: shown beside or in place of its start time.
-        counted: a sum of counters that only rise while it lives; None: it has none.
-        wall_s: the time by which a process without a start time is numbered.
+        other_mark: mark shown beside or in place of the start time.
+        counted: sum of counters that only rise while the process lives; None: no counters.
+        wall_s: time that numbers a process without a start time.
         """
         start = "" if started_s is None else f"start {started_s!r}"
         marks = [mark for mark in (start, other_mark) if mark]
@@ -108,14 +107,14 @@ class ProcessIdentity:
         return not (before and counted is not None and counted >= before)
 
     def _marks_like(self, mark: str) -> int:
-        """How many marks of this kind the process of this epoch has shown."""
+        """Number of marks of this kind that the process of this epoch has shown."""
         kind = mark.split()[0]
         return sum(
             epoch == self.epoch and each.split()[0] == kind for each, epoch in self._marks.items()
         )
 
     def _has_replaced(self, start: str, now_s: float) -> bool:
-        """A start time that was new when it was seen first has been the only one for long."""
+        """A start time that was new at its first sighting has been the only one for long."""
         if start != self._alone:
             self._alone, self._alone_s = start, now_s
             self._alone_is_new = bool(start) and start not in self._marks

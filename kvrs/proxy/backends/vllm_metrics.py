@@ -1,4 +1,4 @@
-"""vLLM's `/metrics`, in Prometheus's text format."""
+"""Reader of vLLM's `/metrics`, in Prometheus's text format."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from kvrs.protocol.hand_offs import HandOffReport
 from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.wire.peer import UnusableError
 
-# Values that are not finite numbers count as absent.
+# Values that are not finite count as absent.
 _NUMBER = r"[-+]?[0-9]{1,30}(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?"
 _NAME = r"process_start_time_seconds|vllm:(?![a-z_]+_bucket\{)[a-z_]+"
 _LINE = re.compile(
@@ -23,20 +23,20 @@ _OF_PROGRESS = (
     "vllm:request_success_total",
     "vllm:kv_cache_usage_perc",
 )
-_ROW_TIER = ':KvrsTier"'  # Behind its number among the tiers.
-# Series by which stores show that an engine uses them, from its start on.
+_ROW_TIER = ':KvrsTier"'  # Suffix of the tier's label, behind its number.
+# Series that show that an engine uses a store, from its start.
 _STORES = {
     "mooncake": ("\n# TYPE vllm:mooncake_store_",),
     "lmcache": ("\n# TYPE vllm:lmcache_", "\n# TYPE lmcache:"),
     "hf3fs": ("\n# TYPE vllm:hf3fs_",),
 }
-# Others are seen by what was loaded, but for where that was from: these are no stores.
+# Other stores show by the source of what was loaded; these sources are no stores.
 _NO_STORES = ("device", "host", "disk", "p2p")
 _LABEL = re.compile(r'([a-zA-Z_]+)="((?:[^"\\]|\\.)*)"')
 
 
 class StoreLoads(NamedTuple):
-    """Tokens that the engine asked a store for, and that this had."""
+    """Tokens that the engine asked a store for, and tokens that the store had."""
 
     queries: float
     hits: float
@@ -44,25 +44,25 @@ class StoreLoads(NamedTuple):
 
 
 class VllmMetrics:
-    """One response of `/metrics`. The values of several engines (data parallel) are added."""
+    """A response of `/metrics`. Values of several engines (data parallel) are added."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        # Read once: a server shows tens of kilobytes, nearly all of which are of histograms.
+        # Parsed once: a server shows tens of kilobytes, mostly histograms.
         self._found: dict[str, list[tuple[str, float]]] = {}
         for name, labels, value in _LINE.findall(text):
             self._found.setdefault(name, []).append((labels, float(value)))
 
     @cached_property
     def started_s(self) -> float | None:
-        """The start time of the process, on its own clock; None: several API servers answer, whose
-        common `/metrics` have none.
+        """Start time of the process, by its own clock; None: several API servers share the
+        `/metrics`.
         """
         return next(self._values("process_start_time_seconds"), None)
 
     @property
     def tokens(self) -> float | None:
-        """Tokens of prompts and outputs since the start; None: this version does not say."""
+        """Tokens of prompts and outputs since the start; None: not reported by this version."""
         found = [*self._values("vllm:prompt_tokens_total")]
         found += self._values("vllm:generation_tokens_total")
         return sum(found) if found else None
@@ -83,8 +83,8 @@ class VllmMetrics:
 
     @property
     def progress(self) -> float:
-        """Tokens computed and requests ended since the start, with the share of KV blocks in use:
-        any of them moves while the engine works, chunk by chunk of a long prompt, too.
+        """Tokens computed and requests ended since the start, plus the share of KV blocks in use:
+        one of them moves while the engine works, even within a long prompt.
         """
         return sum(sum(self._values(name)) for name in _OF_PROGRESS)
 
@@ -96,7 +96,7 @@ class VllmMetrics:
 
     @property
     def cache(self) -> dict[str, str]:
-        """The configuration of the KV cache."""
+        """Configuration of the KV cache."""
         for labels in self._labels("vllm:cache_config_info"):
             return labels
         raise UnusableError(
@@ -109,14 +109,13 @@ class VllmMetrics:
 
     @property
     def has_connector(self) -> bool:
-        """The engine was started with a NixlConnector, whose counters exist from the start then."""
+        """The engine runs a NixlConnector, whose counters exist from its start."""
         return "\nvllm:nixl_" in self._text
 
     @property
     def hand_off_format(self) -> str:
-        """NIXL's compatibility hash, which both ends of a hand-off must have in common. The type of
-        the KV cache, which is a part of it, stands for it where vLLM shows no hash. Empty: it has
-        no connector.
+        """NIXL's compatibility hash, equal at both ends of a hand-off. Where vLLM shows no hash,
+        the type of the KV cache, a part of it, replaces the hash. Empty: no connector.
         """
         if not self.has_connector:
             return ""
@@ -130,7 +129,7 @@ class VllmMetrics:
 
     @cached_property
     def hand_offs(self) -> HandOffReport | None:
-        """Counts of its connector; None: it has none."""
+        """Counts of the connector; None: no connector."""
         if not self.has_connector:
             return None
         return HandOffReport(
@@ -144,20 +143,18 @@ class VllmMetrics:
 
     @property
     def transfer_s(self) -> float:
-        """Seconds of all transfers of its connector, of each for itself."""
+        """Sum of the durations of the connector's transfers."""
         return sum(self._values("vllm:nixl_xfer_time_seconds_sum"))
 
     @property
     def received_bytes(self) -> float | None:
-        """KV that the connector has fetched since the start; None: this version does not say."""
+        """KV fetched by the connector since the start; None: not reported by this version."""
         found = list(self._values("vllm:nixl_bytes_transferred_sum"))
         return sum(found) if found else None
 
     @property
     def rows_read(self) -> tuple[float, float]:
-        """Bytes that kvrs's tier has loaded since the start, and the seconds of its loads, of each
-        for itself.
-        """
+        """Bytes that kvrs's tier has loaded since the start, and the loads' total duration."""
         size_bytes, seconds = (
             sum(value for labels, value in self._tier_reads(name) if _ROW_TIER in labels)
             for name in ("read_bytes", "read_time")
@@ -166,9 +163,9 @@ class VllmMetrics:
 
     @cached_property
     def store(self) -> str:
-        """Kind of the store that the engine loads from by itself; empty: none is seen."""
+        """Kind of the store that the engine loads from on its own; empty: none seen."""
         if any(_ROW_TIER in labels for labels, _ in self._tier_reads("read_bytes")):
-            return ""  # Its rows come from agents.
+            return ""  # Rows come from agents.
         for kind, series in _STORES.items():
             if any(each in self._text for each in series):
                 return kind
@@ -176,7 +173,7 @@ class VllmMetrics:
 
     @cached_property
     def store_loads(self) -> "StoreLoads":
-        """Since the start. Seconds are of each load for itself; None: the store counts none."""
+        """Loads since the start, with their total duration; None: not counted by the store."""
         hits = sum(
             value
             for labels, value in self._found.get("vllm:prompt_tokens_cached_by_source_total", ())
@@ -197,7 +194,7 @@ class VllmMetrics:
 
     @cached_property
     def drafts(self) -> SpeculationReport | None:
-        """Drafts of its own speculative decoding since the start; None: it has none."""
+        """Drafts of the engine's speculative decoding since the start; None: no speculation."""
         steps, proposed, accepted = (
             list(self._values(f"vllm:spec_decode_num_{name}_total"))
             for name in ("drafts", "draft_tokens", "accepted_tokens")

@@ -1,7 +1,7 @@
-"""`kvrs profile --url`: measure the prefills of a vLLM that runs, into a profile file.
+"""`kvrs profile --url` measures the prefills of a running vLLM and writes a profile file.
 
-Prompts of random ids, each with a salt of its own so that no prefix cache has any of them, and one
-token of output: the time from the request to its answer is what a proxy sees of a prefill.
+The prompts have random ids, a salt each so that no prefix cache has them, and one token of output:
+the time from request to answer is a proxy's view of a prefill.
 """
 
 import os
@@ -27,8 +27,8 @@ from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_mod
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 
 SHORTEST_TOKENS, LONGEST_TOKENS = 128, 16_384
-_SHORTEST_OF_ALL = 16  # For a model that takes few tokens.
-# Ids that each vocabulary has, and of which a random prompt never begins like another one.
+_SHORTEST_OF_ALL = 16  # For models with a short context.
+# Ids in every vocabulary. No two random prompts begin alike.
 _FIRST_ID, _IDS = 3, 250
 _TIMEOUT_S = 600.0
 _SHOWN_BYTES = 300
@@ -40,10 +40,10 @@ class VllmProfileOptions:
 
     url: str
     out: Path
-    model: str | None = None  # A directory, or a name in the Hugging Face cache; None: vLLM's.
-    label: str | None = None  # None: from the model.
-    longest_tokens: int | None = None  # None: 16,384, or what the model takes.
-    repeats: int = 3  # Of which the median counts.
+    model: str | None = None  # Directory, or name in the Hugging Face cache; None: vLLM's model.
+    label: str | None = None  # None: named after the model.
+    longest_tokens: int | None = None  # None: 16,384, or the model's limit.
+    repeats: int = 3  # Measurements per length; the median counts.
 
 
 class _Usage(msgspec.Struct):
@@ -60,11 +60,11 @@ def run_vllm_profile(
     tell: Callable[[int, int], None] = lambda _done, _all: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Path:
-    """Measure, and write the profile; the path of the file. `tell` gets the prompts that were
-    computed, and how many there are.
+    """Measure, write the profile, and return its path. `tell` gets the number of computed prompts
+    and of all prompts.
 
     Raises:
-        ConfigError: an option is wrong, or the server cannot be measured; nothing is written.
+        ConfigError: a wrong option, or a server that cannot be measured; nothing is written.
     """
     faults = faults_of_out(options.out)
     if place_of(options.url) is None:
@@ -87,12 +87,12 @@ def _measured(
     tell: Callable[[int, int], None],
     clock: Callable[[], float],
 ) -> dict[int, float]:
-    """The time of a prefill for each length."""
+    """Duration of a prefill for each length."""
     lengths = lengths_up_to(options.longest_tokens, model.max_model_len)
     total, done = len(lengths) * options.repeats + 1, 0
     seconds: dict[int, float] = {}
     server.refuse_busy()
-    server.prefill(model.id, lengths[0])  # Kernels that are compiled by the first one.
+    server.prefill(model.id, lengths[0])  # Let the first prompt compile kernels.
     tell(done := done + 1, total)
     for tokens in lengths:
         server.refuse_busy()
@@ -107,12 +107,12 @@ def _measured(
 
 
 def lengths_up_to(longest_tokens: int | None, max_model_len: int | None) -> list[int]:
-    """The lengths that are measured: each twice the one before it.
+    """Measured lengths: each is twice the length before.
 
     Raises:
-        ConfigError: there would be fewer than two.
+        ConfigError: fewer than two lengths.
     """
-    limit = (max_model_len or LONGEST_TOKENS + 1) - 1  # One token is output.
+    limit = (max_model_len or LONGEST_TOKENS + 1) - 1  # Leave room for one output token.
     longest = min(longest_tokens or LONGEST_TOKENS, limit)
     shortest = SHORTEST_TOKENS if longest >= 2 * SHORTEST_TOKENS else _SHORTEST_OF_ALL
     if longest < 2 * shortest:
@@ -157,7 +157,7 @@ def _profile(
 
 
 class _Server:
-    """A vLLM, asked over one connection; a call blocks."""
+    """A vLLM behind one connection; calls block."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         place = place_of(url)
@@ -185,7 +185,7 @@ class _Server:
         return VllmMetrics(self._ask("GET", "/metrics").decode(errors="replace"))
 
     def refuse_busy(self) -> None:
-        """Raises ConfigError: it computes for others, which would be measured too."""
+        """Raises ConfigError: the server computes for others, and would be measured too."""
         try:
             metrics = self.metrics()
             running, waiting = metrics.running, metrics.waiting

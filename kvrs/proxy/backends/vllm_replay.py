@@ -1,5 +1,5 @@
-"""The test for a vLLM server that generates known output again: with the logits processor of
-`kvrs/vllm/replay.py`, which nothing but its output shows.
+"""Test of a vLLM server for replay: only its output shows that it has the logits processor of
+`kvrs/vllm/replay.py`.
 """
 
 from collections.abc import Awaitable, Callable
@@ -14,15 +14,15 @@ from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.wire.peer import UNREADABLE
 from kvrs.proxy.wire.upstream import EventReader, Reader
 
-# Any vocabulary has these, and no model says them in this order after each other.
+# Ids of any vocabulary, in an order that no model generates.
 _KNOWN = [3, 1, 2, 1, 3]
 
 
 async def with_replay(
     info: InstanceInfo, decode: Callable[[Call, Reader], Awaitable[None]]
 ) -> InstanceInfo:
-    """The info with the capability, if the server has it. One of another version may refuse the
-    request, or fail with it, and can be used all the same; one that has died is found otherwise.
+    """The info with the capability REPLAY, if the server has it. A server of another version may
+    refuse the request or fail at it, and can still be used; a dead server is found otherwise.
     """
     if info.role is Role.PREFILL:
         return info

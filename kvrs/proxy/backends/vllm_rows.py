@@ -1,11 +1,11 @@
-"""Rows that a vLLM server has loaded, by its own counters: for recovered streams, and for prompts
-whose beginning an agent, or the server's store, had of other ones.
+"""Attribution of the rows that a vLLM server has loaded, by its counters, to recovered streams and
+to prompts whose beginning an agent or the server's store already had.
 
-vLLM counts what is read for all requests together. What was read until streams have their tokens is
-shared among them by what each could have loaded, and none gets more than that. Of agents that is an
-upper bound where other requests load rows at the same time. A store is asked for every prompt, so
-that what recoveries have of it is what others cannot have had: these had at most what they asked
-for. Where that leaves open whether anything was loaded, nothing is reported.
+vLLM counts the reads of all requests together. Reads until the streams' first tokens are divided
+among the streams by what each could have loaded, at most that. For agents this is an upper bound if
+other requests load rows at the same time. A store is asked for every prompt, so recoveries get what
+remains after the other requests have all that they asked for. If it is then uncertain that anything
+was loaded, nothing is reported.
 """
 
 from math import nan
@@ -20,11 +20,11 @@ from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
 
 # An engine may publish its counters a moment after the token.
 _SETTLED_S = 0.5
-_TOLD_S = 5.0  # A report is repeated for so long.
+_TOLD_S = 5.0  # Duration for which a report is repeated.
 
 
 class _Counts(NamedTuple):
-    """Counts of a process since its start; of a store also the tokens that were asked for."""
+    """Counts of a process since its start; for a store also the requested tokens."""
 
     size_bytes: float = 0.0
     asked_tokens: float = 0.0
@@ -44,18 +44,18 @@ class _Open(NamedTuple):
 
 
 class RowLoads:
-    """Loads of rows at one server, and the rates of its links that follow from them."""
+    """Loads of rows at one server, and the resulting rates of its links."""
 
     def __init__(self, node: NodeId) -> None:
         self._node = node
         self._meter = HandOffMeter()
         self._open: list[_Open] = []
-        self._over_s: float | None = None  # Since when all of these are over.
-        # Process, whether they are of a store, and counts, as read last.
+        self._over_s: float | None = None  # Time since which all open loads are over.
+        # Process, kind (store or not) and counts at the last read.
         self._before: tuple[float | None, bool, _Counts] = nan, False, _Counts()
-        self._came = _Counts()  # While some were open.
+        self._came = _Counts()  # Reads while loads were open.
         self._recovery_bytes = self._prefix_bytes = 0.0
-        self._of_store = Pulled(0.0, 0.0, 0.0)  # Loads of a store of which the time is known.
+        self._of_store = Pulled(0.0, 0.0, 0.0)  # Loads of a store with a known duration.
         self._told: list[tuple[float, FetchReport]] = []
 
     def begin(self, load: RowLoad, page_bytes: int, now_s: float) -> None:
@@ -68,7 +68,7 @@ class RowLoads:
         self._over_s = None
 
     def read(self, metrics: VllmMetrics, bytes_per_token: int, now_s: float) -> list[FetchReport]:
-        """Take the counters; return the loads that are known since a few seconds."""
+        """Read the counters; return the loads that became known within the last seconds."""
         in_store = bool(metrics.store)
         if in_store:
             found = metrics.store_loads
@@ -100,7 +100,7 @@ class RowLoads:
 
     @property
     def kv_bytes(self) -> dict[str, int]:
-        """Bytes by what they were loaded for, since each process of the server was met."""
+        """Bytes by purpose of their load, over all processes of the server since each was met."""
         return {
             TrafficClass.RECOVERY.label: int(self._recovery_bytes),
             PREFIX: int(self._prefix_bytes),
@@ -127,8 +127,8 @@ class RowLoads:
     def _settle_store(
         self, most: float, wanted_bytes: float, bytes_per_token: int, now_s: float
     ) -> float:
-        """Return the part of what the loads wanted that they certainly had; `most`: they can have
-        had so much.
+        """Return the part of the wanted rows that was certainly loaded; `most` is the part that can
+        have been loaded.
         """
         came, own_tokens = self._came, sum(each.load.history_tokens for each in self._open)
         of_others_bytes = max(0.0, came.asked_tokens - own_tokens) * bytes_per_token
@@ -139,11 +139,11 @@ class RowLoads:
             part = load.history_tokens / own_tokens
             asked = round(part * min(own_tokens, came.asked_tokens))
             loaded = min(asked, round(part * certain_bytes / bytes_per_token))
-            # What others may have loaded in its place is not called missed.
+            # Tokens that others may have loaded in its place do not count as missed.
             had = min(asked, round(part * most * wanted_bytes / bytes_per_token))
             self._tell(load, loaded, asked - max(had, loaded), now_s)
         size_bytes, seconds = came.size_bytes, came.seconds
-        if not seconds:  # The store counts none: up to the tokens, by their own loads.
+        if not seconds:  # A store without durations: use the loads' own times up to their tokens.
             size_bytes = certain_bytes
             seconds = sum((load.over_s or now_s) - began for load, _, began in self._open)
         if certain_bytes:

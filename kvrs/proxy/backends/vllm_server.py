@@ -1,4 +1,4 @@
-"""The paths of a vLLM server that belong to no stream: its health, its metrics and its engines."""
+"""Requests to a vLLM server that belong to no stream: its health, its metrics and its engines."""
 
 import time
 
@@ -17,8 +17,8 @@ from kvrs.proxy.wire.peer import UNREADABLE, UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
 
-# With `--enable-fault-tolerance`: `/health` says 200 while an engine waits for an orchestrator's
-# instruction, its streams stand still and new requests get 503.
+# Paths of `--enable-fault-tolerance`: `/health` says 200 while an engine waits for an
+# orchestrator's instruction, streams stand still and new requests get 503.
 _FT_PATHS = ("/fault_tolerance/status", "/v1/fault_tolerance/status")
 _FT_STOPPED = ("unhealthy", "paused", "dead")
 
@@ -36,7 +36,7 @@ class VllmServer(StockPeer):
 
     def __init__(self, links: EngineLinks, url: str) -> None:
         super().__init__(links, url)
-        self._ft_path: str | None = None  # None: it runs without fault tolerance.
+        self._ft_path: str | None = None  # None: fault tolerance is off.
         self._process = ProcessIdentity()
         self._totals = ProcessTotals()
         self._meter = HandOffMeter()
@@ -53,7 +53,7 @@ class VllmServer(StockPeer):
         return VllmMetrics((await self._read("/metrics")).decode(errors="replace"))
 
     def _epoch(self, metrics: VllmMetrics, other_mark: str | None) -> int:
-        """The epoch of the process that has just answered."""
+        """Epoch of the process that has just answered."""
         return self._process.read(
             metrics.started_s,
             other_mark,
@@ -69,7 +69,9 @@ class VllmServer(StockPeer):
         return self._counts(metrics)[0].transferred_bytes
 
     def _counts(self, metrics: VllmMetrics) -> tuple[HandOffReport, SpeculationReport]:
-        """Counts of hand-offs and drafts by all processes behind the port; 0 of what it lacks."""
+        """Counts of hand-offs and drafts over all processes behind the port; 0 where a count is
+        missing.
+        """
         hand_offs = metrics.hand_offs or HandOffReport()
         drafts = metrics.drafts or SpeculationReport("engine", active=True)
         sums = self._totals.add(
@@ -93,7 +95,7 @@ class VllmServer(StockPeer):
                 return
 
     async def _check_engines(self) -> None:
-        """Raises UpstreamError: by its fault tolerance an engine of the server has stopped."""
+        """Raises UpstreamError: the server's fault tolerance reports a stopped engine."""
         if self._ft_path is None:
             return
         try:
@@ -108,7 +110,7 @@ class VllmServer(StockPeer):
             )
 
     def _measured_links(self, metrics: VllmMetrics) -> list[LinkReport]:
-        """The links over which this instance has fetched hand-offs of this proxy."""
+        """Links over which this instance has fetched this proxy's hand-offs."""
         counts, now_s = metrics.hand_offs, time.monotonic()
         if counts is not None:
             pulled = Pulled(counts.transfers, counts.transferred_bytes, metrics.transfer_s)
@@ -117,7 +119,7 @@ class VllmServer(StockPeer):
         return [LinkReport(source, *found) for source, found in measured.items()]
 
     def _begin_pull(self, call: Call, bytes_per_token: int) -> FetchedHandOff | None:
-        """Tell the meter of a hand-off that the call fetches; None: it fetches none."""
+        """Report a hand-off that the call fetches to the meter; None: no hand-off."""
         hand_off = call.hand_off
         if hand_off is None:
             return None

@@ -1,4 +1,4 @@
-"""Sums of counters of the processes behind one port, of which each read shows those of one."""
+"""Sums of counters over the processes behind one port; each read shows one process."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,8 @@ _MOST_PROCESSES = 256
 class ProcessTotals:
     """Counts that never fall while an instance is in one epoch.
 
-    The first process counts from its start, others from where they were seen first: a process that
-    is seen once only adds nothing.
+    The first process counts from its start, others from their first sighting: a process seen only
+    once adds nothing.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class ProcessTotals:
         self._sums: list[int] = []
 
     def add(self, epoch: int, process: float | None, counts: Sequence[int]) -> list[int]:
-        """Return the sums, with the counts that this process (by its start time) shows now."""
+        """Return the sums, given the present counts of a process (by its start time)."""
         if epoch != self._epoch:
             self._epoch, self._last, self._sums = epoch, {process: counts}, [*counts]
         before = self._last.pop(process, counts)

@@ -1,9 +1,9 @@
 """`kv_transfer_params` of vLLM's NixlConnector, checked field by field before they are forwarded to
 a decode instance.
 
-vLLM does not check them: with too few blocks its engine dies, and with a required field missing the
-request hangs for ever. Parameters serve one attempt, and never after two thirds of their lease:
-later vLLM reads blocks that hold other KV, without noticing.
+vLLM does not check them: with too few blocks its engine dies, and without a required field the
+request hangs for ever. Parameters serve one attempt, and only in the first two thirds of their
+lease: later vLLM may read blocks with other KV, without noticing.
 """
 
 from typing import Annotated, Any
@@ -18,12 +18,12 @@ _Host = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z._:-]{1,255}$")]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 _Blocks = Annotated[list[Natural], msgspec.Meta(min_length=1)]
 
-# Unknown fields, as of a later version, are forwarded if they are one small value.
+# Unknown fields of later versions are forwarded if they are one small value.
 _LONGEST_VALUE_BYTES = 64
 
 
 class Transfer(msgspec.Struct, omit_defaults=True):
-    """The location of one history's KV, valid for one pull within `kv_lease_duration` (30 s)."""
+    """Location of a history's KV, valid for one pull within `kv_lease_duration` (30 s)."""
 
     remote_block_ids: Annotated[
         list[_Blocks], msgspec.Meta(min_length=1)
@@ -48,7 +48,7 @@ _TRANSFER = msgspec.json.Decoder(Transfer)
 
 
 def checked(raw: bytes, history_tokens: int, page_size_tokens: int) -> Transfer:
-    """Read parameters, and check that they are of this history.
+    """Decode parameters, and check that they belong to this history.
 
     Raises:
         UnusableError: a field is missing or wrong; the message names it.
