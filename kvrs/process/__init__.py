@@ -1,1 +1,1 @@
-"""A process and its machine: memory, descriptors, files, garbage, log lines."""
+"""Facilities of a process on its machine: memory, descriptors, files, garbage collection, logs."""

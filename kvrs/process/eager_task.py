@@ -1,11 +1,10 @@
-"""Coroutines that go on within the callback that ends what they wait for.
+"""Coroutine runner that resumes a coroutine within the callback that ends its wait.
 
-A task of asyncio begins in the next turn of its event loop, and goes on in the turn after the one
-that ends what it waits for. An `EagerTask` begins in the call of `begin`, and goes on within
-`Signal.set_result`: the callback that brings a response sends the request that follows it. At any
-other future it goes on as a task does. It is a task of another implementation, as asyncio's manual
-has them ("Extending"): a coroutine finds it as `asyncio.current_task`, with what `asyncio.timeout`
-asks of a task.
+An asyncio task begins in the next turn of its event loop, and resumes one turn after its wait has
+ended. An `EagerTask` begins within `begin`, and resumes within `Signal.set_result`: the callback
+with a response sends the next request. At any other future it resumes as a task does. It is a
+custom task as in asyncio's manual ("Extending"): `asyncio.current_task` returns it, and
+`asyncio.timeout` works with it.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ T = TypeVar("T")
 
 
 class Signal(asyncio.Future[T]):
-    """A future whose end is noticed at once, if an `EagerTask` waits for it."""
+    """A future that resumes a waiting `EagerTask` at once."""
 
     waiter: Callable[[], None] | None = None
 
@@ -45,8 +44,8 @@ class Signal(asyncio.Future[T]):
 
 
 class EagerTask(Generic[T]):
-    """Runs a coroutine to its end, of which `ended` is told once, with the error that it ended by:
-    CancelledError included. An error is not kept: its frames would keep the task.
+    """Runs a coroutine to its end and then calls `ended` once with its error, CancelledError
+    included. The error is not kept: its frames would keep the task.
     """
 
     __slots__ = (
@@ -64,19 +63,19 @@ class EagerTask(Generic[T]):
         self._ended = ended
         self._context = copy_context()
         self._waits_for: asyncio.Future[Any] | None = None
-        self.result: T | None = None  # Once it has ended without an error.
+        self.result: T | None = None  # Set if the coroutine has ended without an error.
         self._has_begun = self._is_running = self._must_cancel = self.is_over = False
         self._cancelling = 0
 
     def begin_soon(self) -> None:
-        """Begin in a turn of the event loop of its own."""
+        """Begin in the next turn of the event loop."""
         self._has_begun = True
         self._loop.call_soon(self.begin)
 
-    # As of an asyncio task.
+    # Interface of an asyncio task.
 
     def cancel(self, msg: object = None) -> bool:
-        """Raise CancelledError where it waits, in the next turn of the event loop."""
+        """Raise CancelledError where the coroutine waits, in the next turn of the event loop."""
         if self.is_over:
             return False
         self._cancelling += 1
@@ -101,7 +100,7 @@ class EagerTask(Generic[T]):
     # Steps.
 
     def begin(self, _: object = None) -> None:
-        """Begin now, or go on, to where it waits next: what it has waited for is over."""
+        """Run the coroutine to its next wait, from its start or from a wait that is over."""
         if self.is_over or self._is_running:
             return
         loop, outer = self._loop, asyncio.current_task(self._loop)
@@ -129,7 +128,7 @@ class EagerTask(Generic[T]):
                 _enter_task(loop, outer)
         if self.is_over:
             return
-        if found is None:  # A bare yield, as of `asyncio.sleep(0)`.
+        if found is None:  # A bare yield, as in `asyncio.sleep(0)`.
             loop.call_soon(self.begin)
             return
         found._asyncio_future_blocking = False
@@ -148,6 +147,6 @@ class EagerTask(Generic[T]):
         del self._ended, self._coroutine, self._context
         try:
             ended(self, error)
-        except Exception as bug:  # What has ended the signal goes on.
+        except Exception as bug:  # The error must not stop the code that ended the signal.
             context = {"message": "the end of a task was not taken", "exception": bug}
             self._loop.call_exception_handler(context)

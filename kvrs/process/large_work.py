@@ -1,4 +1,4 @@
-"""Work on the content of large requests, beside the event loop."""
+"""Work on the contents of large requests, beside the event loop."""
 
 import asyncio
 import sys
@@ -8,17 +8,17 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# To parse more than this takes milliseconds.
+# Size above which parsing takes milliseconds.
 LARGE_BYTES = 64 << 10
-# Turn of a thread at the interpreter while others wait for it: Python's own, and beside large work.
+# A thread's turn at the interpreter while others wait: Python's default, and beside large work.
 _TURN_S = 0.005
 _SHORT_TURN_S = 0.0005
 
 
 class LargeWork:
-    """Work on the content of requests: a small one's is done at once, a large one's in a thread, so
-    that the event loop goes on. One at a time and in short turns of the interpreter: the loop, and
-    the thread that computes batches, give theirs away with every call to the system or to torch.
+    """Runs work on requests: for a small request at once, for a large one in a thread, so that the
+    event loop goes on. Large work runs one at a time and in short interpreter turns: the loop and
+    the thread that computes batches give theirs up at every call to the system or to torch.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class LargeWork:
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """Short turns for all threads, within which one of them works for milliseconds."""
+    """Short interpreter turns for all threads while one of them works for milliseconds."""
     sys.setswitchinterval(_SHORT_TURN_S)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Log lines: one event, one line, its facts as key=value or, with the message, as a JSON object."""
+"""Log lines: a line per event, with its facts as key=value pairs or as a JSON object."""
 
 import json
 import logging
@@ -12,21 +12,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-LEVEL_ENV_NAME = "KVRS_LOG_LEVEL"  # Also for the processes that a process starts.
+LEVEL_ENV_NAME = "KVRS_LOG_LEVEL"  # Child processes read it, too.
 LEVELS = ("debug", "info", "warning", "error")
 
-ROWS = "rows"  # Lines of one record (`row_log.py`).
+ROWS = "rows"  # Attribute of a record with several lines (`row_log.py`).
 _encode = json.JSONEncoder(default=str).encode
 
-# What every record has; the rest came with `extra=` and is shown.
+# Attributes of every record; others came with `extra=` and are shown.
 _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-Row = tuple[float, Mapping[str, Any]]  # Time, s since 1970, and the facts of one line.
+Row = tuple[float, Mapping[str, Any]]  # Unix time and facts of a line.
 
 
 class _Formatter(logging.Formatter, ABC):
-    """Format a record; one with `rows` becomes a line for each of these."""
+    """Formats a record; a record with `rows` becomes a line for each row."""
 
     def __init__(self, facts: Mapping[str, str]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _JsonFormatter(_Formatter):
 
 
 def _facts_of(record: logging.LogRecord) -> dict[str, Any]:
-    # Ray marks every record of its process with attributes that begin so.
+    # Ray marks every record of its process with attributes of this prefix.
     return {
         name: value
         for name, value in vars(record).items()
@@ -78,7 +78,7 @@ def _facts_of(record: logging.LogRecord) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     text = str(value)
-    # A cause may quote what a peer sent: control characters must not forge lines of their own.
+    # A cause may quote a peer's bytes: control characters must not forge log lines.
     return repr(text) if not text.isprintable() or " " in text else text
 
 
@@ -88,8 +88,8 @@ def log_to_stderr(level: str = "info", *, as_json: bool = False, **facts: str) -
 
 
 def log_to(stream: TextIO, level: str = "info", *, as_json: bool = False, **facts: str) -> None:
-    """Log everything from a level on to a stream; each line has these facts too. The level of the
-    environment comes before the one given.
+    """Log everything from a level on to a stream, and add these facts to each line. A level in the
+    environment takes precedence.
     """
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_JsonFormatter(facts) if as_json else _KeyValueFormatter(facts))
@@ -102,7 +102,7 @@ def log_to(stream: TextIO, level: str = "info", *, as_json: bool = False, **fact
 
 
 def old_parts(path: Path) -> dict[int, Path]:
-    """The older files of an event log, `<name>.<number>.gz`, by their numbers."""
+    """The older files of an event log, `<name>.<number>.gz`, by number."""
     numbered = re.compile(re.escape(path.name) + r"\.([0-9]{1,15})\.gz")
     return {
         int(found[1]): each

@@ -1,7 +1,7 @@
-"""Memory that a process may still take: what the kernel has, within the limits of control groups
-(cgroups), such as that of a container.
+"""Memory that this process can still allocate: the kernel's free memory, within the limits of
+control groups (cgroups), such as a container's.
 
-Beyond such a limit the kernel ends a process of the group, without an error before.
+Beyond such a limit the kernel kills a process of the group without warning.
 """
 
 import sys
@@ -10,13 +10,13 @@ from pathlib import Path
 
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
-# Limit and use, by the version of control groups.
+# Files of limit and usage, by version of control groups.
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     2: ("memory.max", "memory.current"),
 }
-# In memory.stat: files that are cached, which the kernel gives up first. Memory of tmpfs, which it
-# cannot give up, is not among them.
+# Fields of memory.stat: cached files, which the kernel frees first. Memory of tmpfs is not among
+# them, since the kernel cannot free it.
 _CACHED = {
     1: ("total_inactive_file", "total_active_file"),
     2: ("inactive_file", "active_file"),
@@ -29,7 +29,7 @@ def free_bytes() -> int:
 
 
 def free_in_groups(own: Path = _OWN_GROUPS, groups: Path = _GROUPS) -> int:
-    """Memory that the control groups leave to this process; `sys.maxsize` without a limit."""
+    """Memory left within the control groups; `sys.maxsize` without a limit."""
     return min(
         (_free(folder, version) for folder, version in _folders(own, groups)), default=sys.maxsize
     )
@@ -40,11 +40,11 @@ def _free_of_machine() -> int:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
-    return sys.maxsize  # A kernel that does not tell.
+    return sys.maxsize  # The kernel does not report it.
 
 
 def _folders(own: Path, groups: Path) -> Iterator[tuple[Path, int]]:
-    """The group of this process and those around it, each of which may have a limit."""
+    """The group of this process and its ancestors, each of which may have a limit."""
     for line in _read(own).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -52,7 +52,7 @@ def _folders(own: Path, groups: Path) -> Iterator[tuple[Path, int]]:
             continue
         version = 1 if controllers else 2
         root = groups / "memory" if controllers else groups
-        # In a container the path may be one of the host, and the root is the container's group.
+        # In a container the path may be the host's, and the root is the container's group.
         inner = root if ".." in path else root / path.lstrip("/")
         while inner != root:
             yield inner, version

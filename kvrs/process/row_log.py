@@ -1,4 +1,4 @@
-"""Log lines of one kind that are written together."""
+"""Batched writing of log lines of one kind."""
 
 import asyncio
 import logging
@@ -7,13 +7,13 @@ from typing import Any
 
 from kvrs.process.logs import ROWS, Row
 
-_TOGETHER_S = 0.2  # Rows of this time are one write.
+_TOGETHER_S = 0.2  # Duration whose rows are written together.
 _MOST_TOGETHER = 256
 
 
 class RowLog:
-    """Lines of one message, written together: one write takes as long as what a row is about. Those
-    of the last moment are lost with a process that is killed.
+    """Log lines of one message, written in batches, because a write takes as long as the logged
+    work. A killed process loses the lines of the last moment.
     """
 
     def __init__(self, log: logging.Logger, message: str, wall_clock: Callable[[], float]) -> None:

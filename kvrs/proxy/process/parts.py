@@ -1,4 +1,4 @@
-"""The parts of a proxy, and their assembly: it binds no port, sends nothing, begins no task."""
+"""Assembly of a proxy's parts, which binds no port, sends nothing and begins no task."""
 
 import os
 import time
@@ -81,7 +81,7 @@ class ProxyLinks:
 
 
 class Parts(msgspec.Struct, frozen=True):
-    """All of a proxy but its ports."""
+    """All parts of a proxy except its ports."""
 
     metrics: Metrics
     observer: RequestObserver
@@ -103,11 +103,11 @@ def build(
     links: ProxyLinks,
     reloads: Reloads,
 ) -> Parts:
-    """Assemble a proxy; each part that follows the configuration is among `reloads` from now on.
-    `ring`: the cluster's secrets, the one in use first.
+    """Assemble a proxy, and register each part that follows the configuration in `reloads`. `ring`:
+    the cluster's secrets, the current one first.
 
     Raises:
-        ConfigError: the configuration names an unknown profile, or what it names cannot be read.
+        ConfigError: the configuration names an unknown profile or an unreadable file.
     """
     clock = time.monotonic
     metrics = metrics_of(config)
@@ -144,7 +144,7 @@ def build(
         fleet.part,
     ):
         reloads.add(part)
-    # The last one: a tracer has a thread.
+    # Opened last: a tracer has a thread.
     tracer, logs_access = open_tracer(config.proxy.id, engine, os.environ), config.logs.access
     observer = RequestObserver(
         metrics.registry, clock, tenants, logs_access=logs_access, tracer=tracer
@@ -203,7 +203,7 @@ def peers_part(
     reloads: Reloads, driver: Driver, mirror: Mirror, links: ProxyLinks
 ) -> ReloadingPart:
     def prepare(config: Config) -> Apply | None:
-        """Raises ConfigError: a peer is at another address under the same id."""
+        """Raises ConfigError: a peer has another address under the same id."""
         before = {peer.id: peer for peer in reloads.config.proxy.every_peer()}
         after = {peer.id: peer for peer in config.proxy.every_peer()}
         if before == after:

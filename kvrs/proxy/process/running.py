@@ -1,4 +1,4 @@
-"""A proxy as a process: from its start to the end that signals ask for."""
+"""Run of a proxy as a process, from its start to its end by signals."""
 
 import asyncio
 import logging
@@ -18,17 +18,17 @@ _LOOK_AT_FILE_S = 1.0
 
 class Service(Protocol):
     async def start(self) -> None: ...
-    async def run(self) -> None: ...  # Until cancelled.
-    def told_to_end(self) -> None: ...  # By a signal: peers that ask from now on are told so.
-    async def leave(self) -> None: ...  # Be no more ready; go on serving for a delay, if any.
+    async def run(self) -> None: ...  # Runs until cancelled.
+    def told_to_end(self) -> None: ...  # Note a signal: asking peers learn of the end from now on.
+    async def leave(self) -> None: ...  # Stop being ready; serve on for a delay, if any.
     async def drain(self) -> None: ...
     async def close(self) -> None: ...
     async def reload(self) -> ReloadResult: ...  # Raises ConfigError.
 
 
 class Stop:
-    """Requests for a service to end. `asked` is called by SIGTERM: while the service has a delay, a
-    second time ends the delay; after that it skips draining. SIGINT waits for no delay.
+    """Requests for a service to end. SIGTERM calls `asked`: the first begins the delay, if any, the
+    second ends it, and the next skips draining. SIGINT skips the delay.
     """
 
     def __init__(self, delay_s: float = 0.0) -> None:
@@ -52,8 +52,8 @@ class Stop:
 async def run_service(
     service: Service, ready: Callable[[], None], stop: Stop, watched: Path | None = None
 ) -> None:
-    """Run until SIGINT or SIGTERM, which a second one hastens; SIGHUP has it reload, and a change
-    of the `watched` file.
+    """Run until SIGINT or SIGTERM; a repeated signal hastens the end. SIGHUP, or a change of the
+    `watched` file, reloads the configuration.
     """
     asked_to_reload = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -65,9 +65,9 @@ async def run_service(
     loop.add_signal_handler(signal.SIGTERM, end, stop.asked)
     loop.add_signal_handler(signal.SIGINT, end, stop.interrupted)
     loop.add_signal_handler(signal.SIGHUP, asked_to_reload.set)
-    # Its default would end this process.
+    # The default action of SIGUSR1 would end this process.
     loop.add_signal_handler(signal.SIGUSR1, log.warning, "SIGUSR1 is ignored")
-    # Blocked from the start of the process until now (`kvrs/__main__.py`).
+    # These signals are blocked from the process's start until now (`kvrs/__main__.py`).
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP, signal.SIGUSR1})
     raise_descriptor_limit()
     await service.start()
@@ -99,7 +99,7 @@ async def run_service(
 
 
 async def _leave(service: Service, stop: Stop, running: asyncio.Future[None]) -> None:
-    """Until its delay is over, or is ended."""
+    """Serve on until the delay is over, or is ended."""
     if not stop.no_delay.is_set():
         log.info("leaving")
     leaving = asyncio.ensure_future(service.leave())
@@ -115,7 +115,7 @@ async def _leave(service: Service, stop: Stop, running: asyncio.Future[None]) ->
 
 
 async def _watch(path: Path | None, changed: asyncio.Event) -> None:
-    """By its status, which also shows that a link to it leads elsewhere; one that is missing for a
+    """Watch a file's status, which also shows a link's new target. A file that is missing for a
     moment is being replaced.
     """
     if path is None:
@@ -144,6 +144,6 @@ async def _reload_when(asked: asyncio.Event, service: Service) -> None:
         try:
             await service.reload()
         except ConfigError:
-            pass  # Logged; the configuration in use goes on.
+            pass  # The fault is logged; the present configuration stays.
         except Exception:
-            log.exception("not reloaded because of a bug")  # The next request is carried out.
+            log.exception("not reloaded because of a bug")  # The next request reloads again.

@@ -1,8 +1,8 @@
-"""Several workers as one proxy: proxies that share the clients' port (SO_REUSEPORT), each in a
-process of its own, which is started again when it ends.
+"""Supervision of several workers as one proxy. The workers share the clients' port (SO_REUSEPORT);
+each is a process, and is restarted when it ends.
 
-This process serves nothing. It keeps the ports bound that its workers listen at, passes signals on
-to them, and holds the other end of their standard input: a worker ends when that is closed.
+The supervisor serves nothing. It keeps its workers' ports bound, forwards signals to them, and
+holds the other end of their standard input, whose closing ends a worker.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ from kvrs.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_FREED_WITHIN_S = 3.0  # The workers of a supervisor that was killed end by then.
+_FREED_WITHIN_S = 3.0  # Time within which the workers of a killed supervisor end.
 _LOOK_AGAIN_S = 0.05
-# A worker that ends soon after its start is started again after this pause, then after twice of it.
+# First pause before the restart of a worker that ended soon; each further pause is twice as long.
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 5.0
 _SOON_S = 10.0
-# They have no handler in a process that has just been started, and their default would end it.
+# Signals without a handler in a newly started process, which they would end.
 _PASSED_ON = frozenset((signal.SIGHUP, signal.SIGUSR1))
 
 
 def check_shared_ports(config: Config) -> None:
-    """Raises ConfigError: there are to be several workers, which this system cannot have."""
+    """Raises ConfigError: several workers are configured, and this system does not support them."""
     if config.proxy.workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
         raise ConfigError(
             f"proxy.workers: got {config.proxy.workers}, and this system has no SO_REUSEPORT, "
@@ -44,11 +44,8 @@ def check_shared_ports(config: Config) -> None:
 
 
 def supervise(config: Config, command: Sequence[str]) -> int:
-    """Run all workers until they have ended on SIGTERM or SIGINT, or one cannot start; return the
-    exit status. `command` starts a worker, with its plan in JSON as one more argument.
-
-    Raises:
-        ConfigError: a port cannot be bound.
+    """Run all workers until SIGTERM or SIGINT has ended them, or one cannot start; return the exit
+    status. `command` starts a worker, with its plan in JSON as one more argument.
     """
     check_shared_ports(config)
     with ExitStack() as kept:
@@ -56,19 +53,19 @@ def supervise(config: Config, command: Sequence[str]) -> int:
 
 
 class Supervisor:
-    """The process that has started this one, a worker."""
+    """The process that started this worker."""
 
     def __init__(self) -> None:
         self._pid = os.getppid()
 
     def end_with_it(self) -> None:
-        """End this process at once when it has ended: another one may be starting other workers at
-        the same ports.
+        """End this worker at once when the supervisor ends: another supervisor may be starting
+        workers at the same ports.
         """
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), os._exit, 1)
 
     def reload_all(self) -> None:
-        """Have all workers reload."""
+        """Tell all workers to reload."""
         if os.getppid() == self._pid:
             os.kill(self._pid, signal.SIGHUP)
 
@@ -91,7 +88,7 @@ class _Workers:
             loop.add_signal_handler(number, self._end, number)
         for number in _PASSED_ON:
             loop.add_signal_handler(number, self._pass_on, number)
-        # Blocked from the start of the process until now (`kvrs/__main__.py`).
+        # These signals are blocked from the process's start until now (`kvrs/__main__.py`).
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         await asyncio.gather(*map(self._keep, self._plans))
         return self._status
@@ -107,7 +104,7 @@ class _Workers:
                 process.send_signal(number)
 
     async def _keep(self, plan: WorkerPlan) -> None:
-        """Keep one worker running. If its first process cannot start, all workers end."""
+        """Keep a worker running. If its first process cannot start, all workers end."""
         pause_s, is_first = 0.0, True
         while not self._ending.is_set():
             started_s = time.monotonic()
@@ -117,7 +114,7 @@ class _Workers:
             is_soon = time.monotonic() < started_s + _SOON_S
             if is_first and is_soon and status > 0:
                 self._status = status
-                self._end(signal.SIGTERM, signal.SIGINT)  # The second one skips draining.
+                self._end(signal.SIGTERM, signal.SIGINT)  # The second signal skips draining.
                 return
             is_first = False
             pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause_s)) if is_soon else 0.0
@@ -136,8 +133,8 @@ class _Workers:
         return status
 
     async def _start(self, plan: WorkerPlan) -> asyncio.subprocess.Process:
-        """Start a worker. Signals that come before it is known here are passed on to it, too; it
-        inherits that they are blocked, and takes them once it has handlers.
+        """Start a worker. Signals that arrive before the worker is known here are forwarded too: it
+        starts with signals blocked, and receives them once it has handlers.
         """
         async with self._starting:
             signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
@@ -145,7 +142,7 @@ class _Workers:
                 process = await asyncio.create_subprocess_exec(
                     *(*self._command, msgspec.json.encode(plan).decode()),
                     stdin=asyncio.subprocess.PIPE,
-                    # Ctrl-C at a terminal goes to the supervisor alone.
+                    # Ctrl-C at a terminal reaches the supervisor alone.
                     start_new_session=True,
                 )
                 self._running[plan.worker] = process
@@ -155,10 +152,10 @@ class _Workers:
 
 
 def _plans(config: Config, kept: ExitStack) -> list[WorkerPlan]:
-    """Bind the ports of all workers, any free one for 0.
+    """Bind the ports of all workers; port 0 means any free port.
 
     Raises:
-        ConfigError: one is in use, or cannot be bound.
+        ConfigError: a port is in use, or cannot be bound.
     """
     proxy = config.proxy
     port = _keep(kept, "port", proxy.host, proxy.port)
@@ -189,11 +186,11 @@ def _keep(kept: ExitStack, key: str, host: str, port: int) -> int:
 
 
 def _bind(kept: ExitStack, host: str, port: int) -> int:
-    """Bind sockets that listen to nothing, at each address of the host; return their port."""
+    """Bind sockets without listening, at each address of the host; return their port."""
     for family, address in _addresses(host, port):
         at = (address[0], port, *address[2:])
         if port:
-            # Another proxy of this user would share the port unnoticed.
+            # Probe without SO_REUSEPORT: another proxy of this user would share the port unnoticed.
             with _made(family) as probe:
                 probe.bind(at)
         one = kept.enter_context(_made(family))
@@ -211,7 +208,7 @@ def _addresses(host: str, port: int) -> Iterator[tuple[int, tuple[str, int]]]:
 
 def _made(family: int) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
-    # Connections of a former proxy may linger there.
+    # Connections of a former proxy may linger.
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if family == socket.AF_INET6:
         made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
