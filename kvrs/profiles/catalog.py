@@ -1,8 +1,8 @@
-"""Profiles by name, as they come with kvrs, or by path, as `kvrs profile` writes them.
+"""Profiles by name, as shipped with kvrs, or by path, as written by `kvrs profile`.
 
 Profiles of different software generations differ by up to a factor of two on the same GPU, so a
-table needs its labels: model, GPU, degree of tensor parallelism, engine, version,
-measured or estimated, source.
+table needs its labels: model, GPU, degree of tensor parallelism, engine, version, measured or
+estimated, source.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ from kvrs.profiles.tables import DecodeGrid, DecodeTable, PrefillTable
 from kvrs.protocol.geometry import KvGeometry
 
 MAX_FILE_BYTES = 8 << 20
-_LINKS = "links.json"  # Beside the profiles, and not one of them.
+_LINKS = "links.json"  # File beside the profiles that is no profile.
 
 
 def names() -> list[str]:
@@ -43,16 +43,15 @@ def names() -> list[str]:
 
 @cache
 def profile(name: str) -> Profile:
-    """The whole file: one that comes with kvrs, or the user's own if `name` is a path (it has a `/`
-    or ends in `.json`).
+    """The profile shipped under a name, or the user's file if `name` is a path (it has a `/` or
+    ends in `.json`).
 
     Raises:
-        ConfigError: there is none, or the user's file is wrong; the message names path and reason.
+        ConfigError: no such profile, or a wrong file; the message names path and reason.
     """
     if "/" in name or name.endswith(".json"):
         return _read(Path(name))
-    # Compared with the listing, never joined to a path first: a name is not a way out of the
-    # folder.
+    # Checked against the listing before any path is joined: a name must not leave the folder.
     if name not in names():
         raise ConfigError(f"got {name!r}; allowed: a path to a profile, or {', '.join(names())}")
     found = msgspec.json.decode(_folder().joinpath(f"{name}.json").read_bytes(), type=Profile)
@@ -63,7 +62,7 @@ def profile(name: str) -> Profile:
 
 @cache
 def prefill_table(name: str) -> PrefillTable:
-    """The table, with the engine's own time at each step. Raises ConfigError: see `profile`."""
+    """Prefill table with the engine's own time per step. Raises ConfigError: see `profile`."""
     found = profile(name)
     table = _prefill_table(found).plus(found.engine_step_s)
     return replace(table, is_estimated=found.kind == "estimated")
@@ -75,7 +74,8 @@ def _prefill_table(found: Profile) -> PrefillTable:
             line = PrefillTable.from_points(found.label, found.source, seconds)
             if cached is None:
                 return line
-            # The term is a product of both lengths, which two rows of a bilinear grid give exactly.
+            # The term is a product of both lengths, which two rows of a bilinear grid represent
+            # exactly.
             far = [
                 value
                 + j * line.step_tokens * cached.max_cached_tokens * cached.seconds_per_token_pair
@@ -101,7 +101,7 @@ def _prefill_table(found: Profile) -> PrefillTable:
 
 @cache
 def decode_table(name: str) -> DecodeTable | DecodeGrid:
-    """Raises ConfigError: see `profile`; or the profile has no decode table."""
+    """Decode table. Raises ConfigError: see `profile`; or the profile has no decode table."""
     found = profile(name)
     match found.decode:
         case DecodeFit(large_from_batch=large_from_batch, small_ms=small_ms, large_ms=large_ms):
@@ -116,8 +116,8 @@ def decode_table(name: str) -> DecodeTable | DecodeGrid:
 
 
 def engine_step_s(name: str) -> float:
-    """Time of the engine at each step, which the decode table does not have. Raises ConfigError:
-    see `profile`.
+    """The engine's own time per step, which the decode table excludes. Raises ConfigError: see
+    `profile`.
     """
     return profile(name).engine_step_s
 
@@ -128,8 +128,8 @@ def load_s(name: str) -> float:
 
 
 def load(name: str) -> ModelLoad:
-    """The loading of the model's weights into its GPU. Raises ConfigError: see `profile`; or the
-    profile has none.
+    """Loading of the model's weights into its GPU. Raises ConfigError: see `profile`; or the
+    profile has no load time.
     """
     found = profile(name).load
     if found is None:
@@ -139,19 +139,19 @@ def load(name: str) -> ModelLoad:
 
 
 def kv_geometry(name: str) -> KvGeometry:
-    """The KV cache of the profile's model. Raises ConfigError: see `profile`."""
+    """KV cache of the profile's model. Raises ConfigError: see `profile`."""
     return profile(name).geometry
 
 
 @cache
 def links() -> dict[str, ProfileLink]:
-    """The links that come with kvrs, by label."""
+    """Links shipped with kvrs, by label."""
     found = msgspec.json.decode(_folder().joinpath(_LINKS).read_bytes(), type=list[ProfileLink])
     return {link.label: link for link in found}
 
 
 def parse_profile(text: bytes, place: str) -> Profile:
-    """A profile from the bytes of a file; `place` names it in messages.
+    """Decode a profile file; messages name it `place`.
 
     Raises:
         ConfigError: with one line per fault.

@@ -1,4 +1,4 @@
-"""A guess at the prefill times of a model that nothing has measured: by its size, on middling GPUs.
+"""Estimated prefill times of an unmeasured model, from its size, on mid-range GPUs.
 
 A prefill of `n` tokens takes `STEP_S + (2 * a * n + 2 * d * n * n) / (g * FLOPS)`: two operations
 for each token and each of the `a` parameters that compute it (Kaplan et al. 2020, section 2.1), and
@@ -12,29 +12,29 @@ from typing import Any
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import MeasuredPrefill
 
-# Half of what an A100 can do in 16 bits; an L40S reaches as much, an H100 three times as much.
+# Half of an A100's peak in 16 bits; an L40S reaches as much, an H100 three times as much.
 FLOPS = 1.5e14
 STEP_S = 0.01
-_WEIGHT_BYTES_OF_GPU = 5e10  # Of 80 GB, beside the KV.
+_WEIGHT_BYTES_OF_GPU = 5e10  # Weights that fit on 80 GB beside the KV.
 _STEP_TOKENS, _STEPS = 1024, 16
 _LABEL = "guess"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """The size of a model, as far as the time of a prefill depends on it."""
+    """The parts of a model's size that determine its prefill time."""
 
-    parameters: float  # All of them.
-    active: float  # Those that compute a token: without embeddings, and of the chosen experts.
+    parameters: float  # All parameters.
+    active: float  # Parameters that compute a token: without embeddings, and only chosen experts.
     attention: int  # Layers times the width of attention.
 
 
-# Llama-3.1-8B, for a model whose size is not known.
+# Llama-3.1-8B, for a model of unknown size.
 USUAL = ModelSize(8.0e9, 7.0e9, 32 * 4096)
 
 
 def size_of(config: Mapping[str, Any]) -> ModelSize | None:
-    """The size of a model by its `config.json`; None: the file does not tell it."""
+    """Size of a model by its `config.json`; None: the file lacks it."""
     fields = {**config, **_section(config.get("text_config"))}
     width, layers = _number(fields, "hidden_size"), _number(fields, "num_hidden_layers")
     heads = _number(fields, "num_attention_heads")
@@ -42,9 +42,10 @@ def size_of(config: Mapping[str, Any]) -> ModelSize | None:
         return None
     head_dim = _number(fields, "head_dim") or width // heads
     kv_heads = _number(fields, "num_key_value_heads") or heads
-    attention = 2 * width * head_dim * (heads + kv_heads)  # Of queries, keys, values, output.
+    # Projections of queries, keys, values and output.
+    attention = 2 * width * head_dim * (heads + kv_heads)
     inner = _number(fields, "intermediate_size", "ffn_dim") or 4 * width
-    # Gated layers have three matrices; older models name `ffn_dim` or nothing, and have two.
+    # Gated layers have three matrices; older models have `ffn_dim` or no field, and two matrices.
     matrices = 3 if fields.get("intermediate_size") else 2
     experts = _number(fields, "num_local_experts", "num_experts", "n_routed_experts")
     stored = active = matrices * width * inner
@@ -63,9 +64,7 @@ def size_of(config: Mapping[str, Any]) -> ModelSize | None:
 
 
 def guessed_prefill(size: ModelSize | None) -> MeasuredPrefill:
-    """The guess, in the form in which an instance reports what it measured. `size`: None if it is
-    not known.
-    """
+    """The estimate in the form of an instance's own measurement. `size`: None if unknown."""
     size = size or USUAL
     gpus = 1
     while 2 * size.parameters > gpus * _WEIGHT_BYTES_OF_GPU:
@@ -83,12 +82,12 @@ def guessed_table(size: ModelSize | None) -> PrefillTable:
 
 
 def _section(found: object) -> Mapping[str, Any]:
-    """The language model within a multimodal one."""
+    """The language model's section of a multimodal config."""
     return found if isinstance(found, Mapping) else {}
 
 
 def _number(fields: Mapping[str, Any], *names: str) -> int:
-    """The first of these fields that is a positive whole number; 0: none is."""
+    """The first of these fields that is a positive whole number; 0: no such field."""
     for name in names:
         value = fields.get(name)
         if isinstance(value, int) and value > 0:

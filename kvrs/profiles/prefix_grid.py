@@ -1,8 +1,8 @@
-"""Prefill in two dimensions: the time of `new` tokens behind `cached` ones.
+"""Prefill time in two dimensions: `new` tokens behind `cached` tokens.
 
 The grid is uniform in both axes, so a look-up is two divisions and a bilinear blend of four
-numbers, whatever the lengths. Beyond the grid a quadratic that was fitted to it takes over from the
-nearest point of its edge, so there is no jump.
+numbers, whatever the lengths. Beyond the grid a fitted quadratic continues from the nearest point
+of its edge, without a jump.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class PrefixGrid:
     """`rows[i][j]` is the time in seconds of `j * new_step_tokens` new tokens behind `i *
     cached_step_tokens` cached ones.
 
-    A measured dip in either direction is noise and is levelled, as in a `PrefillTable`.
+    Measured dips in either direction are noise and are levelled, as in a `PrefillTable`.
     """
 
     new_step_tokens: int
@@ -39,7 +39,7 @@ class PrefixGrid:
         assert len(self.rows[0]) >= 2, "a row needs at least a step's overhead and one length"
         assert all(len(row) == len(self.rows[0]) for row in self.rows), "all rows are equally long"
         levelled = _level(self.rows)
-        # The last column and row once more, so that the edge itself needs no case of its own.
+        # Repeat the last column and row, so that the edge needs no special case.
         padded = [(*row, row[-1]) for row in (*levelled, levelled[-1])]
         object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
         object.__setattr__(self, "_last_new", self.new_step_tokens * (len(levelled[0]) - 1))
@@ -52,7 +52,7 @@ class PrefixGrid:
         return cached <= self._last_cached and new <= self._last_new
 
     def seconds_for(self, cached: int, new: int) -> float:
-        """Time of `new` tokens behind `cached` ones."""
+        """Time of `new` tokens behind `cached` tokens."""
         if cached > self._last_cached or new > self._last_new:
             return self._beyond(cached, new)
         step, cached_step, width, values = (
@@ -79,7 +79,7 @@ class PrefixGrid:
 
 
 def _level(rows: Sequence[Sequence[float]]) -> list[Row]:
-    """Non-decreasing along every row and every column."""
+    """Make the rows non-decreasing along every row and every column."""
     levelled: list[Row] = []
     for row in rows:
         along = accumulate(row, max)
@@ -91,8 +91,8 @@ def _fit(rows: Sequence[Row], last_new: int, last_cached: int) -> Coefficients:
     """(b, c, d, e) of `T = a + b * new + c * new^2 + d * new * cached + e * cached`, least squares
     over the grid.
 
-    None of them negative: attention makes prefill grow with both lengths, and beyond the data that
-    is all we know. A term that the data would have negative is left out.
+    All are non-negative: attention makes prefill grow with both lengths, and nothing else is known
+    beyond the data. A term that the data make negative is left out.
     """
     height, width = len(rows) - 1, len(rows[0]) - 1
     points = [
@@ -110,17 +110,13 @@ def _fit(rows: Sequence[Row], last_new: int, last_cached: int) -> Coefficients:
             break
         del kept[worst]
     b, c, d, e = (dict(zip(kept, found, strict=True)).get(k, 0.0) for k in (1, 2, 3, 4))
-    if b + c <= 0:
-        b = max(
-            row[-1] for row in rows
-        )  # A grid without any slope: proportional to the length, because flat is surely wrong.
+    if b + c <= 0:  # No slope: assume time proportional to length, because a flat grid is wrong.
+        b = max(row[-1] for row in rows)
     return b / last_new, c / last_new**2, d / (last_new * last_cached), e / last_cached
 
 
 def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Solve the normal equations by elimination; a direction that the data do not show gets
-    zero.
-    """
+    """Solve the normal equations by elimination; a direction absent from the data gets zero."""
     size = len(rows[0])
     matrix = [
         [sum_in_order(row[i] * row[j] for row in rows) for j in range(size)] for i in range(size)

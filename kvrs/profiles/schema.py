@@ -1,7 +1,7 @@
-"""The form of a profile file: the tables of one model on one GPU with one engine, and the source of
+"""Schema of a profile file: the tables of one model on one GPU with one engine, and the source of
 every number.
 
-The files that come with kvrs and those that `kvrs profile` writes have this one form.
+Shipped profiles and those of `kvrs profile` share this schema.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,14 +21,13 @@ Tokens = Annotated[int, Meta(ge=0, le=1 << 24)]
 Text = Annotated[str, Meta(min_length=1, max_length=2000)]
 Kind = Literal["measured", "estimated"]
 
-# A table is kept on a uniform grid; a step of one token over a long context would make it
-# needlessly large.
+# Bound of a table's uniform grid: steps of one token over a long context would be needlessly large.
 MAX_GRID_POINTS = 1 << 17
 
 
 class CachedTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Additional prefill time behind cached tokens: `seconds_per_token_pair * new * cached`, since
-    every new token attends to every cached one.
+    every new token attends to every cached token.
     """
 
     seconds_per_token_pair: Annotated[float, Meta(ge=0)]
@@ -36,18 +35,18 @@ class CachedTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefillPoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="points"):
-    seconds: dict[Tokens, Seconds]  # By tokens, at any distances.
+    seconds: dict[Tokens, Seconds]  # Seconds by tokens, at any distances.
     cached: CachedTerm | None = None
 
 
 class PrefillQuadratic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="quadratic"):
     coefficients_ms: Coefficients
-    max_tokens: Positive  # The longest prompt that the fit stands for.
+    max_tokens: Positive  # Longest prompt that the fit is valid for.
 
 
 class PrefillRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="grid"):
     """`rows[i][j]`: seconds of `j * new_step_tokens` new tokens behind `i * cached_step_tokens`
-    cached ones.
+    cached tokens.
     """
 
     new_step_tokens: Positive
@@ -76,16 +75,14 @@ class DecodeRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="g
 
 
 class TransferTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`seconds(bytes) = alpha_s + bytes / bytes_per_s` (the alpha-beta model): the latency, and the
-    rate from then on.
-    """
+    """The alpha-beta model: `seconds(bytes) = alpha_s + bytes / bytes_per_s`."""
 
     alpha_s: Seconds
     bytes_per_s: Rate
 
 
 class ProfileLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One kind of link between GPUs or nodes."""
+    """A kind of link between GPUs or nodes."""
 
     label: Text
     gpu: Text
@@ -104,7 +101,7 @@ class ModelLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file. What its source does not state is null, never guessed."""
+    """A profile file. Values that its source does not state are null, never guessed."""
 
     label: Text
     model: Text
@@ -121,18 +118,18 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     geometry_source: Text | None = None
     decode: DecodeFit | DecodeRows | None = None
     load: ModelLoad | None = None
-    # Of the engine at each step, beside what the tables have: to schedule, sample and send.
+    # The engine's time per step beyond the tables: scheduling, sampling and sending.
     engine_step_s: Seconds = 0.0
 
 
 def faults(profile: Profile) -> Iterator[str]:
-    """Checks beyond types, one line per fault: path, value, allowed values."""
+    """Checks beyond types: a line per fault with path, value and allowed values."""
     yield from _prefill_faults(profile.prefill)
     match profile.decode:
         case DecodeFit(small_ms=small, large_ms=large, large_from_batch=first):
             for name, fit, least in (("small_ms", small, 1), ("large_ms", large, max(1, first))):
                 a, b, c = fit
-                # A sequence more is a token of context more at least.
+                # Each further sequence adds at least a token of context.
                 if not all(map(isfinite, fit)) or min(b, b + c, a + (b + c) * least) < 0:
                     yield (
                         f"$.decode.{name}: got {fit}; allowed: a time that is not negative and "

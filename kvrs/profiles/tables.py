@@ -1,9 +1,8 @@
 """Time of a prefill or a decode step, looked up in measured tables.
 
 A prefill table lies on a uniform grid, so a look-up is one division, whatever the length. Beyond
-the grid a quadratic that was fitted to it takes over (attention makes prefill quadratic in the long
-run); it starts where the grid ends, so there is no jump, and it never falls. `covers` separates
-measured answers from extrapolated ones.
+the grid a fitted quadratic continues without a jump (attention makes prefill quadratic in the long
+run) and never falls. `covers` separates measured from extrapolated times.
 """
 
 from bisect import bisect_right
@@ -20,7 +19,7 @@ from kvrs.protocol.instance import MeasuredPrefill
 from kvrs.sums import sum_in_order
 
 _POINTS_OF_CHUNK = 16
-_MAX_POINTS = 1024  # Of a table in chunks: instances send it.
+_MAX_POINTS = 1024  # Points of a chunked table, which instances send.
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +27,21 @@ class PrefillTable:
     """`seconds[i]` is the prefill time of `i * step_tokens` tokens, alone in its batch;
     `seconds[0]` a step's overhead.
 
-    A measured dip (more tokens in less time) is noise and is levelled: the cost of one more token
-    is never negative.
+    Measured dips (more tokens in less time) are noise and are levelled: one more token never costs
+    negative time.
     """
 
     label: str
     source: str
     step_tokens: int
     seconds: Sequence[float]
-    covered_from_tokens: int = 0  # Grid values below this are extrapolated, not measured.
-    covered_to_tokens: int | None = None  # Those above this, too.
+    covered_from_tokens: int = 0  # Grid values below are extrapolated, not measured.
+    covered_to_tokens: int | None = None  # Values above are extrapolated, too.
     grid: PrefixGrid | None = (
-        None  # The same in two dimensions, where it was measured; its first row is this table.
+        None  # The two-dimensional table, if measured; its first row is this table.
     )
-    is_guess: bool = False  # By the size of the model and the GPU: nothing was measured.
-    is_estimated: bool = False  # Computed for this model and GPU, from measurements of others.
+    is_guess: bool = False  # Derived from the sizes of the model and the GPU, without measurement.
+    is_estimated: bool = False  # Computed for this model and GPU from other measurements.
     _last_tokens: int = field(init=False, repr=False, compare=False)
     _covered_to_tokens: int = field(init=False, repr=False, compare=False)
     _levelled: tuple[float, ...] = field(init=False, repr=False, compare=False)
@@ -66,17 +65,16 @@ class PrefillTable:
         object.__setattr__(self, "_covered_to_tokens", last if given is None else given)
         object.__setattr__(
             self, "_slopes", (*slopes, 0.0)
-        )  # The last grid point itself has no interval behind it.
+        )  # The last grid point has no interval behind it.
         object.__setattr__(self, "_linear", linear)
         object.__setattr__(self, "_quadratic", quadratic)
 
     @classmethod
     def from_points(cls, label: str, source: str, points: Mapping[int, float]) -> Self:
-        """A table from a few (tokens: seconds) points at any distances, with straight lines between
+        """Build a table from (tokens: seconds) points at any distances, with straight lines between
         them.
 
-        The line through the first two points is drawn on down to zero tokens; that part counts as
-        not covered.
+        The line through the first two points extends down to zero tokens; this part is not covered.
         """
         assert len(points) >= 2, points
         known = sorted(points.items())
@@ -105,7 +103,7 @@ class PrefillTable:
         max_tokens: int,
         step_tokens: int = 64,
     ) -> Self:
-        """A table from DistServe's fit `a + b * n + c * n * n` in milliseconds, as valid up to
+        """Build a table from DistServe's fit `a + b * n + c * n * n` in milliseconds, valid up to
         `max_tokens`.
         """
         a, b, c = coefficients_ms
@@ -116,7 +114,7 @@ class PrefillTable:
     def from_grid(
         cls, label: str, source: str, grid: PrefixGrid, *, covered_from_tokens: int = 0
     ) -> Self:
-        """A table that also has the time of new tokens behind cached ones."""
+        """Build a table that also has the time of new tokens behind cached tokens."""
         return cls(
             label,
             source,
@@ -128,7 +126,7 @@ class PrefillTable:
 
     @classmethod
     def from_measured(cls, measured: MeasuredPrefill) -> Self:
-        """The table that an instance measured of itself at its start, or one in its form."""
+        """Build a table from an instance's own measurement, or from an estimate in its form."""
         source = "measured by the instance at its start"
         if measured.is_guess:
             source = "guessed from the size of the model"
@@ -142,11 +140,11 @@ class PrefillTable:
         )
 
     def scaled(self, factor: float) -> "PrefillTable":
-        """The table of an instance that takes this many times as long."""
+        """The table of an instance that takes `factor` times as long."""
         return self._mapped(lambda seconds: seconds * factor)
 
     def plus(self, step_s: float) -> "PrefillTable":
-        """The table of an engine that takes so much longer at each step."""
+        """The table of an engine that takes `step_s` longer at each step."""
         return self._mapped(lambda seconds: seconds + step_s) if step_s else self
 
     def _mapped(self, change: Callable[[float], float]) -> "PrefillTable":
@@ -167,8 +165,8 @@ class PrefillTable:
         )
 
     def chunked(self, chunk_tokens: int, max_tokens: int) -> "PrefillTable":
-        """The table, up to so many tokens, of an engine that computes a prompt in chunks: each is a
-        step behind those before it, and has its overhead.
+        """The table, up to `max_tokens`, of an engine that computes a prompt in chunks: each is a
+        step behind the earlier ones, with a step's overhead.
         """
         if max_tokens <= chunk_tokens:
             return self
@@ -180,9 +178,9 @@ class PrefillTable:
         return self._by_length(step, seconds)
 
     def shared(self, chunk_tokens: int, max_tokens: int) -> "PrefillTable":
-        """The same with the overhead of one step, for queues: their prompts share steps."""
+        """The chunked table with one step's overhead, for queues, whose prompts share steps."""
         if self.grid is None or max_tokens <= chunk_tokens:
-            return self  # Differences of two lengths add up to the whole.
+            return self  # Differences of two lengths add up to the total.
         step = self._step_in(chunk_tokens, max_tokens)
         seconds, first, before_s = [self.step_overhead_s], 0, 0.0
         for tokens in range(step, max_tokens + step, step):
@@ -224,22 +222,22 @@ class PrefillTable:
         return self._levelled[index] + (tokens - index * step) * self._slopes[index]
 
     def page_s(self, page_size_tokens: int) -> float:
-        """Time of one page among many, which share steps: without the overhead of its own."""
+        """Time of a page among many that share steps: without a step's overhead."""
         return (self.seconds_for(100 * page_size_tokens) - self.step_overhead_s) / 100
 
     def extra(self, prefix: int, new: int) -> float:
         """Prefill time of `new` tokens behind a computed `prefix`.
 
-        From the two-dimensional grid, if there is one; else `T(prefix + new) - T(prefix)` and one
-        step's overhead.
+        The two-dimensional grid gives it, if there is one; else `T(prefix + new) - T(prefix)` plus
+        one step's overhead.
         """
         if self.grid is not None:
             return self.grid.seconds_for(prefix, new)
         return self.seconds_for(prefix + new) - self.seconds_for(prefix) + self.step_overhead_s
 
     def behind(self, prefix: int, tokens: int, whole_s: float) -> tuple[float, bool]:
-        """Prefill time of the rest of `tokens` tokens behind a computed `prefix`, as `extra` has
-        it, and whether that is measured. `whole_s`: the time of all of them, which is known.
+        """Prefill time of `tokens - prefix` tokens behind a computed `prefix`, as in `extra`, and
+        whether it is measured. `whole_s` is the known time of all `tokens`.
         """
         if self.grid is not None:
             new = tokens - prefix
@@ -250,30 +248,27 @@ class PrefillTable:
 
 
 class DecodeTable(msgspec.Struct, frozen=True):
-    """DistServe's fit of one decode step: `a + b * (sum of context tokens) + c * batch`, in two
+    """DistServe's fit of a decode step: `a + b * (sum of context tokens) + c * batch`, in two
     regimes of the batch size.
     """
 
     label: str
     source: str
-    large_from_batch: int  # Batches of this size and above take the second fit.
+    large_from_batch: int  # Batch size from which the second fit applies.
     small_ms: tuple[float, float, float]
     large_ms: tuple[float, float, float]
 
     def seconds_for(self, batch: int, context_tokens: int) -> float:
-        """Time of one step of `batch` sequences that have `context_tokens` tokens of context
-        together.
-        """
+        """Time of a step of `batch` sequences with `context_tokens` tokens of context in total."""
         a, b, c = self.small_ms if batch < self.large_from_batch else self.large_ms
         return (a + b * context_tokens + c * batch) / 1e3
 
 
 class DecodeGrid(msgspec.Struct, frozen=True):
-    """One decode step as measured: `rows[i][j]` seconds for `batches[i]` sequences of `contexts[j]`
+    """A measured decode step: `rows[i][j]` seconds for `batches[i]` sequences of `contexts[j]`
     tokens each.
 
-    Between the points a straight line in either direction; beyond them the last line goes on, never
-    downwards.
+    Times are linear between the points; beyond them the last line continues, never downwards.
     """
 
     label: str
@@ -283,9 +278,7 @@ class DecodeGrid(msgspec.Struct, frozen=True):
     rows: Sequence[Sequence[float]]
 
     def seconds_for(self, batch: int, context_tokens: int) -> float:
-        """Time of one step of `batch` sequences that have `context_tokens` tokens of context
-        together.
-        """
+        """Time of a step of `batch` sequences with `context_tokens` tokens of context in total."""
         mean = context_tokens / batch
         i, j = _interval(self.batches, batch), _interval(self.contexts, mean)
         low, high = (_line(self.contexts, row, j, mean) for row in self.rows[i : i + 2])
@@ -293,7 +286,7 @@ class DecodeGrid(msgspec.Struct, frozen=True):
 
 
 def _interval(axis: Sequence[int], at: float) -> int:
-    """The index where the interval of the axis begins that holds `at`, or is nearest to it."""
+    """Index of the start of the axis interval that contains `at`, or is nearest to it."""
     return min(max(bisect_right(axis, at) - 1, 0), len(axis) - 2)
 
 
@@ -332,8 +325,7 @@ def _fit_from_edge(seconds: Sequence[float], step_tokens: int) -> tuple[float, f
             linear, quadratic = xy / xx, 0.0
         elif linear < 0:
             linear, quadratic = 0.0, zy / zz
+    # Without any slope assume time proportional to length, because a flat table is wrong.
     if linear <= 0 and quadratic <= 0:
-        linear = seconds[
-            -1
-        ]  # A table without any slope: proportional to the length, because flat is surely wrong.
+        linear = seconds[-1]
     return linear / edge, quadratic / edge**2

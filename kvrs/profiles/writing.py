@@ -1,4 +1,4 @@
-"""Profile files as `kvrs profile` writes them."""
+"""Writer of the profile files of `kvrs profile`."""
 
 import tempfile
 from pathlib import Path
@@ -10,7 +10,7 @@ from kvrs.profiles.schema import Profile
 
 
 def faults_of_out(out: Path) -> list[str]:
-    """Why no profile can be written there: found before a measurement, which would be lost."""
+    """Reasons why no profile can be written to `out`, checked before the measurement."""
     if out.suffix != ".json" or out.is_dir():
         return [
             f"--out: got {out}; allowed: a name that ends in .json, by which `profiles.prefill` "
@@ -25,7 +25,7 @@ def faults_of_out(out: Path) -> list[str]:
 
 
 def write_profile(profile: Profile, out: Path) -> Path:
-    """Write the file, in one step; return its path."""
+    """Write the file atomically; return its path."""
     text = msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n"
     parse_profile(text, str(out))
     temporary = out.with_name(f"{out.name}.new")

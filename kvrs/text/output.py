@@ -1,8 +1,7 @@
 """`OutputText` turns output ids into the text that a client sees, one token at a time.
 
-A deterministic function of the ids fed: another engine that is fed the history of a stream and
-throws the text away continues it exactly where the first one stopped, in the middle of a character
-or of a possible stop string too.
+The text depends on the ids alone: another engine that feeds a stream's history and drops the text
+continues exactly where the first engine stopped, even within a character or a possible stop string.
 """
 
 from collections.abc import Sequence
@@ -13,25 +12,25 @@ from tokenizers import Tokenizer
 
 from kvrs.errors import ConfigError
 
-_REPLACEMENT = "\ufffd"  # What a decoder shows for bytes that are no character, or not yet.
-_WINDOW_TOKENS = 32  # Held-back tokens after which a place to cut is looked for.
+_REPLACEMENT = "\ufffd"  # A decoder's output for bytes that are not, or not yet, a character.
+_WINDOW_TOKENS = 32  # Held-back tokens above which a cut is attempted.
 _CHARACTER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """The addition of some output ids to the text that the client sees."""
+    """Text that some output ids add for the client."""
 
     text: str
-    stopped: str | None = None  # The stop string that ended the text, itself not in it.
+    stopped: str | None = None  # The stop string that ended the text, not included in it.
 
     def then(self, later: "TextDelta") -> "TextDelta":
-        """Both in one."""
+        """The concatenation of both."""
         return TextDelta(self.text + later.text, later.stopped or self.stopped)
 
 
 class OutputText:
-    """Detokeniser and stop-string watch of one stream. Special tokens have no text."""
+    """Detokeniser and stop-string detector of a stream. Special tokens have no text."""
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()) -> None:
         self._characters = _Characters(tokenizer)
@@ -39,8 +38,8 @@ class OutputText:
 
     @property
     def characters(self) -> int:
-        """How many characters the ids fed so far have completed, those included that are held back
-        for a stop string.
+        """Number of characters completed by the ids fed so far, including characters held back for
+        a stop string.
         """
         return self._characters.emitted
 
@@ -57,7 +56,7 @@ def load_tokenizer(model_directory: Path) -> Tokenizer:
     """Read `tokenizer.json`.
 
     Raises:
-        ConfigError: it is missing or broken.
+        ConfigError: the file is missing or broken.
     """
     path = model_directory / "tokenizer.json"
     try:
@@ -69,7 +68,7 @@ def load_tokenizer(model_directory: Path) -> Tokenizer:
 
 
 class _Characters:
-    """Whole characters out of tokens that may end in the middle of one.
+    """Joins tokens, which may end within a character, to whole characters.
 
     `_window` holds the tokens since the last two cuts. Its first `_emitted` tokens have been
     emitted already; they stay because a decoder may treat the first token of a text differently (a
@@ -83,7 +82,7 @@ class _Characters:
         self._window: list[int] = []
         self._emitted = 0
         self._emitted_text = ""
-        self.emitted = 0  # Characters.
+        self.emitted = 0  # Number of characters.
 
     def feed(self, token_id: int) -> str:
         delta = self._feed(token_id)
@@ -91,7 +90,7 @@ class _Characters:
         return delta
 
     def _feed(self, token_id: int) -> str:
-        # Decoding skips special and unknown tokens; here they would only make the window grow.
+        # Decoding skips special and unknown tokens, which would only make the window grow.
         if token_id in self._silent or self._tokenizer.id_to_token(token_id) is None:
             return ""
         self._window.append(token_id)
@@ -112,11 +111,10 @@ class _Characters:
         return delta
 
     def _cut_inside(self, text: str) -> str:
-        """Keep the window short when broken bytes follow each other without end, by emitting its
-        older part.
+        """Emit the older part of a window that endless broken bytes make long.
 
-        A cut is right when its sides decode to the same as the whole: with enough bytes behind it
-        no character can still span it.
+        A cut is correct if both sides decode to the same text as the whole; with enough bytes
+        behind a cut, no character can span it.
         """
         if len(self._window) - self._emitted < _WINDOW_TOKENS:
             return ""
@@ -133,9 +131,7 @@ class _Characters:
 
 
 class StopStrings:
-    """Cuts a text at the first stop string that completes in it, however the text arrives in
-    pieces.
-    """
+    """Cuts a text at the first complete stop string, however the text is divided into pieces."""
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
         assert all(stop_strings), "an empty stop string is refused on arrival"
@@ -161,8 +157,8 @@ class StopStrings:
         return rest
 
     def _first_complete(self, text: str) -> str | None:
-        """The stop string whose end comes first; of those that end together the longest, since it
-        began first.
+        """The stop string that ends first; of several with the same end the longest, which began
+        first.
         """
         found = [
             (start + len(stop), -len(stop), stop)
@@ -173,7 +169,7 @@ class StopStrings:
 
 
 def possible_beginning(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text` that some marker starts with, without being all of it."""
+    """Length of the longest end of `text` that is a proper prefix of a marker."""
     longest = max(map(len, markers), default=0)
     for size in range(min(longest - 1, len(text)), 0, -1):
         if any(marker.startswith(text[-size:]) for marker in markers):

@@ -1,4 +1,4 @@
-"""Single tokens as text and as bytes, for log probabilities."""
+"""Text and bytes of single tokens, for log probabilities."""
 
 import re
 
@@ -8,8 +8,8 @@ _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
 class TokenPieces:
-    """Looks tokens up in one vocabulary. A token that ends inside of a character has no text of its
-    own, but bytes.
+    """The tokens of a vocabulary. A token that ends within a character has bytes and no text of its
+    own.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -17,7 +17,7 @@ class TokenPieces:
         self._added = {
             token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()
         }
-        # The library exposes the parts of a decoder only in its saved form.
+        # The library exposes the parts of a decoder only in its serialised form.
         decoder = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b""
         self._bytes_of_symbol = _byte_symbols() if b'"ByteLevel"' in decoder else {}
         self._known: dict[int, bytes] = {}
@@ -41,14 +41,14 @@ class TokenPieces:
             return bytes(self._bytes_of_symbol[symbol] for symbol in symbols)
         if (fallback := _BYTE_FALLBACK.fullmatch(symbols)) is not None:
             return bytes.fromhex(fallback[1])
-        # Some decoders drop the space of the first token: what the token adds to itself keeps it.
+        # Some decoders drop the first token's space: decoding the token twice shows its own text.
         alone = self._tokenizer.decode([token_id])
         return self._tokenizer.decode([token_id, token_id])[len(alone) :].encode()
 
 
 def _byte_symbols() -> dict[str, int]:
-    """How byte-level vocabularies write bytes: printable Latin-1 as itself, the others from code
-    point 256 on.
+    """The byte alphabet of byte-level vocabularies: printable Latin-1 as itself, other bytes from
+    code point 256 on.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]
