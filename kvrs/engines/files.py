@@ -1,4 +1,4 @@
-"""Digests of all bytes of files that an engine has read, where these are still what it has read."""
+"""Digests of the files that an engine has read, if they are unchanged since."""
 
 import os
 import stat
@@ -17,23 +17,24 @@ def _process_start_ns() -> int:
     return time.time_ns() - int(age_s * 1e9)
 
 
-# Before an engine has read anything: its workers are its children.
+# Earlier than any read of the engine, whose workers are its children.
 STARTED_NS = _process_start_ns()
 
 Signature = tuple[tuple[int, int, int, int, int], ...]
 
 
 def on_the_way(directory: Path) -> list[Path]:
-    """Return the directory, and the links that lead to it."""
+    """Return the directory and the links that lead to it."""
     return [*(each for each in directory.absolute().parents if each.is_symlink()), directory]
 
 
 def signature_of(paths: Iterable[Path]) -> Signature:
-    """Return what changes with any change of these files, directories and links.
+    """Return a value that changes with any change of these files, directories and links.
 
     Raises:
-        KvrsError: one has changed since this server started, which may have read another one.
-        OSError: one cannot be found.
+        KvrsError: a file has changed since this server started, and the server may have read
+            another version.
+        OSError: a file cannot be found.
     """
     found = []
     for path in paths:
@@ -52,11 +53,11 @@ def _identity(path: Path, of: os.stat_result) -> tuple[int, int, int, int, int]:
 
 
 def digest_of(files: Iterable[Path]) -> bytes:
-    """Digest of names and of all bytes, by as many threads as there are processors: what a server
-    has just read is in the memory of its host.
+    """Digest of the files' names and bytes, with a thread per processor: files that a server has
+    just read are in the page cache.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a file cannot be read.
     """
     digest = blake3()
     for path in files:

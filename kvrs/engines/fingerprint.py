@@ -1,4 +1,4 @@
-"""The digest of a model's weights: rows are shared only between equal ones."""
+"""Digest of a model's weights: rows are shared only between servers with equal digests."""
 
 import hashlib
 from pathlib import Path
@@ -10,12 +10,12 @@ from kvrs.errors import KvrsError
 
 
 def weights_of(model: str, revision: str | None = None, cache: str | None = None) -> str:
-    """Digest of the weights, code and configuration in a model's directory, or in the snapshot of
-    a model's name that is in the cache of Hugging Face. Of files in a cache their names there,
-    which are digests of all they have; of others all bytes.
+    """Digest of the weights, code and configuration in a model's directory, or in the snapshot of a
+    model's name that is in the cache of Hugging Face. Files in the cache are named by digests of
+    their contents, so their names are hashed; other files are read.
 
     Raises:
-        KvrsError: there are none, or they have changed since this server started.
+        KvrsError: no files, or files that have changed since this server started.
     """
     directory = Path(model)
     if not directory.is_dir():

@@ -1,7 +1,7 @@
-"""An error of kvrs within an engine turns kvrs off, never the engine.
+"""Guard of an engine's hooks: an error of kvrs turns kvrs off, never the engine.
 
-vLLM and SGLang end, with all requests, at an exception in a hook. So each hook answers as one
-that has nothing to do, once kvrs is off.
+vLLM and SGLang end, with all requests, at an exception in a hook. So once kvrs is off, each hook
+answers as if there were nothing to do.
 """
 
 import functools
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 class Switch:
-    """The state of an object with hooks. `turned_off` is called once, at the first error."""
+    """On/off state of an object with hooks. `turned_off` is called once, at the first error."""
 
     def __init__(self, turned_off: Callable[[], None] = lambda: None) -> None:
         self.off_reason: str | None = None
@@ -34,8 +34,8 @@ class Switch:
 
 
 def guarded(idle: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a hook of an object with a `switch`. `idle` makes the answer of an object that has
-    nothing to do.
+    """Decorate a hook of an object with a `switch`. `idle` makes the hook's answer for "nothing to
+    do".
     """
 
     def decorate(hook: Callable[P, R]) -> Callable[P, R]:

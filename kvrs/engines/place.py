@@ -1,5 +1,5 @@
-"""The place of an engine's process in the cluster: the agents whose rows it can load, and its link
-to the agent of its own node.
+"""An engine's process in the cluster: the agents whose rows it can load, and its link to the agent
+of its own node.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from kvrs.transfer.store.directory import row_directory
 
 
 def namespace_of(fields: dict[str, Any]) -> bytes:
-    """Return the digest of all that decides what a row means."""
+    """Digest of everything that determines the meaning of a row."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
 
 
@@ -58,8 +58,8 @@ class EnginePlace:
         }
 
     def clients(self, space: Space) -> tuple[RowClient, dict[str, RowClient]]:
-        """Return clients of the own node's agent, and of those of other nodes that have a row port,
-        by id.
+        """Return a client of the own node's agent, and by id clients of other nodes' agents with a
+        row port.
         """
         tags = RowTags(self.secrets)
         found = {
@@ -73,7 +73,7 @@ class EnginePlace:
     def link(
         self, info: RegionInfo, memory: int, ledger: RowLedger, dial_within_s: float
     ) -> RegionLink:
-        """Make the link that hands this memory and its ledger to the own node's agent.
+        """Make the link that passes this memory and its ledger to the own node's agent.
 
         Raises:
             OSError: the memory cannot be opened for reading.

@@ -1,6 +1,5 @@
-"""The proof at run time that rows of agents are what this engine computes: now and then a row that
-could be loaded is left out, and compared once the engine has computed it. vLLM's tier and SGLang's
-store do so.
+"""Run-time check that agents' rows equal those that this engine computes. vLLM's tier and SGLang's
+storage sometimes leave out a loadable row, and compare it with the computed one.
 """
 
 from collections.abc import Sequence
@@ -11,10 +10,10 @@ import torch
 
 from kvrs.transfer.rows.client import RowClient
 
-# Prompts with rows at an agent, for each one of which a row is computed.
+# Number of prompts with rows at an agent, for each of which one row is left out and computed.
 PROMPTS = 32
-# A row that is computed in another batch differs by roundings through all layers. One of other
-# tokens, weights or layout has nothing in common with it: about 1.4.
+# Largest relative distance. A row from another batch differs by rounding errors of all layers; a
+# row of other tokens, weights or layout is unrelated: about 1.4.
 _MOST = 0.25
 _TYPES = {
     "bfloat16": torch.bfloat16,
@@ -26,9 +25,9 @@ _TYPES = {
 
 
 def number_type(groups: int, cache_dtype: str, model_dtype: Any) -> torch.dtype | None:
-    """Return the type of all numbers of a row; None: it is not known, and nothing is proved."""
+    """Return the dtype of all numbers of a row; None: unknown, and rows are not checked."""
     if groups != 1:
-        return None  # A row may be state of another type.
+        return None  # A row may contain state of another dtype.
     if cache_dtype == "auto":
         return model_dtype if isinstance(model_dtype, torch.dtype) else None
     return _TYPES.get(cache_dtype)
@@ -37,23 +36,23 @@ def number_type(groups: int, cache_dtype: str, model_dtype: Any) -> torch.dtype 
 def distance(
     ours: bytearray | memoryview, theirs: bytearray | memoryview, dtype: torch.dtype
 ) -> float:
-    """Return the norm of the difference, in parts of the norm of ours."""
+    """Return the norm of the difference, relative to the norm of `ours`."""
     one, other = (torch.frombuffer(each, dtype=dtype).double() for each in (ours, theirs))
     return float((one - other).norm() / one.norm())
 
 
 class RowProofs:
-    """The row that is left out. An agent's bytes of it are read at once, since later the agent may
-    serve those of this engine.
+    """The left-out row. Its bytes are read from the agent at once, since the agent may later serve
+    this engine's own row.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype  # As `number_type` has it.
-        self._prompts = 0  # With rows at an agent.
+        self.dtype = dtype  # Result of `number_type`.
+        self._prompts = 0  # Prompts with rows at an agent.
         self._theirs: tuple[bytes, bytearray] | None = None
 
     def leave_out(self, found: Sequence[bool]) -> int | None:
-        """Return the place of the row that is not to be loaded: the last one of some prompts."""
+        """Return the index of the row to leave out, the last found row of every few prompts."""
         held = len([*takewhile(bool, found)])
         if held < 2 or self.dtype is None:
             return None
@@ -63,15 +62,13 @@ class RowProofs:
     def fetch(
         self, key: bytes, shared: bytes, row_bytes: int, agent: RowClient, timeout_s: float
     ) -> None:
-        """Read an agent's bytes of a row."""
+        """Read a row's bytes from an agent."""
         theirs = bytearray(row_bytes)
         if agent.load([(shared, memoryview(theirs))], timeout_s):
             self._theirs = key, theirs
 
     def due(self, keys: Sequence[bytes]) -> tuple[int, bytearray] | None:
-        """Return the place of the row that was left out, now that it is computed, and the agent's
-        bytes.
-        """
+        """Return the index of the left-out row once it is computed, and the agent's bytes."""
         if self._theirs is None or self._theirs[0] not in keys:
             return None
         (key, theirs), self._theirs = self._theirs, None
@@ -84,5 +81,5 @@ class RowProofs:
 def are_alike(
     ours: bytearray | memoryview, theirs: bytearray | memoryview, dtype: torch.dtype
 ) -> bool:
-    """False also where a number is none."""
+    """Return True if two rows are equal up to rounding; a NaN equals nothing."""
     return bytes(ours) == bytes(theirs) or distance(ours, theirs, dtype) <= _MOST

@@ -1,9 +1,8 @@
-"""Pages by their keys, wherever they are: in this server's own region, at the agent of its node, or
-at agents of other nodes.
+"""Lookup and loading of pages by key in this server's region, at its node's agent, and at agents of
+other nodes.
 
-Calls wait for agents, each within a deadline, and are made by HiCache's own threads. All agents are
-asked at once, so that one that hangs delays no other; it is then left out for a while
-(`RowClient`).
+HiCache's own threads make the calls, which wait for agents up to a deadline. All agents are asked
+at once, so a hanging agent delays no other; it is then skipped for a while (`RowClient`).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +15,14 @@ from kvrs.engines.proof import RowProofs
 from kvrs.sglang.region import PageRegion
 from kvrs.transfer.rows.client import RowClient
 
-# Of other nodes' agents, in the order of the cluster's file behind the own node.
+# Other nodes' agents to ask, in the order of the cluster's file from the own node on.
 MAX_ASKED = 16
-_AT_ONCE_BYTES = 64 << 20  # Of pages that are on the way.
+_AT_ONCE_BYTES = 64 << 20  # Bytes of pages in transfer.
 _CALLERS = 2  # HiCache looks up in one thread and loads in another.
 
 
 class LoadedPages(NamedTuple):
-    """How many pages came from where."""
+    """Number of loaded pages by source."""
 
     own: int = 0
     agents: int = 0
@@ -34,7 +33,7 @@ class LoadedPages(NamedTuple):
 
 
 class Pages:
-    """The region of this server, and clients of agents."""
+    """The server's region, and clients of agents."""
 
     def __init__(
         self,
@@ -44,9 +43,7 @@ class Pages:
         lookup_s: float,
         load_s: float,
     ) -> None:
-        """`agents`: that of the own node first; of several that hold a page the first one gives
-        it.
-        """
+        """`agents`: the own node's first; of several holders of a page the first is used."""
         self.region, self._agents, self.proofs = region, agents, proofs
         self._lookup_s, self._load_s = lookup_s, load_s
         self._threads = ThreadPoolExecutor(
@@ -54,8 +51,8 @@ class Pages:
         )
 
     def count(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the first pages are held somewhere, but for a last one that is to be
-        proved: SGLang computes it.
+        """Return how many leading pages are held somewhere, without a last page that is to be
+        checked: SGLang computes that page.
         """
         holders = [*takewhile(bool, self._holders(keys))]
         agent = holders[-1] if holders else None
@@ -68,8 +65,8 @@ class Pages:
         return at
 
     def load(self, keys: Sequence[bytes], use: Callable[[int, memoryview], object]) -> LoadedPages:
-        """Let `use` read pages, each with its place among the keys, until one is not to be had.
-        What comes from agents is kept in the own region, too: they may soon give it back.
+        """Pass pages to `use`, each with its index among the keys, until a page is missing. Pages
+        from agents are also kept in the own region: agents may soon drop them.
         """
         found = LoadedPages()
         some = max(1, _AT_ONCE_BYTES // self.region.row_bytes)
@@ -94,7 +91,7 @@ class Pages:
             agent.close()
 
     def _holders(self, keys: Sequence[bytes]) -> list[PageRegion | RowClient | None]:
-        """Return what holds each page."""
+        """Return the holder of each page."""
         found: list[PageRegion | RowClient | None] = [
             self.region if held else None for held in self.region.held(keys)
         ]

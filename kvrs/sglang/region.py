@@ -1,5 +1,5 @@
-"""Rows of shared memory that keep pages of SGLang's KV: the least recently used one is given to the
-next page. A ledger says which row holds which page, also after the death of this process.
+"""Shared memory for pages of SGLang's KV. A new page replaces the least recently used row, and a
+ledger records the page of each row, which outlives this process.
 """
 
 import mmap
@@ -12,28 +12,26 @@ from kvrs.transfer.rows.ledger import RowLedger
 
 
 class PageRegion:
-    """The memory and its ledger. May be used by several threads."""
+    """The memory and its ledger. Threads may share it."""
 
     def __init__(self, rows: int, row_bytes: int) -> None:
-        """Memory is taken only as rows are filled.
+        """Memory is allocated only as rows are filled.
 
         Raises:
-            OSError: there is no such memory.
+            OSError: the memory cannot be allocated.
         """
         self.rows, self.row_bytes = rows, row_bytes
         self.memory = os.memfd_create("kvrs-pages", os.MFD_CLOEXEC)
-        os.fchmod(self.memory, 0o600)  # A reader of another user cannot open it for writing.
+        os.fchmod(self.memory, 0o600)  # Other users can open the memory for reading only.
         os.ftruncate(self.memory, rows * row_bytes)
         self._bytes = memoryview(mmap.mmap(self.memory, rows * row_bytes))
         self.ledger = RowLedger(rows, row_bytes)
-        self._row_of: OrderedDict[bytes, int] = OrderedDict()  # The least recently used first.
+        self._row_of: OrderedDict[bytes, int] = OrderedDict()  # Least recently used first.
         self._free = list(reversed(range(rows)))
         self._lock = threading.Lock()
 
     def put(self, key: bytes, fill: Callable[[memoryview], object]) -> None:
-        """Keep a page, whose bytes `fill` writes. A page that is there already is not written
-        again.
-        """
+        """Keep a page, whose bytes `fill` writes. A page already present is not written again."""
         with self._lock:
             if key in self._row_of:
                 self._row_of.move_to_end(key)
@@ -49,7 +47,7 @@ class PageRegion:
             self._row_of[key] = row
 
     def take(self, key: bytes, use: Callable[[memoryview], object]) -> bool:
-        """Let `use` read a page; False: there is none."""
+        """Pass a page to `use`; False: no such page."""
         with self._lock:
             if (row := self._row_of.get(key)) is None:
                 return False
@@ -62,7 +60,7 @@ class PageRegion:
             return [key in self._row_of for key in keys]
 
     def clear(self) -> None:
-        """Forget all pages. The ledger begins a new epoch, so that readers find none of them."""
+        """Forget all pages. The ledger starts a new epoch, so readers find none of them."""
         with self._lock:
             for row in self._row_of.values():
                 self.ledger.writing(row)

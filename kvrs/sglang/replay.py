@@ -1,12 +1,12 @@
-"""Replay: a logits processor of SGLang that has a request generate tokens that are known already.
+"""Replay: a logits processor of SGLang that makes a request generate known tokens again.
 
-A stream that was cut is sent again as it was, with its output so far in `custom_params`. These
-tokens are generated once more, one a step: prefill's token, and then decode's, so that SGLang's
-penalties, grammar, and `min_tokens` are where they were when it was cut.
+A cut stream's request is sent again unchanged, with its output so far in `custom_params`. SGLang
+generates these tokens again, one per step, first at prefill and then at decode, which restores its
+penalties, grammar and `min_tokens`.
 
-SGLang looks the class up by its name, which `kvrs/proxy/backends/sglang_replay.py` sends, in
-servers with `--enable-custom-logit-processor`. An error here never ends the scheduler: other tokens
-come than those that are known, and the proxy sees it.
+SGLang, started with `--enable-custom-logit-processor`, imports the class by the name that
+`kvrs/proxy/backends/sglang_replay.py` sends. An error never ends the scheduler: the proxy notices
+the differing tokens.
 """
 
 import logging
@@ -18,13 +18,13 @@ from kvrs.protocol.instance import REPLAY_KEY
 
 log = logging.getLogger(__name__)
 
-_REQUEST = "__req__"  # SGLang's own key of a request in its parameters.
-_PLACE = "kvrs_place"  # Of what is kept here between two steps of a request.
+_REQUEST = "__req__"  # SGLang's key of the request in its parameters.
+_PLACE = "kvrs_place"  # Key of this processor's state between two steps of a request.
 
 
 class ReplayProcessor(CustomLogitProcessor):  # type: ignore[misc]  # SGLang is not checked.
     def __call__(self, logits: Any, custom_param_list: list[dict[str, Any]] | None = None) -> Any:
-        """Leave one token in the rows of requests whose next token is known."""
+        """Leave a single allowed token in each row whose next token is known."""
         try:
             for row, parameters in enumerate(custom_param_list or ()):
                 known, at = parameters[REPLAY_KEY], _position(parameters)
@@ -37,15 +37,15 @@ class ReplayProcessor(CustomLogitProcessor):  # type: ignore[misc]  # SGLang is 
 
 
 def _position(parameters: dict[str, Any]) -> int:
-    """The position of the next token in the output.
+    """Index of the next token in the output.
 
-    With overlap scheduling SGLang appends a token to the output one step later. What it counts in
-    time are steps of decode, from 0 at a prefill, also at that behind a retraction.
+    With overlap scheduling SGLang appends a token to the output one step late. Its count of decode
+    steps is up to date, and starts at 0 at every prefill, also after a retraction.
     """
     request = parameters[_REQUEST]
     steps, output = request.decode_batch_idx, len(request.output_ids)
     last, begun = parameters.get(_PLACE, (steps, 0))
-    if steps <= last:  # It begins here: by a prefill, or with KV that was brought.
+    if steps <= last:  # The request begins here: at a prefill, or with transferred KV.
         begun = output - steps
     parameters[_PLACE] = steps, begun
     return int(begun + steps)

@@ -1,8 +1,8 @@
-"""The namespace of a server's pages: two servers share pages only where all its fields are equal,
-and a server in which one of them cannot be known shares nothing.
+"""The namespace of a server's pages. Two servers share pages only if all fields of the namespace
+are equal; a server with an unknown field shares nothing.
 
-SGLang's own keys are chained digests of token ids, with `extra_key` and `cache_salt` of the request
-in them, and an adapter's id in place of its files.
+SGLang's own keys are chained digests of token ids, the request's `extra_key` and `cache_salt`, and
+an adapter's id instead of its files.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 from kvrs.engines.fingerprint import weights_of
 from kvrs.errors import KvrsError
 
-FORMAT = 1  # Rises where the meaning of a page changes.
-# Arguments of the server by which pages of one size have other contents.
+FORMAT = 1  # Rises when the meaning of a page changes.
+# Server arguments that change the contents of pages of equal size.
 _ARGUMENTS = (
     *("dtype", "kv_cache_dtype", "quantization", "model_impl", "context_length"),
     *("json_model_override_args", "model_loader_extra_config", "device"),
@@ -21,7 +21,7 @@ _POOL = (
     *("head_num", "head_dim"),
 )
 _RANKS = ("tp_rank", "tp_size", "pp_rank", "pp_size", "is_mla_model")
-# The pool of models whose layers are all alike: keys and values of each head.
+# Pool of models with uniform layers: keys and values of each head.
 _PLAIN_POOL = "MHATokenToKVPoolHost"
 
 
@@ -30,7 +30,7 @@ def fields_of(version: str, arguments: Any, storage: Any, pool: Any) -> dict[str
     backend; `pool`: its host memory.
 
     Raises:
-        KvrsError: what the pages of this server mean cannot be known, or may change.
+        KvrsError: the meaning of this server's pages is unknown, or may change.
         OSError: a file of the model cannot be read.
     """
     if reason := _unknown(arguments, storage, pool):
@@ -47,7 +47,7 @@ def fields_of(version: str, arguments: Any, storage: Any, pool: Any) -> dict[str
 
 
 def _unknown(arguments: Any, storage: Any, pool: Any) -> str | None:
-    """Why the meaning of pages cannot be known; None: it can."""
+    """Reason why the meaning of pages is unknown; None: it is known."""
     if storage.is_mla_model or type(pool).__name__ != _PLAIN_POOL:
         return f"its memory is a {type(pool).__name__}; allowed: {_PLAIN_POOL}, no MLA, no hybrid"
     if arguments.enable_lora or arguments.lora_paths:

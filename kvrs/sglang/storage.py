@@ -1,14 +1,14 @@
-"""HiCache's storage backend that keeps pages of KV in this server's own shared memory, which the
-agent of its node holds, and loads pages of dead and of other servers from agents.
+"""Storage backend of HiCache: it keeps KV pages in this server's shared memory, which the node's
+agent holds too, and loads pages of dead and of other servers from agents.
 
 SGLang loads it by `--hicache-storage-backend dynamic` and `--hicache-storage-backend-extra-config
 '{"backend_name": "kvrs", "module_path": "kvrs.sglang.storage", "class_name": "KvrsStorage",
-"interface_v1": 1, "config": FILE, "instance": ID, "region_bytes": N}'`. Nothing is sent as pages
-are stored.
+"interface_v1": 1, "config": FILE, "instance": ID, "region_bytes": N}'`. Storing pages sends
+nothing.
 
-HiCache calls it by threads of its own: one looks pages up, one loads and one stores. What the
-scheduler itself calls waits for nothing. An error within kvrs turns it off: it then finds nothing
-and keeps nothing, and SGLang computes.
+HiCache calls the backend from threads of its own: one for lookups, one for loads and one for
+stores. Methods that the scheduler calls never block. An error within kvrs turns the backend off: it
+then finds and keeps nothing, and SGLang computes.
 """
 
 import logging
@@ -51,8 +51,8 @@ class _Options(msgspec.Struct, frozen=True):
 
 
 class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checked.
-    """One rank's pages. `_pages` is None until the model's files are read, and where they cannot be
-    shared.
+    """The pages of one rank. `_pages` is None until the model's files are read, or if pages cannot
+    be shared.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any) -> None:
@@ -61,7 +61,7 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
         self._pages: Pages | None = None
         self._link: RegionLink | None = None
 
-    # The start, in the scheduler's thread.
+    # Start, in the scheduler's thread.
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -76,7 +76,7 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
             self.switch.turn_off("it is attached at run time, behind changes of weights perhaps")
             return
         _before_weights_change(self.switch.turn_off)
-        # The files of a large model take a while to read.
+        # Reading the files of a large model takes a while.
         threading.Thread(target=self._start, name="kvrs-start", daemon=True).start()
 
     def _start(self) -> None:
@@ -86,11 +86,13 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
             self.switch.turn_off(f"{type(error).__name__}: {error}")
         else:
             log.info("kvrs keeps up to %d pages of this server", self._pages.region.rows)
-            if self.switch.off_reason is not None:  # Meanwhile.
+            if self.switch.off_reason is not None:  # The backend was turned off meanwhile.
                 self._let_go()
 
     def _begun(self, options: _Options) -> tuple[RegionLink, Pages]:
-        """Raises KvrsError, OSError: pages of this server cannot be shared."""
+        """Open the memory and its link. Raises KvrsError, OSError: pages of this server cannot be
+        shared.
+        """
         arguments, pool = get_server_args(), self.mem_pool_host
         place = EnginePlace(options.config, options.instance)
         fields = space.fields_of(sglang.__version__, arguments, self._config, pool)
@@ -116,7 +118,7 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
         agents = [own, *[*others.values()][:MAX_ASKED]]
         link = place.link(info, region.memory, region.ledger, options.lookup_s)
         link.start()
-        # What is no number of its own, such as bytes of fp8, is not compared.
+        # Other dtypes, such as fp8 as bytes, are not compared.
         proofs = RowProofs(pool.dtype if pool.dtype.is_floating_point else None)
         return link, Pages(region, agents, proofs, options.lookup_s, options.load_s)
 
@@ -124,7 +126,7 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
         if (pages := self._pages) is not None:
             pages.region.close()
 
-    # HiCache's threads.
+    # Calls of HiCache's threads.
 
     @guarded(int)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
@@ -133,7 +135,7 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """True also for pages that are not kept: SGLang would log each one of them."""
+        """Store pages. Pages that are not kept count as stored: SGLang would log each failure."""
         self._store(keys, lambda at: self._page(host_indices, at))
         return [True] * len(keys)
 
@@ -173,7 +175,7 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
     ) -> bool:
         return self.batch_set([key], [value])
 
-    # Models with further kinds of memory: nothing is kept of them.
+    # Hooks for models with further kinds of memory, which are not kept.
 
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None
@@ -186,16 +188,16 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         return {each.name: [True] * len(each.keys or ()) for each in transfers}
 
-    # Both.
+    # Calls of any thread.
 
     @guarded(lambda: None)
     def clear(self) -> None:
-        """Share no page of before."""
+        """Drop all pages."""
         if self._pages is not None:
             self._pages.region.clear()
 
     def close(self) -> None:
-        """SGLang ends. Its pages stay where they are, for others."""
+        """Close at SGLang's end. The pages stay for other servers."""
         pages, self._pages = self._pages, None
         if self._link is not None:
             self._link.close()
@@ -215,7 +217,7 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
             self._pages.region.put(key, fill)
 
     def _prove(self, pages: Pages, keys: Sequence[str], page: Callable[[int], Any]) -> None:
-        """Compare the page that was left out, if it is among those that are computed now."""
+        """Compare the left-out page, if it is among the pages computed now."""
         if (due := pages.proofs.due(_at_agents(keys))) is None:
             return
         at, theirs = due
@@ -252,12 +254,12 @@ def _at_agents(keys: Sequence[str]) -> list[bytes]:
 
 
 def _numbers(page: Any) -> Any:
-    """Return the bytes of a tensor, in its order."""
+    """Return the bytes of a tensor, in its memory order."""
     return page.reshape(-1).view(torch.uint8)
 
 
 def _options(given: Any) -> _Options:
-    """Raises ConfigError."""
+    """Decode the options. Raises ConfigError."""
     try:
         return msgspec.convert(given, _Options)
     except msgspec.ValidationError as error:
@@ -269,10 +271,10 @@ def _options(given: Any) -> _Options:
 
 
 def _before_weights_change(turn_off: Callable[[str], None]) -> None:
-    """Call `turn_off` before weights are changed: pages say nothing of their version.
+    """Call `turn_off` before weights change: pages do not contain a version of the weights.
 
     Raises:
-        KvrsError: this SGLang does so by other names.
+        KvrsError: this SGLang lacks the expected methods.
     """
     names = [name for name in dir(WeightUpdater) if name.startswith(_CHANGES_OF_WEIGHTS)]
     if "update_weights_from_disk" not in names:

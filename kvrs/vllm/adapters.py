@@ -1,8 +1,8 @@
-"""LoRA adapters in the keys of rows: vLLM names an adapter by its name and path, which may have
-other files on another server. At agents a key has the digest of the files beside these.
+"""LoRA adapters in the keys of rows. vLLM identifies an adapter by name and path, where another
+server may have other files, so keys at agents also contain the files' digest.
 
-The connector is told of the request with its adapter, the tier and the policy are only given the
-context of the request: they find the adapter in it.
+Only the connector sees a request's adapter; the tier and the policy find the adapter here while
+vLLM calls them for the request.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from kvrs.errors import KvrsError
 
 log = logging.getLogger(__name__)
 
-_GROUP_BYTES = 4  # vLLM's number of the KV cache group, at the end of a key.
+_GROUP_BYTES = 4  # Number of the KV cache group, at the end of vLLM's key.
 
 
 class LoraAdapter:
-    """The files of one adapter, by which its keys differ. `path` None: the model alone."""
+    """The files of an adapter, whose digest is part of its keys. `path` None: the base model."""
 
     def __init__(self, path: str | None) -> None:
         self._directory = None if path is None else Path(path)
@@ -32,7 +32,7 @@ class LoraAdapter:
         self._refused = False
 
     def learn(self) -> None:
-        """Read the files at the first call, which may take a while."""
+        """Read the files at the first call, which may be slow."""
         with self._lock:
             if self._directory is None or self._signature is not None or self._refused:
                 return
@@ -50,8 +50,8 @@ class LoraAdapter:
                 self._refuse(error)
 
     def scoped(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """The keys at agents; none where the files are not known, or are others than those that the
-        engine has read.
+        """The keys at agents; empty if the files are unknown, or differ from those that the engine
+        read.
         """
         if self._directory is None:
             return keys
@@ -77,7 +77,7 @@ _current: LoraAdapter | None = None
 
 
 def begin(lora_request: Any) -> None:
-    """Let the tier find the adapter of the request that it is told of next, until `end`."""
+    """Set the adapter of the request that vLLM passes to the tier next, until `end`."""
     global _current
     if lora_request is None:
         _current = BASE
@@ -95,5 +95,5 @@ def end() -> None:
 
 
 def current() -> LoraAdapter | None:
-    """Return the adapter of the request that the connector is told of; None: of none."""
+    """Return the adapter of the present request; None: no request."""
     return _current

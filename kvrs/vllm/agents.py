@@ -1,4 +1,4 @@
-"""The agents that a request is looked up at: that of the own node, and those that it names."""
+"""Agents that are asked for a request's rows: the own node's, and those named in the request."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ from kvrs.transfer.rows.client import RowClient
 
 log = logging.getLogger(__name__)
 
-_MAX_TOLD = 16  # Faults of requests that are logged, once each.
+_MAX_TOLD = 16  # Logged faults of requests, each once.
 
 
 class KnownAgents:
@@ -20,15 +20,15 @@ class KnownAgents:
     def __init__(
         self, own: RowClient, others: dict[str, RowClient], params_keys: Sequence[bytes]
     ) -> None:
-        """`params_keys`: the keys under which a proxy may have named agents to this server."""
+        """`params_keys`: keys under which a proxy may have named agents to this server."""
         self.own = own
         self._others = others
         self._params_keys = params_keys
         self._told: set[str] = set()
 
     def named(self, given: Any) -> list[RowClient] | None:
-        """Return the agents for the field `kvrs` of a request's params, the own node's first. An id
-        that is unknown is passed over. None: no proxy of this cluster has made the field.
+        """Return the agents for the field `kvrs` of a request's params, the own node's first;
+        unknown ids are skipped. None: the field was not made by a proxy of this cluster.
         """
         if given is None:
             return None

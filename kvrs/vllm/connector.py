@@ -1,5 +1,5 @@
-"""The connector of versions before this one, which does nothing: a server that is started with its
-flags runs as stock vLLM does, and its log names those that replace them.
+"""A no-op connector under the name of earlier versions: a server started with its flags runs as
+stock vLLM, and its log names the flags to use instead.
 """
 
 import json
@@ -46,11 +46,11 @@ class KvrsConnector(base.KVConnectorBase_V1, _HMA):  # type: ignore[misc]  # vLL
         return False, None
 
     def wait_for_save(self, *_: Any, **__: Any) -> None:
-        """Answer a hook for which there is nothing to do."""
+        """Do nothing at a hook."""
 
     update_state_after_alloc = wait_for_save
     start_load_kv = wait_for_save
     wait_for_layer_load = wait_for_save
     save_kv_layer = wait_for_save
-    # A `MultiConnector` passes the data of its other connectors, which vLLM's own hook may refuse.
+    # A `MultiConnector` passes its other connectors' data, which vLLM's own hook may refuse.
     set_xfer_handshake_metadata_pp_aware = wait_for_save

@@ -1,9 +1,10 @@
-"""The cache policy of vLLM's CPU tier that keeps a ledger of its rows for the node's agent.
+"""Cache policy of vLLM's CPU tier that keeps a ledger of its rows for the node's agent.
 
-vLLM loads it by `eviction_policy: KvrsPolicy` and `cache_policy_module_path: kvrs.vllm.ledger`. It
-orders rows as vLLM's own LRU does, those of protected streams behind all others, and notes each
-change: vLLM calls `insert` before it plans a copy into a row, and `mark_evictable` when all workers
-have reported that the copy is complete. A fault in the ledger closes it, and leaves the LRU.
+vLLM loads it by `eviction_policy: KvrsPolicy` and `cache_policy_module_path: kvrs.vllm.ledger`. The
+policy evicts as vLLM's LRU does, but rows of protected streams last, and notes each change in the
+ledger: vLLM calls `insert` before it plans a copy into a row, and `mark_evictable` when all workers
+have reported that the copy is complete. An error in the ledger closes the ledger, and the LRU goes
+on.
 """
 
 import functools
@@ -23,9 +24,9 @@ from kvrs.vllm.adapters import BASE, LoraAdapter
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
-# What protection adds to the rank of a row: vLLM counts ranks up from 1 and evicts the least.
+# Added to the rank of a protected row: vLLM counts ranks up from 1 and evicts the lowest.
 _PROTECTED = 1 << 62
-_policies: "list[KvrsPolicy]" = []  # Of this process; its engine is the last one.
+_policies: "list[KvrsPolicy]" = []  # Policies made in this process; the engine uses the latest.
 
 
 def latest() -> "KvrsPolicy | None":
@@ -48,16 +49,16 @@ def _noting(note: Callable[P, None]) -> Callable[P, None]:
 
 
 class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
-    """vLLM's LRU, and a ledger of what each row holds. `ledger` is None where there is none."""
+    """vLLM's LRU, and a ledger of each row's contents. `ledger` is None if there is none."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self.ledger: RowLedger | None = None
-        self._keys_of: dict[str, set[OffloadKey]] = {}  # By protected request.
+        self._keys_of: dict[str, set[OffloadKey]] = {}  # Keys by protected request.
         self._holders: Counter[OffloadKey] = Counter()
         self._adapters: dict[
             OffloadKey, LoraAdapter
-        ] = {}  # Of rows, and of a few that are no more.
+        ] = {}  # Adapters of the stored rows, and of a few evicted ones.
         try:
             self.ledger = RowLedger(cache_capacity)
         except Exception:
@@ -65,7 +66,7 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
         _policies.append(self)
 
     def hold(self, request: str, keys: Iterable[OffloadKey]) -> None:
-        """Evict these rows after all others, until `release`."""
+        """Evict these rows last, until `release`."""
         held = self._keys_of.setdefault(request, set())
         for key in keys:
             if key not in held and key in self.chunks:
@@ -76,7 +77,7 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
                     self._protects(key, True)
 
     def release(self, request: str) -> None:
-        """The request has ended."""
+        """End the protection of a request that has ended."""
         for key in self._keys_of.pop(request, ()):
             self._holders[key] -= 1
             if not self._holders[key]:
@@ -103,7 +104,7 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
     def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
         self._writing(chunk.chunk_id)
         super().insert(key, chunk)
-        if key in self._holders:  # It was evicted while a stream that needs it ran.
+        if key in self._holders:  # The row was evicted while a stream that needs it ran.
             self._rank(key, self._ranks[key] + _PROTECTED)
 
     def mark_evictable(self, key: OffloadKey) -> None:
@@ -115,7 +116,7 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
         super().remove(key)
 
     def clear(self) -> None:
-        """All rows are forgotten, as after a change of weights: none is served any more."""
+        """Forget all rows, as after a change of weights; none is served any more."""
         log.error("kvrs saves no KV from here on: the cache was reset")
         self.give_up()
         self._keys_of.clear()
@@ -123,10 +124,10 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
         super().clear()
 
     def give_up(self) -> None:
-        """Let no row be trusted again."""
+        """Invalidate all rows for good."""
         ledger, self.ledger = self.ledger, None
         if ledger is not None:
-            with suppress(Exception):  # Its first store withdraws all rows.
+            with suppress(Exception):  # Closing begins with withdrawing all rows.
                 ledger.close()
 
     @_noting

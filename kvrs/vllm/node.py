@@ -1,4 +1,4 @@
-"""The parts of the cluster that vLLM's process uses: agents, and its link to that of its node."""
+"""Parts of the cluster in vLLM's process: clients of agents, and the own agent's link."""
 
 import os
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ class _Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """KnownAgents to load from, the link to the own one, and the engine's cache policy."""
+    """Agents to load from, the link to the own agent, and the engine's cache policy."""
 
     link: RegionLink
     policy: "ledger.KvrsPolicy"
     agents: KnownAgents
     serves_all: bool
-    number_type: Any  # Of a row, as torch has it; None: rows cannot be compared.
+    number_type: Any  # The torch dtype of a row; None: rows cannot be compared.
     lookup_s: float
     load_s: float
 
@@ -42,13 +42,13 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
     """Read the configuration, and prepare the link and the clients.
 
     Raises:
-        KvrsError: the options are wrong, or rows of this engine cannot be shared.
-        OSError: its region cannot be opened.
+        KvrsError: wrong options, or an engine whose rows cannot be shared.
+        OSError: the memory region cannot be opened.
     """
     region = spec._scheduler_mmap
     if region._creator or os.fstat(region.fd).st_nlink != 1:
         raise KvrsError("the workers of this engine may have mapped another region")
-    # An engine that shares nothing does so too: vLLM itself leaves the name behind at a kill.
+    # Done for engines that share nothing, too: a killed vLLM leaves the name behind.
     unlink_region(Path(region.mmap_path), region.fd)
     given = _options(options)
     place = EnginePlace(given.config, given.instance)
@@ -79,7 +79,7 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
 
 
 def _options(given: dict[str, Any]) -> _Options:
-    """Raises ConfigError."""
+    """Decode the options. Raises ConfigError."""
     try:
         return msgspec.convert(given, _Options)
     except msgspec.ValidationError as error:

@@ -1,10 +1,9 @@
-"""vLLM's OffloadingConnector with what kvrs needs of it: the ledger of rows, and the tier that
-loads them.
+"""vLLM's OffloadingConnector with kvrs's ledger of rows and tier that loads rows.
 
 `--kv-transfer-config '{"kv_connector": "KvrsOffloading", "kv_connector_module_path":
 "kvrs.vllm.offloading", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": N,
-"kvrs": {"config": FILE, "instance": ID}}}'`. Whatever else upstream's connector takes is given
-beside `kvrs` and wins over what is set here.
+"kvrs": {"config": FILE, "instance": ID}}}'`. Other options of upstream's connector stand beside
+`kvrs` and override the defaults set here.
 """
 
 import logging
@@ -21,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _DEFAULTS = {
     "spec_name": "TieringOffloadingSpec",
-    # By default upstream keeps prompts alone, and a stream that is cut needs its answer.
+    # Upstream keeps prompts alone by default; a cut stream needs its answer, too.
     "offload_prompt_only": False,
     "eviction_policy": "KvrsPolicy",
     "cache_policy_module_path": "kvrs.vllm.ledger",
@@ -29,7 +28,7 @@ _DEFAULTS = {
 
 
 class KvrsOffloading(OffloadingConnector):  # type: ignore[misc]  # vLLM is not checked.
-    """In the scheduler's process, in each worker's, and as a class in the API server's."""
+    """The connector in the scheduler's and each worker's process; the API server uses its class."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         fill(vllm_config)
@@ -50,14 +49,14 @@ class KvrsOffloading(OffloadingConnector):  # type: ignore[misc]  # vLLM is not 
 
 
 def fill(vllm_config: Any) -> None:
-    """Complete the options, and keep the configuration for `space.fields_of`. A fault leaves
-    upstream's connector as it is.
+    """Complete the options, and keep the configuration for `space.fields_of`. An error leaves
+    upstream's connector unchanged.
     """
     try:
         space.remember(vllm_config)
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
         if (given := options.pop("kvrs", None)) is None:
-            return  # It is filled already.
+            return  # The options are complete already.
         if not isinstance(given, dict):
             log.error("kvrs is off in this vLLM: kvrs: got %.100r; allowed: an object", given)
             return
@@ -74,9 +73,9 @@ def fill(vllm_config: Any) -> None:
         log.exception("kvrs is off in this vLLM")
 
 
-# MultiConnector finds the class of a connector's counters by its name alone, in the API server,
-# which ends all requests where that fails.
-with suppress(Exception):  # It is known already.
+# MultiConnector finds the class of a connector's counters only by name, in the API server, and a
+# missing class ends all requests.
+with suppress(Exception):  # The name may be registered already.
     KVConnectorFactory.register_connector(
         KvrsOffloading.__name__, __name__, KvrsOffloading.__name__
     )

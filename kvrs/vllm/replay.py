@@ -1,13 +1,13 @@
-"""Replay: a logits processor of vLLM that has a request generate tokens that are known already.
+"""Replay: a logits processor of vLLM that makes a request generate known tokens again.
 
     vllm serve MODEL --logits-processors kvrs.vllm.replay:Replay
 
-A stream that was cut is sent again as it was, with its output so far in `vllm_xargs`. These tokens
-are generated once more, one a step, so that vLLM's grammar, penalties, `min_tokens`, random
-generator and parsers of tools and reasoning are where they were when it was cut.
+A cut stream's request is sent again unchanged, with its output so far in `vllm_xargs`. vLLM
+generates these tokens again, one per step, which restores its grammar, penalties, `min_tokens`,
+random generator and parsers of tools and reasoning.
 
-An error here never ends the engine: the processor turns itself off, other tokens come than those
-that are known, and the proxy sees it.
+An error never ends the engine: the processor turns itself off, and the proxy notices the differing
+tokens.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from vllm.v1.sample.logits_processor import (
 
 from kvrs.protocol.instance import REPLAY_KEY
 
-# More than any context; a list of them is read before the request is refused.
+# More than any context; the list is decoded before the request is refused.
 _MAX_TOKENS = 1 << 20
 _MAX_ID = 1 << 31
 
@@ -32,7 +32,7 @@ logger = init_logger(__name__)
 class Replay(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed beside kvrs.
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises ValueError, which the client gets as 400: the known tokens are no list of ids."""
+        """Raises ValueError, sent to the client as 400: the known tokens are not a list of ids."""
         known = (sampling_params.extra_args or {}).get(REPLAY_KEY)
         if known is None:
             return
@@ -43,12 +43,12 @@ class Replay(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed be
                 raise ValueError(f"{REPLAY_KEY} must hold token ids, got {str(each)[:40]!r}")
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
-        # By row of the batch: the known tokens, and vLLM's own list of the output so far.
+        # By row of the batch: the known tokens, and vLLM's list of the output so far.
         self._known: dict[int, tuple[list[int], list[int]]] = {}
         self._is_off = False
 
     def is_argmax_invariant(self) -> bool:
-        return False  # Greedy requests are replayed as well.
+        return False  # Greedy requests are replayed, too.
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is None or self._is_off:
@@ -59,7 +59,7 @@ class Replay(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed be
             self._turn_off(error)
 
     def apply(self, logits: Any) -> Any:
-        """Leave one token in the rows of requests whose next token is known."""
+        """Leave a single allowed token in each row whose next token is known."""
         if not self._known:
             return logits
         try:

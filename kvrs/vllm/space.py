@@ -1,5 +1,5 @@
-"""The namespace of an engine's rows: two engines share rows only where all its fields are equal,
-and an engine in which one of them cannot be known shares nothing.
+"""The namespace of an engine's rows. Two engines share rows only if all fields of the namespace are
+equal; an engine with an unknown field shares nothing.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ from kvrs.engines import proof
 from kvrs.engines.fingerprint import weights_of
 from kvrs.errors import KvrsError
 
-FORMAT = 1  # Rises where the meaning of a row changes.
-# Settings of the cache by which rows of one size have other contents.
+FORMAT = 1  # Rises when the meaning of a row changes.
+# Cache settings that change the contents of rows of equal size.
 _CACHE = (
     *("cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode"),
     *("kv_cache_dtype_skip_layers", "block_size"),
 )
 
-_configs: list[Any] = []  # Of this process; that of its engine is the last.
+_configs: list[Any] = []  # Configurations seen in this process; the engine's is the last.
 
 
 def remember(vllm_config: Any) -> None:
@@ -32,18 +32,20 @@ def remember(vllm_config: Any) -> None:
 
 
 def served_name() -> str:
-    """The first name of `--served-model-name`, or the model's."""
+    """The first `--served-model-name`, or the model's name."""
     return str(_configs[-1].model_config.served_model_name)
 
 
 def fields_of(spec: Any) -> dict[str, Any]:
-    """Raises KvrsError: what the rows of this engine mean cannot be known, or may change."""
+    """Fields of the namespace. Raises KvrsError: the meaning of this engine's rows is unknown, or
+    may change.
+    """
     if not _configs:
         raise KvrsError("kv_connector: allowed: KvrsOffloading, in kvrs.vllm.offloading")
     config = _configs[-1]
     if reason := _unknown(config):
         raise KvrsError(f"rows of this engine are not shared: {reason}")
-    # In the direct layout a row has a part for each worker: with TP 2 not the bytes of TP 1.
+    # In the direct layout a row has a part per worker: the bytes of TP 2 differ from those of TP 1.
     fields = FileMapper.from_offloading_spec(
         "", spec, spec.blocks_per_chunk, parallel_agnostic=bool(spec.config.canonical_layout)
     ).get_run_config()
@@ -55,7 +57,7 @@ def fields_of(spec: Any) -> dict[str, Any]:
         "vllm": vllm.__version__,
         "weights": weights_of(name, model.revision, config.load_config.download_dir),
         "model_config": _digest(model.hf_config.to_json_string()),
-        "max_model_len": model.max_model_len,  # Long RoPE chooses its factors by it.
+        "max_model_len": model.max_model_len,  # Long RoPE chooses its factors by this length.
         "model_dtype": str(model.dtype),
         "model_impl": str(model.model_impl),
         "quantization": str(model.quantization),
@@ -63,7 +65,7 @@ def fields_of(spec: Any) -> dict[str, Any]:
         "sliding_window": str(model.disable_sliding_window),
         "images": repr(getattr(model.multimodal_config, "mm_processor_kwargs", None)),
         "attention": repr(config.attention_config),
-        "adapters": repr(config.lora_config),  # Their own digests are in the keys.
+        "adapters": repr(config.lora_config),  # The keys contain the adapters' digests.
         "drafts": _drafts(config.speculative_config),
         "cache": {each: str(getattr(cache, each, None)) for each in _CACHE},
         "layout": str(spec.config.kv_cache_layout),
@@ -80,7 +82,7 @@ def number_type(spec: Any) -> Any:
 
 
 def _unknown(config: Any) -> str | None:
-    """Why the meaning of rows cannot be known; None: it can."""
+    """Reason why the meaning of rows is unknown; None: it is known."""
     if os.environ.get("VLLM_SERVER_DEV_MODE", "0") != "0":
         return "VLLM_SERVER_DEV_MODE lets weights be changed; allowed: 0"
     if config.weight_transfer_config is not None:
@@ -105,7 +107,7 @@ def _unknown(config: Any) -> str | None:
 
 
 def _drafts(config: Any) -> str:
-    """A draft model's KV is a part of a row."""
+    """Draft model, whose KV is part of a row."""
     if config is None or config.method.startswith("ngram") or config.method == "suffix":
         return "none"
     model = config.draft_model_config
@@ -117,7 +119,7 @@ def _digest(text: str) -> str:
 
 
 def _device() -> str:
-    """The kind of device: it chooses the attention backend, which lays a block out."""
+    """Kind of device: it determines the attention backend, and so a block's layout."""
     if not current_platform.is_cpu():
         return f"{current_platform.get_device_name()} {current_platform.get_device_capability()}"
     text = Path("/proc/cpuinfo").read_text()

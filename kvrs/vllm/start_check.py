@@ -1,5 +1,5 @@
-"""The check at start that vLLM's interface is the one which kvrs is written for, by its features
-and not by its version.
+"""Check at start that vLLM has the interface that kvrs is written for, by features and not by
+version.
 """
 
 import inspect
@@ -9,8 +9,8 @@ from typing import Any
 
 ANY = ["*"]
 _OFFLOAD = "vllm.v1.kv_offload"
-# What is read of vLLM beside its hooks, by module and class: attributes of the class, fields, or
-# what its `__init__` sets.
+# Attributes of vLLM that kvrs reads besides its hooks, by module and class: class attributes,
+# fields, or attributes set by `__init__`.
 READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     f"{_OFFLOAD}.base": {
         "LookupResult": ("HIT", "MISS", "RETRY"),
@@ -39,7 +39,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "vllm.v1.request": {"Request": ("lora_request",)},
     "vllm.lora.request": {"LoRARequest": ("lora_path",)},
 }
-# What is called, by module and name: the arguments that it gets, by position.
+# Functions that kvrs calls, by module and name, with their positional arguments.
 CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     f"{_OFFLOAD}.base": {
         "RequestOffloadingContext": ("policy",),
@@ -63,13 +63,13 @@ CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def faults_of_tier(connector: type) -> Iterator[str]:
-    """Differences in what the tier, the policy and their connector use of vLLM.
+    """Differences in the parts of vLLM that the tier, the policy and their connector use.
 
     Raises:
-        ImportError: there is no such module, or it lacks a name.
+        ImportError: a missing module, or a missing name in it.
     """
     ledger, tier = (import_module(f"kvrs.vllm.{name}") for name in ("ledger", "tier"))
-    own = {"hold", "release", "give_up"}  # Of the policy.
+    own = {"hold", "release", "give_up"}  # Methods that the policy adds.
     for ours in (connector, tier.KvrsTier, ledger.KvrsPolicy):
         yield from faults_of_hooks(ours, ours.__bases__, own)
         yield from (
@@ -82,7 +82,7 @@ def faults_of_tier(connector: type) -> Iterator[str]:
 def faults_of_hooks(
     connector: type, bases: Sequence[type], own: Set[str] = frozenset()
 ) -> Iterator[str]:
-    """Differences in the hooks that the connector overrides; `own` are no hooks."""
+    """Differences in the hooks that the connector overrides; `own` are methods, not hooks."""
     for name, hook in vars(connector).items():
         if (
             name.startswith("_")
@@ -101,10 +101,10 @@ def faults_of_hooks(
 
 
 def faults_of_reads(needed: Mapping[str, Mapping[str, tuple[str, ...]]]) -> Iterator[str]:
-    """Attributes that vLLM's classes and their objects lack.
+    """Attributes missing in vLLM's classes and their objects.
 
     Raises:
-        ImportError: there is no such module.
+        ImportError: a missing module.
     """
     for path, classes in needed.items():
         module = import_module(path)
@@ -115,10 +115,10 @@ def faults_of_reads(needed: Mapping[str, Mapping[str, tuple[str, ...]]]) -> Iter
 
 
 def faults_of_calls(needed: Mapping[str, Mapping[str, tuple[str, ...]]]) -> Iterator[str]:
-    """Functions and methods that vLLM lacks, or that cannot be called so.
+    """Functions and methods missing in vLLM, or not callable with these arguments.
 
     Raises:
-        ImportError: there is no such module.
+        ImportError: a missing module.
     """
     for path, calls in needed.items():
         for name, arguments in calls.items():
@@ -136,7 +136,9 @@ def faults_of_calls(needed: Mapping[str, Mapping[str, tuple[str, ...]]]) -> Iter
 
 
 def faults_of_features(needed: Iterable[tuple[Any, str]]) -> Iterator[str]:
-    """Attributes that vLLM's objects lack, also as fields of a data class, or set by `__init__`."""
+    """Attributes missing in vLLM's objects, counting fields of data classes and attributes set by
+    `__init__`.
+    """
     for owner, name in needed:
         sets = getattr(getattr(owner, "__init__", None), "__code__", None)
         if (
@@ -148,7 +150,7 @@ def faults_of_features(needed: Iterable[tuple[Any, str]]) -> Iterator[str]:
 
 
 def _parameters(hook: Any) -> list[str]:
-    """Names of the parameters that are always given; ANY for a hook that takes what comes."""
+    """Names of the hook's required parameters; ANY for a hook that accepts any arguments."""
     if isinstance(hook, property):
         return ["self"]
     called = hook.__func__ if isinstance(hook, classmethod) else hook

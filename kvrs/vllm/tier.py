@@ -1,17 +1,18 @@
-"""The secondary tier of vLLM's OffloadingConnector that loads rows from agents.
+"""Secondary tier of vLLM's OffloadingConnector that loads rows from agents.
 
 vLLM loads it by an entry of `secondary_tiers`: `{"type": "KvrsTier", "module_path":
-"kvrs.vllm.tier", "config": FILE, "instance": ID}`. Nothing is stored by way of it: agents read the
-rows of an engine out of its own memory (`kvrs/vllm/ledger.py`).
+"kvrs.vllm.tier", "config": FILE, "instance": ID}`. The tier stores nothing: agents read an engine's
+rows from its memory (`kvrs/vllm/ledger.py`).
 
-All its methods run in the scheduler's thread between two steps and wait for nothing. Each agent has
-threads of its own, one that looks keys up and others that load, so that an agent that hangs delays
-no other; each ends its work by a deadline and always answers. The first error that is not expected
-turns the tier off: it then finds nothing, and vLLM computes.
+The tier's methods run in the scheduler's thread between two steps and never block. Each agent has
+threads of its own, one for lookups and others for loads, so a hanging agent delays no other; each
+thread meets a deadline and always answers. The first unexpected error turns the tier off: it then
+finds nothing, and vLLM computes.
 
 A request's `kv_transfer_params.kvrs` is an object of a proxy (`row_params.py`); its `agents` are
-ids of agents of other nodes. They are asked at the same time as that of the own node, which wins:
-to ask them only for what it lacks would let an own agent that hangs hide what they hold.
+ids of agents of other nodes. They are asked together with the own node's agent, whose rows are
+preferred: asking them only for the rows that the own agent lacks would let a hanging own agent hide
+their rows.
 """
 
 import logging
@@ -39,23 +40,23 @@ from kvrs.vllm.agents import KnownAgents
 
 log = logging.getLogger(__name__)
 
-_OWN_LOADERS = 2  # Of the own node's agent; others have one.
+_OWN_LOADERS = 2  # Loader threads for the own node's agent; other agents have one.
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A lookup of some keys that agents have not answered yet."""
+    """A lookup of keys that agents have not answered yet."""
 
     since_s: float
     waiting: int
     own_waits: bool = True
-    # By key, the first agent of another node that has it.
+    # By key, the first agent of another node that has the row.
     others: dict[bytes, RowClient] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Load:
-    """A job, of which each agent loads a part."""
+    """A job of vLLM whose rows several agents load in parts."""
 
     job: int
     keys: int
@@ -75,7 +76,7 @@ class _Load:
 
 
 class _Jobs:
-    """Jobs of vLLM that threads work at, and those that vLLM has not been told the end of."""
+    """Jobs of vLLM that threads work on, and ended jobs not yet reported to vLLM."""
 
     def __init__(self) -> None:
         self._done: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
@@ -103,13 +104,13 @@ class _Jobs:
         return self._running > 0 or not self._done.empty()
 
     def wait(self) -> None:
-        """Return when no thread works at one."""
+        """Return once no thread works on a job."""
         with self.changed:
             self.changed.wait_for(lambda: self._running == 0)
 
 
 class _Wanted(NamedTuple):
-    """A row that is to be loaded: its key in vLLM and at agents, and where to."""
+    """A row to load: its key in vLLM and at agents, and its destination."""
 
     key: bytes
     at_agent: bytes
@@ -117,7 +118,7 @@ class _Wanted(NamedTuple):
 
 
 class _Threads(NamedTuple):
-    """The queues that the threads of an agent serve."""
+    """Queues that an agent's threads serve."""
 
     lookups: "queue.SimpleQueue[Any]"
     loads: "queue.SimpleQueue[Any]"
@@ -125,7 +126,7 @@ class _Threads(NamedTuple):
 
 
 class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not checked.
-    """Looks up, and loads, what agents hold of the requests that ask for it."""
+    """Looks up and loads agents' rows for requests that ask for them."""
 
     medium = Medium.CPU
 
@@ -140,7 +141,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.switch = Switch(self._let_go)
         self._policy: ledger.KvrsPolicy | None = None
-        # Python has no sub-views of a view with two dimensions.
+        # Python has no sub-views of a two-dimensional view.
         self._memory = primary_kv_view.cast("B")
         self._row_bytes: int = self.block_size_bytes
         self._agents: KnownAgents | None = None
@@ -148,14 +149,14 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         self._lookup_s = self._load_s = 0.0
         self._serves_all = False
         self._proofs = RowProofs(None)
-        # Of the scheduler's thread: what is known of each request's keys.
+        # State of the scheduler's thread: lookup results by request and key.
         self._known: defaultdict[str, dict[bytes, _Asked | RowClient | None]] = defaultdict(dict)
         self._new: defaultdict[str, list[bytes]] = defaultdict(list)
-        self._adapter: dict[str, LoraAdapter] = {}  # Of each request that asks.
+        self._adapter: dict[str, LoraAdapter] = {}  # Adapter of each request that asks for rows.
         self._taken: defaultdict[str, dict[bytes, RowClient]] = defaultdict(dict)
         self._protected: set[str] = set()
         self._asking: dict[str, list[RowClient]] = {}
-        # Between threads.
+        # State shared between threads.
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs = _Jobs()
         self._threads_of: dict[RowClient, _Threads] = {}
@@ -192,17 +193,17 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         given = req_context.kv_transfer_params
         params = given if isinstance(given, dict) else {}
         if (adapter := adapters.current()) is None:
-            return RequestOffloadingContext()  # It is no request of KvrsOffloading.
+            return RequestOffloadingContext()  # The request does not belong to KvrsOffloading.
         req_context.set_state(adapter)
         assert self._agents is not None
         named = self._agents.named(params.get(PARAMS_FIELD))
         if self._serves_all or named is not None:
             self._protected.add(req_context.req_id)
-            # What another connector brings is not looked for here: vLLM asks all of them.
+            # Rows brought by another connector are not looked up: vLLM asks all connectors.
             if not params.get("do_remote_prefill"):
                 self._asking[req_context.req_id] = self._ready(named or [self._agents.own])
                 self._adapter[req_context.req_id] = adapter
-            # A protected stream has no hole where the prefix cache of the engine had its blocks.
+            # A protected stream's rows have no gaps where the engine's prefix cache had the blocks.
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
@@ -224,8 +225,8 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             self._policy.release(request)
 
     def _let_go(self) -> None:
-        """The tier is off: no row is kept longer than others, and none is served, so that proxies
-        see it.
+        """Release everything when the tier turns off: rows lose their protection and are no longer
+        served, so proxies notice.
         """
         if self._policy is not None:
             for request in self._protected:
@@ -235,7 +236,8 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         self._asking.clear()
         self._adapter.clear()
 
-    # Lookups: the first look at keys gathers them, the end of the step asks, a later step knows.
+    # Lookups. The first lookup gathers keys, the end of the step sends them, a later step has
+    # answers.
 
     @guarded(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
@@ -257,8 +259,8 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             if is_open and time.monotonic() < found.since_s + self._lookup_s:
                 return LookupResult.RETRY
             found = other
-        # Once: one that vLLM asks for again could not be loaded, or was evicted by the next rows of
-        # a prompt that its tier has no room for.
+        # Answer only once: if vLLM asks again, the row could not be loaded, or later rows of the
+        # prompt evicted it because the tier is too small.
         known[key] = None
         if found is None:
             return LookupResult.MISS
@@ -312,7 +314,8 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             return
         at = self._proofs.leave_out(found)
         if at is not None and known.get(keys[at]) is asked:
-            known.update(dict.fromkeys(keys[at:]))  # The engine computes from here on.
+            # The engine computes from the first missing row on.
+            known.update(dict.fromkeys(keys[at:]))
             for shared in self._adapter[request].scoped([keys[at]]):
                 fetched = (keys[at], shared, self._row_bytes, agent, self._load_s)
                 self._threads_of[agent].loads.put(partial(self._proofs.fetch, *fetched))
@@ -326,7 +329,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
     # Loads.
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Nothing is to be stored: agents read the row where it is. It stays longer than others."""
+        """Store nothing, since agents read the row in place, and protect the row."""
         self._jobs.begin()
         self._hold(job_metadata)
         if not self._queue_proof(job_metadata):
@@ -385,7 +388,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             loaded = [each.key for each in wanted[:count]]
         finally:
             wanted.clear()
-            rows.clear()  # Nothing refers to vLLM's memory from here on.
+            rows.clear()  # No reference to vLLM's memory remains from here on.
             with self._jobs.changed:
                 load.loaded += loaded
                 load.parts -= 1
@@ -404,7 +407,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         return self._jobs.are_open()
 
     def drain_jobs(self) -> None:
-        """Wait until no thread writes into vLLM's memory: at most as long as a load may take. vLLM
+        """Wait until no thread writes into vLLM's memory, at most for a load's time limit. vLLM
         calls this at a reset of its cache.
         """
         self._jobs.wait()
@@ -420,7 +423,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             self._link.close()
         for agent in self._threads_of:
             agent.close()
-        self._memory.release()  # Else vLLM cannot close its map.
+        self._memory.release()  # vLLM cannot close its mapping otherwise.
 
 
 def _call(work: Callable[[], None]) -> None:
