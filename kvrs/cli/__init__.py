@@ -1,7 +1,7 @@
 """The command line. Each command checks its input, then calls the package that does the work.
 
-Packages that a command needs are imported inside it, so that `kvrs --version` and completion stay
-fast. Those of the laboratory are a group that its package adds (`extras.py`).
+A command imports its packages inside its function, so that `kvrs --version` and completion stay
+fast. The laboratory's package adds its commands as a group (`extras.py`).
 """
 
 import os
@@ -22,7 +22,7 @@ from kvrs.config.logs import LogLevel
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.process.logs import LEVEL_ENV_NAME, LEVELS
 
-INTERRUPTED = 130  # The exit status after Ctrl-C.
+INTERRUPTED = 130  # Exit status after Ctrl-C.
 
 
 app = typer.Typer(
@@ -55,9 +55,7 @@ app.add_typer(config_app, name="config")
 
 
 def main() -> None:
-    """Run the command line; an expected error is printed without a traceback and exits with
-    status 2.
-    """
+    """Run the command line; expected errors are printed without a traceback, with status 2."""
     try:
         app()
     except KvrsError as error:

@@ -1,4 +1,4 @@
-"""The size of the agents' checkpoint stores in tokens and streams of the configured model."""
+"""Size of the agents' checkpoint stores in tokens and streams of the configured model."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,29 +9,29 @@ from kvrs.errors import ConfigError
 from kvrs.proxy.backends.model_files import find_model
 from kvrs.proxy.backends.model_geometry import geometry_of, read_config
 
-# Prompt and `max_tokens` of a usual stream, which it reserves, and how many of these an agent
-# should have room for at least.
+# Prompt and `max_tokens` that a typical stream reserves, and the number of such streams that an
+# agent should have room for.
 _STREAM_TOKENS = 4096
 _FEW_STREAMS = 8
 
 
 def capacity_remark(config: Config) -> Iterator[str]:
-    """Yield how much of the model's KV an agent has room for; nothing where no agent keeps any, or
+    """Yield how much of the model's KV fits into an agent's store; nothing if no agent keeps KV, or
     the model has no files here.
     """
     if not config.agents_run or config.cluster.model is None:
         return
     if config.cluster.backend is Backend.VLLM:
-        return  # Rows of vLLM's own memory take none of it.
+        return  # Agents share the rows in vLLM's own memory.
     if (directory := find_model(config.cluster.model)) is None:
         return
     path = directory / "config.json"
     try:
         geometry = geometry_of(path, read_config(path), config.cluster.engine.page_size_tokens)
-    except ConfigError:  # Found by other checks.
+    except ConfigError:  # Other checks report this fault.
         return
     if config.cluster.backend is Backend.EMBEDDED:
-        geometry = replace(geometry, dtype_bytes=4)  # It computes in 32 bits.
+        geometry = replace(geometry, dtype_bytes=4)  # The embedded engine computes in 32 bits.
     size_bytes, token_bytes = config.backup.capacity_bytes, geometry.bytes_per_token
     tokens = size_bytes // token_bytes
     streams = tokens // _STREAM_TOKENS

@@ -1,4 +1,4 @@
-"""Checks of `kvrs doctor` on the cluster, from the state of a proxy."""
+"""Cluster checks of `kvrs doctor`, on the state of a proxy."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from kvrs.core.fleet.generated import Continues
 from kvrs.errors import ConfigError
 from kvrs.protocol.instance import Role
 
-PATIENCE_S = 5.0  # For instances that have not come up yet, and peers that are not reached.
+PATIENCE_S = 5.0  # Wait for starting instances and unreachable peers.
 _ASK_AGAIN_S = 0.5
 _KEYS = ("instances", "agents", "proxies", "members")
 
@@ -24,12 +24,12 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ProxyAnswer:
-    """The answer of a proxy's admin port: its state, or why there is none."""
+    """Answer of a proxy's admin port: its state, or the cause of its absence."""
 
     url: str
     state: Mapping[str, Any] | None = None
     cause: str = ""
-    # Something listens there that gave no state (taken), or asked for another token (locked).
+    # The port's listener gave no state (taken), or requires another token (locked).
     is_taken: bool = False
     is_locked: bool = False
 
@@ -40,8 +40,8 @@ def ask(
     patience_s: float = PATIENCE_S,
     url: str | None = None,
 ) -> ProxyAnswer:
-    """The state of the proxy at the configured admin port, or at `url`, asked again for so long
-    while an instance has not come up yet, or a peer of the proxy is not reached.
+    """Ask the proxy at the configured admin port, or at `url`, for its state; ask again for up to
+    `patience_s` while an instance is starting or a peer of the proxy is unreachable.
     """
     from kvrs.net.admin import AdminClient, AdminError
 
@@ -113,7 +113,8 @@ def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterato
     if versions != {kvrs.__version__}:
         value = f"the proxy is kvrs {', '.join(sorted(versions))}, here is {kvrs.__version__}"
         yield doubtful("version", value, "the same version everywhere", "restart what is older")
-    if config.proxy.workers == 1:  # Workers have configurations of their own, made from the file.
+    # Workers have configurations of their own, derived from the file.
+    if config.proxy.workers == 1:
         yield _digest(config, rows[0])
     peers = {name for row in rows for name in row["peers"]}
     if down := _peers_not_up(rows):
@@ -128,7 +129,9 @@ def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterato
 
 
 def _digest(config: Config, row: Mapping[str, Any]) -> Finding:
-    """By the proxy's own file, or the one that the `kvrs lab up` was given that started it."""
+    """Compare with the proxy's own file, or with the file of the `kvrs lab up` that started the
+    proxy.
+    """
     running, here = str(row["config_digest"]), config_digest(config)
     if here in (running, row.get("source_digest")):
         return good("configuration in use", f"{here}, as here")
@@ -141,12 +144,12 @@ def _digest(config: Config, row: Mapping[str, Any]) -> Finding:
     )
 
 
-# Verdicts on rows of the state.
+# Verdicts on the state's rows.
 
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """A fault of rows of one kind. Fields of a row are named in its texts."""
+    """A kind of fault in rows of one kind. Its texts may name fields of a row."""
 
     is_of: Callable[[Row], Any]
     find: Callable[[str, str, str, str], Finding]
@@ -160,7 +163,7 @@ def _is_denied(row: Row) -> bool:
 
 
 def _is_coming(row: Row) -> bool:
-    """The instance has not come up yet, and has met no fault: a model may load for minutes."""
+    """The instance is starting without a fault so far: a model may load for minutes."""
     return bool(row["health"] == "starting" and not row.get("reason"))
 
 
@@ -168,7 +171,7 @@ def _is_not_up(row: Row) -> bool:
     return bool(row["health"] != "up")
 
 
-# The first that holds is the verdict.
+# The first matching fault is the verdict.
 _NOT_UP = "{health}{because}"
 _OF_INSTANCES = (
     _Fault(_is_coming, doubtful, _NOT_UP, "up", "wait, then run this again"),
@@ -272,12 +275,12 @@ _OF_MEMBERS = (
 
 
 def _of_each(rows: list[Row], key: str) -> list[Row]:
-    """The value of a key in each row of an instance, with the id and the role of the instance."""
+    """The value of `key` in each instance's row, with the instance's id and role."""
     return [{**row[key], "id": row["id"], "role": row["role"]} for row in rows if row.get(key)]
 
 
 def _judged(check: str, one: str, rows: list[Row], faults: Iterable[_Fault]) -> Iterator[Finding]:
-    """Yield a line for each row with a fault, or one for all rows."""
+    """Yield a line for each row with a fault, or one line if all rows are good."""
     wrong = [
         (row, fault) for row in rows if (fault := next((f for f in faults if f.is_of(row)), None))
     ]
@@ -291,7 +294,7 @@ def _judged(check: str, one: str, rows: list[Row], faults: Iterable[_Fault]) -> 
         yield fault.find(f"{one} {row['id']}", value, fault.allowed, remedy)
 
 
-# How a server of each engine comes to share its rows, and the roles whose servers are to.
+# The setting by which each engine's servers share rows, and the roles that share.
 _SHARING = {
     Backend.VLLM: ("vLLM with KvrsOffloading there", "vllm", (Role.DECODE, Role.BOTH)),
     Backend.SGLANG: ("SGLang with KvrsStorage there", "sglang", (Role.PREFILL, Role.DECODE)),
@@ -299,8 +302,8 @@ _SHARING = {
 
 
 def _rows(config: Config, up: list[Row], agents: list[Row]) -> Iterator[Finding]:
-    """Yield whether agents serve the rows of each server that is to share some, and those mean the
-    same.
+    """Yield whether agents serve rows of each server that should share rows, and whether these rows
+    mean the same.
     """
     if (found := _SHARING.get(config.cluster.backend)) is None:
         return
@@ -315,7 +318,7 @@ def _rows(config: Config, up: list[Row], agents: list[Row]) -> Iterator[Finding]
         value = f"no agent serves any of {', '.join(lacking)}"
         remedy = f"start {what}, and see its log (kvrs docs {page})"
         yield doubtful("rows", value, f"those of each {' and '.join(roles)} instance", remedy)
-    # Ranks of one server may have one each.
+    # The ranks of a server may have a namespace each.
     meanings = {
         frozenset(each["namespace"] for each in regions if each["engine"] == engine)
         for engine in having

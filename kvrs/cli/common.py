@@ -1,4 +1,4 @@
-"""The console of the commands, and options objects filled from their parameters."""
+"""Console of the commands, and options objects filled from command parameters."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -17,15 +17,13 @@ console = Console(stderr=True, highlight=False)
 
 
 def filled(kind: type[Options], given: dict[str, Any], **rest: Any) -> Options:
-    """An options object: its fields from the parameters of a command with the same names, and from
-    `rest`.
-    """
+    """Make an options object from the command parameters of the same names, and from `rest`."""
     same = {field.name: given[field.name] for field in fields(kind) if field.name in given}
     return kind(**(same | rest))
 
 
 def faults_in(check: Callable[[], object]) -> list[str]:
-    """The faults that a check raises."""
+    """Faults that a check raises."""
     try:
         check()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""`kvrs doctor`: this machine and the cluster are looked at; nothing is started or changed."""
+"""`kvrs doctor` checks this machine and the cluster; it starts and changes nothing."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ from kvrs.config.file import load_config
 if TYPE_CHECKING:
     from kvrs.cli.cluster_checks import ProxyAnswer
 
-FAILED = 1  # The exit status.
+FAILED = 1  # Exit status.
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
 
@@ -46,7 +46,7 @@ def doctor(
     from kvrs.cli.machine_checks import machine_findings
     from kvrs.cli.model_checks import exactness_findings, model_findings
 
-    # What the checks of other modules would log is among the findings.
+    # Log lines of the checked modules would repeat the findings.
     for package in ("kvrs", "kvrs_engine"):
         logging.getLogger(package).addHandler(logging.NullHandler())
     settings = load_config(config, os.environ)
@@ -75,7 +75,7 @@ def doctor(
 
 
 def _command_line(answer: "ProxyAnswer") -> CommandLine | None:
-    """The one of the proxy that answers, if it has no file."""
+    """Command line of the answering proxy, if it has no file."""
     row = None if answer.state is None else answer.state["proxies"][0].get("command_line")
     return None if row is None else msgspec.convert(row, CommandLine)
 

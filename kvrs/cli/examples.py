@@ -31,6 +31,6 @@ _EXAMPLES = {
 
 
 def examples(command: str, known: Mapping[str, Sequence[str]] = _EXAMPLES) -> str | None:
-    """Those of a command, a paragraph each; None: it has none."""
+    """Examples of a command, one paragraph each; None: no examples."""
     lines = known.get(command)
     return None if lines is None else "\n\n".join(["Examples:", *lines])

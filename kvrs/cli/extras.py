@@ -1,8 +1,8 @@
-"""Commands of the other packages: found by entry points, and imported when they are used.
+"""Commands of other packages, found by entry points and imported on use.
 
-kvrs imports neither the engine nor the laboratory. A distribution adds a command, or a group of
-them, by an entry point of the group `kvrs.commands`, which has the command's name and loads a
-`typer.Typer`; `kvrs lab` is one.
+kvrs imports neither the engine nor the laboratory. A distribution adds a command or a group by an
+entry point of the group `kvrs.commands`, which has the command's name and loads a `typer.Typer`,
+such as `kvrs lab`.
 """
 
 from collections.abc import Callable
@@ -21,19 +21,19 @@ from kvrs.errors import ConfigError, MissingExtraError, check_extras
 
 GROUP = "kvrs.commands"
 
-# Commands of earlier versions, which the laboratory has now.
+# Commands of earlier versions that are now in the laboratory.
 MOVED = ("demo", "up", "replay", "simulate", "compare", "tune", "report", "explain")
 
-_EXTRAS = {"kvrs_engine": "engine", "kvrs_lab": "lab"}  # By package.
+_EXTRAS = {"kvrs_engine": "engine", "kvrs_lab": "lab"}  # Extra of the distribution, by package.
 _ANY_ARGUMENTS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 class OfEngine(Protocol):
-    """The functions of `kvrs_engine.cli`, which commands of kvrs call."""
+    """Functions of `kvrs_engine.cli` that kvrs's commands call."""
 
     def profile(self, given: dict[str, Any]) -> Path:
-        """Measure the embedded engine here, by the parameters of `kvrs profile`, and return the
-        file of the table.
+        """Measure the embedded engine here, with the parameters of `kvrs profile`, and return the
+        path of the table.
         """
         ...
 
@@ -53,7 +53,7 @@ def of_engine() -> OfEngine:
 
 
 class Commands(TyperGroup):
-    """The commands of kvrs, and those of other packages after them, imported when asked for."""
+    """Commands of kvrs, followed by commands of other packages, imported on use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         for name in _registered():
@@ -71,7 +71,7 @@ class Commands(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
     def _add(self, name: str) -> None:
-        """Import a command of another package, if there is one of this name."""
+        """Import a command of another package, if a package has a command of this name."""
         load = _registered().get(name)
         if name in self.commands or load is None:
             return
@@ -86,7 +86,9 @@ class Commands(TyperGroup):
 
 
 def _missing(error: ModuleNotFoundError) -> MissingExtraError:
-    """The error for a package of kvrs that is not installed. Raises `error`: it is of another."""
+    """Make the error for a package of kvrs that is not installed. Raises `error` for other
+    packages.
+    """
     if error.name not in _EXTRAS:
         raise error
     package = error.name
@@ -106,7 +108,7 @@ def _without(name: str, error: MissingExtraError) -> typer.Typer:
 
 @cache
 def _registered() -> dict[str, Callable[[], typer.Typer]]:
-    """The commands of other packages, each with the function that loads it."""
+    """Commands of other packages, each with the function that loads it."""
     from importlib.metadata import entry_points
 
     return {point.name: point.load for point in entry_points(group=GROUP)}

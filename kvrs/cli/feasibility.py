@@ -1,5 +1,5 @@
-"""Faults of a valid configuration that cannot work: ports that are open to everyone, files that are
-not there, KV that does not fit, names that cannot be resolved.
+"""Faults of a valid configuration that cannot work: ports open to everyone, missing files, KV that
+does not fit, names that do not resolve.
 """
 
 import json
@@ -31,12 +31,12 @@ from kvrs.tracing.settings import trace_settings
 
 _RESOLVE_S = 3.0
 _MAX_SHOWN = 3
-_FIRST_PORT_OF_ALL = 1024  # Below it a system may ask for a privilege.
+_FIRST_PORT_OF_ALL = 1024  # Lowest port that every system lets any user bind.
 
 
 def faults_of(config: Config, environ: Mapping[str, str], *, elsewhere: bool = False) -> list[str]:
     """Faults that keep processes of this configuration from starting or serving, each once.
-    `elsewhere`: no file and no name of this machine is looked up.
+    `elsewhere`: look up no file and no name of this machine.
     """
     found = [*faults_in(partial(check_exposure, config, environ)), *_contradictions(config)]
     if not elsewhere:
@@ -45,22 +45,22 @@ def faults_of(config: Config, environ: Mapping[str, str], *, elsewhere: bool = F
 
 
 def faults_of_start(config: Config, environ: Mapping[str, str]) -> list[str]:
-    """Those of them that keep a proxy from starting here. Files of engines and agents may be on
-    other machines.
+    """Faults that keep a proxy from starting here. Files of engines and agents may be on other
+    machines.
     """
     found = faults_of(config, environ, elsewhere=True)
     return list(dict.fromkeys([*found, *_faults_of_proxy_here(config, environ)]))
 
 
 def check_all(source: Source, faults: Sequence[str]) -> None:
-    """Raises ConfigError: there are faults; with their places in the file."""
+    """Raises ConfigError: the faults, with their places in the file."""
     if faults:
         raise ConfigError([source.located(fault) for fault in faults])
 
 
 def remarks_on(config: Config, *, elsewhere: bool = False) -> list[str]:
-    """Remarks on settings that are allowed and worth a second look: lines that begin with `note: `
-    or `warning: `.
+    """Remarks on allowed settings that deserve a second look, each with the prefix `note: ` or
+    `warning: `.
     """
     found = [*notes(config), *_doubts(config)]
     return found if elsewhere else [*found, *_here(config)]
@@ -69,8 +69,8 @@ def remarks_on(config: Config, *, elsewhere: bool = False) -> list[str]:
 def private_files(
     config: Config, environ: Mapping[str, str]
 ) -> Iterator[tuple[str, str | None, Callable[[], object]]]:
-    """Keys of files that only their owner may read, their paths, and what reads them; without a
-    path, the environment is read.
+    """Key, path and reader of each file that only its owner may read; without a path the reader
+    uses the environment.
     """
     security = config.security
     for key, path, read in (
@@ -82,7 +82,7 @@ def private_files(
 
 
 def tls_sections(config: Config) -> Iterator[tuple[str, TlsSettings, Callable[[], object]]]:
-    """Those of the configuration, and what loads their files."""
+    """TLS sections of the configuration, each with a function that loads its files."""
     from kvrs.net.tls import load_certificates
 
     for section, files in (
@@ -95,9 +95,7 @@ def tls_sections(config: Config) -> Iterator[tuple[str, TlsSettings, Callable[[]
 
 
 def _faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield faults that keep a process of this configuration from starting or serving on this
-    machine.
-    """
+    """Yield faults that keep a process of this configuration from starting or serving here."""
     yield from _faults_of_proxy_here(config, environ)
     yield from _faults_of_model(config)
     if config.agents_run:
@@ -114,7 +112,7 @@ def _faults_of_proxy_here(config: Config, environ: Mapping[str, str]) -> Iterato
     yield from faults_in(partial(check_shared_ports, config))
     yield from faults_in(partial(check_pods, config.cluster.services))
     for key, path, read in private_files(config, environ):
-        # Where there is none, `kvrs lab up` makes a secret for itself.
+        # Without a secret, `kvrs lab up` makes one.
         if path is not None or key != "security.secret_file" or ENV_NAME in environ:
             yield from faults_in(read)
     for _, _, load in tls_sections(config):
@@ -126,7 +124,7 @@ def _faults_of_proxy_here(config: Config, environ: Mapping[str, str]) -> Iterato
 
 
 def _contradictions(config: Config) -> Iterator[str]:
-    """Yield faults that no machine can make up for."""
+    """Yield faults that no machine can remedy."""
     cluster, engine = config.cluster, config.cluster.engine
     is_ours = "max_model_len" in engine.model_fields_set and not cluster.backend.is_stock
     if is_ours and (held := _tokens_held(config)) < engine.max_model_len:
@@ -145,7 +143,7 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 
 def _doubts(config: Config) -> Iterator[str]:
-    """Yield a note for each setting that is allowed and probably not meant."""
+    """Yield a note for each allowed setting that is probably unintended."""
     engine, cluster = config.cluster.engine, config.cluster
     if not cluster.backend.is_stock and (held := _tokens_held(config)) < engine.max_model_len:
         yield (
@@ -162,7 +160,7 @@ def _doubts(config: Config) -> Iterator[str]:
 
 
 def _here(config: Config) -> Iterator[str]:
-    """The same of what is looked up on this machine."""
+    """Yield notes and warnings that depend on this machine."""
     yield from _without_tokenizer(config)
     yield from _foreign_profile(config)
     yield from capacity_remark(config)
@@ -171,7 +169,7 @@ def _here(config: Config) -> Iterator[str]:
 
 
 def _forbidden_ports(config: Config) -> Iterator[str]:
-    """Low ports, which this user may not bind; the one that starts the proxy may."""
+    """Yield low ports that this user may not bind; the user that starts the proxy may."""
     for key in ("port", "admin_port", "peer_port"):
         host, port = getattr(config.proxy, HOST_OF_PORT[key]), getattr(config.proxy, key)
         if 0 < port < _FIRST_PORT_OF_ALL and is_numeric(host):
@@ -187,8 +185,8 @@ def _forbidden_ports(config: Config) -> Iterator[str]:
 
 
 def _without_tokenizer(config: Config) -> Iterator[str]:
-    """Engines of others are continued by the text that the proxy makes itself. (The embedded one
-    does not start without the file.)
+    """Yield a warning for a stock engine without `tokenizer.json`, which the proxy needs to make
+    the text of continued streams. (The embedded engine does not start without the file.)
     """
     cluster = config.cluster
     if cluster.model is None or cluster.backend is Backend.EMBEDDED:
@@ -214,7 +212,7 @@ def _foreign_profile(config: Config) -> Iterator[str]:
 
 
 def _unresolved(config: Config) -> Iterator[str]:
-    """A line for the host names that this machine cannot resolve; others may."""
+    """Yield a line with the host names that do not resolve here; they may elsewhere."""
     names = sorted({host for host in _hosts(config) if not is_numeric(host)})
     answered: set[str] = set()
     threads = [
@@ -235,7 +233,7 @@ def _tokens_held(config: Config) -> int:
 
 
 def _faults_of_model(config: Config) -> Iterator[str]:
-    """A model that is not there, or cannot do what the file asks for."""
+    """Yield faults of a model that is missing, or lacks what the configuration needs."""
     cluster = config.cluster
     if cluster.model is None:
         return
@@ -256,7 +254,7 @@ def _faults_of_model(config: Config) -> Iterator[str]:
 
 
 def faults_of_draft(config: Config) -> Iterator[str]:
-    """A draft model that is not there, or whose ids are others than those of the model."""
+    """Faults of a draft model that is missing, or has another vocabulary than the model."""
     if config.speculation.draft is None or config.cluster.model is None:
         return
     draft, model = Path(config.speculation.draft), Path(config.cluster.model)
@@ -281,7 +279,7 @@ def faults_of_draft(config: Config) -> Iterator[str]:
 
 
 def _vocab_size(model: Path) -> object:
-    """None: none is given."""
+    """Vocabulary size of a model; None: not stated."""
     try:
         return json.loads((model / "config.json").read_text(encoding="utf-8")).get("vocab_size")
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -306,7 +304,7 @@ def _missing_files(model: Path) -> Iterator[str]:
 
 
 def _faults_of_memory(config: Config) -> Iterator[str]:
-    """KV of the instances that share this machine, where it is in host memory."""
+    """Yield faults of the KV memory of the instances on this machine, if it is host memory."""
     from kvrs.proxy.backends.model_geometry import read_geometry
 
     cluster, engine = config.cluster, config.cluster.engine

@@ -1,4 +1,4 @@
-"""Findings of `kvrs doctor`: one line per check."""
+"""Findings of `kvrs doctor`, one line per check."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`allowed` and `remedy` are empty where nothing is to be mended."""
+    """Result of a check. `allowed` and `remedy` are empty if nothing needs mending."""
 
     check: str
     level: Level
@@ -35,7 +35,7 @@ def bad(check: str, value: str, allowed: str, remedy: str) -> Finding:
 
 
 def of_fault(fault: str, remedy: str, check: str = "configuration") -> Finding:
-    """A fault as the configuration's checks have it: path, value, what is allowed."""
+    """Split a configuration's fault into path, value and allowed values."""
     value, _, allowed = fault.partition("; allowed: ")
     return bad(check, value, allowed, remedy)
 

@@ -1,5 +1,5 @@
-"""`kvrs incidents`: the losses and decisions of an event log with their real cost, decided again.
-Requests that were at fault themselves are no incidents.
+"""`kvrs incidents` shows the losses and decisions of an event log with their real costs, and
+decides them again. Faulty requests are no incidents.
 """
 
 import gzip
@@ -24,17 +24,18 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.process.logs import old_parts
 from kvrs.tables import show
 
-Moments = Callable[[float], dict[str, Any]]  # A time of the log as a document has it.
+Moments = Callable[[float], dict[str, Any]]  # Converts a time of the log to a document's fields.
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
     line: int
     at_s: float
-    instance: InstanceId  # Or the agent.
+    instance: InstanceId  # Instance or agent.
     cause: str
-    stream: StreamId | None  # Of an attempt that broke alone; None: the instance or agent is lost.
-    is_refusal: bool = False  # Of an attempt, by a 4xx.
+    # Stream whose attempt alone broke; None: the instance or agent is lost.
+    stream: StreamId | None
+    is_refusal: bool = False  # A 4xx refused the attempt.
 
 
 @dataclass(slots=True)
@@ -42,8 +43,8 @@ class RecordedDecision:
     line: int
     at_s: float
     action: act.Recovered | act.GiveUp
-    plan: act.Plan | None  # None: the stream was given up, or stayed where it was.
-    settled: act.Settled | None = None  # None: the attempt, or the log, ended before a token.
+    plan: act.Plan | None  # None: the stream was given up, or stayed at its instance.
+    settled: act.Settled | None = None  # None: the attempt or the log ended before a token.
     after_refusal: bool = False  # The attempt before was refused.
 
     @property
@@ -56,7 +57,7 @@ class RecordedDecision:
 
     @property
     def way(self) -> str:
-        """Option, source and target by which the stream was brought back."""
+        """Option, source and target of the recovery."""
         action, plan = self.action, self.plan
         if isinstance(action, act.GiveUp):
             return Option.ABORT.value
@@ -69,7 +70,7 @@ class RecordedDecision:
 
     @property
     def chosen(self) -> Estimate | None:
-        """The estimate that was carried out; None: the stream was given up."""
+        """The chosen estimate; None: the stream was given up."""
         action, plan = self.action, self.plan
         if isinstance(action, act.GiveUp):
             return None
@@ -79,14 +80,14 @@ class RecordedDecision:
 
     @property
     def others_wait_s(self) -> float | None:
-        """Charge of the chosen estimate for the wait of other victims; None: there was none."""
+        """The chosen estimate's charge for the wait of other victims; None: no charge."""
         if isinstance(self.action, act.GiveUp) or not self.action.others or self.chosen is None:
             return None
         return self.chosen.wait_of_others_s(self.action.others)
 
     @property
     def options(self) -> dict[str, float]:
-        """Each option with its least predicted cost at any target, the cheapest first."""
+        """Lowest predicted cost of each option over all targets, cheapest first."""
         estimates = () if isinstance(self.action, act.GiveUp) else self.action.estimates
         best = sorted(best_by_option(estimates), key=lambda each: each.total_s)
         return {each.option.value: each.total_s for each in best}
@@ -97,11 +98,11 @@ def _run(run: act.PageRange) -> str:
 
 
 def incidents(entries: Iterable[LogEntry]) -> list[Loss | RecordedDecision]:
-    """Losses and decisions in the order in which they happened."""
+    """Losses and decisions in order of time."""
     happened: list[Loss | RecordedDecision] = []
     open_: dict[tuple[StreamId, int], RecordedDecision] = {}
-    refused: set[StreamId] = set()  # Their last failure was a refusal.
-    rejected: set[StreamId] = set()  # Their requests were at fault.
+    refused: set[StreamId] = set()  # Streams whose last failure was a refusal.
+    rejected: set[StreamId] = set()  # Streams whose requests were at fault.
     for entry in entries:
         if (loss := _loss(entry)) is not None:
             happened.append(loss)
@@ -137,7 +138,7 @@ def incidents(entries: Iterable[LogEntry]) -> list[Loss | RecordedDecision]:
 
 
 def _is_about_a_request(each: Loss | RecordedDecision, rejected: set[StreamId]) -> bool:
-    """True if it came of the fault of a request, and no instance is to blame."""
+    """The entry results from a faulty request; no instance is to blame."""
     if isinstance(each, Loss):
         return each.is_refusal and each.stream in rejected
     is_over = isinstance(each.action, act.GiveUp)
@@ -159,19 +160,20 @@ def _loss(entry: LogEntry) -> Loss | None:
 
 
 def show_incidents(path: Path, *, as_json: bool = False) -> bool:
-    """Print each loss and each decision of an event log, and whether the policy, given the same
-    events, asks for the same again.
+    """Print each loss and each decision of an event log, and whether the policy decides the same
+    again, given the same events.
 
     Returns:
-        False if it does not.
+        False if a decision differs.
 
     Raises:
-        LogError: the file cannot be read, or one of its lines is none.
+        LogError: the file cannot be read, or has an invalid line.
     """
     lines, notes = lines_of(path)
     with _named(path):
         records = [*read(lines)]
-        # From its middle on a log can be shown, but not run again: earlier events are missing.
+        # A log that starts in its middle can be shown, but not run again: earlier events are
+        # missing.
         is_whole = not any(isinstance(each, Header) and each.part > 1 for each in records[:1])
         again = rerun(lines) if is_whole else None
     if again is None:
@@ -210,7 +212,7 @@ def show_incidents(path: Path, *, as_json: bool = False) -> bool:
 
 
 def _guesses(entries: Iterable[LogEntry]) -> Iterator[str]:
-    """A note on instances of which the prefill times were guessed."""
+    """A note on instances with estimated prefill times."""
     ups = [each.event for each in entries if isinstance(each.event, ev.InstanceUp)]
     guessed = {each.info.id for each in ups if _is_guess(each)}
     if guessed:
@@ -226,7 +228,7 @@ def _is_guess(up: ev.InstanceUp) -> bool:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Errors of a log begin with the name of its file."""
+    """Prefix errors of a log with the name of its file."""
     try:
         yield
     except LogError as error:
@@ -234,14 +236,12 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def lines_of(path: Path) -> tuple[list[str], list[str]]:
-    """The lines of the log, with those of the file before it where it continues that, and notes on
-    them.
-    """
+    """Lines of the log, after the lines of older files that it continues, and notes on these."""
     lines, notes = _lines_of_file(path)
     part, own_lines = _part_of(path, lines), len(lines)
     numbered = re.fullmatch(r"(.+)\.([0-9]{1,15})\.gz", path.name)
     before = path if numbered is None else path.with_name(numbered[1])
-    begin: list[str] = []  # Of the older parts, the newest first.
+    begin: list[str] = []  # Names of the older parts, newest first.
     for number, file in sorted(old_parts(before).items(), reverse=True):
         if numbered is not None and number >= int(numbered[2]):
             continue
@@ -259,7 +259,7 @@ def lines_of(path: Path) -> tuple[list[str], list[str]]:
 
 
 def _part_of(path: Path, lines: list[str]) -> int:
-    """The number of the part that a file holds; 1 for an empty one."""
+    """Number of the part in a file; 1 for an empty file."""
     with _named(path):
         header = next(read(lines), None)
     return header.part if isinstance(header, Header) else 1
@@ -276,14 +276,14 @@ def _lines_of_file(path: Path) -> tuple[list[str], list[str]]:
     except UnicodeDecodeError as error:
         raise LogError(f"{path}: not text: {error.reason} at byte {error.start}") from None
     *lines, rest = text.split("\n")
-    # A proxy that is killed while it writes leaves part of a line.
+    # A proxy that is killed while writing leaves part of a line.
     cut = f"{path.name} ends within line {len(lines) + 1}, which is left out"
     return lines, [cut] if rest else []
 
 
 def _moments(entries: Sequence[LogEntry]) -> Moments:
-    """Converts times of a log to UTC too, to be laid beside records of
-    others; older logs have no wall clock.
+    """Make a converter that adds UTC to times of the log, for comparison with other records; older
+    logs have no wall clock.
     """
     first = next(iter(entries), None)
     wall_zero_s = None if first is None or first.wall_s is None else first.wall_s - first.now_s

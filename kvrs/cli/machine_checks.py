@@ -1,5 +1,5 @@
-"""Checks of `kvrs doctor` on this machine: packages, descriptors, memory, private files and
-certificates, and the configuration.
+"""Machine checks of `kvrs doctor`: packages, descriptors, memory, private files, certificates and
+the configuration.
 """
 
 import platform
@@ -64,7 +64,7 @@ def _computes_here(config: Config) -> bool:
 
 
 def _torch(config: Config) -> Iterator[Finding]:
-    """By the file that its build has written: to import it takes seconds."""
+    """Read the file written by torch's build: importing torch takes seconds."""
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return
@@ -84,12 +84,12 @@ def _torch(config: Config) -> Iterator[Finding]:
 
 
 def _can_bind(host: str, port: int = 0) -> bool:
-    """An address of this machine has the name, and nothing listens at its port."""
+    """The name has an address of this machine, and nothing listens at the port."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, _, _, _, address in found:
             with socket.socket(family, socket.SOCK_STREAM) as trial:
-                # Connections of a former process may linger there.
+                # Connections of a former process may linger.
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 trial.bind(address)
     except OSError:
@@ -101,7 +101,7 @@ def _can_bind(host: str, port: int = 0) -> bool:
 
 
 def _descriptors(config: Config) -> Finding:
-    """Descriptors of a proxy: as it starts, it raises its soft limit to the hard one."""
+    """Check a proxy's descriptors; at its start a proxy raises its soft limit to the hard limit."""
     from kvrs.process.descriptors import raise_descriptor_limit
     from kvrs.proxy.wire.capacity import capacity_of
 
@@ -121,7 +121,9 @@ def _descriptors(config: Config) -> Finding:
 
 
 def _memory(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
-    """For the proxy's buffers and the agents' pages; those that run have theirs already."""
+    """Check memory for the proxy's buffers and the agents' pages; running processes have theirs
+    already.
+    """
     agents = sum(_can_bind(node.agent.host, node.agent.port) for node in config.cluster.nodes)
     pages = agents * config.backup.capacity_bytes if config.agents_run else 0
     wanted, free = pages, free_bytes()
@@ -135,7 +137,8 @@ def _memory(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
         remedy = "lower backup.capacity_bytes, proxy.body_budget_bytes or proxy.mirror_bytes"
         yield doubtful("memory", value, f"{wanted:,}, of these {pages:,} for agents", remedy)
     folder = config.backup.directory
-    if not pages or not Path(folder).is_dir():  # The latter is a fault of the configuration.
+    # A missing directory is a fault of the configuration.
+    if not pages or not Path(folder).is_dir():
         return
     room = shutil.disk_usage(folder).free
     value = f"{room:,} bytes are free in {folder}"
@@ -151,7 +154,7 @@ def _memory(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
 
 
 def _configuration(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """All that `kvrs config check` finds, with the files for themselves."""
+    """All findings of `kvrs config check`, with a line per private file."""
     of_files: set[str] = set()
     for check, path, read in private_files(config, environ):
         if path is None:
@@ -197,7 +200,7 @@ def _remedy_of_file(fault: str, path: str) -> str:
 
 
 def _expiries(section: str, tls: TlsSettings) -> Iterator[Finding]:
-    """Yield the expiry of each certificate file that can be used now."""
+    """Yield the expiry of each valid certificate file."""
     from kvrs.net.tls import hand_shake, pinned_context
 
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

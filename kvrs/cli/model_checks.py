@@ -1,4 +1,4 @@
-"""Checks of `kvrs doctor` on the model: its files on this machine, and whose profile it has."""
+"""Model checks of `kvrs doctor`: its files on this machine, and the model of its profile."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,12 +16,13 @@ from kvrs.proxy.backends.model_files import find_model, how_to_get
 from kvrs.proxy.backends.model_geometry import geometry_of, read_config
 
 _TOKENIZER = "tokenizer.json"
-_SAME = 1.25  # Names of models round their parameters: within this factor they are the same.
+# Model names round the number of parameters: models within this factor count as the same.
+_SAME = 1.25
 
 
 def exactness_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
-    """Yield the first lines of all: instances compute different things, or streams are continued
-    inexactly for want of a tokenizer.
+    """Yield the most important findings: instances compute different things, or streams continue
+    inexactly without a tokenizer.
     """
     if answer.state is not None:
         yield from _differences(answer.state["instances"])
@@ -39,7 +40,7 @@ def exactness_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]
 
 
 def _differences(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Yield what self-tests have seen of instances that are up: other weights, and near-ties."""
+    """Yield the self-tests' findings on running instances: other weights, and near-ties."""
     tests = {
         row["id"]: row["self_test"] for row in rows if row["health"] == "up" and row["self_test"]
     }
@@ -68,7 +69,7 @@ def _differences(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _inexact(model: str | None, directory: str | None) -> tuple[str, str, str]:
-    """The value, what is allowed and the remedy."""
+    """Value, allowed value and remedy of the finding."""
     cause = f"no {_TOKENIZER} in {directory}"
     remedy = "save the model's tokenizer there (save_pretrained), and restart the proxy"
     if directory is None:
@@ -85,7 +86,7 @@ def _inexact(model: str | None, directory: str | None) -> tuple[str, str, str]:
 
 
 def model_findings(config: Config, state: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield what the proxy knows of a model before vLLM, which publishes little of it."""
+    """Yield what the proxy knows of a vLLM's model, of which vLLM reports little."""
     row = state["proxies"][0]
     model, directory = row.get("model"), row.get("model_directory")
     if not config.cluster.backend.is_stock or model is None:
@@ -95,15 +96,15 @@ def model_findings(config: Config, state: Mapping[str, Any]) -> Iterator[Finding
         allowed = "its config.json: without it costs of moving KV are a guess"
         remedy = f"{how_to_get(model)}, or cluster.model; then restart the proxy"
         yield doubtful("files of the model", value, allowed, remedy)
-    elif config.cluster.model is None:  # Else found in the file.
+    elif config.cluster.model is None:  # Otherwise the model is configured.
         remark = foreign_profile(config.profiles.prefill, Path(directory))
         if remark is not None:
             yield doubtful("configuration", remark.removeprefix("warning: "), "", "")
 
 
 def foreign_profile(name: str | None, directory: Path | None) -> str | None:
-    """The remark that a profile was measured with another model, as far as the profile and the
-    model's config.json tell; None: nothing speaks against it.
+    """Remark that a profile was measured with another model, judged by the profile and the model's
+    config.json; None: no difference found.
     """
     if name is None or directory is None:
         return None
@@ -111,7 +112,7 @@ def foreign_profile(name: str | None, directory: Path | None) -> str | None:
         fields = read_config(directory / "config.json")
         own = geometry_of(directory / "config.json", fields, 16)
         profile = catalog.profile(name)
-    except ConfigError:  # Found by other checks.
+    except ConfigError:  # Other checks report this fault.
         return None
     size = size_of(fields)
     compared = {
@@ -135,7 +136,7 @@ def foreign_profile(name: str | None, directory: Path | None) -> str | None:
 
 
 def _parameters(profile: Profile) -> float | None:
-    """Billions of them; None: the profile does not tell."""
+    """Billions of parameters; None: not in the profile."""
     if profile.load is None or profile.dtype not in ("bf16", "fp16"):
         return None
     return profile.load.weight_bytes / 2e9

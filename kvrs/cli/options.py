@@ -1,4 +1,4 @@
-"""Options of the commands that take more than a line: type, bounds and help text."""
+"""Command-line options with type, bounds and help text, for options that take more than a line."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +10,7 @@ from kvrs.config import presets
 from kvrs.config.policy import PolicyName
 from kvrs.config.proxy import MAX_WORKERS
 
-# Names are too long for the column of types.
+# Names too long for the column of types.
 POLICY, POLICIES = "POLICY", ", ".join(policy.value for policy in PolicyName)
 # Groups of `kvrs proxy`.
 FILE = "With a file"
@@ -18,7 +18,7 @@ URLS = "Without a file"
 
 
 class StockEngine(StrEnum):
-    """Values of `Backend`, whose module takes a while to load."""
+    """Values of `Backend`, repeated here because its module loads slowly."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -81,8 +81,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 NoEnv = Annotated[
     bool, typer.Option("--no-env", help="Without settings and ${NAME} from the environment")
 ]
-LaunchJson = Annotated[str | None, typer.Option("--launch", hidden=True)]  # From `kvrs lab up`.
-# A `WorkerPlan`, from the proxy that starts this one as a worker.
+# Passed by `kvrs lab up`.
+LaunchJson = Annotated[str | None, typer.Option("--launch", hidden=True)]
+# A `WorkerPlan`, passed by the proxy that starts this worker.
 WorkerJson = Annotated[str | None, typer.Option("--worker", hidden=True)]
 Preset = Annotated[
     presets.SystemPreset | None,

@@ -1,4 +1,4 @@
-"""`kvrs docs`: pages of the documentation, which are installed with the package."""
+"""`kvrs docs` prints pages of the documentation, which are installed with the package."""
 
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -9,7 +9,7 @@ import typer
 import kvrs
 from kvrs.errors import ConfigError
 
-# Where the pages lie in a checkout, and below the prefix of an environment.
+# Folder of the pages in a checkout, and below the prefix of an environment.
 _CHECKOUT, _INSTALLED = "docs", "share/doc/kvrs"
 _FOLDERS = ("guide", "research")
 _SUFFIX = ".md"
@@ -31,14 +31,14 @@ def docs(page: Page = None) -> None:
 
 
 def pages() -> dict[str, Path]:
-    """The page of each name: of the checkout that kvrs runs from, or of its installation."""
+    """Path of each page by name, in the checkout that kvrs runs from, or in its installation."""
     root = Path(kvrs.__file__).parents[1] / _CHECKOUT
     found = [page for folder in _FOLDERS for page in (root / folder).glob(f"*{_SUFFIX}")]
     return {page.stem: page for page in sorted(found or _installed())}
 
 
 def title(page: Path) -> str:
-    """The heading of a page."""
+    """Heading of a page."""
     with page.open(encoding="utf-8") as lines:
         return next(lines).lstrip("# ").rstrip()
 

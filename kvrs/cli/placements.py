@@ -1,4 +1,4 @@
-"""Placements of prompts by what instances had cached of them, read from an event log."""
+"""Placements of prompts by the instances' cached prefixes, read from an event log."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,8 +8,8 @@ from kvrs.core.model import actions as act
 
 
 def placements(entries: Iterable[LogEntry]) -> dict[str, Any]:
-    """How many prompts began where a part of them was cached, and those that went there past the
-    instance with the shortest queue.
+    """Number of prompts that began at an instance with a cached part, and the prompts placed there
+    although another instance had a shorter queue.
     """
     starts = [
         (entry, each, each.plan.prefill or each.plan.decode)

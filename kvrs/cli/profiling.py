@@ -1,4 +1,4 @@
-"""`kvrs profile`: the table of prefill and decode times of an engine."""
+"""`kvrs profile` measures the prefill and decode times of an engine."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Options of `kvrs proxy` that exclude each other, and the secret of a proxy."""
+"""Mutually exclusive options of `kvrs proxy`, and a proxy's secret."""
 
 import secrets
 from collections.abc import Mapping, MutableMapping
@@ -19,10 +19,10 @@ def command_line(
     backend: str | None,
     of_proxy: Mapping[str, int | str | None],
 ) -> CommandLine | None:
-    """The configuration that the command line itself is; None: there is a file.
+    """Configuration given by the command line itself; None: a file is given.
 
     Raises:
-        ConfigError: there is neither a file nor a server, or there are both.
+        ConfigError: neither a file nor a server is given, or both.
     """
     given = {"--prefill": prefill, "--decode": decode, "--model": model, "--backend": backend}
     if config is not None:
@@ -44,11 +44,11 @@ def command_line(
 
 
 def secrets_of_proxy(config: Config, environ: MutableMapping[str, str]) -> list[bytes]:
-    """The cluster's secrets. A proxy that shares none with any process makes its own, which is put
-    into the environment for its workers.
+    """The cluster's secrets. A proxy that shares no secret makes its own, and passes it to its
+    workers in the environment.
 
     Raises:
-        ConfigError: it needs one that others know, and there is none; or one is not usable.
+        ConfigError: a shared secret is needed and missing, or a secret is not usable.
     """
     is_set = config.security.secret_file is not None or ENV_NAME in environ
     if not is_set and not needs_secret(config):

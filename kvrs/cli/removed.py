@@ -1,4 +1,4 @@
-"""Options of earlier versions, and what to use instead."""
+"""Options of earlier versions and their replacements."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from kvrs.errors import ConfigError
 
 _QUESTION = "ask kvrs.api.explain, whose Question has it"
 
-# By the command; then by the option.
+# Replacements by command, then by option.
 REMOVED = {
     "top": {
         "--json": "GET /kvrs/v1/overview of the admin port has it",
@@ -61,7 +61,7 @@ REMOVED = {
 
 
 def check_options(arguments: Sequence[str]) -> None:
-    """Raises ConfigError: an option of a command line was removed."""
+    """Raises ConfigError: a command line has a removed option."""
     for command, options in REMOVED.items():
         words = command.split()
         if [*arguments[: len(words)]] == words:

@@ -54,7 +54,7 @@ def proxy(
     def read_whole() -> Config:
         source = load_source(config, environ) if line is None else line.source(environ)
         given = with_proxy(checked(source), asked)
-        if launched is None:  # Files that `kvrs lab up` has written have every key.
+        if launched is None:  # Files of `kvrs lab up` have every key.
             check_all(source, faults_of_start(given, os.environ))
         return given
 
@@ -70,7 +70,7 @@ def proxy(
     log_to_stderr(**settings.logs.options, **facts)
     secret, *older = secrets_of_proxy(settings, os.environ)
     if settings.proxy.workers > 1:
-        # A worker has the same command line, with a plan.
+        # A worker has the same command line, plus a plan.
         command = (sys.executable, "-m", "kvrs", *sys.argv[1:], "--worker")
         raise typer.Exit(supervise(settings, command))
     watched = config if settings.proxy.reload_on_change else None
@@ -79,7 +79,7 @@ def proxy(
 
 
 def _without_ports(config: Config) -> Iterator[str]:
-    """The faults of processes that are up already, and have no port in the configuration."""
+    """Yield faults of running processes without a configured port."""
     # A stock engine names the port of its pages itself, in every hand-off.
     needed = ("port",) if config.cluster.backend.is_stock else ("port", "page_port")
     for _, instance in config.cluster.instances():

@@ -1,4 +1,4 @@
-"""`kvrs top`: the live page's data in the terminal."""
+"""`kvrs top` shows the live page's data in the terminal."""
 
 import os
 import select
@@ -77,13 +77,13 @@ def _run(client: "AdminClient") -> None:
                 return
             try:
                 shown = screen(client.overview(), client.url, console.height)
-            except AdminError as error:  # The proxy may be restarted meanwhile.
+            except AdminError as error:  # The proxy may be restarting.
                 shown = Text(f"{error}\n\nasked again every second; q ends", style="red")
 
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """A call that waits so long for a key; empty: none was pressed."""
+    """Yield a function that waits for a key up to a time, and returns "" without a key."""
     keyboard = sys.stdin.fileno()
     if not os.isatty(keyboard):
 
@@ -107,7 +107,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
 
 def screen(overview: Mapping[str, Any], url: str, rows: int) -> Group:
-    """The rows of the screen: the instances first, then the newest recoveries."""
+    """Contents of the screen: instances first, then the newest recoveries."""
     instances, recoveries = overview["instances"], overview["recoveries"]
     table = Table("instance", "role", "node", "health", *("streams", "queued", "wait s"), box=None)
     for name in ("streams", "queued", "wait s"):
@@ -157,7 +157,7 @@ def _head(overview: Mapping[str, Any], url: str) -> Text:
 
 
 def _lending(row: Mapping[str, Any]) -> Iterator[Text]:
-    """The stages of an instance of which any is borrowed, and what it lends."""
+    """Stages of an instance, if a stage is borrowed, and the pages it lends."""
     stages = row["stages"]
     if any(each["donor"] for each in stages):
         places = (f"{each['stage']} at {each['node']}{_donor(each)}" for each in stages)
