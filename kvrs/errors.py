@@ -1,4 +1,6 @@
-"""Expected failures: mistakes of the user, failures of the world. Our own bugs are assertions."""
+"""Errors that kvrs expects: mistakes of the user, failures of the world. Bugs of kvrs are
+assertions.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -20,12 +22,13 @@ EXTRAS = {
     ),
     "distserve": (*_ENGINE, "filelock", "huggingface_hub", "psutil", "ray", "transformers"),
 }
-_BEYOND_NUMBERS = 1e9  # Seconds, rates and factors that are larger are mistakes, as nan is.
+# Limit of seconds, rates and factors: a larger number, like nan, is a mistake.
+_BEYOND_NUMBERS = 1e9
 
 
 class KvrsError(Exception):
-    """Base of every error that kvrs raises on purpose. `is_of_prefill`: it is the end of a prefill
-    call, for which the decode call that goes with it was given up.
+    """Base of every error that kvrs raises on purpose. `is_of_prefill`: a prefill call failed, and
+    its decode call was given up for that.
     """
 
     is_of_prefill = False
@@ -41,14 +44,14 @@ class ConfigError(KvrsError):
         super().__init__("\n".join(self.faults))
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
-        # A worker process may have raised it.
+        # Makes the error picklable, for worker processes.
         return ConfigError, (self.faults,)
 
 
 def numbers_out_of_range(
     options: Iterable[tuple[str, float | None]], *, zero: bool
 ) -> Iterator[str]:
-    """The faults of options by name that are no numbers from above 0, or 0 with `zero`."""
+    """Faults of named options that are not numbers above 0, or from 0 on with `zero`."""
     allowed = f"{'0 or more' if zero else 'above 0'}, below {_BEYOND_NUMBERS:g}"
     for name, value in options:
         if value is not None and not (0 < value < _BEYOND_NUMBERS or (zero and value == 0)):
@@ -63,7 +66,7 @@ def check_extras(*extras: str) -> None:
     """Check that the packages of these extras are installed, without importing them.
 
     Raises:
-        MissingExtraError: some are not.
+        MissingExtraError: some are not installed.
     """
     extra_of = {module: extra for extra in extras for module in EXTRAS[extra]}
     absent = [module for module in extra_of if not _is_installed(module)]
@@ -77,7 +80,7 @@ def check_extras(*extras: str) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # The package that it would be in is not installed either.
+    except ModuleNotFoundError:  # The parent package is not installed either.
         return False
 
 
@@ -86,8 +89,9 @@ class TraceError(KvrsError):
 
 
 class RequestError(KvrsError):
-    """A client's request is wrong (HTTP 4xx). `param` names the field and `code` the kind, as the
-    OpenAI error body does; `kind` is its type, where that does not follow from the status.
+    """A client's request is wrong (HTTP 4xx). `param` names the field, `code` the kind of mistake,
+    as in OpenAI's error body; `kind` is the body's type, if it differs from the status's usual
+    type.
     """
 
     def __init__(
@@ -109,7 +113,7 @@ class RequestError(KvrsError):
 
 
 class UnknownFieldError(RequestError):
-    """The body of a request has a field that its endpoint does not know, which it names."""
+    """A request's body has a field that its endpoint does not know; the message names the field."""
 
     def __init__(self, name: str, allowed: Iterable[str]) -> None:
         super().__init__(
@@ -118,14 +122,12 @@ class UnknownFieldError(RequestError):
 
 
 class TransferError(KvrsError):
-    """A page transfer failed: peer gone, refused at the hand-shake, bad frame, bad checksum, or too
-    slow.
-    """
+    """A page transfer failed: peer gone, hand-shake refused, bad frame or checksum, too slow."""
 
 
 class DamagedPageError(TransferError):
-    """A page arrived whole, but its checksum or mac differs from the sender's: memory, a link, an
-    attacker on it, or an injected fault.
+    """A page arrived complete, but its checksum or MAC is wrong: damage in memory or on a link, an
+    attack, or an injected fault.
     """
 
 
@@ -140,12 +142,12 @@ class GossipError(KvrsError):
 
 
 class LogError(KvrsError):
-    """An event log cannot be read or run again; the message names line and reason."""
+    """An event log cannot be read or run again; the message names the line and the reason."""
 
 
 class RanksLostError(KvrsError):
-    """Ranks of an instance have died, or were killed because they hung. `status`: of the process
-    that did, below 0 minus the signal that ended it; None: it is not known.
+    """Ranks of an instance have died, or were killed because they hung. `status` is the exit status
+    of the first process, below 0 minus the signal; None: unknown.
     """
 
     def __init__(self, ranks: Sequence[int], reason: str, status: int | None = None) -> None:
@@ -156,4 +158,4 @@ class RanksLostError(KvrsError):
 
 
 class LayoutError(KvrsError):
-    """An instance cannot be laid out over its ranks as it was asked."""
+    """An instance cannot be divided over its ranks as requested."""

@@ -1,5 +1,5 @@
-"""Types of the names of nodes, instances and streams, and the ring in which their order lays them.
-They are opaque: no id is ever parsed.
+"""Types of the names of nodes, instances and streams, and the order of names along a ring. Names
+are opaque: no id is ever parsed.
 """
 
 from typing import NewType, TypeVar
@@ -12,5 +12,5 @@ _Place = TypeVar("_Place", NodeId, InstanceId, tuple[NodeId, InstanceId])
 
 
 def along_ring(own: _Place, other: _Place) -> tuple[bool, _Place]:
-    """Sorts others by their distance from the own place along the ring."""
+    """Sort key of `other` by its distance from `own` along the ring."""
     return other < own, other

@@ -1,19 +1,19 @@
-"""Page or slot numbers in order of release, the next to be evicted first, and the objects that
-stand for them.
+"""Page or slot numbers in order of release, the first to evict first, and shared integer objects
+for these numbers.
 """
 
 from array import array
 from collections.abc import Iterable, Iterator
 
 _ABSENT = -1
-_ABSENT_BLOCK = array("i", [_ABSENT]) * 256  # By so many at least the arrays grow.
+_ABSENT_BLOCK = array("i", [_ABSENT]) * 256  # Minimum growth of the arrays.
 
 _NUMBERS: list[int] = []
 
 
 def shared(number: int) -> int:
-    """The number, as the object that all books of this process have: one of each book's own would
-    take 32 bytes.
+    """Return the process-wide object of a number: an object per list of numbers would take 32 bytes
+    each.
     """
     while number >= len(_NUMBERS):
         _NUMBERS.extend(range(len(_NUMBERS), 2 * len(_NUMBERS) + 256))
@@ -22,12 +22,12 @@ def shared(number: int) -> int:
 
 class ReleaseOrder:
     """A set of small numbers in order of insertion. Every operation costs O(1); each number up to
-    the highest takes 8 bytes, also while it is not in.
+    the highest takes 8 bytes, in the set or not.
     """
 
     def __init__(self) -> None:
-        # A circle linked both ways, by place: number n is at place n + 1; place 0 is the start,
-        # before the first number and after the last.
+        # Doubly linked circle by place: number n is at place n + 1; place 0 is the start, before
+        # the first number and after the last.
         self._next = array("i", [0])
         self._previous = array("i", [0])
         self._count = 0
@@ -45,7 +45,7 @@ class ReleaseOrder:
             place = self._next[place]
 
     def add(self, number: int) -> None:
-        """Put the number last; it must not be in."""
+        """Append a number, which must not be in the set."""
         following, previous, place = self._next, self._previous, number + 1
         if place >= len(following):
             missing = _ABSENT_BLOCK * (1 + (place - len(following)) // len(_ABSENT_BLOCK))
@@ -58,12 +58,12 @@ class ReleaseOrder:
         self._count += 1
 
     def update(self, numbers: Iterable[int]) -> None:
-        """Put these numbers last, in their order; none of them may be in."""
+        """Append these numbers in order; none of them may be in the set."""
         for number in numbers:
             self.add(number)
 
     def discard(self, number: int) -> None:
-        """Take the number out, if it is in."""
+        """Remove the number, if it is in the set."""
         following, previous, place = self._next, self._previous, number + 1
         if place < len(following) and (after := following[place]) != _ABSENT:
             before = previous[place]
@@ -71,7 +71,7 @@ class ReleaseOrder:
             self._count -= 1
 
     def pop_first(self) -> int:
-        """Take out the number that has been in for longest; there must be one."""
+        """Remove and return the first number of a non-empty set."""
         assert self._count, "no number is in"
         following, place = self._next, self._next[0]
         after = following[0] = following[place]

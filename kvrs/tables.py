@@ -1,6 +1,8 @@
-"""Tables and text on stdout: keys are never cut, values fold, and a pipe has no width. A document
-is printed as JSON, or with the same facts as one table for each of its parts. A table of which a
-key or a number would be broken is printed row by row, key below key.
+"""Output of tables and documents on stdout.
+
+Keys are never cut, values fold, and a pipe has no width limit. A document is printed as JSON, or as
+one table for each of its parts. A table too narrow for a whole key or number is printed row by row,
+key below key.
 """
 
 import os
@@ -14,21 +16,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-_NO_WIDTH = 10_000  # Characters. Nothing that is printed is as long.
-_WHOLE = 16  # Characters of a word of a value. Only longer ones are broken.
+_NO_WIDTH = 10_000  # Characters: wider than any output.
+_WHOLE = 16  # Longest word of a value, in characters, that is never broken.
 _GAP = 2  # Spaces between two columns.
 
 
 def output() -> Console:
-    """Prints to stdout. What is no terminal is read by programs, for which no line is broken; the
-    environment's COLUMNS counts everywhere.
+    """Console for stdout. Output to a pipe is for programs, so its lines are never broken; COLUMNS
+    in the environment applies everywhere.
     """
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console() if has_width else Console(width=_NO_WIDTH)
 
 
 def folded(table: Table) -> Table:
-    """The same table, of which the first column, the key, keeps its width on a narrow terminal."""
+    """Let values fold, and keep the width of the first column, the key, on a narrow terminal."""
     key, *values = table.columns
     key.no_wrap = bool(values)
     for column in values:
@@ -37,8 +39,8 @@ def folded(table: Table) -> Table:
 
 
 def show(document: Any, *, as_json: bool, hidden: Collection[str] = ()) -> None:
-    """Print a document: an object, or a list of objects. `hidden`: keys, at any depth, that only
-    JSON has.
+    """Print a document: an object, or a list of objects. Keys in `hidden`, at any depth, appear
+    only in JSON.
     """
     text = msgspec.json.encode(document)
     if as_json:
@@ -59,11 +61,13 @@ def show(document: Any, *, as_json: bool, hidden: Collection[str] = ()) -> None:
             console.print(_table(("", ""), pairs))
 
 
-_Part = tuple[str, list[str], list[list[str]]]  # Its name, keys and rows.
+_Part = tuple[str, list[str], list[list[str]]]  # Name, keys and rows of a table.
 
 
 def _parts(name: str, value: Any, hidden: Collection[str]) -> Iterator[_Part]:
-    """The plain values of an object, then each other one by itself; a row for each of a list."""
+    """Split an object into a part with its plain values and a part for each other value; a list of
+    objects gives a row for each.
+    """
     if isinstance(value, dict):
         shown = {key: each for key, each in value.items() if key not in hidden}
         parts = {key: each for key, each in shown.items() if each and isinstance(each, dict | list)}
@@ -79,11 +83,13 @@ def _parts(name: str, value: Any, hidden: Collection[str]) -> Iterator[_Part]:
         yield name, [""], [[str(each)] for each in value]
 
 
-_EMPTY = ("-", "no")  # A column of these alone is left out.
+_EMPTY = ("-", "no")  # A column with only these values is left out.
 
 
 def _rows(item: dict[str, Any], hidden: Collection[str]) -> Iterator[dict[str, str]]:
-    """An item with the first object of a list that it holds; the others get rows of their own."""
+    """Rows of an item: the item joined with the first object of its inner list, then the other
+    objects.
+    """
     row: dict[str, str] = {}
     inner: list[dict[str, str]] = []
     for key, value in item.items():
@@ -102,15 +108,15 @@ def _rows(item: dict[str, Any], hidden: Collection[str]) -> Iterator[dict[str, s
 
 
 def _widths(keys: list[str], rows: list[list[str]], most: int) -> list[int] | None:
-    """Width of each column in characters, with the gaps at most `most`, such that no key and no
-    number is broken; room that is left goes to the first columns. None: there is too little.
-    []: a table without keys, which folds by itself.
+    """Width of each column in characters, at most `most` with the gaps, so that no key and no
+    number is broken; spare room goes to the first columns. None: too little room. Empty: a table
+    without keys, which folds by itself.
     """
     if not any(keys):
         return []
     columns = [[key, *cells] for key, *cells in zip(keys, *rows, strict=True)]
     natural = [max(map(len, cells)) for cells in columns]
-    # Keys, and words that are not long, are whole; the first column is not wrapped at all.
+    # Keys and short words stay whole; the first column is never wrapped.
     widths = [natural[0]]
     for key, *cells in columns[1:]:
         words = (min(len(word), _WHOLE) for cell in cells for word in cell.split())

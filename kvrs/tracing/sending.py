@@ -1,6 +1,7 @@
-"""The sending of a process's spans to a collector, by the SDK of OpenTelemetry.
+"""Export of a process's spans to a collector, by the SDK of OpenTelemetry.
 
-Imported only where traces are asked for: its packages are those of the extra `tracing`.
+The module needs the packages of the extra `tracing`, so it is imported only if traces are
+configured.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ _POLL_S = 0.01
 
 
 class _Exporter(OTLPSpanExporter):
-    """Encodes a batch, which takes tens of milliseconds, beside the event loop."""
+    """Encodes batches beside the event loop, because a batch takes tens of milliseconds."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         with short_turns():
@@ -41,9 +42,9 @@ class SpanSender:
             "service.version": __version__,
             "service.instance.id": instance,
         }
-        # Attributes of the environment come before those of the process.
+        # Attributes of the environment take precedence over those of the process.
         resource = Resource.create().merge(Resource(own)).merge(OTELResourceDetector().detect())
-        # The process waits for the last batch in `close`, and not at its exit.
+        # `close` waits for the last batch, and the process's exit does not.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._exporter = _Exporter(timeout=settings.timeout_s)
         self._provider.add_span_processor(
@@ -58,13 +59,13 @@ class SpanSender:
 
     async def close(self) -> None:
         """Send the remaining spans, for at most two seconds."""
-        # The SDK waits for up to 30 s, in a thread that the process does not wait for.
+        # The SDK waits for up to 30 s, here in a thread that does not delay the process's exit.
         ending = Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         until_s = time.monotonic() + _FLUSH_TIMEOUT_S
         while ending.is_alive() and time.monotonic() < until_s:
             await asyncio.sleep(_POLL_S)
         if ending.is_alive():
-            # It tries nothing again. The library has no annotation.
+            # Stop retries. The library has no annotation.
             self._exporter.shutdown()  # type: ignore[no-untyped-call]
             log.warning("spans dropped", extra={"cause": "the collector has not taken the last"})

@@ -1,4 +1,4 @@
-"""Traces that OpenTelemetry's environment variables ask for, and faults of these variables.
+"""Settings of traces in OpenTelemetry's environment variables, and faults of these variables.
 
 The SDK reads the variables too, but it ignores a wrong value with a line in the log, and takes
 `OTEL_EXPORTER_OTLP_TIMEOUT` for seconds.
@@ -28,20 +28,19 @@ _SAMPLERS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """The numbers of the variables; everything else the SDK reads as the specification says."""
+    """Numbers of the variables; the SDK reads the other variables as specified."""
 
-    timeout_s: float  # For one batch, with what is tried again.
-    delay_ms: int  # Between two batches, unless one is full before.
+    timeout_s: float  # Time limit of a batch, including retries.
+    delay_ms: int  # Interval between batches, unless a batch is full before.
     batch_spans: int
-    max_spans: int  # That wait to be sent; further ones displace the oldest.
+    max_spans: int  # Spans that wait to be sent; further spans displace the oldest.
 
 
 def trace_settings(environ: Mapping[str, str]) -> TraceSettings | None:
-    """None: no traces are asked for.
+    """Read the variables; None: no traces are configured.
 
     Raises:
-        ConfigError: a variable has a value that cannot be carried out, or the extra `tracing` is
-            not installed.
+        ConfigError: a variable has an unsupported value, or the extra `tracing` is not installed.
     """
     endpoint = next((name for name in _ENDPOINTS if environ.get(name)), None)
     is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
@@ -79,14 +78,14 @@ def trace_settings(environ: Mapping[str, str]) -> TraceSettings | None:
 
 
 class _Variables:
-    """Checks them, and keeps the faults of all. An empty one counts as not set."""
+    """Checks the variables and collects their faults. An empty variable counts as unset."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
         self.faults: list[str] = []
 
     def name_of(self, key: str) -> str:
-        """The name of an exporter's variable: that for traces comes before that for all signals."""
+        """Name of an exporter's variable: the variable for traces, else the one for all signals."""
         name = f"{_EXPORTER}TRACES_{key}"
         return name if self._environ.get(name) else f"{_EXPORTER}{key}"
 
@@ -115,14 +114,14 @@ class _Variables:
             self.faults.append(f"{name}: got {text!r:.80}; allowed: from 0 to 1")
 
     def pairs(self, name: str) -> None:
-        """Check `key=value,key=value`."""
+        """Check the form `key=value,key=value`."""
         for part in filter(None, map(str.strip, self._environ.get(name, "").split(","))):
             key, equals, _ = part.partition("=")
             if not equals or not key.strip():
                 self.faults.append(f"{name}: got {part!r:.80}; allowed: key=value, by commas")
 
     def certificates(self) -> None:
-        """Check the files, which the exporter would read with the first batch."""
+        """Check the certificate files, which the exporter reads only with the first batch."""
         names = "CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"
         authorities, certificate, key = files = [*map(self.of_exporter, names)]
         if not any(files):
@@ -133,5 +132,5 @@ class _Variables:
             context = ssl.create_default_context(cafile=authorities)
             if certificate is not None:
                 context.load_cert_chain(certificate, key)
-        except OSError as error:  # An ssl.SSLError is one.
+        except OSError as error:  # Includes ssl.SSLError.
             self.faults.append(f"{_EXPORTER}*CERTIFICATE, *KEY: {error}")
