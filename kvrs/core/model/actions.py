@@ -1,7 +1,4 @@
-"""The policy's output. Actions are imperative; a driver carries them out in their order.
-
-Those of every stream are structs, as in `events.py`.
-"""
+"""The policy's output: actions, named as imperatives, which a driver carries out in their order."""
 
 from enum import StrEnum
 
@@ -12,8 +9,8 @@ from kvrs.ids import InstanceId, StreamId
 
 
 class PageRange(msgspec.Struct, frozen=True, gc=False):
-    """Pages `[first_page, first_page + pages)` of the history, to be fetched from `holder` (an
-    instance or an agent).
+    """Pages `[first_page, first_page + pages)` of the history, to fetch from `holder` (an instance
+    or an agent).
     """
 
     holder: InstanceId
@@ -23,8 +20,8 @@ class PageRange(msgspec.Struct, frozen=True, gc=False):
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
-    """An agent that stores a checkpoint of the stream, with room for all of it; with `backup.mode`
-    peer an instance that keeps what it has room for.
+    """An agent that stores the stream's checkpoint and reserves room for all of it; with
+    `backup.mode` peer, an instance that keeps as many pages as fit.
     """
 
     holder: InstanceId
@@ -32,16 +29,15 @@ class Place(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptLoad(msgspec.Struct, frozen=True, gc=False):
-    """The beginning of a new prompt, which the instance that computes it loads from an agent. What
-    has not come in time is computed.
+    """KV of the beginning of a new prompt, which the prefilling instance loads from an agent. The
+    instance computes the tokens whose KV does not arrive within `within_s`.
     """
 
     agent: InstanceId
     generation: int  # The agent's epoch.
-    pages: int  # Of the prompt: the agent is asked for all, and may have more than is known.
-    # Of the prompt: the first token that the agent is expected to bring, and their number.
-    first_token: int
-    tokens: int
+    pages: int  # All pages of the prompt: the agent may have more than it has reported.
+    first_token: int  # Position of the first token that the agent is expected to have.
+    tokens: int  # Number of tokens that the agent is expected to have.
     within_s: float
 
 
@@ -49,10 +45,10 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     """How one attempt produces a stream's next tokens.
 
     With `prefill`, the whole history goes to that instance first and `decode` gets its hand-off.
-    Without it, `decode` takes the history directly, fetches the pages of `runs` and computes the
-    rest itself; what lies before the first run it computes while it fetches. `places` are where the
-    attempt's newly filled pages go. With `replays` both get the prompt alone, and `decode`
-    generates the known output once more. `load` is for the instance that computes the prompt.
+    Without `prefill`, `decode` takes the history directly, fetches the pages of `runs` and computes
+    the rest; it computes the pages before the first run while it fetches. The attempt's newly
+    filled pages are copied to `places`. With `replays` both instances get the prompt alone, and
+    `decode` generates the known output once more. `load` is for the prefilling instance.
     """
 
     decode: InstanceId
@@ -64,20 +60,21 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
 
 
 class Start(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """Begin attempt `attempt` of the stream; every lower attempt is over and its connections are
-    closed.
+    """Begin attempt `attempt` of the stream, after closing the connections of all lower
+    attempts.
     """
 
     stream: StreamId
     attempt: int
     plan: Plan
-    # Tokens of the prompt that were taken to be in prefix caches: of the instance with the shortest
-    # queue, where it had any, or another one was chosen; and of that.
+    # Prompt tokens presumed cached: at the chosen instance, and at the one with the shortest queue.
     cached: dict[InstanceId, int] = {}
 
 
 class Stay(msgspec.Struct, frozen=True, gc=False):
-    """The attempt goes on at its instance, which re-forms; it may be silent until then."""
+    """Keep the attempt at its instance, which re-forms, and tolerate its silence until
+    `until_s`.
+    """
 
     stream: StreamId
     attempt: int
@@ -85,8 +82,8 @@ class Stay(msgspec.Struct, frozen=True, gc=False):
 
 
 class Recovered(msgspec.Struct, frozen=True, gc=False):
-    """A record beside the `Start` or `Stay` it explains: why this option, and what every option was
-    predicted to cost.
+    """A record that explains a `Start` or `Stay`: the chosen option and the predicted cost of every
+    option.
     """
 
     stream: StreamId
@@ -96,12 +93,12 @@ class Recovered(msgspec.Struct, frozen=True, gc=False):
     estimates: tuple[Estimate, ...]
     cause: str
     failed: InstanceId | None
-    others: float = 0.0  # Other victims, per target, for which each estimate was charged.
+    others: float = 0.0  # Other victims per target, for whose wait each estimate was charged.
 
 
 class Redirect(msgspec.Struct, frozen=True):
-    """The hand-off of this attempt goes by another plan: prefill is done, and its decode call has
-    not begun.
+    """Hand the attempt off by another plan: its prefill is done, and its decode call has not
+    begun.
     """
 
     stream: StreamId
@@ -110,8 +107,8 @@ class Redirect(msgspec.Struct, frozen=True):
 
 
 class Halt(msgspec.Struct, frozen=True):
-    """End this attempt, which still runs: its stream is moved before the instance fails or ends. A
-    later `Start` follows.
+    """End a running attempt, because its stream is moved before the instance fails or ends. A
+    `Start` follows later.
     """
 
     stream: StreamId
@@ -119,37 +116,37 @@ class Halt(msgspec.Struct, frozen=True):
 
 
 class Settled(msgspec.Struct, frozen=True, gc=False):
-    """A record of a recovery that has brought a token to the client: predicted and real cost."""
+    """A record of a recovery after its first token has reached the client: predicted and real
+    cost.
+    """
 
     stream: StreamId
     attempt: int
     option: Option
-    raw_s: float  # By the tables.
-    predicted_s: float  # After the correction.
+    raw_s: float  # The prediction by the tables.
+    predicted_s: float  # The corrected prediction.
     real_s: float
-    # Real cost minus the best other prediction; below 0: no other option is predicted to have been
-    # better.
+    # Real cost minus the best prediction of the other options; below 0: the choice was good.
     regret_s: float
 
 
 class Reason(StrEnum):
     NO_INSTANCE = "no_instance"
-    BUSY = "busy"  # Every instance, for `recovery.wait_s`.
+    BUSY = "busy"  # Every instance was busy for `recovery.wait_s`.
     OVERLOADED = "overloaded"  # A new request would wait for too long.
     SLO = "slo"
     RETRIES = "retries"
-    POISON = "poison"  # `recovery.poison_deaths` instances died of it in a row.
-    # By two instances, or by one that named the request's fault: the client gets what the last one
-    # said.
+    POISON = "poison"  # `recovery.poison_deaths` instances died of the request in a row.
+    # Two instances refused the request, or one named the request's fault; the client gets the last
+    # answer.
     REFUSED = "refused"
-    # The same by instances that do not take the proxy's key: no fault of the request.
-    DENIED = "denied"
-    # Nothing that is up could keep what the head of the response has promised.
+    DENIED = "denied"  # Instances refused the proxy's key.
+    # No instance that is up can keep the promise in the head of the response.
     INEXACT = "inexact"
 
 
 class StreamRefusal(msgspec.Struct, frozen=True, gc=False):
-    """Why a stream is not started, and when its client may come again."""
+    """The reason why a stream is not started, and the time after which its client may retry."""
 
     reason: Reason
     message: str
@@ -157,19 +154,17 @@ class StreamRefusal(msgspec.Struct, frozen=True, gc=False):
 
 
 class GiveUp(msgspec.Struct, frozen=True, omit_defaults=True):
-    """End the stream with an explicit error (503 before the first byte, an error event after
-    it).
-    """
+    """End the stream with an error: a 503 before the first byte, an error event after it."""
 
     stream: StreamId
     reason: Reason
     message: str
     retry_after_s: float
-    cached: dict[InstanceId, int] = {}  # As in `Start`, of one that is refused for its wait.
+    cached: dict[InstanceId, int] = {}  # As in `Start`, for a refusal with `Reason.OVERLOADED`.
 
 
 class Ejected(msgspec.Struct, frozen=True):
-    """A record: the instance gets nothing new for `pause_s`, and then one request to prove itself
+    """A record: the instance gets no new request for `pause_s`, and then one probe
     (`core/defences/outliers.py`).
     """
 
@@ -187,7 +182,7 @@ class Readmitted(msgspec.Struct, frozen=True):
 
 
 class WakeAt(msgspec.Struct, frozen=True, gc=False):
-    """Send `TimerFired` at this time."""
+    """Ask the driver for a `TimerFired` at `at_s`."""
 
     at_s: float
 
@@ -195,5 +190,5 @@ class WakeAt(msgspec.Struct, frozen=True, gc=False):
 AfterStart = Stay | Redirect | Halt | Recovered | Settled | GiveUp | Ejected | Readmitted | WakeAt
 Action = Start | AfterStart
 
-# What people are shown, beside what is done.
+# Actions that are shown to operators.
 Record = Redirect | Recovered | Settled | Ejected | Readmitted

@@ -1,8 +1,8 @@
-"""The policy's view of instances, agents and links: reported facts, and bookings of what this proxy
-has sent where.
+"""The policy's view of instances, agents and links: reported facts, and this proxy's own bookings.
 
-Reports are as old as the last poll; bookings count at once. A queue, and the bytes reserved at an
-agent, are the larger of the two, because each misses part of what the other counts.
+Reports are as old as the last poll; bookings count at once. The queue of an instance and the
+reserved bytes of an agent are the larger of report and booking, because each misses a part of the
+other.
 """
 
 from bisect import bisect_left, insort
@@ -28,39 +28,37 @@ _place, _streams = attrgetter("place"), attrgetter("streams")
 
 @dataclass(slots=True, eq=False)
 class Agent:
-    """The agent of one node: what its watch knows of it, and a row of the load table of LUMEN
-    section 4.2. Nothing is booked there while it is not up.
+    """The agent of one node: its health, and its row of the load table of LUMEN section 4.2. An
+    agent that is not up has no bookings.
     """
 
     id: InstanceId
     node: NodeId
-    # As of the last `HolderUp`.
+    # From the last `HolderUp`:
     epoch: int = 0
     capacity_bytes: int = 0
     host_to_device_bytes_per_s: float = 0.0
-    reported_bytes: int = 0  # Reserved by the streams of all proxies.
+    reported_bytes: int = 0  # Reserved bytes of all proxies.
     reported_checkpoints: int = 0
-    # For streams of this proxy, from the moment at which the place is chosen.
-    booked_bytes: int = 0
-    booked_of: Counter[NodeId] = field(default_factory=Counter)  # By the node that decodes.
-    # Streams that have a checkpoint here, or are to have one.
-    streams: set[StreamId] = field(default_factory=set)
+    booked_bytes: int = 0  # Bytes booked for streams of this proxy when the agent is chosen.
+    booked_of: Counter[NodeId] = field(default_factory=Counter)  # By the decoding node.
+    streams: set[StreamId] = field(default_factory=set)  # Streams with a checkpoint or a booking.
     rows: RowsReport = NO_ROWS
-    # As its watch sees it.
+    # From the agent's watch:
     health: Health = Health.STARTING
     reason: str | None = None
     info: AgentInfo | None = None
-    report: AgentReport | None = None  # The last one; none while it is not up.
-    beat_s: float = -inf  # When its last heartbeat came.
-    cache_bit: int = 0  # As of `Member`, in the index of what agents store.
-    bytes_per_token: int = 0  # Of the KV that is stored; 0: not known.
+    report: AgentReport | None = None  # The last report; None: not up.
+    beat_s: float = -inf  # Time of the last heartbeat.
+    cache_bit: int = 0  # The agent's bit in the index of stored prefixes (`prefixes.py`).
+    bytes_per_token: int = 0  # KV bytes per token in its checkpoints; 0: not known.
     caches: bool = True
-    # Loads of new prompts that it has not brought, in a row, and until when none is asked for.
+    # Failed loads of new prompts in a row, and the end of the pause after them.
     failed_loads: int = 0
     no_loads_until_s: float = -inf
 
     def begin(self, up: ev.HolderUp) -> "Agent":
-        """A process of it has come up; what was booked at the one before is gone."""
+        """Reset the record for a new process of the agent."""
         assert not self.streams, self.id
         assert not self.booked_bytes, self.id
         self.epoch, self.capacity_bytes = up.epoch, up.capacity_bytes
@@ -69,12 +67,14 @@ class Agent:
         return self
 
     def lose(self, cause: str) -> None:
-        """It is not used any more."""
+        """Mark the agent as down."""
         self.health, self.reason, self.report = Health.DOWN, cause, None
 
     def note_load(self, began_s: float, now_s: float, *, has_failed: bool) -> None:
-        """It has brought the beginning of a new prompt, or not. It is asked again after a pause,
-        which doubles with each failure but those of loads that had begun before it.
+        """Note the result of loading a new prompt from the agent.
+
+        The pause before the next load doubles with each failure; failures of loads that began
+        before the pause do not count.
         """
         if not has_failed:
             self.failed_loads, self.no_loads_until_s = 0, -inf
@@ -89,7 +89,7 @@ class Agent:
 
     @property
     def room_tokens(self) -> int:
-        """Tokens of which it has room for the KV; 0: not known."""
+        """Number of tokens whose KV the agent has room for; 0: not known."""
         return self.capacity_bytes // self.bytes_per_token if self.bytes_per_token else 0
 
     @property
@@ -104,7 +104,7 @@ class Agent:
 class Link:
     bytes_per_s: float
     measured: bool = False
-    in_flight_bytes: int = 0  # Requested for this proxy's streams and not known to have arrived.
+    in_flight_bytes: int = 0  # Bytes of this proxy's transfers that have not finished.
 
     def measure(self, bytes_per_s: float) -> None:
         if bytes_per_s > 0:
@@ -112,19 +112,18 @@ class Link:
 
 
 class PrefillOrder:
-    """Those that are not drained, sorted by predicted work, then by the streams of the least loaded
-    decode instance beside them, then by id.
+    """The prefill instances that are not drained, sorted by predicted work, then by the streams of
+    the least loaded decode instance on their node, then by id.
 
-    What changes is noted by node, and put in its place when the order is asked for.
+    A change marks the node; marked nodes are sorted when the order is read.
     """
 
     def __init__(self, by_node: Mapping[NodeId, Sequence[Member]]) -> None:
-        self.members: list[Member] = []  # As the order was when it was last asked for.
+        self.members: list[Member] = []  # In the order of the last read.
         self._by_node = by_node
-        # Nodes of whose instances the work, the streams or the pairs have changed.
+        # Nodes whose instances have changed in work, streams or pairs.
         self.changed: dict[NodeId, None] = {}
-        # Decode instances that may be kept from some streams, each until it is found that it is
-        # not.
+        # Decode instances that may refuse some streams, until `has_restricted` finds otherwise.
         self.restricted: dict[Member, None] = {}
 
     def add(self, member: Member) -> None:
@@ -137,25 +136,27 @@ class PrefillOrder:
         del self.members[self._index(member)]
 
     def note_queue(self, member: Member, reported_s: float) -> None:
-        """Any instance reports the wait of what comes there."""
+        """Note the queueing delay that an instance reports."""
         member.note_queue(reported_s)
         self.changed[member.node] = None
 
     def restrict(self, member: Member) -> None:
-        """It has asked for a pause."""
+        """Note a decode instance that may refuse some streams, because of a pause or its
+        weights.
+        """
         self.restricted[member] = None
 
     def has_restricted(self) -> bool:
-        """A stream may find that none of a node's decode instances takes it."""
+        """Return whether any decode instance may refuse some streams."""
         for member in [*self.restricted]:
             if member.answers.busy_until_s is None:
                 del self.restricted[member]
         return bool(self.restricted)
 
     def least_first(self) -> list[Member]:
-        """To be read only, and before anything changes."""
+        """Return the sorted list; the caller must not change it, nor keep it over a change."""
         for node in self.changed:
-            least: dict[int, int] = {}  # Instances of a node share lists of their pairs.
+            least: dict[int, int] = {}  # By the id of the pair list, which instances share.
             for member in self._by_node.get(node, ()):
                 if not member.is_placed:
                     continue
@@ -181,24 +182,22 @@ class ClusterView:
     def __init__(self, assumed_link_bytes_per_s: float) -> None:
         self.members: dict[InstanceId, Member] = {}
         self.agents: dict[InstanceId, Agent] = {}
-        self.store = Agent(InstanceId(STORE), STORE)  # Those of all engines that have one.
-        # From the first to the second node, as far as they were asked for by `link`.
+        self.store = Agent(InstanceId(STORE), STORE)  # The shared KV stores of all engines.
+        # Links by (source, target) node, created by `link`.
         self.links: dict[tuple[NodeId, NodeId], Link] = {}
         self.assumed_link = Link(assumed_link_bytes_per_s)
-        self.now_s = 0.0  # Of the event that is being handled.
-        # Some decode instances compute other tokens than others.
-        self.tokens_differ = False
-        # NIXL can carry no hand-off between some instances.
-        self.formats_differ = False
-        # Sorted by rank, so that the least loaded are found without a search.
-        self.decoders: list[Member] = []  # That are not drained, the least loaded first.
+        self.now_s = 0.0  # Time of the current event.
+        self.tokens_differ = False  # Two decode instances compute different tokens.
+        self.formats_differ = False  # NIXL cannot carry hand-offs between some instances.
+        # Decode instances that are not drained, sorted by rank: the least loaded first.
+        self.decoders: list[Member] = []
         self.by_node: dict[NodeId, list[Member]] = {}
         self.prefill_order = PrefillOrder(self.by_node)
-        self.prefillers = self.prefill_order.members  # That are not drained, in any order.
+        self.prefillers = self.prefill_order.members  # Not drained; their order may be outdated.
         self.work = SentWork(self.prefill_order.changed)
         self.prefixes = PrefixIndex[Member](room_tokens)
         self.stored = PrefixIndex[Agent](attrgetter("room_tokens"))
-        self._leaving: dict[InstanceId, Member] = {}  # That must drain, or are drained.
+        self._leaving: dict[InstanceId, Member] = {}  # Instances that must drain or are drained.
 
     def add(self, member: Member) -> Member:
         assert member.id not in self.members, member.id
@@ -239,7 +238,7 @@ class ClusterView:
         self._update(member.node)
 
     def update(self, changed: Member) -> None:
-        """After a change of a member's facts, or of a reason to drain it."""
+        """Update drains and pairs after a change of a member's facts or of its reasons to drain."""
         if changed.must_drain:
             self._leaving[changed.id] = changed
         self._update(changed.node)
@@ -263,9 +262,9 @@ class ClusterView:
                 self.prefill_order.restrict(member)
 
     def _update_drained(self) -> None:
-        """An instance is drained only if another healthy one has its role; if all are degraded,
-        none is drained. One that is to end counts also one that re-forms as healthy: that will
-        serve.
+        """Drain each instance that must drain, if healthy instances have its roles; if all are
+        degraded, none is drained. For an instance that will end, a re-forming instance counts as
+        healthy.
         """
         members = self.members.values()
         healthy = [each for each in members if not each.must_drain]
@@ -301,7 +300,7 @@ class ClusterView:
         self.prefill_order.changed[node] = None
 
     def count_stream(self, member: Member, change: int) -> None:
-        """Keep the order of the decode instances while one gains or loses streams."""
+        """Change the number of a member's streams by one and keep the decode instances sorted."""
         decoders = self.decoders
         at = bisect_left(decoders, member.rank, key=_rank) if member.is_ranked else None
         assert at is None or decoders[at] is member, member
@@ -316,17 +315,19 @@ class ClusterView:
             insort(decoders, member, key=_rank)
 
     def takes_start(self, member: Member) -> bool:
-        """The answers of the instance allow a new request."""
+        """Return whether the instance's recent answers allow a new request."""
         health = member.answers
         if member.is_minority:
             return False
-        # Open, or due for a probe and none runs.
+        # After the pause, one probe at a time.
         if health.until_s is not None and (health.probe is not None or self.now_s < health.until_s):
             return False
         return not health.awaited or not health.is_overdue(self.now_s, member.reported_queue_s)
 
     def takes_recovery(self, member: Member) -> bool:
-        """The answers of the instance allow an interrupted stream, which is never a probe."""
+        """Return whether the instance's recent answers allow an interrupted stream, which is never
+        a probe.
+        """
         health = member.answers
         if health.is_ejected:
             return False
@@ -335,23 +336,23 @@ class ClusterView:
         return not health.awaited or not health.is_overdue(self.now_s, member.reported_queue_s)
 
     def is_busy(self, member: Member) -> bool:
-        """The instance has asked for a pause that is not over: nothing goes there."""
+        """Return whether the instance is in a pause after a busy answer."""
         return member.answers.is_busy(self.now_s)
 
     def is_healthy(self, decode: Member) -> bool:
-        """An interrupted stream should go on there."""
+        """Return whether an interrupted stream should go on at the instance."""
         has_prefill = decode.own_prefill is None or self.has_prefill(decode)
         return has_prefill and (decode.is_clear(self.now_s) or self.takes_recovery(decode))
 
     def has_prefill(self, decode: Member) -> bool:
-        """A history can be computed for the instance: without its own server's prefill instance, an
-        instance that takes no other hand-off has none.
+        """Return whether a prefill instance exists for the instance, which may accept hand-offs
+        only from its own server's.
         """
         return decode.own_prefill is None or decode.pulls or decode.own_prefill in self.members
 
     def targets(self, name: str = "") -> list[Member]:
-        """Where a stream of this name can go on: the healthy decode instances that serve it, least
-        loaded first. Where none answers well, all that are not busy.
+        """Return the healthy decode instances that serve this model name, least loaded first; if
+        none is healthy, all that are not busy.
         """
         healthy: list[Member] = []
         possible: list[Member] = []
@@ -370,29 +371,31 @@ class ClusterView:
         return healthy or possible
 
     def reload(self, assumed_link_bytes_per_s: float) -> None:
-        """Assume another bandwidth of the links that are not measured."""
+        """Change the assumed bandwidth of links that are not measured."""
         self.assumed_link = Link(assumed_link_bytes_per_s)
         for link in self.links.values():
             if not link.measured:
                 link.bytes_per_s = assumed_link_bytes_per_s
 
     def link(self, source: NodeId, target: NodeId) -> Link:
-        """The record of the link, with the assumed rate until it is measured."""
+        """Return the record of the link, which has the assumed rate until it is measured."""
         found = self.links.get((source, target))
         if found is None:
             found = self.links[source, target] = Link(self.assumed_link.bytes_per_s)
         return found
 
     def link_from(self, agent: Agent, target: NodeId) -> Link:
-        """The link on which instances of a node get an agent's pages: within the node its memory,
-        once that was measured.
+        """Return the link from an agent to a node's instances; within the agent's node, the copy
+        from host memory once its rate was measured.
         """
         if agent.node == target and (memory := self.links.get((MEMORY, target))) is not None:
             return memory
         return self.link(agent.node, target)
 
     def restore_bytes_per_s(self, agent: Agent) -> float:
-        """From an agent's memory into the instances of its node: as measured, or as set."""
+        """Return the rate from an agent's memory to the instances of its node: the measured rate,
+        else the configured one.
+        """
         memory = self.links.get((MEMORY, agent.node))
         return agent.host_to_device_bytes_per_s if memory is None else memory.bytes_per_s
 
@@ -403,7 +406,7 @@ class ClusterView:
         return next((agent for agent in self.agents.values() if agent.node == node), None)
 
     def queueing_delay_s(self, node: NodeId) -> float:
-        """The wait of a stream that came to this node now."""
+        """Return the queueing delay of a new stream at the node."""
         members = self.by_node.get(node, ())
         decoders = [member.queue_s for member in members if member.decodes]
         return min(decoders or [member.queue_s for member in members], default=0.0)
@@ -464,17 +467,17 @@ _rank = attrgetter("rank")
 
 
 def _differ(formats: Iterable[str]) -> bool:
-    """Two of these formats of hand-offs are known and differ."""
+    """Return whether two known hand-off formats differ; an empty format is unknown."""
     return len({*formats} - {""}) > 1
 
 
 def agent_of(view: ClusterView, holder: InstanceId) -> Agent | None:
-    """The agent, or the store, of this id; None: it is an instance."""
+    """Return the agent or the store of this id; None: the holder is an instance."""
     return view.store if holder == view.store.id else view.agents.get(holder)
 
 
 def have_roles_of(member: Member, others: Sequence[Member]) -> bool:
-    """These instances together have the roles of one."""
+    """Return whether the other instances together have the roles of the member."""
     return (not member.prefills or any(each.prefills for each in others)) and (
         not member.decodes or any(each.decodes for each in others)
     )

@@ -1,7 +1,6 @@
-"""The policy's input. Events are facts in the past tense, made by the driver of a proxy or a
-simulator.
+"""The policy's input: events, named in the past tense, from the driver of a proxy or a simulator.
 
-Those of every stream are structs, which are made in a tenth of the time of a frozen dataclass.
+Events are msgspec structs, which take a tenth of the time of a frozen dataclass to create.
 """
 
 from collections.abc import Mapping
@@ -18,33 +17,34 @@ from kvrs.protocol.rows import NO_ROWS, RowsReport
 
 
 class StoreSeen(msgspec.Struct, frozen=True):
-    """Facts of the store of KV that an instance's engine loads from by itself."""
+    """Known facts of the shared KV store from which an instance's engine loads by itself."""
 
-    namespace: str  # Equal where one instance has loaded what the other had stored.
-    restores: bool  # What others have stored serves this instance rightly.
-    share: float  # Of what recoveries asked for, that the store had.
+    namespace: str  # Equal for instances that can load each other's KV.
+    restores: bool  # KV that other instances have stored is correct for this instance.
+    share: float  # Share of the requested KV that the store had, over past recoveries.
 
 
 class InstanceUp(msgspec.Struct, frozen=True):
-    """The instance answers and may be used. A higher epoch than before replaces the old one."""
+    """The instance answers and may be used. A higher epoch replaces the previous one."""
 
     info: InstanceInfo
-    prefill: PrefillTable | None = None  # By the settings; None: its own, of `info`.
-    moves_kv: bool = True  # As `Member.moves_kv`; so is `tokens`.
-    tokens: str = ""
-    # Another proxy has fenced its own attempts there; the process and all others go on.
+    prefill: PrefillTable | None = None  # The table of the settings; None: that of `info`.
+    moves_kv: bool = True  # `Member.moves_kv`.
+    tokens: str = ""  # `Member.tokens`.
+    # The same process as before, which goes on: another proxy has fenced its own attempts there.
     lives_on: bool = False
-    # It was taken for lost, and its process had not ended.
-    had_not_ended: bool = False
-    restores: bool | None = None  # As `Member.restores`; None: as `moves_kv`.
-    weights: str = ""  # As `Member.weights`.
-    store: StoreSeen | None = None  # None: none was seen.
+    had_not_ended: bool = False  # The process ran on while it was considered lost.
+    restores: bool | None = None  # `Member.restores`; None: same as `moves_kv`.
+    weights: str = ""  # `Member.weights`.
+    store: StoreSeen | None = None  # None: the engine has used no store yet.
 
 
 class PagesKept(msgspec.Struct, frozen=True):
-    """The instance, in this epoch, has taken over the memory of the process before it: the leading
-    full pages of these streams. It comes before the `InstanceUp` of that epoch, by which streams
-    that wait are placed.
+    """The instance's new process has taken over KV from the memory of its previous process: the
+    leading full pages of these streams.
+
+    The event comes before the `InstanceUp` of the same epoch, after which waiting streams are
+    placed.
     """
 
     instance: InstanceId
@@ -53,10 +53,10 @@ class PagesKept(msgspec.Struct, frozen=True):
 
 
 class InstanceLost(msgspec.Struct, frozen=True):
-    """The process, its node or the path to it is gone.
+    """The instance's process, its node or the path to it is gone.
 
-    `produced_tokens` holds, for every stream with an attempt on this instance, the tokens that its
-    client already has.
+    `produced_tokens` has, for every stream with an attempt on this instance, the number of tokens
+    that the client already has.
     """
 
     instance: InstanceId
@@ -66,23 +66,22 @@ class InstanceLost(msgspec.Struct, frozen=True):
 
 
 class InstanceExited(msgspec.Struct, frozen=True):
-    """A supervisor reports how the process of an instance ended. It comes before or after the
-    `InstanceLost` of that epoch, or without one, and changes nothing of what is up.
+    """A supervisor has reported how an instance's process ended. The report comes before or after
+    the `InstanceLost` of that epoch, or without one, and does not end the instance's epoch.
     """
 
     instance: InstanceId
     epoch: int
     cause: str
-    # Ended from outside: SIGKILL or SIGTERM that was sent to it, a lost node or device, an order, a
-    # restart. So no request caused it.
+    # No request caused the end: a SIGKILL or SIGTERM from outside, a lost node or device, an order,
+    # a restart.
     is_external: bool
 
 
 class GpuJudged(msgspec.Struct, frozen=True):
-    """The worst state of the GPUs that the instance runs on, as reported by its node's agent; sent
-    when it has changed.
+    """The worst state of the instance's GPUs has changed, by the report of its node's agent.
 
-    `produced_tokens` is that of `InstanceLost`.
+    `produced_tokens` is as in `InstanceLost`.
     """
 
     instance: InstanceId
@@ -92,10 +91,10 @@ class GpuJudged(msgspec.Struct, frozen=True):
 
 
 class DrainOrdered(msgspec.Struct, frozen=True):
-    """An operator drains the instance, also its next processes: it gets nothing new while another
-    one has its role. With `moves` the streams that run there are moved.
+    """An operator drains the instance and its later processes: it gets no new stream while another
+    instance has its role. With `moves` its running streams are moved.
 
-    `produced_tokens` is that of `InstanceLost`.
+    `produced_tokens` is as in `InstanceLost`.
     """
 
     instance: InstanceId
@@ -110,10 +109,10 @@ class DrainEnded(msgspec.Struct, frozen=True):
 
 
 class InstanceRemoved(msgspec.Struct, frozen=True):
-    """The instance is no part of the cluster any more: what is known of it is forgotten. The end of
-    an ordered drain; an `InstanceUp` adds it again, as a new one.
+    """The instance is removed from the cluster at the end of an ordered drain, and its record is
+    deleted. An `InstanceUp` adds it again as a new instance.
 
-    `produced_tokens` is that of `InstanceLost`.
+    `produced_tokens` is as in `InstanceLost`.
     """
 
     instance: InstanceId
@@ -121,19 +120,19 @@ class InstanceRemoved(msgspec.Struct, frozen=True):
 
 
 class SelfTested(msgspec.Struct, frozen=True):
-    """Results of a resume self-test of the instance (docs/guide/backends.md)."""
+    """The instance has finished a resume self-test (docs/guide/backends.md)."""
 
     instance: InstanceId
     epoch: int
     moves_kv: bool
-    tokens: str = ""  # As `Member.tokens`.
-    restores: bool | None = None  # As of `InstanceUp`.
-    weights: str = ""  # As `Member.weights`.
-    store: StoreSeen | None = None  # As of `InstanceUp`.
+    tokens: str = ""  # `Member.tokens`.
+    restores: bool | None = None  # As in `InstanceUp`.
+    weights: str = ""  # `Member.weights`.
+    store: StoreSeen | None = None  # As in `InstanceUp`.
 
 
 class NamesListed(msgspec.Struct, frozen=True):
-    """The instance serves these names from now on: adapters come and go while it runs."""
+    """The set of model and adapter names that the running instance serves has changed."""
 
     instance: InstanceId
     epoch: int
@@ -141,17 +140,16 @@ class NamesListed(msgspec.Struct, frozen=True):
 
 
 class LoadReported(msgspec.Struct, frozen=True):
-    """A report of the instance that can change a decision (`model/reports.py`): of its queue, of a
-    re-forming of its ranks, or that it is draining, and ends when no stream runs there.
+    """The instance has sent a load report that can change a decision (`model/reports.py`): a new
+    queue, a re-forming of its ranks, or a drain, after which its process ends.
     """
 
     instance: InstanceId
     report: LoadReport
     has_peers: bool = False  # Other proxies use the instance as well.
-    # Where its ranks change, the mean time between two tokens of a stream there, until now; 0: not
-    # known.
+    # Mean time between two tokens of a stream there, if the ranks change; 0: not known.
     token_s: float = 0.0
-    # That of `InstanceLost`, while it drains or re-forms.
+    # As in `InstanceLost`, if the instance drains or re-forms.
     produced_tokens: Mapping[StreamId, int] = msgspec.field(default_factory=dict)
 
 
@@ -162,8 +160,8 @@ class LinkMeasured(msgspec.Struct, frozen=True):
 
 
 class HolderUp(msgspec.Struct, frozen=True):
-    """The agent of a node answers and takes checkpoints. A higher epoch than before replaces the
-    old one.
+    """The agent of a node answers and takes checkpoints. A higher epoch replaces the previous
+    one.
     """
 
     holder: InstanceId
@@ -174,7 +172,7 @@ class HolderUp(msgspec.Struct, frozen=True):
 
 
 class HolderLost(msgspec.Struct, frozen=True):
-    """The agent, its node or the path to it is gone; what it stored is taken to be gone too."""
+    """The agent, its node or the path to it is gone; its checkpoints are considered lost."""
 
     holder: InstanceId
     epoch: int
@@ -182,8 +180,8 @@ class HolderLost(msgspec.Struct, frozen=True):
 
 
 class CheckpointsReported(msgspec.Struct, frozen=True):
-    """A holder's report of what it stores. `pages` counts the leading full pages of each stream
-    that changed since the last report.
+    """An agent has reported its checkpoints. `pages` has the number of leading full pages of each
+    stream that has changed since the last report.
     """
 
     holder: InstanceId
@@ -195,8 +193,8 @@ class CheckpointsReported(msgspec.Struct, frozen=True):
 
 
 class Deadlines(msgspec.Struct, frozen=True):
-    """Limits on a stream; None: no limit. The first one holds until the first token, the second one
-    after it.
+    """Time limits of a stream; None: no limit. `ttft_s` holds until the first token,
+    `recovery_gap_s` after it.
     """
 
     ttft_s: float | None = None
@@ -208,19 +206,21 @@ NO_DEADLINES = Deadlines()
 
 
 class StreamArrived(msgspec.Struct, frozen=True, gc=False):
-    """A new request. `prompt_tokens` is a guess while the prompt is text; prefill corrects it."""
+    """A new request has arrived. `prompt_tokens` is a guess for a text prompt, corrected by
+    prefill.
+    """
 
     stream: StreamId
     prompt_tokens: int
-    # Prompt and output together, at most; None: as many as the model can.
+    # Limit of prompt and output together; None: the model's limit.
     most_tokens: int | None = None
     deadlines: Deadlines = NO_DEADLINES
-    tenant: str = ""  # Its mark: the deadlines count among the streams of the same tenant.
-    name: str = ""  # One of `Member.names`, which its instances must have; empty: all have it.
+    tenant: str = ""  # The tenant's key: deadlines order the streams of one tenant.
+    name: str = ""  # The requested model, one of `Member.names`; empty: every instance serves it.
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """KV of a stream's history: its first `pages` full pages, at an instance or an agent in this
+    """KV of the first `pages` full pages of a stream's history at an instance or agent in the given
     epoch.
     """
 
@@ -230,11 +230,10 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class StreamAdopted(msgspec.Struct, frozen=True):
-    """A stream of another proxy goes on here, with the history that its client has. It has no
-    attempt here yet.
+    """The proxy has taken over a stream of another proxy, with the history that its client has.
 
-    `kept` is where its KV was by that proxy's view; holders that are not up in the epoch named are
-    left out.
+    `kept` lists the KV that the other proxy knew of, except at holders that are not up in that
+    epoch.
     """
 
     stream: StreamId
@@ -242,91 +241,90 @@ class StreamAdopted(msgspec.Struct, frozen=True):
     produced_tokens: int
     most_tokens: int | None = None
     deadlines: Deadlines = NO_DEADLINES
-    age_s: float = 0.0  # Since the request arrived.
+    age_s: float = 0.0  # Time since the request arrived.
     kept: tuple[Kept, ...] = ()
     tenant: str = ""
     name: str = ""
 
 
 class PrefillDone(msgspec.Struct, frozen=True, gc=False):
-    """Prefill answered: it holds the KV of all `history_tokens`, and retains their pages under a
-    lease or has them cached.
+    """The prefill of an attempt is done: the instance has the KV of all `history_tokens`, retained
+    under a lease or in its prefix cache.
 
-    An attempt that is one call reports it with its first token, and once more if what the cache had
-    is told later than that.
+    An attempt of a single call has this event with its first token, and again if the engine reports
+    `reused_tokens` later.
     """
 
     stream: StreamId
     attempt: int
     history_tokens: int
-    reused_tokens: int | None = None  # Of these, that its prefix cache had; None: it does not say.
+    reused_tokens: int | None = None  # Tokens from the prefix cache; None: not reported.
 
 
 class RetentionLost(msgspec.Struct, frozen=True):
-    """An instance no longer retains pages of these streams (lease unknown there)."""
+    """An instance or agent no longer has pages of these streams: it does not know their lease."""
 
     instance: InstanceId
     streams: tuple[StreamId, ...]
 
 
 class Promise(StrEnum):
-    """A promise of the head of a response: how the tokens behind a cut follow."""
+    """The promise in the head of a response about the tokens after a recovery."""
 
-    NONE = "none"  # Marked: as well as the instances that are left can do it.
-    GREEDY = "greedy"  # Exactly as those of temperature 0, or of an output generated again.
-    SAMPLED = "sampled"  # Exactly as those of its seed.
+    NONE = "none"  # Nothing; an inexact continuation is marked.
+    GREEDY = "greedy"  # The exact tokens of greedy decoding, or of a replayed output.
+    SAMPLED = "sampled"  # The exact tokens of sampling with the request's seed.
 
 
 class WholeAsked(msgspec.Struct, frozen=True):
-    """The answer of this attempt comes in one piece: when its first token is made stays unknown."""
+    """The engine answers this attempt in one piece, so the time of its first token is unknown."""
 
     stream: StreamId
     attempt: int
 
 
 class StreamResumed(msgspec.Struct, frozen=True, gc=False):
-    """The first new token of this attempt reached the client; once more when `needs_replay` has
-    become true.
+    """The first new token of this attempt has reached the client; the event is repeated when
+    `needs_replay` becomes true.
     """
 
     stream: StreamId
     attempt: int
-    needs_replay: bool = False  # Only `Option.REPLAY` continues it exactly.
+    needs_replay: bool = False  # Only `Option.REPLAY` continues the stream exactly.
     promise: Promise = Promise.NONE
 
 
 class FailureKind(StrEnum):
-    """The meaning of a failed attempt for the instance."""
+    """The kind of an attempt's failure."""
 
     BROKEN = "broken"
-    # By an error answer before any token, or no first token in time: the request may be the cause,
-    # which another instance will tell.
+    # Error answer before any token; a second instance shows whether the request is the cause.
     ERROR = "error"
-    SILENT = "silent"
-    BUSY = "busy"  # It had no room (429, 503), or took no connection.
-    # By a 4xx that may be the client's fault: another instance will tell, unless it is final.
+    SILENT = "silent"  # No first token in time; the request may be the cause, as for an error.
+    BUSY = "busy"  # The instance had no room (429, 503), or accepted no connection.
+    # A 4xx that may be the client's fault; a second instance shows that, unless it is final.
     REFUSED = "refused"
-    DENIED = "denied"  # It does not take the proxy's key (401, 403); another one may.
-    # The logits of this stream overflow there: where that is the model's, they do anywhere.
+    DENIED = "denied"  # The instance refuses the proxy's key (401, 403); another may accept it.
+    # The stream's logits overflow; if the model is the cause, they overflow at every instance.
     NOT_A_NUMBER = "not_a_number"
 
     @property
     def is_refusal(self) -> bool:
-        """Another instance is asked, and if that refuses too the stream is given up."""
+        """True if the stream is given up after a second instance has refused it too."""
         return self in (FailureKind.REFUSED, FailureKind.DENIED)
 
     @property
     def is_doubtful(self) -> bool:
-        """Two instances that fail the stream alike show that the request is the cause."""
+        """True if the same failure at a second instance shows that the request is the cause."""
         return self in (FailureKind.ERROR, FailureKind.SILENT)
 
 
 class AttemptFailed(msgspec.Struct, frozen=True):
-    """One attempt broke while its instance may still be up: reset, end without a finish, error
-    event, silence, refusal.
+    """An attempt has failed while its instance may still be up: by a reset, an end without a
+    finish, an error event, silence or a refusal.
 
-    `abrupt`: the connection ended without an error, so that the whole instance may be lost and the
-    report of that still to come.
+    `abrupt`: the connection ended without an error message, so that the instance may be lost and
+    `InstanceLost` may follow.
     """
 
     stream: StreamId
@@ -336,35 +334,35 @@ class AttemptFailed(msgspec.Struct, frozen=True):
     produced_tokens: int
     abrupt: bool = False
     failure: FailureKind = FailureKind.BROKEN
-    retry_after_s: float | None = None  # As a busy instance asked for.
-    final: bool = False  # A refusal that names a fault of the request: any instance would refuse.
+    retry_after_s: float | None = None  # The `Retry-After` of a busy instance.
+    final: bool = False  # The refusal names a fault of the request: any instance would refuse.
 
 
 class SlotDenied(msgspec.Struct, frozen=True):
-    """The target's agent has no slot left for this attempt: other proxies hold them. No transfer
-    was begun.
+    """The target's agent has denied a transfer slot to this attempt: other proxies hold the slots.
+    No transfer has begun.
     """
 
     stream: StreamId
     attempt: int
     target: InstanceId
-    wait_s: float  # Until one is free, by the agent's estimate.
+    wait_s: float  # The agent's estimate of the time until a slot is free.
 
 
 class StreamEnded(msgspec.Struct, frozen=True, gc=False):
-    """Complete, failed for good, or the client left."""
+    """The stream is complete or has failed for good, or its client has left."""
 
     stream: StreamId
     attempt: int
 
 
 class TimerFired(msgspec.Struct, frozen=True):
-    """A moment named by `WakeAt` has come."""
+    """The time of a `WakeAt` has come."""
 
 
 class SettingsReloaded(msgspec.Struct, frozen=True):
-    """The settings from now on. Streams that have arrived keep their deadlines, predictions what
-    they have learned.
+    """The settings have changed. Open streams keep their deadlines, and learned corrections are
+    kept.
     """
 
     policy: PolicySettings

@@ -1,18 +1,18 @@
-"""The stages of a stream, and what every event does to a stream in each of them.
+"""The stages of a stream, and the effect of every event on a stream in each stage.
 
     (new) --> WAITING --> PREFILL --> DECODE --> (ended)
 
-    PREFILL, DECODE --> WAITING    lost, failed, moved, its slot has expired, or its instance
-                                   was to go on with it and has not
+    PREFILL, DECODE --> WAITING    lost, failed, moved, transfer slot expired, or a stay at a
+                                   re-forming instance expired
     WAITING --> DECODE             the target fetches or computes the history itself
-    WAITING, DECODE --> QUEUED     the target has no slot: by the own book, or by its agent
-    QUEUED --> DECODE              it has one
+    WAITING, DECODE --> QUEUED     the target has no slot, by `SlotBook` or by its agent
+    QUEUED --> DECODE              a slot is free
     QUEUED --> PREFILL, WAITING    queued for too long; the target is gone
-    any stage --> (ended)          complete, refused, given up on, or the client left
+    any stage --> (ended)          complete, refused, given up, or the client left
 
-`TABLE` is the source: `RecoveryPolicy` looks up every stream event in it, and `MOVES`, which is
-derived from it, is asserted wherever a stage changes. WAITING passes on to the decision
-(`Step.PLACE`), at once or when the losses that are near to each other have been gathered.
+`RecoveryPolicy` looks up every stream event in `TABLE`; every change of stage is asserted against
+`MOVES`, which is derived from the table. A stream leaves WAITING by a decision (`Step.PLACE`), at
+once or after a short delay that gathers losses close to each other.
 """
 
 from collections.abc import Mapping
@@ -34,24 +34,28 @@ class Stage(StrEnum):
     DECODE = "decode"  # The attempt's decode call runs: fetching, computing or producing.
 
 
-# Events that the policy raises itself, for one stream.
+# Stream events that the policy itself raises.
 
 
 class InstanceLeft(msgspec.Struct, frozen=True):
-    """The instance that the stream runs on or queues for is lost, or is left before it fails."""
+    """The instance at which the stream runs or queues is lost, or its streams are moved before it
+    fails.
+    """
 
     instance: InstanceId
     cause: str
     produced_tokens: Mapping[StreamId, int]
-    is_lost: bool  # Else it still runs, and its streams are moved.
+    is_lost: bool  # False: the instance still runs, and its streams are moved.
 
 
 class AlarmDue(msgspec.Struct, frozen=True):
-    """The stream's timer: gathering, slot lease, wait or stay is over."""
+    """The stream's timer has fired: the end of gathering, of a slot lease, of a wait or of a
+    stay.
+    """
 
 
 class SlotFree(msgspec.Struct, frozen=True):
-    """The target that the stream queues for has a slot for it."""
+    """The target at which the stream queues has a free slot for it."""
 
 
 StreamEvent = ev.OfStream | InstanceLeft | AlarmDue | SlotFree
@@ -62,12 +66,12 @@ class Step(Enum):
 
     ADMIT = "admit"
     ADOPT = "adopt"
-    PLACE = "place"  # Decide: start, queue, wait on, or give up.
+    PLACE = "place"  # Decide: start, queue, keep waiting, or give up.
     NOTE_PREFILL = "note_prefill"
     HAND_OFF = "hand_off"
     AWAIT_WHOLE = "await_whole"
     RESUME = "resume"
-    NOTE = "note"  # The attempt has ended before: only what it produced counts.
+    NOTE = "note"  # The attempt has already ended: only note the tokens that it produced.
     FAIL = "fail"
     DENY = "deny"
     LOSE = "lose"
@@ -77,16 +81,15 @@ class Step(Enum):
 
 
 class Ignored(Enum):
-    """The rules by which an event does nothing."""
+    """The reasons for which an event is ignored."""
 
-    # The attempt is over: it has a successor (a lower number than the stream's, in any stage), no
-    # attempt runs, or the stream has ended.
+    # The attempt is over: a later attempt exists, no attempt runs, or the stream has ended.
     LATE = "late"
-    REPEATED = "repeated"  # The stream is known.
-    EARLY = "early"  # Nothing comes of an attempt before its prefill is done.
+    REPEATED = "repeated"  # The stream is already known.
+    EARLY = "early"  # The attempt's prefill is not done.
 
 
-# Events that the policy raises itself cannot meet a stream in this stage: asserted.
+# The policy does not raise this event in this stage; asserted.
 _NEVER = None
 Cell = Step | Ignored | None
 
@@ -111,8 +114,7 @@ _ROWS: dict[type[StreamEvent], tuple[Cell, ...]] = {
 
 _W, _Q, _P, _D = Stage.WAITING, Stage.QUEUED, Stage.PREFILL, Stage.DECODE
 
-# The stages that a step may lead to; None: the stream is forgotten. A step that is not listed
-# changes no stage.
+# The possible stages after a step; None: the stream is forgotten. Other steps change no stage.
 LEADS_TO: Mapping[Step, frozenset[Stage | None]] = {
     Step.ADMIT:       frozenset({_W}),
     Step.ADOPT:       frozenset({_W}),

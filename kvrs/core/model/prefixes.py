@@ -1,14 +1,13 @@
-"""An approximate index of the prompt prefixes that instances have cached, or agents store: what the
-proxies have sent them, as far as they have room for it.
+"""An approximate index of the prompt prefixes that instances have cached or agents store, derived
+from the prompts that proxies have sent there and from the room of each holder.
 
-A prompt is a chain of hashes, each of a block of its bytes and of all before it, so that one entry
-of the index stands for everything up to its end. An entry has a bit of each instance that has the
-block; each instance has its own order of use, by second chance, and of one prompt the last blocks
-go first. An instance may have evicted more, or have more than this proxy knows of: its capacity is
-corrected by the cached tokens that it reports. Of agents all of this holds as of instances.
+A prompt is a chain of hashes over blocks of its bytes, each hash covering all earlier blocks, so
+that one entry stands for a whole prefix. An entry is a bit mask of the holders of its block. Each
+holder evicts by second chance, the last blocks of a prompt first. The real cache may differ; the
+presumed capacity is corrected by the cached tokens that an instance reports.
 
-Proxies tell each other what they have sent, in a message of bounded length every `SHARE_S`. What
-does not fit, or is lost, costs hits and nothing else.
+Proxies share the prompts that they have sent, in a bounded message every `SHARE_S`. A prompt that
+does not fit or is lost only costs cache hits.
 """
 
 from array import array
@@ -32,32 +31,31 @@ from kvrs.protocol.mirror import (
 
 BLOCK_BYTES = 1024
 _BLOCK = Struct(f"{BLOCK_BYTES}s")
-# Blocks of all instances together: about 110 MB. Where their caches hold more, only every second
-# block is indexed, or every fourth, and so on.
+# Limit of the blocks of all instances together: about 110 MB. For larger caches only every second,
+# fourth, ... block is indexed.
 MOST_BLOCKS = 1_000_000
-# The part of an instance's pages that its cache is counted on to have: outputs, and what is being
-# computed, take the rest.
+# The initial share of an instance's pages that is presumed to cache prompts; outputs and running
+# computations take the rest.
 _TRUSTED = 0.9
-# Corrections of that part, where an instance had less, or more, of a prompt than was predicted.
+# Correction factors of the share after an instance had fewer, or more, tokens than predicted.
 _LESS, _MORE = 0.97, 1.02
 _LEAST_TRUSTED, _MOST_TRUSTED = 0.02, 4.0
-# Tokens are not spread evenly over bytes, so that a prediction may be off by a block and this part.
+# Tolerated relative error of a prediction, beside one block: tokens differ in bytes.
 _SLACK = 0.05
-# Instances that are lost and have not come back, whose entries are kept for that: a process may
-# take over the memory of the one before it.
+# Limit of lost instances whose entries are kept, because a new process may take over the memory.
 _MOST_ASLEEP = 8
-_SWEPT = 64  # Entries of an instance that is gone, removed with each prompt.
+_SWEPT = 64  # Entries of removed instances that each new prompt deletes.
 _MOST_INTERNED = 4096
 SHARE_S = 0.25
 
 
 def chain(root: int, text: bytes | memoryview) -> list[int]:
-    """Hashes of the full blocks of a text, each of all up to its end. `root` stands for what else
-    must be equal for the KV to be.
+    """Return a hash per full block of the text; each covers the text up to the block's end. `root`
+    identifies the model, adapter and tenant.
     """
     hashes: list[int] = []
     digest, whole = xxhash.xxh3_64_intdigest, len(text) // BLOCK_BYTES * BLOCK_BYTES
-    # A comprehension would be one more call of each request.
+    # A comprehension would add a call to each request.
     for (block,) in _BLOCK.iter_unpack(memoryview(text)[:whole]):
         root = digest(block, root)
         hashes.append(root)
@@ -66,14 +64,14 @@ def chain(root: int, text: bytes | memoryview) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The chain of a prompt's full blocks, and how long the prompt is."""
+    """The hash chain of a prompt's full blocks, and the size of the prompt."""
 
     hashes: Sequence[int] = ()
     size_bytes: int = 0
 
     def tokens(self, blocks: int, prompt_tokens: int) -> int:
-        """How many tokens so many leading blocks have; the last token of a prompt is computed in
-        any case.
+        """Return the number of tokens in the leading blocks, without the prompt's last token, which
+        is always computed.
         """
         if not blocks:
             return 0
@@ -85,24 +83,23 @@ NO_PREFIX = Prefix()
 
 @dataclass(slots=True, eq=False)
 class _Cache:
-    """The blocks that one instance is taken to have."""
+    """The blocks that one holder is presumed to have."""
 
     bit: int
-    order: deque[int] = field(default_factory=deque)  # The next one to be evicted first.
-    touched: set[int] = field(default_factory=set)  # They are passed over once.
-    # Pages that it has had free, or its tier, in tokens; 0: it has not reported.
-    capacity_tokens: int = 0
+    order: deque[int] = field(default_factory=deque)  # In order of eviction.
+    touched: set[int] = field(default_factory=set)  # Blocks with a second chance.
+    capacity_tokens: int = 0  # The largest room reported; 0: none was reported.
     trusted: float = _TRUSTED
-    block_tokens: float = 0.0  # Mean of the last prompts.
+    block_tokens: float = 0.0  # Moving average of the tokens per block.
 
     def blocks(self) -> float:
-        """How many blocks it has room for."""
+        """Return the number of blocks that fit."""
         return self.trusted * self.capacity_tokens / self.block_tokens
 
 
 @dataclass(slots=True)
 class Hits:
-    """Prompt tokens that an instance has answered for, and those that it found in its cache."""
+    """The prompt tokens that an instance has computed, and the part that came from its cache."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -125,40 +122,38 @@ H = TypeVar("H", bound=CacheHolder)
 
 
 def room_tokens(member: Member) -> int:
-    """Tokens of which an instance has room for the KV now; 0: it has not reported."""
+    """Return the number of tokens whose KV the instance has room for; 0: not reported."""
     if (load := member.load) is None:
         return 0
-    # A tier has what the pages have, and what has gone from these.
+    # A CPU tier has a copy of the pages too, so the two are not added.
     return max(load.free_pages * member.page_size_tokens, member.tier_tokens)
 
 
 class PrefixIndex(Generic[H]):
     def __init__(self, room_tokens: Callable[[H], int]) -> None:
-        """`room_tokens`: how many tokens a holder has room for; 0: not known."""
+        """`room_tokens` returns the number of tokens whose KV a holder has room for; 0: unknown."""
         self._room_tokens = room_tokens
         self.caching: set[InstanceId] = set()  # Instances that are up and have a prefix cache.
-        self.hits: dict[InstanceId, Hits] = {}  # Of those that report what they found.
-        self._masks: dict[int, int] = {}  # Bits of the instances that have it, by block.
-        self._interned: dict[int, int] = {}  # Most blocks have one of few masks.
-        self._live = 0  # Bits of instances that are up; others count nowhere.
+        self.hits: dict[InstanceId, Hits] = {}  # Instances that report cached tokens.
+        self._masks: dict[int, int] = {}  # Bit mask of the holders of each block.
+        self._interned: dict[int, int] = {}  # Shared mask objects: most blocks have one of a few.
+        self._live = 0  # Bit mask of the holders that are up; other bits do not count.
         self._caches: dict[InstanceId, _Cache] = {}
-        self._members: list[H | None] = []  # By the number of the bit.
-        self._asleep: OrderedDict[InstanceId, _Cache] = OrderedDict()
-        self._gone: list[_Cache] = []  # Their entries are removed bit by bit.
-        self._free: list[int] = []  # Numbers of bits.
-        self._stride = 1
-        self._blocks = 0  # Of all instances together.
-        # What this proxy has sent, and has told no other one.
+        self._members: list[H | None] = []  # Holder of each bit number.
+        self._asleep: OrderedDict[InstanceId, _Cache] = OrderedDict()  # Of lost instances.
+        self._gone: list[_Cache] = []  # Caches whose entries `_sweep` deletes step by step.
+        self._free: list[int] = []  # Unused bit numbers.
+        self._stride = 1  # Every `_stride`-th block is indexed.
+        self._blocks = 0  # Number of (block, holder) pairs.
+        # Prompts that this proxy has sent and not yet shared with the other proxies.
         self._sent = deque[tuple[H, Prefix, int]](maxlen=MAX_SENT)
 
     def __len__(self) -> int:
-        """Pairs of a block and an instance."""
+        """Return the number of (block, holder) pairs."""
         return self._blocks
 
-    # Instances.
-
     def up(self, member: H, *, keeps: bool) -> None:
-        """A process has come up. `keeps`: it has the memory of the one before it."""
+        """Add a new process. `keeps`: it has taken over the memory of the previous process."""
         if not member.caches:
             return
         self.caching.add(member.id)
@@ -172,7 +167,7 @@ class PrefixIndex(Generic[H]):
         self._take(member, cache)
 
     def lost(self, member: H) -> None:
-        """Its process has ended, or is taken for lost. O(1): entries are removed later."""
+        """Remove a lost process in O(1); its entries are deleted later."""
         self.caching.discard(member.id)
         cache = self._caches.pop(member.id, None)
         if cache is None:
@@ -184,13 +179,13 @@ class PrefixIndex(Generic[H]):
             self._gone.append(self._asleep.popitem(last=False)[1])
 
     def removed(self, name: InstanceId) -> None:
-        """The instance is lost, and is none of the cluster any more."""
+        """Forget an instance that has left the cluster."""
         self.hits.pop(name, None)
         if (cache := self._asleep.pop(name, None)) is not None:
             self._gone.append(cache)
 
     def of_bits(self, mask: int) -> Iterator[H]:
-        """The holders of these bits."""
+        """Yield the holders whose bits are set in the mask."""
         while mask:
             low = mask & -mask
             member = self._members[_number(low)]
@@ -212,11 +207,9 @@ class PrefixIndex(Generic[H]):
             self._take(member, cache)
         return cache
 
-    # Blocks.
-
     def levels(self, prefix: Prefix) -> list[tuple[int, int]]:
-        """How many leading blocks instances have, fewest first, with the bits of those that have
-        exactly so many. Instances with none are left out.
+        """Return (number of leading blocks, bit mask of the holders with exactly that number),
+        fewest blocks first; holders with no block are left out.
         """
         masks, having, stride = self._masks, self._live, self._stride
         found: list[tuple[int, int]] = []
@@ -235,14 +228,14 @@ class PrefixIndex(Generic[H]):
         return found
 
     def send(self, member: H, prefix: Prefix, prompt_tokens: int) -> None:
-        """Note that this proxy sends the instance a prompt."""
+        """Note that this proxy sends a prompt to the instance, and share it with other proxies."""
         if prefix.hashes and member.caches:
             self.note(member, prefix, prompt_tokens)
             self._sent.append((member, prefix, prompt_tokens))
 
     def take_sent(self, room_bytes: int = MAX_HASH_BYTES) -> list[SentPrompt]:
-        """Return what this proxy has sent since the last call, as far as its hashes fit into so
-        many bytes of a message to the others.
+        """Return the prompts that this proxy has sent since the last call; prompts whose hashes do
+        not fit into `room_bytes` are dropped.
         """
         sent = []
         for member, prefix, prompt_tokens in self._sent:
@@ -256,12 +249,12 @@ class PrefixIndex(Generic[H]):
         return sent
 
     def note_sent(self, member: H, sent: SentPrompt) -> None:
-        """Another proxy has sent a prompt to this process of an instance."""
+        """Note a prompt that another proxy has sent to the instance."""
         prefix = Prefix(array("Q", sent.hashes), sent.size_bytes)
         self.note(member, prefix, sent.prompt_tokens)
 
     def note(self, member: H, prefix: Prefix, prompt_tokens: int) -> None:
-        """The instance gets this prompt, and will have it."""
+        """Add the prompt's blocks to the instance's presumed cache."""
         if not member.caches or not prefix.hashes:
             return
         cache, masks = self._cache_of(member), self._masks
@@ -270,7 +263,7 @@ class PrefixIndex(Generic[H]):
         bit, order = cache.bit, cache.order
         known = [block for block in hashes if masks.get(block, 0) & bit]
         cache.touched.update(known)
-        # Room is made before, so that what has just come is not the first to go.
+        # Evict first, so that the new blocks are not evicted themselves.
         self._make_room(cache, len(hashes) - len(known), kept=set(known))
         for block in reversed(hashes):
             mask = masks.get(block, 0)
@@ -283,8 +276,8 @@ class PrefixIndex(Generic[H]):
             self._sweep(_SWEPT + 2 * len(prefix.hashes))
 
     def _make_room(self, cache: _Cache, blocks: int, *, kept: Set[int] = frozenset()) -> None:
-        """Evict until an instance, and the index, have room for so many more, which belong to those
-        that are kept.
+        """Evict until the instance and the index have room for `blocks` more; blocks in `kept`, of
+        the same prompt, are evicted last.
         """
         limit = cache.blocks() / self._stride if cache.capacity_tokens else MOST_BLOCKS
         self._evict(cache, ceil(max(0.0, len(cache.order) + blocks - limit)), kept)
@@ -297,8 +290,8 @@ class PrefixIndex(Generic[H]):
             self._evict(fullest, min(over, len(fullest.order)), kept)
 
     def _evict(self, cache: _Cache, count: int, kept: Set[int]) -> None:
-        """Evict so many blocks of an instance, those that were not used lately first and those that
-        are kept last, as far as they are found soon.
+        """Evict `count` blocks of an instance by second chance, blocks in `kept` last. A limit on
+        spared blocks bounds the time.
         """
         order, touched, spared = cache.order, cache.touched, _SWEPT + 8 * count
         while count and order:
@@ -313,7 +306,9 @@ class PrefixIndex(Generic[H]):
             count -= 1
 
     def _measure(self, cache: _Cache, member: H, block_tokens: float) -> None:
-        """Follow the sizes of its blocks and of its cache."""
+        """Update the tokens per block and the capacity; double the stride if the index is too
+        small.
+        """
         before = cache.block_tokens or block_tokens
         cache.block_tokens = max(1.0, before + (block_tokens - before) / 16)
         if (capacity_tokens := self._room_tokens(member)) > cache.capacity_tokens:
@@ -325,7 +320,7 @@ class PrefixIndex(Generic[H]):
                 self._forget()
 
     def _forget(self) -> None:
-        """Entries of another stride are never looked up."""
+        """Delete all entries: entries of the previous stride are never looked up."""
         self._masks.clear()
         self._interned.clear()
         self._blocks = 0
@@ -353,10 +348,8 @@ class PrefixIndex(Generic[H]):
             self._free.append(_number(cache.bit))
             del self._gone[0]
 
-    # What instances report.
-
     def count(self, member: H, prompt_tokens: int, found: int) -> None:
-        """The instance has computed a prompt, of which it has found so many tokens."""
+        """Count a prompt that the instance has computed, with `found` tokens from its cache."""
         hits = self.hits.setdefault(member.id, Hits())
         hits.prompt_tokens += prompt_tokens
         hits.cached_tokens += found
@@ -364,9 +357,10 @@ class PrefixIndex(Generic[H]):
     def correct(
         self, member: H, prefix: Prefix, predicted: int, found: int, *, finds_others: bool = False
     ) -> None:
-        """Correct how far an instance's predictions are trusted. `predicted`, `found`: tokens of
-        one prompt that its cache was expected to have, and had. `finds_others`: the cache may have
-        prompts too that this proxy did not send.
+        """Correct the presumed share of an instance's pages that caches prompts.
+
+        `predicted` and `found` are the expected and the real cached tokens of one prompt.
+        `finds_others`: the cache may have prompts that no proxy has shared with this one.
         """
         cache = self._caches.get(member.id)
         if cache is None or not prefix.hashes:

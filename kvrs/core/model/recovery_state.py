@@ -11,34 +11,34 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, NodeId
 
-# Between two tries of the same instance: the first pause, and the longest, as they double.
+# Exponential backoff between two attempts at the same instance: the first and the longest pause.
 RETRY_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 _JITTER = 0.25
-# An instance and the agent of its node, or the other instance of its server, that are lost within
-# this time are lost together.
+# Losses of an instance, its node's agent and its server's other instance within this time count as
+# one loss.
 LOST_TOGETHER_S = 2.0
 
 
 class RefusedBy(msgspec.Struct, frozen=True, gc=False):
-    """A 4xx, an error before any token, no token in time, or logits that are no numbers; it may be
-    the fault of the instance, in this epoch.
+    """A failure that may be the fault of the request or of the instance: a 4xx, an error before any
+    token, no token in time, or logits that are not numbers.
     """
 
     instance: InstanceId
     epoch: int
-    is_probe: bool  # The stream was to find out whether the instance works again.
+    is_probe: bool  # The stream was the probe of a closed instance.
     failure: ev.FailureKind = ev.FailureKind.REFUSED
     cause: str = ""
 
     def is_alike(self, failed: ev.AttemptFailed) -> bool:
-        """The other failure is of the same kind; errors are of one by what the engines name."""
+        """Return whether the other failure is of the same kind and, for errors, the same cause."""
         is_same = self.cause == failed.cause or failed.failure is not ev.FailureKind.ERROR
         return self.failure is failed.failure and is_same
 
 
 class Death(msgspec.Struct, frozen=True, gc=False):
-    """An instance died from which the stream waited for its first token (`poison.py`)."""
+    """The death of an instance while the stream waited there for its first token (`poison.py`)."""
 
     instance: InstanceId
     epoch: int
@@ -47,7 +47,9 @@ class Death(msgspec.Struct, frozen=True, gc=False):
     lost_s: float
 
     def is_same(self, other: "Death") -> bool:
-        """One process died, or the two instances of a server at once."""
+        """Return whether both records are of one process, or of one server's two instances that
+        died at the same time.
+        """
         if self.instance == other.instance:
             return self.epoch == other.epoch
         return self.server == other.server and abs(self.lost_s - other.lost_s) < LOST_TOGETHER_S
@@ -56,36 +58,37 @@ class Death(msgspec.Struct, frozen=True, gc=False):
 class RecoveryState(msgspec.Struct, eq=False):
     """The recovery under way, from the first failure until a token reaches the client again."""
 
-    failed_at_s: float | None = None  # None: there is none.
+    failed_at_s: float | None = None  # None: no recovery is under way.
     cause: str = ""
     failed: InstanceId | None = None
-    # The instance that an attempt failed at, until the next decision; it may turn out to be lost.
+    # The instance of the last failed attempt, until the next decision; it may be lost.
     suspect_instance: InstanceId | None = None
-    was_connected: bool = False  # To it: else nothing has shown the option to be bad.
+    # The failed attempt was connected to the suspect; if not, its option is not blamed.
+    was_connected: bool = False
     failures: int = 0
-    # Attempts that were lost or failed. To be moved, denied a slot or told to come back later is
-    # not to fail.
+    # Lost or failed attempts, without moved ones, denied slots and busy answers.
     attempts: int = 0
-    # Where its logits were no numbers, once for each time.
-    overflowed: tuple[RefusedBy, ...] = ()
-    owes_token: bool = False  # To the retry budget, for the next attempt.
+    overflowed: tuple[RefusedBy, ...] = ()  # Failures by logits that were not numbers.
+    owes_token: bool = False  # The next attempt must take a token of the retry budget.
     token_at_s: float = -inf  # When the token may be used.
-    busy_since_s: float | None = None  # Since the first busy answer.
-    # How often no second instance brought its first token in time either: the request takes long
+    busy_since_s: float | None = None  # Time of the first busy answer.
+    # Number of times that a second instance produced no token in time either: the request is slow
     # anywhere, and its silence is no fault.
     slow_attempts: int = 0
-    retry_at_s: float = 0.0  # Not before this is an instance tried again that failed the stream.
+    retry_at_s: float = 0.0  # Earliest time to retry an instance that failed the stream.
     removed: frozenset[Option] = frozenset()
-    slot_expired: bool = False  # What the attempt before fetches may still be under way.
+    slot_expired: bool = False  # The previous attempt's fetch may still run.
     deaths: tuple[Death, ...] = ()
-    # Connections that broke before they had brought anything: the processes may have died.
+    # Connections that broke before any data; the processes may have died.
     broken: tuple[Death, ...] = ()
-    # Instances where it would wait beside a stream that may be the cause of such deaths, too.
+    # Instances that run another stream which may be the cause of such deaths.
     avoided: frozenset[InstanceId] = frozenset()
 
     @property
     def is_counted(self) -> bool:
-        """An instance has died from which the stream waited for its first token, or may have."""
+        """True if an instance has died, or may have, while the stream waited there for its first
+        token.
+        """
         return bool(self.deaths or self.broken)
 
     def note_death(self, death: Death) -> None:
@@ -117,12 +120,16 @@ class RecoveryState(msgspec.Struct, eq=False):
         self.suspect_instance, self.was_connected = instance, was_connected
 
     def clear_suspect(self, cause: str) -> None:
-        """The instance as a whole is lost by this cause: the stream is a victim like the others."""
+        """Note that the suspected instance is lost by this cause: the stream is a victim like the
+        instance's other streams.
+        """
         self.suspect_instance, self.cause = None, cause
 
     def back_off(self, failed: Option | None, jitter: float, now_s: float) -> None:
-        """The suspected instance still runs: try another option, and that instance after a pause
-        that doubles with every failure, and is shorter by `jitter` (0 to 1) of a quarter.
+        """Remove the failed option, and delay attempts at the suspected instance, which still runs.
+
+        The pause doubles with every failure, and is shortened by up to a quarter (`jitter` from 0
+        to 1).
         """
         self.suspect_instance = None
         if failed is not None:
@@ -132,15 +139,15 @@ class RecoveryState(msgspec.Struct, eq=False):
         self.failures += 1
 
     def take_for_slow(self, now_s: float) -> None:
-        """Its silence is no fault of instances. One of those that it was silent at may be about to
-        answer; others are asked only where these are gone.
+        """Treat the request as slow: its silence is no fault of instances. The next attempt prefers
+        the instances that were tried, because one of them may be about to answer.
         """
         self.slow_attempts += 1
         self.suspect_instance = None
         self.retry_at_s = now_s + RETRY_PAUSE_S
 
     def note_overflow(self, by: RefusedBy) -> None:
-        """Its logits are no numbers there."""
+        """Note an instance at which the stream's logits were not numbers."""
         self.overflowed = (*self.overflowed, by)
 
     def pay_token(self, at_s: float) -> None:
@@ -151,8 +158,8 @@ class RecoveryState(msgspec.Struct, eq=False):
         self.owes_token = True
 
     def note_trial_failed(self) -> None:
-        """At an ejected instance, for want of others: its answers say nothing of the stream, which
-        is to have attempts left when others are back.
+        """Note a failure at an ejected instance, which was the only one: the failure is not counted
+        as an attempt of the stream.
         """
         self.owes_token = True
 
@@ -168,7 +175,7 @@ class RecoveryState(msgspec.Struct, eq=False):
             self.busy_since_s = now_s
 
     def remove(self, option: Option) -> None:
-        """It has failed the stream, and is not tried again before a token has come."""
+        """Do not try the option again before the stream has produced a token."""
         self.removed |= {option}
 
     def expire_slot(self, option: Option) -> None:

@@ -1,5 +1,5 @@
-"""News in the load reports of instances: reports come several times a second, and most of them
-change no decision.
+"""The filter for load reports: instances report several times a second, and most reports change no
+decision.
 """
 
 from kvrs.core.model.member import Member
@@ -8,12 +8,11 @@ from kvrs.protocol.instance import LoadReport
 # Smaller changes of a queue change no decision.
 _QUEUE_STEP = 0.1
 _QUEUE_STEP_S = 0.005
-# Nor does a prediction that moves by less.
-_READY_STEP_S = 0.02
+_READY_STEP_S = 0.02  # Smaller changes of a predicted end of re-forming change no decision.
 
 
 def is_repeated(report: LoadReport, before: LoadReport | None) -> bool:
-    """The report equals the one before, and no part of it depends on when it comes."""
+    """Return whether the report equals the previous one and has no time-dependent part."""
     if report is before:
         return True
     is_timeless = not (report.draining or report.links or report.fetches or report.restarts)
@@ -23,14 +22,15 @@ def is_repeated(report: LoadReport, before: LoadReport | None) -> bool:
 def changes_decision(
     member: Member, report: LoadReport, now_s: float, *, has_peers: bool, waiting: bool
 ) -> bool:
-    """The report has to be passed to the policy. While streams wait for a place every report is a
-    sign of life, after which they may find one; while some run on an instance that is about to end,
-    others may be able to take them since the report before.
+    """Return whether the report must be passed to the policy.
+
+    Every report is passed on while streams wait for an instance, and while a draining instance
+    still runs streams: each may now find a place.
     """
     told = member.told
     if told is None or waiting or changes_ranks(member, report, now_s):
         return True
-    if member.reforming is not None:  # What is left of its pause is less than before.
+    if member.reforming is not None:  # The rest of the pause has become shorter.
         return True
     if report.draining and (member.running or not told.draining):
         return True
@@ -42,7 +42,7 @@ def changes_decision(
 
 
 def changes_ranks(member: Member, report: LoadReport, now_s: float) -> bool:
-    """The instance re-forms, has re-formed, or will later than it said."""
+    """Return whether the report tells of a re-forming that began, ended or moved in time."""
     if not report.full_degree:
         return False
     now, before, told = report.reforming, member.reforming, member.told
@@ -55,6 +55,6 @@ def changes_ranks(member: Member, report: LoadReport, now_s: float) -> bool:
         )
     if before is not None:
         return True
-    if told is None:  # A proxy that comes later finds an instance that has lost ranks before.
+    if told is None:  # The instance may have lost ranks before this proxy started.
         return report.degree != report.full_degree
     return (told.layout_number, told.degree) != (report.layout_number, report.degree)

@@ -1,8 +1,8 @@
-"""The record of one stream, of its attempt and of the recovery under way, of which tokens are never
-part; and of an open stream: with its journal, and what processes keep of it.
+"""The records of one stream: its facts, its attempt, its recovery, and the holders of its KV. The
+policy's records have no tokens; `LiveStream` adds the journal, which has them.
 
-Each record is written from one module: a stream's facts and its recovery from here, stage, attempt
-and holders from `ledger.py`, checkpoints from `checkpoints.py`.
+Each record is written by one module: a stream's facts and its recovery by this module; stage,
+attempt and holders by `ledger.py`; checkpoints by `checkpoints.py`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,56 +25,55 @@ from kvrs.protocol.geometry import KvGeometry
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """An instance that retains the first `pages` full pages of the stream's history, or has them in
-    its prefix cache, or as a replica.
+    """An instance that has the first `pages` full pages of the stream's history: retained, in its
+    prefix cache, or as a replica.
     """
 
     member: Member
     pages: int
-    # Pages among these that stay until the stream, which was moved, has its next token elsewhere.
+    # Pages that the instance keeps until the moved stream has its next token elsewhere.
     left_pages: int = 0
-    # Another instance has sent them there, without a lease: they go when that one needs the room.
+    # The pages are copies sent by another instance, without a lease, and evicted first.
     is_replica: bool = False
 
 
 @dataclass(slots=True)
 class StoredCheckpoint:
-    """An agent that stores the first `pages` full pages of the stream's history, as it reported
-    last, or is to get them.
-    """
+    """An agent that stores the stream's checkpoint, or is to get its pages."""
 
     agent: Agent
     geometry: KvGeometry
-    # 0: nothing is sent there any more, but what is there may still be fetched.
-    booked_bytes: int = 0
-    pages: int = 0
+    booked_bytes: int = 0  # 0: the agent gets no more pages, and its pages may still be fetched.
+    pages: int = 0  # Leading full pages of the history, by the agent's last report.
     booked_for: NodeId | None = None  # The node that decodes the stream.
-    # Their namespace, where they are rows of the instance's own memory (`books/rows.py`).
+    # The namespace, if the pages are rows of an instance's CPU tier (`books/rows.py`).
     rows: str = ""
 
     def is_of(self, member: Member) -> bool:
-        """The instance saves and loads pages like these."""
+        """Return whether the instance can save and load pages of this geometry and namespace."""
         theirs = self.geometry
         return self.rows == member.rows and (theirs is member.geometry or theirs == member.geometry)
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """The next step of a stream that has no attempt, and the options that were weighed for it."""
+    """The next step of a stream without an attempt, and the estimates that were compared."""
 
     chosen: Estimate
     estimates: tuple[Estimate, ...]
-    plan: act.Plan | None  # None: give up, no option meets the budget.
-    others: float = 0.0  # Other victims, per target, for which each estimate was charged.
-    refusal: act.StreamRefusal | None = None  # Of a first attempt: the load is too high for it.
+    plan: act.Plan | None  # None: give up, because no option meets the budget.
+    others: float = 0.0  # Other victims per target, for whose wait each estimate was charged.
+    refusal: act.StreamRefusal | None = None  # A new stream is refused because of the load.
 
 
 class StayDeadline(msgspec.Struct, frozen=True):
-    """By when the instance of an attempt, which re-forms, is to bring the stream's next token."""
+    """The time by which a re-forming instance must produce the next token of a stream that
+    stays.
+    """
 
     since_s: float
     until_s: float
-    number: int  # Of the re-forming.
-    latest_s: float  # No changed prediction of the same re-forming extends it beyond.
+    number: int  # Number of the re-forming.
+    latest_s: float  # Limit of `until_s` for changed predictions of the same re-forming.
 
 
 class Recalled(NamedTuple):
@@ -83,65 +82,63 @@ class Recalled(NamedTuple):
 
 
 class AttemptState(msgspec.Struct, eq=False):
-    """The stream's latest attempt, and what it takes up in the cluster view until it is over."""
+    """The stream's latest attempt, and its bookings in the cluster view until the attempt ends."""
 
-    number: int = 0  # 0: there was none.
+    number: int = 0  # 0: no attempt yet.
     plan: act.Plan | None = None
     option: Option = Option.START
     started_s: float = 0.0
-    decision: Decision | None = None  # That led to it, until its first token settles it.
-    resumed: bool = False  # It has brought a token to the client.
+    decision: Decision | None = None  # The attempt's decision, until its first token.
+    resumed: bool = False  # The attempt has produced a token for the client.
     runs_on: Member | None = None
     decodes_on: Member | None = None
     booked_on: Member | None = None
     booked_s: float = 0.0
-    stay_deadline: StayDeadline | None = None  # While it stays at an instance that re-forms.
-    # With the bytes that it has put on each.
-    links: list[tuple[Link, int]] = []
+    stay_deadline: StayDeadline | None = None  # Set while the stream's instance re-forms.
+    links: list[tuple[Link, int]] = []  # The attempt's transfers: link and bytes.
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """A stream as the policy sees it, from `admit` on."""
+    """The policy's record of a stream."""
 
     id: StreamId
-    order: int = 0  # Of arrival.
+    order: int = 0  # Order of arrival.
     prompt_tokens: int = 1
     waiting_since_s: float = 0.0
     most_tokens: int | None = None
     deadlines: ev.Deadlines = ev.NO_DEADLINES
-    common_deadlines: ev.Deadlines = ev.NO_DEADLINES  # Of all tenants: section `slo`.
+    common_deadlines: ev.Deadlines = ev.NO_DEADLINES  # Deadlines of section `slo`.
     tenant: str = ""
     arrived_s: float = 0.0
-    name: str = ""  # As of `StreamArrived`.
-    prefix: Prefix = NO_PREFIX  # What others may have in common with its prompt.
-    # Tokens of its prompt that the instances between which it was placed last have, or load from an
-    # agent, as the chosen one does: less the time of that.
+    name: str = ""  # As in `StreamArrived`.
+    prefix: Prefix = NO_PREFIX  # Hash chain of the prompt.
+    # Prompt tokens presumed cached at the candidates of the last placement; a load from an agent
+    # counts less the time that it takes.
     cached: dict[InstanceId, int] = field(default_factory=dict)
     load: act.PromptLoad | None = None
-    recalled: Recalled | None = None  # The same, of a log that is run again.
-    produced_tokens: int = 0  # As reported at the last failure.
-    flows_since_s: float = 0.0  # Since the first token of its last attempt that brought any,
-    flows_from_tokens: int = 0  # which had so many before it.
-    token_s: float | None = None  # Per token, until that attempt ended; None: not known.
-    # Prefill has answered once: the prompt's length is known, its KV was made.
-    prefilled: bool = False
-    # Another proxy had it: its first attempt here is a recovery already.
-    adopted: bool = False
+    recalled: Recalled | None = None  # `cached` and `load` from an event log that is run again.
+    produced_tokens: int = 0  # Number of tokens at the last failure.
+    # Time of the first token of the last attempt that produced tokens, and the number of tokens
+    # before it.
+    flows_since_s: float = 0.0
+    flows_from_tokens: int = 0
+    token_s: float | None = None  # Mean time per token of that attempt; None: not known.
+    prefilled: bool = False  # A prefill is done: the prompt's length is known, and its KV exists.
+    adopted: bool = False  # Taken over from another proxy: the first attempt is a recovery.
     first_token_sent: bool = False
-    needs_replay: bool = False  # Only `Option.REPLAY` continues it exactly.
+    needs_replay: bool = False  # Only `Option.REPLAY` continues the stream exactly.
     promise: ev.Promise = ev.Promise.NONE
-    excluded_epochs: frozenset[tuple[InstanceId, int]] = frozenset()  # That failed this stream.
-    # Instances that refused it, as long as no other one has accepted it.
-    refusals: tuple[RefusedBy, ...] = ()
+    excluded_epochs: frozenset[tuple[InstanceId, int]] = frozenset()  # Processes that failed it.
+    refusals: tuple[RefusedBy, ...] = ()  # Refusals since an instance last accepted the stream.
 
     stage: Stage = Stage.WAITING
     attempt: AttemptState = field(default_factory=AttemptState)
     recovery: RecoveryState = field(default_factory=RecoveryState)
     holders: dict[InstanceId, Holder] = field(default_factory=dict)
     checkpoints: dict[InstanceId, StoredCheckpoint] = field(default_factory=dict)
-    tokens: str = ""  # `Instance.tokens` of the one that gave its last output; empty: not known.
-    unprotected: str = ""  # Why no agent stores a checkpoint of it.
+    tokens: str = ""  # `Member.tokens` of the instance of its last output; empty: not known.
+    unprotected: str = ""  # The reason why no agent stores a checkpoint.
 
     def admit(
         self,
@@ -151,7 +148,9 @@ class Stream:
         common_deadlines: ev.Deadlines,
         now_s: float,
     ) -> None:
-        """It has come to this proxy; from another one it comes as a victim of the loss of that."""
+        """Initialise a new stream, or a stream taken over from a lost proxy, which begins with a
+        recovery.
+        """
         self.order, self.waiting_since_s = order, now_s
         self.most_tokens, self.tenant, self.name = event.most_tokens, event.tenant, event.name
         self.deadlines, self.common_deadlines = deadlines, common_deadlines
@@ -165,12 +164,12 @@ class Stream:
 
     @property
     def is_fresh(self) -> bool:
-        """Nothing was produced and no KV was made: starting is all that can be done."""
+        """True if the stream has neither tokens nor KV, so that it can only be started."""
         return not self.prefilled and self.produced_tokens == 0
 
     @property
     def is_free(self) -> bool:
-        """Any instance that is clear may get it: nothing more need be tested."""
+        """True if the stream itself excludes no instance."""
         return not (self.recovery.avoided or self.name or self.excluded_epochs)
 
     @property
@@ -178,13 +177,13 @@ class Stream:
         return self.prompt_tokens + self.produced_tokens
 
     def due_s(self, deadlines: ev.Deadlines | None = None) -> float:
-        """The time by which the next token must have come, by its own deadlines or by these.
+        """Return the time by which the next token is due, by the given deadlines (None: the
+        stream's own).
 
-        The end-to-end deadline is that of the last token, so the next one is due as much earlier as
-        the rest of the output takes: the tokens that the request still allows, at the stream's own
-        pace. Where these would have been late without the failure, too, the limit of the request
-        says nothing about the end of its output, and only the next token is held against the
-        deadline.
+        The end-to-end deadline holds for the last token, so the next token is due earlier by the
+        time of the remaining output: the tokens that the request still allows, at the stream's
+        pace. If that output would have been late without the failure too, only the next token is
+        compared with the deadline.
         """
         due, wanted, failed_at_s = inf, deadlines or self.deadlines, self.recovery.failed_at_s
         if not self.first_token_sent:
@@ -198,12 +197,12 @@ class Stream:
         return due
 
     def _reserved_s(self, ends_s: float) -> float:
-        """The part of the end-to-end deadline that the output behind the next token needs."""
+        """Return the part of the end-to-end deadline for the output after the next token."""
         failed_at_s, rest_s = self.recovery.failed_at_s, self.rest_s
         return rest_s if failed_at_s is not None and failed_at_s + rest_s <= ends_s else 0.0
 
     def tightest(self) -> str:
-        """The deadline that is due first, in words."""
+        """Describe the deadline that is due first."""
         deadlines, due = self.deadlines, self.due_s()
         if due == inf:
             return "no limit"
@@ -223,14 +222,14 @@ class Stream:
         return (member.id, member.epoch) in self.excluded_epochs
 
     def is_served_at(self, member: Member) -> bool:
-        """The instance has the model, alias or adapter that the stream is of."""
+        """Return whether the instance serves the stream's model, alias or adapter."""
         return not self.name or self.name in member.names
 
     def exclude(self, member: Member) -> None:
         self.excluded_epochs |= {(member.id, member.epoch)}
 
     def keep_to(self, asked: Iterable[InstanceId], peers: Iterable[Member]) -> None:
-        """Bar all peers but those that were asked."""
+        """Exclude all peers except those in `asked`."""
         kept, self.refusals = {*asked}, ()
         self.excluded_epochs = frozenset(
             (peer.id, peer.epoch) for peer in peers if peer.id not in kept
@@ -247,22 +246,20 @@ class Stream:
         self.produced_tokens = max(self.produced_tokens, produced_tokens)
 
     def note_pace(self, now_s: float) -> None:
-        """The attempt that brought its last tokens ends."""
+        """Measure the pace of the attempt that produced the last tokens, when it ends."""
         tokens = self.produced_tokens - self.flows_from_tokens
         if tokens > 0 and now_s > self.flows_since_s:
             self.token_s = (now_s - self.flows_since_s) / tokens
 
     @property
     def rest_s(self) -> float:
-        """How long the tokens behind the next one take at its pace, if all that are allowed come;
-        0: not known.
-        """
+        """Time of all allowed tokens after the next one, at the stream's pace; 0: not known."""
         if self.token_s is None or self.most_tokens is None:
             return 0.0
         return max(0, self.most_tokens - self.history_tokens - 1) * self.token_s
 
     def note_prefill(self, history_tokens: int) -> None:
-        """The first prefill corrects the prompt's length, a guess while the prompt was text."""
+        """Correct the guessed length of a text prompt after the first prefill."""
         if not self.prefilled:
             guess = self.prompt_tokens
             self.prompt_tokens = max(1, history_tokens - self.produced_tokens)
@@ -271,7 +268,7 @@ class Stream:
                 self.most_tokens += max(0, self.prompt_tokens - guess)
 
     def note_resumed(self, event: ev.StreamResumed, now_s: float) -> None:
-        """A token has reached the client: the recovery is over."""
+        """Note that a token has reached the client, which ends the recovery."""
         self.first_token_sent = True
         self.needs_replay, self.promise = event.needs_replay, event.promise
         self.flows_since_s, self.flows_from_tokens = now_s, self.produced_tokens
@@ -279,9 +276,11 @@ class Stream:
 
 
 def by_urgency(streams: Iterable[Stream]) -> list[Stream]:
-    """The most urgent first. By the deadlines that are common to all tenants each tenant has its
-    places in the order, and its streams take them by the deadlines of their own: a tenant that
-    names tight ones overtakes itself only.
+    """Sort the streams by urgency, most urgent first.
+
+    The common deadlines decide which places in the order each tenant gets; within these places a
+    tenant's streams are ordered by their own deadlines, so that tight deadlines overtake only
+    streams of the same tenant.
     """
     ordered = list(streams)
     if len(ordered) < 2:
@@ -298,11 +297,11 @@ def by_urgency(streams: Iterable[Stream]) -> list[Stream]:
 
 
 class Complete(msgspec.Struct, frozen=True):
-    """Every token, the finish and the usage were sent; only the formal end is left."""
+    """The client has every token, the finish reason and the usage; only the formal end is left."""
 
 
 class CannotContinue(msgspec.Struct, frozen=True):
-    """The rest of the stream could not be produced exactly, and the configuration refuses less."""
+    """The stream cannot be continued exactly, and the configuration refuses inexact output."""
 
     cause: str
 
@@ -311,8 +310,8 @@ Outcome = Complete | act.GiveUp | CannotContinue
 
 
 class StreamJournal(Protocol):
-    """Facts about one stream. (`owner_epoch`, `attempt`) is its only writer; attempt 0 while there
-    is none.
+    """Facts about one stream. Only the attempt (`owner_epoch`, `attempt`) may write; attempt 0: no
+    attempt.
     """
 
     stream: StreamId
@@ -320,44 +319,44 @@ class StreamJournal(Protocol):
     owner_epoch: int
     attempt: int
     deadlines: ev.Deadlines
-    tenant: str  # Its mark; all are the same where there are no tenants.
-    name: str  # Key of the alias or adapter that it is of (`names.py`); empty: all have it.
-    kept: tuple[ev.Kept, ...]  # KV of the stream as the proxy before this one knew it.
+    tenant: str  # The tenant's key; equal for all streams if no tenants are configured.
+    name: str  # Key of the alias or adapter (`names.py`); empty: every instance serves it.
+    kept: tuple[ev.Kept, ...]  # KV of the stream by the records of its previous proxy.
 
     @property
     def prompt_ids(self) -> Sequence[int] | None:
-        """None until an engine has tokenised the prompt."""
+        """Token ids of the prompt; None: no engine has tokenised it yet."""
 
     @property
     def prompt_tokens_guess(self) -> int:
-        """Tokens of the prompt, estimated from its text while `prompt_ids` is None."""
+        """Number of prompt tokens, estimated from the text while `prompt_ids` is None."""
 
     @property
     def prefix(self) -> Prefix:
-        """The blocks of its prompt, by which others are found that begin alike."""
+        """Hash chain of the prompt's blocks."""
 
     @property
     def max_tokens(self) -> int | None:
-        """None: as many as the engine has room for."""
+        """Limit of the output; None: as many tokens as the engine has room for."""
 
     @property
     def output_ids(self) -> Sequence[int]: ...
 
     @property
     def token_interval_s(self) -> float | None:
-        """Mean time between two tokens; None: there are too few."""
+        """Mean time between two tokens; None: too few tokens."""
 
     @property
     def finished(self) -> bool:
-        """The client has all of the text."""
+        """True if the client has all of the text."""
 
     @property
     def resumable(self) -> bool:
-        """The client may resume the stream at another proxy."""
+        """True if the client may resume the stream at another proxy."""
 
     @property
     def inexact(self) -> tuple[str, ...]:
-        """Features that could not be continued exactly after a cut."""
+        """Features of the request that a recovery cannot continue exactly."""
 
     @property
     def replayed(self) -> tuple[str, ...]:
@@ -365,24 +364,24 @@ class StreamJournal(Protocol):
 
     @property
     def promise(self) -> ev.Promise:
-        """The promise that the head of its response has made; none before that."""
+        """The promise in the head of the response; `NONE` before the head is sent."""
 
     def commit_head(self) -> None:
-        """Its first token goes to the client, and the head of its response before that."""
+        """Fix the head of the response, which goes to the client before the first token."""
 
     @property
     def is_recoverable(self) -> bool:
-        """Another attempt can go on with it. False once its engine has sent text without ids."""
+        """True if another attempt can continue the stream; false after text without token ids."""
 
     @property
     def is_predictable(self) -> bool:
-        """The time of its prefill follows from its tokens: an engine that has to fetch pictures for
-        it first may take any time.
+        """True if the number of tokens predicts the time of the prefill; false if the engine has to
+        fetch images first.
         """
 
 
 def mean_interval_s(first_s: float | None, last_s: float | None, tokens: int) -> float | None:
-    """Return the mean time between two of a stream's tokens; None: there are too few."""
+    """Return the mean time between two of a stream's tokens; None: too few tokens."""
     if first_s is None or last_s is None or tokens < 2:
         return None
     return (last_s - first_s) / (tokens - 1)
@@ -392,29 +391,30 @@ def mean_interval_s(first_s: float | None, last_s: float | None, tokens: int) ->
 class Copy:
     """The checkpoint of a stream at one agent."""
 
-    pages: int = 0  # Leading full ones.
-    lost: str | None = None  # Why the agent keeps nothing.
+    pages: int = 0  # Number of leading full pages.
+    lost: str | None = None  # The reason why the agent has none.
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LiveStream(Stream):
-    """A stream that has not ended. Drivers extend it with what they need to run attempts."""
+    """An open stream with its journal. Drivers subclass it with their own state of attempts."""
 
     journal: StreamJournal
-    plan: act.Plan | None = None  # Of the attempt that the shell runs, if it runs one.
-    # Instances that may retain pages of it.
-    prefilled_at: dict[InstanceId, None] = field(default_factory=dict)
-    copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By agent.
-    guessed_tokens: int = 0  # Of its prompt, by its size, until an engine has tokenised the text.
+    plan: act.Plan | None = None  # Plan of the attempt that the driver runs.
+    prefilled_at: dict[InstanceId, None] = field(default_factory=dict)  # May retain its pages.
+    copies: dict[InstanceId, Copy] = field(default_factory=dict)  # Checkpoints by agent.
+    guessed_tokens: int = 0  # Prompt tokens guessed by size, until the text is tokenised.
 
     @property
     def stays_until_s(self) -> float | None:
-        """Until when its attempt, which stays at an instance that re-forms, may be silent."""
+        """End of the time in which an attempt at a re-forming instance may be silent."""
         deadline = self.attempt.stay_deadline
         return None if deadline is None else deadline.until_s
 
     @property
     def remaining_tokens(self) -> int | None:
-        """How many more the client wants; None: as many as the engine has room for."""
+        """Number of tokens that the client still wants; None: as many as the engine has room
+        for.
+        """
         most = self.journal.max_tokens
         return None if most is None else most - len(self.journal.output_ids)
