@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import Role
+from kvrs.proxy.api.rows import AGENTS, INSTANCES, PROXY
 from kvrs.proxy.streams.metrics import Metrics
 
 NAME = re.compile(r"\b(?:kvrs|process|python)_[a-z0-9_]+")
@@ -114,8 +114,8 @@ def expressions() -> Iterator[str]:
 
 def exported() -> set[str]:
     """The names of all samples."""
-    metrics = Metrics({InstanceId("d0"): Role.DECODE}, [InstanceId("agent-n0")])
-    names = set()
+    metrics = Metrics([InstanceId("d0")], [InstanceId("agent-n0")])
+    names = {*INSTANCES, *AGENTS, *PROXY}
     for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
         names |= {family.name, *(sample.name for sample in family.samples)}
         names |= {f"{family.name}_total"} if family.type == "counter" else set()

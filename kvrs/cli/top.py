@@ -23,19 +23,7 @@ if TYPE_CHECKING:
     from kvrs.net.admin import AdminClient
 
 _INTERVAL_S = 1.0
-_COLOURS = {"up": "green"} | dict.fromkeys(
-    (
-        "starting",
-        "draining",
-        "loading",
-        "loading_draft",
-        "assist",
-        "hotswap",
-        "degraded",
-        "reforming",
-    ),
-    "yellow",
-)
+_COLOURS = {"up": "green", "down": "red", "refused": "red"}  # Of others: yellow.
 
 AdminUrl = Annotated[
     str | None,
@@ -109,41 +97,36 @@ def _keys() -> Iterator[Callable[[float], str]]:
 def screen(overview: Mapping[str, Any], url: str, rows: int) -> Group:
     """Contents of the screen: instances first, then the newest recoveries."""
     instances, recoveries = overview["instances"], overview["recoveries"]
-    table = Table("instance", "role", "node", "health", *("streams", "queued", "wait s"), box=None)
-    for name in ("streams", "queued", "wait s"):
-        next(each for each in table.columns if each.header == name).justify = "right"
+    headings = dict.fromkeys(name for row in instances for name in row["facts"])
+    table = Table(box=None, pad_edge=False)
+    for name in ("instance", "role", "node", "health"):
+        table.add_column(name, no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right")
     shown = instances[: max(1, rows - 8)]
     for row in shown:
-        health = "draining" if row["draining"] else row["starts"] or row["short"] or row["health"]
-        delay_s = row["queue_delay_s"]
         table.add_row(
             Text(row["id"]),
             row["role"],
             Text(row["node"]),
-            Text(health, style=_COLOURS.get(health, "red")),
-            str(row["streams"]),
-            "" if row["queued"] is None else str(row["queued"]),
-            "" if delay_s is None else f"{delay_s:.2f}",
+            Text(row["health"], style=_COLOURS.get(row["health"], "yellow")),
+            *(Text(row["facts"].get(heading, "")) for heading in headings),
         )
     parts: list[Any] = [_head(overview, url), table]
     if len(shown) < len(instances):
         parts.append(Text(f"... and {len(instances) - len(shown)} more", style="dim"))
-    room = max(0, rows - 8 - len(shown))
-    lines = [line for row in instances for line in _lending(row)][:room]
-    parts += lines
-    room -= len(lines)
-    causes = [row for row in instances if row["health"] != "up" and row.get("reason")]
-    parts += [_line(f"{row['id']}: {row['reason']}") for row in causes[:room]]
-    room = max(0, room - len(causes))
-    if recoveries and room:
-        parts.append(Text("recoveries, the newest first", style="bold"))
-        parts += [_recovery(row) for row in recoveries[:room]]
-    return Group(*parts)
+    lines = [_line(f"{row['id']}: {note}") for row in instances for note in row["notes"]]
+    causes = [row for row in instances if not row["is_up"] and row["reason"]]
+    lines += [_line(f"{row['id']}: {row['reason']}") for row in causes]
+    if recoveries:
+        lines.append(Text("recoveries, the newest first", style="bold"))
+        lines += map(_recovery, recoveries)
+    return Group(*parts, *lines[: max(0, rows - 8 - len(shown))])
 
 
 def _head(overview: Mapping[str, Any], url: str) -> Text:
     streams = overview["streams"]
-    up = sum(row["health"] == "up" for row in overview["instances"])
+    up = sum(row["is_up"] for row in overview["instances"])
     stages = ", ".join(f"{count} {stage}" for stage, count in streams["by_stage"].items())
     restorable = streams["restorable"]["streams"]
     policy = overview["policy"]
@@ -154,21 +137,6 @@ def _head(overview: Mapping[str, Any], url: str) -> Text:
         f"{streams['open']} streams{f' ({stages})' if stages else ''}, "
         f"{restorable} could be restored\n"
     )
-
-
-def _lending(row: Mapping[str, Any]) -> Iterator[Text]:
-    """Stages of an instance, if a stage is borrowed, and the pages it lends."""
-    stages = row["stages"]
-    if any(each["donor"] for each in stages):
-        places = (f"{each['stage']} at {each['node']}{_donor(each)}" for each in stages)
-        yield _line(f"{row['id']}: stages {', '.join(places)}")
-    for each in row["lends"]:
-        what = f"{each['pages']} pages of stage {each['stage']} to {each['to']}"
-        yield _line(f"{row['id']}: lends {what}")
-
-
-def _donor(stage: Mapping[str, Any]) -> str:
-    return f" (borrowed from {stage['donor']})" if stage["donor"] else ""
 
 
 def _recovery(row: Mapping[str, Any]) -> Text:

@@ -190,6 +190,7 @@ class Membership:
             "over": gossip.over,
             "sent": dict(self.sent),
             "dropped": self.drops(),
+            "unread": gossip.facts.unread,
             "members": [
                 asdict(member.update)
                 | {"status": member.status.name.lower(), "record": records.get(member.id, {})}

@@ -22,7 +22,8 @@ from kvrs.net.routes import Request, Response, Routes
 from kvrs.process.large_work import LargeWork
 from kvrs.protocol.mirror import DrainOrder
 from kvrs.proxy.api.overview import overview
-from kvrs.proxy.api.state import describe, measure
+from kvrs.proxy.api.rows import StateSeries
+from kvrs.proxy.api.state import describe, describe_processes
 from kvrs.proxy.fleet.orders import (
     Exited,
     RankOrder,
@@ -68,7 +69,8 @@ class AdminSource:
         peers: Peers,
     ) -> None:
         self._driver = driver
-        self._metrics = metrics
+        self.registry = metrics.registry
+        self.registry.register(StateSeries(self._processes))
         self._gossip_view = gossip_view
         self._proxy = proxy
         self._peers = peers
@@ -76,9 +78,9 @@ class AdminSource:
     def state(self) -> dict[str, Any]:
         return describe(self._driver, self._gossip_view, self._proxy(), self._driver.clock())
 
-    def metrics(self) -> Collector:
-        measure(self._driver, self._gossip_view, self._metrics)
-        return self._metrics.registry
+    def _processes(self) -> dict[str, Any]:
+        now_s = self._driver.clock()
+        return describe_processes(self._driver, self._gossip_view, self._proxy(), now_s)
 
     async def drain_instance(self, order: DrainOrder) -> None:
         """Raises RequestError: this proxy cannot obey; its other workers are not told."""
@@ -206,7 +208,7 @@ class Admin:
     async def _show_metrics(self, request: Request) -> Response:
         """In the text format, or in OpenMetrics where that is asked for."""
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        collected = _Collected(self._source.metrics().collect())
+        collected = _Collected(self._source.registry.collect())
         body = await self._large.run_aside(partial(encode, collected))
         return Response(200, body, {"Content-Type": content_type})
 

@@ -13,7 +13,6 @@ from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.speculation import Reload
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.open_stream import OpenStream
 from kvrs.proxy.streams.recoveries import Recovery
 from kvrs.proxy.watch.gossip_view import GossipView
@@ -22,17 +21,41 @@ from kvrs.proxy.watch.gossip_view import GossipView
 def describe(
     driver: Driver, gossip_view: GossipView, proxy: dict[str, Any], now_s: float
 ) -> dict[str, Any]:
+    state = describe_processes(driver, gossip_view, proxy, now_s)
+    unplaced = state["policy"]["unprotected"]
+    return {
+        **state,
+        "streams": [_stream(driver, live, unplaced, now_s) for live in driver.streams.values()],
+        "recoveries": [_recovery(recovery) for recovery in driver.recoveries.entries],
+    }
+
+
+def describe_processes(
+    driver: Driver, gossip_view: GossipView, proxy: dict[str, Any], now_s: float
+) -> dict[str, Any]:
+    """The state without its streams and recoveries, of which metrics count those that end."""
     control = driver.control
     policy, gossip = control.policy.snapshot(), gossip_view.describe()
     health = {row["id"]: row["health"] for row in policy["instances"]}
-    reloads = _reloads(driver)
+    reloads, differing = _reloads(driver), _differing(driver)
+    at = Counter(live.instance for live in driver.streams.values())
     return {
         "instances": [
             _instance(known, driver, health.get(known.id), now_s)
+            | {"streams": at[known.id], "differs": known.id in differing}
             | _restart(known, reloads.get(known.id))
             for known in control.instances.present()
         ],
-        "proxies": [{**proxy, "lacks_tokenizer": lacks_tokenizer(driver), **_model(driver)}],
+        "proxies": [
+            {
+                **proxy,
+                **_model(driver),
+                "lacks_tokenizer": lacks_tokenizer(driver),
+                "tokens_relayed": control.progress.tokens,
+                "waiting": at[None],
+                "unprotected": control.checkpoints.count_unprotected(),
+            }
+        ],
         "members": [] if gossip is None else gossip.pop("members"),
         "gossip": gossip,
         "agents": [
@@ -40,10 +63,6 @@ def describe(
         ],
         "links": policy["links"],
         "slots": policy["slots"],
-        "streams": [
-            _stream(driver, live, policy["unprotected"], now_s) for live in driver.streams.values()
-        ],
-        "recoveries": [_recovery(recovery) for recovery in driver.recoveries.entries],
         "policy": policy,
     }
 
@@ -62,46 +81,12 @@ def _model(driver: Driver) -> dict[str, Any]:
     return {"model": files.model, "model_directory": directory}
 
 
-def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
-    """Set the series that need not be set at every change."""
-    control = driver.control
-    metrics.tokens.follow(control.progress.tokens)
-    metrics.streams.lacks_tokenizer.set(lacks_tokenizer(driver))
-    metrics.unprotected.set(control.checkpoints.count_unprotected())
-    if control.instances.model is not None:
-        metrics.model.labels(control.instances.model).set(1)
-    at = Counter(live.instance for live in driver.streams.values())
-    metrics.streams.waiting.set(at[None])
-    weights = control.self_tests.comparison.weights
-    kinds = {its for name, its in weights.items() if control.instances.is_up(name)}
-    for known in control.instances.present():
-        metrics.open_streams.labels(known.id, known.role).set(at[known.id])
-        metrics.reports.measure(known)
-        metrics.without_copies.labels(known.id).set(control.checkpoints.are_missing(known))
-        store = control.self_tests.stores.describe(known.id)
-        metrics.store_wrong.labels(known.id).set(store is not None and store["is_wrong"])
-        metrics.draining.labels(known.id).set(control.drains.is_draining(known.id))
-        metrics.differs.labels(known.id).set(len(kinds) > 1 and weights.get(known.id) in kinds)
-    for name, hits in control.policy.prefix_hits.items():
-        computed_tokens = hits.prompt_tokens - hits.cached_tokens
-        metrics.prompt_tokens.of(name, "computed").value = computed_tokens
-        metrics.prompt_tokens.of(name, "cached").value = hits.cached_tokens
-    for agent in control.agents.present():
-        metrics.agents.measure(agent)
-    if (membership := gossip_view.membership) is not None:
-        metrics.gossip.measure(membership)
-    policy = control.policy.snapshot()
-    for link in policy["links"]:
-        if link["measured"]:
-            metrics.links.labels(link["source"], link["target"]).set(link["bytes_per_s"])
-    for option, factor in policy["corrections"].items():
-        metrics.recoveries.correction.labels(option).set(factor)
-
-
 def _instance(
     known: Member, driver: Driver, answers: Mapping[str, Any] | None, now_s: float
 ) -> dict[str, Any]:
-    load: dict[str, Any] = {} if known.load is None else msgspec.to_builtins(known.load)
+    control, load = driver.control, dict[str, Any]()
+    if known.load is not None:
+        load = msgspec.to_builtins(known.load)
     shown = {
         "id": known.id,
         "role": known.role,
@@ -125,10 +110,19 @@ def _instance(
         "experts": load.get("experts"),  # None: it has none, or is one process.
         "batches_in_flight": load.get("batches_in_flight"),
         "answers": answers,  # What the policy makes of its answers; None while it is not up.
-        "drain": driver.control.drains.describe(known.id, now_s),  # By order of an operator.
-        "self_test": driver.control.self_tests.describe(known.id),
+        "drain": control.drains.describe(known.id, now_s),  # By order of an operator.
+        "draining": control.drains.is_draining(known.id),
+        "unprotected": control.checkpoints.are_missing(known),
+        "self_test": control.self_tests.describe(known.id),
     }
     return shown if known.reason is None else shown | {"reason": known.reason}
+
+
+def _differing(driver: Driver) -> set[InstanceId]:
+    """Instances that compute other tokens than another one that is up."""
+    weights, is_up = driver.control.self_tests.comparison.weights, driver.control.instances.is_up
+    kinds = {its for name, its in weights.items() if is_up(name)}
+    return {name for name, its in weights.items() if len(kinds) > 1 and its in kinds}
 
 
 def _reloads(driver: Driver) -> dict[InstanceId, Reload]:

@@ -212,11 +212,6 @@ class Peers:
         return {peer.id for peer in self.live}
 
     @property
-    def unreached(self) -> int:
-        """Number of the others that do not answer."""
-        return len(self.known) - len(self.live)
-
-    @property
     def staying(self) -> set[str]:
         """The live peers that go on when this proxy ends. Its own workers end with it."""
         return {peer.id for peer in self.live if not peer.leaving and not peer.is_own_worker}

@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from kvrs.config.cluster import Backend, NodeSettings
+from kvrs.config.cluster import NodeSettings
 from kvrs.config.file import Config
 from kvrs.config.proxy import PeerSettings
 from kvrs.core.books.agent_slots import slot_share
@@ -31,7 +31,7 @@ from kvrs.proxy.mirror.sent_prompts import SentPrompts
 from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.event_log import EVENT_LOG_BYTES, EventLog
-from kvrs.proxy.streams.metrics import Metrics, Shown
+from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.fleet import Fleet, FleetLinks
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.wire.capacity import Capacity
@@ -129,7 +129,6 @@ def build(
         drains=ProxyDrains(control, clock),
         sent=SentPrompts(control.policy),
     )
-    metrics.streams.peers_unreached.set_function(lambda: mirror.peers.unreached)
     tenants, settings, large = Tenants(config, ring, clock), capacity.settings, links.engines.large
     engine = config.cluster.backend
     api = ClientApi(settings, engine, driver, mirror, metrics, clock, tenants, large)
@@ -164,17 +163,9 @@ def build(
 
 
 def metrics_of(config: Config) -> Metrics:
-    instances = (instance for _, instance in config.cluster.instances())
+    instances = (instance.id for _, instance in config.cluster.instances())
     agents = (node.agent_id for node in config.cluster.nodes) if config.agents_run else ()
-    return Metrics(
-        {instance.id: instance.role for instance in instances},
-        agents,
-        Shown(
-            ranks=config.cluster.backend is Backend.EMBEDDED,
-            agents=config.agents_run,
-            gossip=config.gossip.enabled,
-        ),
-    )
+    return Metrics(instances, agents)
 
 
 def new_event_log(config: Config, reloads: Reloads) -> EventLog | None:

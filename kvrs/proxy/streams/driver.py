@@ -238,8 +238,15 @@ class TaskShell:
                 self._recoveries.redirected(self._driver.control.streams[action.stream])
             case act.Settled():
                 self._recoveries.predicted(action)
-            case act.Ejected() | act.Readmitted():
-                _note_ejection(self._metrics, action)
+            case act.Ejected():
+                extra = {
+                    "instance": action.instance,
+                    "cause": action.cause,
+                    "pause_s": action.pause_s,
+                }
+                log.warning("instance ejected", extra=extra)
+            case act.Readmitted():
+                log.info("instance readmitted", extra={"instance": action.instance})
             case _:
                 assert_never(action)
 
@@ -310,10 +317,6 @@ class TaskShell:
         match event:
             case ev.InstanceUp(info=info):
                 log.info("instance up", extra={"instance": info.id, "epoch": info.epoch})
-                self._metrics.up.labels(info.id).set(1)
-                # A new process begins without a record; one that lives on keeps its own.
-                if not event.lives_on:
-                    self._metrics.ejected.labels(info.id).set(0)
             case ev.InstanceLost(instance=name, cause=cause):
                 log.warning("instance lost", extra={"instance": name, "cause": cause})
             case ev.GpuJudged(instance=name, state=state, reason=reason):
@@ -334,13 +337,3 @@ class TaskShell:
                 task.cancel()
             await self._quiet
             self._quiet = None
-
-
-def _note_ejection(metrics: Metrics, record: act.Ejected | act.Readmitted) -> None:
-    is_ejected = isinstance(record, act.Ejected)
-    metrics.ejected.labels(record.instance).set(is_ejected)
-    if isinstance(record, act.Ejected):
-        extra = {"instance": record.instance, "cause": record.cause, "pause_s": record.pause_s}
-        log.warning("instance ejected", extra=extra)
-    else:
-        log.info("instance readmitted", extra={"instance": record.instance})

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, product
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric, Sample
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -125,21 +125,6 @@ class StreamMetrics:
         counter = partial(TallySeries, registry=registry)
         active = "kvrs_streams_active", "Streams that are open now."
         self.active = counter(*active, is_counter=False).of()
-        self.waiting = Gauge(
-            "kvrs_streams_waiting",
-            "Open streams that have no place at a worker now.",
-            registry=registry,
-        )
-        self.peers_unreached = Gauge(
-            "kvrs_peers_unreached",
-            "Other proxies, workers of this one included, where no stream can be resumed now.",
-            registry=registry,
-        )
-        self.lacks_tokenizer = Gauge(
-            "kvrs_tokenizer_missing",
-            "1 while streams are continued inexactly for want of a tokenizer.json, else 0.",
-            registry=registry,
-        )
         self._ttft = histogram(
             "kvrs_ttft_seconds", "Time to the first token of a stream.", buckets=LONG_SECONDS
         )

@@ -96,7 +96,6 @@ class Fleet:
         for name in gone:
             self._unwatch(name)
             self._links.backends.pop(name).leave()
-            self._metrics.remove_worker(name)
             log.info("instance removed", extra={"instance": name})
 
     @property
@@ -183,14 +182,13 @@ class Fleet:
             agent = agents.pop(node.agent_id, None)
             if agent is None:
                 self._links.agent_backends[node.agent_id] = self._links.new_agent(node)
-                self._metrics.agents.add(node.agent_id)
+                self._metrics.add_agent(node.agent_id)
                 self._watch(control.agents.add(node.agent_id, node.id))
             elif agent_urls[node.agent_id] != node.agent.url:
                 self._move_agent(agent, node)
         for agent in agents.values():
             self._unwatch(agent.id)
             self._topology.remove_agent(agent, now_s)
-            self._metrics.agents.remove(agent.id)
 
     def _add(self, config: Config, node: NodeSettings, instance: InstanceSettings) -> None:
         log.info("instance added", extra={"instance": instance.id, "url": instance.url})
@@ -199,7 +197,7 @@ class Fleet:
         links.backends[instance.id] = open_backend(
             config, links.engines, links.secret, node, instance, self._driver.tokenizer.files
         )
-        self._metrics.add_workers({instance.id: instance.role})
+        self._metrics.add_worker(instance.id)
         self._watch(self._topology.add(instance.id, node.id, instance.role, instance.group))
 
     def _move(self, config: Config, node: NodeSettings, instance: InstanceSettings) -> None:

@@ -182,7 +182,7 @@ class Watcher:
         if isinstance(self._known, Member):
             self._metrics.worker_lost(self.id, death, silent_s)
         else:
-            self._metrics.agents.lost(self.id, death)
+            self._metrics.agent_lost(self.id, death)
         self._gossip_view.lost(self.id, self._known.node, epoch, cause)
 
     def note(self, note: WatchNote, detail: str | list[str]) -> None:

@@ -33,7 +33,9 @@ async def test_skew_copies_and_changes_of_copies_are_shown_as_long_as_the_instan
     await system.until(is_shown)
     experts = (await row_of_d0("state"))["experts"]
     assert experts == msgspec.to_builtins(d0.experts)
-    assert (await row_of_d0("overview"))["experts"] == experts
+    facts = (await row_of_d0("overview"))["facts"]
+    assert isinstance(facts, dict)
+    assert (facts["skew"], facts["copies"]) == ("1.75", "12")
     assert {name: await system.count(name, worker="d0") for name in SHOWN} == SHOWN
     assert 'kvrs_instance_expert_skew{role="decode",worker="d1"}' not in await system.metrics()
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvrs.proxy.api.overview import LINKS, RECOVERIES, overview
 from tests.browser import BROWSER, browsing
+from tests.proxy.api.test_state_rows import a_row, down
 from tests.proxy.conftest import ProxyClusterBuilder
 
 MAX_PAGE_BYTES = 100_000
@@ -35,34 +36,23 @@ def looks_until(condition: str) -> str:
 
 
 def a_state(streams: int = 0, recoveries: int = 0, links: int = 0) -> dict[str, Any]:
+    up = {"epoch": 3, "node": "n0"}
+    lost = {"id": "d1", "node": "n1", "reason": "connection refused", "prefix_hits": None}
     return {
         "proxies": [{"id": "proxy-0", "pid": 1, "peers": {}, "lacks_tokenizer": False}],
-        "instances": [
+        "instances": [a_row() | up | {"streams": streams}, down(a_row()) | lost],
+        "agents": [
             {
-                "id": "d0",
-                "role": "decode",
+                "id": "agent-n0",
                 "node": "n0",
                 "health": "up",
-                "epoch": 3,
-                "load": {"queued": 1, "running": 2, "free_pages": 9, "queue_delay_s": 0.5},
-                "ranks": [],
-                "drain": None,
-            },
-            {
-                "id": "d1",
-                "role": "decode",
-                "node": "n1",
-                "health": "lost",
-                "epoch": None,
-                "load": None,
-                "ranks": [],
-                "drain": None,
-                "reason": "connection refused",
-            },
+                "checkpoints": 4,
+                "held_bytes": 3e6,
+                "reserved_bytes": 0,
+                "regions": [],
+            }
         ],
-        "agents": [{"id": "agent-n0", "node": "n0", "health": "up", "checkpoints": 4}],
-        "links": [{"source": "n0", "target": "n1", "bytes_per_s": 1e9, "measured": True, "more": 1}]
-        * links,
+        "links": [{"source": "n0", "target": "n1", "bytes_per_s": 1e9, "measured": True}] * links,
         "slots": {"d0": {"held": 1, "waiting": 0, "max": 32}},
         "streams": [
             {
@@ -108,38 +98,49 @@ def test_the_overview_counts_streams_and_what_can_be_restored() -> None:
         "why_not": {"no agent was found for it": 3},
     }
     up, lost = view["instances"]
-    assert (up["streams"], up["queued"], lost["queued"]) == (5, 1, None)
-    assert lost["reason"] == "connection refused"
+    assert up["facts"] == {
+        "streams": "5",
+        "queued": "2",
+        "wait": "0.50 s",
+        "skew": "1.50",
+        "copies": "2",
+        "cached": "60%",
+        "epoch": "3",
+        "accepted": "6 of 10",
+    }
+    assert (lost["health"], lost["reason"]) == ("down", "connection refused")
+    assert view["agents"][0]["facts"] == {"checkpoints": "4", "held": "3 MB"}
 
 
-def test_the_overview_names_who_makes_drafts_for_whom() -> None:
-    state = a_state()
-    helped, starting = state["instances"]
-    helped |= {"state": "full", "paired_with": "d1"}
-    helped["speculation"] = {"proposed": 40, "accepted": 13, "stale": 100}
-    starting |= {"state": "assist", "paired_with": "d0", "ready_in_s": 7.4}
-
-    rows = overview(state, POLICY)["instances"]
-    skipping = overview(
-        state | {"instances": [starting | {"paired_with": None, "skipped": "draft: too large"}]},
-        POLICY,
-    )["instances"][0]
-
-    assert [(row["starts"], row["paired_with"]) for row in rows] == [(None, "d1"), ("assist", "d0")]
-    assert [row["drafts"] for row in rows] == [{"proposed": 40, "accepted": 13}, None]
+def test_the_overview_tells_an_instance_that_is_started_again() -> None:
+    """With its partner, and not that nothing listens there."""
+    starting = a_state()["instances"][1] | {"state": "assist", "ready_in_s": 7.4}
     shown = "it is being started again, drafts for d0, its model is there in 7 s"
-    assert rows[1]["reason"] == shown, "not that nothing listens there"
-    assert skipping["reason"] == shown.replace("drafts for d0, ", "") + ", draft: too large"
+
+    rows = overview(
+        a_state()
+        | {
+            "instances": [
+                starting | {"paired_with": "d0"},
+                starting | {"paired_with": None, "skipped": "draft: too large"},
+            ]
+        },
+        POLICY,
+    )["instances"]
+
+    assert [row["health"] for row in rows] == ["assist"] * 2
+    assert [row["facts"].get("drafts by") for row in rows] == ["d0", None]
+    assert rows[0]["reason"] == shown
+    assert rows[1]["reason"] == shown.replace("drafts for d0, ", "") + ", draft: too large"
 
 
-def test_the_overview_tells_an_instance_without_some_ranks() -> None:
-    state = a_state()
-    state["instances"][0] |= {"state": "degraded", "degree": 1, "full_degree": 2}
+def test_the_overview_tells_an_instance_without_some_ranks_and_one_that_drains() -> None:
+    short = a_row() | {"node": "n0", "state": "degraded", "degree": 1, "full_degree": 2}
 
-    short, lost = overview(state, POLICY)["instances"]
+    view = overview(a_state() | {"instances": [short, short | {"draining": True}]}, POLICY)
 
-    assert (short["short"], short["degree"], short["full_degree"]) == ("degraded", 1, 2)
-    assert (short["starts"], lost["short"]) == (None, None)
+    assert [row["health"] for row in view["instances"]] == ["degraded", "draining"]
+    assert {row["facts"]["ranks"] for row in view["instances"]} == {"1 of 2"}
 
 
 def test_the_overview_is_bounded() -> None:

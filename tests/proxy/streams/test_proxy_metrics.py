@@ -1,13 +1,12 @@
 """The proxy's metrics for Prometheus: names, labels, and the series of deaths."""
 
 import asyncio
-import re
 from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as openmetrics_families,
 )
@@ -17,10 +16,7 @@ from kvrs import __version__
 from kvrs.core.watch import DeathCause
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import Role
 from kvrs.protocol.speculation import Reload, ReloadState, SpeculationReport
-from kvrs.proxy.streams.metrics import Metrics, Shown
-from kvrs.proxy.streams.report_series import Total
 from kvrs.proxy.streams.stream_metrics import LONG_SECONDS, DurationSeries
 from kvrs.proxy.watch.watcher import _death_cause
 from kvrs.proxy.wire.peer import ConnectionLostError, UnusableError
@@ -30,10 +26,6 @@ from tests.proxy.conftest import ProxyClusterBuilder
 
 WORKERS = ("p0", "p1", "d0", "d1")
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-
-
-def rendered() -> str:
-    return generate_latest(Metrics({InstanceId("d0"): Role.DECODE}).registry).decode()
 
 
 async def test_series_of_workers_exist_before_the_first_event(build: ProxyClusterBuilder) -> None:
@@ -53,43 +45,6 @@ async def test_series_of_workers_exist_before_the_first_event(build: ProxyCluste
     for outcome in ("resumed", "failed", "denied", "ended"):
         assert await system.count("kvrs_recoveries_total", option="migrate", outcome=outcome) == 0
     assert await system.count("kvrs_recovery_real_seconds_count", option="migrate") == 0
-
-
-def test_a_worker_that_was_never_reached_is_down() -> None:
-    """Without a sample `kvrs_worker_up == 0` never fires."""
-    text = rendered()
-
-    assert 'kvrs_worker_up{worker="d0"} 0.0' in text
-
-
-def test_what_a_proxy_does_not_have_is_not_shown() -> None:
-    """Before vLLM without agents there are no series of ranks, agents and gossip."""
-    metrics = Metrics({}, shown=Shown(ranks=False, agents=False, gossip=False))
-
-    text = generate_latest(metrics.registry).decode()
-
-    assert "kvrs_worker_queue_seconds" in text
-    for name in ("kvrs_worker_degree", "kvrs_agent_up", "kvrs_gossip_members"):
-        assert name not in text
-
-
-def test_names_and_help_follow_the_conventions() -> None:
-    """`instance` is the scraper's own label; what only rises is a counter; help is a sentence."""
-    families = list(text_string_to_metric_families(rendered()))
-
-    assert len(families) > 20
-    for family in families:
-        assert not any("instance" in sample.labels for sample in family.samples), family.name
-        if family.name.startswith("kvrs_"):  # Others are the library's.
-            assert re.fullmatch("[A-Z0-9].*[^ ] .*[.]", family.documentation), family.name
-        assert not family.name.endswith("_created"), family.name
-    rising = {family.name for family in families if family.type == "counter"}
-    assert {
-        "kvrs_damaged_pages",
-        "kvrs_gossip_dropped_packets",
-        "kvrs_gossip_unread_facts",
-        "kvrs_worker_deaths",
-    } <= rising
 
 
 async def test_drafts_of_an_engine_are_shown(build: ProxyClusterBuilder) -> None:
@@ -299,14 +254,3 @@ def test_durations_are_shown_as_the_library_s_histogram_shows_them(observed: lis
         by_value["y"].observe(seconds)
 
     assert generate_latest(ours) == generate_latest(theirs)
-
-
-def test_a_total_that_restarts_is_added_to_what_was_counted_before() -> None:
-    """A worker counts from 0 after a restart; the series only rises."""
-    registry = CollectorRegistry()
-    total = Total(Counter("pages", "Pages.", ["worker"], registry=registry))
-
-    for seen in (3, 5, 5, 2):
-        total.follow(seen, "d0")
-
-    assert registry.get_sample_value("pages_total", {"worker": "d0"}) == 7

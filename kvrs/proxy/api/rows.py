@@ -1,0 +1,388 @@
+"""One table for each kind of rows of the state: what `/metrics`, the live page and `kvrs top` show
+of an instance, an agent and the proxy, and what it is called there. Pure.
+
+A row reads the plain data of `/kvrs/v1/state`, which `state.py` makes of the objects of the core.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from kvrs.gossip.wire import Status
+from kvrs.protocol.instance import PREFIX
+from kvrs.protocol.page_messages import TrafficClass
+
+Labels = tuple[str, ...]  # Values of a row's own labels.
+State = Mapping[str, Any]  # Plain data: the whole state, or its row of an instance or an agent.
+
+KV_KINDS = (*(traffic.label for traffic in TrafficClass), PREFIX)
+
+
+class Row(NamedTuple):
+    """One fact, under its name in `/metrics`, where it has a help. There is neither a sample of it
+    nor a word where nothing is found.
+    """
+
+    # The path of a value in the data, or what finds it: a number, or numbers by labels.
+    read: str | Callable[[State], Any]
+    help: str = ""
+    labels: str = ""  # Their names.
+    heading: str = ""  # On the page and in `kvrs top`; of a fact without a help its name.
+    form: str = "{}"  # Of the value behind the heading.
+    from_start: tuple[Labels, ...] = ()  # A total is 0 for these before the first report.
+
+    def value(self, data: State) -> Any:
+        return at(data, self.read) if isinstance(self.read, str) else self.read(data)
+
+    def samples(self, data: State) -> Mapping[Labels, float]:
+        found = self.value(data)
+        if found is None:
+            return {}
+        if isinstance(found, Mapping):
+            return found
+        return {(data["role"],) if self.labels == "role" else (): found}
+
+
+Table = Mapping[str, Row]
+
+
+def at(data: Any, path: str) -> Any:
+    """The value at a path; None: there is none."""
+    for key in path.split("."):
+        if data is None:
+            return None
+        data = data.get(key)
+    return data
+
+
+# Values that are not one key of an instance's row.
+
+
+def _of_ranks(key: str) -> Callable[[State], Any]:
+    """A value of an instance of several ranks; None: it is one process, or not up."""
+    return lambda row: at(row, f"load.{key}") if at(row, "load.full_degree") else None
+
+
+def _in_group(count: Callable[[State], int]) -> Callable[[State], Any]:
+    return lambda row: None if row["group"] is None or row["load"] is None else count(row)
+
+
+def _ring(row: State) -> dict[Labels, float]:
+    """Lag by stage, of those that bring parts of their pages to other instances, or should."""
+    return {
+        (str(each["stage"]),): each["replica_lag_pages"]
+        for each in row["stages"]
+        if each["replica_to"] or each["unprotected"]
+    }
+
+
+def _replica_pages(row: State) -> Any:
+    kept, dropped = at(row, "load.replica_pages"), at(row, "load.replica_dropped_pages")
+    return kept if kept or dropped else None
+
+
+def _kv_bytes(row: State) -> Any:
+    found = at(row, "load.kv_bytes")
+    return None if found is None else {(kind,): found.get(kind, 0) for kind in KV_KINDS}
+
+
+def _prompt_tokens(row: State) -> Any:
+    if (hits := row["prefix_hits"]) is None:
+        return None
+    computed_tokens = hits["prompt_tokens"] - hits["cached_tokens"]
+    return {("computed",): computed_tokens, ("cached",): hits["cached_tokens"]}
+
+
+def _drafts(row: State) -> Any:
+    if (drafts := row["speculation"]) is None:
+        return None
+    source = drafts["source"]
+    return {
+        (source, "accepted"): drafts["accepted"],
+        (source, "rejected"): max(0, drafts["proposed"] - drafts["accepted"]),
+        (source, "stale"): drafts["stale"],
+    }
+
+
+def _hand_off_faults(row: State) -> Any:
+    if (counts := at(row, "load.hand_offs")) is None:
+        return None
+    keys = {"failed": "failed_transfers", "expired": "expired", "late": "late_notices"}
+    return {(kind,): counts[key] for kind, key in keys.items()}
+
+
+def _ranks_shown(row: State) -> Any:
+    if row.get("state") in ("degraded", "reforming"):
+        return f"{row['degree']} of {row['full_degree']}"
+    return len(row["ranks"]) if len(row["ranks"]) > 1 else None
+
+
+def _drafts_shown(row: State) -> Any:
+    drafts = row["speculation"]
+    return f"{drafts['accepted']} of {drafts['proposed']}" if at(drafts, "proposed") else None
+
+
+INSTANCES = {
+    "kvrs_worker_up": Row(
+        lambda row: row["health"] == "up", "1 while the worker is in use, else 0."
+    ),
+    "kvrs_worker_ejected": Row(
+        lambda row: bool(at(row, "answers.ejected")), "1 while it is ejected, else 0."
+    ),
+    "kvrs_worker_differs": Row(
+        "differs", "1 while it computes other tokens than another worker that is up, else 0."
+    ),
+    "kvrs_worker_unprotected": Row(
+        "unprotected", "1 while it decodes and no agent gets KV of its streams, else 0."
+    ),
+    "kvrs_worker_store_wrong": Row(
+        lambda row: bool(at(row, "self_test.store.is_wrong")),
+        "1 while it goes on wrongly behind KV of its store, else 0.",
+    ),
+    "kvrs_worker_draining": Row(
+        "draining", "1 while the worker gets no new streams, by order or because it ends, else 0."
+    ),
+    "kvrs_worker_streams": Row(
+        "streams", "Open streams of this proxy at the worker.", "role", heading="streams"
+    ),
+    "kvrs_worker_queued_requests": Row(
+        "load.queued",
+        "Requests of all proxies in the queue of the worker.",
+        "role",
+        heading="queued",
+    ),
+    "kvrs_worker_queue_seconds": Row(
+        "load.queue_delay_s",
+        "Time that a request which arrives now waits at the worker, by its own prediction.",
+        "role",
+        heading="wait",
+        form="{:.2f} s",
+    ),
+    "kvrs_worker_free_pages": Row(
+        "load.free_pages", "KV pages of the worker that are free.", "role"
+    ),
+    "ranks": Row(_ranks_shown),
+    "kvrs_worker_degree": Row(
+        _of_ranks("degree"), "Ranks that compute, of a worker that has several.", "role"
+    ),
+    "kvrs_worker_full_degree": Row(
+        _of_ranks("full_degree"), "Ranks that a worker of several was configured with.", "role"
+    ),
+    "kvrs_worker_rank_deaths_total": Row(
+        _of_ranks("rank_deaths"), "Ranks that a worker of several has lost, and goes on without."
+    ),
+    "kvrs_instance_expert_skew": Row(
+        "experts.skew",
+        "Load of the rank with most to do over the mean one, for experts chosen lately.",
+        "role",
+        heading="skew",
+        form="{:.2f}",
+    ),
+    "kvrs_instance_expert_copies": Row(
+        "experts.copies", "Copies of experts, beside their owners'.", "role", heading="copies"
+    ),
+    "kvrs_expert_rebalances_total": Row(
+        "experts.rebalances", "Changes of copies of experts on the worker's ranks."
+    ),
+    "cached": Row("prefix_hits.share", form="{:.0%}"),
+    "kvrs_worker_prompt_tokens_total": Row(
+        _prompt_tokens,
+        "Tokens of new prompts that the worker answered for: computed, or cached there.",
+        "source",
+    ),
+    "epoch": Row("epoch"),
+    "drafts by": Row("paired_with"),
+    "accepted": Row(_drafts_shown),
+    "kvrs_draft_tokens_total": Row(
+        _drafts,
+        "Drafts that came to the worker's engine: accepted, rejected, or stale when it was their "
+        "turn.",
+        "source outcome",
+    ),
+    "kvrs_worker_kv_bytes_total": Row(
+        _kv_bytes,
+        "KV that the worker has fetched, for recoveries, hand-offs or new prompts, or has sent as "
+        "checkpoints.",
+        "kind",
+        from_start=tuple((kind,) for kind in KV_KINDS),
+    ),
+    "kvrs_damaged_pages_total": Row(
+        "load.damaged_pages", "Damaged pages that the worker has fetched.", from_start=((),)
+    ),
+    "kvrs_hand_off_faults_total": Row(
+        _hand_off_faults,
+        "Hand-offs of vLLM by NIXL's counters: failed, never read, or read behind their lease.",
+        "kind",
+    ),
+    "kvrs_checkpoint_lag_pages": Row(
+        "load.checkpoint_lag_pages",
+        "Full pages of protected streams that the worker has not sent to an agent yet.",
+    ),
+    "kvrs_replica_pages": Row(_replica_pages, "Pages that the worker keeps for other ones."),
+    "kvrs_replica_lag_pages": Row(
+        _ring, "Full pages of which the stage's part is not at its target yet.", "stage"
+    ),
+    "kvrs_adopted_pages_total": Row(
+        lambda row: at(row, "load.adopted_pages") if _ring(row) else None,
+        "Pages that streams of the worker went on with out of a donor's replicas.",
+    ),
+    "kvrs_lent_pages": Row(
+        _in_group(lambda row: sum(each["pages"] for each in row["lends"])),
+        "Pages of its stages that the worker lends others.",
+    ),
+    "kvrs_borrowed_stages": Row(
+        _in_group(lambda row: sum(each["donor"] is not None for each in row["stages"])),
+        "Stages of the worker that the host of another one computes.",
+    ),
+}
+
+
+def _regions(row: State) -> dict[Labels, float]:
+    alive = [each["is_alive"] for each in row["regions"]]
+    return {("alive",): alive.count(True), ("dead",): alive.count(False)}
+
+
+AGENTS = {
+    "kvrs_agent_up": Row(lambda row: row["health"] == "up", "1 while the agent is in use, else 0."),
+    "checkpoints": Row("checkpoints"),
+    "held": Row(
+        lambda row: None if row["held_bytes"] is None else row["held_bytes"] / 1e6, form="{:.0f} MB"
+    ),
+    "kvrs_agent_reserved_bytes": Row(
+        lambda row: row["reserved_bytes"] or 0,
+        "Memory that the agent has reserved for streams of all proxies.",
+    ),
+    "kvrs_agent_regions": Row(
+        _regions,
+        "CPU tiers of vLLM whose rows the agent serves, by whether their engine lives.",
+        "engine",
+    ),
+}
+
+
+def _model(state: State) -> dict[Labels, float]:
+    names = (row["models"][0] for row in state["instances"] if row["models"])
+    return {(name,): 1 for name in [*names][:1]}
+
+
+def _links(state: State) -> dict[Labels, float]:
+    return {
+        (row["source"], row["target"]): row["bytes_per_s"]
+        for row in state["links"]
+        if row["measured"]
+    }
+
+
+def _members(state: State) -> Any:
+    if state["gossip"] is None:
+        return None
+    found = Counter(row["status"] for row in state["members"])
+    return {(name,): found[name] for name in (status.name.lower() for status in Status)}
+
+
+def _by_key(path: str) -> Callable[[State], Any]:
+    """The values of a mapping, each by its key as the label."""
+    return lambda state: {(str(key),): value for key, value in (at(state, path) or {}).items()}
+
+
+def _of_proxy(key: str) -> Callable[[State], Any]:
+    return lambda state: state["proxies"][0][key]
+
+
+PROXY = {
+    "kvrs_tokens_relayed_total": Row(
+        _of_proxy("tokens_relayed"), "Output tokens written to clients."
+    ),
+    "kvrs_streams_waiting": Row(
+        _of_proxy("waiting"), "Open streams that have no place at a worker now."
+    ),
+    "kvrs_streams_unprotected": Row(
+        _of_proxy("unprotected"), "Open streams that should have a checkpoint and have none."
+    ),
+    "kvrs_peers_unreached": Row(
+        lambda state: sum(health != "up" for health in _of_proxy("peers")(state).values()),
+        "Other proxies, workers of this one included, where no stream can be resumed now.",
+    ),
+    "kvrs_tokenizer_missing": Row(
+        _of_proxy("lacks_tokenizer"),
+        "1 while streams are continued inexactly for want of a tokenizer.json, else 0.",
+    ),
+    "kvrs_model_info": Row(_model, "1 for the model that is served.", "model_name"),
+    "kvrs_link_bytes_per_second": Row(
+        _links, "Measured bandwidth of the link between two nodes.", "source target"
+    ),
+    "kvrs_recovery_correction_ratio": Row(
+        _by_key("policy.corrections"), "Learned factor on the predictions of an option.", "option"
+    ),
+    "kvrs_gossip_members": Row(_members, "Members of the group by status.", "status"),
+    "kvrs_gossip_health": Row("gossip.health", "Lifeguard local health score (0 = healthy)."),
+    "kvrs_gossip_dropped_packets_total": Row(
+        _by_key("gossip.dropped"), "Packets dropped, by reason.", "reason"
+    ),
+    "kvrs_gossip_unread_facts_total": Row(
+        "gossip.unread", "Facts of other members that could not be read."
+    ),
+}
+# The key of the state, and the label that names each of its rows.
+TABLES: tuple[tuple[Table, str | None, Labels], ...] = (
+    (INSTANCES, "instances", ("worker",)),
+    (AGENTS, "agents", ("agent",)),
+    (PROXY, None, ()),
+)
+_TOTAL = "_total"
+
+
+def words(table: Table, data: State) -> dict[str, str]:
+    """The facts that the page and `kvrs top` show, by heading."""
+    found = {}
+    for name, row in table.items():
+        heading = row.heading if row.help else name
+        if heading and (value := row.value(data)) is not None:
+            found[heading] = row.form.format(value)
+    return found
+
+
+class StateSeries(Collector):
+    """The series of all tables, read anew for each scrape: a gauge ends with what it shows. Totals
+    of other processes go on where the next process begins at 0, and stay when there is none.
+    """
+
+    def __init__(self, state: Callable[[], State]) -> None:
+        self._state = state
+        # The sum and the last report, by series and labels.
+        self._totals: dict[str, dict[Labels, tuple[float, float]]] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        state = self._state()
+        for table, key, label in TABLES:
+            found = [((), state)] if key is None else [((row["id"],), row) for row in state[key]]
+            for series, row in table.items():
+                if row.help and (values := self._values(series, row, found)):
+                    is_total, keys = series.endswith(_TOTAL), (*label, *row.labels.split())
+                    kind = "counter" if is_total else "gauge"
+                    family = Metric(series.removesuffix(_TOTAL), row.help, kind)
+                    for labels, value in values.items():
+                        family.add_sample(series, dict(zip(keys, labels, strict=True)), value)
+                    yield family
+
+    def _values(
+        self, series: str, row: Row, found: Sequence[tuple[Labels, State]]
+    ) -> dict[Labels, float]:
+        values = {
+            (*name, *labels): float(value)
+            for name, data in found
+            for labels, value in row.samples(data).items()
+        }
+        if not series.endswith(_TOTAL):
+            return values
+        totals = self._totals.setdefault(series, {})
+        for name, _ in found:
+            for labels in row.from_start:
+                totals.setdefault((*name, *labels), (0.0, 0.0))
+        for each, value in values.items():
+            total, last = totals.get(each, (0.0, 0.0))
+            totals[each] = total + (value - last if value >= last else value), value
+        return {labels: total for labels, (total, _) in totals.items()}
