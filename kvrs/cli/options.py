@@ -12,7 +12,7 @@ from kvrs.config.proxy import MAX_WORKERS
 
 # Names too long for the column of types.
 POLICY, POLICIES = "POLICY", ", ".join(policy.value for policy in PolicyName)
-# Groups of `kvrs proxy`.
+# Headings of option groups in the help of `kvrs proxy`.
 FILE = "With a file"
 URLS = "Without a file"
 

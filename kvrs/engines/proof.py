@@ -48,7 +48,7 @@ class RowProofs:
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype  # Result of `number_type`.
-        self._prompts = 0  # Prompts with rows at an agent.
+        self._prompts = 0  # Number of prompts so far with rows at an agent.
         self._theirs: tuple[bytes, bytearray] | None = None
 
     def leave_out(self, found: Sequence[bool]) -> int | None:

@@ -35,7 +35,7 @@ class CachedTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefillPoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="points"):
-    seconds: dict[Tokens, Seconds]  # Seconds by tokens, at any distances.
+    seconds: dict[Tokens, Seconds]  # Prefill time by number of tokens, at any distances.
     cached: CachedTerm | None = None
 
 

@@ -15,6 +15,6 @@ class ExpertReport(msgspec.Struct, frozen=True):
     # Load of the busiest rank over the mean load, from the latest choices; 1.0: not known yet.
     skew: Annotated[float, msgspec.Meta(ge=1)]
     tiles: list[_Natural]  # Tiles of 16 rows of a unit that each rank has computed since the start.
-    rebalances: _Natural  # Changes of the copies since the start.
-    copied_bytes: _Natural  # Bytes of weights copied by these changes.
-    reason: str = ""  # Cause why no more copies are made although they would help.
+    rebalances: _Natural  # Changes of the set of copies since the start.
+    copied_bytes: _Natural  # Bytes of weights copied by `rebalances`.
+    reason: str = ""  # Reason why no more copies are made although they would help.

@@ -56,9 +56,9 @@ NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_NAME_BYTES = 255
 MAX_REASON_BYTES = 512
-MAX_TAGS = 1 << 16  # Tags of one frame: a million tokens in pages of 16.
+MAX_TAGS = 1 << 16  # Most tags of one frame: a million tokens in pages of 16.
 MAX_PAGE_BYTES = 1 << 30
-MAX_CELLS = 1 << 16  # Cells of a page.
+MAX_CELLS = 1 << 16  # Most cells of a page.
 MAX_PROBE_BYTES = 1 << 24
 MAX_RANGES = 1 << 12  # Ranges of one STORE, which together have at most MAX_TAGS pages.
 CHECKSUM_BYTES = 8
@@ -111,7 +111,7 @@ _CODES = {int(code): code for code in StoreCode}
 
 _MAX_IDENTITY_BYTES = _IDENTITY.size + 3 * (1 + MAX_NAME_BYTES)
 _MAX_CLAIM_BYTES = _CLAIM.size + 1 + MAX_NAME_BYTES
-_MAX_RANGE_BYTES = _MAX_CLAIM_BYTES + _RANGE.size  # A range without its tags and checksums.
+_MAX_RANGE_BYTES = _MAX_CLAIM_BYTES + _RANGE.size  # Size of a range without its tags and checksums.
 _MAX_BODY_BYTES = {
     FrameType.CHALLENGE: NONCE_BYTES,
     FrameType.HELLO: NONCE_BYTES + _MAX_IDENTITY_BYTES + 2 * (1 + MAX_NAME_BYTES) + MAC_BYTES,

@@ -17,9 +17,9 @@ class GpuState(StrEnum):
 class GpuHealth(msgspec.Struct, frozen=True, array_like=True):
     # The board's own name: indexes change when a board is lost.
     uuid: Annotated[str, msgspec.Meta(max_length=128)]
-    index: Annotated[int, msgspec.Meta(ge=0)]  # Index at the start of the agent.
+    index: Annotated[int, msgspec.Meta(ge=0)]  # Index of the board at the start of the agent.
     state: GpuState
     # Cause of the state; empty if healthy.
     reason: Annotated[str, msgspec.Meta(max_length=128)]
-    # By the clock of the reporting node; other nodes use the age of the message.
+    # Time of the last change by the reporting node's clock; other nodes use the message's age.
     since_s: float

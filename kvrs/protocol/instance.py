@@ -75,7 +75,7 @@ class MeasuredPrefill(msgspec.Struct, frozen=True):
     label: str
     step_tokens: Annotated[int, msgspec.Meta(ge=1)]
     seconds: list[Seconds]
-    covered_tokens: Natural | None = None  # Values above are extrapolated; None: no value is.
+    covered_tokens: Natural | None = None  # Limit of measured values; None: all are measured.
     is_guess: bool = False  # The engine measures nothing: estimated from the model's size.
 
 
@@ -116,7 +116,7 @@ class Adapter(msgspec.Struct, frozen=True):
 class ModelNames(msgspec.Struct, frozen=True):
     """Names that an instance serves beside its model's name."""
 
-    aliases: tuple[str, ...] = ()  # Other names of the same weights.
+    aliases: tuple[str, ...] = ()  # Other names of the model's own weights.
     adapters: tuple[Adapter, ...] = ()
 
 
@@ -179,8 +179,8 @@ def assumed_instance(
     capabilities: Iterable[Capability] = tuple(Capability),
     epoch: int = 1,
 ) -> InstanceInfo:
-    """An instance for calculations, where no process reports the rest; the caller gives its prefill
-    table separately.
+    """An instance for calculations, with default values for all that a process would report; the
+    caller has its prefill table.
     """
     prefill = MeasuredPrefill("", 1, [])
     return InstanceInfo(
@@ -210,7 +210,7 @@ class ReformingReport(msgspec.Struct, frozen=True):
     continue in the same attempt unless they are moved before.
     """
 
-    number: Natural  # Number of this re-forming; rises.
+    number: Natural  # Number of the re-forming; each has a higher one.
     way: str  # Value of `kvrs_engine.elastic.ways.base.Way`.
     ready_in_s: Seconds  # Predicted time from this report on.
     degree: Natural  # Number of ranks that will compute.
@@ -234,8 +234,8 @@ class FetchReport(msgspec.Struct, frozen=True):
     stream: StreamId
     attempt: Natural
     owner_epoch: Natural
-    # Tokens of the history that were fetched, verified and used; and tokens neither fetched nor in
-    # the instance's own cache.
+    # Tokens of the history that were fetched, verified and used; `computed_tokens`: neither fetched
+    # nor in the instance's cache.
     loaded_tokens: Natural
     computed_tokens: Natural
 
@@ -263,7 +263,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     fetched_pages: Natural | None = None
     fetches: list[FetchReport] = []  # Fetches that ended within the last seconds.
     restarts: list[RestartReport] = []  # Restarts within the last seconds.
-    adopted_pages: Natural = 0  # Pages adopted by all restarts since the start.
+    adopted_pages: Natural = 0  # Pages that restarted attempts took from replicas, since the start.
     # KV bytes from elsewhere since the start (of vLLM, since the first contact): fetched for a
     # `handoff` or a `recovery`, or for a new prompt that begins with them (`prefix`); and sent as a
     # `checkpoint`.
@@ -281,7 +281,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     stages: list[StageInfo] = []  # Empty where one process computes everything.
     lends: list[StageLent] = []
     batches_in_flight: Natural | None = None  # Batches that it computes now; None: not reported.
-    # Leading full pages of other instances' streams kept as replicas, where their number changed
+    # Leading full pages kept as replicas of other instances' streams, where their number changed
     # within the last seconds; pages of all replicas; and pages given up.
     replicas: dict[StreamId, Natural] = {}
     replica_pages: Natural = 0
@@ -310,7 +310,7 @@ class KvTransferParams(msgspec.Struct, omit_defaults=False):
     do_remote_prefill: bool = False
     remote_engine_id: str | None = None
     remote_block_ids: list[str] | None = None  # Tags of the full pages, in hexadecimal.
-    remote_host: str | None = None  # Convention only: peers are in the instance's registry.
+    remote_host: str | None = None  # Unused here: peers are in the instance's registry.
     remote_port: int | None = None
     remote_request_id: str | None = None  # Name of the retained hand-off, for its partial page.
 
@@ -419,8 +419,8 @@ class ExitReport(msgspec.Struct, frozen=True):
     is_external: bool
 
 
-# Messages of a node's agent. It grants leases on checkpoints like an instance, and slots of its
-# node's instances, which bound concurrent recovery transfers.
+# Messages of a node's agent. The agent grants leases on checkpoints like an instance, and slots of
+# its node's instances, which bound concurrent recovery transfers.
 
 
 class SlotRequest(msgspec.Struct, frozen=True):
@@ -462,7 +462,7 @@ class SlotCounts(msgspec.Struct, frozen=True):
     held: Natural
     waiting: Natural  # Denied requests that are expected again.
     most: Natural  # Most slots ever held at a time.
-    granted: Natural  # Slots granted since the agent's start; the counts below too.
+    granted: Natural  # Slots granted since the agent's start.
     denied: Natural
     expired: Natural
 

@@ -1,10 +1,10 @@
 """Messages between proxies: records of streams that a client can resume at another proxy, and
 prompts that were sent to instances.
 
-MessagePack, because events are bytes. A stream is identified by the client's key, its owner by the
-owner epoch, which rises with each change of owner, and its mirror by the mirror number, which rises
-with each change of mirror. The only proxy with a record sends a copy to another proxy; the copy
-grants no claim while its holder sees the sender live.
+Messages are MessagePack, because events are bytes. A stream is identified by the client's key, its
+owner by the owner epoch, which rises with each change of owner, and its mirror by the mirror
+number, which rises with each change of mirror. The only proxy with a record sends a copy to another
+proxy; the copy grants no claim while its holder sees the sender live.
 """
 
 from array import array
@@ -78,7 +78,7 @@ class StreamState(msgspec.Struct, frozen=True):
     facts: EngineFacts | None = None
     inexact: tuple[str, ...] = ()
     lacks_ids: bool = False  # The stream's text came without token ids, so it cannot be continued.
-    complete: bool = False  # Only the formal end is missing.
+    complete: bool = False  # The output is complete; only the end of the response is missing.
     released: bool = False  # The owner has stopped: the client left, or the stream was handed over.
     kv_locations: tuple[KvLocation, ...] = ()
 
@@ -101,11 +101,11 @@ class Update(msgspec.Struct):
     # Length of the chain of copies: 0 from the owner to its mirror, 1 from the mirror to a third
     # proxy, and so on.
     copy_hops: Natural = 0
-    idle_s: float = 0.0  # Of a copy: time since the last message about its stream.
+    idle_s: float = 0.0  # Time since the last message about the stream, in a copy.
 
 
 BYTES_PER_HASH = 8
-MAX_HASH_BYTES = 1 << 16  # Hash bytes of all prompts of a batch.
+MAX_HASH_BYTES = 1 << 16  # Most bytes of hashes in a batch, over all prompts.
 MAX_SENT = 2048
 
 
@@ -207,7 +207,7 @@ class Claim(msgspec.Struct):
     claimant: Name  # Id of one run of a proxy.
     version: RecordVersion
     digest: bytes
-    stream: StreamId | None = None  # Stream and client's position, from Last-Event-ID.
+    stream: StreamId | None = None  # Stream and the client's position in it, from Last-Event-ID.
     after: int = -1
 
 

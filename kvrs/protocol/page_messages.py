@@ -42,7 +42,7 @@ class Identity:
     epoch: int
     fingerprint: str
     page_bytes: int
-    page_cells: int = 1  # Equal runs of bytes, of which any rectangle can be requested.
+    page_cells: int = 1  # Number of equal cells per page; any rectangle of cells can be requested.
 
 
 @dataclass(frozen=True, slots=True)

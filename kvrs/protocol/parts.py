@@ -66,7 +66,8 @@ def rectangles(cells: Iterable[Cell]) -> list[Part]:
     for layer, head in sorted(set(cells)):
         heads.setdefault(layer, []).append(head)
     found: list[Part] = []
-    open_: dict[range, int] = {}  # Runs of the layer before, and the layers in which they began.
+    # Runs of heads of the layer before, each with the layer it began in.
+    open_: dict[range, int] = {}
     for layer in range(min(heads, default=0), max(heads, default=-1) + 2):
         runs = _runs(heads.get(layer, []))
         found += [Part(range(first, layer), run) for run, first in open_.items() if run not in runs]

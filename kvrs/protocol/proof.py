@@ -39,7 +39,7 @@ class ServerProof:
         self._nonce = nonce
         self._buffer = b""
         self._claimed: ScopedKey | None = None
-        self._expected = b""  # The client's MAC.
+        self._expected = b""  # MAC that the client must send.
         self.is_over = False
         self.scope: ScopedKey | None = None
 

@@ -46,7 +46,7 @@ _MAGIC = b"KR"
 _HEAD = struct.Struct("!2sBBIQ")
 _SPACE = struct.Struct(f"!{NAMESPACE_BYTES}sQ")
 HEAD_BYTES = _HEAD.size
-TAG_BYTES = 40  # As `transfer/rows/tags.py` packs a tag.
+TAG_BYTES = 40  # Size of a tag (`transfer/rows/tags.py`).
 
 
 class RowFrame(IntEnum):
@@ -64,7 +64,7 @@ class RowFrame(IntEnum):
     CHECKED = 12
 
 
-# The tag or the checksum.
+# Size of the tag or the checksum before a row.
 BYTES_BEFORE_ROW = {RowFrame.ROW: TAG_BYTES, RowFrame.CHECKED: CHECKSUM_BYTES}
 _MAX_BODY_BYTES = {
     RowFrame.REGION: MAX_ABOUT_BYTES,
@@ -122,7 +122,7 @@ class RegionReport(msgspec.Struct, frozen=True):
     is_alive: bool
     rows: Annotated[int, msgspec.Meta(ge=0)]
     row_bytes: Annotated[int, msgspec.Meta(ge=0)]
-    row_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # As in `RegionInfo`.
+    row_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # Tokens per row; 0: not reported.
 
     @classmethod
     def of(cls, info: RegionInfo, *, is_alive: bool) -> "RegionReport":

@@ -16,9 +16,9 @@ from kvrs.ids import InstanceId
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 DraftId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
-MAX_RELOAD_S = 60.0  # Validity of a notice.
+MAX_RELOAD_S = 60.0  # Longest validity of a reload notice.
 MAX_READY_S = 1e6
-MAX_REASON = 500  # Length in characters.
+MAX_REASON = 500  # Most characters of a reason.
 MOST_DRAFTS = 64  # Drafts of one stream, ahead of its verified tokens.
 MAX_MESSAGE_BYTES = 1 << 24
 _MESSAGE_TOKENS = 1 << 18  # Tokens in a list of updates, except its last one.
@@ -40,7 +40,7 @@ class Reload(msgspec.Struct, frozen=True):
 
     state: ReloadState = ReloadState.LOADING
     paired_with: InstanceId | None = None  # The instance that it makes drafts for.
-    # None: not known.
+    # Predicted time until it serves; None: not known.
     ready_in_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_READY_S)] | None = None
     # Reason why it makes no drafts.
     skipped: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
@@ -51,7 +51,7 @@ class SpeculationReport(msgspec.Struct, frozen=True):
 
     source: str
     active: bool = False  # Drafts are made now.
-    steps: _Natural = 0  # Steps of a stream with drafts.
+    steps: _Natural = 0  # Verification steps with drafts, counted per stream.
     proposed: _Natural = 0
     accepted: _Natural = 0
     # Received drafts that were not proposed, because the stream had continued otherwise.

@@ -29,9 +29,9 @@ class StageInfo(msgspec.Struct, frozen=True):
     replica_to: InstanceId | None = None
     unprotected: str | None = None
     replica_lag_pages: _Natural = 0  # Full pages that are not replicated yet.
-    # Bytes sent since the start of the instance; the counter below too.
+    # Bytes of replicas sent since the start of the instance.
     replica_sent_bytes: _Natural = 0
-    replica_dropped_pages: _Natural = 0  # Pages that were not accepted, or not kept.
+    replica_dropped_pages: _Natural = 0  # Pages of replicas that were not accepted, or not kept.
 
 
 class StageLent(msgspec.Struct, frozen=True):

@@ -41,7 +41,7 @@ def decode(text: bytes) -> "array[int]":
             at = after + 1
     except msgspec.ValidationError:
         raise
-    except msgspec.DecodeError:  # The step ends within something else than an id.
+    except msgspec.DecodeError:  # The step ends within a value that is not an id.
         raise msgspec.ValidationError("Expected `array` of ids") from None
     return ids
 

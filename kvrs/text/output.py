@@ -82,7 +82,7 @@ class _Characters:
         self._window: list[int] = []
         self._emitted = 0
         self._emitted_text = ""
-        self.emitted = 0  # Number of characters.
+        self.emitted = 0  # Characters emitted so far.
 
     def feed(self, token_id: int) -> str:
         delta = self._feed(token_id)

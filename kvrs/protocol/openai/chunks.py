@@ -15,7 +15,7 @@ from kvrs.protocol.instance import KvTransferParams, TokenId
 TOO_LONG = "context_length_exceeded"
 # Error code of a stream whose logits are not numbers: its weights or activations overflow.
 NOT_A_NUMBER = "not_a_number"
-# Wording of vLLM.
+# vLLM's wording of the error, which has no code.
 _TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len", re.IGNORECASE)
 
 # Written answers. In every choice `token_ids` stays last, so that a proxy can cut them out of the
@@ -190,7 +190,7 @@ class ReceivedChoice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[TokenId] | None = None
-    logprobs: msgspec.Raw = msgspec.Raw()  # Undecoded; empty: absent.
+    logprobs: msgspec.Raw = msgspec.Raw()  # Undecoded log probabilities; empty: absent.
 
     @property
     def plain_text(self) -> str:

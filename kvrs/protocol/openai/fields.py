@@ -25,7 +25,7 @@ class Treatment(StrEnum):
     # kvrs decodes and checks the field; an engine gets it if it needs it.
     UNDERSTOOD = "understood"
     PASSED = "passed"  # The engine gets the field undecoded, and checks it.
-    WHOLE = "whole"  # As PASSED, by one engine that answers the whole request in one piece.
+    WHOLE = "whole"  # Like PASSED, by one engine that answers the whole request in one piece.
     IGNORED = "ignored"  # No output depends on the field, and no engine gets it.
     REFUSED = "refused"
     INTERNAL = "internal"  # Proxies set the field; a client's value is dropped.
@@ -48,7 +48,7 @@ class BodyField(msgspec.Struct, frozen=True):
     distserve: Treatment
     vllm: Treatment
     sglang: Treatment
-    api: ApiKind | None = None  # None: both endpoints. The other endpoint refuses the field.
+    api: ApiKind | None = None  # The only endpoint that accepts the field; None: both.
     seam: Seam = Seam.EXACT
     of_output: bool = False  # Prefill, which has no output, does not get the field.
     of_text: bool = (
@@ -103,7 +103,7 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("truncation_side", *_VLLM_ONLY, of_text=True),
     BodyField("prompt_embeds", *_NOWHERE),
     BodyField("cache_salt", *_EVERYWHERE),
-    # The length of the output.
+    # Fields about the length of the output.
     BodyField("max_tokens", *_EVERYWHERE),
     BodyField("max_completion_tokens", *_EVERYWHERE, _CHAT, of_output=True),
     BodyField("min_tokens", *_EVERYWHERE, of_output=True),
@@ -114,7 +114,7 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("no_stop_trim", *_SGLANG_ONLY, seam=_INEXACT, of_output=True, neutral=(False,)),
     BodyField("thinking_token_budget", *_VLLM_ONLY, seam=_INEXACT, of_output=True),
     BodyField("repetition_detection", *_VLLM_ONLY, seam=_INEXACT, of_output=True),
-    # The choice of the next token.
+    # Fields about the choice of the next token.
     BodyField("temperature", *_EVERYWHERE),
     BodyField("top_p", *_EVERYWHERE),
     BodyField("top_k", *_EVERYWHERE),
@@ -125,7 +125,7 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("repetition_penalty", *_EVERYWHERE, of_output=True),
     BodyField("logit_bias", _R, _R, _U, _U, of_output=True, neutral=({},)),
     BodyField("allowed_token_ids", _R, _R, _U, _R, of_output=True),
-    # A word of several tokens may begin before the seam.
+    # Inexact: a word of several tokens may begin before the seam.
     BodyField("bad_words", _R, _R, _U, _R, seam=_INEXACT, of_output=True, neutral=([],)),
     BodyField("watermarking", *_VLLM_ONLY, seam=_INEXACT, of_output=True, neutral=(False,)),
     BodyField("response_format", _U, _R, _P, _P, seam=_LEFT_OUT, neutral=({"type": "text"},)),
@@ -144,7 +144,7 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("best_of", *_NOWHERE, neutral=(1,)),
     BodyField("logits_processors", *_NOWHERE, neutral=([],)),
     BodyField("suffix", *_NOWHERE, neutral=("",)),
-    # The contents of the answer.
+    # Fields about the contents of the answer.
     BodyField("n", *_EVERYWHERE),
     BodyField("echo", *_EVERYWHERE, _COMPLETIONS),
     BodyField("echo", *_VLLM_WHOLE, _CHAT, neutral=(False,)),
@@ -171,7 +171,7 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField(
         "spaces_between_special_tokens", *_VLLM_ONLY, seam=_INEXACT, of_output=True, neutral=(True,)
     ),
-    # OpenAI's own service.
+    # Fields for OpenAI's own service.
     BodyField("model", *_EVERYWHERE),
     BodyField("user", *_EVERYWHERE),
     BodyField("store", *_NEUTRAL),
@@ -189,12 +189,12 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("verbosity", *_NOWHERE, neutral=("medium",)),
     BodyField("web_search_options", *_NOWHERE),
     BodyField("moderation", *_NOWHERE),
-    # vLLM's book-keeping.
+    # Fields for vLLM's book-keeping.
     BodyField("session_id", *_NEUTRAL),
     BodyField("return_token_offsets", *_NEUTRAL),
     BodyField("return_mm_kwargs", *_NEUTRAL),
     BodyField("mm_payload", *_NEUTRAL),
-    # The instance, client and KV of a stream.
+    # Fields about the instance, client and KV of a stream.
     BodyField("kvrs", *_INTERNAL),
     BodyField("kv_transfer_params", *_INTERNAL),
     BodyField("ec_transfer_params", *_NOWHERE),
@@ -299,7 +299,7 @@ def check_fields(
 
 
 def inexact_fields(names: Iterable[str], api: ApiKind) -> list[str]:
-    """Names of the fields that prevent an exact continuation, whatever their values."""
+    """Fields among `names` that prevent an exact continuation, whatever their values."""
     known = rows(api)
     return [name for name in names if known[name].seam is not Seam.EXACT]
 

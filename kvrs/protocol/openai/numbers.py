@@ -16,7 +16,7 @@ INTEGERS = frozenset(
     )
 )
 LISTS = frozenset(("prompt", "stop_token_ids", "allowed_token_ids"))
-_LONGEST_BYTES = 64  # Longest number.
+_LONGEST_BYTES = 64  # Longest text of a number.
 _SIGNS = (b".", b"e", b"E")
 _ANY = msgspec.json.Decoder()
 

@@ -49,7 +49,7 @@ class _SamplingRequest(msgspec.Struct, kw_only=True):
     given_temperature: float | None = msgspec.field(default=None, name="temperature")
     top_p: float = 1.0
     top_k: int = 0  # 0 and -1: all tokens.
-    min_p: float = 0.0  # Fraction of the likeliest token's probability.
+    min_p: float = 0.0  # Lowest probability, as a fraction of the likeliest token's.
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = []
@@ -144,7 +144,7 @@ class ChatRequest(_SamplingRequest, kw_only=True):
 
     @property
     def template_bytes(self) -> int:
-        """Size of the template's input."""
+        """Size of the chat template's input."""
         read = (self.messages, self.tools, self.chat_template_kwargs, self.documents)
         return sum(map(len, read))
 
@@ -277,7 +277,7 @@ def read_request(
             value, (lowest, highest) = getattr(request, _ATTRIBUTES.get(name, name)), allowed
             if value is None or lowest <= value <= highest:
                 continue
-            # vLLM with `echo` needs to generate nothing.
+            # vLLM with `echo` may generate nothing.
             echoes = backend == VLLM and isinstance(request, CompletionRequest) and request.echo
             if not (echoes and name == "max_tokens" and value == 0):
                 raise _out_of_range(name, value, lowest, highest)
@@ -352,7 +352,7 @@ def _read_otherwise(
 ) -> tuple[Request, Fields, list[msgspec.Raw]]:
     more: list[msgspec.Raw] = []
     if (plain := _plainly(body)) is None:
-        given = body  # Refused below.
+        given = body  # The decoder below refuses the body.
     else:
         fields, more = plain
         given = msgspec.json.encode(fields)
@@ -393,7 +393,7 @@ def decode_as(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = 
         raise RequestError(f"the body is not valid JSON: {error}") from None
 
 
-# Fields whose values are checked beside their ranges.
+# Fields with checks beyond a range of values.
 _CHECKED = frozenset(("min_tokens", "stop", "logit_bias", "bad_words", "allowed_token_ids"))
 _CHECKED_OF_COMPLETIONS = frozenset(("logprobs", "echo"))
 

@@ -16,10 +16,10 @@ MAX_VALUES = 1 << 20  # Values of any kind: a prompt may be a long list of ids.
 MAX_TEMPLATE_VALUES = 1 << 17  # Values in the template's input, which it may write as JSON again.
 MAX_DEPTH = 128
 
-# Elements of a body beside the prompt's.
+# Objects and lists of a body beside those of the prompt.
 _SPARE_ELEMENTS = 1 << 10
 _SPARE_BYTES = 1 << 16
-# Size of an escaped character.
+# Bytes of a character written as a JSON escape.
 _ESCAPED_BYTES = len(b"\\u00e9")
 
 # Some writers of UTF-8 begin with it; Python servers ignore it.
@@ -90,7 +90,7 @@ def _outside_strings(text: bytes) -> Iterator[tuple[int, bytes]]:
     at, inside = 0, False
     while at < len(text):
         step = text[at : at + _STEP_BYTES]
-        # Keep escapes whole.
+        # Do not split an escape between two steps.
         if (len(step) - len(step.rstrip(b"\\"))) % 2:
             step = text[at : at + _STEP_BYTES + 1]
         at += len(step)

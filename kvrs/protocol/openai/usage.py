@@ -14,7 +14,7 @@ from kvrs.protocol.openai.chunks import Usage
 
 _COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 _OF_PROMPT, _OF_OUTPUT = "prompt_tokens_details", "completion_tokens_details"
-# A closed list: an event may hold parameters of transfers between instances.
+# Only these fields are kept: an event may also hold parameters of transfers between instances.
 _BESIDE = ("system_fingerprint", "service_tier", "metrics")
 
 
@@ -32,22 +32,24 @@ def facts_of(event: Mapping[str, Any]) -> EngineFacts:
     """The facts in a decoded usage event, without the cached tokens, which belong to another
     instance.
     """
-    details = _said({name: each for name, each in event["usage"].items() if name not in _COUNTS})
+    details = _non_null(
+        {name: each for name, each in event["usage"].items() if name not in _COUNTS}
+    )
     for name in (_OF_PROMPT, _OF_OUTPUT):
         if not isinstance(each := details.get(name, {}), dict):
             del details[name]
         else:
             each.pop("cached_tokens", None)
     beside = {name: event[name] for name in _BESIDE if name in event}
-    return EngineFacts(details, _said(beside))
+    return EngineFacts(details, _non_null(beside))
 
 
 def with_facts(usage: Usage, facts: EngineFacts) -> Mapping[str, Any]:
     """The usage for the client: the given counts and cached tokens, and the engine's facts."""
-    told: dict[str, Any] = msgspec.to_builtins(usage)
+    counts: dict[str, Any] = msgspec.to_builtins(usage)
     details = dict(facts.details)
-    of_prompt = {**details.pop(_OF_PROMPT, {}), **told.pop(_OF_PROMPT, {})}
-    return told | ({_OF_PROMPT: of_prompt} if of_prompt else {}) | details
+    of_prompt = {**details.pop(_OF_PROMPT, {}), **counts.pop(_OF_PROMPT, {})}
+    return counts | ({_OF_PROMPT: of_prompt} if of_prompt else {}) | details
 
 
 def facts_together(choices: Sequence[tuple[EngineFacts | None, bool]]) -> EngineFacts:
@@ -85,7 +87,7 @@ def _without(details: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _together(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = dict.fromkeys(name for each in given for name in each)
     made = {name: _sum(each[name] for each in given if name in each) for name in names}
-    return _said(made)
+    return _non_null(made)
 
 
 def _sum(values: Iterable[Any]) -> Any:
@@ -98,10 +100,10 @@ def _sum(values: Iterable[Any]) -> Any:
     return first if all(each == first for each in rest) else None
 
 
-def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _non_null(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields without nulls, at any depth."""
     return {
-        name: _said(value) if isinstance(value, dict) else value
+        name: _non_null(value) if isinstance(value, dict) else value
         for name, value in fields.items()
         if value is not None
     }

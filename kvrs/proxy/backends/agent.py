@@ -8,7 +8,7 @@ from kvrs.proxy.wire.peer import Peer
 
 
 class AgentBackend(Peer):
-    """The agent at one URL. Its failures are `UpstreamError`."""
+    """Client of the agent at one URL; failures raise `UpstreamError`."""
 
     async def info(self) -> AgentInfo:
         return await self.control("GET", "/kvrs/v1/agent", None, AgentInfo)

@@ -36,7 +36,7 @@ _FINAL_CODES = frozenset({"context_length_exceeded", "invalid_prompt", "string_a
 _NOT_THE_CLIENTS = ("kvrs", "kv_transfer_params", "model")
 # vLLM sends these messages without a code, and most versions without a parameter.
 _FINAL_MESSAGES = ("maximum context length", "maximum model length", "out of vocabulary")
-# Statuses about the proxy or the moment.
+# Statuses about the proxy's access or the instance's load, not the client's request.
 _NOT_THE_CLIENTS_FAULT = frozenset({401, 403, 407, 408, 409, 425, 429})
 
 
@@ -103,7 +103,7 @@ class Backend(Protocol):
     def leave(self) -> None:
         """Close the connections of a removed instance once its running calls have ended."""
 
-    # Identity and load.
+    # Requests for the identity and the load.
 
     async def info(self) -> InstanceInfo:
         """Ask for the identity of the process at the URL. A fault that makes the instance unusable
@@ -136,7 +136,7 @@ class Backend(Protocol):
     async def order_rank(self, order: RankRequest) -> RankAnswer:
         """Order a rank to leave or to return."""
 
-    # The calls of a stream.
+    # Calls that serve a stream.
 
     async def prefill(self, call: Call) -> Prefilled:
         """Compute the history's KV and keep it for a hand-off."""

@@ -49,7 +49,7 @@ class HandOff:
     transfer: msgspec.Raw
     prefilled_s: float
     is_sent: bool = False  # The decode call has been sent.
-    pull: FetchedHandOff | None = None  # Fetch measured by the link's meter.
+    pull: FetchedHandOff | None = None  # The fetch in the link's measurement of bandwidth.
 
     def was_fetched(self) -> None:
         """Note the first token: the fetch is over."""
@@ -84,7 +84,7 @@ class Call:
     headers: str = ""  # Lines, each with its line end.
     size_bytes: int = 0  # Approximate size of a large body.
     most_tokens: int | None = None  # The engine's own limit where `max_tokens` is null.
-    hand_off: HandOff | None = None  # Hand-off to mark as sent.
+    hand_off: HandOff | None = None  # Hand-off that the call fetches, marked when the call is sent.
     rows: RowLoad | None = None  # None: the server neither keeps nor loads rows.
     is_chat: bool = False  # The call continues a chat, or stands for a chat, as a completion.
     beside: object = None  # Backend of the prefill that is called together with decode.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Fields that SGLang's chats default (`ModelConfig.get_default_sampling_params`).
+# Fields with defaults in SGLang's chats (`ModelConfig.get_default_sampling_params`).
 _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 

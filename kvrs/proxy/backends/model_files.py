@@ -27,7 +27,7 @@ def find_model(model: str) -> Path | None:
 
     try:
         found = try_to_load_from_cache(model, _CONFIG)
-    except HFValidationError:  # A path that cannot be a name.
+    except HFValidationError:  # The path is not a valid model name.
         return None
     return Path(found).parent if isinstance(found, str) else None
 
@@ -53,8 +53,9 @@ class ModelFiles:
 
     def __init__(self, given: str | None) -> None:
         self._is_given = given is not None
-        self.model = given  # Path or name; None: not known yet.
-        self.directory: Path | None = None  # None: unknown, or not on this machine.
+        self.model = given  # Path or name of the model; None: not known yet.
+        # Directory of the model; None: unknown, or not on this machine.
+        self.directory: Path | None = None
         self.has_tokenizer = False
         # The model's own default for a chat.
         self.default_max_tokens: int | None = None

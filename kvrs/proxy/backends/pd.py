@@ -52,7 +52,7 @@ _DENIED = (401, 403)
 
 # Time to read a complete response to its end, so that its connection can be reused.
 _END_TIMEOUT_S = 1.0
-_MAX_QUOTED_BYTES = 300  # Quoted part of an answer that is not JSON.
+_MAX_QUOTED_BYTES = 300  # Longest quotation of an answer that is not JSON.
 _MAX_PREFILL_BYTES = 32 << 20  # Room for some four million ids.
 
 

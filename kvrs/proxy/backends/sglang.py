@@ -114,14 +114,14 @@ class _Load(msgspec.Struct):
     num_waiting_uncached_tokens: int = 0
     num_used_tokens: int = 0
     max_total_num_tokens: int = 0
-    # Tokens since the start.
+    # Computed prompt tokens since the start.
     total_prefill_uncached_tokens: int = 0
     total_prefill_busy_us: int = 0
-    decode_moments: list[float] | None = None  # The first value counts steps.
+    decode_moments: list[float] | None = None  # Counters of decode; the first counts steps.
 
 
 class SglangBackend(StockPeer):
-    """The server at one URL."""
+    """Requests to one SGLang server."""
 
     ENGINE = "SGLang"
     UNAUTHORISED = "its --api-key is not what the proxy's environment has in KVRS_SGLANG_API_KEY"
@@ -129,7 +129,7 @@ class SglangBackend(StockPeer):
     def __init__(self, links: EngineLinks, url: str, identity: ConfiguredIdentity) -> None:
         super().__init__(links, url)
         self._identity = identity
-        # Answer of the last process that was met.
+        # `/server_info` of the last process that was met.
         self._server: _ServerInfo | None = None
         self._info: InstanceInfo | None = None
         self._epoch = 0
@@ -137,7 +137,7 @@ class SglangBackend(StockPeer):
         self._window = Window()
         self._of_chats: dict[str, float] = {}  # Default values of a chat's fields.
 
-    # Identity and load.
+    # Requests for the identity and the load.
 
     async def info(self) -> InstanceInfo:
         server = await self.control("GET", "/server_info", None, _ServerInfo)
@@ -239,7 +239,7 @@ class SglangBackend(StockPeer):
         _, answer = await self._pool.ask("/metrics", None)
         return sum(map(float, _SENT_KV.findall(answer))) or None
 
-    # The calls of a stream.
+    # Calls that serve a stream.
 
     async def prefill(self, call: Call) -> Prefilled:
         raise UpstreamError("SGLang's prefill is called together with its decode")
@@ -279,7 +279,7 @@ class SglangBackend(StockPeer):
             raise RefusedError(400, error_body(message, param="prompt"))
 
     def join(self, call: Call, leg: PrefillLeg) -> Coroutine[Any, Any, None]:
-        """The prefill call of a pair."""
+        """Make the prefill call that joins a decode call."""
         return super().decode(call, leg)
 
     @property

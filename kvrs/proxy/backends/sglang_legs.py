@@ -53,7 +53,7 @@ class PrefillLeg:
         return Need.MORE
 
     def check_end(self) -> None:
-        """Raises UpstreamError: the connection ended before the answer."""
+        """Check that the answer was complete. Raises UpstreamError: it was not."""
         if not self.is_over:
             raise UpstreamError("prefill ended without a finish reason and [DONE]")
 

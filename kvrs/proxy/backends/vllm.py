@@ -71,7 +71,7 @@ class _Version(msgspec.Struct):
 
 
 class VllmBackend(VllmServer):
-    """The server at one URL."""
+    """Requests to one vLLM server."""
 
     UNAUTHORISED = "its --api-key is not what the proxy's environment has in KVRS_VLLM_API_KEY"
 
@@ -86,7 +86,7 @@ class VllmBackend(VllmServer):
         self._denied: str | None = None
         self._row_loads = RowLoads(identity.node)
 
-    # Identity and load.
+    # Requests for the identity and the load.
 
     async def info(self) -> InstanceInfo:
         await self._read("/health")
@@ -195,7 +195,7 @@ class VllmBackend(VllmServer):
                     "prefill answered without kv_transfer_params: it has no connector, or "
                     "one of another kind"
                 )
-            return self._told(answer, info).remote_engine_id
+            return self._checked(answer, info).remote_engine_id
         # vLLM warms up its sampler without a seed. The first seeded request compiles kernels, and
         # must not be a recovered stream (vLLM issue 54425).
         asked = fields | {"temperature": 1.0, "top_p": 0.9, "seed": 1, "stream": True}
@@ -278,7 +278,7 @@ class VllmBackend(VllmServer):
             store=metrics.store,
         )
 
-    # The calls of a stream.
+    # Calls that serve a stream.
 
     async def prefill(self, call: Call) -> Prefilled:
         """Compute the KV of the history. If the answer has no hand-off (some connectors give none
@@ -294,13 +294,13 @@ class VllmBackend(VllmServer):
             raise await self._judged(error) from None
         if answer.transfer is None:  # An end token has ended the request.
             return answer
-        told = self._told(answer, info)
-        answer.good_until_s, answer.ranks = awake_since_s() + _HAND_OFF_S, told.tp_size
-        if told.remote_prefill_cached_tokens is not None:
-            answer.reused_tokens = told.remote_prefill_cached_tokens
+        transfer = self._checked(answer, info)
+        answer.good_until_s, answer.ranks = awake_since_s() + _HAND_OFF_S, transfer.tp_size
+        if transfer.remote_prefill_cached_tokens is not None:
+            answer.reused_tokens = transfer.remote_prefill_cached_tokens
         return answer
 
-    def _told(self, answer: Prefilled, info: InstanceInfo) -> Transfer:
+    def _checked(self, answer: Prefilled, info: InstanceInfo) -> Transfer:
         """The checked hand-off of an answer. Raises UnusableError: it cannot be used."""
         assert answer.transfer is not None
         page_size_tokens = info.geometry.page_size_tokens

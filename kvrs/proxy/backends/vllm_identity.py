@@ -42,14 +42,14 @@ class ProcessIdentity:
     """Numbers the processes behind one URL: each new process gets a higher epoch."""
 
     def __init__(self) -> None:
-        self.epoch = 0  # 0: no process met.
+        self.epoch = 0  # Number of the present process; 0: no process met.
         # Epoch of each mark's last sighting, latest mark last.
         self._marks: dict[str, int] = {}
         self._doubt = _Doubt.NONE
         self._counted: float | None = None
-        self._alone = ""  # The start time of the latest reads,
-        self._alone_s = 0.0  # the time of the first of these reads,
-        self._alone_is_new = False  # and whether the start time was new then.
+        # Start time in all of the latest reads, time of the first of these reads, and whether the
+        # start time was new then.
+        self._alone, self._alone_s, self._alone_is_new = "", 0.0, False
 
     @property
     def is_in_doubt(self) -> bool:

@@ -23,14 +23,14 @@ _OF_PROGRESS = (
     "vllm:request_success_total",
     "vllm:kv_cache_usage_perc",
 )
-_ROW_TIER = ':KvrsTier"'  # Suffix of the tier's label, behind its number.
+_ROW_TIER = ':KvrsTier"'  # End of the label of kvrs's tier, after the tier's number.
 # Series that show that an engine uses a store, from its start.
 _STORES = {
     "mooncake": ("\n# TYPE vllm:mooncake_store_",),
     "lmcache": ("\n# TYPE vllm:lmcache_", "\n# TYPE lmcache:"),
     "hf3fs": ("\n# TYPE vllm:hf3fs_",),
 }
-# Other stores show by the source of what was loaded; these sources are no stores.
+# Any other source of loaded KV is a store; these sources are not.
 _NO_STORES = ("device", "host", "disk", "p2p")
 _LABEL = re.compile(r'([a-zA-Z_]+)="((?:[^"\\]|\\.)*)"')
 
@@ -78,7 +78,8 @@ class VllmMetrics:
     @property
     def free_pages(self) -> int:
         engines = list(self._values("vllm:kv_cache_usage_perc"))
-        used = sum(engines) / len(engines) if engines else 0.0  # A fraction, in spite of its name.
+        # vLLM's gauge is a fraction, although its name says "perc".
+        used = sum(engines) / len(engines) if engines else 0.0
         return max(0, round(self._cache_number("num_gpu_blocks", 0) * len(engines) * (1.0 - used)))
 
     @property
@@ -165,7 +166,7 @@ class VllmMetrics:
     def store(self) -> str:
         """Kind of the store that the engine loads from on its own; empty: none seen."""
         if any(_ROW_TIER in labels for labels, _ in self._tier_reads("read_bytes")):
-            return ""  # Rows come from agents.
+            return ""  # kvrs's tier loads from agents, not from a store.
         for kind, series in _STORES.items():
             if any(each in self._text for each in series):
                 return kind

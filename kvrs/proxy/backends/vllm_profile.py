@@ -27,7 +27,7 @@ from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_mod
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 
 SHORTEST_TOKENS, LONGEST_TOKENS = 128, 16_384
-_SHORTEST_OF_ALL = 16  # For models with a short context.
+_SHORTEST_OF_ALL = 16  # Shortest measured prompt of models with a short context.
 # Ids in every vocabulary. No two random prompts begin alike.
 _FIRST_ID, _IDS = 3, 250
 _TIMEOUT_S = 600.0
@@ -36,7 +36,7 @@ _SHOWN_BYTES = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmProfileOptions:
-    """Options of the command line."""
+    """Options of `kvrs profile --url`."""
 
     url: str
     out: Path

@@ -18,9 +18,9 @@ from kvrs.proxy.backends.bodies import RowLoad
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
 
-# An engine may publish its counters a moment after the token.
+# Delay before reading counters: an engine may publish them a moment after the token.
 _SETTLED_S = 0.5
-_TOLD_S = 5.0  # Duration for which a report is repeated.
+_REPORTED_S = 5.0  # Duration for which a report is repeated.
 
 
 class _Counts(NamedTuple):
@@ -53,10 +53,10 @@ class RowLoads:
         self._over_s: float | None = None  # Time since which all open loads are over.
         # Process, kind (store or not) and counts at the last read.
         self._before: tuple[float | None, bool, _Counts] = nan, False, _Counts()
-        self._came = _Counts()  # Reads while loads were open.
+        self._came = _Counts()  # Counts added while loads were open.
         self._recovery_bytes = self._prefix_bytes = 0.0
         self._of_store = Pulled(0.0, 0.0, 0.0)  # Loads of a store with a known duration.
-        self._told: list[tuple[float, FetchReport]] = []
+        self._reports: list[tuple[float, FetchReport]] = []
 
     def begin(self, load: RowLoad, page_bytes: int, now_s: float) -> None:
         source = MEMORY if load.node is None or load.node == self._node else load.node
@@ -95,8 +95,8 @@ class RowLoads:
             self._over_s = now_s
         elif now_s - self._over_s >= _SETTLED_S:
             self._settle(in_store, bytes_per_token, now_s)
-        self._told = [each for each in self._told if now_s - each[0] < _TOLD_S]
-        return [report for _, report in self._told]
+        self._reports = [each for each in self._reports if now_s - each[0] < _REPORTED_S]
+        return [report for _, report in self._reports]
 
     @property
     def kv_bytes(self) -> dict[str, int]:
@@ -118,7 +118,7 @@ class RowLoads:
         else:
             for load, pull, _ in self._open:
                 loaded = round(share * pull.size_bytes / bytes_per_token)
-                self._tell(load, loaded, max(0, load.history_tokens - loaded), now_s)
+                self._report(load, loaded, max(0, load.history_tokens - loaded), now_s)
         self._recovery_bytes += share * wanted_bytes
         self._prefix_bytes += came.size_bytes - share * wanted_bytes
         self._open.clear()
@@ -139,9 +139,9 @@ class RowLoads:
             part = load.history_tokens / own_tokens
             asked = round(part * min(own_tokens, came.asked_tokens))
             loaded = min(asked, round(part * certain_bytes / bytes_per_token))
-            # Tokens that others may have loaded in its place do not count as missed.
+            # Tokens that other requests may have loaded instead do not count as missed.
             had = min(asked, round(part * most * wanted_bytes / bytes_per_token))
-            self._tell(load, loaded, asked - max(had, loaded), now_s)
+            self._report(load, loaded, asked - max(had, loaded), now_s)
         size_bytes, seconds = came.size_bytes, came.seconds
         if not seconds:  # A store without durations: use the loads' own times up to their tokens.
             size_bytes = certain_bytes
@@ -154,6 +154,6 @@ class RowLoads:
         self._meter.counted(self._of_store, now_s)
         return certain_bytes / wanted_bytes if wanted_bytes else 0.0
 
-    def _tell(self, load: RowLoad, loaded: int, computed: int, now_s: float) -> None:
+    def _report(self, load: RowLoad, loaded: int, computed: int, now_s: float) -> None:
         report = FetchReport(load.stream, load.attempt, load.owner_epoch, loaded, computed)
-        self._told.append((now_s, report))
+        self._reports.append((now_s, report))

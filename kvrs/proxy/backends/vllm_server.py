@@ -36,7 +36,7 @@ class VllmServer(StockPeer):
 
     def __init__(self, links: EngineLinks, url: str) -> None:
         super().__init__(links, url)
-        self._ft_path: str | None = None  # None: fault tolerance is off.
+        self._ft_path: str | None = None  # Path that answered; None: fault tolerance is off.
         self._process = ProcessIdentity()
         self._totals = ProcessTotals()
         self._meter = HandOffMeter()

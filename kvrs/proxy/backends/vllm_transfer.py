@@ -27,7 +27,7 @@ class Transfer(msgspec.Struct, omit_defaults=True):
 
     remote_block_ids: Annotated[
         list[_Blocks], msgspec.Meta(min_length=1)
-    ]  # One list per group of layers.
+    ]  # Block ids: one list per group of layers.
     remote_engine_id: _Name
     remote_request_id: _Name
     remote_host: _Host
