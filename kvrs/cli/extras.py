@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import typer
 from rich.markup import escape
@@ -28,28 +28,19 @@ _EXTRAS = {"kvrs_engine": "engine", "kvrs_lab": "lab"}  # Extra of the distribut
 _ANY_ARGUMENTS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
-class OfEngine(Protocol):
-    """Functions of `kvrs_engine.cli` that kvrs's commands call."""
-
-    def profile(self, given: dict[str, Any]) -> Path:
-        """Measure the embedded engine here, with the parameters of `kvrs profile`, and return the
-        path of the table.
-        """
-        ...
-
-
-def of_engine() -> OfEngine:
-    """The engine's part of the command line.
+def profile_engine(given: dict[str, Any]) -> Path:
+    """Measure the embedded engine here, with the parameters of `kvrs profile`, and return the path
+    of the table.
 
     Raises:
         MissingExtraError: the engine is not installed.
     """
     check_extras("engine")
     try:
-        engine: OfEngine = import_module("kvrs_engine.cli")
+        path: Path = import_module("kvrs_engine.cli").profile(given)
     except ModuleNotFoundError as error:
         raise _missing(error) from None
-    return engine
+    return path
 
 
 class Commands(TyperGroup):

@@ -8,7 +8,7 @@ import typer
 
 import kvrs.cli.options as opt
 from kvrs.cli.common import console, say
-from kvrs.cli.extras import of_engine
+from kvrs.cli.extras import profile_engine
 from kvrs.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ def profile(
             raise ConfigError(f"{option}: given beside --url; allowed: for the embedded engine")
         _profile_vllm(url, out, model, longest_tokens, repeats)
         return
-    say(f"profile: {of_engine().profile(given)}")
+    say(f"profile: {profile_engine(given)}")
 
 
 def _profile_vllm(

@@ -1,9 +1,10 @@
-"""One proxy: its ports, watchers and leases, from start to shutdown."""
+"""One proxy: its ports, watchers and leases, and its run as a process, to its end by signals."""
 
 import asyncio
 import errno
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -22,6 +23,7 @@ from kvrs.ids import NodeId
 from kvrs.net.http import inner_server, naming_port
 from kvrs.net.routes import Routes
 from kvrs.net.server import HttpServer
+from kvrs.process.descriptors import raise_descriptor_limit
 from kvrs.process.garbage import keep_what_is_there
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_keys
 from kvrs.proxy.api.admin import Admin, AdminSource
@@ -32,7 +34,6 @@ from kvrs.proxy.mirror.ending import Ending, EndStep, Left
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.routes import make_routes
 from kvrs.proxy.process.parts import Parts, ProxyLinks, build
-from kvrs.proxy.process.running import Stop, run_service
 from kvrs.proxy.process.workers import Supervisor
 from kvrs.proxy.reload import ReloadResult, Reloads
 from kvrs.proxy.watch.gossip_view import GossipView
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 # GCLB), which would otherwise send a request to one that is being closed.
 IDLE_TIMEOUT_S = 620.0
 _LOOK_AGAIN_S = 0.02
+_LOOK_AT_FILE_S = 1.0
 _SEEN_WITHIN_S = 2.0  # A worker takes requests after that, also if no instance is up.
 _FLUSH_TIMEOUT_S = 2.0  # For clients to read how their streams ended when the proxy stops.
 
@@ -346,6 +348,29 @@ def _check_addresses(config: Config) -> None:
         )
 
 
+class Stop:
+    """Requests for a service to end. SIGTERM calls `asked`: the first begins the delay, if any, the
+    second ends it, and the next skips draining. SIGINT skips the delay.
+    """
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.first = asyncio.Event()
+        self.no_delay = asyncio.Event()
+        self.at_once = asyncio.Event()
+        if not delay_s:
+            self.no_delay.set()
+
+    def asked(self) -> None:
+        for step in (self.first, self.no_delay, self.at_once):
+            if not step.is_set():
+                step.set()
+                return
+
+    def interrupted(self) -> None:
+        self.no_delay.set()
+        self.asked()
+
+
 async def serve(
     config: Config,
     secret: bytes,
@@ -359,11 +384,98 @@ async def serve(
     """
     proxy = Proxy(config, secret, older, read, supervisor)
     stop = Stop(config.proxy.drain_delay_s)
-
-    def ready() -> None:
-        keep_what_is_there()
-        log.info("proxy ready", extra={"port": proxy.port, "admin_port": proxy.admin_port})
-
     if supervisor is not None:
         supervisor.end_with_it()
-    await run_service(proxy, ready, stop, watched)
+    asked_to_reload = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def end(by: Callable[[], None]) -> None:
+        by()
+        proxy.told_to_end()
+
+    loop.add_signal_handler(signal.SIGTERM, end, stop.asked)
+    loop.add_signal_handler(signal.SIGINT, end, stop.interrupted)
+    loop.add_signal_handler(signal.SIGHUP, asked_to_reload.set)
+    # The default action of SIGUSR1 would end this process.
+    loop.add_signal_handler(signal.SIGUSR1, log.warning, "SIGUSR1 is ignored")
+    # These signals are blocked from the process's start until now (`kvrs/__main__.py`).
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP, signal.SIGUSR1})
+    raise_descriptor_limit()
+    await proxy.start()
+    keep_what_is_there()
+    log.info("proxy ready", extra={"port": proxy.port, "admin_port": proxy.admin_port})
+    running = asyncio.ensure_future(proxy.run())
+    stopping = asyncio.ensure_future(stop.first.wait())
+    reloading = asyncio.ensure_future(_reload_when(asked_to_reload, proxy))
+    watching = asyncio.ensure_future(_watch(watched, asked_to_reload))
+    try:
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            await running
+        await _leave(proxy, stop, running)
+        draining, hurried = (
+            asyncio.ensure_future(proxy.drain()),
+            asyncio.ensure_future(stop.at_once.wait()),
+        )
+        done, _ = await asyncio.wait(
+            {draining, hurried, running}, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in (draining, hurried):
+            task.cancel()
+        for ended in done - {hurried}:
+            await ended  # Re-raise internal errors: the exit status must not be 0.
+    finally:
+        for task in (running, stopping, reloading, watching):
+            task.cancel()
+        await proxy.close()
+
+
+async def _leave(proxy: Proxy, stop: Stop, running: asyncio.Future[None]) -> None:
+    """Serve on until the delay is over, or is ended."""
+    if not stop.no_delay.is_set():
+        log.info("leaving")
+    leaving = asyncio.ensure_future(proxy.leave())
+    ended = asyncio.ensure_future(stop.no_delay.wait())
+    waited: set[asyncio.Future[Any]] = {leaving, ended, running}
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    stop.no_delay.set()
+    for task in (leaving, ended):
+        task.cancel()
+    await asyncio.gather(leaving, ended, return_exceptions=True)
+    if not leaving.cancelled():
+        await leaving
+
+
+async def _watch(path: Path | None, changed: asyncio.Event) -> None:
+    """Watch a file's status, which also shows a link's new target. A file that is missing for a
+    moment is being replaced.
+    """
+    if path is None:
+        return
+    before = _status(path)
+    while True:
+        await asyncio.sleep(_LOOK_AT_FILE_S)
+        now = _status(path)
+        if now is not None and now != before:
+            before = now
+            changed.set()
+
+
+def _status(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+async def _reload_when(asked: asyncio.Event, proxy: Proxy) -> None:
+    while True:
+        await asked.wait()
+        asked.clear()
+        try:
+            await proxy.reload()
+        except ConfigError:
+            pass  # The fault is logged; the present configuration stays.
+        except Exception:
+            log.exception("not reloaded because of a bug")  # The next request reloads again.

@@ -1,4 +1,4 @@
-"""The engine's part of `kvrs profile` (`kvrs.cli.extras.OfEngine`).
+"""The engine's part of `kvrs profile` (`kvrs.cli.extras.profile_engine`).
 
 Torch is imported inside the functions, which need it.
 """

@@ -15,8 +15,8 @@ from kvrs.config.file import Config, config_digest, load_config, parse_config
 from kvrs.core.event_log import LogEntry, read, rerun
 from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError
-from kvrs.proxy.process.running import _reload_when
 from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
+from kvrs.proxy.server import _reload_when
 from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
 from kvrs_testkit.proxy_process import REQUEST, config_of, process_of, until_logged
 from tests.proxy.conftest import ProxyClusterBuilder
