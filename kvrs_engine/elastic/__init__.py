@@ -1,1 +1,1 @@
-"""A model's cut into units whose results do not depend on the process that computes them."""
+"""Elastic parallelism: a model is cut into units whose results do not depend on their process."""

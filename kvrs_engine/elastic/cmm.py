@@ -1,9 +1,9 @@
-"""Continuous Minimal Migration: AnchorTP's planner (Algorithm 1), over one interval of bytes, and
-the layout that it stands for among units.
+"""Continuous Minimal Migration, AnchorTP's planner (Algorithm 1): a plan over one interval of
+bytes, and the corresponding layout of units.
 
-Every target has an even part of the interval, in order. What a living rank has of it is copied from
-there, unless it is the target's own; the rest is reloaded. By Eq. (1) no plan for these targets
-reloads less.
+Every target gets an even part of the interval, in order. A target keeps its own bytes, copies bytes
+that another living rank has, and reloads the rest. By Eq. (1) no plan for these targets reloads
+less.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,7 +16,7 @@ from kvrs_engine.elastic.units import Units
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Bytes `[start, stop)` that a rank has."""
+    """Bytes `[start, stop)` in the memory of a rank."""
 
     rank: int
     start: int
@@ -25,8 +25,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Bytes `[start, stop)` for a rank: kept where source and target are one, else copied from a
-    rank or the host.
+    """Bytes `[start, stop)` for a target: kept if the source is the target, else copied from
+    another rank or the host.
     """
 
     start: int
@@ -42,7 +42,7 @@ class Task:
 def plan_interval(
     shards: Sequence[Shard], dead: Collection[int], targets: Sequence[int]
 ) -> list[Task]:
-    """Algorithm 1. `shards`: what each rank has, living or not."""
+    """Plan by Algorithm 1. `shards` has the bytes of all ranks, dead ones included."""
     tasks: list[Task] = []
     for target, (first, last) in zip(targets, even_parts(_end(shards), len(targets)), strict=True):
         left = [(first, last)]
@@ -62,8 +62,8 @@ def plan_interval(
 def least_reload_bytes(
     shards: Sequence[Shard], dead: Collection[int], targets: Sequence[int]
 ) -> int:
-    """Eq. (1): all bytes, without those that living ranks and targets have in common; shards of
-    living ranks are disjoint.
+    """Return the bytes that every plan must reload, by Eq. (1): all bytes without the overlap of
+    living ranks and targets. Shards of living ranks are disjoint.
     """
     end = _end(shards)
     return end - sum(
@@ -79,7 +79,7 @@ def even_parts(end: int, count: int) -> list[tuple[int, int]]:
 
 
 def reshaped(before: Layout, units: Units, ranks: Sequence[Sequence[int]]) -> Layout:
-    """The layout of even contiguous shares for the ranks of each stage."""
+    """Return the layout with even contiguous shares for the given ranks of each stage."""
     stages = [
         Stage(stage.first, stage.last, tuple(sorted(group)))
         for stage, group in zip(before.stages, ranks, strict=True)

@@ -1,10 +1,8 @@
-"""Copies of experts: who computes which rows of them, and on which ranks they pay.
+"""Copies of experts: the division of an expert's rows among its copies, and the choice of copies.
 
-A piece is what is owned and copied as one: an expert where all its units are on the same ranks,
-else each of its units. The rows of a piece come in runs of one tile; each run is computed by one of
-the ranks that have the piece. Load is counted in such tiles (AnchorTP 4.3 balances experts so).
-
-Pure: the counts of tiles are given.
+A piece is the smallest part that is copied: an expert if all its units are on the same ranks, else
+one unit. The rows of a piece are divided into tiles; each tile is computed by one of the ranks that
+have the piece. Load is counted in tiles (AnchorTP 4.3 balances experts by them).
 """
 
 import math
@@ -17,27 +15,27 @@ from kvrs.sums import sum_in_order
 from kvrs_engine.elastic.layouts import Copies, Layout
 from kvrs_engine.elastic.units import Units
 
-# A re-balance is worth its bytes where the fullest ranks have so much less to do.
+# Least relative reduction of the largest loads that is worth a re-balance.
 _LEAST_GAIN = 0.03
-# One copy counts where it lowers the norm of its layer's loads by so much; a norm of this order is
-# close to the largest load, and also falls where one of several fullest ranks gets less.
+# Least relative reduction of a layer's load norm that is worth a copy. A norm of this order is
+# close to the largest load, and also falls if only one of several equally loaded ranks gets less.
 _LEAST_STEP, _NORM = 0.005, 16
-_TELLING = 8  # Tiles of each expert of a layer, in the mean.
-_TRIED = 3  # Pieces of the fullest ranks, and ranks for each, of which a copy is considered.
+_TELLING = 8  # Mean tiles per expert from which a layer's counts are significant.
+_TRIED = 3  # Number of pieces, and of ranks for each piece, that a search step tries.
 _SWEEPS, _STILL = 30, 1e-4
 
-Tiles = Sequence[Sequence[float]]  # By layer, then by expert; of a dense layer none.
+Tiles = Sequence[Sequence[float]]  # Number of tiles by layer and expert; dense layers are empty.
 
 
 class Pieces(NamedTuple):
-    """The parts of a layer's experts that are each computed as one."""
+    """The pieces of a layer's experts."""
 
-    units: int  # Of each piece.
-    holders: tuple[tuple[int, ...], ...]  # Of each piece, its owner first.
+    units: int  # Units per piece.
+    holders: tuple[tuple[int, ...], ...]  # Ranks that have each piece, the owner first.
 
 
 def pieces_of(layout: Layout, layer: int, parts: int) -> Pieces:
-    """`parts`: units of an expert."""
+    """Return the pieces of a layer whose experts have `parts` units each."""
     return _pieces(layout.mlp[layer], layout.copies_of(layer), parts)
 
 
@@ -53,9 +51,10 @@ def _pieces(owners: tuple[int, ...], copies: tuple[tuple[int, int], ...], parts:
 
 
 def assign(runs: Sequence[int], holders: Sequence[tuple[int, ...]]) -> dict[int, list[int]]:
-    """Which rank computes each run of the pieces with copies: the one with least to do, and of
-    equal ones the first holder. `runs`: how many each piece has in this batch. Every rank finds the
-    same.
+    """Assign each tile of the pieces with copies to the holder with the least load, the first one
+    on a tie: ranks by piece.
+
+    `runs` is the number of tiles of each piece in this batch. All ranks compute the same result.
     """
     loads: dict[int, int] = {}
     shared = []
@@ -64,7 +63,7 @@ def assign(runs: Sequence[int], holders: Sequence[tuple[int, ...]]) -> dict[int,
             shared.append(piece)
         loads[ranks[0]] = loads.get(ranks[0], 0) + (count if len(ranks) == 1 else 0)
     found: dict[int, list[int]] = {}
-    # Pieces with fewer holders first: the others can go round them.
+    # Pieces with fewer holders first: the others have more choice.
     for piece in sorted(shared, key=lambda piece: len(holders[piece])):
         given = found[piece] = []
         for _ in range(runs[piece]):
@@ -77,15 +76,15 @@ def assign(runs: Sequence[int], holders: Sequence[tuple[int, ...]]) -> dict[int,
 def divided(
     loads: Sequence[float], holders: Sequence[tuple[int, ...]], ranks: Sequence[int]
 ) -> dict[int, float]:
-    """The load of each rank where that of each piece is divided among its holders as evenly as they
-    allow: no other division has a smaller largest load.
+    """Return the load of each rank after dividing each piece's load among its holders such that
+    the largest load of a rank is least.
     """
     return _division(loads, holders, ranks).loads
 
 
 class _Division(NamedTuple):
-    loads: dict[int, float]  # Of each rank.
-    shares: dict[int, dict[int, float]]  # Of each piece with copies, the load on each holder.
+    loads: dict[int, float]  # By rank.
+    shares: dict[int, dict[int, float]]  # By piece with copies and by holder.
 
 
 def _division(
@@ -100,8 +99,8 @@ def _division(
             shares[piece] = {rank: load / len(own) for rank in own}
             for rank, part in shares[piece].items():
                 total[rank] += part
-    # Each piece in turn as the others are: this ends where the sum of squares is least, and with it
-    # the largest load.
+    # Level one piece after the other: the sum of squares converges to its minimum, where the
+    # largest load is least too.
     still = _STILL * sum_in_order(loads)
     for _ in range(_SWEEPS):
         moved = 0.0
@@ -118,8 +117,8 @@ def _division(
 
 
 def _level(heights: Sequence[float], amount: float) -> float:
-    """The level to which an amount fills vessels with floors at these heights, in ascending
-    order.
+    """Return the common level (water-filling) after pouring `amount` over floors at these heights,
+    which are in ascending order.
     """
     below = 0.0
     for count, height in enumerate(heights, 1):
@@ -131,8 +130,8 @@ def _level(heights: Sequence[float], amount: float) -> float:
 
 
 def fullest(layout: Layout, units: Units, tiles: Tiles) -> tuple[float, float]:
-    """Load of the fullest rank and of the mean one, each added up over the layers with experts:
-    ranks wait for each other in every layer.
+    """Return the largest and the mean load of a rank, each summed over the layers with experts,
+    because ranks wait for each other in every layer.
     """
     most = mean = 0.0
     for layer, own in enumerate(tiles):
@@ -145,32 +144,32 @@ def fullest(layout: Layout, units: Units, tiles: Tiles) -> tuple[float, float]:
 
 
 def skew(layout: Layout, units: Units, tiles: Tiles) -> float:
-    """How many times as much as the mean rank the fullest has to do; 1.0: nothing is counted."""
+    """Return the ratio of the largest to the mean load; 1.0 if no tile was counted."""
     most, mean = fullest(layout, units, tiles)
     return most / mean if mean else 1.0
 
 
 def _piece_loads(pieces: Pieces, tiles: Sequence[float], units: Units) -> list[float]:
-    """Tiles of units, by piece."""
+    """Return the load of each piece, in tiles times units."""
     each = units.expert_parts // pieces.units
     return [pieces.units * load for load in tiles for _ in range(each)]
 
 
 class Rebalanced(NamedTuple):
-    layout: Layout  # The same object where nothing is worth a change.
-    lacks_room: bool  # More copies would pay, and no rank has room for them.
+    layout: Layout  # The given object, if no change is worth its bytes.
+    lacks_room: bool  # More copies would be worth their bytes, and no rank has room for them.
 
 
 class TileHistory:
-    """How many tiles each expert has had, of which older ones count less."""
+    """Counts the tiles of each expert with exponential decay."""
 
     def __init__(self, half_life_s: float) -> None:
         self._half_life_s = half_life_s
         self._noted_s = 0.0
-        self.tiles: list[list[float]] = []  # As `Tiles`.
+        self.tiles: list[list[float]] = []
 
     def note(self, more: Tiles, now_s: float) -> None:
-        """`more`: since the last time, of as many layers and experts as ever."""
+        """Add the tiles since the last call; the numbers of layers and experts are fixed."""
         kept = 0.5 ** ((now_s - self._noted_s) / self._half_life_s) if self.tiles else 0.0
         before = self.tiles or [[0.0] * len(own) for own in more]
         self.tiles = [
@@ -181,16 +180,17 @@ class TileHistory:
 
     @property
     def telling(self) -> Tiles:
-        """Those of layers in which enough were counted to tell experts apart."""
+        """The tiles of the layers with enough tiles to compare experts; other layers are empty."""
         return [own if sum_in_order(own) >= _TELLING * len(own) else () for own in self.tiles]
 
 
 def rebalance(layout: Layout, units: Units, tiles: Tiles, room: Mapping[int, int]) -> Rebalanced:
-    """The layout with those copies of experts that pay. `room`: bytes of copies that each rank may
-    have. Copies that do not help are given up, then the most helpful ones are made, one after the
-    other, and kept if the fullest ranks have less to do by a few percent, over all layers. It never
-    has more to do than before where the present copies have room; again at the same counts, it
-    changes nothing.
+    """Return the layout with the copies of experts that are worth their bytes.
+
+    `room` is the limit of a rank's copies in bytes. Copies that do not reduce the largest loads are
+    dropped; then the most useful copies are added one by one, and kept if the largest loads fall by
+    `_LEAST_GAIN` over all layers. The largest load never rises if the present copies have room. The
+    result is stable: a second call with the same counts changes nothing.
     """
     found = layout
     while (later := _better(found, units, tiles, room)).layout is not found:
@@ -201,7 +201,7 @@ def rebalance(layout: Layout, units: Units, tiles: Tiles, room: Mapping[int, int
 
 
 def _better(layout: Layout, units: Units, tiles: Tiles, room: Mapping[int, int]) -> Rebalanced:
-    """One round of `rebalance`; a further one may find copies that are better by a few percent."""
+    """Run one round of `rebalance`; the next round may find better copies."""
     now = _Search(layout, units, tiles, room)
     now.fit()
     now.drop_useless()
@@ -220,7 +220,7 @@ def _better(layout: Layout, units: Units, tiles: Tiles, room: Mapping[int, int])
 
 
 class _Search:
-    """Copies as they are tried."""
+    """A greedy search for copies, over all layers."""
 
     def __init__(self, layout: Layout, units: Units, tiles: Tiles, room: Mapping[int, int]) -> None:
         self._left = {rank: room.get(rank, 0) for rank in layout.ranks}
@@ -241,7 +241,7 @@ class _Search:
                     bytes_of,
                     _piece_loads(pieces, own, units),
                 )
-        # Of layers of which nothing is counted they stay as they are.
+        # Layers without counts keep their copies.
         self._others = [
             () if layer in self._layers else layout.copies_of(layer)
             for layer in range(len(layout.mlp))
@@ -268,7 +268,7 @@ class _Search:
         return sum_in_order(max(own.loads.values()) for own in self._layers.values())
 
     def fit(self) -> None:
-        """Give up copies on ranks with more than they have room for, those that matter least."""
+        """Drop the least useful copies on ranks whose copies exceed their room."""
         for rank in [rank for rank, left in self._left.items() if left < 0]:
             while self._left[rank] < 0:
                 own_copies = [
@@ -283,8 +283,8 @@ class _Search:
                 self._drop(layer, piece, rank)
 
     def improve(self) -> bool:
-        """Make copies that help, and give up those that do not beside later ones. Returns whether
-        more would help, with more room.
+        """Add useful copies, then drop copies that later ones have made useless; return whether
+        more room would allow further useful copies.
         """
         lacks_room = self.add()
         self.drop_useless()
@@ -298,7 +298,7 @@ class _Search:
                     self._drop(layer, piece, rank)
 
     def add(self) -> bool:
-        """Make copies as long as any helps. Returns whether more would, with more room."""
+        """Add copies while one is useful; return whether more room would allow further ones."""
         open_layers = set(self._layers)
         best: dict[int, _Step] = {}
         lacks_room = False
@@ -316,7 +316,7 @@ class _Search:
             size = self._layers[layer].bytes_of[step.piece]
             self._left[step.rank] -= size
             self._layers[layer].take(step)
-            # The rank has less room now, also for copies of other layers.
+            # Search again where the best copy no longer fits on this rank.
             open_layers = {layer} | {
                 other
                 for other, own in best.items()
@@ -338,11 +338,11 @@ class _Step(NamedTuple):
 
 @dataclass(slots=True)
 class _LayerSearch:
-    units: int  # Of a piece.
+    units: int  # Units per piece.
     holders: list[tuple[int, ...]]
     ranks: tuple[int, ...]
     bytes_of: list[int]
-    tiles: list[float]  # Of each piece.
+    tiles: list[float]  # Load of each piece.
     division: _Division = field(init=False)
 
     def __post_init__(self) -> None:
@@ -353,7 +353,7 @@ class _LayerSearch:
         return self.division.loads
 
     def copies(self) -> list[tuple[int, int]]:
-        """Piece and rank of each."""
+        """Return the piece and the rank of each copy."""
         return [(at, rank) for at, own in enumerate(self.holders) for rank in own[1:]]
 
     def without(self, piece: int, rank: int) -> _Division:
@@ -372,8 +372,8 @@ class _LayerSearch:
         self.holders[step.piece] = (own[0], *sorted((*own[1:], step.rank)))
 
     def best_copy(self, left: Mapping[int, int]) -> tuple[_Step | None, bool]:
-        """The copy after which the loads are most even, if that is worth it; and whether one on a
-        rank without room would have been worth it.
+        """Return the copy that makes the loads most even, or None if no copy is worth it; and
+        whether a copy on a rank without room would be worth it.
         """
         before, most = _norm(self.loads), max(self.loads.values())
         if most <= (1 + _LEAST_GAIN) * sum_in_order(self.loads.values()) / len(self.loads):
@@ -396,7 +396,7 @@ class _LayerSearch:
         return best, best is None and lacks_room
 
     def _on(self, ranks: Collection[int], piece: int) -> float:
-        """The part of a piece's load that these ranks have."""
+        """Return the part of a piece's load on these ranks."""
         shares = self.division.shares.get(piece, {self.holders[piece][0]: self.tiles[piece]})
         return sum_in_order(load for rank, load in shares.items() if rank in ranks)
 

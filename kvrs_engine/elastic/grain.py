@@ -1,13 +1,12 @@
-"""Units: the pieces of a model that are each computed as a whole, in shapes that the model alone
-decides.
+"""The cut of a model into units, which depends on the model alone.
 
 A unit of attention is one KV head with its query heads; a unit of the MLP is one tile of its inner
-dimension, or of a layer with experts one part of an expert's; a unit of the vocabulary is a tile of
-the head's rows. A process may own any set of
-units: no number that a unit yields depends on which others are computed beside it. The results of
-the units of attention, and those of the MLP, are added up in the order of `trees.py`.
+dimension or, in a layer with experts, one part of an expert; a unit of the vocabulary is a tile of
+the LM head's rows. A process may own any set of units: the result of a unit does not depend on the
+units that are computed with it. The results of the attention units, and those of the MLP units, are
+added up in the order of `trees.py`.
 
-The rules are part of a model's fingerprint by their version: another cut gives other bits.
+`VERSION` is part of a model's fingerprint, because another cut gives other bits.
 """
 
 from dataclasses import dataclass, replace
@@ -16,27 +15,29 @@ from itertools import pairwise
 VERSION = 1
 
 _MAX_TILES = 64
-_WIDTH_MULTIPLE = 16  # Of tiles; the last one has the ragged rest as well.
+_WIDTH_MULTIPLE = 16  # The width of a tile is a multiple of this, but for the last tile.
 _NARROWEST_MLP_TILE = 64
-# Whole experts would burden ranks unevenly where they are few and wide.
-_MAX_EXPERT_PARTS = 8
+_MAX_EXPERT_PARTS = 8  # A few wide experts could not be divided evenly as wholes.
 _NARROWEST_EXPERT_PART = 1024
 _NARROWEST_VOCABULARY_TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Grain:
-    """The units of one model. Layers have the same, but for dense ones among such with experts."""
+    """The units of one model. All layers have the same units, except for the dense layers of a
+    model with experts.
+    """
 
-    attention: tuple[range, ...]  # Of each unit its query heads.
-    # Of each unit its part of the inner dimension; of experts, all parts of one after the other.
+    attention: tuple[range, ...]  # Query heads of each unit.
+    # Range of the inner dimension of each unit; with experts, all units of one expert after the
+    # other.
     mlp: tuple[range, ...]
-    vocabulary: tuple[range, ...]  # Of each unit its token ids.
-    # Layers without experts, where the others have some, and their units of the MLP.
+    vocabulary: tuple[range, ...]  # Token ids of each unit.
+    # The layers without experts in a model with experts, and their MLP units.
     dense_layers: frozenset[int] = frozenset()
     dense_mlp: tuple[range, ...] = ()
-    expert_parts: int = 0  # Units of an expert; 0: there are no experts.
-    chosen_share: float = 1.0  # Of the experts, those that a row is routed to.
+    expert_parts: int = 0  # Units per expert; 0: no experts.
+    chosen_share: float = 1.0  # Share of the experts to which a row is routed.
 
     @classmethod
     def of(cls, *, heads: int, kv_heads: int, intermediate: int, vocab: int) -> "Grain":
@@ -50,8 +51,8 @@ class Grain:
     def with_experts(
         self, count: int, width: int, dense_layers: frozenset[int], chosen: int
     ) -> "Grain":
-        """The same with `count` experts of an inner dimension `width` in all other layers, of which
-        each row goes to `chosen`.
+        """Return the grain with `count` experts of inner dimension `width` in all layers but
+        `dense_layers`; each row goes to `chosen` experts.
         """
         parts = _tiles(width, _NARROWEST_EXPERT_PART, _MAX_EXPERT_PARTS)
         return replace(
@@ -68,8 +69,10 @@ class Grain:
 
 
 def _tiles(size: int, narrowest: int, most: int = _MAX_TILES) -> tuple[range, ...]:
-    """A power of two of tiles, at most so many and none narrower than that unless there is only
-    one: then 2, 4 or 8 equal owners have whole subtrees of the sum.
+    """Cut `size` into at most `most` tiles, none below `narrowest` unless there is only one.
+
+    The number of tiles is a power of two, so that 2, 4 or 8 equal owners have whole subtrees of the
+    sum.
     """
     count = 1 << (max(1, min(most, size // narrowest)).bit_length() - 1)
     whole = size // _WIDTH_MULTIPLE

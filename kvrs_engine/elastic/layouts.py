@@ -1,12 +1,12 @@
-"""Layouts: which rank of an instance computes which unit.
+"""Layouts: the assignment of a model's units to the ranks of an instance.
 
 Stages split a model by layers. Within a stage each KV head of a layer is either partitioned (one
-rank has it, for all sequences) or spread (every rank has its weights, and each sequence's cells of
-it are on one rank: `placing.py`); each tile of the MLP has one owner. Other ranks of the stage may
-have copies of experts, and then compute some of their rows (`experts.py`). The head's tiles belong
-to ranks of the last stage. No bit of a result depends on a layout, so it may change at any batch;
-its number rises with each change. The ranks are numbers that stay with a process for its life: a
-layout of the survivors of a loss has a gap.
+rank has the head for all sequences) or spread (every rank has the head's weights, and each
+sequence's cells are on one rank: `placing.py`). Each tile of the MLP has one owner; other ranks of
+the stage may have copies of experts, and compute some of their rows (`experts.py`). The LM head's
+tiles belong to ranks of the last stage. No bit of a result depends on the layout, so that the
+layout may change at any batch; its number rises with each change. A process keeps its rank number
+for life, so the ranks of a layout may have gaps after a loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,9 @@ from kvrs.errors import LayoutError
 from kvrs_engine.elastic.placing import Turns, cyclic
 from kvrs_engine.elastic.units import COMMON, Unit, UnitKind, Units
 
-SPREAD: Final = -1  # In place of an owner.
+SPREAD: Final = -1  # The owner of a spread head.
 
-# By layer, the copies of its units of the MLP: place and rank, in ascending order. None where no
-# unit has a copy.
+# (unit, rank) of the copies of MLP units by layer, in ascending order; empty without any copy.
 Copies = tuple[tuple[tuple[int, int], ...], ...]
 
 
@@ -42,17 +41,16 @@ class Stage:
 class Layout:
     number: int
     stages: tuple[Stage, ...]
-    attention: tuple[tuple[int, ...], ...]  # Of each layer, of each KV head: a rank, or SPREAD.
-    mlp: tuple[tuple[int, ...], ...]  # Of each layer, of each tile or part of an expert: a rank.
-    vocabulary: tuple[int, ...]  # Of each tile: a rank of the last stage.
-    # Turns by layer, then by base; each layer has as many bases. None where no head is spread.
-    turns: Turns = ()
-    copies: Copies = ()  # Of units of experts, on ranks beside their owners.
-    split: bool = False  # Each rank has parts of every expert; else as few experts as possible.
+    attention: tuple[tuple[int, ...], ...]  # Owner by layer and KV head: a rank or SPREAD.
+    mlp: tuple[tuple[int, ...], ...]  # Owner by layer and tile (or part of an expert).
+    vocabulary: tuple[int, ...]  # Owner of each tile: a rank of the last stage.
+    turns: Turns = ()  # Ranks of spread heads by layer and base; empty if no head is spread.
+    copies: Copies = ()  # Copies of experts' units on other ranks than their owners.
+    split: bool = False  # Each rank has parts of all experts; else, of as few as possible.
 
     @property
     def bases(self) -> int:
-        """Sequences have a base below this number (`placing.py`), also while no head is spread."""
+        """Number of bases of sequences (`placing.py`), also if no head is spread."""
         if self.turns:
             return len(self.turns[0])
         return max(len(stage.ranks) for stage in self.stages)
@@ -62,7 +60,7 @@ class Layout:
         return tuple(rank for stage in self.stages for rank in stage.ranks)
 
     def layers(self, stages: range) -> range:
-        """Layers of consecutive stages."""
+        """Return the layers of consecutive stages."""
         return range(self.stages[stages.start].first, self.stages[stages.stop - 1].last)
 
     def stage_of(self, rank: int) -> Stage:
@@ -72,15 +70,15 @@ class Layout:
         return next(stage for stage in self.stages if layer in stage.layers)
 
     def heads(self, rank: int, layer: int) -> tuple[int, ...]:
-        """KV heads of a layer that this rank alone has."""
+        """Return the KV heads of a layer that this rank owns."""
         return _owned(self.attention[layer], rank)
 
     def spread(self, layer: int) -> tuple[int, ...]:
-        """KV heads of a layer that are spread over the ranks of its stage."""
+        """Return the KV heads of a layer that are spread over the ranks of its stage."""
         return _owned(self.attention[layer], SPREAD)
 
     def cells(self, rank: int, base: int) -> list[tuple[int, int]]:
-        """Layer and KV head of each cell that a page of that base has on this rank."""
+        """Return (layer, KV head) of each cell on this rank, for a page with this base."""
         found = []
         for layer in self.stage_of(rank).layers:
             heads = self.heads(rank, layer)
@@ -90,27 +88,27 @@ class Layout:
         return found
 
     def turn(self, layer: int, base: int) -> int:
-        """The rank with the cells of spread heads of that layer, for pages of that base; a base may
-        be one of an earlier layout with more of them.
+        """Return the rank with the layer's cells of spread heads, for pages with this base, which
+        may be of an earlier layout with more bases.
         """
         of_layer = self.turns[layer]
         return of_layer[base % len(of_layer)]
 
     def tiles(self, rank: int, layer: int) -> tuple[int, ...]:
-        """Tiles of a layer's MLP that this rank has, as their owner or as copies."""
+        """Return the tiles of a layer's MLP that this rank owns or has as copies."""
         own = _owned(self.mlp[layer], rank)
         copied = [place for place, other in self.copies_of(layer) if other == rank]
         return tuple(sorted((*own, *copied))) if copied else own
 
     def copies_of(self, layer: int) -> tuple[tuple[int, int], ...]:
-        """Place and rank of each copy of a unit of the layer's MLP."""
+        """Return (unit, rank) of each copy in the layer's MLP."""
         return self.copies[layer] if self.copies else ()
 
     def vocabulary_tiles(self, rank: int) -> tuple[int, ...]:
         return _owned(self.vocabulary, rank)
 
     def holders(self, unit: Unit) -> tuple[int, ...]:
-        """The ranks that have the unit, or (cells of a spread head) a share of it."""
+        """Return the ranks that have the unit, or a share of the cells of a spread head."""
         match unit.kind:
             case UnitKind.COMMON:
                 return self.ranks
@@ -124,7 +122,7 @@ class Layout:
                 return (self.vocabulary[unit.place],)
 
     def held(self, rank: int) -> frozenset[Unit]:
-        """The units whose weights this rank has."""
+        """Return the units whose weights this rank has."""
         units = {COMMON}
         for layer in self.stage_of(rank).layers:
             for kind, owners in ((UnitKind.ATTENTION, self.attention), (UnitKind.MLP, self.mlp)):
@@ -143,8 +141,8 @@ class Layout:
         return sum(map(units.bytes_of, self.held(rank)))
 
     def cells_per_page(self, rank: int) -> int:
-        """Cells that a page may have on this rank: those of its heads, and its even share of the
-        spread ones, rounded up.
+        """Return the largest number of a page's cells on this rank: the cells of its own heads, and
+        its even share of the spread heads, rounded up.
         """
         stage = self.stage_of(rank)
         own = sum(len(self.heads(rank, layer)) for layer in stage.layers)
@@ -153,10 +151,10 @@ class Layout:
 
 
 def even(units: Units, tp: int, pp: int = 1, *, number: int = 1) -> Layout:
-    """Equal shares, contiguous.
+    """Return a layout of equal contiguous shares.
 
     Raises:
-        LayoutError: units cannot be divided so.
+        LayoutError: the units cannot be divided evenly.
     """
     stages = staged(units.layers, [range(at * tp, (at + 1) * tp) for at in range(pp)])
     counts = [("KV heads", len(units.attention_bytes))]
@@ -175,13 +173,14 @@ def uneven(
     split: bool = False,
     number: int = 1,
 ) -> Layout:
-    """Contiguous units for any number of ranks, in sizes that differ by one at most. `rotate`: the
-    ranks take turns from layer to layer at the larger shares of heads (RaidServe's cyclic
-    placement). `split`: the ranks take turns at the parts of experts, so that each has some of
-    every expert.
+    """Return a layout of contiguous shares for any number of ranks; shares differ by one unit at
+    most.
+
+    `rotate`: the larger shares of heads go to other ranks from layer to layer (RaidServe's cyclic
+    placement). `split`: each rank gets parts of every expert.
 
     Raises:
-        LayoutError: a rank would have nothing to do, or experts have no parts to take turns at.
+        LayoutError: a rank would have no unit, or experts have no parts to split.
     """
     return _layout(
         units,
@@ -195,8 +194,8 @@ def uneven(
 def hybrid(
     units: Units, stages: Sequence[Stage], *, split: bool = False, number: int = 1
 ) -> Layout:
-    """A layout with equally many KV heads on each rank; those that are left over are spread
-    (RaidServe's hybrid attention). `split`: as that of `uneven`.
+    """Return a layout with equally many KV heads on each rank and the remaining heads spread
+    (RaidServe's hybrid attention). `split` is as in `uneven`.
     """
 
     def heads(stage: Stage, layer: int) -> tuple[int, ...]:
@@ -208,7 +207,7 @@ def hybrid(
 
 
 def staged(layers: int, groups: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
-    """Stages of as many layers each, to one."""
+    """Divide the layers into stages whose sizes differ by one layer at most."""
     if not 1 <= len(groups) <= layers:
         raise LayoutError(f"pp {len(groups)}: a model of {layers} layers has 1 to {layers} stages")
     bounds = [at * layers // len(groups) for at in range(len(groups) + 1)]
@@ -219,16 +218,18 @@ def staged(layers: int, groups: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
 
 
 def fresh_turns(stages: Sequence[Stage]) -> Turns:
-    """Cyclic turns of all layers in each stage, for as many bases as the largest one has ranks."""
+    """Return the cyclic turns of all layers; the number of bases is that of the ranks of the
+    largest stage.
+    """
     bases = max(len(stage.ranks) for stage in stages)
     return tuple(turn for stage in stages for turn in cyclic(stage.ranks, len(stage.layers), bases))
 
 
 def validate(layout: Layout, units: Units) -> None:
-    """Check that every unit has an owner of its stage, and so have the turns of spread heads.
+    """Check that the owner of every unit, and of every turn of spread heads, is in the right stage.
 
     Raises:
-        LayoutError: naming what has none.
+        LayoutError: an owner is missing or wrong; the message names its unit.
     """
     _validate_stages(layout.stages, units.layers)
     for what, owners, counts in (
@@ -343,7 +344,7 @@ def _layout(
 
 
 def _dealt(count: int, stage: Stage, turn: int = 0) -> tuple[int, ...]:
-    """The owner of each of `count` units, in contiguous runs."""
+    """Return the owners of `count` units in contiguous runs, beginning with rank number `turn`."""
     ranks = stage.ranks
     bounds = [at * count // len(ranks) for at in range(len(ranks) + 1)]
     return tuple(
@@ -354,7 +355,7 @@ def _dealt(count: int, stage: Stage, turn: int = 0) -> tuple[int, ...]:
 
 
 def _in_turns(count: int, stage: Stage) -> tuple[int, ...]:
-    """The owner of each of `count` units, of which neighbours have different ones."""
+    """Return the owners of `count` units, dealt to the ranks in turn."""
     return tuple(stage.ranks[at % len(stage.ranks)] for at in range(count))
 
 

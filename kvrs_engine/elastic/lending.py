@@ -1,43 +1,38 @@
-"""Loans of pages of a stage, from the instance that has it to one of which the own host is lost
-(KevlarFlow): whether one is given, and how large it is.
-
-Pure: moments are arguments.
+"""Loans of a pipeline stage's KV pages to an instance that has lost its own host of that stage
+(KevlarFlow): the decision on a request, and the number of pages.
 """
 
 from collections import deque
 from dataclasses import dataclass
 
-# Batches stop for a stage that goes home while so many pages are copied, or what was written while
-# others were.
+# Iterative copy when a stage returns to its own instance: batches stop for the last copy, of at
+# most this many pages or after this many rounds.
 FEW_PAGES = 8
 MOST_ROUNDS = 4
 
-# The largest part of its KV pages that an instance of a group lends, at each of its stages.
-LEND_PAGES = 0.5
+LEND_PAGES = 0.5  # The largest share of its KV pages that an instance lends at each stage.
 _WINDOW_S = 5.0
 
 
 class BusyShare:
-    """The share of the last seconds in which a stage computed."""
+    """Measures the share of the last seconds in which a stage computed."""
 
     def __init__(self, ranks: int) -> None:
-        """`ranks`: of the stage, which compute at the same time."""
+        """`ranks` is the number of ranks of the stage, which compute in parallel."""
         self._ranks = ranks
         self._seen: deque[tuple[float, float]] = deque()
 
     def note(self, now_s: float, worked_s: float) -> None:
-        """`worked_s`: processor time of all ranks, since some moment; less than before: since a
-        later one.
-        """
+        """Note the cumulative processor time of all ranks; a lower value than before is a reset."""
         if self._seen and worked_s < self._seen[-1][1]:
             self._seen.clear()
         self._seen.append((now_s, worked_s))
-        # One before the window is left, so that all of it is covered.
+        # Keep one sample from before the window, so that the samples cover all of it.
         while len(self._seen) > 2 and self._seen[1][0] <= now_s - _WINDOW_S:
             self._seen.popleft()
 
     def share(self, now_s: float) -> float:
-        """0 to 1; 0 where nothing is known."""
+        """Return the busy share, from 0 to 1; 0 if nothing is known."""
         if not self._seen:
             return 0.0
         before = [seen for seen in self._seen if seen[0] <= now_s - _WINDOW_S]
@@ -50,19 +45,19 @@ class BusyShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lender:
-    """An instance that is asked for a loan."""
+    """The state of an instance that is asked for a loan."""
 
-    pages: int  # All of its pages.
-    spare_pages: int  # That no stream holds, or that are lent at other stages.
-    lent_pages: int  # By now, at that stage; and others that no stream has, which it cannot lend.
-    busy: float  # The share of the time in which the stage computes.
-    least_gain: float  # Section `elastic`.
-    refusal: str | None = None  # Why it can lend nothing now.
+    pages: int  # All KV pages of the instance.
+    spare_pages: int  # Pages that no stream holds, and pages lent at other stages.
+    lent_pages: int  # Pages already lent at that stage, and free pages that cannot be lent.
+    busy: float  # Share of the time in which the stage computes.
+    least_gain: float  # Setting `elastic.least_gain`.
+    refusal: str | None = None  # The reason why the instance can lend no page now.
 
 
 def terms(lender: Lender, pages: int, least_pages: int, busy: float) -> int | str:
-    """How many of the wanted pages it lends, or why none; `busy`: the share of the time in which
-    the borrower's stage computed.
+    """Return the number of pages to lend, at most `pages`, or the reason for a refusal. `busy` is
+    the share of the time in which the borrower's stage computed.
     """
     if lender.refusal is not None:
         return lender.refusal

@@ -1,8 +1,8 @@
-"""The times of a plan's moves, and the time when all are done.
+"""The predicted start and end of each move of a plan, and the makespan.
 
-A rank reads from the host over a link of its own, and sends to and receives from other ranks at
-once; each of these channels carries one move at a time. Reads whose bytes other ranks wait for go
-first, and copies between ranks run beside the reads.
+A rank has three channels: reading from the host, sending to a rank and receiving from a rank. Each
+channel carries one move at a time, and the three run in parallel. Reads for which other ranks wait
+go first.
 """
 
 from collections import defaultdict
@@ -13,7 +13,7 @@ from kvrs_engine.elastic.plans import HOST, Move, MovePlan
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """Bytes per second: from the host into one rank, and between two ranks."""
+    """Transfer rates from the host into one rank, and between two ranks."""
 
     host_bytes_per_s: float
     peer_bytes_per_s: float
@@ -28,17 +28,17 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    timed: tuple[Timed, ...]  # In order of their starts.
+    timed: tuple[Timed, ...]  # In order of start.
     makespan_s: float
 
 
 def schedule(plan: MovePlan, rates: LinkRates) -> Schedule:
-    """Reads one after the other on each rank; copies in the order in which their bytes are there,
-    each as soon as both ends are free.
+    """Schedule each rank's reads one after the other, and the copies in the order in which their
+    bytes become available, each as soon as both ends are free.
     """
     awaited = {_bytes_at(move, move.source) for move in plan.moves if move.source != HOST}
     reads = [move for move in plan.moves if move.source == HOST]
-    reads.sort(key=lambda move: _bytes_at(move, move.target) not in awaited)  # Stable.
+    reads.sort(key=lambda move: _bytes_at(move, move.target) not in awaited)
     free_s: dict[tuple[str, int], float] = defaultdict(float)
     timed: list[Timed] = []
     there_s: dict[tuple[object, ...], float] = {}

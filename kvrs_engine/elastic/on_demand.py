@@ -1,14 +1,13 @@
-"""The layout behind a change of ranks in which each rank keeps what it has and only what is missing
-is moved (RaidServe 3.1 and 3.2).
+"""The next layout after a change of ranks: each rank keeps its units, and only missing units are
+moved (RaidServe 3.1 and 3.2).
 
-Tiles have a fixed size, whatever the number of ranks, so those of a lost rank are dealt one by one;
-no rank has two more of a layer than another. They are dealt in runs that begin with the largest,
-which keeps whole the subtrees of the sum. Of the KV heads every rank has `heads // ranks` of its
-own, and the rest is spread. The turns of ranks that are lost are dealt to the others; where ranks
+The size of a tile does not depend on the number of ranks, so the tiles of a lost rank are dealt one
+by one; per layer, tile counts of ranks differ by one at most. The tiles are dealt in runs, the
+largest run first, which keeps subtrees of the sum whole. Each rank owns `heads // ranks` KV heads,
+and the remaining heads are spread. The turns of a lost rank are dealt to the others; when ranks
 join, all turns are dealt anew.
 
-A unit of which a rank that stays has a copy becomes that rank's, and nothing of it is moved; only
-the others are dealt.
+A lost unit with a copy on a remaining rank goes to that rank without a move.
 """
 
 from collections import Counter
@@ -29,9 +28,10 @@ def reshaped(
     spread: bool = True,
     copies: bool = True,
 ) -> Layout:
-    """The layout of these ranks, given for each stage: survivors, and perhaps ranks that join.
-    Without `spread` the KV heads that are left over go to one rank each, as tiles do. A stage with
-    the ranks that it had keeps what each of them has. Without `copies` units have one owner each.
+    """Return the layout for the ranks of each stage: the survivors, and ranks that join.
+
+    A stage with unchanged ranks keeps its assignment. Without `spread` each remaining KV head goes
+    to one rank, as tiles do. Without `copies` the new layout has no copies.
 
     Raises:
         LayoutError: a stage has no rank.
@@ -41,9 +41,9 @@ def reshaped(
         if not group:
             raise LayoutError(f"no rank is left for layers [{stage.first}, {stage.last})")
         stages.append(Stage(stage.first, stage.last, tuple(sorted(group))))
-    given: Counter[int] = Counter()  # Bytes that each rank did not have before.
+    given: Counter[int] = Counter()  # New bytes of each rank.
     attention, mlp = [], []
-    left: list[set[tuple[int, int]]] = []  # Copies of each layer.
+    left: list[set[tuple[int, int]]] = []  # Remaining copies by layer.
     for stage, old in zip(stages, before.stages, strict=True):
         for layer in stage.layers:
             owners = before.attention[layer]
@@ -87,18 +87,18 @@ def reshaped(
 
 
 def survivors(before: Layout, lost: Sequence[int]) -> list[list[int]]:
-    """The remaining ranks of each stage."""
+    """Return the remaining ranks of each stage."""
     return [[rank for rank in stage.ranks if rank not in lost] for stage in before.stages]
 
 
 def after_losses(
     before: Layout, units: Units, rank: int, losses: int, *, spread: bool
 ) -> Iterator[Layout]:
-    """The layouts that a rank comes to be in as up to so many others of its stage are lost, at once
-    or one after the other; those with fewer losses first. Losses of other stages do not change
-    what it has.
+    """Yield the layouts after up to `losses` losses of other ranks in the rank's stage, together or
+    one after the other, with fewer losses first. Losses in other stages do not change the rank's
+    units.
     """
-    levels = [[before]]  # By the number of losses.
+    levels = [[before]]  # Layouts by the number of losses.
     for lost in range(1, losses + 1):
         levels.append([])
         for at_once in range(1, lost + 1):
@@ -123,8 +123,8 @@ def _turns(before: Layout, stages: Sequence[Stage]) -> Turns:
 def _heads(
     owners: Sequence[int], stage: Stage, units: Units, given: Counter[int]
 ) -> tuple[int, ...]:
-    """Every rank has as many heads of its own; the rest is spread. A rank keeps heads that it has;
-    it gets those first of which it has the weights already.
+    """Assign equally many heads to each rank and spread the rest. A rank keeps its own heads, and
+    then gets heads whose weights it already has.
     """
     ranks = stage.ranks
     each = len(owners) // len(ranks)
@@ -135,8 +135,8 @@ def _heads(
             kept[owner].append(head)
         else:
             loose.append(head)
-    # Heads that were spread are on every rank already: the lost ones come last, to be spread, or
-    # to go to the ranks that were given least.
+    # The weights of spread heads are on every rank already, so these heads are assigned first; lost
+    # heads are spread, or go to the ranks with the fewest new bytes.
     loose.sort(key=lambda head: (owners[head] != SPREAD, head))
     result = list(owners)
     lacking = [rank for rank in ranks for _ in range(each - len(kept[rank]))]
@@ -159,7 +159,9 @@ def _tiles(
     copies: Collection[tuple[int, int]] = (),
     parts: int = 0,
 ) -> tuple[int, ...]:
-    """`parts`: of experts, each of which is to be on as many ranks as possible; 0: as few."""
+    """Assign tiles to ranks, keeping owners. `parts`: units per expert, to spread each expert over
+    many ranks; 0: each over as few ranks as possible.
+    """
     owners, is_given = _given_to_copies(owners, ranks, copies)
     own = {rank: [tile for tile, owner in enumerate(owners) if owner == rank] for rank in ranks}
     loose = [tile for tile, owner in enumerate(owners) if owner not in own]
@@ -167,7 +169,7 @@ def _tiles(
     quotas = _quotas(counts, len(loose), given)
     if is_given and any(counts[rank] > quotas[rank] for rank in ranks):
         quotas = _filled(counts, len(loose), given)
-    for rank in ranks:  # Only where ranks join: what is too much goes to them.
+    for rank in ranks:  # Ranks above their quota give tiles to ranks that join.
         while counts[rank] > quotas[rank]:
             loose.append(_spared(own[rank], parts))
             counts[rank] -= 1
@@ -186,7 +188,7 @@ def _tiles(
 
 
 def _spared(own: list[int], parts: int) -> int:
-    """Take one tile of a rank: the last, or a part of the expert of which it has most."""
+    """Remove one tile of a rank: the last tile, or a part of the expert with most parts there."""
     if not parts:
         return own.pop()
     by_expert = Counter(tile // parts for tile in own)
@@ -202,7 +204,7 @@ def _deal_parts(
     sizes: Sequence[int],
     parts: int,
 ) -> None:
-    """Each loose part of an expert to a rank that has fewest of it."""
+    """Give each loose part of an expert to the rank with the fewest parts of that expert."""
     for tile in loose:
         rank = min(
             (rank for rank in own if len(own[rank]) < quotas[rank]),
@@ -221,8 +223,8 @@ def _deal_parts(
 def _given_to_copies(
     owners: Sequence[int], ranks: Sequence[int], copies: Collection[tuple[int, int]]
 ) -> tuple[list[int], bool]:
-    """Owners among whom a tile of a rank that is gone is given to one that has a copy of it, the
-    one with fewest tiles; and whether any is.
+    """Give each tile of a lost rank to the rank with a copy of it (the one with the fewest tiles);
+    return the owners, and whether any tile was given.
     """
     result = list(owners)
     counts = Counter(owners)
@@ -237,8 +239,8 @@ def _given_to_copies(
 
 
 def _filled(counts: dict[int, int], loose: int, given: Counter[int]) -> dict[int, int]:
-    """How many tiles each rank comes to have where none gives any away: those that have fewest get
-    the loose ones.
+    """Return the number of tiles of each rank if no rank gives tiles away and the loose tiles go to
+    the ranks with the fewest.
     """
     quotas = dict(counts)
     for _ in range(loose):
@@ -247,8 +249,8 @@ def _filled(counts: dict[int, int], loose: int, given: Counter[int]) -> dict[int
 
 
 def _quotas(counts: dict[int, int], loose: int, given: Counter[int]) -> dict[int, int]:
-    """How many tiles each rank comes to have: even to one; those that have the one more are those
-    that have more now, else those that were given least.
+    """Return an even number of tiles for each rank. The remainder goes to the ranks that now have
+    the most tiles, on a tie to those with the fewest new bytes.
     """
     ranks = sorted(counts, key=lambda rank: (-counts[rank], given[rank], rank))
     each, more = divmod(sum(counts.values()) + loose, len(ranks))

@@ -1,4 +1,4 @@
-"""The instance for which a restarted instance makes drafts (LUMEN, section 4.4). Pure."""
+"""The choice of the instance for which a restarted instance drafts tokens (LUMEN section 4.4)."""
 
 from collections.abc import Mapping
 
@@ -7,8 +7,8 @@ from kvrs.protocol.instance import LoadReport
 
 
 def by_congestion(loads: Mapping[InstanceId, LoadReport], own: InstanceId) -> list[InstanceId]:
-    """Those that want drafts, do not end and have no helper but the former process of `own`: the
-    one at which a new request waits longest first, of equal ones that with the most streams.
+    """Return the instances that want drafts, do not drain, and have no other helper than `own` or
+    its previous process, sorted by longest queueing delay, then most streams.
     """
     wanting = [
         (load.queue_delay_s, load.running, name)

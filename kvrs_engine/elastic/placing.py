@@ -1,15 +1,14 @@
-"""Places of the cells of spread KV heads: of each page by its base, layer by layer.
+"""The placement of the KV cells of spread heads on ranks, by the base of a page and by layer.
 
-At first the cells of layer `i` lie on the rank `(base + i) mod n` (RaidServe's cyclic placement):
-each page has as many on every rank, to one, and as many bases have their turn at each rank in every
-layer. After a loss only the turns of the lost rank are dealt anew: with `mod (n - 1)` nearly all
-cells would have to move.
+Initially the cells of layer `i` are on rank `(base + i) mod n` (RaidServe's cyclic placement): the
+ranks have equal numbers of a page's cells (to within one), and of the bases in each layer. After a
+loss only the turns of the lost rank are reassigned: with `mod (n - 1)` nearly all cells would move.
 """
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-# The rank with the cells of spread heads, by layer of a stage, then by base.
+# The rank with the cells of spread heads, by layer and base.
 Turns = tuple[tuple[int, ...], ...]
 
 
@@ -20,8 +19,8 @@ def cyclic(ranks: Sequence[int], layers: int, bases: int) -> Turns:
 
 
 def mended(turns: Turns, left: Collection[int]) -> Turns:
-    """The turns of ranks that are not left are dealt to those that have least of the same base, and
-    of these to one that has least of the same layer.
+    """Reassign the turns of lost ranks: each goes to the rank in `left` with the fewest turns of
+    the same base, then with the fewest of the same layer.
     """
     counts = [Counter(of_base) for of_base in zip(*turns, strict=True)]
     result = []
@@ -38,5 +37,5 @@ def mended(turns: Turns, left: Collection[int]) -> Turns:
 
 
 def least_loaded(pending_tokens: Mapping[int, int]) -> int:
-    """The base for a new sequence: that with the fewest tokens to compute in its sequences."""
+    """Return the base for a new sequence: the base with the fewest pending tokens."""
     return min(pending_tokens, key=lambda base: (pending_tokens[base], base))

@@ -1,9 +1,9 @@
-"""Plans: what is copied from where, so that ranks have what the next layout gives them.
+"""Plans of the copies that change one layout into the next.
 
-A plan follows from two layouts and the ranks that are gone. A rank keeps what it has; what a living
-rank has is copied from it; the rest is read from the host, each byte once: where several ranks want
-what none has, each reads a piece of its own and the pieces are exchanged (RaidServe 3.2), or one of
-them reads it and the others copy it. KV is planned in the same way, as cells of a layer and a head.
+A rank keeps the units that it has, copies units that another living rank has, and reads the rest
+from the host. Each byte is read once: if several ranks want a unit that no rank has, each reads a
+piece and the pieces are exchanged (RaidServe 3.2), or one rank reads the unit and the others copy
+it. KV is planned in the same way, as cells of a layer and a head.
 """
 
 from collections import Counter, defaultdict
@@ -16,18 +16,18 @@ from typing import Final
 from kvrs_engine.elastic.layouts import SPREAD, Layout
 from kvrs_engine.elastic.units import Unit, UnitKind, Units
 
-HOST: Final = -1  # In place of a source rank.
-_ALIGNED_BYTES = 64  # Pieces of a unit begin at multiples of it.
+HOST: Final = -1  # The host as the source of a move.
+_ALIGNED_BYTES = 64  # Pieces of a unit begin at multiples of this size.
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bytes `[start, stop)` of a unit, into the memory of a rank."""
+    """A copy of bytes `[start, stop)` of a unit into the memory of a rank."""
 
     unit: Unit
     start: int
     stop: int
-    source: int  # A rank, or HOST.
+    source: int  # A rank or HOST.
     target: int
 
     @property
@@ -54,7 +54,9 @@ class MovePlan:
         return self.host_bytes + self.peer_bytes
 
     def host_bytes_by_rank(self, *kinds: UnitKind) -> dict[int, int]:
-        """Bytes that each rank of the next layout reads from the host, of these kinds or of all."""
+        """Return the bytes that each rank of the next layout reads from the host, of the given
+        kinds (none: of all kinds).
+        """
         read = dict.fromkeys(self.after.ranks, 0)
         for move in self.moves:
             if move.source == HOST and (not kinds or move.unit.kind in kinds):
@@ -62,7 +64,7 @@ class MovePlan:
         return read
 
     def bytes_by_kind(self) -> dict[UnitKind, tuple[int, int]]:
-        """From the host and between ranks, of each kind that moves."""
+        """Return the bytes (from the host, between ranks) by kind."""
         moved: dict[UnitKind, list[int]] = defaultdict(lambda: [0, 0])
         for move in self.moves:
             moved[move.unit.kind][move.source != HOST] += move.bytes
@@ -79,11 +81,13 @@ def plan(
     *,
     in_pieces: bool = True,
 ) -> MovePlan:
-    """The moves between two layouts of the same model and stages. `dead`: ranks whose memory is
-    gone; another rank that is not in `after` leaves on purpose and can still be read. `kv_bytes`:
-    KV that is kept, of each layer and head. `arrived`: units that ranks have besides, from an
-    earlier plan that was not carried out to its end. Without `in_pieces` all moves are of whole
-    units, and a unit that none has is read by the rank that has read least so far.
+    """Plan the moves between two layouts of the same model and stages.
+
+    `dead` are ranks whose memory is gone; other ranks outside `after` leave on purpose and can
+    still be read. `kv_bytes` is the size of the kept KV per layer and head. `arrived` are
+    additional units of ranks, from an earlier plan that was interrupted. Without `in_pieces` all
+    moves are of whole units, and a unit that no rank has is read by the rank with the fewest bytes
+    read so far.
     """
     living = [rank for rank in before.ranks if rank not in dead]
     held = {rank: set(before.held(rank)) for rank in living}
@@ -113,7 +117,7 @@ def plan(
 
 
 def _wanted(after: Layout, held: Mapping[int, Collection[Unit]]) -> dict[Unit, list[int]]:
-    """Ranks that lack a unit, for each unit that some rank lacks, in order of layers."""
+    """Return the ranks that lack each unit, in order of layers."""
     wanted: dict[Unit, list[int]] = {}
     for rank in after.ranks:
         for unit in sorted(after.held(rank) - frozenset(held.get(rank, ()))):
@@ -122,8 +126,8 @@ def _wanted(after: Layout, held: Mapping[int, Collection[Unit]]) -> dict[Unit, l
 
 
 def _read_once(unit: Unit, size: int, wanting: list[int], read: Counter[int]) -> Iterator[Move]:
-    """Each rank reads a piece of its own, the largest the rank that has read least so far, and
-    gets those of the others from them.
+    """Have each rank read one piece and copy the others' pieces; the rank with the fewest bytes
+    read so far reads the largest piece.
     """
     pieces = sorted(_pieces(size, len(wanting)), key=lambda piece: piece[1] - piece[0])
     readers = sorted(wanting, key=lambda rank: (-read[rank], rank))
@@ -136,8 +140,8 @@ def _read_once(unit: Unit, size: int, wanting: list[int], read: Counter[int]) ->
 
 
 def _cells(before: Layout, after: Layout, kv_bytes: int, living: frozenset[int]) -> Iterator[Move]:
-    """Cells that must lie elsewhere. Those of a spread head stay where they are, unless their rank
-    goes; then they are dealt over the others.
+    """Yield the moves of KV cells. Cells of a spread head stay on their rank; those of a rank that
+    leaves are divided among the other ranks.
     """
     for layer, owners in enumerate(after.attention):
         old_ranks, ranks = before.stage_at(layer).ranks, after.stage_at(layer).ranks
@@ -156,7 +160,9 @@ def _cells(before: Layout, after: Layout, kv_bytes: int, living: frozenset[int])
 
 
 def _share(owner: int, ranks: tuple[int, ...], kv_bytes: int) -> list[tuple[int, int, int]]:
-    """Which rank has which bytes of the cells of a layer and head: of a spread one, even shares."""
+    """Return (rank, start, stop) of the cells of a layer and head; a spread head has even
+    shares.
+    """
     if owner != SPREAD:
         return [(owner, 0, kv_bytes)]
     pieces = _pieces(kv_bytes, len(ranks))
@@ -164,6 +170,6 @@ def _share(owner: int, ranks: tuple[int, ...], kv_bytes: int) -> list[tuple[int,
 
 
 def _pieces(size: int, count: int) -> list[tuple[int, int]]:
-    """`count` neighbouring ranges of about the same size."""
+    """Divide `[0, size)` into `count` consecutive ranges of about the same size."""
     bounds = [at * size // count // _ALIGNED_BYTES * _ALIGNED_BYTES for at in range(count)] + [size]
     return list(pairwise(bounds))

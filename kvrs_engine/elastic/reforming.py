@@ -1,16 +1,16 @@
-"""The state machine of an instance whose ranks change, which its head drives.
+"""The state machine of an instance whose ranks change. The instance's head drives it.
 
-    SERVING --loss--> (freeze, choose a way) --> MOVING --all is there--> JOINING --probe--> SERVING
+    SERVING --loss--> (freeze, choose a way) --> MOVING --all arrived--> JOINING --probe--> SERVING
     SERVING --a rank leaves or is offered--> MOVING, while the ranks serve --> JOINING --probe-->
             SERVING
     SERVING --the load of experts has shifted--> MOVING, while the ranks serve --> JOINING -->
             SERVING
 
-A further loss at any point starts again with what has arrived, in a new epoch; reports of an older
-epoch still count as bytes that are there, and as nothing else. Where no way is left the instance is
-GIVEN_UP and its streams leave.
+A further loss begins a new epoch, in which the units that have arrived are kept; a report of an
+older epoch only adds to these units. If no way is possible the instance is GIVEN_UP and its streams
+leave.
 
-Pure: no clock and no I/O. The seconds of a way are predicted from bytes and rates.
+Pure: no clock and no I/O. The times of a way are predicted from bytes and rates.
 """
 
 from dataclasses import dataclass, field, replace
@@ -33,28 +33,28 @@ class ReformingPhase(StrEnum):
     GIVEN_UP = "given_up"
 
 
-# What happened.
+# Events.
 
 
 @dataclass(frozen=True, slots=True)
 class RanksLost:
-    """Each end of a process is reported once."""
+    """The processes of these ranks have ended. Each end is reported once."""
 
     ranks: frozenset[int]
-    memory_kept: bool = False  # Of all of them.
+    memory_kept: bool = False  # The memory of all these ranks has survived.
     streams: tuple[StreamAtRisk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RankLeaving:
-    """It will end, but serves and can be read until it is released."""
+    """The rank is to end; until its release, the rank serves and its memory can be read."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankOffered:
-    """A new rank, ready to join that stage."""
+    """A new rank is ready to join the stage."""
 
     rank: int
     stage: int
@@ -62,9 +62,9 @@ class RankOffered:
 
 @dataclass(frozen=True, slots=True)
 class LoadShifted:
-    """Other copies of experts would pay than there are (`rebalance`)."""
+    """`rebalance` has found a better set of expert copies."""
 
-    layout: Layout  # Of the same ranks and owners.
+    layout: Layout  # With the same ranks and owners.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class RankJoined:
 
 @dataclass(frozen=True, slots=True)
 class ProbeEnded:
-    """A step with known results was computed by all ranks."""
+    """All ranks have computed a step with known results; `equal`: the results were right."""
 
     epoch: int
     equal: bool
@@ -90,7 +90,7 @@ class ProbeEnded:
 
 @dataclass(frozen=True, slots=True)
 class RoomMissing:
-    """There is no memory for what was to be moved, and nothing was; or none for the formation."""
+    """A rank has no memory for the moves, of which none was made, or for the formation."""
 
     epoch: int
     reason: str
@@ -108,12 +108,12 @@ Event = (
 )
 
 
-# What to do.
+# Actions.
 
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """Compute nothing more in lower epochs; the batch under way is abandoned."""
+    """Stop to compute in lower epochs; the running batch is abandoned."""
 
     epoch: int
 
@@ -159,22 +159,22 @@ Action = Freeze | CarryOut | FormRanks | ProbeStep | Serve | EndInstance
 @dataclass(slots=True)
 class Reforming:
     units: Units
-    layout: Layout  # That serves, or did last.
+    layout: Layout  # The layout that serves, or served last.
     room: Room
     costs: Costs
     min_ranks: int = 1
-    spread: bool = True  # Whether heads that are left over are spread, where there is room for it.
-    in_pieces: bool = True  # Whether ranks read pieces of a unit and exchange them; else units.
-    # The stages whose ranks it is about, where others have the rest of the layout; None: all.
+    spread: bool = True  # Spread the remaining KV heads if there is room.
+    in_pieces: bool = True  # Ranks read pieces of a unit and exchange them; else whole units.
+    # The stages of this instance, if other instances have the other stages; None: all stages.
     stages: range | None = None
     epoch: int = 1
     phase: ReformingPhase = ReformingPhase.SERVING
     waiting: RankWaits = field(init=False)
-    _dead: set[int] = field(default_factory=set)  # Memory of the layout that is gone.
-    _absent: set[int] = field(default_factory=set)  # Processes that are gone, with memory or not.
-    _starting: set[int] = field(default_factory=set)  # Started again, and not heard of yet.
+    _dead: set[int] = field(default_factory=set)  # Ranks whose memory is lost.
+    _absent: set[int] = field(default_factory=set)  # Ranks without a process.
+    _starting: set[int] = field(default_factory=set)  # Restarted ranks that have not reported yet.
     _arrived: dict[int, set[Unit]] = field(default_factory=dict)
-    _started: dict[int, int] = field(default_factory=dict)  # Epoch from which a rank's word counts.
+    _started: dict[int, int] = field(default_factory=dict)  # First valid epoch of a rank's reports.
     _doing: PossibleWay | None = None
     _awaited: dict[int, set[Unit]] = field(default_factory=dict)
     _unjoined: set[int] = field(default_factory=set)
@@ -220,7 +220,7 @@ class Reforming:
                 assert_never(event)
 
     def why_it_stays(self, rank: int) -> str | None:
-        """Why a rank cannot leave on purpose now; None: it can."""
+        """Return the reason why a rank cannot leave on purpose now; None: the rank can leave."""
         ranks = self.ranks_of(self.layout)
         if rank not in ranks:
             return f"rank: got {rank}; allowed: {', '.join(map(str, ranks))}"
@@ -230,13 +230,13 @@ class Reforming:
         return after if isinstance(after, str) else None
 
     def ranks_of(self, layout: Layout) -> list[int]:
-        """Those of the stages that it is about."""
+        """Return the ranks of the instance's own stages."""
         stages = self.stages or range(len(layout.stages))
         return [rank for stage in stages for rank in layout.stages[stage].ranks]
 
     @property
     def awaited(self) -> frozenset[int]:
-        """Ranks that must report before it goes on; none that waits for another of them first."""
+        """Ranks whose reports are due now, without those that wait for another of these ranks."""
         if self.phase is ReformingPhase.JOINING:
             return frozenset(self._unjoined)
         if self.phase is not ReformingPhase.MOVING:
@@ -250,8 +250,8 @@ class Reforming:
         )
 
     def note_start(self, took_s: float, ahead_s: float = 0.0) -> None:
-        """Predict the next process by this one, which spent `ahead_s` of its start on what it may
-        need after losses: one that the others wait for does not do that.
+        """Predict the time of later starts by this one. `ahead_s` is the part for units that the
+        rank may need after losses; a rank for which others wait skips that part.
         """
         alone_s = took_s - ahead_s
         self.costs = replace(
@@ -259,11 +259,11 @@ class Reforming:
         )
 
     def note_join(self, took_s: float) -> None:
-        """Predict the next formation by this one too, which moved nothing."""
+        """Include the time of this formation, without moves, in the prediction of the next one."""
         self.costs = replace(self.costs, join_s=(self.costs.join_s + max(0.0, took_s)) / 2)
 
     def choices(self) -> list[PossibleWay]:
-        """The ways that are possible now, the cheapest first."""
+        """Return the possible ways, the cheapest first."""
         return choices(self._situation)
 
     @property
@@ -284,13 +284,13 @@ class Reforming:
         )
 
     def _lost(self, event: RanksLost) -> list[Action]:
-        # One that was to join has no part in the layout, and may have units that others read.
+        # A rank that was to join is outside the layout and may have units that others read.
         known = {*self.layout.ranks, *self._arrived}
         if self._doing is not None:
             known |= {*self._doing.plan.after.ranks}
             self._absent -= self._doing.fresh
         lost = event.ranks & (known - self._absent)
-        if not event.memory_kept:  # The memory of one that is not running may go too.
+        if not event.memory_kept:  # An ended process may lose its memory later.
             lost |= event.ranks & self._absent - self._dead
         if not lost:
             return []
@@ -310,13 +310,15 @@ class Reforming:
         return [Freeze(self.epoch), *self._begin(choices[0])]
 
     def _resize(self, groups: list[list[int]], fresh: frozenset[int] = frozenset()) -> list[Action]:
-        """Ranks change while the others serve; only from the calm."""
+        """Change the ranks while the others serve; ignored unless the phase is SERVING."""
         if self.phase is not ReformingPhase.SERVING or fresh & set(self.layout.ranks):
             return []
         return self._change_to(resize.to(self._situation, groups, fresh))
 
     def _shift(self, after: Layout) -> list[Action]:
-        """Copies move while the ranks serve; only from the calm, and of the layout that serves."""
+        """Move copies while the ranks serve; ignored unless the phase is SERVING and the stages are
+        those of the current layout.
+        """
         if self.phase is not ReformingPhase.SERVING or after.stages != self.layout.stages:
             return []
         return self._change_to(resize.shifted(self._situation, after))
@@ -329,7 +331,7 @@ class Reforming:
 
     def _begin(self, choice: PossibleWay) -> list[Action]:
         self.phase, self._doing = ReformingPhase.MOVING, choice
-        # Those that are gone count again from the epoch in which they are started.
+        # Reports of an absent rank count from the epoch in which it is restarted.
         self._started |= dict.fromkeys(self._absent, self.epoch + 1)
         self._started |= dict.fromkeys(choice.fresh, self.epoch)
         if choice.way.pauses:
@@ -342,7 +344,7 @@ class Reforming:
 
     def _arrived_at(self, event: UnitArrived) -> list[Action]:
         if event.epoch < self._started.get(event.rank, 0):
-            return []  # Of an earlier process, whose memory is not that of this one.
+            return []  # A report of an earlier process, whose memory is lost.
         self._starting.discard(event.rank)
         self._arrived.setdefault(event.rank, set()).add(event.unit)
         if event.epoch != self.epoch or self.phase is not ReformingPhase.MOVING:
@@ -359,8 +361,8 @@ class Reforming:
         return [Freeze(self.epoch), FormRanks(self.epoch, after)]
 
     def _joined(self) -> list[Action]:
-        # The same ranks with the same owners: their copies were compared by hash as they came, and
-        # a probe takes about as long as a batch.
+        # A shift of copies needs no probe, which would take as long as a batch: the copies were
+        # compared by hash when they arrived.
         doing = self._doing
         assert doing is not None
         is_shift = not doing.way.pauses and doing.plan.after.stages == self.layout.stages
@@ -386,7 +388,7 @@ class Reforming:
         assert self._doing is not None
         if self._doing.way.pauses or self._doing.plan.after is self.layout:
             return self._give_up(event.reason)
-        # Nothing is lost: the ranks serve as before.
+        # No unit is lost: the ranks go on with the current layout.
         if self.phase is ReformingPhase.JOINING:
             self.epoch += 1
             return self._begin(resize.stay(self._situation))

@@ -1,4 +1,4 @@
-"""Shapes of the models that profiles are of, from their config.json on the Hugging Face hub."""
+"""Shapes of the profiled models, from their config.json on the Hugging Face hub."""
 
 from dataclasses import dataclass, replace
 
@@ -17,12 +17,12 @@ class ModelShape:
     intermediate: int
     vocab: int
     gated: bool = True
-    tied: bool = False  # The head's rows are the embeddings.
+    tied: bool = False  # The LM head shares the embeddings.
     experts: int = 1
-    chosen: int = 1  # Experts that each row is routed to.
+    chosen: int = 1  # Number of experts to which a row is routed.
 
     def units(self, weight_bytes: int = 2) -> Units:
-        """Every expert's tiles are units of their own."""
+        """Return the model's units; every tile of every expert is a unit."""
         units = self._units(self._grain, weight_bytes)
         return replace(units, mlp_bytes=units.mlp_bytes * self.experts)
 
@@ -61,7 +61,11 @@ SHAPES = {
 
 
 def shape_of(model: str) -> ModelShape:
-    """Raises ConfigError: the model is not among those."""
+    """Return the shape of a profiled model.
+
+    Raises:
+        ConfigError: the model has no profile.
+    """
     if model not in SHAPES:
         raise ConfigError(f"model {model!r}; allowed: {', '.join(sorted(SHAPES))}")
     return SHAPES[model]

@@ -10,17 +10,17 @@ from kvrs_engine.elastic.units import UnitKind, Units
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Layers of a model, and of each the units whose weights a rank has, in ascending order."""
+    """The layers of a rank, and the units of each layer whose weights the rank has, in ascending
+    order.
+    """
 
     layers: range
-    # KV heads of which the rank has the cells of all sequences, by layer, ...
-    heads: tuple[tuple[int, ...], ...]
-    # ... and those that are spread, of which it has the cells of some.
-    spread: tuple[tuple[int, ...], ...]
-    tiles: tuple[tuple[int, ...], ...]  # Of each of these layers, of the MLP.
-    vocabulary: tuple[int, ...]  # Tiles of the head.
-    is_first: bool  # Whether it begins with the embeddings.
-    is_last: bool  # Whether it ends with the head.
+    heads: tuple[tuple[int, ...], ...]  # Own KV heads by layer: the rank has all their cells.
+    spread: tuple[tuple[int, ...], ...]  # Spread KV heads by layer: the rank has some cells.
+    tiles: tuple[tuple[int, ...], ...]  # MLP tiles by layer.
+    vocabulary: tuple[int, ...]  # Tiles of the LM head.
+    is_first: bool  # The share begins with the embeddings.
+    is_last: bool  # The share ends with the LM head.
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> "Share":
@@ -37,7 +37,7 @@ class Share:
 
     @classmethod
     def whole(cls, grain: Grain, layers: int) -> "Share":
-        """All of a model, for a process that computes alone."""
+        """Return the whole model, for a process without other ranks."""
         return cls(
             layers=range(layers),
             heads=(tuple(range(len(grain.attention))),) * layers,
@@ -50,20 +50,21 @@ class Share:
 
     @classmethod
     def nothing(cls, layers: range, *, is_first: bool, is_last: bool) -> "Share":
-        """The part that every rank of these layers has."""
+        """Return a share of these layers without any head or tile."""
         none = ((),) * len(layers)
         return cls(layers, none, none, none, (), is_first, is_last)
 
     @property
     def spread_heads(self) -> "Share":
-        """The spread heads alone, as if they were its own."""
+        """A share that has only the spread heads, as its own heads."""
         none = ((),) * len(self.layers)
         return replace(self, heads=self.spread, spread=none, tiles=none, vocabulary=())
 
     def kinds(self, units: Units) -> set[Hashable]:
-        """Sizes of heads, of tiles and of the vocabulary that stand beside each other in some
-        layer: shares with the same ones make the same products. Experts are computed one by one,
-        so only which sizes there are counts.
+        """Return the sizes of heads, of tiles and of the vocabulary that are computed together.
+
+        Shares with equal kinds compute products of the same shapes. Experts are computed one by
+        one, so that only the set of their sizes counts.
         """
 
         def of(sizes: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:

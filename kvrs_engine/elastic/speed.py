@@ -1,11 +1,10 @@
-"""Step times of a layout, from the tables of the same model at one or two even degrees.
+"""The predicted step times of a layout, from tables of the same model at one or two even degrees.
 
-A step is taken as a constant (launches, exchanges) and two parts that shrink with the ranks: its
-attention over cached tokens and everything else. Ranks meet after the attention and after the MLP
-of each layer, so each part takes as long as its most loaded rank, layer by layer. From two degrees
-the constant follows; from one it cannot be told, and everything is taken to shrink. With tables of
-OPT-66B on A100 the step of degree 3 is predicted within 4 % from degrees 2 and 4, and within 8.1 %
-from degree 2 alone (2026-11-23).
+A step has a constant part (launches, exchanges) and two parts that scale with the ranks: attention
+over cached tokens, and the rest. Ranks wait for each other after the attention and after the MLP of
+each layer, so each part takes the time of its most loaded rank. Two degrees determine the constant;
+with one degree the constant is assumed to be 0. With tables of OPT-66B on A100 the step of degree 3
+is predicted within 4 % from degrees 2 and 4, and within 8.1 % from degree 2 alone (2026-11-23).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,20 +27,22 @@ class PromptTable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The most loaded rank's parts of a step, over all layers: 1 / n if everything is even."""
+    """The most loaded rank's shares of a step, over all layers; 1 / n for an even layout."""
 
-    cells: float  # Of the cells that attention reads.
-    weights: float  # Of the weights that a step of few rows reads.
-    rows: float  # Of the products of many rows: those of a spread head are divided by rows.
+    cells: float  # Share of the cells that attention reads.
+    weights: float  # Share of the weights that a step of few rows reads.
+    rows: float  # Share of the products of many rows; spread heads are divided by rows.
 
     def factors(self, whole: "Shares") -> tuple[float, float]:
-        """Step times of decode and of prefill over those of a layout with the shares `whole`."""
+        """Return the step times of decode and prefill relative to a layout with shares `whole`."""
         return self.weights / whole.weights, self.rows / whole.rows
 
 
 def shares(layout: Layout, units: Units, tiles: Tiles = ()) -> Shares:
-    """Shares where experts are computed in tiles as often as that (`experts.Tiles`), or, where
-    nothing is counted, all equally often; those with copies are divided among their holders.
+    """Return the shares of the most loaded ranks.
+
+    `tiles` is the load of the experts (empty: equal loads); experts with copies are divided among
+    their holders.
     """
     cells = weights = rows = of_rows = 0.0
     attention = sum(units.attention_bytes)
@@ -65,8 +66,8 @@ def shares(layout: Layout, units: Units, tiles: Tiles = ()) -> Shares:
 def _mlp_bytes(
     layout: Layout, layer: int, sizes: Sequence[int], chosen: Sequence[float]
 ) -> Mapping[int, float]:
-    """Bytes of a layer's MLP that each rank of its stage has to do with. `chosen`: how often each
-    expert is, none: equally often.
+    """Return the load of each rank of the stage in a layer's MLP, in bytes. `chosen` is the load of
+    each expert; empty: equal loads.
     """
     ranks = layout.stage_at(layer).ranks
     if sum(chosen):
@@ -89,27 +90,27 @@ class Degree:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """`near`: the degree that answers stay closest to; `far`: another, which tells how much of a
-    step does not shrink.
+    """Predicts step times. `near` is the degree closest to the layouts in question; `far`, another
+    degree, determines the constant part.
     """
 
     near: Degree
     far: Degree | None = None
 
     def decode_s(self, own: Shares, batch: int, context_tokens: int) -> float:
-        """A decode step of `batch` sequences with `context_tokens` of context together."""
+        """Return the time of a decode step of `batch` sequences with `context_tokens` in total."""
 
         def cached_s(degree: Degree) -> float:
             table = degree.decode
             return max(0.0, table.seconds_for(batch, context_tokens) - other_s(degree))
 
         def other_s(degree: Degree) -> float:
-            # With a context of one token each.
+            # The time of a step with a context of one token per sequence.
             return degree.decode.seconds_for(batch, min(batch, context_tokens))
 
         near = self.near
         shrinking_s, constant_s = self._divided(other_s)
-        # Reading cells shrinks as far as it can: what of it does not is in the constant.
+        # Reading cells scales fully with the ranks; its constant part is in `constant_s`.
         return constant_s + shrinking_s * own.weights + cached_s(near) * near.ranks * own.cells
 
     def prefill_s(self, own: Shares, tokens: int) -> float:
@@ -117,7 +118,7 @@ class Speed:
         return constant_s + shrinking_s * own.rows
 
     def _divided(self, step_s: Callable[[Degree], float]) -> tuple[float, float]:
-        """The time that all ranks share, as seconds on one rank, and the constant beside it."""
+        """Return the scaling part of a step, as time on one rank, and the constant part."""
         near, far = self.near, self.far
         near_s = step_s(near)
         if far is None:

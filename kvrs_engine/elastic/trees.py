@@ -1,9 +1,9 @@
-"""The one order in which the results of units are added up: neighbours, then neighbours of those.
+"""The fixed order of additions over the results of units: a binary tree of neighbours.
 
-An odd one out passes on as it is; nothing is added for it, since adding zero can change a sign. A
-node `(level, place)` stands for the units `place * 2**level` to `(place + 1) * 2**level`, as far as
-there are so many. Whatever nodes the owners of units have summed among themselves, `combine` makes
-the sum that one owner of all units would have made, to the last bit.
+A result without a neighbour passes on unchanged: adding zero could change a sign. A node
+`(level, place)` covers the units `place * 2**level` to `(place + 1) * 2**level`, as far as they
+exist. `combine` gives the same bits for any division of the units among owners that have summed
+their own nodes.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -14,7 +14,7 @@ Value = TypeVar("Value")
 
 
 class Node(NamedTuple):
-    """A subtree."""
+    """A subtree of the sum."""
 
     level: int
     place: int
@@ -25,13 +25,13 @@ def root(units: int) -> Node:
 
 
 def cover(owned: Collection[int], units: int) -> list[Node]:
-    """The largest subtrees of which all units are owned, from left to right."""
+    """Return the largest subtrees whose units are all owned, from left to right."""
     return _cover(root(units), frozenset(owned), units)
 
 
 class SumStep(NamedTuple):
-    """The next unit of a sum, and the additions that are made once it is there: each of the second
-    number's subtree to that of the first, both named by their first units.
+    """The next unit of a sum, and the additions after it. An addition (a, b) adds the subtree that
+    begins with unit b to the subtree that begins with unit a.
     """
 
     unit: int
@@ -40,8 +40,8 @@ class SumStep(NamedTuple):
 
 @cache
 def steps(node: Node, units: int) -> tuple[SumStep, ...]:
-    """How a subtree is summed, from left to right: at most one sum per level is waiting. The result
-    is that of the node's first unit.
+    """Return the steps of a subtree's sum from left to right, with at most one pending sum per
+    level. The result is in the place of the node's first unit.
     """
     level, place = node
     left, right = Node(level - 1, 2 * place), Node(level - 1, 2 * place + 1)
@@ -55,7 +55,7 @@ def steps(node: Node, units: int) -> tuple[SumStep, ...]:
 
 
 def combine(sums: Mapping[Node, Value], units: int, add: Callable[[Value, Value], Value]) -> Value:
-    """The sum of all units, from the sums of covers that are complete together."""
+    """Return the sum of all units from the sums of disjoint nodes that cover them."""
     return _combine(root(units), sums, units, add)
 
 
@@ -71,7 +71,7 @@ def _cover(node: Node, owned: frozenset[int], units: int) -> list[Node]:
 
 
 def _lowest(node: Node, units: int) -> Node:
-    """The same sum under one name: a node with one child is that child."""
+    """Return the canonical node: a node with one child is replaced by the child."""
     while node.level and _is_empty(Node(node.level - 1, 2 * node.place + 1), units):
         node = Node(node.level - 1, 2 * node.place)
     return node

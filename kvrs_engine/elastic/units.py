@@ -1,4 +1,4 @@
-"""Names and sizes of a model's units, for layouts and for plans that move them."""
+"""Names and sizes of a model's units, for layouts and plans."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from kvrs_engine.elastic.grain import Grain
 
 
 class UnitKind(IntEnum):
-    COMMON = 0  # Norms and embeddings: on every rank of a stage.
+    COMMON = 0  # Norms and embeddings, on every rank of a stage.
     ATTENTION = 1  # One KV head of a layer, with its query heads.
-    MLP = 2  # One tile of a layer's inner dimension, or one part of an expert's.
-    VOCABULARY = 3  # One tile of the head's rows.
-    CELLS = 4  # No weights: the KV of a layer and a KV head.
+    MLP = 2  # One tile of a layer's inner dimension, or one part of an expert.
+    VOCABULARY = 3  # One tile of the LM head's rows.
+    CELLS = 4  # The KV of a layer and a KV head; not weights.
 
 
 class Unit(NamedTuple):
     kind: UnitKind
-    layer: int  # 0 where a unit belongs to no layer.
+    layer: int  # 0 if the unit belongs to no layer.
     place: int
 
 
@@ -28,20 +28,20 @@ COMMON = Unit(UnitKind.COMMON, 0, 0)
 
 @dataclass(frozen=True)
 class Units:
-    """The units of one model and the bytes of their weights; all layers are alike, but for dense
-    ones among such with experts.
+    """The sizes of one model's units. All layers are equal, except for the dense layers of a model
+    with experts.
     """
 
     layers: int
-    attention_bytes: tuple[int, ...]  # Of each KV head.
-    mlp_bytes: tuple[int, ...]  # Of each tile, or of each part of each expert.
-    vocabulary_bytes: tuple[int, ...]  # Of each tile.
+    attention_bytes: tuple[int, ...]  # Weights of each KV head.
+    mlp_bytes: tuple[int, ...]  # Weights of each tile, or of each part of each expert.
+    vocabulary_bytes: tuple[int, ...]  # Weights of each tile.
     common_bytes: int
-    # Layers without experts, where the others have some, and the tiles of their MLP.
+    # The layers without experts in a model with experts, and the tiles of their MLP.
     dense_layers: frozenset[int] = frozenset()
     dense_bytes: tuple[int, ...] = ()
-    expert_parts: int = 0  # Units of an expert; 0: there are no experts.
-    chosen_share: float = 1.0  # Of the experts, those that a row is routed to.
+    expert_parts: int = 0  # Units per expert; 0: no experts.
+    chosen_share: float = 1.0  # Share of the experts to which a row is routed.
 
     @classmethod
     def of(
@@ -55,11 +55,11 @@ class Units:
         weight_bytes: int,
         common_bytes: int,
     ) -> "Units":
-        """Units of a model whose weights take `weight_bytes` each; biases are not counted."""
+        """Return the units of a model with `weight_bytes` per weight; biases are not counted."""
         row, matrices = hidden * weight_bytes, 3 if gated else 2
         return cls(
             layers=layers,
-            # Rows of the queries, the key and the value; columns of the output for the queries.
+            # Rows of the queries, the key and the value; output columns of the queries.
             attention_bytes=tuple((2 * len(own) + 2) * head_dim * row for own in grain.attention),
             mlp_bytes=tuple(matrices * len(tile) * row for tile in grain.mlp),
             vocabulary_bytes=tuple(len(tile) * row for tile in grain.vocabulary),
@@ -71,7 +71,7 @@ class Units:
         )
 
     def row_share(self, layer: int) -> float:
-        """The part of a layer's MLP that each row goes through."""
+        """Return the share of a layer's MLP that each row uses."""
         return 1.0 if layer in self.dense_layers else self.chosen_share
 
     def bytes_of(self, unit: Unit) -> int:
@@ -80,11 +80,11 @@ class Units:
         return self._sizes(unit.kind, unit.layer)[unit.place]
 
     def mlp_of(self, layer: int) -> tuple[int, ...]:
-        """Bytes of the units of a layer's MLP."""
+        """Return the sizes of the units of a layer's MLP."""
         return self.dense_bytes if layer in self.dense_layers else self.mlp_bytes
 
     def all(self) -> Iterator[Unit]:
-        """Every unit once, in the order of layers."""
+        """Yield every unit once, in the order of layers."""
         yield COMMON
         for layer in range(self.layers):
             for kind in (UnitKind.ATTENTION, UnitKind.MLP):

@@ -1,59 +1,53 @@
-"""An instance's limits of waiting for its ranks and of starting them: those that start with it or
-compute a batch, those that a re-forming awaits, and those that are missing from the layout that
-serves.
-
-Pure: moments are arguments.
+"""Time limits of an instance for its ranks: at the start, in a batch, in a re-forming, and for
+restarts of missing ranks.
 """
 
 from collections import Counter
 from dataclasses import InitVar, dataclass, field
 
-# Ranks that are awaited in a re-forming hang if nothing is heard for so long, and as long again as
-# the whole of it was predicted to take. Each unit is an answer of its own: what may be as silent is
-# a process that loads, a unit of a GB from a slow disk, or one of a large formation that is joined.
+# Ranks of a re-forming hang after this time plus the predicted duration without any report. Each
+# arrived unit is a report; long silences are a process that loads, a GB-sized unit from a slow
+# disk, or the join of a large formation.
 HUNG_S = 60.0
-# A rank that starts beside others that compute may take so many times as long as at the start:
-# nothing waits for it.
+# Limit of a start beside computing ranks, in multiples of the first start; no rank waits for it.
 BESIDE_FACTOR = 8.0
-# Ranks that start have alike to do: from one answer to the next it may take so many times as long
-# as it had taken until then.
+# Limit of the silence of starting ranks, in multiples of the time of the last report: ranks do
+# similar work at the start.
 _ALIKE_FACTOR = 8.0
-# A batch in which no rank comes further for longer has one that hangs: so many times as long as all
-# of it was predicted to take, but at least so long.
+# A batch hangs if no rank progresses for this multiple of its predicted time, at least `_HANG_S`.
 _HANG_FACTOR = 8.0
 _HANG_S = 1.0
 UNPREDICTED_S = 60.0
-MAX_STARTS = 3  # Of one rank within a re-forming that needs it.
-# A lost rank is started again after so long; each time that it dies before it serves, twice as
-# long.
+MAX_STARTS = 3  # Limit of starts of one rank within a re-forming that needs it.
+# Delay before a lost rank is restarted; doubled each time that the rank dies before it serves.
 AGAIN_S = 0.5
 _AGAIN_MAX_S = 60.0
-# In the time after which ranks that say nothing hang. A process that was stopped itself, as all of
-# a machine may be, has missed one look, and hears before the next one what was said meanwhile.
+# Number of checks within the limit of silence. A head that was itself suspended misses one check,
+# and receives the pending reports before the next.
 _LOOKS = 6
 
 
 def start_limit_s(took_s: float) -> float | None:
-    """How long ranks may be silent as they start, of which the last answer came after `took_s`;
-    None: all of them load, which may take any time.
+    """Return the limit of silence for starting ranks, whose last report came after `took_s`; None:
+    no limit while all ranks load.
     """
     return HUNG_S + _ALIKE_FACTOR * took_s if took_s else None
 
 
 def batch_limit_s(predicted_s: float | None) -> float:
-    """How long a batch may take without any progress."""
+    """Return the limit of a batch's time without progress."""
     return UNPREDICTED_S if predicted_s is None else max(_HANG_S, _HANG_FACTOR * predicted_s)
 
 
 @dataclass(slots=True)
 class MissingRank:
-    due_s: float  # Its next start.
+    due_s: float  # Time of the next start.
     wait_s: float = AGAIN_S
-    began_s: float | None = None  # The start of the process that is to join; None: there is none.
+    began_s: float | None = None  # Start of its running process; None: no process.
     is_loaded: bool = False
 
     def put_off(self, now_s: float) -> None:
-        """Its process is used, has ended or was not started."""
+        """Delay the next start, after the process was used, has ended or was not started."""
         self.due_s = now_s + self.wait_s
         self.wait_s = min(2 * self.wait_s, _AGAIN_MAX_S)
         self.began_s, self.is_loaded = None, False
@@ -61,19 +55,19 @@ class MissingRank:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Work that is due after waiting."""
+    """The actions that are due."""
 
-    start: tuple[int, ...] = ()  # Missing ranks.
-    end: tuple[int, ...] = ()  # Processes of missing ranks that hang as they load.
-    is_silent: bool = False  # The ranks that the re-forming awaits hang.
+    start: tuple[int, ...] = ()  # Missing ranks to start.
+    end: tuple[int, ...] = ()  # Missing ranks whose loading process hangs and must be ended.
+    is_silent: bool = False  # The ranks of the re-forming hang.
 
 
 @dataclass(slots=True)
 class RankWaits:
-    start_s: InitVar[float]  # Of a process beside others, as measured at the start of the instance.
+    start_s: InitVar[float]  # Time of a process's start, measured at the start of the instance.
     missing: dict[int, MissingRank] = field(default_factory=dict)
-    _starts: Counter[int] = field(default_factory=Counter)  # In this re-forming.
-    _silent_most_s: float | None = None  # None: no re-forming is under way.
+    _starts: Counter[int] = field(default_factory=Counter)  # Starts in this re-forming.
+    _silent_most_s: float | None = None  # Limit of silence; None: no re-forming.
     _next_look_s: float = 0.0
     _looks: int = 0
     _load_most_s: float = field(init=False)
@@ -81,41 +75,35 @@ class RankWaits:
     def __post_init__(self, start_s: float) -> None:
         self._load_most_s = HUNG_S + BESIDE_FACTOR * start_s
 
-    # A re-forming.
-
     def begin(self, ready_s: float, now_s: float) -> None:
-        """A re-forming begins that is predicted to take so long, or the one under way anew."""
+        """Begin a re-forming, or restart the current one; `ready_s` is its predicted time."""
         if self._silent_most_s is None:
             self._starts.clear()
         self._silent_most_s = HUNG_S + ready_s
         self.heard(now_s)
 
     def heard(self, now_s: float) -> None:
-        """A rank has said something."""
+        """Note a report of any rank."""
         self._looks = 0
         self._put_off(now_s)
 
     def may_start(self, rank: int) -> bool:
-        """Count one more start of a rank that the re-forming needs, unless it died each time."""
+        """Count a start of a rank that the re-forming needs; return whether it is allowed."""
         self._starts[rank] += 1
         return self._starts[rank] <= MAX_STARTS
 
     def end(self) -> None:
         self._silent_most_s = None
 
-    # Missing ranks.
-
     def miss(self, rank: int, now_s: float, *, at_once: bool = False) -> None:
-        """A rank is to be started again, unless that is known already."""
+        """Schedule the restart of a missing rank, unless it is already scheduled."""
         self.missing.setdefault(rank, MissingRank(now_s + (0.0 if at_once else AGAIN_S)))
 
     def started(self, rank: int, now_s: float) -> None:
         self.missing[rank].began_s = now_s
 
-    # Time.
-
     def next_s(self) -> float | None:
-        """When `due` is to be called at the latest; None: when something else has happened."""
+        """Return the latest time of the next call of `due`; None: not before another event."""
         if self._silent_most_s is not None:
             return self._next_look_s
         moments_s = [
@@ -126,7 +114,9 @@ class RankWaits:
         return min(moments_s, default=None)
 
     def due(self, now_s: float) -> Due:
-        """In a re-forming, whether ranks hang; else missing ranks that are due or hang."""
+        """Return whether the ranks of a re-forming hang; else, the missing ranks to start or
+        end.
+        """
         if self._silent_most_s is not None:
             return Due(is_silent=self._is_silent(now_s))
         missing = self.missing.items()

@@ -1,4 +1,4 @@
-"""The ways in which an instance can re-form, and what they are chosen by."""
+"""The ways in which an instance can re-form, and their predicted costs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -19,34 +19,34 @@ class Way(StrEnum):
     RESHARD = "reshard"
     REPLACE = "replace"
     RESIZE = "resize"
-    WAIT = "wait"  # For the host of a stage that is lost with all its ranks.
+    WAIT = "wait"  # Wait for a new host of a stage that is lost with all its ranks.
     SUBSTITUTE = "substitute"  # The host of another pipeline's stage takes over a lost stage.
 
     @property
     def pauses(self) -> bool:
-        """The ranks compute nothing meanwhile, since something of theirs is lost."""
+        """True if the ranks cannot compute meanwhile, because units or KV are lost."""
         return self is not Way.RESIZE
 
 
 @dataclass(frozen=True, slots=True)
 class StreamAtRisk:
-    """A stream's predicted seconds to its next token, beside those of the way itself."""
+    """The predicted times of a stream, beside the time of the way itself."""
 
-    restore_s: float  # Of its lost cells, where they are lost.
-    leave_s: float = inf  # At another instance.
+    restore_s: float  # Time to restore the stream's lost cells.
+    leave_s: float = inf  # Time until its next token at another instance.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Memory of each rank, and what it must hold beside weights."""
+    """The memory of each rank, and its needs beside the weights."""
 
     capacity_bytes: int
     cell_bytes: int
-    pages: int  # That must find room at least.
+    pages: int  # Least number of KV pages.
     buffer_bytes: int = 0
 
     def missing_bytes(self, layout: Layout, units: Units) -> int:
-        """Bytes that the fullest rank lacks; 0: the layout fits."""
+        """Return the bytes that the fullest rank lacks; 0: the layout fits."""
         return max(0, *(self._needed(layout, units, rank) for rank in layout.ranks))
 
     def _needed(self, layout: Layout, units: Units, rank: int) -> int:
@@ -56,50 +56,49 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Predicted seconds of the parts of each way."""
+    """Predicted times of the parts of each way."""
 
     rates: LinkRates
     join_s: float  # New formation and probe.
-    restart_s: float  # A process, until it has attached to its memory.
-    replace_s: float = inf  # A rank with empty memory on a device; inf: there is none.
-    # Until a lost rank that is started beside the others has joined; inf: it does not come back.
+    restart_s: float  # Start of a process, until it has attached to its memory.
+    replace_s: float = inf  # Start of a rank with empty memory; inf: no device is free.
+    # Time until a lost rank has rejoined while the others serve; inf: it does not come back.
     back_s: float = inf
-    # Other ranks can have the memory of a process that is gone.
-    kept_is_readable: bool = False
-    lookahead_tokens: int = 0  # For which the steps of a layout count.
-    step_s: Callable[[Layout], float] = lambda _: 0.0  # Of a layout.
+    kept_is_readable: bool = False  # Ranks can read the memory of a process that has ended.
+    lookahead_tokens: int = 0  # Number of later tokens whose step times count.
+    step_s: Callable[[Layout], float] = lambda _: 0.0  # Step time of a layout.
 
 
 @dataclass(frozen=True, slots=True)
 class PossibleWay:
-    """One way, and how it compares."""
+    """One way with its plan and cost."""
 
     way: Way
     fresh: frozenset[int]
     plan: MovePlan
     ready_s: float
-    cost_s: float  # Of all streams together, to the next token and with the look-ahead.
+    cost_s: float  # Sum over all streams of the time to the next token and of the look-ahead.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """The state of an instance by which ways are found and weighed."""
+    """The state of an instance from which possible ways are derived."""
 
     units: Units
-    layout: Layout  # That serves, or did last.
+    layout: Layout  # The layout that serves, or served last.
     room: Room
     costs: Costs
     min_ranks: int
     spread: bool
     in_pieces: bool
-    dead: AbstractSet[int]  # Memory of the layout that is gone.
-    absent: AbstractSet[int]  # Processes that are gone, with memory or not.
-    starting: AbstractSet[int]  # Started again, and not heard of yet.
-    arrived: Mapping[int, set[Unit]]  # Units that ranks have beside those of the layout.
+    dead: AbstractSet[int]  # Ranks whose memory is lost.
+    absent: AbstractSet[int]  # Ranks without a process.
+    starting: AbstractSet[int]  # Restarted ranks that have not reported yet.
+    arrived: Mapping[int, set[Unit]]  # Units of ranks beyond the layout.
     streams: tuple[StreamAtRisk, ...]
 
     def reshaped(self, groups: Sequence[Sequence[int]]) -> Layout | str:
-        """The layout of these ranks, given for each stage, or why they cannot serve."""
+        """Return the layout for the ranks of each stage, or the reason why they cannot serve."""
         for stage, group in zip(self.layout.stages, groups, strict=True):
             if not group:
                 return f"no rank is left for layers [{stage.first}, {stage.last})"
@@ -116,11 +115,11 @@ class Situation:
         return f"{left} ranks are left, and the fullest lacks {missing} bytes of memory"
 
     def without(self, gone: AbstractSet[int]) -> Layout | str:
-        """The layout of the other ranks, or why they cannot serve."""
+        """Return the layout without the ranks in `gone`, or the reason why it cannot serve."""
         return self.reshaped(on_demand.survivors(self.layout, sorted(gone)))
 
     def start_s(self, after: Layout, fresh: AbstractSet[int] = frozenset()) -> float:
-        """Seconds until all processes of a layout run, of which `fresh` are started now."""
+        """Return the time until all processes of a layout run; `fresh` are started now."""
         return self.costs.restart_s if (fresh | self.starting) & {*after.ranks} else 0.0
 
     def weighed(
@@ -133,10 +132,12 @@ class Situation:
         reads_gone: bool = False,
         restores: bool = False,
     ) -> PossibleWay:
-        """`start_s`: until the ranks can move units; `reads_gone`: the memory of a process that is
-        gone can be read by the next one; `restores`: streams lose their cells of lost ranks.
+        """Return a way with its plan and cost.
+
+        `start_s` is the time until the ranks can move units. `reads_gone`: a new process can read
+        the memory of the ended one. `restores`: streams lose the cells of lost ranks.
         """
-        # Without them as processes ranks that are gone may not be read, whatever their memory has.
+        # Without a process, a rank's memory is unreadable unless the way or the memory allows it.
         is_read = reads_gone or self.costs.kept_is_readable
         gone = self.dead if is_read else self.dead | self.absent
         moves = plan(
@@ -153,12 +154,12 @@ class Situation:
             min(stream.leave_s, ready_s + restores * stream.restore_s + behind_s)
             for stream in self.streams
         )
-        # Without streams the way that is there first.
+        # Without streams, the fastest way is the cheapest.
         return PossibleWay(way, fresh, moves, ready_s, cost_s if self.streams else ready_s)
 
     def _behind_s(self, after: Layout) -> float:
-        """Seconds of the look-ahead's tokens in a layout, which is left as soon as the ranks are
-        back.
+        """Return the time of the look-ahead's tokens in a layout that serves until the lost ranks
+        are back.
         """
         costs, step_s = self.costs, self.costs.step_s(after)
         behind_s, whole_s = costs.lookahead_tokens * step_s, costs.step_s(self.layout)

@@ -1,4 +1,4 @@
-"""The lost ranks are started again, with empty memory."""
+"""Replace: the lost ranks are started again with empty memory."""
 
 from collections.abc import Iterator
 from math import inf

@@ -1,4 +1,4 @@
-"""The survivors go on, with what was lost from the host."""
+"""Reshard: the survivors go on, and read the lost units from the host."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from kvrs_engine.elastic.ways.base import PossibleWay, Situation, Way
 
 
 def possible(now: Situation) -> Iterator[PossibleWay]:
-    """With the ranks that are being started, and without them."""
+    """Yield the way with the ranks that are starting, and the way without them."""
     gone = [now.absent]
     if now.starting:
         gone.append(now.absent | now.starting)

@@ -1,4 +1,4 @@
-"""The lost processes are started again; their memory outlived them."""
+"""Restart: the lost processes are started again, and attach to their memory, which survived."""
 
 from collections.abc import Iterator
 
