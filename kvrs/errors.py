@@ -80,7 +80,7 @@ def check_extras(*extras: str) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # The parent package is not installed either.
+    except ModuleNotFoundError:  # The parent package of `name` is missing.
         return False
 
 

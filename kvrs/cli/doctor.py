@@ -21,7 +21,7 @@ from kvrs.config.file import load_config
 if TYPE_CHECKING:
     from kvrs.cli.cluster_checks import ProxyAnswer
 
-FAILED = 1  # Exit status.
+FAILED = 1  # Exit status if a check has failed.
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
 

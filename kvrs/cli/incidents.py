@@ -35,7 +35,7 @@ class Loss:
     cause: str
     # Stream whose attempt alone broke; None: the instance or agent is lost.
     stream: StreamId | None
-    is_refusal: bool = False  # A 4xx refused the attempt.
+    is_refusal: bool = False  # The instance refused the attempt by an HTTP 4xx.
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class RecordedDecision:
     action: act.Recovered | act.GiveUp
     plan: act.Plan | None  # None: the stream was given up, or stayed at its instance.
     settled: act.Settled | None = None  # None: the attempt or the log ended before a token.
-    after_refusal: bool = False  # The attempt before was refused.
+    after_refusal: bool = False  # The attempt before this decision was refused.
 
     @property
     def option(self) -> str:

@@ -40,7 +40,7 @@ def machine_findings(
     yield from _configuration(config, environ)
 
 
-# Packages.
+# Checks of packages.
 
 
 def _extras(config: Config) -> Iterator[Finding]:
@@ -89,7 +89,7 @@ def _can_bind(host: str, port: int = 0) -> bool:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, _, _, _, address in found:
             with socket.socket(family, socket.SOCK_STREAM) as trial:
-                # Connections of a former process may linger.
+                # Connections of a former process may still occupy the port.
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 trial.bind(address)
     except OSError:
@@ -97,7 +97,7 @@ def _can_bind(host: str, port: int = 0) -> bool:
     return True
 
 
-# Limits and memory.
+# Checks of limits and memory.
 
 
 def _descriptors(config: Config) -> Finding:
@@ -150,7 +150,7 @@ def _memory(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
         yield bad("shared memory", value, allowed, remedy)
 
 
-# The configuration and its files.
+# Checks of the configuration and its files.
 
 
 def _configuration(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from kvrs.config import presets
 from kvrs.config.policy import PolicyName
 from kvrs.config.proxy import MAX_WORKERS
 
-# Names too long for the column of types.
+# Names of policies, too long for the column of types.
 POLICY, POLICIES = "POLICY", ", ".join(policy.value for policy in PolicyName)
 # Headings of option groups in the help of `kvrs proxy`.
 FILE = "With a file"
@@ -81,7 +81,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 NoEnv = Annotated[
     bool, typer.Option("--no-env", help="Without settings and ${NAME} from the environment")
 ]
-# Passed by `kvrs lab up`.
+# The launch, in JSON, passed by `kvrs lab up`.
 LaunchJson = Annotated[str | None, typer.Option("--launch", hidden=True)]
 # A `WorkerPlan`, passed by the proxy that starts this worker.
 WorkerJson = Annotated[str | None, typer.Option("--worker", hidden=True)]

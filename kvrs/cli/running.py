@@ -54,7 +54,7 @@ def proxy(
     def read_whole() -> Config:
         source = load_source(config, environ) if line is None else line.source(environ)
         given = with_proxy(checked(source), asked)
-        if launched is None:  # Files of `kvrs lab up` have every key.
+        if launched is None:  # Files written by `kvrs lab up` have every key.
             check_all(source, faults_of_start(given, os.environ))
         return given
 

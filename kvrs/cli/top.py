@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvrs.net.admin import AdminClient
 
 _INTERVAL_S = 1.0
-_COLOURS = {"up": "green", "down": "red", "refused": "red"}  # Of others: yellow.
+_COLOURS = {"up": "green", "down": "red", "refused": "red"}  # Every other state is yellow.
 
 AdminUrl = Annotated[
     str | None,

@@ -17,14 +17,14 @@ def _process_start_ns() -> int:
     return time.time_ns() - int(age_s * 1e9)
 
 
-# Earlier than any read of the engine, whose workers are its children.
+# Start of this process: the engine's workers are its children, so no file was read earlier.
 STARTED_NS = _process_start_ns()
 
 Signature = tuple[tuple[int, int, int, int, int], ...]
 
 
 def on_the_way(directory: Path) -> list[Path]:
-    """Return the directory and the links that lead to it."""
+    """Return the directory and the symbolic links on the way to it."""
     return [*(each for each in directory.absolute().parents if each.is_symlink()), directory]
 
 

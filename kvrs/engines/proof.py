@@ -12,8 +12,8 @@ from kvrs.transfer.rows.client import RowClient
 
 # Number of prompts with rows at an agent, for each of which one row is left out and computed.
 PROMPTS = 32
-# Largest relative distance. A row from another batch differs by rounding errors of all layers; a
-# row of other tokens, weights or layout is unrelated: about 1.4.
+# Largest `distance` of equal rows. A row from another batch differs by rounding errors of all
+# layers; a row of other tokens, weights or layout is unrelated: about 1.4.
 _MOST = 0.25
 _TYPES = {
     "bfloat16": torch.bfloat16,
@@ -42,8 +42,8 @@ def distance(
 
 
 class RowProofs:
-    """The left-out row. Its bytes are read from the agent at once, since the agent may later serve
-    this engine's own row.
+    """Chooses rows to leave out, and keeps the agent's bytes of the latest. These are read at once,
+    since the agent may later serve this engine's own row.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:

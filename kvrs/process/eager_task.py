@@ -72,7 +72,7 @@ class EagerTask(Generic[T]):
         self._has_begun = True
         self._loop.call_soon(self.begin)
 
-    # Interface of an asyncio task.
+    # Methods that asyncio expects of a task.
 
     def cancel(self, msg: object = None) -> bool:
         """Raise CancelledError where the coroutine waits, in the next turn of the event loop."""
@@ -97,7 +97,7 @@ class EagerTask(Generic[T]):
     def get_loop(self) -> asyncio.AbstractEventLoop:
         return self._loop
 
-    # Steps.
+    # Running the coroutine.
 
     def begin(self, _: object = None) -> None:
         """Run the coroutine to its next wait, from its start or from a wait that is over."""

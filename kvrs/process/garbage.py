@@ -24,7 +24,7 @@ def keep_what_is_there() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.collect()  # Resets the count of old objects to zero.
+    gc.collect()  # A collection resets the count of old objects to zero.
     gc.enable()
 
 

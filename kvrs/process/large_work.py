@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 # Size above which parsing takes milliseconds.
 LARGE_BYTES = 64 << 10
-# A thread's turn at the interpreter while others wait: Python's default, and beside large work.
+# Switch interval of the interpreter: Python's default, and while large work runs.
 _TURN_S = 0.005
 _SHORT_TURN_S = 0.0005
 

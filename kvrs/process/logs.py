@@ -12,13 +12,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-LEVEL_ENV_NAME = "KVRS_LOG_LEVEL"  # Child processes read it, too.
+LEVEL_ENV_NAME = "KVRS_LOG_LEVEL"  # Variable with the log level; child processes inherit it.
 LEVELS = ("debug", "info", "warning", "error")
 
 ROWS = "rows"  # Attribute of a record with several lines (`row_log.py`).
 _encode = json.JSONEncoder(default=str).encode
 
-# Attributes of every record; others came with `extra=` and are shown.
+# Attributes of every record; further attributes came with `extra=` and are shown.
 _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 

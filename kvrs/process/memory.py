@@ -40,7 +40,7 @@ def _free_of_machine() -> int:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
-    return sys.maxsize  # The kernel does not report it.
+    return sys.maxsize  # The kernel reports no group of this process.
 
 
 def _folders(own: Path, groups: Path) -> Iterator[tuple[Path, int]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvrs.process.logs import ROWS, Row
 
-_TOGETHER_S = 0.2  # Duration whose rows are written together.
+_TOGETHER_S = 0.2  # Rows of this period are written together.
 _MOST_TOGETHER = 256
 
 

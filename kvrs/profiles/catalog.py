@@ -31,7 +31,7 @@ from kvrs.profiles.tables import DecodeGrid, DecodeTable, PrefillTable
 from kvrs.protocol.geometry import KvGeometry
 
 MAX_FILE_BYTES = 8 << 20
-_LINKS = "links.json"  # File beside the profiles that is no profile.
+_LINKS = "links.json"  # File with the links, which lies beside the profiles.
 
 
 def names() -> list[str]:
@@ -51,7 +51,8 @@ def profile(name: str) -> Profile:
     """
     if "/" in name or name.endswith(".json"):
         return _read(Path(name))
-    # Checked against the listing before any path is joined: a name must not leave the folder.
+    # The name is checked against the listing before a path is made of it: a name must not leave the
+    # folder.
     if name not in names():
         raise ConfigError(f"got {name!r}; allowed: a path to a profile, or {', '.join(names())}")
     found = msgspec.json.decode(_folder().joinpath(f"{name}.json").read_bytes(), type=Profile)
@@ -74,8 +75,8 @@ def _prefill_table(found: Profile) -> PrefillTable:
             line = PrefillTable.from_points(found.label, found.source, seconds)
             if cached is None:
                 return line
-            # The term is a product of both lengths, which two rows of a bilinear grid represent
-            # exactly.
+            # The cached term is a product of both lengths, which two rows of a bilinear grid
+            # represent exactly.
             far = [
                 value
                 + j * line.step_tokens * cached.max_cached_tokens * cached.seconds_per_token_pair

@@ -15,9 +15,9 @@ from kvrs.engines.proof import RowProofs
 from kvrs.sglang.region import PageRegion
 from kvrs.transfer.rows.client import RowClient
 
-# Other nodes' agents to ask, in the order of the cluster's file from the own node on.
+# Most agents of other nodes to ask, in the order of the cluster's file from the own node on.
 MAX_ASKED = 16
-_AT_ONCE_BYTES = 64 << 20  # Bytes of pages in transfer.
+_AT_ONCE_BYTES = 64 << 20  # Most bytes of pages in transfer at a time.
 _CALLERS = 2  # HiCache looks up in one thread and loads in another.
 
 

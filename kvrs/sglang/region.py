@@ -12,7 +12,7 @@ from kvrs.transfer.rows.ledger import RowLedger
 
 
 class PageRegion:
-    """The memory and its ledger. Threads may share it."""
+    """Shared memory for pages, and its ledger. Threads may share the object."""
 
     def __init__(self, rows: int, row_bytes: int) -> None:
         """Memory is allocated only as rows are filled.
@@ -26,7 +26,8 @@ class PageRegion:
         os.ftruncate(self.memory, rows * row_bytes)
         self._bytes = memoryview(mmap.mmap(self.memory, rows * row_bytes))
         self.ledger = RowLedger(rows, row_bytes)
-        self._row_of: OrderedDict[bytes, int] = OrderedDict()  # Least recently used first.
+        # Row of each page, least recently used first.
+        self._row_of: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(reversed(range(rows)))
         self._lock = threading.Lock()
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvrs.engines.fingerprint import weights_of
 from kvrs.errors import KvrsError
 
-FORMAT = 1  # Rises when the meaning of a page changes.
+FORMAT = 1  # Version of a page's meaning; rises with each change.
 # Server arguments that change the contents of pages of equal size.
 _ARGUMENTS = (
     *("dtype", "kv_cache_dtype", "quantization", "model_impl", "context_length"),

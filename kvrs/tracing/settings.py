@@ -132,5 +132,5 @@ class _Variables:
             context = ssl.create_default_context(cafile=authorities)
             if certificate is not None:
                 context.load_cert_chain(certificate, key)
-        except OSError as error:  # Includes ssl.SSLError.
+        except OSError as error:  # OSError includes ssl.SSLError.
             self.faults.append(f"{_EXPORTER}*CERTIFICATE, *KEY: {error}")

@@ -17,7 +17,7 @@ from kvrs.errors import KvrsError
 
 log = logging.getLogger(__name__)
 
-_GROUP_BYTES = 4  # Number of the KV cache group, at the end of vLLM's key.
+_GROUP_BYTES = 4  # Length of the KV cache group's number, at the end of vLLM's key.
 
 
 class LoraAdapter:

@@ -11,7 +11,7 @@ from kvrs.transfer.rows.client import RowClient
 
 log = logging.getLogger(__name__)
 
-_MAX_TOLD = 16  # Logged faults of requests, each once.
+_MAX_TOLD = 16  # Most faults of requests that are logged, each once.
 
 
 class KnownAgents:

@@ -54,11 +54,12 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self.ledger: RowLedger | None = None
-        self._keys_of: dict[str, set[OffloadKey]] = {}  # Keys by protected request.
+        # Keys of the rows that each protected request needs.
+        self._keys_of: dict[str, set[OffloadKey]] = {}
         self._holders: Counter[OffloadKey] = Counter()
         self._adapters: dict[
             OffloadKey, LoraAdapter
-        ] = {}  # Adapters of the stored rows, and of a few evicted ones.
+        ] = {}  # Adapter of each stored row, and of a few evicted rows.
         try:
             self.ledger = RowLedger(cache_capacity)
         except Exception:
@@ -127,7 +128,7 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
         """Invalidate all rows for good."""
         ledger, self.ledger = self.ledger, None
         if ledger is not None:
-            with suppress(Exception):  # Closing begins with withdrawing all rows.
+            with suppress(Exception):  # The first step of closing withdraws all rows.
                 ledger.close()
 
     @_noting

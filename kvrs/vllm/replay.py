@@ -22,7 +22,7 @@ from vllm.v1.sample.logits_processor import (
 
 from kvrs.protocol.instance import REPLAY_KEY
 
-# More than any context; the list is decoded before the request is refused.
+# Most known tokens, more than any context: the list is decoded before a request is refused.
 _MAX_TOKENS = 1 << 20
 _MAX_ID = 1 << 31
 
@@ -48,7 +48,7 @@ class Replay(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed be
         self._is_off = False
 
     def is_argmax_invariant(self) -> bool:
-        return False  # Greedy requests are replayed, too.
+        return False  # The processor also changes the outcome of greedy requests.
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is None or self._is_off:

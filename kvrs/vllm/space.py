@@ -17,7 +17,7 @@ from kvrs.engines import proof
 from kvrs.engines.fingerprint import weights_of
 from kvrs.errors import KvrsError
 
-FORMAT = 1  # Rises when the meaning of a row changes.
+FORMAT = 1  # Version of a row's meaning; rises with each change.
 # Cache settings that change the contents of rows of equal size.
 _CACHE = (
     *("cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode"),

@@ -69,7 +69,7 @@ def faults_of_tier(connector: type) -> Iterator[str]:
         ImportError: a missing module, or a missing name in it.
     """
     ledger, tier = (import_module(f"kvrs.vllm.{name}") for name in ("ledger", "tier"))
-    own = {"hold", "release", "give_up"}  # Methods that the policy adds.
+    own = {"hold", "release", "give_up"}  # Methods that the policy adds to vLLM's.
     for ours in (connector, tier.KvrsTier, ledger.KvrsPolicy):
         yield from faults_of_hooks(ours, ours.__bases__, own)
         yield from (

@@ -186,7 +186,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             self._threads.append(thread)
             thread.start()
 
-    # Requests.
+    # Begin and end of requests.
 
     @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -326,7 +326,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
                 else:
                     asked.others.setdefault(key, agent)
 
-    # Loads.
+    # Loading of rows.
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Store nothing, since agents read the row in place, and protect the row."""
@@ -423,7 +423,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             self._link.close()
         for agent in self._threads_of:
             agent.close()
-        self._memory.release()  # vLLM cannot close its mapping otherwise.
+        self._memory.release()  # vLLM cannot close its mapping while the view exists.
 
 
 def _call(work: Callable[[], None]) -> None:

@@ -30,7 +30,7 @@ _LOOK_AGAIN_S = 0.05
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 5.0
 _SOON_S = 10.0
-# Signals without a handler in a newly started process, which they would end.
+# Forwarded signals that would end a newly started worker, which has no handlers yet.
 _PASSED_ON = frozenset((signal.SIGHUP, signal.SIGUSR1))
 
 
@@ -208,7 +208,7 @@ def _addresses(host: str, port: int) -> Iterator[tuple[int, tuple[str, int]]]:
 
 def _made(family: int) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
-    # Connections of a former proxy may linger.
+    # Connections of a former proxy may still occupy the port.
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if family == socket.AF_INET6:
         made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
