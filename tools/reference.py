@@ -13,7 +13,6 @@ from typing import Any
 from kvrs.config.commented import WIDTH, KeyPath, comment, commented_yaml, flow
 from kvrs.config.file import Config
 from kvrs.config.schema import DOCS_PAGE, description, json_schema
-from kvrs.config.settings import resolved
 
 _HEADER = (
     "Every key of the configuration with its default. A file needs only what differs. "
@@ -39,6 +38,17 @@ def _names_in(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
         return {"additionalProperties": False, "properties": names}
     items = _names_in(schema, node["items"]) if "items" in node else {}
     return {"items": items} if items else {}
+
+
+def resolved(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
+    """A node of a JSON schema without references; of something or null, the something."""
+    for each in node.get("anyOf", ()):
+        if each.get("type") != "null":
+            return resolved(schema, each)
+    if "$ref" in node:
+        found: dict[str, Any] = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
+        return found
+    return node
 
 
 def example() -> str:
@@ -183,12 +193,11 @@ A variable overrides a setting of the file; an option of the command line overri
 | --- | --- |
 | `KVRS_PROXY__PORT=80` | `proxy.port`: the path in capitals, two underscores between its parts |
 | `KVRS_SECURITY__HOSTS='[gpu-1, gpu-2]'` | a list or a section as a whole, as YAML or JSON |
-| `KVRS_CLUSTER__NODES__0__AGENT__PORT=9000` | a key of an item of a list, by index |
 
-The index after the last one adds an item to a list. A value is YAML, as in the file: text that
-looks like a number is quoted once more (`KVRS_PROXY__ID='"7"'`). A variable with two underscores
-that names no setting is an error, which names the nearest one. A variable with one is no setting:
-Kubernetes sets `KVRS_PORT` for a service called `kvrs`.
+A value is YAML, as in the file: text that looks like a number is quoted once more
+(`KVRS_PROXY__ID='"7"'`). A list is given whole; one item of it takes `${NAME}` in the file. A
+variable with two underscores that names no setting is an error, which names the nearest one. A
+variable with one is no setting: Kubernetes sets `KVRS_PORT` for a service called `kvrs`.
 
 `${NAME}` in a value of the file is replaced by the variable NAME, which must be set, and
 `${NAME:-default}` by the default if it is not set or empty; `$${` is a literal `${`. Without quotes

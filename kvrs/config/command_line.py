@@ -39,7 +39,7 @@ class CommandLine(msgspec.Struct, frozen=True):
             raise ConfigError(faults)
         source = Source("the command line", self._document())
         if environ is not None:
-            override(source, environ, Config, Config().model_dump(mode="json"))
+            override(source, environ, Config)
         return source
 
     def read(self, environ: Mapping[str, str] | None) -> Config:

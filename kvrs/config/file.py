@@ -93,7 +93,7 @@ def load_source(
             below.document.pop("speculation", None)
         lay_over(source, below)
     if environ is not None:
-        override(source, environ, Config, Config().model_dump(mode="json"))
+        override(source, environ, Config)
     return source
 
 

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from pydantic import BaseModel
-
 from kvrs.config.commented import KeyPath
 from kvrs.config.file import Config
-from kvrs.config.settings import ENGINES, Settings, resolved
+from kvrs.config.settings import ENGINES, Settings, section_of
 
 DOCS_PAGE = re.compile(r"docs/(guide|research)/(([a-z-]+)\.md(?:#[a-z]+)?)")
 
@@ -31,25 +29,25 @@ def json_schema() -> dict[str, Any]:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     for model in _models(Config):
         described = schema if model is Config else schema["$defs"][model.__name__]
-        for key, text in _descriptions(model).items():
-            given = described["properties"][key]
-            given["description"] = " ".join((*_mark(given), text))
+        for key, given in described["properties"].items():
+            given["description"] = _meaning(model, key)
     return schema
 
 
 @cache
 def description(path: KeyPath) -> str | None:
     """The meaning of a key; None: there is no such key."""
-    schema = json_schema()
-    node, text = schema, None
+    section: type[Settings] | None = Config
+    text = None
     for part in path:
         if isinstance(part, int):
-            node, text = resolved(schema, node.get("items", {})), None
+            text = None
             continue
-        given = node.get("properties", {}).get(part)
-        if given is None:
+        field = None if section is None else section.model_fields.get(part)
+        if section is None or field is None:
             return None
-        node, text = resolved(schema, given), with_commands(given["description"])
+        text = with_commands(_meaning(section, part))
+        section = section_of(field.annotation)
     return text
 
 
@@ -58,44 +56,24 @@ def with_commands(text: str) -> str:
     return DOCS_PAGE.sub(lambda page: f"kvrs docs {page[3]}", text)
 
 
-def engines_of(path: KeyPath) -> list[str]:
-    """The engines that alone read a key, or a section above it; empty: all of them."""
-    schema = json_schema()
-    node = schema
-    for part in path:
-        if isinstance(part, int):
-            node = resolved(schema, node["items"])
-            continue
-        given = node["properties"][part]
-        if ENGINES in given:
-            found: list[str] = given[ENGINES]
-            return found
-        node = resolved(schema, given)
-    return []
+def _meaning(model: type[Settings], key: str) -> str:
+    """The meaning of a key, behind a sentence where only some engines read it."""
+    extra = model.model_fields[key].json_schema_extra
+    engines = extra.get(ENGINES) if isinstance(extra, dict) else None
+    names = [_NAMES[str(each)] for each in engines] if isinstance(engines, list) else []
+    mark = f"Only for {' and '.join(names)}. " if names else ""
+    return mark + _descriptions(model)[key]
 
 
-def _mark(given: dict[str, Any]) -> Iterator[str]:
-    """Yield a sentence before the meaning of a key that only some engines read."""
-    if names := [_NAMES[each] for each in given.get(ENGINES, ())]:
-        yield f"Only for {' and '.join(names)}."
-
-
-def _models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+def _models(model: type[Settings]) -> Iterator[type[Settings]]:
     """The classes of a section and of all sections in it."""
     yield model
-    for each in _settings_in(field.annotation for field in model.model_fields.values()):
-        yield from _models(each)
+    for field in model.model_fields.values():
+        if (section := section_of(field.annotation)) is not None:
+            yield from _models(section)
 
 
-def _settings_in(annotations: Any) -> Iterator[type[Settings]]:
-    for annotation in annotations:
-        if isinstance(annotation, type) and issubclass(annotation, Settings):
-            yield annotation
-        else:  # A list of sections, or a section or null.
-            yield from _settings_in(getattr(annotation, "__args__", ()))
-
-
-def _descriptions(model: type[BaseModel]) -> dict[str, str]:
+def _descriptions(model: type[Settings]) -> dict[str, str]:
     """The docstring below each field of a class and of its bases, as one line each."""
     found: dict[str, str] = {}
     for base in reversed(model.__mro__):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
@@ -240,24 +240,23 @@ def _hint(fault: Any) -> str:
 
 def _allowed_keys(path: tuple[str | int, ...], model: type[Settings]) -> list[str]:
     """The keys of the section in which the last part of `path` is unknown."""
-    schema = model.model_json_schema()
-    node: dict[str, Any] = schema
+    section: type[Settings] | None = model
     for part in path[:-1]:
-        node = resolved(
-            schema, node["items"] if isinstance(part, int) else node["properties"][part]
-        )
-    return sorted(node["properties"])
+        if isinstance(part, str):
+            assert section is not None
+            section = section_of(section.model_fields[part].annotation)
+    assert section is not None
+    return sorted(section.model_fields)
 
 
-def resolved(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
-    """A node of a JSON schema without references; of something or null, the something."""
-    for each in node.get("anyOf", ()):
-        if each.get("type") != "null":
-            return resolved(schema, each)
-    if "$ref" in node:
-        found: dict[str, Any] = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
-        return found
-    return node
+def section_of(annotation: Any, *, in_lists: bool = True) -> type[Settings] | None:
+    """The class of a section, of a section or null, or of the items of a list; None: it is none."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return annotation
+    if get_origin(annotation) is list and not in_lists:
+        return None
+    found = (section_of(each, in_lists=in_lists) for each in get_args(annotation))
+    return next((each for each in found if each is not None), None)
 
 
 def read_private(path: str, source: str) -> bytes:

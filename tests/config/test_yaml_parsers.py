@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvrs.config import overrides, settings
+from kvrs.config import settings
 from kvrs.config.file import Config, dump_config, load_config
 from kvrs.config.presets import SystemPreset
 from kvrs.errors import ConfigError
@@ -62,21 +62,3 @@ def test_what_is_written_is_quoted_where_it_would_be_a_number() -> None:
 
     assert settings.parse_yaml(text) == document
     assert "a: '20e6'" in text
-
-
-def test_a_file_is_read_without_a_schema_where_no_variable_overrides_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To make one takes longer than all else."""
-    path = tmp_path / "kvrs.yaml"
-    path.write_text("proxy: {port: 1}")
-
-    def made(*_: object) -> None:
-        raise AssertionError("a schema was made")
-
-    monkeypatch.setattr(Config, "model_json_schema", made)
-    secret = {"KVRS_SECRET": "x", "KVRS_PORT": "tcp://10.0.0.1:8000"}
-
-    assert load_config(path, secret).proxy.port == 1
-    with pytest.raises(AssertionError, match="a schema was made"):
-        load_config(path, {f"{overrides._PREFIX}PROXY__PORT": "2"})
