@@ -25,6 +25,7 @@ from kvrs.protocol.instance import (
     InstanceInfo,
     LeaseAnswer,
     LeaseUpdate,
+    LinkReport,
     LoadReport,
     MeasuredPrefill,
     ModelNames,
@@ -153,6 +154,7 @@ class Scripted(ScriptedServer):
     queued: int = 0
     free_pages: int = 9
     queue_delay_s: float = 0.0
+    links: list[LinkReport] = field(default_factory=list)
     checkpoint_lag_pages: int = 0
     damaged_pages: int = 0
     speculation: SpeculationReport | None = None
@@ -251,7 +253,7 @@ class Scripted(ScriptedServer):
             running=self.running,
             free_pages=self.free_pages,
             queue_delay_s=self.queue_delay_s,
-            links=[],
+            links=self.links,
             checkpoint_lag_pages=self.checkpoint_lag_pages,
             damaged_pages=self.damaged_pages,
             speculation=self.speculation,
