@@ -252,13 +252,6 @@ _OF_SELF_TESTS = (
         "see the log of the instance",
     ),
     _Fault(
-        lambda row: row["differs_from"],
-        doubtful,
-        "other tokens than {differs_from}",
-        "the same tokens everywhere",
-        "see the first line",
-    ),
-    _Fault(
         lambda row: row["continues"] in (Continues.TEXT, Continues.GREEDY),
         doubtful,
         "continues: {continues}{because}",

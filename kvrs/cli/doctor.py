@@ -53,7 +53,7 @@ def doctor(
     answer = ask(settings, os.environ, url=admin_url)
     if config is None and (line := _command_line(answer)) is not None:
         settings = line.read(os.environ)
-    first = list(exactness_findings(settings, answer))
+    first = list(exactness_findings(answer))
     machine = list(machine_findings(settings, os.environ, answer))
     cluster = list(cluster_findings(settings, answer))
     if answer.state is not None:

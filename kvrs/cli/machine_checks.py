@@ -1,16 +1,14 @@
-"""Machine checks of `kvrs doctor`: packages, descriptors, memory, private files, certificates and
+"""Machine checks of `kvrs doctor`: descriptors, memory, private files, certificates and
 the configuration.
 """
 
 import platform
 import resource
-import runpy
 import shutil
 import socket
 import ssl
 import time
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 import kvrs
@@ -18,11 +16,9 @@ from kvrs.cli.cluster_checks import ProxyAnswer
 from kvrs.cli.common import faults_in
 from kvrs.cli.feasibility import faults_of, private_files, remarks_on, tls_sections
 from kvrs.cli.findings import Finding, bad, doubtful, good, of_fault
-from kvrs.config.cluster import Backend
 from kvrs.config.exposure import needs_secret
 from kvrs.config.file import ENV_NAME, Config
 from kvrs.config.tls import TlsSettings
-from kvrs.errors import EXTRAS, MissingExtraError, check_extras
 from kvrs.process.memory import free_bytes
 from kvrs.protocol.secrets import MIN_SECRET_BYTES
 
@@ -33,54 +29,9 @@ def machine_findings(
     config: Config, environ: Mapping[str, str], answer: ProxyAnswer
 ) -> Iterator[Finding]:
     yield good("Python", f"{platform.python_version()}, kvrs {kvrs.__version__}")
-    yield from _extras(config)
-    yield from _torch(config)
     yield _descriptors(config)
     yield from _memory(config, answer)
     yield from _configuration(config, environ)
-
-
-# Checks of packages.
-
-
-def _extras(config: Config) -> Iterator[Finding]:
-    missing: dict[str, str] = {}
-    for extra in EXTRAS:
-        try:
-            check_extras(extra)
-        except MissingExtraError as error:
-            missing[extra] = str(error)
-    installed = ", ".join(extra for extra in EXTRAS if extra not in missing)
-    yield good("extras", installed or "none: proxy and agent need none")
-    if "engine" in missing and _computes_here(config):
-        value, _, remedy = missing["engine"].partition("; to install: ")
-        yield doubtful("extra engine", value, "all of them where engines of kvrs run", remedy)
-
-
-def _computes_here(config: Config) -> bool:
-    return config.cluster.backend is Backend.EMBEDDED and any(
-        _can_bind(instance.host) for _, instance in config.cluster.instances()
-    )
-
-
-def _torch(config: Config) -> Iterator[Finding]:
-    """Read the file written by torch's build: importing torch takes seconds."""
-    spec = find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        return
-    try:
-        build = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "version.py"))
-    except OSError:
-        remedy = "pip install --force-reinstall torch"
-        yield bad("torch", "installed in part: no version.py", "a whole package", remedy)
-        return
-    cuda, wanted = build.get("cuda"), config.cluster.engine.device
-    value = f"{build['__version__']} ({f'CUDA {cuda}' if cuda else 'no CUDA'})"
-    if wanted != "cpu" and not cuda and _computes_here(config):
-        remedy = "pip install torch from the CUDA index, or device: cpu"
-        yield bad("torch", value, f"CUDA, for cluster.engine.device: {wanted}", remedy)
-    else:
-        yield good("torch", value)
 
 
 def _can_bind(host: str, port: int = 0) -> bool:

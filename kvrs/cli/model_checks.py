@@ -6,13 +6,12 @@ from typing import Any
 
 from kvrs.cli.cluster_checks import ProxyAnswer
 from kvrs.cli.findings import Finding, bad, doubtful
-from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.profiles import catalog
 from kvrs.profiles.guess import size_of
 from kvrs.profiles.schema import Profile
-from kvrs.proxy.backends.model_files import find_model, how_to_get
+from kvrs.proxy.backends.model_files import how_to_get
 from kvrs.proxy.backends.model_geometry import geometry_of, read_config
 
 _TOKENIZER = "tokenizer.json"
@@ -20,7 +19,7 @@ _TOKENIZER = "tokenizer.json"
 _SAME = 1.25
 
 
-def exactness_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
+def exactness_findings(answer: ProxyAnswer) -> Iterator[Finding]:
     """Yield the most important findings: instances compute different things, or streams continue
     inexactly without a tokenizer.
     """
@@ -30,13 +29,6 @@ def exactness_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]
         if lacking:
             model, directory = lacking[0].get("model"), lacking[0].get("model_directory")
             yield bad("exactness", *_inexact(model, directory))
-        return
-    model = config.cluster.model
-    if model is None or config.cluster.backend is Backend.EMBEDDED:
-        return
-    found = find_model(model)
-    if found is not None and not (found / _TOKENIZER).is_file():
-        yield doubtful("exactness", *_inexact(model, str(found)))
 
 
 def _differences(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:

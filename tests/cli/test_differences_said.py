@@ -10,7 +10,7 @@ from kvrs.cli.capacity import capacity_remark
 from kvrs.cli.cluster_checks import ProxyAnswer
 from kvrs.cli.findings import Level
 from kvrs.cli.model_checks import exactness_findings
-from kvrs.config.file import Config, parse_config
+from kvrs.config.file import parse_config
 
 
 def row(name: str, *, health: str = "up", **lists: list[str]) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def row(name: str, *, health: str = "up", **lists: list[str]) -> dict[str, Any]:
 def said_of(*rows: dict[str, Any]) -> list[tuple[str, Level, str]]:
     state = {"instances": [*rows], "proxies": [{}]}
     answer = ProxyAnswer("http://127.0.0.1:1", state)
-    return [(each.check, each.level, each.value) for each in exactness_findings(Config(), answer)]
+    return [(each.check, each.level, each.value) for each in exactness_findings(answer)]
 
 
 def test_other_weights_are_a_failure_that_is_said_first() -> None:

@@ -268,7 +268,6 @@ async def test_what_self_tests_have_seen_is_judged() -> None:
     assert judged(continues="none").level is Level.FAILURE
     assert judged(continues="text-stitched").level is Level.WARNING
     assert judged(continues="exact greedy").level is Level.WARNING
-    assert judged(differs_from=["d1"]).level is Level.WARNING
     assert judged(done=False).level is Level.WARNING
     assert judged(moves_kv=None).level is Level.OK
     unrestored = judged(restores=False, cause="loaded none of 2 pages")

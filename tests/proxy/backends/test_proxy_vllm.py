@@ -356,8 +356,7 @@ async def test_a_missing_tokenizer_is_seen_wherever_an_operator_looks(
     admin = f"http://127.0.0.1:{system.proxy.admin_port}"
     async with system.http.get(f"{admin}/kvrs/v1/overview") as response:
         overview = await response.json()
-    config = system.proxy.reloads.config
-    findings = [*exactness_findings(config, ProxyAnswer(admin, state))]
+    findings = [*exactness_findings(ProxyAnswer(admin, state))]
 
     assert (seen, counted) == (False, 0)
     assert state["proxies"][0]["lacks_tokenizer"]
