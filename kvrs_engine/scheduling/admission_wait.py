@@ -1,14 +1,13 @@
-"""Prediction of the wait of a new sequence until it is admitted, from the departures of others.
+"""The predicted wait of a new sequence until its admission, from the departures of other sequences.
 
-With w sequences waiting and a mean interval i between departures of a full engine, the wait is
-(w + 1) * i: each departure admits one, in order. i is an exponentially weighted moving average;
-before the first departure it is what r running sequences have taken at least, divided by r. Where
-the next departure is overdue, that interval alone is longer: streams that began together end
-together, and all that wait are then admitted soon after each other. Intervals count time in which
-the engine computes: in a pause none departs, and all wait for its end alike.
+With w waiting sequences and a mean interval i between departures of a full engine, the wait is
+(w + 1) * i, because each departure admits one sequence. i is an exponentially weighted moving
+average; before the first departure, it is the time since the engine became full, divided by the
+number of running sequences. If the next departure is overdue, only the first interval is longer:
+streams that began together end together. Intervals do not include pauses of the engine.
 """
 
-_WEIGHT = 0.2  # Of the latest interval: about the last ten count.
+_WEIGHT = 0.2  # Weight of the latest interval: about the last ten count.
 
 
 class AdmissionWaitEstimator:
@@ -18,25 +17,25 @@ class AdmissionWaitEstimator:
 
     def __init__(self) -> None:
         self._interval_s: float | None = None  # Moving average between two departures.
-        # Time of the last departure, or since when the engine is full; None: it is not full.
+        # Time of the last departure, or when the engine became full; None: not full.
         self._since_s: float | None = None
         self._departures = 0
-        self._paused_s: float | None = None  # The beginning of a pause; None: the engine computes.
+        self._paused_s: float | None = None  # Begin of the current pause; None: no pause.
 
     def pause(self, now_s: float) -> None:
-        """The engine computes nothing from now on, until `go_on`; it may do so already."""
+        """Begin a pause of the engine, unless one has begun."""
         if self._paused_s is None:
             self._paused_s = now_s
 
     def go_on(self, now_s: float) -> None:
-        """The engine computes again, or still."""
+        """End the pause, if there is one."""
         if self._paused_s is not None and self._since_s is not None:
             self._since_s += now_s - max(self._paused_s, self._since_s)
         self._paused_s = None
 
     def observe(self, now_s: float, departures: int, full: bool) -> None:
-        """Call after each admission. `departures`: how many admitted sequences have ended, ever;
-        `full`: whether another one could not be admitted.
+        """Update the interval; call after each admission. `departures` is the total number of
+        admitted sequences that have ended; `full`: another sequence could not be admitted.
         """
         if (count := departures - self._departures) and self._since_s is not None:
             interval_s = self._open_s(now_s) / count
@@ -49,8 +48,8 @@ class AdmissionWaitEstimator:
             self._since_s = now_s
 
     def expected_s(self, now_s: float, waiting: int, running: int) -> float:
-        """Predicted wait of a sequence that arrives now, behind `waiting` others, while `running`
-        have places; in a pause, from its end on.
+        """Predict the wait of a sequence that arrives now, behind `waiting` others and with
+        `running` sequences admitted; in a pause, the wait after the pause.
         """
         if self._since_s is None:
             return 0.0
@@ -60,7 +59,7 @@ class AdmissionWaitEstimator:
         return max(each_s, open_s) + waiting * each_s
 
     def _open_s(self, now_s: float) -> float:
-        """Length of the interval that no departure has ended yet."""
+        """Return the time since the last departure."""
         assert self._since_s is not None, "the engine is full"
         end_s = now_s if self._paused_s is None else self._paused_s
         return max(0.0, end_s - self._since_s)

@@ -1,35 +1,36 @@
-"""The position of a draft beside a stream of another instance. Pure: token ids and positions alone.
+"""The alignment of draft tokens with a stream of another instance, by token ids and positions.
 
-Invariants, which the tests hold it to:
-1. Drafts lie behind what the other instance has chosen; what it chooses otherwise ends them.
-2. KV counts as right only of tokens that stand where they stood when it was computed.
-3. A burst counts if it begins at or before the end of the stream and agrees with what was chosen
-   since; what lies behind is used. So drafting and verifying need not wait for each other.
+Invariants, checked by tests:
+1. Drafts follow the tokens that the other instance has chosen; a different choice discards them.
+2. KV counts as computed only for tokens that are still at the same positions.
+3. A burst is used if it begins at or before the end of the stream and agrees with the tokens chosen
+   since; its remaining tokens are proposals. So drafting and verifying need not wait for each
+   other.
 """
 
 from collections.abc import Iterable, Sequence
 
 from kvrs.protocol.speculation import MOST_DRAFTS
 
-_MOST_AHEAD = 2 * MOST_DRAFTS + 1  # A helper drafts no further (`DraftBatches`).
+_MOST_AHEAD = 2 * MOST_DRAFTS + 1  # The limit of a helper's drafts (`DraftBatches`).
 
 
 class DraftMirror:
-    """One stream of another instance, as the instance that makes drafts sees it."""
+    """One stream of another instance, as the drafting instance knows it."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.chosen = list(token_ids)
-        self.drafted: list[int] = []  # Behind them.
-        self.computed = 0  # The draft's KV of so many leading tokens is right.
-        self.sent = len(self.chosen)  # Tokens, chosen or drafted, that the other one knows.
-        self._ended = False  # Drafts that were sent are wrong.
+        self.drafted: list[int] = []  # Drafts after the chosen tokens.
+        self.computed = 0  # Number of leading tokens with valid KV of the draft model.
+        self.sent = len(self.chosen)  # Number of tokens that the other instance knows.
+        self._ended = False  # Drafts that were sent have turned out wrong.
 
     @property
     def tokens(self) -> int:
         return len(self.chosen) + len(self.drafted)
 
     def progress(self, token_ids: Sequence[int]) -> None:
-        """The stream has further tokens."""
+        """Append tokens that the other instance has chosen."""
         agreed = _agreed(self.drafted, token_ids)
         self.chosen += token_ids
         if agreed == len(token_ids):
@@ -41,8 +42,8 @@ class DraftMirror:
         self.computed = min(self.computed, len(self.chosen) - len(token_ids) + agreed)
 
     def uncomputed(self, most: int) -> tuple[int, list[int]]:
-        """The position and ids of the next tokens to compute, at most so many. The last token is
-        always among the rest: its logits are the next draft's.
+        """Return the position and the ids of the next tokens to compute, at most `most`. The last
+        token always counts as uncomputed, because its logits give the next draft.
         """
         first, known = min(self.computed, self.tokens - 1), len(self.chosen)
         end = first + most
@@ -52,15 +53,15 @@ class DraftMirror:
         return first, ids
 
     def advanced(self, first: int, count: int, draft: int | None) -> None:
-        """KV of these tokens was computed; behind the last of all, `draft` was chosen."""
+        """Note that KV of these tokens was computed, and the draft after the last token, if any."""
         self.computed = first + count
         if draft is not None:
             assert self.computed == self.tokens, "a draft follows the last token"
             self.drafted.append(draft)
 
     def burst(self) -> tuple[int, list[int], bool]:
-        """The position and ids of drafts that were not sent before, and whether those that were
-        are wrong.
+        """Take the position and the ids of the new drafts, and whether earlier drafts were
+        wrong.
         """
         start, self.sent = self.sent, self.tokens
         begins_anew, self._ended = self._ended, False
@@ -68,17 +69,16 @@ class DraftMirror:
 
 
 class Bursts:
-    """Drafts that have come for one stream, at the instance that verifies them."""
+    """Received drafts for one stream, at the instance that verifies them."""
 
     def __init__(self) -> None:
         self._first = 0
         self._ids: list[int] = []
-        self._proposed = 0  # So many leading ones.
-        # Tokens that were never proposed: the stream has gone on otherwise.
-        self.stale = 0
+        self._proposed = 0  # Number of leading drafts that were proposed.
+        self.stale = 0  # Drafts that were dropped without a proposal.
 
     def came(self, position: int, ids: Sequence[int], begins_anew: bool = False) -> None:
-        """Drafts go on where the last ones ended, or begin anew."""
+        """Add received drafts: they continue the last ones, or replace them."""
         if self._ids and not begins_anew and position == self._first + len(self._ids):
             self._ids = [*self._ids, *ids][:_MOST_AHEAD]
         else:
@@ -86,10 +86,10 @@ class Bursts:
             self._proposed, self._first, self._ids = 0, position, list(ids)
 
     def proposal(self, token_ids: Sequence[int], most: int) -> list[int]:
-        """Drafts behind these tokens; those that disagree with them are dropped."""
+        """Return drafts after `token_ids`, at most `most`; drop drafts that disagree with it."""
         known = len(token_ids) - self._first
         if known < 0:
-            return []  # They may become right.
+            return []  # The drafts begin later, and may become right.
         since = list(token_ids[self._first :])
         if since != self._ids[:known]:
             self.stale += len(self._ids) - max(_agreed(since, self._ids), self._proposed)
@@ -103,7 +103,7 @@ class Bursts:
 
 
 def _agreed(ones: Iterable[int], others: Iterable[int]) -> int:
-    """How many leading tokens of both are the same."""
+    """Return the length of the common prefix."""
     count = 0
     for one, other in zip(ones, others, strict=False):
         if one != other:

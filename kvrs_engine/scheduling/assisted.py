@@ -1,6 +1,4 @@
-"""The streams of an instance for which another one makes drafts, and the counts of what came of
-drafts. Pure.
-"""
+"""The streams of an instance for which another instance drafts tokens, and counts of the drafts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from kvrs_engine.scheduling.sequences import Sequence
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Counts since the start, as a `SpeculationReport` has them."""
+    """Counts since the start, as in `SpeculationReport`."""
 
     steps: int = 0
     proposed: int = 0
@@ -26,7 +24,7 @@ class DraftCounts:
 
 
 class _Assisted:
-    """A stream that the helper knows."""
+    """A stream whose tokens the helper gets."""
 
     def __init__(self, number: int, sequence: Sequence) -> None:
         self.number, self.sequence = number, sequence
@@ -35,7 +33,9 @@ class _Assisted:
 
 
 class AssistedStreams:
-    """A helper is told a stream when drafts of it are wanted first, then its tokens and its end."""
+    """Keeps the helper informed of the streams: of the stream at its first proposal, then of its
+    tokens and its end.
+    """
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -46,11 +46,11 @@ class AssistedStreams:
 
     @property
     def stale(self) -> int:
-        """Drafts that came and were not proposed: their stream had gone on otherwise."""
+        """Number of received drafts that were dropped without a proposal."""
         return self._stale + sum(each.bursts.stale for each in self._streams.values())
 
     def propose(self, sequence: Sequence, choice: DraftChoice, most: int) -> list[int]:
-        """At most `most` drafts behind the sequence's tokens, of those that are here."""
+        """Return received drafts after the sequence's tokens, at most `most`."""
         token_ids = sequence.token_ids
         if (assisted := self._streams.get(sequence)) is None:
             self._begun += 1
@@ -69,23 +69,23 @@ class AssistedStreams:
             self._updates.append(MirrorUpdate(assisted.number))
 
     def came(self, bursts: Iterable[Burst]) -> None:
-        """Drafts of the helper; those of streams that it does not know are dropped."""
+        """Add drafts of the helper; drafts of unknown streams are dropped."""
         for burst in bursts:
             if (assisted := self._by_number.get(burst.number)) is not None:
                 assisted.bursts.came(burst.position, burst.token_ids, burst.begins_anew)
 
     def stream(self, number: int) -> StreamId | None:
-        """The stream of that number; None: it has ended."""
+        """Return the stream with this number; None: the stream has ended."""
         assisted = self._by_number.get(number)
         return None if assisted is None else assisted.sequence.stream
 
     def take_updates(self) -> list[MirrorUpdate]:
-        """For the helper, in the order of what they tell."""
+        """Take the updates for the helper, in order."""
         updates, self._updates = self._updates, []
         return updates
 
     def left(self) -> None:
-        """The helper has gone; another one knows nothing."""
+        """Forget what the helper knew, after its end."""
         self._stale = self.stale
         self._streams.clear()
         self._by_number.clear()

@@ -1,4 +1,4 @@
-"""Full pages of which cells are gone, or have not come yet."""
+"""Full pages that lack cells, because cells were lost or have not arrived yet."""
 
 from collections.abc import Callable
 
@@ -7,15 +7,14 @@ from kvrs.protocol.tags import Tag
 
 
 class DamagedPages:
-    """Pages that have lost cells, by their tags; part of the page manager."""
+    """The damaged pages by tag; part of the page manager."""
 
     def __init__(self, tags: list[Tag | None]) -> None:
-        """`tags`: of all pages."""
+        """`tags` is the page manager's list of tags by page."""
         self.by_tag: dict[Tag, int] = {}
         self._tags = tags
         self._gone: dict[int, frozenset[Cell]] = {}
-        # Those that went to an owner since the last loss.
-        self._mended: set[int] = set()
+        self._mended: set[int] = set()  # Pages that have gone to an owner since the last loss.
 
     def __contains__(self, page: int) -> bool:
         return page in self._gone
@@ -24,13 +23,13 @@ class DamagedPages:
         return len(self._gone)
 
     def lose(self, gone: Callable[[int], frozenset[Cell]]) -> None:
-        """Note the cells that are gone, for all pages in `by_tag`."""
+        """Note the lost cells of all pages in `by_tag`; `gone` returns the cells of a page."""
         for page in self.by_tag.values():
             self._gone[page] = self._gone.get(page, frozenset()) | gone(page)
         self._mended.clear()
 
     def begin(self, page: int, gone: frozenset[Cell]) -> None:
-        """A page with a tag lacks these cells, and is not found by the tag otherwise."""
+        """Add a tagged page that lacks these cells; the page manager does not find it by tag."""
         tag = self._tags[page]
         assert tag is not None, "a damaged page has a tag"
         assert tag not in self.by_tag, "one damaged page of a tag"
@@ -38,37 +37,37 @@ class DamagedPages:
         self._gone[page] = gone
 
     def end(self, page: int) -> None:
-        """It is whole."""
+        """Remove a page that has become whole."""
         tag = self._tags[page]
         assert tag is not None, "a damaged page has a tag"
         del self.by_tag[tag], self._gone[page]
         self._mended.discard(page)
 
     def is_mended(self, page: int) -> bool:
-        """The page went to an owner since the last loss."""
+        """Return whether the page has gone to an owner since the last loss."""
         return page in self._mended
 
     def mend(self, page: int) -> frozenset[Cell]:
-        """It goes to an owner; returns what it lacks."""
+        """Give the page to an owner, which restores it; return the missing cells."""
         self._mended.add(page)
         return self._gone[page]
 
     def gone(self, page: int) -> frozenset[Cell]:
-        """Cells that a damaged page lacks."""
+        """Return the missing cells of a damaged page."""
         return self._gone[page]
 
     def brought(self, page: int, cells: frozenset[Cell]) -> None:
-        """These cells of a page were written, after the last time that it lost any."""
+        """Note that these cells of a page were written."""
         if (gone := self._gone.get(page)) is not None:
             self._gone[page] = gone - cells
 
     def lack(self, page: int, cells: frozenset[Cell]) -> None:
-        """These cells of a damaged page are gone too."""
+        """Note that a damaged page lacks these cells too."""
         self._gone[page] |= cells
 
     def spoil(self, page: int) -> None:
-        """Nothing is left of a page, if it was damaged: it is about to be written from its start,
-        or is whole.
+        """Remove a page and its tag, if damaged: the page is about to be written from its start, or
+        is whole.
         """
         if self._gone.pop(page, None) is None:
             return

@@ -1,5 +1,5 @@
-"""The batches of a draft model over streams of another instance. Pure: it neither computes nor
-chooses.
+"""The batches of a draft model over streams of another instance. The module composes them; another
+one computes them and chooses tokens.
 """
 
 from collections.abc import Sequence
@@ -23,21 +23,21 @@ DraftBatch = list[tuple[MirroredStream, Chunk]]
 
 
 class DraftBatches:
-    """Streams by the numbers that the other instance has given them."""
+    """Composes batches over the mirrored streams, which the other instance numbers."""
 
     def __init__(self, settings: BatchSettings, depth: int, max_positions: int) -> None:
-        """`depth`: drafts of a stream that the other instance verifies in a step."""
+        """`depth` is the number of drafts of a stream that the other instance verifies per step."""
         self._settings, self._max_positions = settings, max_positions
-        # The step that it computes now may choose `depth + 1` tokens, and the next one wants
-        # `depth` drafts behind these.
+        # The other instance's current step may choose `depth + 1` tokens, and its next step needs
+        # `depth` drafts after them.
         self._lead = 2 * depth + 1
         self._streams: dict[int, MirroredStream] = {}
         self._free = list(range(settings.pages))
-        self._is_stuck = False  # No stream that has room for drafts can be computed.
+        self._is_stuck = False  # No stream can be computed before the next update.
 
     @property
     def has_work(self) -> bool:
-        """False: `next` would be empty before the next update."""
+        """False if `next` would be empty until the next update."""
         return not self._is_stuck and any(
             len(each.mirror.drafted) < self._lead for each in self._streams.values()
         )
@@ -62,8 +62,8 @@ class DraftBatches:
                 self._drop(update.number)
 
     def next(self) -> DraftBatch:
-        """Chunks of all streams that have room ahead of what was verified; those at the end of
-        their stream want logits. Empty: there is nothing to draft.
+        """Return chunks of the streams that need drafts; chunks that reach the end of their stream
+        want logits. Empty: there is nothing to draft.
         """
         batch: DraftBatch = []
         left = self._settings.max_batch_tokens
@@ -84,8 +84,10 @@ class DraftBatches:
         return batch
 
     def advanced(self, batch: DraftBatch, choices: Sequence[int]) -> list[Burst]:
-        """A batch was computed, of streams that have not changed since; `choices` has a token for
-        each chunk that wanted logits. Empty: histories are still being computed.
+        """Apply a computed batch, whose streams have not changed since, and return the new drafts.
+
+        `choices` has a token for each chunk that wanted logits. The result is empty while only
+        histories are computed.
         """
         chosen, bursts = iter(choices), []
         for stream, chunk in batch:
@@ -96,7 +98,7 @@ class DraftBatches:
         return bursts
 
     def _has_pages(self, pages: list[int], tokens: int) -> bool:
-        """Streams that find no page get no drafts until others end."""
+        """Allocate pages for so many tokens; False: not enough are free until other streams end."""
         missing = pages_for(tokens, self._settings.page_size_tokens) - len(pages)
         if missing > len(self._free):
             return False

@@ -1,12 +1,12 @@
-"""Drafts behind decode steps: tokens that a source proposes and the step's logits verify.
+"""Drafts after decode steps: tokens that a source proposes and the step's logits verify.
 
-They get what decode steps and prompts leave of a batch's tokens. Where that is less than one for
-each stream, each has one all the same, of at most half of what decode steps leave: a draft that is
-right saves a later batch the token that it costs this one, those behind the first are right less
-often, and what they cost is missing to the prompts that wait.
+Drafts get the tokens of a batch that decode steps and prompts leave. If that is less than one per
+stream, each stream still gets one draft, up to half of the tokens that decode steps leave: a first
+draft that is right saves the same cost in a later batch, while later drafts are right less often
+and delay the waiting prompts.
 
-Of pages they get what no other use wants: the rest of a sequence's last page, and one more page
-while more are spare than sequences are admitted, for as long as the batch is in flight.
+Drafts use the rest of a sequence's last page, and one more page while the batch is in flight if
+more pages are spare than sequences are admitted.
 """
 
 import collections.abc
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from kvrs_engine.scheduling.pages import PageManager
 from kvrs_engine.scheduling.sequences import Chunk, Sequence, next_chunk, pages_for
 
-# Tokens that may follow the sequence's last one; at most so many.
+# Returns tokens that may follow the sequence's last token, at most the given number.
 Proposals = Callable[[Sequence, int], collections.abc.Sequence[int]]
 
 
@@ -27,8 +27,8 @@ def with_drafts(
     prompt_tokens: int,
     proposals: Proposals,
 ) -> list[tuple[Sequence, Chunk]]:
-    """The same decode steps, the first in line with drafts. Prompts want `prompt_tokens` of the
-    budget.
+    """Return the decode steps with drafts, the first in line first. Prompts need `prompt_tokens` of
+    the budget.
     """
     size = pages.page_size_tokens
     left = each = budget - prompt_tokens
@@ -52,7 +52,7 @@ def with_drafts(
 
 
 def take_back(sequence: Sequence, pages: PageManager) -> None:
-    """Release the page that drafts had beyond what the sequence needs."""
+    """Release the additional page of the sequence's drafts."""
     needed = pages_for(len(sequence.token_ids), pages.page_size_tokens)
     if len(sequence.pages) > needed:
         pages.release(sequence.pages[needed:])

@@ -1,26 +1,26 @@
 """Weighted fair queueing over the three classes of requests that wait for an engine.
 
-LUMEN (section 5) divides the traffic of a cluster that recovers into KV-reuse, recomputation and
-new requests, and leaves open how the three share an engine. Here they share it by these invariants:
+LUMEN (section 5) divides the traffic of a recovering cluster into KV reuse, recomputation and new
+requests, and leaves open how the three share an engine. Here they share it by these invariants:
 
 1. Within a queue: first come, first served.
-2. Between queues: reuse before recompute before new, for as long as none of them has had more than
-   its share. The client of a recovery is in the middle of its text and sees a pause; that of a new
-   request has seen nothing yet. Among recoveries those that reuse KV go first: they need the least
-   computing, and their pulls begin with admission and run beside the computing of others.
-3. No sequence starves under any number of recoveries. The shares are 8 to 4 to 1, in tokens that
-   must be computed: a waiting sequence is passed by at most 8 tokens of reuse and 4 of recompute
-   that come later for each token of new prompts up to and including its own (and by 2 of reuse for
-   each of recompute).
+2. Between queues: reuse before recompute before new, while no queue has had more than its share.
+   The client of a recovery sees a pause in its text; the client of a new request has no text yet.
+   Reuse comes first because it needs the least compute time, and its pulls run beside the compute
+   of other sequences.
+3. No sequence starves under any number of recoveries. The shares are 8 : 4 : 1 in tokens to
+   compute: later arrivals overtake a waiting new sequence by at most 8 tokens of reuse and 4 of
+   recompute per token of new prompts up to and including its own (and a waiting recompute sequence
+   by 2 tokens of reuse per token).
 
 This is weighted fair queueing (Demers, Keshav and Shenker 1989) with the self-clocked virtual time
 of Golestani (1994). On arrival a sequence of n tokens in queue q gets the virtual finish time
 
-    F = max(F of the one before it in q, virtual time) + n * TOKEN_COST[q]
+    F = max(F of the previous sequence in q, virtual time) + n * TOKEN_COST[q]
 
-where the virtual time is the highest F whose history is computed, so that an empty queue saves
-nothing up. The lowest F is next. F never changes, so everything that needs an order of all
-sequences (admission, prefill, preemption) has one, and no two ever preempt each other in turns.
+The virtual time is the highest F whose history is computed, so that an empty queue accumulates no
+credit. The sequence with the lowest F is next. F never changes: admission, prefill and preemption
+use the same order, and two sequences never preempt each other in turns.
 """
 
 from bisect import insort
@@ -58,7 +58,7 @@ class FairQueue:
         return {queue: len(waiting) for queue, waiting in self._queues.items()}
 
     def append(self, sequence: Sequence, tokens: int) -> None:
-        """Append a new sequence, which is expected to compute that many tokens, to its queue."""
+        """Append a new sequence, with the number of tokens that it is expected to compute."""
         assert tokens > 0, "a sequence without cost could be passed by any number"
         self._arrivals += 1
         sequence.arrival = self._arrivals
@@ -69,24 +69,24 @@ class FairQueue:
         self._queues[sequence.queue].append(sequence)
 
     def head(self) -> Sequence | None:
-        """The next sequence to admit; None: none waits."""
+        """Return the next sequence to admit; None: no sequence waits."""
         heads = [queue[0] for queue in self._queues.values() if queue]
         return min(heads, key=order) if heads else None
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence is admitted, or has ended."""
+        """Remove a sequence that is admitted or has ended."""
         self._queues[sequence.queue].remove(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Put a preempted sequence back, before all that came after it."""
+        """Put a preempted sequence back in its place."""
         insort(self._queues[sequence.queue], sequence, key=order)
 
     def advance(self, sequence: Sequence) -> None:
-        """The history of the sequence is computed: the virtual time moves up to it."""
+        """Advance the virtual time to the sequence, whose history is computed."""
         self._virtual_time = max(self._virtual_time, sequence.virtual_finish)
 
     def check(self) -> None:
-        """Assert that each queue holds its own, in order of finish time and of arrival alike.
+        """Assert that each queue has its own sequences, ordered by finish time and by arrival.
         O(waiting sequences).
         """
         for queue, waiting in self._queues.items():

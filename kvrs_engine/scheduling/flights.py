@@ -1,4 +1,4 @@
-"""The batches of one engine that are computed at present."""
+"""The batches that an engine is computing."""
 
 from collections.abc import Iterable
 from operator import itemgetter
@@ -9,13 +9,13 @@ _sequence = itemgetter(0)
 
 
 class Flights:
-    """Batches in flight, of which no two have a sequence in common."""
+    """The batches in flight; a sequence is in one batch at most."""
 
     def __init__(self, depth: int = 1) -> None:
-        """`depth`: how many the engine computes at a time."""
+        """`depth` is the number of batches that the engine computes at a time."""
         self._depth = depth
         self._batches: list[frozenset[Sequence]] = []
-        # Each decodes a token in every batch, which does not name it, for as long as it is here.
+        # Sequences that decode a token in every batch without being listed in it.
         self.steady: set[Sequence] = set()
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -26,13 +26,13 @@ class Flights:
         return frozenset[Sequence]().union(self.steady, *self._batches)
 
     def share(self, ready: int) -> int:
-        """How many of the sequences that are ready the next batch takes, so that those behind it
-        get as many.
+        """Return the number of ready sequences for the next batch, so that the batches after it get
+        equally many.
         """
         return -(-ready // max(1, self._depth - len(self._batches)))
 
     def begin(self, batch: Iterable[tuple[Sequence, Chunk]]) -> None:
-        """An empty batch is never in flight."""
+        """Note a batch in flight; an empty batch is ignored."""
         if sequences := frozenset(map(_sequence, batch)):
             self._batches.append(sequences)
 

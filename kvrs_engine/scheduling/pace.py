@@ -7,8 +7,8 @@ from kvrs_engine.scheduling.sequences import Chunk
 
 
 class Pace:
-    """Predicts how long a batch and a model load would have taken there. Tokens and KV stay real;
-    only the time is another machine's.
+    """Predicts the times of a batch and of a model load on the profiled GPU. Tokens and KV stay
+    real; only the time is that of another machine.
     """
 
     def __init__(self, profile: str) -> None:
@@ -20,14 +20,14 @@ class Pace:
     def batch_s(
         self, chunks: Sequence[Chunk], decode_batch: int = 0, context_tokens: int = 0
     ) -> float:
-        """Time of one step: all its pieces of prefill as one batch, then all its decode steps as
-        another, in which each draft counts as one more, and a context once.
+        """Return the time of one step: all its pieces of prefill as one batch, then all its decode
+        steps as another. A draft counts as one more decode step without a context.
 
-        With overhead h and decode table D(batch, context tokens) that is
+        With overhead h and decode table D(batch, context tokens) the time is
         h + sum(prefill(new given computed) - h) + D. The tables are fits of such batches, so h is
-        paid once for all pieces of prefill together. The engine's own time at each step is part of
-        h, and is added to D where no prefill is in the step. `decode_batch`: so many decode steps
-        beside the chunks, with that many tokens of context together.
+        paid once for all pieces of prefill. The engine's own time per step is part of h, and is
+        added to D in a step without prefill. `decode_batch` is the number of decode steps beside
+        the chunks, and `context_tokens` their total context.
         """
         prefill_s = 0.0
         for chunk in chunks:

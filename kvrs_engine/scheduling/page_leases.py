@@ -10,17 +10,16 @@ from kvrs.ids import StreamId
 @dataclass(slots=True, eq=False)
 class PageLease:
     key: StreamId
-    pages: list[int]  # Leading pages that are intact: memory pressure takes them from the end.
+    pages: list[int]  # Intact leading pages; memory pressure removes pages from the end.
     tokens: int
     until_s: float
 
 
 class LeaseEnds:
-    """Leases by their end.
+    """A heap of leases by their end, with lazy updates.
 
-    Entries are (until_s, number, lease). A renewal leaves the entry behind, so its time is a lower
-    bound of the lease's; the entry of a lease that is gone stays until it surfaces. The number only
-    breaks ties.
+    Entries are (until_s, sequence number, lease). A renewal does not change the entry, so the time
+    of an entry is a lower bound; the entry of a deleted lease stays until it is at the top.
     """
 
     def __init__(self, leases: Mapping[StreamId, PageLease]) -> None:

@@ -1,4 +1,4 @@
-"""Pages of which cells come from others one after the other, or are lent to others."""
+"""Pages whose cells arrive in parts from other instances, or are lent to other instances."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -25,7 +25,9 @@ class OwnedPages(Protocol):
 
 
 class PageParts:
-    """Part of the page manager. What lacks cells is a damaged page."""
+    """Handles partial and lent pages for the page manager. A page that lacks cells is a damaged
+    page.
+    """
 
     def __init__(
         self,
@@ -34,13 +36,13 @@ class PageParts:
         page_by_tag: dict[Tag, int],
         soft_pins: Sequence[int],
     ) -> None:
-        """`tags`, `soft_pins`: of all pages; `page_by_tag`: those that are whole."""
+        """`tags` and `soft_pins` have an entry per page; `page_by_tag` has the whole pages."""
         self._pages, self._tags, self._page_by_tag = pages, tags, page_by_tag
         self._soft_pins = soft_pins
-        self.lent: set[int] = set()  # Pages of loans that keep their tag, for the other cells.
+        self.lent: set[int] = set()  # Lent pages that keep their tag for their other cells.
 
     def has(self, tag: Tag, cells: Cells) -> bool:
-        """A page of that tag has these cells."""
+        """Return whether a page of this tag has these cells."""
         if tag in self._page_by_tag:
             return True
         damaged = self._pages.damaged
@@ -48,8 +50,8 @@ class PageParts:
         return page is not None and not cells & damaged.gone(page)
 
     def expect(self, stream: StreamId, tag: Tag, whole: Cells) -> int | None:
-        """A page with one more hard pin, into which cells of that tag come one after the other: a
-        damaged one, or one as `allocate_replica` gives that lacks the `whole`. None: there is none.
+        """Pin a page for cells of this tag that arrive in parts: the damaged page of the tag, or a
+        new replica page that lacks all cells (`whole`). None: no page is free.
         """
         if (page := self._pages.damaged.by_tag.get(tag)) is not None:
             self._pages.pin(page, as_replica=True)
@@ -59,8 +61,8 @@ class PageParts:
         return page
 
     def brought(self, page: int, tag: Tag, cells: Cells) -> None:
-        """These cells of a page with a hard pin have come; once a damaged page lacks none it is
-        found by its tag.
+        """Note that these cells of a hard-pinned page have arrived; a page without missing cells is
+        then found by its tag.
         """
         damaged = self._pages.damaged
         assert self._pages.references[page] > 0, f"page {page} is written without a hard pin"
@@ -71,12 +73,10 @@ class PageParts:
             return
         damaged.end(page)
         if self._page_by_tag.setdefault(tag, page) != page:
-            self._tags[page] = None  # An equal one was computed meanwhile.
+            self._tags[page] = None  # An equal page was computed meanwhile.
 
     def leave(self, page: int, whole: Cells) -> None:
-        """One reference less to a page of `expect`; nothing is kept of one of which nothing
-        came.
-        """
+        """Release a page of `expect`; a page without any arrived cell is not kept."""
         damaged = self._pages.damaged
         if self._pages.references[page] == 1 and page in damaged and damaged.gone(page) == whole:
             damaged.spoil(page)
@@ -85,9 +85,12 @@ class PageParts:
     def lend(
         self, tag: Tag, cells: Cells, loans: Mapping[int, int] = {}, *, spare: bool = True
     ) -> tuple[int, bool] | None:
-        """The page that has these cells of that tag, with one more hard pin, and whether it is in
-        use here: if not, it lacks them from now on. None: there is none. `loans`: how many pins of
-        pages are those of loans, of other cells; without `spare` all others count as in use.
+        """Pin and lend the page that has these cells of the tag; return the page, and whether it is
+        in use here. None: no page has them.
+
+        A page that is not in use lacks the lent cells from now on. `loans` is the number of pins by
+        page that belong to loans of other cells; without `spare`, pages outside `loans` count as in
+        use.
         """
         page, damaged = self._page_by_tag.get(tag), self._pages.damaged
         is_whole = page is not None
@@ -103,7 +106,7 @@ class PageParts:
             damaged.lack(page, cells)
         else:
             del self._page_by_tag[tag]
-            if tag in damaged.by_tag:  # Another page, which is less whole.
+            if tag in damaged.by_tag:  # Another page of the tag is already damaged.
                 self._tags[page] = None
                 return page, False
             damaged.begin(page, cells)
@@ -111,13 +114,11 @@ class PageParts:
         return page, False
 
     def is_lent_only(self, page: int, loans: int) -> bool:
-        """It has no pin but those of so many loans, or none."""
+        """Return whether the page has no pins other than those of `loans` loans."""
         return self._pages.references[page] == loans and not self._soft_pins[page]
 
     def lend_again(self, page: int, cells: Cells) -> None:
-        """One more hard pin to a page of a loan of other cells: these are lent too, whatever is in
-        them.
-        """
+        """Pin a lent page once more and lend these cells too, whatever they contain."""
         self._pages.pin(page)
         if page in self._pages.damaged:
             self._pages.damaged.lack(page, cells)

@@ -1,7 +1,8 @@
 """Ownership of KV pages, and the prefix cache over their tags.
 
-Paged KV as in PagedAttention (vLLM, SOSP 2023): pages with reference counts, found by the hash of
-their prefix, evicted least recently released first. Leases on retained pages are an addition.
+Paged KV as in PagedAttention (vLLM, SOSP 2023): pages have reference counts, are found by the hash
+of their prefix, and are evicted least recently released first. Leases on retained pages are an
+addition.
 """
 
 from array import array
@@ -17,15 +18,15 @@ from kvrs_engine.scheduling.page_leases import LeaseEnds, PageLease
 from kvrs_engine.scheduling.page_parts import PageParts
 from kvrs_engine.scheduling.replicas import ReplicaPages
 
-# A page is in exactly one state. References are hard pins (a sequence that computes, a peer that is
-# being sent the page); soft pins are leases. Hard pins cannot be taken away, soft pins can.
+# A page is in exactly one state. References are hard pins (of a sequence that computes, of a
+# transfer to a peer); soft pins are leases, which memory pressure can end.
 #
 #   state         references   leases   tag    kept in        allocated
 #   free               0          0     none   _free          first
 #   replica            0          0     yes    replicas       second, see replicas.py
 #   cached             0          0     yes    _cached        third, least recently released first
 #   damaged            0          0     yes    _cached        as cached
-#   soft-pinned        0         >= 1   any    _leases[...]   last: tail of the first lease to end
+#   soft-pinned        0         >= 1   any    _leases[...]   last: tail of the first to expire
 #   hard-pinned      >= 1        any    any    (its owners)   never
 #
 #   from          event                                  to
@@ -39,25 +40,24 @@ from kvrs_engine.scheduling.replicas import ReplicaPages
 #   damaged       mend, expect, lend                     hard-pinned
 #   soft-pinned   match, pin                             hard-pinned
 #   hard-pinned   last reference gone, leased            soft-pinned
-#   hard-pinned   last reference gone, it has arrived    replica
+#   hard-pinned   last reference gone, of a replica      replica
 #   hard-pinned   last reference gone, else tagged       cached
 #   hard-pinned   last reference gone, else              free
 #   soft-pinned   last lease ends, or gives the page up  cached if tagged, else free
 #
 # A soft-pinned page without a tag is the partial last page of a hand-off, found by its lease only.
 # A damaged page lacks cells: it is found by `mend` only, until it is registered again, spoiled, or
-# has been brought them. It may be a replica that has come in part, or lent for what it lacks.
-# It may be hard-pinned. One owner at a time mends it; those that had it before may only read it, or
-# write what its tag names.
+# complete. It may be a partially arrived replica, a lent page, or hard-pinned. One owner at a time
+# restores it; earlier owners may only read it, or write the content that its tag names.
 
-# Lease on the pages of streams that are moved away from a draining instance: their next attempts
-# fetch them at once, or not at all.
+# Lease on the pages of a stream that was moved from a draining instance: its next attempt fetches
+# them at once or never.
 MOVED_KEPT_S = 5.0
 
 
 class PageRecords(Protocol):
-    """Where a successor of this process will find which pages are whole;
-    `kvrs.transfer.anchors.ledger.PageLedger` is one.
+    """Records whole pages for the next process; implemented by
+    `kvrs.transfer.anchors.ledger.PageLedger`.
     """
 
     def record(self, page: int, tag: Tag, parent: Tag) -> None: ...
@@ -66,8 +66,8 @@ class PageRecords(Protocol):
 
 
 class PageManager:
-    """The pages of one pool. Every operation costs O(1) per page that it touches; those that order
-    leases O(log leases) more.
+    """Manages the pages of one pool. Every operation takes O(1) time per page, and those on leases
+    O(log leases) more.
     """
 
     def __init__(
@@ -77,11 +77,10 @@ class PageManager:
         self.page_size_tokens = page_size_tokens
         self._records = records
         self.references = array("I", [0]) * pages
-        self._soft_pins = array("I", [0]) * pages  # How many leases hold the page.
+        self._soft_pins = array("I", [0]) * pages  # Number of leases on the page.
         self._tags: list[Tag | None] = [None] * pages
-        # The base of each page that is not free, that of the sequence which has filled it: pages of
-        # different bases have the cells of spread heads on different ranks, so no sequence has
-        # both.
+        # Base of the sequence that filled the page. Pages of different bases have the cells of
+        # spread heads on different ranks, so a sequence uses pages of one base.
         self.bases = array("I", [0]) * pages
         self._page_by_tag: dict[Tag, int] = {}
         self.damaged = DamagedPages(self._tags)
@@ -95,22 +94,22 @@ class PageManager:
 
     @property
     def free_pages(self) -> int:
-        """How many pages `allocate` could give: all that have no hard pin."""
+        """Number of pages without a hard pin, which `allocate` could return."""
         return self.pages - self._hard_pinned
 
     @property
     def leased_pages(self) -> int:
-        """How many of those nothing but a lease keeps."""
+        """Number of pages that only a lease keeps."""
         return self.free_pages - len(self._free) - self.replicas.idle - len(self._cached)
 
     def holds(self, tag: Tag) -> bool:
-        """A page is found under that tag."""
+        """Return whether a whole page has the tag."""
         return tag in self._page_by_tag
 
     # Hard pins.
 
     def match(self, tags: Iterable[Tag]) -> list[int]:
-        """The pages of the longest held prefix of `tags`, all of one base; each gets a hard pin."""
+        """Pin and return the pages of the longest prefix of `tags` that is held with one base."""
         found: list[int] = []
         for tag in tags:
             page = self._page_by_tag.get(tag)
@@ -123,9 +122,8 @@ class PageManager:
     def allocate(
         self, count: int, base: int = 0, spare_left: int | None = None
     ) -> list[int] | None:
-        """That many pages of that base with a hard pin each and nothing in them, or None, and then
-        nothing has changed. With `spare_left` nothing is given up for them, and as many pages with
-        nothing in them are left.
+        """Return `count` empty pages with a hard pin each, or None, changing nothing. With
+        `spare_left` no page is evicted, and this number of free pages must be left.
         """
         if count > self.free_pages:
             return None
@@ -142,9 +140,10 @@ class PageManager:
         return pages
 
     def allocate_replica(self, stream: StreamId) -> int | None:
-        """A page with a hard pin for what another instance sends of that stream: one with nothing
-        in it, or the oldest of the cache, and beyond the allowed number another stream's replica.
-        None: there is none of these.
+        """Return a page with a hard pin for a replica of the stream's page; None: no page is free.
+
+        The page is a free one, else the oldest cached one; at the limit of replicas, another
+        stream's replica.
         """
         replicas = self.replicas
         if len(replicas) >= replicas.most:
@@ -164,10 +163,10 @@ class PageManager:
         return page
 
     def register(self, page: int, tag: Tag, parent: Tag | None = None) -> int:
-        """Let a full, computed page be found under its tag; `parent` is the tag of the page before
-        it. Returns the page that is found from now on: another one when an equal page was
-        registered before with the same base; then `page` stays private to its owner, as it does
-        beside one of another base.
+        """Register a full, computed page under its tag; `parent` is the previous page's tag.
+
+        Returns the page to use: an equal page with the same base if one was registered before, and
+        then `page` stays private to its owner, as it does if the registered page has another base.
         """
         assert self.references[page] > 0, f"page {page} is registered without a hard pin"
         if page in self.damaged:
@@ -185,8 +184,8 @@ class PageManager:
         return found
 
     def adopt(self, pages: Sequence[tuple[int, Tag]]) -> None:
-        """Take over whole pages of an earlier process as cached, least recently used first. Only
-        for a new manager.
+        """Add whole pages of an earlier process to the cache of a new manager, least recently used
+        first.
         """
         assert len(self._free) == self.pages, "pages are in use"
         for page, tag in pages:
@@ -197,7 +196,7 @@ class PageManager:
         self._free = array("I", (page for page in self._free if self._tags[page] is None))
 
     def pin(self, page: int, *, as_replica: bool = False) -> None:
-        """One more reference to a page that is not free; `as_replica`: it stays one, if it is."""
+        """Add a reference to a page that is not free; `as_replica`: a replica stays a replica."""
         if self.references[page] == 0:
             assert self._tags[page] is not None or self._soft_pins[page], (
                 f"page {page} is free: there is nothing in it to pin"
@@ -211,8 +210,8 @@ class PageManager:
         self.references[page] += 1
 
     def disown(self, pages: Sequence[int]) -> None:
-        """Let none of these pages be found any more, each of which has a hard pin: what is in them
-        is not what their tags say. Sequences that hold such a page keep it.
+        """Remove the tags of hard-pinned pages whose content is wrong. Sequences that hold such a
+        page keep it.
         """
         for page in pages:
             assert self.references[page] > 0, f"page {page} is disowned without a hard pin"
@@ -220,8 +219,8 @@ class PageManager:
                 self._forget(page)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One reference less to each. The last page goes first, so that under pressure a history
-        loses its tail first.
+        """Remove a reference from each page, from the last to the first, so that eviction takes the
+        tail of a history first.
         """
         references, lent = self.references, self.parts.lent
         for page in reversed(pages):
@@ -236,8 +235,8 @@ class PageManager:
     # Leases.
 
     def retain(self, key: StreamId, pages: Sequence[int], tokens: int, until_s: float) -> None:
-        """Lease `pages`, which hold a history's first `tokens` tokens; the lease replaces an older
-        one of that key.
+        """Lease `pages`, which have a history's first `tokens` tokens; the lease replaces an older
+        lease of the same key.
         """
         assert len(pages) == -(-tokens // self.page_size_tokens) > 0, (
             f"{tokens} tokens do not fill {len(pages)} pages"
@@ -255,19 +254,19 @@ class PageManager:
         self._ends.add(lease)
 
     def retained_page(self, key: StreamId, index: int) -> int | None:
-        """The retained page at that index, or None when it was given up or never was there."""
+        """Return the retained page at the index; None: not retained, or evicted."""
         lease = self._leases.get(key)
         return lease.pages[index] if lease is not None and 0 <= index < len(lease.pages) else None
 
     def retained_tokens(self, key: StreamId) -> int:
-        """How many leading tokens of the retained history are intact."""
+        """Return the number of intact leading tokens of a retained history."""
         lease = self._leases.get(key)
         return (
             min(lease.tokens, len(lease.pages) * self.page_size_tokens) if lease is not None else 0
         )
 
     def renew(self, keys: Iterable[StreamId], until_s: float) -> list[StreamId]:
-        """Let those leases last at least until then. Returns the keys without a lease."""
+        """Extend leases to `until_s`; return the keys without a lease."""
         unknown = []
         for key in keys:
             lease = self._leases.get(key)
@@ -278,9 +277,7 @@ class PageManager:
         return unknown
 
     def unretain(self, keys: Iterable[StreamId]) -> None:
-        """End those leases; unknown keys are ignored, since pressure or time may have ended them
-        before.
-        """
+        """End leases; unknown keys are ignored, because their leases may have ended before."""
         for key in keys:
             lease = self._leases.pop(key, None)
             if lease is not None:
@@ -293,18 +290,17 @@ class PageManager:
             self.unretain([lease.key])
 
     def reset_cache(self) -> None:
-        """Forget everything that has no hard pin."""
+        """Empty every page without a hard pin."""
         self.unretain(list(self._leases))
         self._cached.update(self.replicas.clear())
         while self._cached:
             self._free.append(self._forget(self._cached.pop_first()))
 
-    # Cells that are gone.
+    # Lost cells.
 
     def lose(self, gone: Callable[[int], frozenset[Cell]]) -> None:
-        """Let no page be found any more of which cells are gone, and end all leases. Of pages that
-        were damaged before these cells are gone too. What is left of full pages is there for
-        `mend`.
+        """Mark pages that have lost cells as damaged, and end all leases. `gone` returns the lost
+        cells of a page. Damaged pages can be restored by `mend`.
         """
         self.unretain(list(self._leases))
         self._cached.update(self.replicas.clear())
@@ -315,7 +311,7 @@ class PageManager:
             if self._records is not None:
                 self._records.clear(page)
             before = self.damaged.by_tag.get(tag)
-            if before is not None:  # It was computed or pulled anew since, into another page.
+            if before is not None:  # An older damaged page, replaced by this one since.
                 self.damaged.spoil(before)
                 if before in self._cached:
                     self._cached.discard(before)
@@ -324,8 +320,8 @@ class PageManager:
         self.damaged.lose(gone)
 
     def mend(self, tag: Tag, base: int = 0) -> tuple[int, frozenset[Cell]] | None:
-        """The damaged page of that tag and base, with a hard pin, and the cells that it lacks;
-        None: there is none, or another owner mends it.
+        """Pin the damaged page of this tag and base; return the page and its missing cells. None:
+        there is no such page, or another owner restores it.
         """
         page = self.damaged.by_tag.get(tag)
         if page is None or page in self.parts.lent or self.bases[page] != base:
@@ -338,9 +334,7 @@ class PageManager:
     # Transitions.
 
     def _settle(self, page: int, soft_pins: int = 0) -> None:
-        """Move a page that lost a reference, or so many soft pins, to the state that it is in
-        now.
-        """
+        """Update the state of a page after it has lost a reference or `soft_pins` soft pins."""
         self._soft_pins[page] -= soft_pins
         if self.references[page] or self._soft_pins[page]:
             return
@@ -352,9 +346,8 @@ class PageManager:
 
     def _take(self) -> int:
         while not (self._free or self.replicas or self._cached):
-            # The first lease loses its last page. One with a hard pin frees nothing and loses its
-            # soft pin all the same: else the pages before it could not be taken, and the hard pin
-            # keeps the page as long as needed.
+            # The first lease to expire loses its last page. A page with a hard pin frees nothing
+            # and still loses its soft pin: else the pages before it could not be taken.
             lease = self._ends.first()
             assert lease is not None, "free_pages counts a page that is in no list"
             last = lease.pages.pop()
@@ -367,7 +360,7 @@ class PageManager:
         return self._forget(self._cached.pop_first() if page is None else page)
 
     def _forget(self, page: int) -> int:
-        """Let nothing be found any more in a page that is in no list."""
+        """Remove the tag of a page that is in no list."""
         self.damaged.spoil(page)
         tag = self._tags[page]
         if tag is None:

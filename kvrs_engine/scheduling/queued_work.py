@@ -1,4 +1,4 @@
-"""Predicted time of the work that an engine has queued, behind what its prefix cache holds."""
+"""The predicted time of an engine's queued work, without the tokens in its prefix cache."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ from kvrs_engine.scheduling.sequences import Sequence, coverable_pages
 def queued_s(
     sequences: Iterable[Sequence], pages: PageManager, prefill: PrefillTable, step_tokens: int
 ) -> float:
-    """Seconds to compute what is left of unfinished sequences, which come in the order in which
-    they are computed. O(pages of those that have computed nothing).
+    """Return the time to compute the rest of unfinished sequences, given in order of computation.
 
-    The sum over sequences of `prefill(new given computed)`, each without the overhead of a step,
-    plus one overhead for each of the steps of `step_tokens` that they share. A sequence that has
-    computed nothing finds the pages in the cache, and those of the sequences before it.
+    The time is the sum of `prefill(new given computed)` over the sequences, each without the
+    overhead of a step, plus one overhead for each of the shared steps of `step_tokens`. A sequence
+    that has computed nothing will find its pages in the cache or among the pages of the sequences
+    before it. Takes O(pages of such sequences) time.
     """
     ahead: set[Tag] = set()
     works: list[tuple[int, int]] = []
@@ -37,8 +37,8 @@ def queued_s(
 
 
 def _findable_tokens(sequence: Sequence, pages: PageManager, ahead: set[Tag]) -> int:
-    """How many leading tokens a sequence will find. A page stands for all before it, so that the
-    first one that is missing is searched for by halves.
+    """Return the number of leading tokens that a sequence will find cached, by bisection: a page is
+    cached only with all pages before it.
     """
     size, tags = pages.page_size_tokens, sequence.tags
     found = bisect_left(

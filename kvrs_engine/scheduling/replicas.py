@@ -1,9 +1,9 @@
-"""Pages of other instances' streams that a pool keeps for them, and the order in which it gives
-them up (KevlarFlow: the replica of a neighbour, evicted before the own cache).
+"""Replica pages: pages of other instances' streams in the own pool, and the order of their eviction
+(KevlarFlow: replicas of a neighbour are evicted before the own cache).
 
-The stream that has brought nothing for longest loses its pages first, and each its last page first:
-what is left of a history is always its front. A page that the own streams have used is a page of
-the own cache, and no replica any more.
+The stream without new pages for longest loses its pages first, from the last page to the first, so
+that the front of a history is left. A replica that an own stream uses becomes a page of the own
+cache.
 """
 
 from collections import OrderedDict
@@ -16,22 +16,19 @@ from kvrs.protocol.page_messages import HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
 from kvrs_engine.scheduling.page_parts import Cells, PageParts
 
-_MAX_STREAMS = (
-    4096  # Whose tags are known; beyond it the one that was quiet for longest is dropped.
-)
-_REPORTED_S = 2.0  # A change is in all reports of so long: proxies read them a few times a second.
+_MAX_STREAMS = 4096  # Limit of streams with known tags; the least recently active one is dropped.
+_REPORTED_S = 2.0  # Time for which reports repeat a change; proxies read them several times.
 
 
 class ReplicaPages:
-    """Which pages are replicas, and of which stream. At most `most` are kept; 0: none."""
+    """Records the replica pages and their streams, at most `most` pages; 0: no replicas."""
 
     def __init__(self, most: int = 0) -> None:
         self.most = most
-        self.dropped = 0  # Given up since the start.
-        # Streams that have lost pages since the last report.
-        self.lost: dict[StreamId, None] = {}
+        self.dropped = 0  # Number of evicted replicas since the start.
+        self.lost: dict[StreamId, None] = {}  # Streams that have lost pages since the last report.
         self._stream_of: dict[int, StreamId] = {}
-        # Of each stream its pages as they came, also those that still arrive: True has no pin.
+        # Pages of each stream in order of arrival; True: without a pin, False: still arriving.
         self._pages: OrderedDict[StreamId, dict[int, bool]] = OrderedDict()
         self._idle = 0
 
@@ -39,28 +36,28 @@ class ReplicaPages:
         return len(self._stream_of)
 
     def __contains__(self, page: int) -> bool:
-        """The page is a replica without a pin."""
+        """Return whether the page is a replica without a pin."""
         stream = self._stream_of.get(page)
         return stream is not None and self._pages[stream][page]
 
     @property
     def idle(self) -> int:
-        """How many have no pin: all but those that still arrive."""
+        """Number of replicas without a pin, which is all that have arrived."""
         return self._idle
 
     def __bool__(self) -> bool:
-        """There is one without a pin."""
+        """Return whether any replica has no pin."""
         return bool(self._idle)
 
     def bring(self, page: int, stream: StreamId) -> None:
-        """The stream's next page arrives in this one, which has a pin until it has."""
+        """Add a pinned page into which the stream's next page arrives."""
         assert page not in self._stream_of
         self._stream_of[page] = stream
         self._pages.setdefault(stream, {})[page] = False
         self._pages.move_to_end(stream)
 
     def settle(self, page: int) -> bool:
-        """The page has lost its last pin. Returns whether it is a replica."""
+        """Note that the page has lost its last pin; return whether it is a replica."""
         if (stream := self._stream_of.get(page)) is None:
             return False
         self._pages[stream][page] = True
@@ -68,13 +65,13 @@ class ReplicaPages:
         return True
 
     def unsettle(self, page: int) -> None:
-        """The page has a pin again, since more of it arrives."""
+        """Note that the page is pinned again, because more cells arrive."""
         if (stream := self._stream_of.get(page)) is not None:
             self._pages[stream][page] = False
             self._idle -= 1
 
     def leave(self, page: int) -> None:
-        """The page is an own stream's, or did not arrive: no replica, if it was one."""
+        """Remove the page, if a replica: an own stream uses it, or it did not arrive."""
         if (stream := self._stream_of.pop(page, None)) is None:
             return
         pages = self._pages[stream]
@@ -83,11 +80,13 @@ class ReplicaPages:
             del self._pages[stream]
 
     def victim(self, besides: StreamId | None = None) -> int | None:
-        """Give up the page that is to go first, of a stream other than `besides`."""
+        """Evict and return the first replica in order, except those of `besides`; None: no replica
+        without a pin.
+        """
         for stream, pages in self._pages.items():
             if stream == besides:
                 continue
-            # Those that still arrive are the last, and few.
+            # The last pages may still be arriving.
             page = next((page for page in reversed(pages) if pages[page]), None)
             if page is not None:
                 self.leave(page)
@@ -97,7 +96,7 @@ class ReplicaPages:
         return None
 
     def clear(self) -> list[int]:
-        """No page is a replica any more; returns those without a pin."""
+        """Remove all replicas; return the pages without a pin."""
         idle = [page for pages in self._pages.values() for page in pages if pages[page]]
         self.lost |= dict.fromkeys(self._pages)
         self._pages.clear()
@@ -115,7 +114,7 @@ class ReplicaPages:
 
 
 class ReplicaPool(Protocol):
-    """The pages of an instance; `kvrs_engine.scheduling.pages.PageManager` is one."""
+    """The page pool of an instance; implemented by `kvrs_engine.scheduling.pages.PageManager`."""
 
     pages: int
     replicas: ReplicaPages
@@ -129,32 +128,31 @@ class ReplicaPool(Protocol):
 
 @dataclass(slots=True)
 class _Known:
-    """A stream of another instance: its tags, and how many leading ones were here at the last
-    look.
-    """
+    """A stream of another instance."""
 
     tags: list[Tag] = field(default_factory=list)
-    held: dict[Cells | None, int] = field(default_factory=dict)  # By the part; None: whole ones.
+    # Number of leading pages held at the last check, by part; None: whole pages.
+    held: dict[Cells | None, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRun:
-    """A range of pages that arrives, or of these cells of them."""
+    """An arriving range of pages, or of the given cells of these pages."""
 
     stream: StreamId
     tags: Sequence[Tag]
-    taken: Sequence[int | None]  # Of each tag the page that it comes into; None: it is dropped.
+    taken: Sequence[int | None]  # Destination page of each tag; None: the data is dropped.
     cells: Cells | None = None
 
 
 class ReplicaBook:
-    """The answers of an instance to those that send it pages, and its reports of them.
+    """Accepts replica pages from other instances and reports them.
 
-    Parts of a page come apart from each other, those of a stage from the host that computes it. A
-    page is found and reported once it has all; before, what has come may be lent.
+    The parts of a page arrive separately, each from the host of its pipeline stage. A page is found
+    and reported once it is whole; its parts may be lent before.
 
-    What a page has in it follows from its tag, and senders have the cluster's secret and the same
-    fingerprint, so a late sender brings what is true all the same: no attempt has to be fenced.
+    A page's tag determines its content, and senders have the cluster's secret and the same
+    fingerprint, so pages of a late sender are right too: no attempt has to be fenced.
     """
 
     def __init__(
@@ -164,8 +162,8 @@ class ReplicaBook:
         clock: Callable[[], float],
         whole: Cells = frozenset(),
     ) -> None:
-        """`share`: of the pool's pages at most so many are replicas; `whole`: all cells of a page,
-        where parts come.
+        """`share` limits the part of the pool for replicas; `whole` has all cells of a page, if
+        pages arrive in parts.
         """
         self._pool, self._clock, self._whole = pool, clock, whole
         pool.replicas.most = int(share * pool.pages)
@@ -173,11 +171,11 @@ class ReplicaBook:
         self._changed_s: dict[StreamId, float] = {}
 
     def offer(self, stream: StreamId, tags: Sequence[Tag], cells: Cells | None = None) -> HeldPages:
-        """The stream's pages are to come, or these cells of each, as far as they are not here."""
+        """Answer an offer of the stream's pages (or of these cells): the number already held."""
         if not self._pool.replicas.most:
             return HeldPages(StoreCode.FULL, 0)
         self._know(stream, 0, tags)
-        self._known[stream].held.clear()  # Looked at anew, whatever has become of its pages.
+        self._known[stream].held.clear()  # Count again: pages may be gone.
         return self.held(stream, cells)
 
     def begin(
@@ -188,8 +186,8 @@ class ReplicaBook:
         cells: Cells | None = None,
         most: int | None = None,
     ) -> ReplicaRun:
-        """Take pages for these, up to the first for which there is none, at most so many; nothing
-        behind a gap.
+        """Allocate pages for arriving data, at most `most`, up to the first that cannot be
+        allocated; data after a gap is dropped.
         """
         self._look_at_lost()
         has_gap = first_page > self.held(stream, cells).pages
@@ -209,7 +207,7 @@ class ReplicaBook:
         return ReplicaRun(stream, tags, taken, cells)
 
     def arrived(self, run: ReplicaRun, index: int) -> None:
-        """The whole page is in its place, and may be found; or its part is."""
+        """Note that a page of the run, or its part, has arrived."""
         page = run.taken[index]
         assert page is not None
         if run.cells is None:
@@ -218,7 +216,7 @@ class ReplicaBook:
             self._pool.parts.brought(page, run.tags[index], run.cells)
 
     def end(self, run: ReplicaRun) -> HeldPages:
-        """Nothing of it is written any more; what has not arrived is free."""
+        """End a run, free the pages that did not arrive, and return the number of held pages."""
         taken = [page for page in run.taken if page is not None]
         if run.cells is None:
             self._pool.release(taken)
@@ -228,8 +226,8 @@ class ReplicaBook:
         return self.held(run.stream, run.cells)
 
     def held(self, stream: StreamId, cells: Cells | None = None) -> HeldPages:
-        """How many leading pages of the stream are here, or have these cells. Of those that own
-        streams have used since some may be gone: what is missing then is computed.
+        """Return the number of leading pages of the stream that are held, or have these cells. Some
+        may be gone if own streams have used them.
         """
         if (known := self._known.get(stream)) is None:
             return HeldPages(StoreCode.OK, 0)
@@ -240,7 +238,7 @@ class ReplicaBook:
         return HeldPages(StoreCode.OK, held)
 
     def changed(self) -> Mapping[StreamId, int]:
-        """Leading pages of the streams whose replicas have changed within the last seconds."""
+        """Return the held leading pages of streams that have changed within `_REPORTED_S`."""
         self._look_at_lost()
         now_s = self._clock()
         for stream, at_s in [*self._changed_s.items()]:
@@ -262,7 +260,7 @@ class ReplicaBook:
     def _know(self, stream: StreamId, first_page: int, tags: Sequence[Tag]) -> None:
         known = self._known.setdefault(stream, _Known())
         self._known.move_to_end(stream)
-        # Parts of a page come apart: of those that are known, another one may have been the last.
+        # Parts of a page arrive separately: another part may have ended further ahead.
         overlap = known.tags[first_page : first_page + len(tags)]
         if overlap == [*tags[: len(overlap)]] and first_page <= len(known.tags):
             known.tags += tags[len(overlap) :]

@@ -1,4 +1,4 @@
-"""The pages that a sequence gets when it is admitted, and those of them that others then find."""
+"""The reservation of a sequence's pages at its admission, and their registration in the cache."""
 
 from collections.abc import Iterable
 
@@ -7,11 +7,11 @@ from kvrs_engine.scheduling.sequences import Sequence, coverable_pages, pages_fo
 
 
 def reserve(pages: PageManager, sequence: Sequence, headroom: int) -> int | None:
-    """Give a sequence pages for its whole history: from the prefix cache what is there; behind
-    that, where peers hold a page, what this instance has left of it; else new ones.
+    """Reserve pages for a sequence's whole history: cached pages, then damaged pages where peers
+    can send the missing cells, else new pages.
 
-    Returns how many leading pages are whole. None: there are not so many pages, and `headroom`
-    more; nothing has changed then.
+    Returns the number of whole leading pages; None, changing nothing, if there are not enough pages
+    with `headroom` left.
     """
     size = pages.page_size_tokens
     coverable = coverable_pages(sequence, size)
@@ -28,7 +28,7 @@ def reserve(pages: PageManager, sequence: Sequence, headroom: int) -> int | None
             if (mended := pages.mend(sequence.tags[index], sequence.base)) is not None:
                 damaged[index], sequence.gone[index] = mended
     new = pages.allocate(missing - len(damaged), sequence.base)
-    assert new is not None, "as many as there were"
+    assert new is not None, "enough pages are free"
     rest = iter(new)
     behind = range(len(found), len(found) + missing)
     sequence.pages = found + [damaged[at] if at in damaged else next(rest) for at in behind]
@@ -36,8 +36,8 @@ def reserve(pages: PageManager, sequence: Sequence, headroom: int) -> int | None
 
 
 def find_late(pages: PageManager, sequence: Sequence) -> int:
-    """Let a sequence that has only pages of the cache, and new ones, use those that others have
-    computed since it was admitted. Returns how many more leading pages are whole.
+    """Replace a sequence's next pages by equal pages that were registered since its admission;
+    return their number. The sequence must have computed nothing.
     """
     size = pages.page_size_tokens
     first, end = sequence.computed_tokens // size, coverable_pages(sequence, size)
@@ -53,24 +53,23 @@ def find_late(pages: PageManager, sequence: Sequence) -> int:
 
 
 def register(pages: PageManager, sequence: Sequence, indexes: Iterable[int]) -> None:
-    """Register full pages of a sequence; where an equal page was registered before, the sequence
-    uses that one.
+    """Register full pages of a sequence, and replace those for which an equal page is
+    registered.
     """
     for index in indexes:
         page = sequence.pages[index]
         parent = sequence.tags[index - 1] if index else sequence.root
         found = pages.register(page, sequence.tags[index], parent)
         if found != page:
-            # Two copies would waste one, and a lease on ours would protect the copy that cannot be
-            # found.
+            # A second copy would waste a page, and a lease on it would not protect the other.
             pages.pin(found)
             pages.release([page])
             sequence.pages[index] = found
 
 
 def spoil(pages: PageManager, sequence: Sequence, tokens: int) -> None:
-    """The next tokens of a sequence are computed, so what was left of pages in which they are, and
-    has not come whole, is not there any more.
+    """Remove the damaged state and the tags of pages that the next tokens of a sequence
+    overwrite.
     """
     size = pages.page_size_tokens
     first, end = sequence.computed_tokens, sequence.computed_tokens + tokens

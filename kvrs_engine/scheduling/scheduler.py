@@ -3,31 +3,30 @@
 Batches are composed per iteration (Orca, OSDI 2022) of decode steps and pieces of prefill
 (Sarathi-Serve, OSDI 2024); KV is paged (vLLM, SOSP 2023).
 
-Invariants, which `check` and the tests hold it to:
+Invariants, checked by `check` and by tests:
 1. Every sequence has a rank in the queue, given on arrival, which never changes: three classes
-   share the engine by the invariants of `fair_queue.py`, and while nothing is recovering that is
-   first come, first served. Sequences are admitted, prefilled and kept by rank.
-2. When pages run short the last of the running sequences is preempted, and only for one before it.
-   It keeps its tokens and computes again, mostly from the prefix cache. A sequence with none behind
-   it waits where it is, and no other is admitted meanwhile. So the first of the admitted always
-   proceeds and none passes the head of the queue; and since only a bounded number of later ones
-   get a rank before a given one, none starves. A recovery is ranked before those that wait for
-   their prefill, never before those that had it: a stream that is running is not preempted because
-   another one is being recovered.
-3. A page that may still be written from outside (by the executor: a batch in flight; by a socket:
-   a pull) is not given back, whatever happened to its sequence, before `complete`, `abandon` or
-   `pulled` ends the writing.
+   share the engine by the invariants of `fair_queue.py`; without recoveries the order is first
+   come, first served. Sequences are admitted, prefilled and kept by rank.
+2. When pages run short the last running sequence is preempted, and only for an earlier sequence. A
+   preempted sequence keeps its tokens and computes again, mostly from the prefix cache. The last
+   sequence itself waits for pages, and no other is admitted meanwhile. So the first admitted
+   sequence always proceeds, no sequence overtakes the head of the queue, and since only a bounded
+   number of later sequences get an earlier rank, none starves. A recovery is ranked before
+   sequences that wait for their prefill, never before running ones: a recovery does not preempt a
+   running stream.
+3. A page that may still be written (by a batch in flight or by a pull) is not released before
+   `complete`, `abandon` or `pulled` ends the writing, even if its sequence has ended.
 4. A page is registered in the prefix cache only when all its tokens are computed or have arrived.
 5. Every position of a history is written once: by a pull or by computing, never by both. A sequence
-   computes in the order of its positions, each only when the KV of all before it is there: up to
-   the first page that a pull may still be writing, from behind the last of those that have arrived
-   without a gap. So what lies before the pages of a pull is computed while they come (Phase.SPLIT),
-   and what did not come is computed after that.
-6. A sequence into whose pages a pull or a batch in flight may still be writing is not preempted: by
-   invariant 3 that would give nothing back at once.
+   computes its positions in order, each after the KV of all earlier positions: from the end of the
+   pages that have arrived without a gap, up to the first page that a pull may still write. So the
+   tokens before a pull's pages are computed during the pull (Phase.SPLIT), and pages that did not
+   arrive are computed after it.
+6. A sequence is not preempted while a pull or a batch in flight may write into its pages: by
+   invariant 3 that would release no page at once.
 7. A sequence is in one batch in flight at most.
-8. Drafts take no page from anyone; while prompts want more than a batch has, a stream has one at
-   most. Those of which `complete` does not hear leave no trace in a book.
+8. Drafts take no page that other work needs; while prompts want more tokens than a batch has, a
+   stream has one draft at most. Drafts that `complete` does not accept leave no trace.
 """
 
 import collections.abc
@@ -63,34 +62,34 @@ from kvrs_engine.scheduling.shares import Share, Waiting, in_line
 class BatchScheduler:
     """The scheduler of one engine.
 
-    One round: `admit`, then `next_batch`; if that is not empty execute it, `complete` it, or
-    `abandon` it where that failed, and `finish` the sequences that ended. Between `next_batch` and
-    `complete` everything else may be called, also `next_batch`: for what is not in flight.
-    After `add`, `finish`, `pulled`, and after a peer's pins were released, another round may find
-    more to do.
+    One round: `admit`, then `next_batch`; execute a batch that is not empty, `complete` it (or
+    `abandon` it after a failure), and `finish` the sequences that ended. All other methods may be
+    called between `next_batch` and `complete`, also `next_batch` for sequences that are not in
+    flight. After `add`, `finish`, `pulled`, and after the release of a peer's pins, another round
+    may find more work.
     """
 
     def __init__(
         self, settings: BatchSettings, pages: PageManager, share: Share = in_line, depth: int = 1
     ) -> None:
-        """`share`: of the prefill of a batch; of any the first in line gets a token at least.
-        `depth`: batches that the engine computes at a time.
+        """`share` divides a batch's prefill tokens among sequences; the first in line must get one
+        at least. `depth` is the number of batches that the engine computes at a time.
         """
         assert settings.page_size_tokens == pages.page_size_tokens
         self._max_batch_tokens, self._max_running = settings.max_batch_tokens, settings.max_running
         self._page_size = settings.page_size_tokens
         self._pages, self._share = pages, share
         self._queue = FairQueue()
-        self._admitted: list[Sequence] = []  # PULLING, SPLIT and RUNNING.
-        # Pulls of sequences in PULLING and SPLIT, and of those that were aborted as such.
+        self._admitted: list[Sequence] = []  # Sequences in PULLING, SPLIT and RUNNING.
+        # Pulls of sequences in PULLING and SPLIT, and of sequences that were aborted meanwhile.
         self._pulls: dict[Sequence, Pull] = {}
         self._in_flight = Flights(depth)
-        # Had no page for their decode step in the last batch, and none behind them to preempt.
+        # Sequences without a page for their decode step, and with no later one to preempt.
         self._stalled: list[Sequence] = []
         self._queued_tokens = 0
         self._departures = 0
-        # The head of the queue that did not fit, and the free pages at the last try: it is tried
-        # again when there are more, since a try walks over all the tags of a history.
+        # The head of the queue that did not fit, and the free pages at that time. The next try
+        # waits for more free pages, because a try takes O(tags of the history).
         self._blocked: Sequence | None = None
         self._seen_free_pages = 0
 
@@ -100,7 +99,7 @@ class BatchScheduler:
 
     @property
     def queued(self) -> int:
-        """Sequences that wait for admission or for pages of a peer, as an instance reports them."""
+        """Number of sequences that wait for admission or for a peer's pages, for load reports."""
         return self.waiting + self.pulling
 
     @property
@@ -109,7 +108,7 @@ class BatchScheduler:
 
     @property
     def pulling(self) -> int:
-        """How many sequences wait for pages of a peer, whether or not they compute meanwhile."""
+        """Number of sequences in PULLING and SPLIT."""
         return sum(sequence.phase is not SequencePhase.FINISHED for sequence in self._pulls)
 
     @property
@@ -118,17 +117,17 @@ class BatchScheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens left to compute of all unfinished sequences, if all pulls succeed."""
+        """Number of tokens left to compute for all unfinished sequences, if all pulls succeed."""
         return self._queued_tokens
 
     def queued_s(self, prefill: PrefillTable) -> float:
-        """Predicted time to compute what is queued, behind what the prefix cache has of it."""
+        """Return the predicted time of the queued work, without the tokens in the prefix cache."""
         in_order = (*self._admitted, *self._queue)
         return queued_s(in_order, self._pages, prefill, self._max_batch_tokens)
 
     @property
     def full(self) -> bool:
-        """A new sequence could not be admitted at once. Valid right after `admit`."""
+        """True if a new sequence could not be admitted at once; valid right after `admit`."""
         return (
             len(self._admitted) >= self._max_running
             or self._blocked is not None
@@ -137,11 +136,11 @@ class BatchScheduler:
 
     @property
     def departures(self) -> int:
-        """How many admitted sequences have ended, ever."""
+        """Total number of admitted sequences that have ended."""
         return self._departures
 
     def fits(self, history_tokens: int, max_new_tokens: int) -> bool:
-        """Such a sequence could finish if it were alone. The last token produced needs no KV."""
+        """Return whether such a sequence fits into the pool. The last output token needs no KV."""
         return (
             pages_for(history_tokens + max(0, max_new_tokens - 1), self._page_size)
             <= self._pages.pages
@@ -154,17 +153,15 @@ class BatchScheduler:
         sequence.extend_tags(self._page_size)
         sequence.awaited = expected_ranges(sequence, 0, self._page_size)
         self._queued_tokens += sequence.work_tokens
-        # Tokens that a pull is expected to bring cost the others nothing; if it fails, the rank is
-        # kept.
+        # Pulled tokens cost other sequences no time; if the pull fails, the rank is kept.
         self._queue.append(sequence, sequence.work_tokens)
 
-    # From the queue to own pages.
+    # Admission.
 
     def admit(self) -> list[Pull]:
-        """Give pages to waiting sequences, in order, while there are any; return what to fetch."""
+        """Admit waiting sequences in order while pages are free; return their pulls."""
         pulls: list[Pull] = []
-        # Pages that come free go to stalled sequences first; a new one that starts to pull could
-        # not be preempted for them.
+        # Stalled sequences get free pages first: a new sequence that pulls could not be preempted.
         if self._stalled and _runs(self._stalled):
             return pulls
         while (
@@ -181,14 +178,13 @@ class BatchScheduler:
         return pulls
 
     def _reserve(self, sequence: Sequence) -> bool:
-        """Pages for the whole history."""
+        """Reserve pages for the sequence's whole history; False: they are not free."""
         free_pages, seen = self._pages.free_pages, self._seen_free_pages
         self._seen_free_pages = free_pages
         if self._blocked is sequence and free_pages <= seen:
             return False
-        # Free pages seen for one head do not count for another one.
         self._blocked = None
-        # A page of headroom for each that produces, so that a new one does not preempt at once.
+        # One page of headroom per decoding sequence, so that a new one does not preempt at once.
         headroom = sum(not admitted.prefill_only for admitted in self._admitted)
         found = reserve(self._pages, sequence, headroom)
         if found is None:
@@ -211,10 +207,11 @@ class BatchScheduler:
         tail: bool = False,
         more_from: int | None = None,
     ) -> None:
-        """A source is done: the full pages `arrived`, and with `tail` the partial one behind them.
+        """Note that a source is done, with the full pages `arrived` and, with `tail`, the partial
+        page after them.
 
-        Pages before `more_from`, where the next source begins, are not written any more; None: the
-        pull is over. Those of them that have not arrived will be computed.
+        `more_from` is the first page of the next source; None: the pull is over. Earlier pages that
+        have not arrived will be computed.
         """
         pull, size = self._pulls[sequence], self._page_size
         assert more_from is None or arrived.stop <= more_from
@@ -240,14 +237,15 @@ class BatchScheduler:
             awaited,
         )
         if more_from is None and not sequence.pull_tail and not sequence.is_recovery:
-            sequence.cached_tokens, sequence.pulls = sequence.computed_tokens, ()  # As if found.
+            # The pulled prompt counts as cached.
+            sequence.cached_tokens, sequence.pulls = sequence.computed_tokens, ()
         self._settle(sequence)
 
-    # From pages to tokens.
+    # Batches.
 
     def next_batch(self, proposals: Proposals | None = None) -> list[tuple[Sequence, Chunk]]:
-        """Return the next batch: the decode steps with proposals behind them, then prefill with
-        what is left of the token budget. May be empty.
+        """Return the next batch: decode steps with drafts, then prefill for the rest of the token
+        budget. May be empty.
         """
         self._stalled = []
         batch: list[tuple[Sequence, Chunk]] = []
@@ -255,8 +253,8 @@ class BatchScheduler:
         budget = self._max_batch_tokens - len(self._in_flight.steady)
         running, pulling = SequencePhase.RUNNING, SequencePhase.PULLING
         ready = [one for one in self._admitted if one.phase is not pulling and one not in flying]
-        # Where decode steps alone can fill a batch, the first sequence could wait for ever to
-        # prefill while others come and go.
+        # Without a reserved token, decode steps could fill every batch and starve the first
+        # sequence's prefill.
         reserved = 1 if ready and ready[0].uncomputed_tokens > 1 else 0
         decoding = [
             one
@@ -266,7 +264,7 @@ class BatchScheduler:
         for sequence in decoding[: self._in_flight.share(len(decoding))]:
             if budget == reserved:
                 break
-            # One before it may have preempted it in this loop.
+            # An earlier sequence may have preempted this one in this loop.
             if sequence.phase is running and (
                 sequence.computed_tokens < len(sequence.pages) * size or self._has_page(sequence)
             ):
@@ -298,7 +296,7 @@ class BatchScheduler:
         return batch
 
     def _has_page(self, sequence: Sequence) -> bool:
-        """Allocate a page for the decode step, perhaps by preempting others; False: it cannot."""
+        """Allocate a page for the decode step, preempting later sequences; False: none is free."""
         while (page := self._pages.allocate(1, sequence.base)) is None:
             flying = self._in_flight.sequences
             last = next(
@@ -307,8 +305,8 @@ class BatchScheduler:
                 if one.phase is SequencePhase.RUNNING and one not in flying
             )
             if last is sequence:
-                # The other pages belong to sequences before it or in flight, to pulls, or to peers
-                # to which they are being sent: they will come free.
+                # All other pages belong to earlier sequences, batches in flight, pulls, or
+                # transfers to peers, and will become free.
                 assert len(sequence.pages) < self._pages.pages, (
                     "refuse what `fits` refuses: it has outgrown all pages"
                 )
@@ -322,7 +320,7 @@ class BatchScheduler:
         self._admitted.remove(sequence)
         self._give_back(sequence)
         self._change(sequence, 0)
-        # What it pulled is in the prefix cache now, and the peer may have released its pages.
+        # The pulled pages are in the prefix cache now, and the peer may have released its own.
         sequence.pulls, sequence.pull_tail = (), False
         sequence.phase = SequencePhase.WAITING
         self._queue.requeue(sequence)
@@ -332,10 +330,10 @@ class BatchScheduler:
         batch: Iterable[tuple[Sequence, Chunk]],
         sampled: Mapping[Sequence, collections.abc.Sequence[int]],
     ) -> list[Sequence]:
-        """Apply a computed batch; `sampled` has the next tokens of every chunk that wanted logits
-        and whose sequence has not ended: drafts that are right, and one more.
+        """Apply a computed batch. `sampled` has the next tokens of every unfinished sequence whose
+        chunk wanted logits: the accepted drafts, and one more token.
 
-        Returns the `prefill_only` sequences that are now computed whole; they are to be finished
+        Returns the `prefill_only` sequences that are now complete; the caller must finish them
         before the next batch.
         """
         self._in_flight.end(batch)
@@ -371,7 +369,7 @@ class BatchScheduler:
         return prefilled
 
     def abandon(self, batch: Iterable[tuple[Sequence, Chunk]]) -> None:
-        """Drop a batch that failed: no book has changed by it, and the next one may be the same."""
+        """Drop a failed batch; it has changed no state, and the next batch may be the same."""
         self._in_flight.end(batch)
         for sequence, chunk in batch:
             if sequence.phase is SequencePhase.FINISHED:
@@ -382,10 +380,10 @@ class BatchScheduler:
     # The end.
 
     def finish(self, sequence: Sequence, retain_until_s: float | None = None) -> None:
-        """End a sequence in any phase, and sample nothing more for it; to end it twice is harmless.
+        """End a sequence in any phase; a second call does nothing.
 
-        With `retain_until_s` everything that a RUNNING sequence has computed stays under a lease
-        named by its stream.
+        With `retain_until_s` the computed pages of a RUNNING sequence are retained under a lease
+        with the key of its stream.
         """
         match sequence.phase:
             case SequencePhase.FINISHED:
@@ -416,8 +414,8 @@ class BatchScheduler:
         arrived: tuple[range, ...] = (),
         awaited: tuple[range, ...] = (),
     ) -> None:
-        """Set how many leading tokens are computed; what has arrived right behind them counts as
-        computed.
+        """Set the number of computed leading tokens, and the arrived and awaited ranges. Arrived
+        ranges directly after the computed tokens count as computed.
         """
         before = sequence.work_tokens
         while arrived and arrived[0].start == computed:
@@ -435,7 +433,7 @@ class BatchScheduler:
             )
 
     def _give_back(self, sequence: Sequence) -> None:
-        """Release its pages, unless they may still be written; then `complete` or `pulled` does."""
+        """Release a sequence's pages; if they may still be written, `complete` or `pulled` will."""
         if sequence in self._in_flight or sequence in self._pulls:
             return
         self._pages.release(sequence.pages)

@@ -1,6 +1,6 @@
-"""The work of the scheduler of one engine: sequences, pulls of their pages, chunks of a batch.
+"""The data of an engine's scheduler: sequences, pulls of their pages, and chunks of a batch.
 
-A sequence is one attempt at a stream, as its engine's scheduler sees it.
+A sequence is one attempt at a stream.
 """
 
 import collections.abc
@@ -16,12 +16,12 @@ from kvrs.protocol.tags import Tag, page_tags
 
 
 class SequencePhase(StrEnum):
-    WAITING = "waiting"  # Owns no pages.
-    # Owns pages for its whole history; waits for those that a pull is writing.
+    WAITING = "waiting"  # The sequence owns no pages.
+    # The sequence owns pages for its whole history, and waits for a pull into them.
     PULLING = "pulling"
-    SPLIT = "split"  # The same, and computes what lies before them.
-    RUNNING = "running"  # Owns pages; computes. No pull writes into them.
-    FINISHED = "finished"  # Ended or aborted; owns pages until they are not written any more.
+    SPLIT = "split"  # As PULLING, and the sequence computes the tokens before the pulled pages.
+    RUNNING = "running"  # The sequence owns pages and computes; no pull runs.
+    FINISHED = "finished"  # Ended or aborted; pages are released when they are no longer written.
 
 
 class Queue(StrEnum):
@@ -34,52 +34,51 @@ class Queue(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One attempt at one stream. Equal only to itself: an engine may have two attempts at one
-    stream at the same time.
+    """One attempt at one stream. Sequences are compared by identity: an engine may run two attempts
+    at one stream at the same time.
     """
 
     stream: StreamId
     attempt: tuple[int, int]  # (owner_epoch, attempt)
-    # The history, then what this attempt produced.
-    token_ids: collections.abc.MutableSequence[int]
-    prompt_tokens: int  # How many of them the client wrote; 0: unknown, taken for all.
-    root: Tag  # Of the model and the tenant.
-    prefill_only: bool  # Compute the whole history, produce nothing.
-    # Full pages of the history, by index, that peers probably hold; the ranges may overlap.
+    token_ids: collections.abc.MutableSequence[int]  # The history and the produced tokens.
+    prompt_tokens: int  # Number of tokens from the client; 0: unknown.
+    root: Tag  # Root tag of the model and the tenant.
+    prefill_only: bool  # Compute the whole history and produce no token.
+    # Indexes of full pages of the history that peers probably have; the ranges may overlap.
     pulls: tuple[range, ...] = ()
-    # A peer retains exactly this history, so its partial last page may be pulled behind the others.
+    # A peer retains exactly this history, so that its partial last page may be pulled too.
     pull_tail: bool = False
 
-    # The base of its pages: it decides which ranks have the cells of spread heads. Given before it
-    # is added; what the prefix cache has of it decides.
+    # Base of the pages, which decides the ranks of the cells of spread heads. Set before `add`; the
+    # base of cached pages replaces it.
     base: int = field(default=0, init=False)
 
     # Kept by the scheduler.
     phase: SequencePhase = field(default=SequencePhase.WAITING, init=False)
     arrival: int = field(default=0, init=False)  # Number of the arrival.
-    # The sequence with the lower value goes first. Set on arrival, never changed.
+    # Order of the queue, lowest first; set on arrival and never changed.
     virtual_finish: int = field(default=0, init=False)
-    # `pages[i]` holds the i-th page of `token_ids`.
+    # `pages[i]` is the i-th page of `token_ids`.
     pages: list[int] = field(default_factory=list, init=False)
-    # Cells that pages from before a loss lack, by index, as its pull begins.
+    # Missing cells of damaged pages, by page index, when the pull begins.
     gone: dict[int, frozenset[Cell]] = field(default_factory=dict, init=False)
     # Tags of all full pages of `token_ids`, computed or not.
     tags: list[Tag] = field(default_factory=list, init=False)
-    # The KV of that many leading tokens is in `pages`.
+    # Number of leading tokens whose KV is in `pages`.
     computed_tokens: int = field(default=0, init=False)
-    # Positions behind those, which are not to be computed: their KV has come from a peer, or is
-    # expected to. Ascending ranges that do not overlap.
+    # Later positions whose KV has arrived from a peer, and those whose KV is expected. Ascending
+    # ranges that do not overlap.
     arrived: tuple[range, ...] = field(default=(), init=False)
     awaited: tuple[range, ...] = field(default=(), init=False)
     history_tokens: int = field(init=False)  # Length of `token_ids` on arrival.
-    # Found in the prefix cache before it computed anything; None before its first admission.
+    # Tokens found in the prefix cache; None before the first admission.
     cached_tokens: int | None = field(default=None, init=False)
     queue: Queue = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.token_ids, "a sequence has at least one token, else there is nothing to compute"
         self.history_tokens = len(self.token_ids)
-        # Preemption drops the pulls, but the sequence stays in its queue.
+        # A preemption drops the pulls and keeps the queue.
         if not self.is_recovery:
             self.queue = Queue.NEW
         else:
@@ -87,12 +86,14 @@ class Sequence:
 
     @property
     def is_whole_prefill(self) -> bool:
-        """It was to compute the history alone, and has done so."""
+        """True if the sequence is prefill-only and has computed its history."""
         return self.prefill_only and self.computed_tokens >= self.history_tokens
 
     @property
     def has_only_found(self) -> bool:
-        """It has computed nothing, peers bring nothing of it, and pages may still be found."""
+        """True if the sequence has computed and pulled nothing, so that pages may still be found in
+        the cache.
+        """
         return (
             self.computed_tokens == (self.cached_tokens or 0)
             and not self.pulls
@@ -102,12 +103,11 @@ class Sequence:
 
     @property
     def is_recovery(self) -> bool:
-        """Another attempt was made before this one: its number is above 1, or the history has
+        """True if an earlier attempt was made: the attempt's number is above 1, or the history has
         output tokens.
 
-        A proxy that took the stream over from another one counts its own attempts from 1, so the
-        number alone is not enough. Where the prompt is a text that was not tokenised before,
-        `prompt_tokens` is 0.
+        The number alone is not enough: a proxy that took over the stream counts from 1.
+        `prompt_tokens` is 0 for a text prompt that was not tokenised before.
         """
         return self.attempt[1] > 1 or 0 < self.prompt_tokens < self.history_tokens
 
@@ -117,15 +117,15 @@ class Sequence:
 
     @property
     def computable_tokens(self) -> int:
-        """How many consecutive tokens are to be computed next."""
-        # What has arrived is before what is awaited: peers are asked in order.
+        """Number of consecutive tokens to compute next."""
+        # Arrived ranges are before awaited ones, because peers are asked in order.
         ahead = self.arrived or self.awaited
         return (ahead[0].start if ahead else len(self.token_ids)) - self.computed_tokens
 
     @property
     def work_tokens(self) -> int:
-        """How many tokens are left to compute here, if all pulls succeed. At least one while the
-        sequence is not finished.
+        """Number of tokens left to compute if all pulls succeed; at least 1 for an unfinished
+        sequence.
         """
         left = len(self.token_ids) - self.computed_tokens
         if self.arrived or self.awaited:
@@ -133,7 +133,7 @@ class Sequence:
         return left
 
     def again(self, pulls: Iterable[range]) -> "Sequence":
-        """The same attempt from its beginning: what was computed of it is gone."""
+        """Return a new sequence of the same attempt, after its computed KV was lost."""
         new = Sequence(
             stream=self.stream,
             attempt=self.attempt,
@@ -143,7 +143,6 @@ class Sequence:
             prefill_only=self.prefill_only,
             pulls=tuple(pulls),
         )
-        # What was sent does not change by it.
         new.history_tokens, new.base = self.history_tokens, self.base
         return new
 
@@ -157,24 +156,24 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Pages of an admitted sequence to be fetched from peers. The engine fetches them, in order,
-    from the sources that it knows, and calls `BatchScheduler.pulled`.
+    """Pages of an admitted sequence to fetch from peers. The engine fetches them in order and calls
+    `BatchScheduler.pulled`.
     """
 
     sequence: Sequence
-    # Full pages, by index into the sequence's `pages` and `tags`: ascending, not overlapping.
+    # Indexes of full pages in the sequence's `pages` and `tags`; ascending, not overlapping.
     spans: tuple[range, ...]
-    tail_index: int | None  # Of the partial page, behind all full ones.
-    tail_tokens: int  # How many tokens of the partial page are wanted.
+    tail_index: int | None  # Index of the partial last page, if wanted.
+    tail_tokens: int  # Number of wanted tokens of the partial page.
 
     @property
     def first_page(self) -> int:
-        """The first wanted page; those before it were found here, or are computed."""
+        """Index of the first wanted page."""
         return self.spans[0].start if self.spans else self.end_page
 
     @property
     def end_page(self) -> int:
-        """Behind the last wanted full page."""
+        """End of the wanted full pages."""
         if self.spans:
             return self.spans[-1].stop
         assert self.tail_index is not None, "a pull of nothing"
@@ -182,36 +181,35 @@ class Pull:
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Consecutive new tokens of one sequence: one token is a decode step, which drafts may follow;
-    more are a piece of prefill.
+    """Consecutive new tokens of one sequence: a decode step of one token, perhaps with drafts after
+    it, or a piece of prefill.
 
-    `pages[i]` is the page that holds positions `[i * page_size, (i + 1) * page_size)` of the
-    sequence; it covers every position up to the chunk's last. KV of positions before
-    `first_position` is already in them.
+    `pages[i]` has positions `[i * page_size, (i + 1) * page_size)` of the sequence; `pages` covers
+    every position up to the chunk's last. KV of positions before `first_position` is already there.
     """
 
     token_ids: collections.abc.Sequence[int]
     first_position: int
     pages: collections.abc.Sequence[int]
-    logits: int  # The logits of so many last tokens are wanted.
-    base: int = 0  # Of the sequence.
-    drafts: int = 0  # So many last tokens are proposals, to be verified by the logits before them.
+    logits: int  # Number of last tokens whose logits are wanted.
+    base: int = 0  # Base of the sequence.
+    drafts: int = 0  # Number of last tokens that are drafts, verified by the logits before them.
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """How many pages hold that many tokens."""
+    """Return the number of pages for so many tokens."""
     return -(-tokens // page_size)
 
 
 def coverable_pages(sequence: Sequence, page_size: int) -> int:
-    """How many full pages may come from cache or peers: the last position is always computed here,
-    for its logits.
+    """Return the number of full pages that may come from the cache or from peers: the last position
+    is always computed, for its logits.
     """
     return (len(sequence.token_ids) - 1) // page_size
 
 
 def expected_ranges(sequence: Sequence, first_page: int, page_size: int) -> tuple[range, ...]:
-    """Ranges of positions, from that page on, whose KV peers probably hold."""
+    """Return the ranges of positions, from `first_page` on, whose KV peers probably have."""
     coverable = coverable_pages(sequence, page_size)
     spans = union(sequence.pulls, first_page, coverable)
     expected = [range(span.start * page_size, span.stop * page_size) for span in spans]
@@ -224,7 +222,7 @@ def expected_ranges(sequence: Sequence, first_page: int, page_size: int) -> tupl
 
 
 def pull_of(sequence: Sequence, page_size: int) -> Pull:
-    """The pull of all that an admitted sequence awaits."""
+    """Return the pull of all positions that an admitted sequence awaits."""
     tail_index, tail_tokens = divmod(sequence.awaited[-1].stop, page_size)
     spans = tuple(range(one.start // page_size, one.stop // page_size) for one in sequence.awaited)
     return Pull(
@@ -238,8 +236,8 @@ def next_chunk(
     page_size: int,
     drafts: collections.abc.Sequence[int] = (),
 ) -> Chunk:
-    """The next `tokens` tokens of a sequence to compute, with `drafts` behind the last of all."""
-    # Copies, because the executor reads them while the scheduler may change the sequence.
+    """Return the chunk of the sequence's next `tokens` tokens, followed by `drafts`."""
+    # Copies: the executor reads the chunk while the scheduler may change the sequence.
     first, proposed = sequence.computed_tokens, len(drafts)
     end = first + tokens
     has_logits = end == len(sequence.token_ids) and not sequence.prefill_only
@@ -257,7 +255,7 @@ def next_chunk(
 
 
 def union(ranges: Iterable[range], first: int, end: int) -> tuple[range, ...]:
-    """The parts of `[first, end)` that at least one of the ranges covers."""
+    """Return the union of the ranges, limited to `[first, end)`."""
     joined: list[range] = []
     for span in sorted(ranges, key=lambda one: one.start):
         start, stop = max(span.start, first), min(span.stop, end)
@@ -271,5 +269,5 @@ def union(ranges: Iterable[range], first: int, end: int) -> tuple[range, ...]:
 
 
 def at_least(ranges: Iterable[range], first: int) -> tuple[range, ...]:
-    """The parts of the ranges that do not lie before `first`."""
+    """Return the parts of the ranges from `first` on."""
     return tuple(range(max(one.start, first), one.stop) for one in ranges if one.stop > first)

@@ -1,16 +1,16 @@
-"""Tokens of a prefill batch, shared out so that the ranks' loads are even: RaidServe's Algorithm 1
-(adaptive chunked prefill) without a loop over tokens.
+"""The division of a prefill batch among sequences such that the loads of the ranks are even:
+RaidServe's Algorithm 1 (adaptive chunked prefill) without a loop over tokens.
 
-The literal algorithm gives the least loaded rank its next token until the budget is full, and
-then chooses among the batches on the way. A token at position `p` costs `base + per_position * p`,
-so the load of a rank before its token `k` is known without adding up; since it rises with `k`, the
-batch of `n` tokens is that of the `n` least loads, and is found by searching for the level below
-which they are.
+The paper's algorithm gives the least loaded rank its next token until the budget is used up, and
+then chooses one of the intermediate batches. A token at position `p` costs
+`base + per_position * p`, so the load of a rank before its token `k` has a closed form that rises
+with `k`. The batch of `n` tokens has the `n` tokens with the least loads before them, which are
+found by a search for the load level.
 
-The paper leaves cost and choice open. Here the candidates are the batches at which a rank has run
-out of tokens, where the price of one more token jumps, and the whole budget; the best has most
-tokens per predicted second, and of equals it is the larger. Costs are integers, so that equal loads
-are equal; of equally loaded ranks that comes first whose sequence stands first in line.
+The paper leaves the cost and the choice open. Here the candidates are the batches at which a rank
+has run out of tokens, and the whole budget; the best candidate has the most tokens per predicted
+second, on a tie the most tokens. Costs are integers, so that ties are exact; among equally loaded
+ranks the one of the first sequence in line comes first.
 """
 
 from bisect import bisect_right
@@ -21,29 +21,29 @@ from math import isqrt
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Picoseconds. Of a batch: `step + dense * tokens +` the largest load of a rank."""
+    """The cost of a batch in picoseconds: `step + dense * tokens +` the largest load of a rank."""
 
     step_ps: int
     dense_ps: int
-    base_ps: int  # Of a token on its rank, at least 1 ...
-    per_position_ps: int  # ... and for each token before it.
+    base_ps: int  # Load of a token on its rank, at least 1.
+    per_position_ps: int  # Additional load of a token for each token before it.
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Tokens of a sequence that are to be computed, at positions from `first` on."""
+    """The tokens of a sequence that are to be computed, from position `first` on."""
 
     rank: int
     first: int
     tokens: int
 
 
-# The tokens of each sequence that prefills in a batch of so many at most.
+# Returns the number of tokens of each waiting sequence in a batch of at most the given size.
 Share = Callable[[Sequence[Waiting], int], list[int]]
 
 
 def in_line(waiting: Sequence[Waiting], budget: int) -> list[int]:
-    """First come, first served."""
+    """Divide the budget first come, first served."""
     taken = []
     for each in waiting:
         taken.append(min(each.tokens, budget))
@@ -52,8 +52,8 @@ def in_line(waiting: Sequence[Waiting], budget: int) -> list[int]:
 
 
 def shared_out(waiting: Sequence[Waiting], budget: int, cost: PrefillCost) -> list[int]:
-    """How many tokens of each sequence are in the next batch. `waiting`: in line; the sequences of
-    a rank are taken in that order.
+    """Return the number of tokens of each sequence in the next batch. `waiting` is in order of the
+    queue; the sequences of a rank are taken in that order.
     """
     lines: dict[int, _Line] = {}
     for at, each in enumerate(waiting):
@@ -81,21 +81,21 @@ def shared_out(waiting: Sequence[Waiting], budget: int, cost: PrefillCost) -> li
 
 
 def _pace(counts: Sequence[int], ranks: "Sequence[_Line]", cost: PrefillCost) -> tuple[int, int]:
-    """Tokens of a batch, and its picoseconds."""
+    """Return the number of tokens of a batch, and its cost in picoseconds."""
     tokens = sum(counts)
     loads = [line.load_before(count) for line, count in zip(ranks, counts, strict=True)]
     return tokens, cost.step_ps + cost.dense_ps * tokens + max(loads, default=0)
 
 
 class _Line:
-    """The tokens of one rank, in order: runs of neighbouring positions."""
+    """The tokens of one rank, in order, as runs of consecutive positions."""
 
     def __init__(self, cost: PrefillCost) -> None:
         assert cost.base_ps >= 1, "every token costs something"
         self._cost = cost
-        self._runs: list[tuple[int, int]] = []  # Index in line, and position of the first token.
-        self._starts = [0]  # Tokens before each run, and all ...
-        self._loads = [0]  # ... and the load before it, and of all.
+        self._runs: list[tuple[int, int]] = []  # Index in `waiting`, position of the first token.
+        self._starts = [0]  # Number of tokens before each run, then the total.
+        self._loads = [0]  # Load before each run, then the total.
 
     @property
     def tokens(self) -> int:
@@ -111,20 +111,20 @@ class _Line:
         self._starts.append(self._starts[-1] + waiting.tokens)
 
     def load_before(self, count: int) -> int:
-        """The load of the first `count` tokens."""
+        """Return the load of the first `count` tokens."""
         run = bisect_right(self._starts, count) - 1
         if run == len(self._runs):
             return self._loads[-1]
         return self._loads[run] + self._run_load(self._runs[run][1], count - self._starts[run])
 
     def below(self, level: int) -> int:
-        """How many tokens have a smaller load before them."""
+        """Return the number of tokens with a load below `level` before them."""
         if level <= 0:
             return 0
         run = bisect_right(self._loads, level - 1) - 1
         if run == len(self._runs):
             return self._starts[-1]
-        # The largest `n` with `_run_load(n) <= left`; the token behind those still counts.
+        # The largest `n` with `_run_load(n) <= left`; the next token counts too.
         left, first = level - 1 - self._loads[run], self._runs[run][1]
         per, base = self._cost.per_position_ps, self._cost.base_ps
         if per:
@@ -135,7 +135,9 @@ class _Line:
         return self._starts[run] + count + 1
 
     def split(self, count: int) -> list[tuple[int, int]]:
-        """Index in line and number of tokens, of each run that the first `count` ones touch."""
+        """Return the index in `waiting` and the number of tokens of each run, for the first `count`
+        tokens.
+        """
         return [
             (index, min(count - start, end - start))
             for (index, _), start, end in zip(
@@ -150,15 +152,15 @@ class _Line:
 
 
 def _fill(ranks: Sequence[_Line], budget: int) -> list[int]:
-    """How many tokens of each rank are among the `budget` least loaded ones."""
+    """Return the number of tokens of each rank among the `budget` tokens with the least loads."""
     low, high = 0, max((line.load for line in ranks), default=0) + 1
     low_count, high_count = 0, sum(line.tokens for line in ranks)
     if budget == high_count:
         return [line.tokens for line in ranks]
-    # Invariant: fewer tokens than the budget lie below `low`, and more or as many below `high`.
+    # Invariant: fewer tokens than the budget are below `low`, and at least the budget below `high`.
     bisects = False
     while high - low > 1 and high_count != budget:
-        # By interpolation, every other time by bisection, so that it ends soon in any case.
+        # Interpolation alternates with bisection, which bounds the number of rounds.
         share = (low + high) // 2
         if not bisects:
             share = low + (high - low) * (budget - low_count) // (high_count - low_count)
@@ -169,7 +171,7 @@ def _fill(ranks: Sequence[_Line], budget: int) -> list[int]:
             low, low_count = level, count
         else:
             high, high_count = level, count
-    # Tokens at the level itself are taken in order of ranks.
+    # Tokens exactly at the level are taken in order of ranks.
     taken = [line.below(low) for line in ranks] if high_count != budget else None
     if taken is None:
         return [line.below(high) for line in ranks]

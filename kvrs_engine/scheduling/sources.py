@@ -1,4 +1,4 @@
-"""Peers that probably hold pages of a history, and the order in which they are asked."""
+"""The peers that probably have pages of a history, and the order in which they are asked."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,22 +13,23 @@ from kvrs_engine.scheduling.sequences import Pull
 
 @dataclass(frozen=True, slots=True)
 class PullSource:
-    """One peer and the full pages of the history that it probably holds."""
+    """One peer and the full pages of the history that it probably has."""
 
-    instance: InstanceId  # Or an agent.
-    epoch: int | None  # Pages of another epoch are not asked for; None: of any.
-    pages: range  # By index into the history; not empty unless there is a hand-off.
+    instance: InstanceId  # An instance or an agent.
+    epoch: int | None  # Required epoch of the peer; None: any.
+    pages: range  # Page indexes in the history; empty only for a hand-off of the partial page.
     traffic: TrafficClass
     # The retained stream whose partial last page may be pulled too.
     handoff: StreamId | None = None
-    within_s: float = inf  # What has not come by then is computed.
+    within_s: float = inf  # Time limit; pages that have not arrived by then are computed.
 
 
 def next_source(
     sources: list[PullSource], pull: Pull, first_page: int
 ) -> tuple[PullSource, range] | None:
-    """The next source that probably has pages from `first_page` on, and which of them to ask it
-    for. Removes it and the sources before it; None: none is left.
+    """Take the next source that probably has pages from `first_page` on, and the pages to request.
+
+    Removes the source and the sources before it from the list; None: no source is left.
     """
     while sources:
         source = sources.pop(0)
@@ -43,8 +44,8 @@ def next_source(
 def alike(
     wanted: range, gone: Mapping[int, frozenset[Cell]]
 ) -> Iterator[tuple[range, frozenset[Cell] | None]]:
-    """Pages in a row that lack the same cells; None: they are to be fetched whole. At the end no
-    page, where a partial one behind them has to be asked for alone.
+    """Divide the wanted pages into runs with the same missing cells; None: fetch whole pages. An
+    empty run at the end stands for a partial page that must be requested alone.
     """
     cells: frozenset[Cell] | None = frozenset()
     for cells, group in groupby(wanted, key=gone.get):
