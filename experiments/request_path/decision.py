@@ -13,13 +13,11 @@ from typing import Any
 from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.config.policy import PolicyName, PolicySettings
-from kvrs.core.books.waiting import SlotBook
-from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, Stream
-from kvrs.core.options.base import Books
 from kvrs.core.rules import BY_NAME
+from kvrs.core.state import Sections, State
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import Role, assumed_instance
@@ -38,7 +36,8 @@ def one_decision(profile: str, name: PolicyName, history_tokens: int) -> Callabl
     use.
     """
     settings = PolicySettings(name=name)
-    view, slots = ClusterView(settings.assumed_link_bytes_per_s), SlotBook(settings.slots_max)
+    state = State(Sections(settings))
+    view, slots = state.view, state.slots
     holder = view.add(_instance(profile, "p0", "n0", Role.PREFILL))
     view.add(_instance(profile, "p1", "n1", Role.PREFILL))
     target = view.add(_instance(profile, "d1", "n1", Role.DECODE))
@@ -56,10 +55,10 @@ def one_decision(profile: str, name: PolicyName, history_tokens: int) -> Callabl
     ):  # All slots taken: a denial's expected wait is part of the decision.
         slots.acquire(target.id, StreamId(f"other{n}"), 0.0, 0.5)
     view.link(NodeId("n0"), NodeId("n1")).in_flight_bytes = 1 << 30
-    books, targets, rule = Books(view, slots, settings), [target], BY_NAME[name]
+    targets, rule = [target], BY_NAME[name]
 
     def decision() -> Estimate:
-        return rule.decide(rule.weigh(books, stream, targets, 0.1), BUDGET_S, OTHERS)
+        return rule.decide(rule.weigh(state, stream, targets, 0.1), BUDGET_S, OTHERS)
 
     return decision
 

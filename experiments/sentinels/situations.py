@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
-from kvrs.core.books.waiting import SlotBook
-from kvrs.core.model.cluster_view import Agent, ClusterView
+from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.estimates import Estimate
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
-from kvrs.core.options.base import Books
 from kvrs.core.routing import HandoffCandidate, choose_hand_off, hand_off_s
 from kvrs.core.rules import BY_NAME
+from kvrs.core.state import Sections, State
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import Role, assumed_instance
@@ -67,7 +66,8 @@ def situations() -> Iterator[Situation]:
 def decided(name: PolicyName, situation: Situation) -> Estimate:
     """The choice at a target that has a prefill instance beside it."""
     settings = PolicySettings(name=name)
-    view, slots = ClusterView(settings.assumed_link_bytes_per_s), SlotBook(settings.slots_max)
+    state = State(Sections(settings))
+    view = state.view
     holder = view.add(_instance("p0", "n0", Role.PREFILL))
     prefill = view.add(_instance("p1", "n1", Role.PREFILL))
     target = view.add(_instance("d1", "n1", Role.DECODE))
@@ -91,13 +91,13 @@ def decided(name: PolicyName, situation: Situation) -> Estimate:
         link.in_flight_bytes = _AHEAD_BYTES
     if not situation.has_slots:
         for number in range(settings.slots_max):
-            slots.acquire(target.id, StreamId(f"other{number}"), 0.0, _SLOT_S)
+            state.slots.acquire(target.id, StreamId(f"other{number}"), 0.0, _SLOT_S)
     if situation.is_stored:
         agent = Agent(InstanceId("agent-n1"), NodeId("n1"), 1, 1 << 40, _HOST_BYTES_PER_S)
         pages = (situation.prompt_tokens + PRODUCED_TOKENS) // size
         stream.checkpoints[agent.id] = StoredCheckpoint(agent, geometry, pages=pages)
     rule = BY_NAME[name]
-    estimates = rule.weigh(Books(view, slots, settings), stream, [target], _NOW_S)
+    estimates = rule.weigh(state, stream, [target], _NOW_S)
     return rule.decide(estimates, others=VICTIMS)
 
 

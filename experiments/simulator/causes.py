@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from kvrs.core.decisions import Decisions
+from kvrs.core import decisions
 from kvrs.core.event_log import rerun
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Decision, Holder, Stream
-from kvrs.core.options.base import Books
 from kvrs.core.recovery import RecoveryPolicy
+from kvrs.core.state import State
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import MEMORY
@@ -30,7 +30,7 @@ from kvrs_lab.report.metrics import percentile
 
 Row = dict[str, Any]
 Ends = tuple[str, str]
-_recover = Decisions.recover
+_recover = decisions.recover
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +57,20 @@ class Situation:
 
     def __init__(
         self,
-        decisions: Decisions,
+        state: State,
         stream: Stream,
         assigned: Member,
         limit: int,
         others: float,
         now_s: float,
     ) -> None:
-        self._decisions = decisions
+        self._state = state
         self._stream = stream
         self._assigned = assigned
         self._limit = limit
         self._others = others
         self._now_s = now_s
-        self._books: Books = decisions._books
-        self._view = self._books.view
+        self._view = state.view
         self.members = self._placed_members()
         self.agents = {
             f"{self._node(agent.node)} agent": agent for agent in self._view.agents.values()
@@ -119,17 +118,17 @@ class Situation:
             {place: member.restores for place, member in self.members.items()},
             self._stream.recovery.removed,
             {
-                place: self._books.slots.expected_wait_s(member.id, self._stream.id, self._now_s)
+                place: self._state.slots.expected_wait_s(member.id, self._stream.id, self._now_s)
                 for place, member in self.members.items()
             },
-            dict(self._books.factors),
+            dict(self._state.factors),
             self._others,
         )
 
     def option(self, others: float | None = None) -> str:
         """The decision, by these records as they are now."""
         found = _recover(
-            self._decisions,
+            self._state,
             self._stream,
             self._assigned,
             self._limit,
@@ -206,14 +205,13 @@ class Situation:
         def wait_s(target: InstanceId, stream: StreamId, now_s: float) -> float:
             return waits.get(target, 0.0)
 
-        slots = self._books.slots
+        slots = self._state.slots
         with patch.object(slots, "expected_wait_s", wait_s), _set([(slots, "is_used", True)]):
             yield
 
     @contextmanager
     def with_factors(self, other: Inputs) -> Iterator[None]:
-        factors = self._books.factors
-        assert isinstance(factors, dict)
+        factors = self._state.factors
         before = dict(factors)
         factors.clear()
         factors.update(other.factors)
@@ -275,17 +273,17 @@ def decided(
     handle = RecoveryPolicy.handle
 
     def recover(
-        self: Decisions, stream: Stream, assigned: Member, limit: int, others: float, now_s: float
+        state: State, stream: Stream, assigned: Member, limit: int, others: float, now_s: float
     ) -> Decision | None:
         if (number := numbers.get(stream.id)) is not None and number not in found:
-            at = Situation(self, stream, assigned, limit, others, now_s)
+            at = Situation(state, stream, assigned, limit, others, now_s)
             instead = {}
             if other is not None and number in other:
                 there = other[number].inputs
                 instead = {name: at.option_with([name], there) for name in INPUTS}
                 instead["all of them"] = at.option_with(INPUTS, there)
             last[stream.id] = Decided(at.inputs(scale), instead)
-        return _recover(self, stream, assigned, limit, others, now_s)
+        return _recover(state, stream, assigned, limit, others, now_s)
 
     def observed(self: RecoveryPolicy, event: ev.Event, now_s: float) -> list[act.Action]:
         actions = handle(self, event, now_s)
@@ -297,7 +295,7 @@ def decided(
         return actions
 
     with (
-        patch.object(Decisions, "recover", recover),
+        patch.object(decisions, "recover", recover),
         patch.object(RecoveryPolicy, "handle", observed),
     ):
         again = rerun(lines)

@@ -125,7 +125,7 @@ class Control(Generic[S]):
         )
         self.slots = AgentSlots(
             run_id,
-            self.policy.slot_book,
+            self.policy.state.slots,
             self.agents,
             self.instances,
             config.transfer.lease_s,

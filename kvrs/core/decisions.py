@@ -5,279 +5,281 @@ booked.
 from collections.abc import Sequence
 from math import inf
 
-from kvrs.config.policy import Dispatch, PolicySettings, SloSettings
+from kvrs.config.policy import Dispatch
 from kvrs.core import options
-from kvrs.core.books.learning import Corrections
-from kvrs.core.books.waiting import SlotBook, is_past
+from kvrs.core.books.waiting import is_past
 from kvrs.core.dispatch import targets_for
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.events import Promise
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import Member, is_one_call
 from kvrs.core.model.streams import Decision, Stream
-from kvrs.core.options.base import Books
 from kvrs.core.options.in_place import estimate_stay
 from kvrs.core.prefix_routing import NO_LIMITS, StartLimits
 from kvrs.core.routing import pair_for, starts_at
 from kvrs.core.rules import BY_NAME
+from kvrs.core.rules.base import Rule
+from kvrs.core.state import State
 
 
-class Decisions:
-    def __init__(
-        self, view: ClusterView, slots: SlotBook, settings: PolicySettings, slo: SloSettings
-    ) -> None:
-        self.corrections = Corrections(settings.correction_max)
-        self._view = view
-        self._slots = slots
-        self._factors: dict[Option, float] = {}
-        self.reload(settings, slo)
+def begin(state: State, now_s: float) -> None:
+    """Update the factors of predictions to what has been learned until now."""
+    if not state.corrections.learned:
+        return
+    state.factors.clear()
+    for option in state.corrections.snapshot():
+        state.factors[Option(option)] = state.corrections.factor(Option(option), now_s)
 
-    def reload(self, settings: PolicySettings, slo: SloSettings) -> None:
-        """Decide by these settings from now on, with what has been learned."""
-        self._settings = settings
-        self._slo = slo
-        self._books = Books(self._view, self._slots, settings, self._factors)
-        self._rule = BY_NAME[settings.name]
-        self.corrections.reload(settings.correction_max)
 
-    def begin(self, now_s: float) -> None:
-        """Update the factors of predictions to what has been learned until now."""
-        if not self.corrections.learned:
-            return
-        self._factors.clear()
-        for option in self.corrections.snapshot():
-            self._factors[Option(option)] = self.corrections.factor(Option(option), now_s)
-
-    def start(self, stream: Stream, now_s: float, *, is_by_load: bool = False) -> Decision | None:
-        """Start a stream from its beginning; None: there is no pair of instances for it.
-        `is_by_load`: wherever its prefix is.
-        """
-        limits: StartLimits | None = NO_LIMITS
-        if is_by_load:
-            limits = None
-        elif stream.prefix.hashes or stream.recalled is not None:
-            limits = self._limits(stream, now_s)
-        pair = pair_for(self._view, stream, barred_too=False, limits=limits)
-        if pair is None and is_past(stream.recovery.retry_at_s, now_s):
-            pair = pair_for(self._view, stream, barred_too=True, limits=limits)
-        if pair is None:
-            return None
-        prefill, planned = pair
-        decode = planned
-        if is_one_call(planned, prefill.id):  # One call, whose hand-off is weighed now.
-            decode = starts_at(self._view, stream, prefill, planned, self._settings)
-        # The length of a text is a guess, and more than the model takes is refused at once.
-        tokens = min(stream.prompt_tokens, prefill.max_model_len or stream.prompt_tokens)
-        table, queue_s, transfer_s = prefill.prefill, prefill.queue_s, 0.0
-        compute_s, is_covered = table.seconds_for(tokens), table.covers(tokens)
-        cached = min(stream.cached.get(prefill.id, 0), tokens - 1) if stream.cached else 0
-        if cached:
-            compute_s, is_covered = table.behind(cached, tokens, compute_s)
-        if prefill is not decode:
-            size_bytes = tokens * prefill.bytes_per_token
-            link = self._view.links.get((prefill.node, decode.node), self._view.assumed_link)
-            transfer_s = HANDSHAKE_S + size_bytes / link.bytes_per_s
-        total_s = queue_s + compute_s + transfer_s
-        source = None if prefill is decode else prefill.id
-        estimate = Estimate(
-            Option.START,
-            decode.id,
-            total_s,
-            queue_s,
-            transfer_s,
-            compute_s,
-            not is_covered,
-            raw_s=total_s,
-            source=source,
-            cached_tokens=cached,
-        )
-        budget_s = self.budget_s(stream, now_s) if self._slo.abort else None
-        in_time = budget_s is None or total_s <= budget_s
-        plan = act.Plan(decode.id, source, load=stream.load) if in_time else None
-        # Where one instance does both there is one queue.
-        wait_s = queue_s if source is None else queue_s + decode.queue_s
-        refusal = None
-        if wait_s > 0 and not stream.attempt.number:
-            refusal = self._refusal(stream, estimate, wait_s, now_s)
-        if refusal is not None and len(stream.cached) > 1:
-            # It would go where its prefix is, which another instance may still take it without.
-            found, by_load = stream.cached, self.start(stream, now_s, is_by_load=True)
-            if by_load is not None and by_load.refusal is None:
-                return by_load
-            stream.cached = found
-        return Decision(estimate, (estimate,), plan, refusal=refusal)
-
-    def _limits(self, stream: Stream, now_s: float) -> StartLimits:
-        """The waits that `start` holds the stream to."""
-        wait_s = inf
-        if not stream.attempt.number:
-            wait_s = self._settings.admission.wait_s
-        return StartLimits(wait_s, stream.due_s() - now_s)
-
-    def _refusal(
-        self, stream: Stream, chosen: Estimate, wait_s: float, now_s: float
-    ) -> act.StreamRefusal | None:
-        """Why a stream that has had no attempt is not to start, by its predicted wait in the
-        queues; None: it may. So load is shed before the engines drown.
-
-        A request is refused where the wait in the queues of its prefill and its decode instance
-        passes the bound, or makes it miss a deadline that it would keep on an idle cluster.
-
-        Streams that have begun are never refused here, nor are requests that were taken: their next
-        attempt is a recovery.
-        """
-        bound_s = self._settings.admission.wait_s
-        if wait_s > bound_s:
-            return act.StreamRefusal(
-                act.Reason.OVERLOADED,
-                f"the predicted wait is {wait_s:.1f} s; allowed: {bound_s:g} s",
-                wait_s - bound_s,
-            )
-        left_s = stream.due_s() - now_s - chosen.compute_s - chosen.transfer_s
-        if 0 < left_s < wait_s:
-            return act.StreamRefusal(
-                act.Reason.OVERLOADED,
-                f"the predicted wait is {wait_s:.1f} s, too long for {stream.tightest()}",
-                wait_s - left_s,
-            )
+def start(
+    state: State, stream: Stream, now_s: float, *, is_by_load: bool = False
+) -> Decision | None:
+    """Start a stream from its beginning; None: there is no pair of instances for it.
+    `is_by_load`: wherever its prefix is.
+    """
+    limits: StartLimits | None = NO_LIMITS
+    if is_by_load:
+        limits = None
+    elif stream.prefix.hashes or stream.recalled is not None:
+        limits = _limits(state, stream, now_s)
+    pair = pair_for(state.view, stream, barred_too=False, limits=limits)
+    if pair is None and is_past(stream.recovery.retry_at_s, now_s):
+        pair = pair_for(state.view, stream, barred_too=True, limits=limits)
+    if pair is None:
         return None
+    prefill, planned = pair
+    decode = planned
+    if is_one_call(planned, prefill.id):  # One call, whose hand-off is weighed now.
+        decode = starts_at(state.view, stream, prefill, planned, state.settings.policy)
+    # The length of a text is a guess, and more than the model takes is refused at once.
+    tokens = min(stream.prompt_tokens, prefill.max_model_len or stream.prompt_tokens)
+    table, queue_s, transfer_s = prefill.prefill, prefill.queue_s, 0.0
+    compute_s, is_covered = table.seconds_for(tokens), table.covers(tokens)
+    cached = min(stream.cached.get(prefill.id, 0), tokens - 1) if stream.cached else 0
+    if cached:
+        compute_s, is_covered = table.behind(cached, tokens, compute_s)
+    if prefill is not decode:
+        size_bytes = tokens * prefill.bytes_per_token
+        link = state.view.links.get((prefill.node, decode.node), state.view.assumed_link)
+        transfer_s = HANDSHAKE_S + size_bytes / link.bytes_per_s
+    total_s = queue_s + compute_s + transfer_s
+    source = None if prefill is decode else prefill.id
+    estimate = Estimate(
+        Option.START,
+        decode.id,
+        total_s,
+        queue_s,
+        transfer_s,
+        compute_s,
+        not is_covered,
+        raw_s=total_s,
+        source=source,
+        cached_tokens=cached,
+    )
+    most_s = budget_s(state, stream, now_s) if state.settings.slo.abort else None
+    in_time = most_s is None or total_s <= most_s
+    plan = act.Plan(decode.id, source, load=stream.load) if in_time else None
+    # Where one instance does both there is one queue.
+    wait_s = queue_s if source is None else queue_s + decode.queue_s
+    refusal = None
+    if wait_s > 0 and not stream.attempt.number:
+        refusal = _refusal(state, stream, estimate, wait_s, now_s)
+    if refusal is not None and len(stream.cached) > 1:
+        # It would go where its prefix is, which another instance may still take it without.
+        found, by_load = stream.cached, start(state, stream, now_s, is_by_load=True)
+        if by_load is not None and by_load.refusal is None:
+            return by_load
+        stream.cached = found
+    return Decision(estimate, (estimate,), plan, refusal=refusal)
 
-    def recover(
-        self, stream: Stream, assigned: Member, limit: int, others: float, now_s: float
-    ) -> Decision | None:
-        """Bring a stream back with its history, at the assigned target or at another one that has
-        fewer than `limit` streams; None: no option there keeps what was promised of it. `others`:
-        victims that are placed with it, per target.
-        """
-        targets = [assigned]
-        if self._rule.several_targets and self._settings.dispatch is Dispatch.REBALANCE:
-            targets = targets_for(self._view, stream, assigned, limit)
-        estimates = self._rule.weigh(self._books, stream, targets, now_s)
-        eligible = self._eligible(stream, estimates, now_s)
-        if not eligible:
-            return None
-        chosen = self._rule.decide(eligible, self.budget_s(stream, now_s), others)
-        return self._decision(stream, chosen, estimates, others)
 
-    def stay_or_leave(
-        self,
-        stream: Stream,
-        home: Member,
-        assigned: Member | None,
-        limit: int,
-        others: float,
-        now_s: float,
-    ) -> Decision | None:
-        """Go on in the same attempt at an instance that re-forms, or as `start` or `recover` would
-        elsewhere; None: it must leave, and cannot. `assigned`: None where there is no other target.
-        `others`: as in `recover`, with the instance itself as one of the targets.
-        """
-        estimates: list[Estimate] = []
-        elsewhere: Decision | None = None
-        if stream.is_fresh:
-            elsewhere = self.start(stream, now_s)
-            if elsewhere is not None and home.id in (
-                elsewhere.chosen.target,
-                elsewhere.chosen.source,
-            ):
-                elsewhere = None
-        elif assigned is not None:
-            targets = targets_for(self._view, stream, assigned, limit)
-            away = [target for target in targets if target is not home] or [assigned]
-            estimates = self._rule.weigh(self._books, stream, away, now_s)
-        if elsewhere is not None:
-            estimates = list(elsewhere.estimates)
-        stay = estimate_stay(self._books, stream, home)
-        if (self._rule.stays or not estimates) and stay.option not in stream.recovery.removed:
-            estimates.append(stay)
+def _limits(state: State, stream: Stream, now_s: float) -> StartLimits:
+    """The waits that `start` holds the stream to."""
+    wait_s = inf
+    if not stream.attempt.number:
+        wait_s = state.settings.policy.admission.wait_s
+    return StartLimits(wait_s, stream.due_s() - now_s)
+
+
+def _refusal(
+    state: State, stream: Stream, chosen: Estimate, wait_s: float, now_s: float
+) -> act.StreamRefusal | None:
+    """Why a stream that has had no attempt is not to start, by its predicted wait in the
+    queues; None: it may. So load is shed before the engines drown.
+
+    A request is refused where the wait in the queues of its prefill and its decode instance
+    passes the bound, or makes it miss a deadline that it would keep on an idle cluster.
+
+    Streams that have begun are never refused here, nor are requests that were taken: their next
+    attempt is a recovery.
+    """
+    bound_s = state.settings.policy.admission.wait_s
+    if wait_s > bound_s:
+        return act.StreamRefusal(
+            act.Reason.OVERLOADED,
+            f"the predicted wait is {wait_s:.1f} s; allowed: {bound_s:g} s",
+            wait_s - bound_s,
+        )
+    left_s = stream.due_s() - now_s - chosen.compute_s - chosen.transfer_s
+    if 0 < left_s < wait_s:
+        return act.StreamRefusal(
+            act.Reason.OVERLOADED,
+            f"the predicted wait is {wait_s:.1f} s, too long for {stream.tightest()}",
+            wait_s - left_s,
+        )
+    return None
+
+
+def recover(
+    state: State, stream: Stream, assigned: Member, limit: int, others: float, now_s: float
+) -> Decision | None:
+    """Bring a stream back with its history, at the assigned target or at another one that has
+    fewer than `limit` streams; None: no option there keeps what was promised of it. `others`:
+    victims that are placed with it, per target.
+    """
+    rule, targets = _rule(state), [assigned]
+    if rule.several_targets and state.settings.policy.dispatch is Dispatch.REBALANCE:
+        targets = targets_for(state.view, stream, assigned, limit)
+    estimates = rule.weigh(state, stream, targets, now_s)
+    eligible = _eligible(state, stream, estimates, now_s)
+    if not eligible:
+        return None
+    chosen = rule.decide(eligible, budget_s(state, stream, now_s), others)
+    return _decision(state, rule, stream, chosen, estimates, others)
+
+
+def stay_or_leave(
+    state: State,
+    stream: Stream,
+    home: Member,
+    assigned: Member | None,
+    limit: int,
+    others: float,
+    now_s: float,
+) -> Decision | None:
+    """Go on in the same attempt at an instance that re-forms, or as `start` or `recover` would
+    elsewhere; None: it must leave, and cannot. `assigned`: None where there is no other target.
+    `others`: as in `recover`, with the instance itself as one of the targets.
+    """
+    rule, estimates = _rule(state), list[Estimate]()
+    elsewhere: Decision | None = None
+    if stream.is_fresh:
+        elsewhere = start(state, stream, now_s)
+        if elsewhere is not None and home.id in (
+            elsewhere.chosen.target,
+            elsewhere.chosen.source,
+        ):
+            elsewhere = None
+    elif assigned is not None:
+        targets = targets_for(state.view, stream, assigned, limit)
+        away = [target for target in targets if target is not home] or [assigned]
+        estimates = rule.weigh(state, stream, away, now_s)
+    if elsewhere is not None:
+        estimates = list(elsewhere.estimates)
+    stay = estimate_stay(state, stream, home)
+    if (rule.stays or not estimates) and stay.option not in stream.recovery.removed:
+        estimates.append(stay)
+    if not estimates:
+        return None
+    eligible = _eligible(state, stream, estimates, now_s)
+    if not eligible:
+        return None
+    chosen = rule.decide(eligible, budget_s(state, stream, now_s), others)
+    if elsewhere is not None and chosen is elsewhere.chosen:
+        return Decision(chosen, tuple(estimates), elsewhere.plan)
+    return _decision(state, rule, stream, chosen, estimates, others)
+
+
+def _decision(
+    state: State,
+    rule: Rule,
+    stream: Stream,
+    chosen: Estimate,
+    estimates: list[Estimate],
+    others: float,
+) -> Decision:
+    plan: act.Plan | None = None
+    if chosen.option is not Option.ABORT:
+        plan = options.BY_NAME[chosen.option].plan(state, stream, chosen)
+    charged = others if rule.spares_others else 0.0
+    return Decision(chosen, tuple(estimates), plan, charged)
+
+
+def budget_s(state: State, stream: Stream, now_s: float) -> float | None:
+    """The time that the next token may take; None: no limit."""
+    if not state.settings.slo.abort:
+        return None
+    due = stream.due_s()
+    return due - now_s if due < inf else None
+
+
+def settle(state: State, stream: Stream, decision: Decision, now_s: float) -> act.Settled:
+    """The record of a recovery that has brought a token, after learning from it."""
+    attempt, chosen = stream.attempt, decision.chosen
+    real_s = now_s - attempt.started_s
+    # A replay is not there to be fast.
+    others = (each for each in decision.estimates if each is not chosen)
+    best_other_s = min(
+        (each.total_s for each in others if chosen.option is not Option.REPLAY), default=real_s
+    )
+    # A start was predicted from a guess at the prompt's length, and a hand-off that went
+    # elsewhere for another target.
+    as_predicted = (
+        chosen.option is not Option.START
+        and attempt.plan is not None
+        and attempt.plan.decode == chosen.target
+    )
+    if as_predicted and _rule(state).learns:
+        state.corrections.observe(chosen.option, chosen.raw_s, real_s, now_s)
+    return act.Settled(
+        stream.id,
+        attempt.number,
+        chosen.option,
+        chosen.raw_s,
+        chosen.next_token_s,
+        real_s,
+        regret_s=real_s + chosen.lookahead_s - best_other_s,
+    )
+
+
+def deadline_missed(state: State, decision: Decision, lasts_s: float, now_s: float) -> None:
+    """Learn from a re-forming that is not over when it should be: it takes at least so long."""
+    chosen = decision.chosen
+    if _rule(state).learns and chosen.option.stays:
+        state.corrections.observe(chosen.option, chosen.raw_s, lasts_s, now_s)
+
+
+def _eligible(
+    state: State, stream: Stream, estimates: Sequence[Estimate], now_s: float
+) -> Sequence[Estimate]:
+    """The estimates of options that have not just failed. A stream that only a replay continues
+    exactly has replays alone, if that was promised: there may be none, and one that has failed
+    is tried again, which may do better elsewhere or later. Any other stream has at least one
+    option, and not only the one that failed last, unless there is no other.
+    """
+    is_promised = stream.promise is not Promise.NONE
+    if stream.needs_replay and is_promised:
+        estimates = [each for each in estimates if each.option.is_same_output]
         if not estimates:
-            return None
-        eligible = self._eligible(stream, estimates, now_s)
-        if not eligible:
-            return None
-        chosen = self._rule.decide(eligible, self.budget_s(stream, now_s), others)
-        if elsewhere is not None and chosen is elsewhere.chosen:
-            return Decision(chosen, tuple(estimates), elsewhere.plan)
-        return self._decision(stream, chosen, estimates, others)
-
-    def _decision(
-        self, stream: Stream, chosen: Estimate, estimates: list[Estimate], others: float
-    ) -> Decision:
-        plan: act.Plan | None = None
-        if chosen.option is not Option.ABORT:
-            plan = options.BY_NAME[chosen.option].plan(self._books, stream, chosen)
-        charged = others if self._rule.spares_others else 0.0
-        return Decision(chosen, tuple(estimates), plan, charged)
-
-    def budget_s(self, stream: Stream, now_s: float) -> float | None:
-        """The time that the next token may take; None: no limit."""
-        if not self._slo.abort:
-            return None
-        due = stream.due_s()
-        return due - now_s if due < inf else None
-
-    def settle(self, stream: Stream, decision: Decision, now_s: float) -> act.Settled:
-        """The record of a recovery that has brought a token, after learning from it."""
-        attempt, chosen = stream.attempt, decision.chosen
-        real_s = now_s - attempt.started_s
-        # A replay is not there to be fast.
-        others = (each for each in decision.estimates if each is not chosen)
-        best_other_s = min(
-            (each.total_s for each in others if chosen.option is not Option.REPLAY), default=real_s
-        )
-        # A start was predicted from a guess at the prompt's length, and a hand-off that went
-        # elsewhere for another target.
-        as_predicted = (
-            chosen.option is not Option.START
-            and attempt.plan is not None
-            and attempt.plan.decode == chosen.target
-        )
-        if as_predicted and self._rule.learns:
-            self.corrections.observe(chosen.option, chosen.raw_s, real_s, now_s)
-        return act.Settled(
-            stream.id,
-            attempt.number,
-            chosen.option,
-            chosen.raw_s,
-            chosen.next_token_s,
-            real_s,
-            regret_s=real_s + chosen.lookahead_s - best_other_s,
-        )
-
-    def deadline_missed(self, decision: Decision, lasts_s: float, now_s: float) -> None:
-        """Learn from a re-forming that is not over when it should be: it takes at least so long."""
-        chosen = decision.chosen
-        if self._rule.learns and chosen.option.stays:
-            self.corrections.observe(chosen.option, chosen.raw_s, lasts_s, now_s)
-
-    def _eligible(
-        self, stream: Stream, estimates: Sequence[Estimate], now_s: float
-    ) -> Sequence[Estimate]:
-        """The estimates of options that have not just failed. A stream that only a replay continues
-        exactly has replays alone, if that was promised: there may be none, and one that has failed
-        is tried again, which may do better elsewhere or later. Any other stream has at least one
-        option, and not only the one that failed last, unless there is no other.
-        """
-        is_promised = stream.promise is not Promise.NONE
-        if stream.needs_replay and is_promised:
-            estimates = [each for each in estimates if each.option.is_same_output]
-            if not estimates:
-                return estimates
-        waited_s = self._settings.recovery.wait_s
-        queued_too_long = stream.stage is Stage.QUEUED and is_past(
-            stream.waiting_since_s + waited_s, now_s
-        )
-        recovery, last = stream.recovery, stream.attempt.option
-        if recovery.slot_expired or queued_too_long:
-            # A stream with an expired slot may still be fetching: only an option that needs no
-            # slot may replace that at once. One that has queued for `recovery.wait_s` takes such an
-            # option too, so that no policy queues for ever.
-            return [estimate for estimate in estimates if not options.takes_slot(estimate)]
-        if stream.needs_replay and not is_promised and Option.REPLAY not in recovery.removed:
-            estimates = [each for each in estimates if each.option is Option.REPLAY] or estimates
-        if not recovery.removed:
             return estimates
-        allowed = [estimate for estimate in estimates if estimate.option not in recovery.removed]
-        return allowed or [each for each in estimates if each.option is not last] or estimates
+    waited_s = state.settings.policy.recovery.wait_s
+    queued_too_long = stream.stage is Stage.QUEUED and is_past(
+        stream.waiting_since_s + waited_s, now_s
+    )
+    recovery, last = stream.recovery, stream.attempt.option
+    if recovery.slot_expired or queued_too_long:
+        # A stream with an expired slot may still be fetching: only an option that needs no
+        # slot may replace that at once. One that has queued for `recovery.wait_s` takes such an
+        # option too, so that no policy queues for ever.
+        return [estimate for estimate in estimates if not options.takes_slot(estimate)]
+    if stream.needs_replay and not is_promised and Option.REPLAY not in recovery.removed:
+        estimates = [each for each in estimates if each.option is Option.REPLAY] or estimates
+    if not recovery.removed:
+        return estimates
+    allowed = [estimate for estimate in estimates if estimate.option not in recovery.removed]
+    return allowed or [each for each in estimates if each.option is not last] or estimates
+
+
+def _rule(state: State) -> Rule:
+    return BY_NAME[state.settings.policy.name]

@@ -14,15 +14,15 @@ from enum import StrEnum
 from math import inf, isfinite
 
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
-from kvrs.core.books.waiting import SlotBook
 from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
-from kvrs.core.options.base import Books, Case, Term
+from kvrs.core.options.base import Case, Term
 from kvrs.core.routing import HandoffCandidate, choose_hand_off, hand_off_s
 from kvrs.core.rules import ALL, BY_NAME
 from kvrs.core.rules.base import Rule, cases_of
+from kvrs.core.state import Sections, State
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
@@ -161,13 +161,16 @@ def _fetched_bytes(question: Question) -> int:
 
 
 def _weigh(case: Case, rule: Rule) -> list[Estimate]:
-    return rule.weigh(case.books, case.stream, [case.target], 0.0)
+    return rule.weigh(case.state, case.stream, [case.target], 0.0)
 
 
 def _case(question: Question) -> Case:
     """The victim at its target, with a policy's records of the situation in question."""
     settings = question.settings
-    view = ClusterView(question.local_bytes_per_s)
+    state = State(Sections(settings))
+    state.factors.update(question.corrections)
+    view = state.view
+    view.assume(question.local_bytes_per_s)
     at_holder = at_target = frozenset(Capability)
     if question.prefix_cache:  # As vLLM, which loads rows of agents.
         at_holder = at_target = at_holder - {Capability.RETAIN, Capability.SPLIT}
@@ -199,8 +202,7 @@ def _case(question: Question) -> Case:
         prefilled=True,
     )
     _give(question, stream, holder, target, view)
-    books = Books(view, SlotBook(settings.slots_max), settings, question.corrections)
-    return cases_of(books, stream, [target], 0.0)[0]
+    return cases_of(state, stream, [target], 0.0)[0]
 
 
 def _give(

@@ -7,12 +7,12 @@ from itertools import islice
 
 import msgspec
 
-from kvrs.config.policy import PolicySettings
-from kvrs.core.books.waiting import SHORTEST_WAIT_S, SLACK_S, RetryBudget, is_past
-from kvrs.core.decisions import Decisions
+from kvrs.config.policy import RecoverySettings
+from kvrs.core import decisions, ledger
+from kvrs.core.books import checkpoints
+from kvrs.core.books.waiting import SHORTEST_WAIT_S, SLACK_S, is_past
 from kvrs.core.defences.poison import is_poison, news_until_s
 from kvrs.core.dispatch import Victim, assign, ceiling, victim_of
-from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
@@ -20,9 +20,10 @@ from kvrs.core.model.events import Promise
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import fraction
 from kvrs.core.model.streams import Decision, Stream, by_urgency
-from kvrs.core.routing import PROMPTS_MAX, computing_prompts
-from kvrs.core.waits import Waits
-from kvrs.ids import InstanceId, StreamId
+from kvrs.core.routing import PROMPTS_MAX, computing_prompts, missing_roles
+from kvrs.core.state import State
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import Role
 
 # Streams that wait for the same busy instance come to it within this time.
 _TRY_JITTER_S = 0.2
@@ -38,372 +39,362 @@ _NEWS_LOOK_S = 0.1
 _MAX_OVERFLOWS = 2
 
 
-class Starter:
-    """Places the streams of one event together, and appends what that calls for to `actions`."""
+def gather(state: State, victims: Iterable[Stream], now_s: float) -> None:
+    """Have the victims of losses that are near to each other placed together, a moment after
+    the first of them.
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        decisions: Decisions,
-        settings: PolicySettings,
-        actions: list[act.Action],
-    ) -> None:
-        self._ledger = ledger
-        self._view = ledger.view
-        self._slots = ledger.slots
-        self._timers = ledger.timers
-        self._decisions = decisions
-        self._settings = settings
-        self._actions = actions
-        # Waiting streams: victims of losses that are decided together in a moment.
-        self._gathered: dict[StreamId, Stream] = {}
-        # New streams that wait for room at decode instances that compute their prompts.
-        self.held_back: dict[StreamId, Stream] = {}
-        self._waits = Waits(ledger.view)
-        self.retries = RetryBudget()
+    Every victim has left the books before any of them is placed: they are one event, not many.
+    So do connections that break: the sockets of a process that died are closed one after the
+    other, and its watch is not always the first.
+    """
+    gather_s = state.settings.policy.recovery.gather_s
+    if gather_s <= SLACK_S:  # No alarm can be set that near.
+        place_all(state, victims, now_s)
+        return
+    for stream in victims:
+        if stream.id in state.gathered:
+            continue
+        state.gathered[stream.id] = stream
+        state.timers.set(stream.id, now_s + gather_s)  # The first one that is due serves all.
 
-    def reload(self, settings: PolicySettings) -> None:
-        """Streams that wait already have their alarms by the settings before."""
-        self._settings = settings
 
-    def gather(self, victims: Iterable[Stream], now_s: float) -> None:
-        """Have the victims of losses that are near to each other placed together, a moment after
-        the first of them.
+def clear_suspects(state: State, instance: InstanceId, cause: str) -> None:
+    """The instance as a whole is lost: gathered streams that failed there are its victims."""
+    for stream in state.gathered.values():
+        if stream.recovery.suspect_instance == instance:
+            stream.recovery.clear_suspect(cause)
 
-        Every victim has left the books before any of them is placed: they are one event, not many.
-        So do connections that break: the sockets of a process that died are closed one after the
-        other, and its watch is not always the first.
-        """
-        gather_s = self._settings.recovery.gather_s
-        if gather_s <= SLACK_S:  # No alarm can be set that near.
-            self.place_all(victims, now_s)
+
+def place_idle(state: State, now_s: float) -> None:
+    """An instance came up: place what waits or queues, and is not gathered."""
+    state.roles_seen |= set(Role) - set(missing_roles(state.view))
+    idle = state.idle.values()
+    place_all(state, [stream for stream in idle if stream.id not in state.gathered], now_s)
+
+
+def place_first(state: State, now_s: float) -> None:
+    """A busy instance has room for one stream: place the most urgent one that waits for it."""
+    waiting = [
+        stream
+        for stream in state.idle.values()
+        if stream.stage is Stage.WAITING and stream.recovery.busy_since_s is not None
+    ]
+    if waiting:
+        place_all(state, by_urgency(waiting)[:1], now_s)
+
+
+def place_held_back(state: State, now_s: float) -> None:
+    """Place as many new streams as decode instances have room for prompts, in the order in
+    which they came.
+    """
+    computing = computing_prompts(state.view)
+    room = sum(max(0, PROMPTS_MAX - len(member.answers.awaited)) for member in computing)
+    for stream in list(islice(state.held_back.values(), room)):
+        del state.held_back[stream.id]
+        if stream.id in state.idle:
+            place_all(state, [stream], now_s)
+
+
+def place_all(state: State, streams: Iterable[Stream], now_s: float) -> None:
+    """Decide the streams of one event together, the most urgent first (DESIGN section 5). Those
+    of another name have other targets, and are decided after them.
+    """
+    decisions.begin(state, now_s)
+    by_name: dict[str, list[Stream]] = {}
+    for stream in by_urgency(streams):
+        by_name.setdefault(stream.name, []).append(stream)
+    for name, ordered in by_name.items():
+        _place_together(state, name, ordered, now_s)
+
+
+def _place_together(state: State, name: str, ordered: list[Stream], now_s: float) -> None:
+    for stream in ordered:
+        if stream.recovery.suspect_instance is not None:
+            _back_off(state, stream, stream.recovery.suspect_instance, now_s)
+        if stream.recovery.is_counted:
+            separate(state, stream, now_s)
+    victims: list[Victim] = [
+        victim_of(state.view, stream, now_s) for stream in ordered if not stream.is_fresh
+    ]
+    targets = state.view.targets(name) if victims else []
+    loads = {member.id: member.streams for member in targets}
+    assigned = assign(state.settings.policy.dispatch, victims, loads)
+    limit = ceiling(len(victims), loads)
+    others = float(len(victims) - 1)
+    # Where rows are loaded, prompts are computed in chunks: those that were placed before go on
+    # between them, and wait for none of it.
+    is_chunked = all(member.rows for member in targets)
+    for stream in ordered:
+        state.gathered.pop(stream.id, None)
+        shared = others / len(targets) if victims and targets else 0.0
+        _place(state, stream, assigned.get(stream.id), limit, now_s, shared)
+        if is_chunked and not stream.is_fresh:
+            others = max(0.0, others - 1)
+
+
+def place_again(state: State, stream: Stream, now_s: float) -> None:
+    """One stream, because its time has come; with the others, if it is gathered. A stream that
+    queues for a slot is placed at the target that it queues for.
+    """
+    if stream.id in state.gathered:
+        place_all(state, list(state.gathered.values()), now_s)
+    elif (awaited := state.slots.awaited.get(stream.id)) is None:
+        place_all(state, [stream], now_s)
+    else:
+        decisions.begin(state, now_s)
+        _place(state, stream, awaited, state.view.members[awaited].streams + 1, now_s)
+
+
+def forget(state: State, stream: Stream) -> None:
+    state.gathered.pop(stream.id, None)
+    state.held_back.pop(stream.id, None)
+    ledger.forget(state, stream)
+
+
+def _back_off(state: State, stream: Stream, suspect: InstanceId, now_s: float) -> None:
+    """An instance that failed the stream, and still runs as far as is known, is not tried again
+    at once, nor is the option that failed.
+    """
+    recovery, attempt = stream.recovery, stream.attempt
+    if (member := state.view.members.get(suspect)) is not None:
+        stream.exclude(member)
+    is_by_option = (
+        recovery.was_connected and not attempt.resumed and attempt.option is not Option.START
+    )
+    jitter = fraction(stream.id, recovery.failures)
+    recovery.back_off(attempt.option if is_by_option else None, jitter, now_s)
+
+
+def _place(
+    state: State,
+    stream: Stream,
+    assigned: InstanceId | None,
+    limit: int,
+    now_s: float,
+    others: float = 0.0,
+) -> None:
+    """Start the next attempt of a stream that has none running, or leave it waiting for what it
+    lacks.
+
+    `assigned`: the target of its recovery; None: there is none, or it starts from its
+    beginning. Targets other than that are looked at only as long as they have fewer than
+    `limit` streams. `others` are the victims that are placed with it, per target.
+    """
+    recovery = stream.recovery
+    failed = recovery.attempts
+    if recovery.is_counted:
+        if _may_be_poison(state, stream, now_s):
             return
-        for stream in victims:
-            if stream.id in self._gathered:
-                continue
-            self._gathered[stream.id] = stream
-            self._timers.set(stream.id, now_s + gather_s)  # The first one that is due serves all.
-
-    def clear_suspects(self, instance: InstanceId, cause: str) -> None:
-        """The instance as a whole is lost: gathered streams that failed there are its victims."""
-        for stream in self._gathered.values():
-            if stream.recovery.suspect_instance == instance:
-                stream.recovery.clear_suspect(cause)
-
-    def place_idle(self, now_s: float) -> None:
-        """An instance came up: place what waits or queues, and is not gathered."""
-        self._waits.instance_up()
-        idle = self._ledger.idle.values()
-        self.place_all([stream for stream in idle if stream.id not in self._gathered], now_s)
-
-    def place_first(self, now_s: float) -> None:
-        """A busy instance has room for one stream: place the most urgent one that waits for it."""
-        waiting = [
-            stream
-            for stream in self._ledger.idle.values()
-            if stream.stage is Stage.WAITING and stream.recovery.busy_since_s is not None
-        ]
-        if waiting:
-            self.place_all(by_urgency(waiting)[:1], now_s)
-
-    def place_held_back(self, now_s: float) -> None:
-        """Place as many new streams as decode instances have room for prompts, in the order in
-        which they came.
-        """
-        computing = computing_prompts(self._view)
-        room = sum(max(0, PROMPTS_MAX - len(member.answers.awaited)) for member in computing)
-        for stream in list(islice(self.held_back.values(), room)):
-            del self.held_back[stream.id]
-            if stream.id in self._ledger.idle:
-                self.place_all([stream], now_s)
-
-    def place_all(self, streams: Iterable[Stream], now_s: float) -> None:
-        """Decide the streams of one event together, the most urgent first (DESIGN section 5). Those
-        of another name have other targets, and are decided after them.
-        """
-        self._decisions.begin(now_s)
-        by_name: dict[str, list[Stream]] = {}
-        for stream in by_urgency(streams):
-            by_name.setdefault(stream.name, []).append(stream)
-        for name, ordered in by_name.items():
-            self._place_together(name, ordered, now_s)
-
-    def _place_together(self, name: str, ordered: list[Stream], now_s: float) -> None:
-        for stream in ordered:
-            if stream.recovery.suspect_instance is not None:
-                self._back_off(stream, stream.recovery.suspect_instance, now_s)
-            if stream.recovery.is_counted:
-                self.separate(stream, now_s)
-        victims: list[Victim] = [
-            victim_of(self._view, stream, now_s) for stream in ordered if not stream.is_fresh
-        ]
-        targets = self._view.targets(name) if victims else []
-        loads = {member.id: member.streams for member in targets}
-        assigned = assign(self._settings.dispatch, victims, loads)
-        limit = ceiling(len(victims), loads)
-        others = float(len(victims) - 1)
-        # Where rows are loaded, prompts are computed in chunks: those that were placed before go on
-        # between them, and wait for none of it.
-        is_chunked = all(member.rows for member in targets)
-        for stream in ordered:
-            self._gathered.pop(stream.id, None)
-            shared = others / len(targets) if victims and targets else 0.0
-            self._place(stream, assigned.get(stream.id), limit, now_s, shared)
-            if is_chunked and not stream.is_fresh:
-                others = max(0.0, others - 1)
-
-    def place_again(self, stream: Stream, now_s: float) -> None:
-        """One stream, because its time has come; with the others, if it is gathered. A stream that
-        queues for a slot is placed at the target that it queues for.
-        """
-        if stream.id in self._gathered:
-            self.place_all(list(self._gathered.values()), now_s)
-        elif (awaited := self._slots.awaited.get(stream.id)) is None:
-            self.place_all([stream], now_s)
-        else:
-            self._decisions.begin(now_s)
-            self._place(stream, awaited, self._view.members[awaited].streams + 1, now_s)
-
-    def forget(self, stream: Stream) -> None:
-        self._gathered.pop(stream.id, None)
-        self.held_back.pop(stream.id, None)
-        self._ledger.forget(stream)
-
-    def _back_off(self, stream: Stream, suspect: InstanceId, now_s: float) -> None:
-        """An instance that failed the stream, and still runs as far as is known, is not tried again
-        at once, nor is the option that failed.
-        """
-        recovery, attempt = stream.recovery, stream.attempt
-        if (member := self._view.members.get(suspect)) is not None:
-            stream.exclude(member)
-        is_by_option = (
-            recovery.was_connected and not attempt.resumed and attempt.option is not Option.START
+        separate(state, stream, now_s)
+    if len(recovery.overflowed) >= _MAX_OVERFLOWS:
+        found_by = ", ".join(dict.fromkeys(each.instance for each in recovery.overflowed))
+        message = f"the stream's logits are no numbers, as {found_by} found: {recovery.cause}"
+        give_up(state, stream, act.Reason.RETRIES, message)
+        return
+    if failed >= state.settings.policy.recovery.max_attempts:
+        message = (
+            f"the stream failed {failed} times without a token in between, at last: "
+            f"{recovery.cause}"
         )
-        jitter = fraction(stream.id, recovery.failures)
-        recovery.back_off(attempt.option if is_by_option else None, jitter, now_s)
+        give_up(state, stream, act.Reason.RETRIES, message)
+        return
+    decision: Decision | None = None
+    if assigned is not None and assigned not in recovery.avoided:
+        target = state.view.members[assigned]
+        decision = decisions.recover(state, stream, target, limit, others, now_s)
+    elif stream.is_fresh:
+        decision = decisions.start(state, stream, now_s)
+    carry_out(state, stream, decision, now_s)
 
-    def _place(
-        self,
-        stream: Stream,
-        assigned: InstanceId | None,
-        limit: int,
-        now_s: float,
-        others: float = 0.0,
-    ) -> None:
-        """Start the next attempt of a stream that has none running, or leave it waiting for what it
-        lacks.
 
-        `assigned`: the target of its recovery; None: there is none, or it starts from its
-        beginning. Targets other than that are looked at only as long as they have fewer than
-        `limit` streams. `others` are the victims that are placed with it, per target.
-        """
-        recovery = stream.recovery
-        failed = recovery.attempts
-        if recovery.is_counted:
-            if self._may_be_poison(stream, now_s):
-                return
-            self.separate(stream, now_s)
-        if len(recovery.overflowed) >= _MAX_OVERFLOWS:
-            found_by = ", ".join(dict.fromkeys(each.instance for each in recovery.overflowed))
-            message = f"the stream's logits are no numbers, as {found_by} found: {recovery.cause}"
-            self.give_up(stream, act.Reason.RETRIES, message)
-            return
-        if failed >= self._settings.recovery.max_attempts:
-            message = (
-                f"the stream failed {failed} times without a token in between, at last: "
-                f"{recovery.cause}"
-            )
-            self.give_up(stream, act.Reason.RETRIES, message)
-            return
-        decision: Decision | None = None
-        if assigned is not None and assigned not in recovery.avoided:
-            target = self._view.members[assigned]
-            decision = self._decisions.recover(stream, target, limit, others, now_s)
-        elif stream.is_fresh:
-            decision = self._decisions.start(stream, now_s)
-        self.carry_out(stream, decision, now_s)
-
-    def _may_be_poison(self, stream: Stream, now_s: float) -> bool:
-        """Refuse a stream that has ended too many instances; one that may have ended the last of
-        them waits until that is known.
-        """
-        allowed = self._settings.recovery.poison_deaths
-        if is_poison(stream, allowed):
-            message = "the request ended every instance that it ran on; it is not tried again"
-            self.give_up(stream, act.Reason.POISON, message)
-            return True
-        until_s = news_until_s(stream, allowed, now_s)
-        if until_s is None or is_past(until_s, now_s):
-            return False
-        self._ledger.wait(stream, now_s)
-        self._timers.set(stream.id, min(until_s, now_s + _NEWS_LOOK_S))
+def _may_be_poison(state: State, stream: Stream, now_s: float) -> bool:
+    """Refuse a stream that has ended too many instances; one that may have ended the last of
+    them waits until that is known.
+    """
+    allowed = state.settings.policy.recovery.poison_deaths
+    if is_poison(stream, allowed):
+        message = "the request ended every instance that it ran on; it is not tried again"
+        give_up(state, stream, act.Reason.POISON, message)
         return True
+    until_s = news_until_s(stream, allowed, now_s)
+    if until_s is None or is_past(until_s, now_s):
+        return False
+    ledger.wait(state, stream, now_s)
+    state.timers.set(stream.id, min(until_s, now_s + _NEWS_LOOK_S))
+    return True
 
-    def separate(self, stream: Stream, now_s: float) -> None:
-        settings = self._settings.recovery
-        wait_s, since_s = self._waits.longest(stream, settings, now_s)
-        self._ledger.poison.separate(stream, settings.poison_deaths, since_s + wait_s, now_s)
 
-    def carry_out(self, stream: Stream, decision: Decision | None, now_s: float) -> None:
-        """Start the attempt, or leave the stream waiting or give it up; None: it cannot start."""
-        if decision is None:
-            self._keep_waiting(stream, now_s)
-            return
-        plan, chosen = decision.plan, decision.chosen
-        if plan is None:
-            message = f"no option brings the stream on in time: {stream.tightest()}"
-            self.give_up(stream, act.Reason.SLO, message)
-        elif stream.attempt.number and not self._has_token(stream, now_s):
-            self._pace(stream, now_s)
-        elif (refused := decision.refusal) is not None:
-            message, wait_s = refused.message, refused.retry_after_s
-            self.give_up(stream, refused.reason, message, wait_s, stream.cached)
-        elif plan.runs and not self._slots.acquire(
-            chosen.target, stream.id, now_s, chosen.next_token_s
-        ):
-            self._queue(stream, chosen, now_s)
-        else:
-            if self._ledger.checkpoints.are_kept:
-                plan = self._with_places(stream, plan)
-            self.held_back.pop(stream.id, None)
-            self._ledger.begin(stream, plan, decision, now_s)
-            number = stream.attempt.number
-            cached = stream.cached if chosen.option is Option.START else {}
-            self._actions.append(act.Start(stream.id, number, plan, cached))
-            if number == 1 and self.retries.used:
-                self.retries.started(len(self._ledger.streams), now_s)
-            if number > 1 or stream.adopted:
-                self._note_recovery(stream, decision)
-            if plan.runs:
-                self._timers.set(stream.id, now_s + self._settings.slot_lease_s)
+def separate(state: State, stream: Stream, now_s: float) -> None:
+    settings = state.settings.policy.recovery
+    wait_s, since_s = _longest(state, stream, settings, now_s)
+    state.poison.separate(stream, settings.poison_deaths, since_s + wait_s, now_s)
 
-    def _with_places(self, stream: Stream, plan: act.Plan) -> act.Plan:
-        members = self._view.members
-        prefill = None if plan.prefill is None else members[plan.prefill]
-        places = self._ledger.checkpoints.place(stream, members[plan.decode], prefill)
-        return msgspec.structs.replace(plan, places=places) if places else plan
 
-    def _note_recovery(self, stream: Stream, decision: Decision) -> None:
-        recovery, chosen = stream.recovery, decision.chosen
-        if recovery.slot_expired:
-            recovery.note_start()
-        self._actions.append(
-            act.Recovered(
-                stream.id,
-                stream.attempt.number,
-                chosen.option,
-                chosen.next_token_s,
-                decision.estimates,
-                recovery.cause,
-                recovery.failed,
-                decision.others,
-            )
+def carry_out(state: State, stream: Stream, decision: Decision | None, now_s: float) -> None:
+    """Start the attempt, or leave the stream waiting or give it up; None: it cannot start."""
+    if decision is None:
+        _keep_waiting(state, stream, now_s)
+        return
+    plan, chosen = decision.plan, decision.chosen
+    if plan is None:
+        message = f"no option brings the stream on in time: {stream.tightest()}"
+        give_up(state, stream, act.Reason.SLO, message)
+    elif stream.attempt.number and not _has_token(state, stream, now_s):
+        _pace(state, stream, now_s)
+    elif (refused := decision.refusal) is not None:
+        message, wait_s = refused.message, refused.retry_after_s
+        give_up(state, stream, refused.reason, message, wait_s, stream.cached)
+    elif plan.runs and not state.slots.acquire(
+        chosen.target, stream.id, now_s, chosen.next_token_s
+    ):
+        _queue(state, stream, chosen, now_s)
+    else:
+        if state.settings.keeps_checkpoints:
+            plan = _with_places(state, stream, plan)
+        state.held_back.pop(stream.id, None)
+        ledger.begin(state, stream, plan, decision, now_s)
+        number = stream.attempt.number
+        cached = stream.cached if chosen.option is Option.START else {}
+        state.actions.append(act.Start(stream.id, number, plan, cached))
+        if number == 1 and state.retries.used:
+            state.retries.started(len(state.streams), now_s)
+        if number > 1 or stream.adopted:
+            _note_recovery(state, stream, decision)
+        if plan.runs:
+            state.timers.set(stream.id, now_s + state.settings.policy.slot_lease_s)
+
+
+def _with_places(state: State, stream: Stream, plan: act.Plan) -> act.Plan:
+    members = state.view.members
+    prefill = None if plan.prefill is None else members[plan.prefill]
+    places = checkpoints.place(state, stream, members[plan.decode], prefill)
+    return msgspec.structs.replace(plan, places=places) if places else plan
+
+
+def _note_recovery(state: State, stream: Stream, decision: Decision) -> None:
+    recovery, chosen = stream.recovery, decision.chosen
+    if recovery.slot_expired:
+        recovery.note_start()
+    state.actions.append(
+        act.Recovered(
+            stream.id,
+            stream.attempt.number,
+            chosen.option,
+            chosen.next_token_s,
+            decision.estimates,
+            recovery.cause,
+            recovery.failed,
+            decision.others,
         )
+    )
 
-    def _has_token(self, stream: Stream, now_s: float) -> bool:
-        """The retry budget lets an attempt that is not the first begin now."""
-        recovery = stream.recovery
-        if recovery.owes_token:
-            open_streams = len(self._ledger.streams)
-            if stream.first_token_sent:
-                recovery.pay_token(now_s + self.retries.take(open_streams, now_s))
-            elif self.retries.take_spare(open_streams, now_s):
-                recovery.pay_token(now_s)
-        return not recovery.owes_token and is_past(recovery.token_at_s, now_s)
 
-    def _pace(self, stream: Stream, now_s: float) -> None:
-        """Wait for a token of the retry budget. A stream that has begun is never given up for it;
-        another one waits no longer than for an instance.
-        """
-        self._ledger.wait(stream, now_s)
-        if not stream.recovery.owes_token:
-            self._timers.set(stream.id, stream.recovery.token_at_s)
-            return
-        wait_s = self._settings.recovery.wait_s
-        if is_past(stream.waiting_since_s + wait_s, now_s):
-            message = f"too many retries at a time; the stream waits for {wait_s:g} s at most"
-            self.give_up(stream, act.Reason.BUSY, message)
-        else:
-            self._timers.set(
-                stream.id, now_s + _RETRY_TOKEN_POLL_S * (1 + fraction(stream.id, now_s))
-            )
+def _has_token(state: State, stream: Stream, now_s: float) -> bool:
+    """The retry budget lets an attempt that is not the first begin now."""
+    recovery = stream.recovery
+    if recovery.owes_token:
+        open_streams = len(state.streams)
+        if stream.first_token_sent:
+            recovery.pay_token(now_s + state.retries.take(open_streams, now_s))
+        elif state.retries.take_spare(open_streams, now_s):
+            recovery.pay_token(now_s)
+    return not recovery.owes_token and is_past(recovery.token_at_s, now_s)
 
-    def _queue(self, stream: Stream, chosen: Estimate, now_s: float) -> None:
-        """Wait for a slot at the chosen target, and decide again when the wait that was predicted
-        is over.
-        """
-        self._ledger.queue(stream, chosen.target)
-        wait_s = max(SHORTEST_WAIT_S, self._slots.expected_wait_s(chosen.target, stream.id, now_s))
-        self._timers.set(stream.id, now_s + wait_s)
 
-    def _keep_waiting(self, stream: Stream, now_s: float) -> None:
-        """Nothing can be started: wait on, at most for `recovery.wait_s` and not beyond the
-        stream's deadline.
-        """
-        self._ledger.wait(stream, now_s)
-        recovery = stream.recovery
-        next_try_s = _next_try_s(self._view)
+def _pace(state: State, stream: Stream, now_s: float) -> None:
+    """Wait for a token of the retry budget. A stream that has begun is never given up for it;
+    another one waits no longer than for an instance.
+    """
+    ledger.wait(state, stream, now_s)
+    if not stream.recovery.owes_token:
+        state.timers.set(stream.id, stream.recovery.token_at_s)
+        return
+    wait_s = state.settings.policy.recovery.wait_s
+    if is_past(stream.waiting_since_s + wait_s, now_s):
+        message = f"too many retries at a time; the stream waits for {wait_s:g} s at most"
+        give_up(state, stream, act.Reason.BUSY, message)
+    else:
+        state.timers.set(stream.id, now_s + _RETRY_TOKEN_POLL_S * (1 + fraction(stream.id, now_s)))
+
+
+def _queue(state: State, stream: Stream, chosen: Estimate, now_s: float) -> None:
+    """Wait for a slot at the chosen target, and decide again when the wait that was predicted
+    is over.
+    """
+    ledger.queue(state, stream, chosen.target)
+    wait_s = max(SHORTEST_WAIT_S, state.slots.expected_wait_s(chosen.target, stream.id, now_s))
+    state.timers.set(stream.id, now_s + wait_s)
+
+
+def _keep_waiting(state: State, stream: Stream, now_s: float) -> None:
+    """Nothing can be started: wait on, at most for `recovery.wait_s` and not beyond the
+    stream's deadline.
+    """
+    ledger.wait(state, stream, now_s)
+    recovery = stream.recovery
+    next_try_s = _next_try_s(state.view)
+    if next_try_s is not None:
+        recovery.note_busy(now_s)
+    if stream.is_fresh and computing_prompts(state.view):
+        state.held_back[stream.id] = stream
+    wait_s, since_s = _longest(state, stream, state.settings.policy.recovery, now_s)
+    wait_ends_s = since_s + wait_s
+    budget_s = decisions.budget_s(state, stream, now_s)
+    budget_ends_s = wait_ends_s if budget_s is None else now_s + budget_s
+    is_hopeless = (
+        not stream.first_token_sent and next_try_s is not None and next_try_s > wait_ends_s
+    )
+    if is_past(wait_ends_s, now_s) and _is_unkept(state, stream):
+        message = (
+            f"cannot be continued exactly, as was promised: no instance that could came up "
+            f"within {wait_s:g} s"
+        )
+        give_up(state, stream, act.Reason.INEXACT, message)
+    elif is_past(wait_ends_s, now_s) or is_hopeless:
+        next_try_in_s = None if next_try_s is None else next_try_s - now_s
+        is_held_back = stream.id in state.held_back
+        found = _refusal(state, wait_s, next_try_in_s, held_back=is_held_back)
+        give_up(state, stream, found.reason, found.message, found.retry_after_s)
+    elif is_past(budget_ends_s, now_s):
+        give_up(state, stream, act.Reason.SLO, f"no instance came up in time: {stream.tightest()}")
+    else:
+        alarms_s = [wait_ends_s, budget_ends_s, recovery.retry_at_s]
+        if recovery.avoided or _awaits_own(state, stream):
+            alarms_s.append(now_s + _CLOSED_POLL_S * (1 + fraction(stream.id, now_s)))
         if next_try_s is not None:
-            recovery.note_busy(now_s)
-        if stream.is_fresh and computing_prompts(self._view):
-            self.held_back[stream.id] = stream
-        wait_s, since_s = self._waits.longest(stream, self._settings.recovery, now_s)
-        wait_ends_s = since_s + wait_s
-        budget_s = self._decisions.budget_s(stream, now_s)
-        budget_ends_s = wait_ends_s if budget_s is None else now_s + budget_s
-        is_hopeless = (
-            not stream.first_token_sent and next_try_s is not None and next_try_s > wait_ends_s
-        )
-        if is_past(wait_ends_s, now_s) and self._is_unkept(stream):
-            message = (
-                f"cannot be continued exactly, as was promised: no instance that could came up "
-                f"within {wait_s:g} s"
-            )
-            self.give_up(stream, act.Reason.INEXACT, message)
-        elif is_past(wait_ends_s, now_s) or is_hopeless:
-            next_try_in_s = None if next_try_s is None else next_try_s - now_s
-            is_held_back = stream.id in self.held_back
-            found = self._waits.refusal(wait_s, next_try_in_s, held_back=is_held_back)
-            self.give_up(stream, found.reason, found.message, found.retry_after_s)
-        elif is_past(budget_ends_s, now_s):
-            self.give_up(
-                stream, act.Reason.SLO, f"no instance came up in time: {stream.tightest()}"
-            )
-        else:
-            alarms_s = [wait_ends_s, budget_ends_s, recovery.retry_at_s]
-            if recovery.avoided or self._awaits_own(stream):
-                alarms_s.append(now_s + _CLOSED_POLL_S * (1 + fraction(stream.id, now_s)))
-            if next_try_s is not None:
-                # Never due at once: an alarm that came a little early would be the last one.
-                jitter = 0.1 + fraction(stream.id, next_try_s)
-                alarms_s.append(next_try_s + _TRY_JITTER_S * jitter)
-            self._timers.set(stream.id, min(at_s for at_s in alarms_s if not is_past(at_s, now_s)))
+            # Never due at once: an alarm that came a little early would be the last one.
+            jitter = 0.1 + fraction(stream.id, next_try_s)
+            alarms_s.append(next_try_s + _TRY_JITTER_S * jitter)
+        state.timers.set(stream.id, min(at_s for at_s in alarms_s if not is_past(at_s, now_s)))
 
-    def _awaits_own(self, stream: Stream) -> bool:
-        """An instance that keeps the promise of a stream is paused, ejected or overdue: nothing
-        tells when that is over, and healthy ones may not take the stream.
-        """
-        return stream.promise is not Promise.NONE and any(
-            member.continues(stream.tokens, stream.promise) and not self._view.is_healthy(member)
-            for member in self._view.decoders
-        )
 
-    def _is_unkept(self, stream: Stream) -> bool:
-        """Instances are up, none of which keeps the promise of a stream."""
-        return stream.promise is not Promise.NONE and bool(self._view.targets(stream.name))
+def _awaits_own(state: State, stream: Stream) -> bool:
+    """An instance that keeps the promise of a stream is paused, ejected or overdue: nothing
+    tells when that is over, and healthy ones may not take the stream.
+    """
+    return stream.promise is not Promise.NONE and any(
+        member.continues(stream.tokens, stream.promise) and not state.view.is_healthy(member)
+        for member in state.view.decoders
+    )
 
-    def give_up(
-        self,
-        stream: Stream,
-        reason: act.Reason,
-        message: str,
-        retry_after_s: float = 1.0,
-        cached: dict[InstanceId, int] | None = None,
-    ) -> None:
-        # With jitter: clients that were given up on together do not come back together.
-        retry_after_s = max(1.0, retry_after_s) * (1 + fraction(stream.id))
-        self.forget(stream)
-        self._actions.append(act.GiveUp(stream.id, reason, message, retry_after_s, cached or {}))
+
+def _is_unkept(state: State, stream: Stream) -> bool:
+    """Instances are up, none of which keeps the promise of a stream."""
+    return stream.promise is not Promise.NONE and bool(state.view.targets(stream.name))
+
+
+def give_up(
+    state: State,
+    stream: Stream,
+    reason: act.Reason,
+    message: str,
+    retry_after_s: float = 1.0,
+    cached: dict[InstanceId, int] | None = None,
+) -> None:
+    # With jitter: clients that were given up on together do not come back together.
+    retry_after_s = max(1.0, retry_after_s) * (1 + fraction(stream.id))
+    forget(state, stream)
+    state.actions.append(act.GiveUp(stream.id, reason, message, retry_after_s, cached or {}))
 
 
 def _next_try_s(view: ClusterView) -> float | None:
@@ -411,3 +402,49 @@ def _next_try_s(view: ClusterView) -> float | None:
     busy = (each for each in view.members.values() if view.is_busy(each))
     ends_s = (member.answers.busy_until_s for member in busy)
     return min((end_s for end_s in ends_s if end_s is not None), default=None)
+
+
+def _longest(
+    state: State, stream: Stream, settings: RecoverySettings, now_s: float
+) -> tuple[float, float]:
+    """How long a stream waits for a usable instance, in seconds, and since when.
+
+    A new request waits `recovery.role_wait_s` where every instance of a role was lost: instances
+    that are started again are back within seconds, and beyond that a request that has begun nowhere
+    is better refused than kept silent.
+    """
+    missing = missing_roles(state.view)
+    if missing != state.missing_roles:
+        state.missing_roles, state.missing_since_s = missing, now_s
+    is_new = stream.is_fresh and not stream.attempt.number
+    if is_new and missing and state.roles_seen.issuperset(missing):
+        since_s = max(stream.waiting_since_s, state.missing_since_s)
+        return min(settings.wait_s, settings.role_wait_s), since_s
+    since_s = stream.waiting_since_s
+    # The wait for a busy instance goes on while it is tried.
+    if stream.recovery.busy_since_s is not None:
+        since_s = min(since_s, stream.recovery.busy_since_s)
+    return settings.wait_s, since_s
+
+
+def _refusal(
+    state: State, wait_s: float, next_try_in_s: float | None, *, held_back: bool
+) -> act.StreamRefusal:
+    """The refusal of a stream that has waited for `wait_s`. `next_try_in_s`: until the first
+    busy instance may be tried again, None where none is busy; `held_back`: decode instances
+    compute prompts, and none had room for its own.
+    """
+    missing = missing_roles(state.view)
+    if held_back:
+        message = (
+            f"no prefill instance is up, and no decode instance had room for the prompt within "
+            f"{wait_s:g} s"
+        )
+    elif next_try_in_s is None or missing:
+        which = f"{missing[0].value} instance" if len(missing) == 1 else "instance"
+        message = f"no {which} came up within {wait_s:g} s"
+    else:
+        message = f"every instance is busy; the stream waits for {wait_s:g} s at most"
+        return act.StreamRefusal(act.Reason.BUSY, message, next_try_in_s)
+    # Others have just waited in vain: a client that retries at once would, too.
+    return act.StreamRefusal(act.Reason.NO_INSTANCE, message, min(wait_s, 30.0))

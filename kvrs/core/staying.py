@@ -9,18 +9,17 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from kvrs.config.policy import PolicySettings
+from kvrs.core import decisions, ledger, starter
+from kvrs.core.books import kv_locations
 from kvrs.core.books.waiting import is_past
-from kvrs.core.decisions import Decisions
 from kvrs.core.dispatch import assign, ceiling, victim_of
-from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Member
 from kvrs.core.model.reforming import PredictedReforming, cause_of, factors_of
 from kvrs.core.model.streams import Decision, StayDeadline, Stream, by_urgency
 from kvrs.core.options.base import usable_pages
-from kvrs.core.starter import Starter
+from kvrs.core.state import State
 from kvrs.ids import StreamId
 
 # A deadline may be kept late by half of its length, within these bounds. The longer one is also the
@@ -32,204 +31,195 @@ _STEP_S = 0.02
 _NO_LIMIT = 1 << 62
 
 
-class Staying:
-    def __init__(
-        self,
-        ledger: Ledger,
-        starter: Starter,
-        decisions: Decisions,
-        settings: PolicySettings,
-        actions: list[act.Action],
-    ) -> None:
-        self._ledger = ledger
-        self._view = ledger.view
-        self._starter = starter
-        self._decisions = decisions
-        self._settings = settings
-        self._actions = actions
-
-    def reload(self, settings: PolicySettings) -> None:
-        self._settings = settings
-
-    def reforming(
-        self, home: Member, event: ev.LoadReported, running: list[Stream], now_s: float
-    ) -> None:
-        """The instance re-forms, or predicts another end of it; `running` are its streams."""
-        report, before = event.report.reforming, home.reforming
-        assert report is not None, event
-        if before is not None and report.number < before.report.number:
-            return
-        ready_s = now_s + report.ready_in_s
-        queue_s = home.reported_queue_s if before is None else before.queue_s
-        home.reforming = now = PredictedReforming(report, ready_s, event.token_s, queue_s)
-        self._view.update(home)
-        self._view.prefill_order.note_queue(home, queue_s + report.ready_in_s)
-        home.set_pace(report.decode_factor, report.prefill_factor, event.token_s)
-        for stream_id, pages in report.missing_pages.items():
-            if pages:
-                self._ledger.kv_locations.forget(stream_id, home.id)
-        running = [stream for stream in running if stream.attempt.runs_on is home]
-        for stream in running:
-            stream.note_tokens(event.produced_tokens.get(stream.id, 0))
-        if before is not None and before.report.number == report.number:
-            now.ahead_s = before.ahead_s
-            is_same = (before.report.missing_pages, before.option) == (
-                report.missing_pages,
-                now.option,
-            )
-            if is_same and ready_s <= before.ready_s + _STEP_S:
-                return
-            running = [stream for stream in running if stream.attempt.stay_deadline is not None]
-        self._decide(home, running, now_s)
-
-    def reformed(self, home: Member, event: ev.LoadReported, now_s: float) -> None:
-        """The instance serves again; the deadlines of the streams that stay hold."""
-        home.set_pace(*factors_of(event.report), event.token_s)
-        if home.reforming is not None:
-            self._view.prefill_order.note_queue(home, home.reforming.queue_s)
-            home.reforming = None
-            self._view.update(home)
-            self._starter.place_idle(now_s)
-
-    def is_stale_token(self, stream: Stream, now_s: float) -> bool:
-        """The token may predate the re-forming that the stream stays for: then the next one is to
-        be reported. One that comes once the instance is predicted to serve is not, even if its
-        report is late.
-        """
-        deadline, home = stream.attempt.stay_deadline, stream.attempt.runs_on
-        if deadline is None or home is None or home.reforming is None:
-            return False
-        if is_past(home.reforming.ready_s, now_s):
-            return False
-        if not is_past(deadline.until_s, now_s):
-            self._set_deadline(stream, deadline)
-        return True
-
-    def stay_deadline_over(self, stream: Stream, now_s: float) -> None:
-        """The alarm of a deadline: the stream leaves, if there is anywhere to go."""
-        attempt, home = stream.attempt, stream.attempt.runs_on
-        deadline = attempt.stay_deadline
-        assert deadline is not None, stream
-        assert home is not None, stream
-        if attempt.option not in stream.recovery.removed:
-            stream.recovery.remove(attempt.option)
-            if attempt.decision is not None:
-                self._decisions.deadline_missed(attempt.decision, now_s - deadline.since_s, now_s)
-        must_end_s = deadline.latest_s + self._settings.recovery.wait_s
-        if home.reforming is not None and not is_past(must_end_s, now_s):
-            self._decisions.begin(now_s)
-            target = self._targets(home, [stream], now_s).get(stream.id)
-            if self._decisions.stay_or_leave(stream, home, target, _NO_LIMIT, 0.0, now_s) is None:
-                self._set_deadline(stream, replace(deadline, until_s=now_s + _LONGEST_GRACE_S))
-                return
-        lasts_s = now_s - deadline.since_s
-        cause = f"{home.id} was to go on with it, and has not for {lasts_s:.3g} s"
-        self._leave(stream, home, cause, now_s)
-        self._starter.gather([stream], now_s)
-
-    def _decide(self, home: Member, streams: Sequence[Stream], now_s: float) -> None:
-        """One after another, so that each is weighed with what was booked for those before it."""
-        reforming = home.reforming
-        assert reforming is not None, home
-        reforming.ahead_s, cause = 0.0, cause_of(home.id, reforming.report)
-        self._decisions.begin(now_s)
-        ordered = by_urgency(streams)
-        targets = self._targets(home, ordered, now_s)
-        loads = {member.id: member.streams for member in self._view.targets()}
-        loads[home.id] = home.streams
-        limit = ceiling(0, loads)
-        others = (len(ordered) - 1) / len(loads) if ordered else 0.0
-        for stream in ordered:
-            target = targets.get(stream.id)
-            decision = self._decisions.stay_or_leave(stream, home, target, limit, others, now_s)
-            if decision is None:
-                continue  # It was to leave, and cannot yet: its alarm goes on.
-            if decision.chosen.option.stays:
-                self._stay(stream, reforming, decision, cause, now_s)
-                continue
-            self._leave(stream, home, cause, now_s)
-            self._starter.carry_out(stream, decision, now_s)
-
-    def _targets(
-        self, home: Member, streams: Sequence[Stream], now_s: float
-    ) -> dict[StreamId, Member]:
-        """Where each stream would go: the instance that re-forms is its home, from which the
-        dispatch takes those away that are too many. The others would go to the least loaded one.
-        """
-        view, name = self._view, home.id
-        others = [member for member in view.targets() if member is not home]
-        victims = [
-            replace(
-                victim_of(view, stream, now_s),
-                homes=(name,),
-                held_pages=usable_pages(stream, home),
-            )
-            for stream in streams
-            if not stream.is_fresh
-        ]
-        loads = {member.id: member.streams for member in others}
-        loads[name] = max(0, home.streams - len(victims))
-        assigned = assign(self._settings.dispatch, victims, loads)
-        found: dict[StreamId, Member] = {}
-        for victim in victims:
-            target = assigned.get(victim.stream, name)
-            if target != name:
-                found[victim.stream] = view.members[target]
-                continue
-            allowed = (each for each in others if each.id not in victim.excluded_epochs)
-            if (least := next(allowed, None)) is not None:
-                found[victim.stream] = least
-        return found
-
-    def _stay(
-        self,
-        stream: Stream,
-        reforming: PredictedReforming,
-        decision: Decision,
-        cause: str,
-        now_s: float,
-    ) -> None:
-        """The stream keeps its attempt. What was decided first is what is learned from: a changed
-        prediction of the same re-forming, by the same option, only moves the alarm.
-        """
-        attempt, chosen, deadline = stream.attempt, decision.chosen, stream.attempt.stay_deadline
-        reforming.ahead_s += chosen.transfer_s + chosen.compute_s
-        wait_s = chosen.next_token_s
-        until_s = now_s + wait_s + min(max(wait_s / 2, _SHORTEST_GRACE_S), _LONGEST_GRACE_S)
-        if (
-            deadline is not None
-            and deadline.number == reforming.report.number
-            and chosen.option is attempt.option
-        ):
-            until_s = max(deadline.until_s, min(until_s, deadline.latest_s))
-            if is_past(until_s, now_s):
-                return  # This proxy was stopped: its alarm is due.
-            self._set_deadline(stream, replace(deadline, until_s=until_s))
-            return
-        latest_s = now_s + chosen.raw_s + _LONGEST_GRACE_S
-        self._set_deadline(
-            stream, StayDeadline(now_s, min(until_s, latest_s), reforming.report.number, latest_s)
+def reforming(
+    state: State, home: Member, event: ev.LoadReported, running: list[Stream], now_s: float
+) -> None:
+    """The instance re-forms, or predicts another end of it; `running` are its streams."""
+    report, before = event.report.reforming, home.reforming
+    assert report is not None, event
+    if before is not None and report.number < before.report.number:
+        return
+    ready_s = now_s + report.ready_in_s
+    queue_s = home.reported_queue_s if before is None else before.queue_s
+    home.reforming = now = PredictedReforming(report, ready_s, event.token_s, queue_s)
+    state.view.update(home)
+    state.view.prefill_order.note_queue(home, queue_s + report.ready_in_s)
+    home.set_pace(report.decode_factor, report.prefill_factor, event.token_s)
+    for stream_id, pages in report.missing_pages.items():
+        if pages:
+            kv_locations.forget(state, stream_id, home.id)
+    running = [stream for stream in running if stream.attempt.runs_on is home]
+    for stream in running:
+        stream.note_tokens(event.produced_tokens.get(stream.id, 0))
+    if before is not None and before.report.number == report.number:
+        now.ahead_s = before.ahead_s
+        is_same = (before.report.missing_pages, before.option) == (
+            report.missing_pages,
+            now.option,
         )
-        stream.recovery.note_failure(cause, chosen.target, now_s)
-        self._ledger.stay(stream, decision, now_s)
-        self._actions.append(
-            act.Recovered(
-                stream.id,
-                attempt.number,
-                chosen.option,
-                wait_s,
-                decision.estimates,
-                cause,
-                chosen.target,
-                decision.others,
-            )
+        if is_same and ready_s <= before.ready_s + _STEP_S:
+            return
+        running = [stream for stream in running if stream.attempt.stay_deadline is not None]
+    _decide(state, home, running, now_s)
+
+
+def reformed(state: State, home: Member, event: ev.LoadReported, now_s: float) -> None:
+    """The instance serves again; the deadlines of the streams that stay hold."""
+    home.set_pace(*factors_of(event.report), event.token_s)
+    if home.reforming is not None:
+        state.view.prefill_order.note_queue(home, home.reforming.queue_s)
+        home.reforming = None
+        state.view.update(home)
+        starter.place_idle(state, now_s)
+
+
+def is_stale_token(state: State, stream: Stream, now_s: float) -> bool:
+    """The token may predate the re-forming that the stream stays for: then the next one is to
+    be reported. One that comes once the instance is predicted to serve is not, even if its
+    report is late.
+    """
+    deadline, home = stream.attempt.stay_deadline, stream.attempt.runs_on
+    if deadline is None or home is None or home.reforming is None:
+        return False
+    if is_past(home.reforming.ready_s, now_s):
+        return False
+    if not is_past(deadline.until_s, now_s):
+        _set_deadline(state, stream, deadline)
+    return True
+
+
+def stay_deadline_over(state: State, stream: Stream, now_s: float) -> None:
+    """The alarm of a deadline: the stream leaves, if there is anywhere to go."""
+    attempt, home = stream.attempt, stream.attempt.runs_on
+    deadline = attempt.stay_deadline
+    assert deadline is not None, stream
+    assert home is not None, stream
+    if attempt.option not in stream.recovery.removed:
+        stream.recovery.remove(attempt.option)
+        if attempt.decision is not None:
+            decisions.deadline_missed(state, attempt.decision, now_s - deadline.since_s, now_s)
+    must_end_s = deadline.latest_s + state.settings.policy.recovery.wait_s
+    if home.reforming is not None and not is_past(must_end_s, now_s):
+        decisions.begin(state, now_s)
+        target = _targets(state, home, [stream], now_s).get(stream.id)
+        if decisions.stay_or_leave(state, stream, home, target, _NO_LIMIT, 0.0, now_s) is None:
+            _set_deadline(state, stream, replace(deadline, until_s=now_s + _LONGEST_GRACE_S))
+            return
+    lasts_s = now_s - deadline.since_s
+    cause = f"{home.id} was to go on with it, and has not for {lasts_s:.3g} s"
+    _leave(state, stream, home, cause, now_s)
+    starter.gather(state, [stream], now_s)
+
+
+def _decide(state: State, home: Member, streams: Sequence[Stream], now_s: float) -> None:
+    """One after another, so that each is weighed with what was booked for those before it."""
+    reforming = home.reforming
+    assert reforming is not None, home
+    reforming.ahead_s, cause = 0.0, cause_of(home.id, reforming.report)
+    decisions.begin(state, now_s)
+    ordered = by_urgency(streams)
+    targets = _targets(state, home, ordered, now_s)
+    loads = {member.id: member.streams for member in state.view.targets()}
+    loads[home.id] = home.streams
+    limit = ceiling(0, loads)
+    others = (len(ordered) - 1) / len(loads) if ordered else 0.0
+    for stream in ordered:
+        target = targets.get(stream.id)
+        decision = decisions.stay_or_leave(state, stream, home, target, limit, others, now_s)
+        if decision is None:
+            continue  # It was to leave, and cannot yet: its alarm goes on.
+        if decision.chosen.option.stays:
+            _stay(state, stream, reforming, decision, cause, now_s)
+            continue
+        _leave(state, stream, home, cause, now_s)
+        starter.carry_out(state, stream, decision, now_s)
+
+
+def _targets(
+    state: State, home: Member, streams: Sequence[Stream], now_s: float
+) -> dict[StreamId, Member]:
+    """Where each stream would go: the instance that re-forms is its home, from which the
+    dispatch takes those away that are too many. The others would go to the least loaded one.
+    """
+    view, name = state.view, home.id
+    others = [member for member in view.targets() if member is not home]
+    victims = [
+        replace(
+            victim_of(view, stream, now_s),
+            homes=(name,),
+            held_pages=usable_pages(stream, home),
         )
+        for stream in streams
+        if not stream.is_fresh
+    ]
+    loads = {member.id: member.streams for member in others}
+    loads[name] = max(0, home.streams - len(victims))
+    assigned = assign(state.settings.policy.dispatch, victims, loads)
+    found: dict[StreamId, Member] = {}
+    for victim in victims:
+        target = assigned.get(victim.stream, name)
+        if target != name:
+            found[victim.stream] = view.members[target]
+            continue
+        allowed = (each for each in others if each.id not in victim.excluded_epochs)
+        if (least := next(allowed, None)) is not None:
+            found[victim.stream] = least
+    return found
 
-    def _set_deadline(self, stream: Stream, deadline: StayDeadline) -> None:
-        self._ledger.set_stay_deadline(stream, deadline)
-        self._actions.append(act.Stay(stream.id, stream.attempt.number, deadline.until_s))
 
-    def _leave(self, stream: Stream, home: Member, cause: str, now_s: float) -> None:
-        """End the attempt, which still has its connection; to be moved is not to fail."""
-        self._actions.append(act.Halt(stream.id, stream.attempt.number))
-        self._ledger.end_attempt(stream, cause, home.id, now_s)
+def _stay(
+    state: State,
+    stream: Stream,
+    reforming: PredictedReforming,
+    decision: Decision,
+    cause: str,
+    now_s: float,
+) -> None:
+    """The stream keeps its attempt. What was decided first is what is learned from: a changed
+    prediction of the same re-forming, by the same option, only moves the alarm.
+    """
+    attempt, chosen, deadline = stream.attempt, decision.chosen, stream.attempt.stay_deadline
+    reforming.ahead_s += chosen.transfer_s + chosen.compute_s
+    wait_s = chosen.next_token_s
+    until_s = now_s + wait_s + min(max(wait_s / 2, _SHORTEST_GRACE_S), _LONGEST_GRACE_S)
+    if (
+        deadline is not None
+        and deadline.number == reforming.report.number
+        and chosen.option is attempt.option
+    ):
+        until_s = max(deadline.until_s, min(until_s, deadline.latest_s))
+        if is_past(until_s, now_s):
+            return  # This proxy was stopped: its alarm is due.
+        _set_deadline(state, stream, replace(deadline, until_s=until_s))
+        return
+    latest_s = now_s + chosen.raw_s + _LONGEST_GRACE_S
+    _set_deadline(
+        state,
+        stream,
+        StayDeadline(now_s, min(until_s, latest_s), reforming.report.number, latest_s),
+    )
+    stream.recovery.note_failure(cause, chosen.target, now_s)
+    ledger.stay(state, stream, decision, now_s)
+    state.actions.append(
+        act.Recovered(
+            stream.id,
+            attempt.number,
+            chosen.option,
+            wait_s,
+            decision.estimates,
+            cause,
+            chosen.target,
+            decision.others,
+        )
+    )
+
+
+def _set_deadline(state: State, stream: Stream, deadline: StayDeadline) -> None:
+    ledger.set_stay_deadline(state, stream, deadline)
+    state.actions.append(act.Stay(stream.id, stream.attempt.number, deadline.until_s))
+
+
+def _leave(state: State, stream: Stream, home: Member, cause: str, now_s: float) -> None:
+    """End the attempt, which still has its connection; to be moved is not to fail."""
+    state.actions.append(act.Halt(stream.id, stream.attempt.number))
+    ledger.end_attempt(state, stream, cause, home.id, now_s)

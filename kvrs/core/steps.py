@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.core.decisions import Decisions
-from kvrs.core.ledger import Ledger
+from kvrs.core import decisions, ledger, starter, staying
+from kvrs.core.books import checkpoints, kv_locations
+from kvrs.core.defences import outliers
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
@@ -25,284 +25,272 @@ from kvrs.core.model.lifecycle import (
 from kvrs.core.model.member import Member, is_one_call
 from kvrs.core.model.streams import Stream
 from kvrs.core.routing import hand_off_to
-from kvrs.core.starter import Starter
-from kvrs.core.staying import Staying
+from kvrs.core.state import State, deadlines_of
 from kvrs.ids import StreamId
 
-# Takes the stream (of ADMIT and ADOPT: none), the event and the time.
-_Method = Callable[[Any, Any, float], None]
+# Takes the state, the stream (of ADMIT and ADOPT: none), the event and the time.
+_Method = Callable[[State, Any, Any, float], None]
 
 
-class Steps:
-    def __init__(
-        self,
-        ledger: Ledger,
-        starter: Starter,
-        staying: Staying,
-        decisions: Decisions,
-        settings: PolicySettings,
-        slo: SloSettings,
-        actions: list[act.Action],
-        stream_of: Callable[[StreamId], Stream],
-    ) -> None:
-        self._stream_of = stream_of
-        self._ledger = ledger
-        self._starter = starter
-        self._staying = staying
-        self._decisions = decisions
-        self._actions = actions
-        self._arrivals = 0
-        self._steps: Mapping[Step, _Method] = {
-            Step.ADMIT: self._admit,
-            Step.ADOPT: self._adopt,
-            Step.PLACE: self._place,
-            Step.NOTE_PREFILL: self._note_prefill,
-            Step.HAND_OFF: self._hand_off,
-            Step.AWAIT_WHOLE: self._await_whole,
-            Step.RESUME: self._resume,
-            Step.NOTE: self._note,
-            Step.FAIL: self._fail,
-            Step.DENY: self._deny,
-            Step.LOSE: self._lose,
-            Step.TARGET_LOST: self._target_lost,
-            Step.EXPIRE: self._expire,
-            Step.END: self._end,
-        }
-        self.table: Mapping[type[StreamEvent], Mapping[Stage | None, _Method | None]] = {
-            event: {stage: self._method(cell) for stage, cell in row.items()}
-            for event, row in TABLE.items()
-        }
-        self.reload(settings, slo)
-
-    def reload(self, settings: PolicySettings, slo: SloSettings) -> None:
-        self._settings = settings
-        self._slo = slo
-        self._deadlines = _deadlines_of(ev.NO_DEADLINES, slo)  # Of most streams.
-
-    def apply(self, stream_id: StreamId, event: StreamEvent, now_s: float) -> None:
-        """Take the step that the table names."""
-        stream = self._ledger.streams.get(stream_id)
-        method = self.table[type(event)][None if stream is None else stream.stage]
-        if method is not None:
-            method(stream, event, now_s)
-
-    def _method(self, cell: Cell) -> _Method | None:
-        """The method for a cell of the table; None: the event is ignored."""
-        if cell is None:
-            return self._never
-        return None if isinstance(cell, Ignored) else self._steps[cell]
-
-    def _never(self, stream: Stream | None, event: StreamEvent, now_s: float) -> None:
-        raise AssertionError((event, stream))
-
-    # A stream begins.
-
-    def _admit(self, _: None, event: ev.StreamArrived, now_s: float) -> None:
-        deadlines = self._deadlines
-        if event.deadlines is not ev.NO_DEADLINES:
-            deadlines = _deadlines_of(event.deadlines, self._slo)
-        stream = self._ledger.streams[event.stream] = self._stream_of(event.stream)
-        stream.admit(event, self._arrivals, deadlines, self._deadlines, now_s)
-        self._arrivals += 1
-        # No other is placed with it, and nothing has failed it.
-        self._starter.carry_out(stream, self._decisions.start(stream, now_s), now_s)
-
-    def _adopt(self, _: None, event: ev.StreamAdopted, now_s: float) -> None:
-        """Recover it as a victim of the loss of its proxy."""
-        deadlines = _deadlines_of(event.deadlines, self._slo)
-        stream = self._ledger.streams[event.stream] = self._stream_of(event.stream)
-        stream.admit(event, self._arrivals, deadlines, self._deadlines, now_s)
-        self._arrivals += 1
-        self._ledger.kv_locations.inherit(stream, event.kept)
-        self._starter.place_all([stream], now_s)
-
-    # Its attempt progresses.
-
-    def _note_prefill(self, stream: Stream, event: ev.PrefillDone, now_s: float) -> None:
-        """Note the KV of a call that does both stages, or of a prompt that decode got as text; or
-        what the prefill of two calls at once had in its cache.
-        """
-        attempt = stream.attempt
-        assert attempt.runs_on is not None, stream
-        if not attempt.resumed:
-            self._ledger.prefilled(stream, attempt.runs_on, event, now_s)
-        elif attempt.plan is not None and attempt.plan.prefill in self._ledger.view.members:
-            prefill = self._ledger.view.members[attempt.plan.prefill]
-            self._ledger.note_found(stream, prefill, event, now_s)
-
-    def _hand_off(self, stream: Stream, event: ev.PrefillDone, now_s: float) -> None:
-        """To the decode instance of the plan, which may be a new epoch by now, or to another one
-        where that is sooner (`routing.py`).
-        """
-        attempt, view = stream.attempt, self._ledger.view
-        if attempt.stay_deadline is not None:
-            self._ledger.clear_stay_deadline(stream)
-        plan, prefill = attempt.plan, attempt.runs_on
-        assert plan is not None, stream
-        assert prefill is not None, stream
-        self._ledger.prefilled(stream, prefill, event, now_s)
-        self._ledger.settle_bookings(stream)  # What it booked itself is not in its own way.
-        self._ledger.outliers.answered(stream, prefill, now_s)
-        planned, decode = view.members.get(plan.decode), None
-        cause = "the decode instance was lost during prefill, or is drained"
-        leaves = planned is not None and (planned.draining or planned.drain_ordered)
-        if attempt.number > 1 and stream.recovery.is_counted:
-            self._starter.separate(stream, now_s)
-        if planned is not None and not (leaves and planned.is_drained):
-            decode = hand_off_to(view, stream, prefill, planned, self._settings)
-        if planned is None or decode is None:
-            if planned is not None:
-                self._halt(stream)
-                if not stream.is_served_at(planned):
-                    cause = "the decode instance has unloaded the adapter during prefill"
-            self._ledger.end_attempt(stream, cause, plan.decode, now_s)
-            self._starter.place_all([stream], now_s)
-            return
-        # Else the plan holds: it is one call, which is at decode already, or nothing has changed.
-        if not is_one_call(planned, prefill.id) and (
-            decode is not planned or self._ledger.checkpoints.are_kept
-        ):
-            plan = self._redirect(stream, plan, prefill, decode)
-        self._ledger.hand_off(stream, plan, prefill, decode)
-
-    def _redirect(
-        self, stream: Stream, plan: act.Plan, prefill: Member, decode: Member
-    ) -> act.Plan:
-        places = self._ledger.checkpoints.place(stream, decode, prefill)
-        if decode.id == plan.decode and places == plan.places:
-            return plan
-        changed = msgspec.structs.replace(plan, decode=decode.id, places=places)
-        self._actions.append(act.Redirect(stream.id, stream.attempt.number, changed))
-        return changed
-
-    def _await_whole(self, stream: Stream, event: ev.WholeAsked, now_s: float) -> None:
-        self._ledger.await_whole(stream)
-
-    def _resume(self, stream: Stream, event: ev.StreamResumed, now_s: float) -> None:
-        home = stream.attempt.runs_on
-        attempt = stream.attempt
-        is_awaited = attempt.stay_deadline is not None
-        if is_awaited and self._staying.is_stale_token(stream, now_s):
-            self._ledger.arrived(stream)
-            return
-        decision, recovers = attempt.decision, stream.adopted or attempt.number > 1
-        if decision is not None and (recovers or decision.chosen.option is not Option.START):
-            self._actions.append(self._decisions.settle(stream, decision, now_s))
-        if home is not None:
-            self._ledger.outliers.answered(stream, home, now_s)
-            if stream.recovery.overflowed:
-                self._ledger.outliers.computed(stream, home)
-        self._ledger.resume(stream)
-        stream.note_resumed(event, now_s)
-
-    # Its attempt ends.
-
-    def _note(self, stream: Stream, event: ev.AttemptFailed, now_s: float) -> None:
-        """The attempt had ended before its connection broke: with its instance, as a rule."""
-        stream.note_tokens(event.produced_tokens)
-
-    def _fail(self, stream: Stream, event: ev.AttemptFailed, now_s: float) -> None:
-        stream.note_tokens(event.produced_tokens)
-        if stream.attempt.stay_deadline is not None:
-            stream.recovery.remove(stream.attempt.option)
-        outliers = self._ledger.outliers
-        is_over, is_slow = (
-            outliers.is_refused_for_good(stream, event),
-            outliers.is_slow(stream, event),
-        )
-        member = self._ledger.view.members.get(event.instance)
-        was_ejected = member is not None and member.answers.is_ejected
-        outliers.failed(stream, event)
-        self._ledger.end_attempt(stream, event.cause, event.instance, now_s)
-        if is_over and event.failure is ev.FailureKind.DENIED:
-            self._starter.give_up(stream, act.Reason.DENIED, f"{event.instance}: {event.cause}")
-            return
-        if is_over:
-            self._starter.give_up(stream, act.Reason.REFUSED, event.cause)
-            return
-        if event.failure is ev.FailureKind.NOT_A_NUMBER:
-            self._ledger.kv_locations.distrust(stream)
-        elif event.instance == self._ledger.view.store.id:
-            self._ledger.kv_locations.forget(stream.id, event.instance)
-        if event.failure is ev.FailureKind.BUSY:
-            stream.recovery.note_busy_answer(now_s)
-        elif was_ejected and stream.recovery.lasts_s(now_s) < self._settings.recovery.wait_s:
-            stream.recovery.note_trial_failed()
-        else:
-            stream.recovery.note_attempt_failed()
-        is_broken = event.abrupt and event.failure is not ev.FailureKind.BUSY
-        if is_broken and member is not None and not stream.attempt.resumed:
-            self._ledger.poison.broke(stream, member, now_s)
-        # One that took no connection may be dead.
-        was_connected = event.failure is not ev.FailureKind.BUSY
-        if is_slow:
-            outliers.keep_to_asked(stream, event)
-            stream.recovery.take_for_slow(now_s)
-        elif was_connected or event.abrupt:
-            stream.recovery.suspect(event.instance, was_connected=was_connected)
-        if event.abrupt and event.instance in self._ledger.view.members:
-            self._starter.gather([stream], now_s)
-        else:
-            self._starter.place_all([stream], now_s)
-
-    def _deny(self, stream: Stream, event: ev.SlotDenied, now_s: float) -> None:
-        held = self._ledger.slots.held.get(stream.id)
-        if held is not None and held.target == event.target:
-            self._ledger.deny(stream, now_s + event.wait_s)
-            self._starter.place_again(stream, now_s)
-
-    def _lose(self, stream: Stream, event: InstanceLeft, now_s: float) -> None:
-        stream.note_tokens(event.produced_tokens.get(stream.id, 0))
-        if event.is_lost:
-            stream.recovery.note_attempt_failed()
-        self._ledger.end_attempt(stream, event.cause, event.instance, now_s)
-
-    def _target_lost(self, stream: Stream, event: InstanceLeft, now_s: float) -> None:
-        self._ledger.wait(stream, now_s)
-
-    def _expire(self, stream: Stream, event: AlarmDue, now_s: float) -> None:
-        if stream.attempt.stay_deadline is not None:
-            self._staying.stay_deadline_over(stream, now_s)
-            return
-        stream.recovery.expire_slot(stream.attempt.option)
-        stream.recovery.note_attempt_failed()
-        cause = f"its slot expired after {self._settings.slot_lease_s:g} s"
-        self._ledger.end_attempt(stream, cause, None, now_s)
-        number = stream.attempt.number
-        self._starter.place_again(stream, now_s)
-        if stream.id in self._ledger.streams and stream.attempt.number == number:
-            # No other attempt has taken its place, and without a slot it must not fetch on.
-            self._actions.append(act.Halt(stream.id, number))
-
-    def _place(self, stream: Stream, event: AlarmDue | SlotFree, now_s: float) -> None:
-        self._starter.place_again(stream, now_s)
-
-    def _end(self, stream: Stream, event: ev.StreamEnded, now_s: float) -> None:
-        attempt = stream.attempt
-        there = attempt.runs_on if attempt.resumed else None
-        if attempt.runs_on is None:
-            self._starter.forget(stream)
-        else:
-            self._ledger.forget(stream)
-        is_paused = there is not None and there.answers.busy_until_s is not None
-        if there is not None and is_paused and there.answers.note_room(now_s):
-            self._starter.place_first(now_s)
-
-    def _halt(self, stream: Stream) -> None:
-        """End an attempt that still runs; to be moved is not to fail."""
-        self._actions.append(act.Halt(stream.id, stream.attempt.number))
-
-    def halt_all(self, streams: list[Stream]) -> None:
-        for stream in streams:
-            self._halt(stream)
+def apply(state: State, stream_id: StreamId, event: StreamEvent, now_s: float) -> None:
+    """Take the step that the table names."""
+    stream = state.streams.get(stream_id)
+    method = METHODS[type(event)][None if stream is None else stream.stage]
+    if method is not None:
+        method(state, stream, event, now_s)
 
 
-def _deadlines_of(requested: ev.Deadlines, slo: SloSettings) -> ev.Deadlines:
-    """The client's limits, and the operator's where the client named none."""
-    return ev.Deadlines(
-        ttft_s=slo.ttft_s if requested.ttft_s is None else requested.ttft_s,
-        recovery_gap_s=slo.recovery_gap_s
-        if requested.recovery_gap_s is None
-        else requested.recovery_gap_s,
-        end_to_end_s=slo.deadline_s if requested.end_to_end_s is None else requested.end_to_end_s,
+def _never(state: State, stream: Stream | None, event: StreamEvent, now_s: float) -> None:
+    raise AssertionError((event, stream))
+
+
+# A stream begins.
+
+
+def _admit(state: State, _: None, event: ev.StreamArrived, now_s: float) -> None:
+    common = state.settings.deadlines
+    deadlines = common
+    if event.deadlines is not ev.NO_DEADLINES:
+        deadlines = deadlines_of(event.deadlines, state.settings.slo)
+    stream = state.streams[event.stream] = state.stream_of(event.stream)
+    stream.admit(event, state.arrivals, deadlines, common, now_s)
+    state.arrivals += 1
+    # No other is placed with it, and nothing has failed it.
+    starter.carry_out(state, stream, decisions.start(state, stream, now_s), now_s)
+
+
+def _adopt(state: State, _: None, event: ev.StreamAdopted, now_s: float) -> None:
+    """Recover it as a victim of the loss of its proxy."""
+    common = state.settings.deadlines
+    deadlines = deadlines_of(event.deadlines, state.settings.slo)
+    stream = state.streams[event.stream] = state.stream_of(event.stream)
+    stream.admit(event, state.arrivals, deadlines, common, now_s)
+    state.arrivals += 1
+    kv_locations.inherit(state, stream, event.kept)
+    starter.place_all(state, [stream], now_s)
+
+
+# Its attempt progresses.
+
+
+def _note_prefill(state: State, stream: Stream, event: ev.PrefillDone, now_s: float) -> None:
+    """Note the KV of a call that does both stages, or of a prompt that decode got as text; or
+    what the prefill of two calls at once had in its cache.
+    """
+    attempt = stream.attempt
+    assert attempt.runs_on is not None, stream
+    if not attempt.resumed:
+        ledger.prefilled(state, stream, attempt.runs_on, event, now_s)
+    elif attempt.plan is not None and attempt.plan.prefill in state.view.members:
+        prefill = state.view.members[attempt.plan.prefill]
+        ledger.note_found(state, stream, prefill, event, now_s)
+
+
+def _hand_off(state: State, stream: Stream, event: ev.PrefillDone, now_s: float) -> None:
+    """To the decode instance of the plan, which may be a new epoch by now, or to another one
+    where that is sooner (`routing.py`).
+    """
+    attempt, view = stream.attempt, state.view
+    if attempt.stay_deadline is not None:
+        ledger.clear_stay_deadline(state, stream)
+    plan, prefill = attempt.plan, attempt.runs_on
+    assert plan is not None, stream
+    assert prefill is not None, stream
+    ledger.prefilled(state, stream, prefill, event, now_s)
+    ledger.settle_bookings(state, stream)  # What it booked itself is not in its own way.
+    outliers.answered(state, stream, prefill, now_s)
+    planned, decode = view.members.get(plan.decode), None
+    cause = "the decode instance was lost during prefill, or is drained"
+    leaves = planned is not None and (planned.draining or planned.drain_ordered)
+    if attempt.number > 1 and stream.recovery.is_counted:
+        starter.separate(state, stream, now_s)
+    if planned is not None and not (leaves and planned.is_drained):
+        decode = hand_off_to(view, stream, prefill, planned, state.settings.policy)
+    if planned is None or decode is None:
+        if planned is not None:
+            _halt(state, stream)
+            if not stream.is_served_at(planned):
+                cause = "the decode instance has unloaded the adapter during prefill"
+        ledger.end_attempt(state, stream, cause, plan.decode, now_s)
+        starter.place_all(state, [stream], now_s)
+        return
+    # Else the plan holds: it is one call, which is at decode already, or nothing has changed.
+    if not is_one_call(planned, prefill.id) and (
+        decode is not planned or state.settings.keeps_checkpoints
+    ):
+        plan = _redirect(state, stream, plan, prefill, decode)
+    ledger.hand_off(state, stream, plan, prefill, decode)
+
+
+def _redirect(
+    state: State, stream: Stream, plan: act.Plan, prefill: Member, decode: Member
+) -> act.Plan:
+    places = checkpoints.place(state, stream, decode, prefill)
+    if decode.id == plan.decode and places == plan.places:
+        return plan
+    changed = msgspec.structs.replace(plan, decode=decode.id, places=places)
+    state.actions.append(act.Redirect(stream.id, stream.attempt.number, changed))
+    return changed
+
+
+def _await_whole(state: State, stream: Stream, event: ev.WholeAsked, now_s: float) -> None:
+    ledger.await_whole(state, stream)
+
+
+def _resume(state: State, stream: Stream, event: ev.StreamResumed, now_s: float) -> None:
+    home = stream.attempt.runs_on
+    attempt = stream.attempt
+    is_awaited = attempt.stay_deadline is not None
+    if is_awaited and staying.is_stale_token(state, stream, now_s):
+        ledger.arrived(state, stream)
+        return
+    decision, recovers = attempt.decision, stream.adopted or attempt.number > 1
+    if decision is not None and (recovers or decision.chosen.option is not Option.START):
+        state.actions.append(decisions.settle(state, stream, decision, now_s))
+    if home is not None:
+        outliers.answered(state, stream, home, now_s)
+        if stream.recovery.overflowed:
+            outliers.computed(state, stream, home)
+    ledger.resume(state, stream)
+    stream.note_resumed(event, now_s)
+
+
+# Its attempt ends.
+
+
+def _note(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -> None:
+    """The attempt had ended before its connection broke: with its instance, as a rule."""
+    stream.note_tokens(event.produced_tokens)
+
+
+def _fail(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -> None:
+    stream.note_tokens(event.produced_tokens)
+    if stream.attempt.stay_deadline is not None:
+        stream.recovery.remove(stream.attempt.option)
+    is_over, is_slow = (
+        outliers.is_refused_for_good(state, stream, event),
+        outliers.is_slow(state, stream, event),
     )
+    member = state.view.members.get(event.instance)
+    was_ejected = member is not None and member.answers.is_ejected
+    outliers.failed(state, stream, event)
+    ledger.end_attempt(state, stream, event.cause, event.instance, now_s)
+    if is_over and event.failure is ev.FailureKind.DENIED:
+        starter.give_up(state, stream, act.Reason.DENIED, f"{event.instance}: {event.cause}")
+        return
+    if is_over:
+        starter.give_up(state, stream, act.Reason.REFUSED, event.cause)
+        return
+    if event.failure is ev.FailureKind.NOT_A_NUMBER:
+        kv_locations.distrust(state, stream)
+    elif event.instance == state.view.store.id:
+        kv_locations.forget(state, stream.id, event.instance)
+    if event.failure is ev.FailureKind.BUSY:
+        stream.recovery.note_busy_answer(now_s)
+    elif was_ejected and stream.recovery.lasts_s(now_s) < state.settings.policy.recovery.wait_s:
+        stream.recovery.note_trial_failed()
+    else:
+        stream.recovery.note_attempt_failed()
+    is_broken = event.abrupt and event.failure is not ev.FailureKind.BUSY
+    if is_broken and member is not None and not stream.attempt.resumed:
+        state.poison.broke(stream, member, now_s)
+    # One that took no connection may be dead.
+    was_connected = event.failure is not ev.FailureKind.BUSY
+    if is_slow:
+        outliers.keep_to_asked(state, stream, event)
+        stream.recovery.take_for_slow(now_s)
+    elif was_connected or event.abrupt:
+        stream.recovery.suspect(event.instance, was_connected=was_connected)
+    if event.abrupt and event.instance in state.view.members:
+        starter.gather(state, [stream], now_s)
+    else:
+        starter.place_all(state, [stream], now_s)
+
+
+def _deny(state: State, stream: Stream, event: ev.SlotDenied, now_s: float) -> None:
+    held = state.slots.held.get(stream.id)
+    if held is not None and held.target == event.target:
+        ledger.deny(state, stream, now_s + event.wait_s)
+        starter.place_again(state, stream, now_s)
+
+
+def _lose(state: State, stream: Stream, event: InstanceLeft, now_s: float) -> None:
+    stream.note_tokens(event.produced_tokens.get(stream.id, 0))
+    if event.is_lost:
+        stream.recovery.note_attempt_failed()
+    ledger.end_attempt(state, stream, event.cause, event.instance, now_s)
+
+
+def _target_lost(state: State, stream: Stream, event: InstanceLeft, now_s: float) -> None:
+    ledger.wait(state, stream, now_s)
+
+
+def _expire(state: State, stream: Stream, event: AlarmDue, now_s: float) -> None:
+    if stream.attempt.stay_deadline is not None:
+        staying.stay_deadline_over(state, stream, now_s)
+        return
+    stream.recovery.expire_slot(stream.attempt.option)
+    stream.recovery.note_attempt_failed()
+    cause = f"its slot expired after {state.settings.policy.slot_lease_s:g} s"
+    ledger.end_attempt(state, stream, cause, None, now_s)
+    number = stream.attempt.number
+    starter.place_again(state, stream, now_s)
+    if stream.id in state.streams and stream.attempt.number == number:
+        # No other attempt has taken its place, and without a slot it must not fetch on.
+        state.actions.append(act.Halt(stream.id, number))
+
+
+def _place(state: State, stream: Stream, event: AlarmDue | SlotFree, now_s: float) -> None:
+    starter.place_again(state, stream, now_s)
+
+
+def _end(state: State, stream: Stream, event: ev.StreamEnded, now_s: float) -> None:
+    attempt = stream.attempt
+    there = attempt.runs_on if attempt.resumed else None
+    if attempt.runs_on is None:
+        starter.forget(state, stream)
+    else:
+        ledger.forget(state, stream)
+    is_paused = there is not None and there.answers.busy_until_s is not None
+    if there is not None and is_paused and there.answers.note_room(now_s):
+        starter.place_first(state, now_s)
+
+
+def _halt(state: State, stream: Stream) -> None:
+    """End an attempt that still runs; to be moved is not to fail."""
+    state.actions.append(act.Halt(stream.id, stream.attempt.number))
+
+
+def halt_all(state: State, streams: list[Stream]) -> None:
+    for stream in streams:
+        _halt(state, stream)
+
+
+STEPS: Mapping[Step, _Method] = {
+    Step.ADMIT: _admit,
+    Step.ADOPT: _adopt,
+    Step.PLACE: _place,
+    Step.NOTE_PREFILL: _note_prefill,
+    Step.HAND_OFF: _hand_off,
+    Step.AWAIT_WHOLE: _await_whole,
+    Step.RESUME: _resume,
+    Step.NOTE: _note,
+    Step.FAIL: _fail,
+    Step.DENY: _deny,
+    Step.LOSE: _lose,
+    Step.TARGET_LOST: _target_lost,
+    Step.EXPIRE: _expire,
+    Step.END: _end,
+}
+
+
+def _method(cell: Cell) -> _Method | None:
+    """The method for a cell of the table; None: the event is ignored."""
+    if cell is None:
+        return _never
+    return None if isinstance(cell, Ignored) else STEPS[cell]
+
+
+METHODS: Mapping[type[StreamEvent], Mapping[Stage | None, _Method | None]] = {
+    event: {stage: _method(cell) for stage, cell in row.items()} for event, row in TABLE.items()
+}

@@ -73,7 +73,7 @@ def test_a_decode_instance_without_a_pair_helps_where_the_others_cannot() -> Non
 def test_a_prefill_that_is_done_is_not_redirected_to_what_cannot_read_it() -> None:
     harness = vllms({"p0": "hash x", "d0": "hash x", "d1": "hash y"}, handoff=Handoff.AUTO)
     plan_of(harness)
-    harness.policy._view.members[D0].queue_s = 60.0
+    harness.policy.state.view.members[D0].queue_s = 60.0
 
     assert not harness.handle(ev.PrefillDone(A, 1, 100))
 

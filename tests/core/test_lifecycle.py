@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import fields
 
 from kvrs.config.policy import PolicyName
-from kvrs.core.ledger import Ledger
+from kvrs.core import ledger, steps
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.lifecycle import (
@@ -26,7 +26,7 @@ from kvrs.core.model.lifecycle import (
 from kvrs.core.model.recovery_state import RecoveryState
 from kvrs.core.model.streams import AttemptState, Stream
 from kvrs.core.recovery import RecoveryPolicy
-from kvrs.core.steps import Steps
+from kvrs.core.state import State
 from kvrs.ids import InstanceId, StreamId
 from tests.core.policy_harness import PolicyHarness, instance_up, of
 from tests.core.recorded_incident import Rough
@@ -46,47 +46,46 @@ def test_every_step_is_drawn_and_carried_out_by_a_method() -> None:
     """No step that no event leads to, and none without code."""
     drawn = {cell for row in TABLE.values() for cell in row.values() if isinstance(cell, Step)}
 
-    policy: Any = PolicyHarness().policy
     assert drawn == set(Step)
-    assert set(policy._steps._steps) == set(Step)
+    assert set(steps.STEPS) == set(Step)
     assert set(LEADS_TO) <= set(Step)
 
 
 def test_every_step_and_every_move_of_the_table_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Impossible steps are not drawn; one that happens and is not drawn is an assertion."""
-    steps: Counter[tuple[type[StreamEvent], Stage | None]] = Counter()
+    taken: Counter[tuple[type[StreamEvent], Stage | None]] = Counter()
     moves: Counter[tuple[Stage | None, Stage | None]] = Counter()
-    handle, apply = RecoveryPolicy.handle, Steps.apply
-    enter, admit, forget = Ledger._enter, Stream.admit, Ledger.forget
+    handle, apply = RecoveryPolicy.handle, steps.apply
+    enter, admit, forget = ledger._enter, Stream.admit, ledger.forget
 
     def count_event(self: RecoveryPolicy, event: ev.Event, now_s: float) -> list[act.Action]:
         if isinstance(event, ev.OfStream):
             stream = self.streams.get(event.stream)
-            steps[type(event), None if stream is None else stream.stage] += 1
+            taken[type(event), None if stream is None else stream.stage] += 1
         return handle(self, event, now_s)
 
-    def count_step(self: Any, stream_id: StreamId, event: StreamEvent, now_s: float) -> None:
-        steps[type(event), self._ledger.streams[stream_id].stage] += 1
-        apply(self, stream_id, event, now_s)
+    def count_step(state: State, stream_id: StreamId, event: StreamEvent, now_s: float) -> None:
+        taken[type(event), state.streams[stream_id].stage] += 1
+        apply(state, stream_id, event, now_s)
 
-    def count_enter(self: Ledger, stream: Stream, stage: Stage, *member: Any) -> None:
+    def count_enter(state: State, stream: Stream, stage: Stage, *member: Any) -> None:
         before = stream.stage
-        enter(self, stream, stage, *member)
+        enter(state, stream, stage, *member)
         moves[before, stage] += before is not stage
 
     def count_admit(self: Stream, *facts: Any) -> None:
         moves[None, self.stage] += 1
         admit(self, *facts)
 
-    def count_forget(self: Ledger, stream: Stream) -> None:
+    def count_forget(state: State, stream: Stream) -> None:
         moves[stream.stage, None] += 1
-        forget(self, stream)
+        forget(state, stream)
 
     monkeypatch.setattr(RecoveryPolicy, "handle", count_event)
-    monkeypatch.setattr(Steps, "apply", count_step)
-    monkeypatch.setattr(Ledger, "_enter", count_enter)
+    monkeypatch.setattr(steps, "apply", count_step)
+    monkeypatch.setattr(ledger, "_enter", count_enter)
     monkeypatch.setattr(Stream, "admit", count_admit)
-    monkeypatch.setattr(Ledger, "forget", count_forget)
+    monkeypatch.setattr(ledger, "forget", count_forget)
 
     for seed in range(40):
         Rough(seed).run(300)
@@ -102,7 +101,7 @@ def test_every_step_and_every_move_of_the_table_happens(monkeypatch: pytest.Monk
         for stage, cell in row.items()
         if isinstance(cell, Step)
     }
-    assert drawn <= set(steps)
+    assert drawn <= set(taken)
 
 
 def at(stage: Stage | None) -> PolicyHarness:
@@ -127,7 +126,7 @@ def at(stage: Stage | None) -> PolicyHarness:
 
 def stage_of(harness: PolicyHarness) -> Stage | None:
     policy: Any = harness.policy
-    stream = policy._ledger.streams.get(A)
+    stream = policy.state.streams.get(A)
     return None if stream is None else stream.stage
 
 
@@ -198,7 +197,7 @@ def assignments() -> Iterator[tuple[str, str]]:
 
 
 def test_a_stage_is_set_at_one_place() -> None:
-    """`Ledger._enter`, which asserts that the table allows the move."""
+    """`ledger._enter`, which asserts that the table allows the move."""
     assert [path for path, name in assignments() if name == "stage"] == ["ledger.py"]
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from kvrs.core.defences import outliers
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import ClusterView
@@ -132,7 +133,7 @@ def test_answers_of_an_ejected_instance_use_up_no_attempt(*, others_return: bool
     the stream is refused once it has waited for `recovery.wait_s`.
     """
     harness = PolicyHarness("b0", "b1", max_attempts=3)
-    harness.policy._ledger.outliers._eject(harness.policy._view.members[B0], "HTTP 500")
+    outliers._eject(harness.policy.state, harness.policy.state.view.members[B0], "HTTP 500")
     start = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
     assert start.plan.decode == B1
     (again,) = of(harness.lose("b1", A=0), act.Start)

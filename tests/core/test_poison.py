@@ -169,7 +169,7 @@ def test_a_stream_that_has_ended_is_not_kept() -> None:
     harness.handle(ev.StreamEnded(A, 2))
 
     policy: Any = harness.policy
-    assert policy._ledger.poison.counted == {}
+    assert policy.state.poison.counted == {}
 
 
 def test_streams_whose_deaths_together_refuse_none_wait_together() -> None:

@@ -193,5 +193,5 @@ def test_nothing_is_left_of_streams_that_ended_before_their_prefill() -> None:
     policy.handle(ev.StreamEnded(StreamId("B"), 2))
     policy.handle(ev.StreamEnded(StreamId("C"), 1))
 
-    assert not policy.policy._ledger.prefill_scale._periods
+    assert not policy.policy.state.prefill_scale._periods
     assert policy.policy.snapshot()["prefill_guess"]["prefills"] == 0

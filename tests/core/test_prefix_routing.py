@@ -255,7 +255,7 @@ def test_prompts_go_where_other_proxies_have_sent_their_prefix() -> None:
             msgspec.structs.replace(told, instance=P2),
         ]
     )
-    assert len(ours.policy._view.prefixes) == 0
+    assert len(ours.policy.state.view.prefixes) == 0
     ours.policy.sent_elsewhere([told])
 
     assert ours.arrive(T, *range(BLOCKS - 1), 90).plan.prefill == P1
@@ -384,7 +384,7 @@ def test_what_others_have_made_does_not_raise_a_capacity(core: Callable[[], Prom
     """
     there = core()
     start = there.arrive(T, *range(90, 100))
-    caches = there.policy._view.prefixes._caches
+    caches = there.policy.state.view.prefixes._caches
     name = start.plan.prefill or start.plan.decode
 
     there.handle(ev.PrefillDone(T, 1, BLOCKS * TOKENS, 900))
@@ -483,7 +483,7 @@ def test_what_was_predicted_is_compared_in_tokens_that_were_counted() -> None:
     for name, tokens in ((S, 0), (T, 600), (U, 600)):
         core.arrive(name, *range(BLOCKS))
         core.handle(ev.PrefillDone(name, 1, 700, tokens))
-    index = core.policy._view.prefixes
+    index = core.policy.state.view.prefixes
     assert index._caches[P0].trusted == prefixes._TRUSTED
 
 

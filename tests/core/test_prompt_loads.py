@@ -50,7 +50,7 @@ def test_what_an_agent_stores_is_loaded_where_no_queue_is() -> None:
     assert start.plan.prefill == P1
     assert terms(start) == (AGENT, 1, PAGES, 0, 999, 0.1)
     assert start.cached == {P1: 996}
-    link = core.policy._view.link(NodeId("n0"), NodeId("n0"))
+    link = core.policy.state.view.link(NodeId("n0"), NodeId("n0"))
     assert link.in_flight_bytes == 999 * GEOMETRY.bytes_per_token
     assert rerun(core.lines).difference is None
 
@@ -75,7 +75,9 @@ def test_a_prompt_that_many_agents_have_is_loaded_from_all_of_them() -> None:
     for number in range(1, 20):
         name = InstanceId(f"agent-n{number}")
         core.handle(ev.HolderUp(name, NodeId(f"n{number}"), 1, 1 << 30, 26e9))
-        core.policy._view.stored.note(core.policy._view.agents[name], PROMPT, BLOCKS * TOKENS)
+        core.policy.state.view.stored.note(
+            core.policy.state.view.agents[name], PROMPT, BLOCKS * TOKENS
+        )
 
     starts = [core.arrive(StreamId(f"s{number}"), *range(BLOCKS)) for number in range(40)]
 
@@ -135,7 +137,7 @@ def test_other_proxies_load_what_one_has_had_stored() -> None:
     sent = [each for each in theirs.policy.take_sent() if each.instance == AGENT]
     assert len(sent) == 1
     ours.policy.sent_elsewhere(sent)
-    assert not ours.policy._view.stored.levels(PROMPT)
+    assert not ours.policy.state.view.stored.levels(PROMPT)
 
     ours.policy.sent_elsewhere([msgspec.structs.replace(sent[0], epoch=2)])
 
@@ -146,7 +148,7 @@ def test_a_load_that_brings_less_corrects_the_agent() -> None:
     """And not the instance, which was not taken to have it."""
     core = cluster()
     core.arrive(T, *range(BLOCKS))
-    view = core.policy._view
+    view = core.policy.state.view
     before = view.stored._caches[AGENT].trusted, view.prefixes._caches[P1].trusted
 
     core.handle(ev.PrefillDone(T, 1, BLOCKS * TOKENS, 0))
@@ -161,7 +163,7 @@ def test_an_agent_that_brings_nothing_is_not_asked_for_a_while() -> None:
     """
     core = cluster()
     core.arrive(T, *range(BLOCKS))
-    record = core.policy._view.agents[AGENT]
+    record = core.policy.state.view.agents[AGENT]
 
     core.handle(ev.PrefillDone(T, 1, BLOCKS * TOKENS, 0), 1.0)
     record.note_load(0.5, 1.1, has_failed=True)
@@ -186,7 +188,7 @@ def test_a_later_attempt_says_nothing_of_what_an_agent_stores() -> None:
     core = cluster()
     core.handle(instance_up("p2", node=NodeId("n0")))
     start = core.arrive(T, *range(BLOCKS))
-    agent = core.policy._view.agents[AGENT]
+    agent = core.policy.state.view.agents[AGENT]
     for name in ("p0", "p1"):
         core.handle(ev.InstanceLost(InstanceId(name), 1, "killed", {T: 0, S: 0}), 0.1)
     core.handle(ev.TimerFired(), 0.3)

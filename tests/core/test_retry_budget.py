@@ -203,7 +203,7 @@ def test_a_request_that_has_not_begun_asks_for_a_token_two_to_four_times_a_secon
         start = only(harness.handle(ev.StreamArrived(name, 100)), act.Start)
         assert start.plan.prefill is not None
         for _ in range(100):
-            harness.policy._starter.retries.take(1, 0.0)
+            harness.policy.state.retries.take(1, 0.0)
         harness.handle(ev.AttemptFailed(name, 1, start.plan.prefill, "HTTP 500", 0))
         waits_s.append(only(harness.actions, act.WakeAt).at_s)
 

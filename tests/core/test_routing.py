@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvrs.core.defences import outliers
 from kvrs.core.defences.outliers import CONSECUTIVE_FAILURES
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -48,7 +49,7 @@ def test_a_reported_queue_counts_when_it_is_longer_than_the_own_book() -> None:
 def test_an_instance_that_fails_what_it_gets_is_not_taken_for_its_short_queue() -> None:
     """It is idle for that reason; one that works is taken, however long its queue is."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
-    harness.policy._ledger.outliers._eject(harness.policy._view.members[P0], "HTTP 500")
+    outliers._eject(harness.policy.state, harness.policy.state.view.members[P0], "HTTP 500")
     harness.handle(load(P1, 0.5))
 
     start = only(harness.handle(ev.StreamArrived(A, 100)), act.Start)

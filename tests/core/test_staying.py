@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvrs.config.policy import PolicyName, SloSettings
+from kvrs.core import decisions
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
@@ -536,7 +537,7 @@ def test_an_instance_says_how_slow_it_is_with_the_ranks_that_it_has() -> None:
 
     harness.handle(load("d0", token_s=0.05, degree=3, full_degree=4, layout_number=1, **paces))
 
-    member = harness.policy._view.members[InstanceId("d0")]
+    member = harness.policy.state.view.members[InstanceId("d0")]
     assert member.prefill.seconds_for(200) == pytest.approx(0.4)
     assert member.slower_token_s == pytest.approx(0.1)
 
@@ -544,7 +545,7 @@ def test_an_instance_says_how_slow_it_is_with_the_ranks_that_it_has() -> None:
 def test_fewer_ranks_scale_the_tables_until_all_are_back() -> None:
     harness = two_pairs()
     harness.handle(reformed("d0", factor=1.5))
-    view = harness.policy._view
+    view = harness.policy.state.view
     slower = view.members[InstanceId("d0")].prefill.seconds_for(200)
 
     harness.handle(reformed("d0"))
@@ -617,14 +618,14 @@ def test_the_terms_of_a_stay_add_up() -> None:
     harness = two_pairs("s")
     harness.handle(reforming("d0", 0.02, missing_pages={S: 3}, page_s=0.001), at_s=1.0)
     policy = harness.policy
-    stream = policy._ledger.streams[S]
-    home = policy._view.members[InstanceId("d0")]
-    books = policy._decisions._books
+    stream = policy.state.streams[S]
+    home = policy.state.view.members[InstanceId("d0")]
+    books = policy.state
     estimate = only([*harness.actions], act.Recovered).estimates[-1]
     assert home.reforming is not None
     home.reforming.ahead_s = 0.0
 
-    rule: Rule = policy._decisions._rule
+    rule: Rule = decisions._rule(policy.state)
     (case,) = cases_of(books, stream, [home], 1.0)
     terms = [*rule.terms(case, estimate)]
 

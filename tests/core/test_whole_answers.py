@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from kvrs.core import ledger
 from kvrs.core.books.prefill_scale import _Period
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -27,7 +28,7 @@ def begun(*names: str, is_whole: bool = True) -> PolicyHarness:
 def test_an_instance_is_not_late_with_an_answer_of_one_piece() -> None:
     """It would be with a first token, and get nothing new."""
     late, whole = (
-        begun("p0", "d0", "d1", is_whole=each).policy._view.members[D0].answers
+        begun("p0", "d0", "d1", is_whole=each).policy.state.view.members[D0].answers
         for each in (False, True)
     )
 
@@ -68,14 +69,14 @@ def test_its_time_is_no_measure_of_a_prediction() -> None:
     actions = harness.handle(ev.StreamResumed(A, 2), at_s=90.0)
 
     assert not of(actions, act.Settled)
-    assert harness.policy._decisions.corrections.snapshot() == {}
+    assert harness.policy.state.corrections.snapshot() == {}
 
 
 def test_its_time_is_no_prefill_that_was_seen() -> None:
     """Its prompt is done long before its end."""
-    ledger = begun("p0", "d0", "d1").policy._ledger
-    ledger.view.members[D0].guess = ledger.view.members[D0].prefill
-    ledger.prefill_scale._periods[D0] = period = _Period(0.0, {A})
-    ledger.await_whole(ledger.streams[A])
+    state = begun("p0", "d0", "d1").policy.state
+    state.view.members[D0].guess = state.view.members[D0].prefill
+    state.prefill_scale._periods[D0] = period = _Period(0.0, {A})
+    ledger.await_whole(state, state.streams[A])
 
     assert not period.computing

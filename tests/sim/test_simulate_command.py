@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvrs.config.file import load_config
-from kvrs.core.ledger import Ledger
+from kvrs.core import ledger
 from kvrs.errors import ConfigError
 from kvrs_lab.sim import process, world
 from kvrs_lab.sim.case import SimulateOptions
@@ -178,7 +178,7 @@ def test_broken_law_is_named_with_its_seed(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other seeds are simulated all the same."""
-    monkeypatch.setattr(Ledger, "forget", lambda self, stream: None)
+    monkeypatch.setattr(ledger, "forget", lambda state, stream: None)
 
     assert run_simulation(SimulateOptions(config=config, requests=5, seeds=2)) == 1
     shown = capsys.readouterr().out

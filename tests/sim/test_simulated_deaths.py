@@ -10,10 +10,10 @@ from typing import get_args
 import pytest
 
 from kvrs.agent.slots import SlotTable
-from kvrs.core.books.checkpoints import Checkpoints
+from kvrs.core import ledger
+from kvrs.core.books import checkpoints, kv_locations
 from kvrs.core.books.waiting import SlotBook
 from kvrs.core.event_log import rerun
-from kvrs.core.ledger import KvLocations, Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
@@ -165,14 +165,14 @@ BREAKS = {
         ),
         "",
     ),
-    "a lost agent still holds": (Checkpoints, "lose", lambda self, stream, holder, why: None, ""),
+    "a lost agent still holds": (checkpoints, "lose", lambda state, stream, holder, why: None, ""),
     "a lost instance still holds": (
-        KvLocations,
+        kv_locations,
         "forget",
-        lambda self, stream_id, holder: None,
+        lambda state, stream_id, holder: None,
         "",
     ),
-    "bytes stay on links": (Ledger, "settle_bookings", lambda self, stream: None, "books"),
+    "bytes stay on links": (ledger, "settle_bookings", lambda state, stream: None, "books"),
     "a gossiped death ends a watch": (
         WatchLimits,
         "silence_s",

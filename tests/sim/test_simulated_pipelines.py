@@ -8,10 +8,12 @@ import pytest
 
 from kvrs.config.cluster import pipeline_nodes
 from kvrs.config.file import parse_config
+from kvrs.core import staying
 from kvrs.core.event_log import rerun
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Option
-from kvrs.core.staying import Staying
+from kvrs.core.model.streams import Stream
+from kvrs.core.state import State
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import ReformingReport
 from kvrs_engine.elastic import lending
@@ -240,23 +242,23 @@ def lends_without_giving(self: LentStages, *given: Any) -> SimLoan | str:
     return loan
 
 
-LENDS, STAYS = LentStages.lend, Staying._stay
+LENDS, STAYS = LentStages.lend, staying._stay
 
 
-def stays_and_starts(self: Staying, *given: Any) -> None:
+def stays_and_starts(state: State, stream: Stream, *given: Any) -> None:
     """The stream that stays is started again beside its attempt."""
-    STAYS(self, *given)
-    stream = given[0]
-    self._actions.append(act.Start(stream.id, stream.attempt.number + 1, stream.attempt.plan))
+    STAYS(state, stream, *given)
+    assert stream.attempt.plan is not None
+    state.actions.append(act.Start(stream.id, stream.attempt.number + 1, stream.attempt.plan))
 
 
 # What is broken on purpose, and what is to be said of it.
-BREAKS: dict[str, tuple[type, str, Any, str]] = {
+BREAKS: dict[str, tuple[Any, str, Any, str]] = {
     "streams do not begin again": (LostCells, "_begin_again", nothing, "cells that are gone"),
     "what is written to a loan is not noted": (SimLoan, "write", nothing, "cells that are gone"),
     "pages are lent and used": (LentStages, "lend", lends_without_giving, "that another one has"),
     "a loan does not end": (LentStages, "_take_back", nothing, "lends"),
-    "a stream that stays is started again": (Staying, "_stay", stays_and_starts, "was moved"),
+    "a stream that stays is started again": (staying, "_stay", stays_and_starts, "was moved"),
 }
 
 

@@ -8,179 +8,183 @@ the driver releases the reservation.
 from collections.abc import Sequence
 from typing import Any
 
-from kvrs.config.backup import BackupMode, BackupSettings, Placement
-from kvrs.core.books.placement import PlacementCandidate, place, weighed
+from kvrs.config.backup import BackupMode, Placement
+from kvrs.core.books import placement
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import Agent, ClusterView
+from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import StoredCheckpoint, Stream
+from kvrs.core.state import State
 from kvrs.ids import InstanceId, NodeId, along_ring
 
 
-class Checkpoints:
-    def __init__(self, view: ClusterView, settings: BackupSettings) -> None:
-        self._view = view
-        self._settings = settings
-        self.are_kept = settings.mode is not BackupMode.OFF
+def place(
+    state: State, stream: Stream, decode: Member, prefill: Member | None
+) -> tuple[act.Place, ...]:
+    """Choose and book the agents for the pages of an attempt that decodes at `decode`. Agents
+    that already have pages of the stream are preferred.
+    """
+    mode = state.settings.backup.mode
+    node, need_bytes = decode.node, _need_bytes(stream, decode)
+    chosen: list[Agent] = []
+    if decode.rows:
+        stream.unprotected, mode = "", BackupMode.OFF
+    elif not (decode.checkpoints or (prefill is not None and prefill.checkpoints)):
+        # A reservation that is never filled would take room from other streams.
+        stream.unprotected = f"no agent keeps KV of {decode.id}"
+        mode = BackupMode.OFF
+    if mode is BackupMode.PEER:
+        return _at_peer(state, stream, decode, need_bytes)
+    if mode is BackupMode.LOCAL or mode is BackupMode.BOTH:
+        local = state.view.agent_on(node)
+        stream.unprotected = (
+            f"no agent is up on {node}" if local is None else f"no room at {local.id}"
+        )
+        if local is not None and _has_room(stream, local, need_bytes):
+            chosen.append(local)
+    if mode is BackupMode.REMOTE or mode is BackupMode.BOTH:
+        remote = _remote(state, stream, node, need_bytes)
+        stream.unprotected = "no agent of another node is up and has room"
+        if remote is not None:
+            chosen.append(remote)
+    if chosen:
+        stream.unprotected = ""
+    for checkpoint in stream.checkpoints.values():
+        if checkpoint.agent not in chosen:
+            _rebook(checkpoint, 0)
+    for agent in chosen:
+        _keep(state, stream, agent, decode, need_bytes)
+    return tuple(act.Place(agent.id, need_bytes) for agent in chosen)
 
-    def place(
-        self, stream: Stream, decode: Member, prefill: Member | None
-    ) -> tuple[act.Place, ...]:
-        """Choose and book the agents for the pages of an attempt that decodes at `decode`. Agents
-        that already have pages of the stream are preferred.
-        """
-        mode = self._settings.mode
-        node, need_bytes = decode.node, _need_bytes(stream, decode)
-        chosen: list[Agent] = []
-        if decode.rows:
-            stream.unprotected, mode = "", BackupMode.OFF
-        elif not (decode.checkpoints or (prefill is not None and prefill.checkpoints)):
-            # A reservation that is never filled would take room from other streams.
-            stream.unprotected = f"no agent keeps KV of {decode.id}"
-            mode = BackupMode.OFF
-        if mode is BackupMode.PEER:
-            return self._at_peer(stream, decode, need_bytes)
-        if mode is BackupMode.LOCAL or mode is BackupMode.BOTH:
-            local = self._view.agent_on(node)
-            stream.unprotected = (
-                f"no agent is up on {node}" if local is None else f"no room at {local.id}"
-            )
-            if local is not None and _has_room(stream, local, need_bytes):
-                chosen.append(local)
-        if mode is BackupMode.REMOTE or mode is BackupMode.BOTH:
-            remote = self._remote(stream, node, need_bytes)
-            stream.unprotected = "no agent of another node is up and has room"
-            if remote is not None:
-                chosen.append(remote)
-        if chosen:
+
+def _at_peer(
+    state: State, stream: Stream, decode: Member, need_bytes: int
+) -> tuple[act.Place, ...]:
+    """Choose the peer that has the most pages of the stream, else the next decode instance
+    along the ring, on another node if possible.
+    """
+    others = [
+        each
+        for each in state.view.members.values()
+        if each is not decode
+        and each.decodes
+        and each.checkpoints
+        and not each.must_drain
+        and each.fingerprint == decode.fingerprint
+    ]
+    others = [each for each in others if each.node != decode.node] or others
+    stream.unprotected = "" if others else "no other decode instance is up"
+    if not others:
+        return ()
+    held = [each for each in others if each.id in stream.holders]
+    chosen = (
+        max(held, key=lambda each: stream.holders[each.id].pages)
+        if held
+        else min(
+            others,
+            key=lambda each: along_ring((decode.node, decode.id), (each.node, each.id)),
+        )
+    )
+    return (act.Place(chosen.id, need_bytes),)
+
+
+def reported(state: State, stream: Stream, agent: Agent, pages: int) -> None:
+    """Note the number of leading pages that the agent stores, if the plan names the agent."""
+    checkpoint = stream.checkpoints.get(agent.id)
+    plan, decode = stream.attempt.plan, stream.attempt.decodes_on
+    if checkpoint is None and pages and plan is not None and decode is not None:
+        # The checkpoint was lost or denied, and the instances have sent pages again.
+        asked = next((place for place in plan.places if place.holder == agent.id), None)
+        if asked is not None:
+            checkpoint = _keep(state, stream, agent, decode, asked.reserved_bytes)
             stream.unprotected = ""
-        for checkpoint in stream.checkpoints.values():
-            if checkpoint.agent not in chosen:
-                _rebook(checkpoint, 0)
-        for agent in chosen:
-            self._keep(stream, agent, decode, need_bytes)
-        return tuple(act.Place(agent.id, need_bytes) for agent in chosen)
+    if checkpoint is not None:
+        checkpoint.pages = pages
 
-    def _at_peer(self, stream: Stream, decode: Member, need_bytes: int) -> tuple[act.Place, ...]:
-        """Choose the peer that has the most pages of the stream, else the next decode instance
-        along the ring, on another node if possible.
-        """
-        others = [
-            each
-            for each in self._view.members.values()
-            if each is not decode
-            and each.decodes
-            and each.checkpoints
-            and not each.must_drain
-            and each.fingerprint == decode.fingerprint
-        ]
-        others = [each for each in others if each.node != decode.node] or others
-        stream.unprotected = "" if others else "no other decode instance is up"
-        if not others:
-            return ()
-        held = [each for each in others if each.id in stream.holders]
-        chosen = (
-            max(held, key=lambda each: stream.holders[each.id].pages)
-            if held
-            else min(
-                others,
-                key=lambda each: along_ring((decode.node, decode.id), (each.node, each.id)),
-            )
+
+def adopt(state: State, stream: Stream, agent: Agent, pages: int) -> None:
+    """Note pages of the stream that the agent stores by another proxy's reservation."""
+    geometries = [member.geometry for member in state.view.members.values()]
+    if pages and geometries:
+        stream.checkpoints[agent.id] = StoredCheckpoint(agent, geometries[0], pages=pages)
+        agent.streams.add(stream.id)
+
+
+def lose(state: State, stream: Stream, holder: InstanceId, why: str) -> None:
+    """Forget the agent's checkpoint of the stream."""
+    checkpoint = stream.checkpoints.pop(holder, None)
+    if checkpoint is None:
+        return
+    was_placed = checkpoint.booked_bytes > 0
+    _rebook(checkpoint, 0)
+    checkpoint.agent.streams.discard(stream.id)
+    if was_placed and not any(other.booked_bytes for other in stream.checkpoints.values()):
+        stream.unprotected = why
+
+
+def drop_former(state: State, stream: Stream) -> None:
+    """Forget the checkpoints that get no more pages."""
+    for holder in [
+        holder for holder, checkpoint in stream.checkpoints.items() if not checkpoint.booked_bytes
+    ]:
+        lose(state, stream, holder, "")
+
+
+def forget(state: State, stream: Stream) -> None:
+    for holder in list(stream.checkpoints):
+        lose(state, stream, holder, "")
+
+
+def _remote(state: State, stream: Stream, serving: NodeId, need_bytes: int) -> Agent | None:
+    kept = [
+        checkpoint
+        for checkpoint in stream.checkpoints.values()
+        if checkpoint.agent.node != serving and _has_room(stream, checkpoint.agent, need_bytes)
+    ]
+    if kept:
+        return max(kept, key=lambda checkpoint: checkpoint.pages).agent
+    agents, found = list(state.view.agents.values()), None
+    if state.settings.backup.placement is Placement.LOAD:
+        found = _placed(state, stream, serving, need_bytes, placement.weighed(agents, stream.order))
+    return found or _placed(state, stream, serving, need_bytes, agents)
+
+
+def _placed(
+    state: State, stream: Stream, serving: NodeId, need_bytes: int, agents: Sequence[Agent]
+) -> Agent | None:
+    candidates = [
+        placement.PlacementCandidate(
+            holder=agent.id,
+            node=agent.node,
+            queueing_delay_s=state.view.queueing_delay_s(agent.node),
+            reserved_bytes=agent.reserved_bytes,
+            checkpoints=agent.checkpoints,
+            capacity_bytes=agent.capacity_bytes,
+            host_to_device_bytes_per_s=state.view.restore_bytes_per_s(agent),
+            of_serving_bytes=agent.booked_of[serving],
         )
-        return (act.Place(chosen.id, need_bytes),)
+        for agent in agents
+    ]
+    settings = state.settings.backup
+    found = placement.place(
+        settings.placement, candidates, serving, need_bytes, settings.alpha, stream.order
+    )
+    return None if found is None else state.view.agents[found.holder]
 
-    def reported(self, stream: Stream, agent: Agent, pages: int) -> None:
-        """Note the number of leading pages that the agent stores, if the plan names the agent."""
-        checkpoint = stream.checkpoints.get(agent.id)
-        plan, decode = stream.attempt.plan, stream.attempt.decodes_on
-        if checkpoint is None and pages and plan is not None and decode is not None:
-            # The checkpoint was lost or denied, and the instances have sent pages again.
-            asked = next((place for place in plan.places if place.holder == agent.id), None)
-            if asked is not None:
-                checkpoint = self._keep(stream, agent, decode, asked.reserved_bytes)
-                stream.unprotected = ""
+
+def _keep(
+    state: State, stream: Stream, agent: Agent, decode: Member, need_bytes: int
+) -> StoredCheckpoint:
+    agent.bytes_per_token = decode.bytes_per_token
+    checkpoint = stream.checkpoints.get(agent.id)
+    if checkpoint is None or not checkpoint.is_of(decode):
         if checkpoint is not None:
-            checkpoint.pages = pages
-
-    def adopt(self, stream: Stream, agent: Agent, pages: int) -> None:
-        """Note pages of the stream that the agent stores by another proxy's reservation."""
-        geometries = [member.geometry for member in self._view.members.values()]
-        if pages and geometries:
-            stream.checkpoints[agent.id] = StoredCheckpoint(agent, geometries[0], pages=pages)
-            agent.streams.add(stream.id)
-
-    def lose(self, stream: Stream, holder: InstanceId, why: str) -> None:
-        """Forget the agent's checkpoint of the stream."""
-        checkpoint = stream.checkpoints.pop(holder, None)
-        if checkpoint is None:
-            return
-        was_placed = checkpoint.booked_bytes > 0
-        _rebook(checkpoint, 0)
-        checkpoint.agent.streams.discard(stream.id)
-        if was_placed and not any(other.booked_bytes for other in stream.checkpoints.values()):
-            stream.unprotected = why
-
-    def drop_former(self, stream: Stream) -> None:
-        """Forget the checkpoints that get no more pages."""
-        for holder in [
-            holder
-            for holder, checkpoint in stream.checkpoints.items()
-            if not checkpoint.booked_bytes
-        ]:
-            self.lose(stream, holder, "")
-
-    def forget(self, stream: Stream) -> None:
-        for holder in list(stream.checkpoints):
-            self.lose(stream, holder, "")
-
-    def _remote(self, stream: Stream, serving: NodeId, need_bytes: int) -> Agent | None:
-        kept = [
-            checkpoint
-            for checkpoint in stream.checkpoints.values()
-            if checkpoint.agent.node != serving and _has_room(stream, checkpoint.agent, need_bytes)
-        ]
-        if kept:
-            return max(kept, key=lambda checkpoint: checkpoint.pages).agent
-        agents, found = list(self._view.agents.values()), None
-        if self._settings.placement is Placement.LOAD:
-            found = self._placed(stream, serving, need_bytes, weighed(agents, stream.order))
-        return found or self._placed(stream, serving, need_bytes, agents)
-
-    def _placed(
-        self, stream: Stream, serving: NodeId, need_bytes: int, agents: Sequence[Agent]
-    ) -> Agent | None:
-        candidates = [
-            PlacementCandidate(
-                holder=agent.id,
-                node=agent.node,
-                queueing_delay_s=self._view.queueing_delay_s(agent.node),
-                reserved_bytes=agent.reserved_bytes,
-                checkpoints=agent.checkpoints,
-                capacity_bytes=agent.capacity_bytes,
-                host_to_device_bytes_per_s=self._view.restore_bytes_per_s(agent),
-                of_serving_bytes=agent.booked_of[serving],
-            )
-            for agent in agents
-        ]
-        settings = self._settings
-        found = place(
-            settings.placement, candidates, serving, need_bytes, settings.alpha, stream.order
-        )
-        return None if found is None else self._view.agents[found.holder]
-
-    def _keep(
-        self, stream: Stream, agent: Agent, decode: Member, need_bytes: int
-    ) -> StoredCheckpoint:
-        agent.bytes_per_token = decode.bytes_per_token
-        checkpoint = stream.checkpoints.get(agent.id)
-        if checkpoint is None or not checkpoint.is_of(decode):
-            if checkpoint is not None:
-                _rebook(checkpoint, 0)
-            checkpoint = StoredCheckpoint(agent, decode.geometry)
-            stream.checkpoints[agent.id] = checkpoint
-            agent.streams.add(stream.id)
-        _rebook(checkpoint, need_bytes, decode.node)
-        return checkpoint
+            _rebook(checkpoint, 0)
+        checkpoint = StoredCheckpoint(agent, decode.geometry)
+        stream.checkpoints[agent.id] = checkpoint
+        agent.streams.add(stream.id)
+    _rebook(checkpoint, need_bytes, decode.node)
+    return checkpoint
 
 
 def protection(stream: Stream) -> dict[str, Any]:

@@ -33,11 +33,11 @@ class Corrections:
     """
 
     def __init__(self, most: float) -> None:
-        self.reload(most)
+        self.bound(most)
         self.learned: dict[Option, _Learned] = {}
         self._latest_s = 0.0
 
-    def reload(self, most: float) -> None:
+    def bound(self, most: float) -> None:
         """Change the bound and keep the learned factors."""
         assert most >= 1, most
         self._most = most

@@ -139,17 +139,13 @@ class _Target:
 
 class SlotBook:
     def __init__(self, slots_max: int) -> None:
-        self._slots_max = slots_max
+        self.slots_max = slots_max
         self._targets: dict[InstanceId, _Target] = {}
         self.is_used = False  # A slot was taken at least once; before, no stream waits for one.
         self.held: dict[StreamId, HeldSlot] = {}
         self.awaited: dict[StreamId, InstanceId] = {}  # The target of each queued stream.
         # Called for each released slot that an agent may have granted.
         self.released: Callable[[InstanceId, SlotRequest], None] = lambda agent, asked: None
-
-    def reload(self, slots_max: int) -> None:
-        """Change the number of slots per target. Transfers beyond the new number run on."""
-        self._slots_max = slots_max
 
     def expected_wait_s(self, target: InstanceId, stream: StreamId, now_s: float) -> float:
         """Return the expected time until the stream gets a slot at the target; 0: it may take one.
@@ -162,15 +158,15 @@ class SlotBook:
             return 0.0
         ahead = book.ahead_of(stream) if book.waiting else 0
         # The test saves the call: calls dominate the time of a decision.
-        room = book.room(self._slots_max, now_s) if book.most_until_s else self._slots_max
+        room = book.room(self.slots_max, now_s) if book.most_until_s else self.slots_max
         if len(book.held) + ahead < room:
             return 0.0
         if not book.is_counted:
             book.count()
-        first_s = (book.first_end_s if room == self._slots_max else book.most_until_s) - now_s
+        first_s = (book.first_end_s if room == self.slots_max else book.most_until_s) - now_s
         return (
             first_s if first_s > SHORTEST_WAIT_S else SHORTEST_WAIT_S
-        ) + ahead * book.mean_duration_s / self._slots_max
+        ) + ahead * book.mean_duration_s / self.slots_max
 
     def acquire(
         self, target: InstanceId, stream: StreamId, now_s: float, predicted_s: float
@@ -179,7 +175,7 @@ class SlotBook:
         assert stream not in self.held, stream
         book = self._targets.setdefault(target, _Target())
         ahead = book.ahead_of(stream) if book.waiting else 0
-        if len(book.held) + ahead >= book.room(self._slots_max, now_s):
+        if len(book.held) + ahead >= book.room(self.slots_max, now_s):
             return False
         ticket = book.ticket_of(stream)
         self.leave(stream)
@@ -232,7 +228,7 @@ class SlotBook:
     def next_served(self, now_s: float) -> StreamId | None:
         """Return a queued stream for which a slot is free; None: there is none."""
         for book in self._targets.values():
-            if book.waiting and len(book.held) < book.room(self._slots_max, now_s):
+            if book.waiting and len(book.held) < book.room(self.slots_max, now_s):
                 return next(iter(book.waiting))
         return None
 
@@ -245,7 +241,7 @@ class SlotBook:
     def snapshot(self) -> dict[str, dict[str, int]]:
         """Return the number of held slots and queued streams per target."""
         return {
-            target: {"held": len(book.held), "waiting": len(book.waiting), "max": self._slots_max}
+            target: {"held": len(book.held), "waiting": len(book.waiting), "max": self.slots_max}
             for target, book in self._targets.items()
             if book.held or book.waiting
         }

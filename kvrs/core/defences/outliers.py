@@ -11,13 +11,12 @@ pauses.
 
 from typing import assert_never
 
-from kvrs.config.policy import RecoverySettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.member import BUSY_PAUSE_S, EJECTION_PAUSE_S, FAILURE_PAUSE_S, Member, pause_s
 from kvrs.core.model.recovery_state import RefusedBy
 from kvrs.core.model.streams import Stream
+from kvrs.core.state import State
 
 CONSECUTIVE_FAILURES = 3
 # Connections that break within this time are one failure.
@@ -26,236 +25,245 @@ _TOGETHER_S = 0.1
 _FORGIVEN_AFTER_S = 60.0
 
 
-class Outliers:
-    def __init__(
-        self, view: ClusterView, settings: RecoverySettings, actions: list[act.Action]
-    ) -> None:
-        self._view = view
-        self._actions = actions
-        self.reload(settings)
+def started(state: State, stream: Stream, member: Member) -> None:
+    """An attempt begins there; at a closed instance it is the probe."""
+    health = member.answers
+    if health.until_s is not None and health.probe is None:
+        health.probe = stream.id
+    if health.busy_until_s is not None:
+        health.try_busy(stream.id, state.view.now_s)
 
-    def reload(self, settings: RecoverySettings) -> None:
-        self._together_s = max(_TOGETHER_S, settings.gather_s)
 
-    def started(self, stream: Stream, member: Member) -> None:
-        """An attempt begins there; at a closed instance it is the probe."""
-        health = member.answers
-        if health.until_s is not None and health.probe is None:
-            health.probe = stream.id
-        if health.busy_until_s is not None:
-            health.try_busy(stream.id, self._view.now_s)
-
-    def answered(self, stream: Stream, member: Member, now_s: float) -> None:
-        """The attempt's prefill is done there, or its first token has come from there."""
-        health = member.answers
-        health.awaited.pop(stream.id, None)
-        health.answered_s = now_s
-        if health.whole or health.probe is not None:
-            health.left(stream.id)
-        # Else the attempt is from before the pause.
-        if health.until_s is None or stream.attempt.started_s >= health.closed_s:
-            was_ejected = health.is_ejected
-            health.consecutive, health.refuses_wrongly = 0, False
-            if health.pauses:  # Each closing, and each busy answer, is one.
-                health.open()
-            if was_ejected:
-                health.readmitted_s = now_s
-                self._actions.append(act.Readmitted(member.id, member.epoch))
-        if stream.refusals:
-            self.contradict(stream, member)
-
-    def contradict(self, stream: Stream, accepting: Member) -> None:
-        """An instance has accepted what others refused: the fault was theirs."""
-        for refusal in stream.refusals:
-            refuser = self._view.members.get(refusal.instance)
-            if refuser is not None and not refuser.prefills and not accepting.decodes:
-                continue  # Of the next stage, which this answer does not prove.
-            stream.forget_refusal(refusal.instance)
-            if refuser is None or refuser is accepting or refuser.epoch != refusal.epoch:
-                continue
-            is_probe = refusal.is_probe and refuser.answers.until_s is not None
-            cause = refusal.cause
-            if refusal.failure.is_refusal:
-                refuser.answers.refuses_wrongly = True
-                cause = "it refuses what others accept"
-            self._charge(refuser, cause, is_probe=is_probe)
-
-    def computed(self, stream: Stream, member: Member) -> None:
-        """The next token has come from there: where the logits were no numbers before, that was the
-        fault of the instance.
-        """
-        for each in stream.recovery.overflowed:
-            other = self._view.members.get(each.instance)
-            if other is None or other is member or other.epoch != each.epoch:
-                continue
-            is_probe = each.is_probe and other.answers.until_s is not None
-            self._charge(other, "its logits overflow where others' do not", is_probe=is_probe)
-
-    def failed(self, stream: Stream, event: ev.AttemptFailed) -> None:
-        """The attempt failed at an instance: broken, busy, or refused as far as is known."""
-        member = self._view.members.get(event.instance)
-        if member is None:
-            return
-        health = member.answers
-        is_probe = health.probe == stream.id
+def answered(state: State, stream: Stream, member: Member, now_s: float) -> None:
+    """The attempt's prefill is done there, or its first token has come from there."""
+    health = member.answers
+    health.awaited.pop(stream.id, None)
+    health.answered_s = now_s
+    if health.whole or health.probe is not None:
         health.left(stream.id)
-        match event.failure:
-            case (
-                ev.FailureKind.REFUSED
-                | ev.FailureKind.DENIED
-                | ev.FailureKind.ERROR
-                | ev.FailureKind.SILENT
-                | ev.FailureKind.NOT_A_NUMBER
-            ):
-                self._doubt(stream, member, event, is_probe=is_probe)
-            case ev.FailureKind.BUSY:
-                wait_s = event.retry_after_s or 0.0
-                health.note_busy(event.instance, stream.id, wait_s, self._view.now_s)
-                self._view.prefill_order.restrict(member)
-                if not health.is_ejected or is_probe:
-                    self._pause(member, event.cause, BUSY_PAUSE_S)
-            case ev.FailureKind.BROKEN:
-                if event.abrupt:
-                    if self._view.now_s - health.abrupt_s < self._together_s and not is_probe:
-                        return
-                    health.abrupt_s = self._view.now_s
-                self._charge(member, event.cause, is_probe=is_probe)
-            case _:
-                assert_never(event.failure)
+    # Else the attempt is from before the pause.
+    if health.until_s is None or stream.attempt.started_s >= health.closed_s:
+        was_ejected = health.is_ejected
+        health.consecutive, health.refuses_wrongly = 0, False
+        if health.pauses:  # Each closing, and each busy answer, is one.
+            health.open()
+        if was_ejected:
+            health.readmitted_s = now_s
+            state.actions.append(act.Readmitted(member.id, member.epoch))
+    if stream.refusals:
+        contradict(state, stream, member)
 
-    def _doubt(
-        self, stream: Stream, member: Member, event: ev.AttemptFailed, *, is_probe: bool
-    ) -> None:
-        """Note a failure of which the request may be the cause."""
-        by = RefusedBy(event.instance, member.epoch, is_probe, event.failure, event.cause)
-        if event.failure is ev.FailureKind.NOT_A_NUMBER:
-            stream.recovery.note_overflow(by)
-        else:
-            stream.note_refusal(by)
-        if is_probe:  # The cause is known later: the next probe may come then.
-            member.answers.close(event.cause, self._view.now_s, FAILURE_PAUSE_S)
-        elif event.failure is ev.FailureKind.SILENT:
-            self._pause(member, event.cause, FAILURE_PAUSE_S)
 
-    def is_refused_for_good(self, stream: Stream, event: ev.AttemptFailed) -> bool:
-        """A refusal or an error goes to the client: nothing was produced, and a second instance has
-        answered so too, or there is no other to ask: of errors the same one has answered so twice
-        then. A refusal that is final goes there at once, if the instance is not known to refuse
-        what others accept.
-        """
-        if stream.first_token_sent or event.produced_tokens:
-            return False
-        member = self._view.members.get(event.instance)
-        if event.failure is ev.FailureKind.ERROR:
-            again = any(
-                each.instance == event.instance and each.is_alike(event) for each in stream.refusals
-            )
-            return self._is_shown_by_another(stream, event) or (
-                again and (member is None or not self._others(stream, member))
-            )
-        if not event.failure.is_refusal:
-            return False
-        refused_by = (each for each in stream.refusals if each.failure.is_refusal)
-        if any(each.instance != event.instance for each in refused_by):
-            return True
-        if member is not None and member.answers.refuses_wrongly:
-            return False
-        return event.final or member is None or not self._others(stream, member)
+def contradict(state: State, stream: Stream, accepting: Member) -> None:
+    """An instance has accepted what others refused: the fault was theirs."""
+    for refusal in stream.refusals:
+        refuser = state.view.members.get(refusal.instance)
+        if refuser is not None and not refuser.prefills and not accepting.decodes:
+            continue  # Of the next stage, which this answer does not prove.
+        stream.forget_refusal(refusal.instance)
+        if refuser is None or refuser is accepting or refuser.epoch != refusal.epoch:
+            continue
+        is_probe = refusal.is_probe and refuser.answers.until_s is not None
+        cause = refusal.cause
+        if refusal.failure.is_refusal:
+            refuser.answers.refuses_wrongly = True
+            cause = "it refuses what others accept"
+        _charge(state, refuser, cause, is_probe=is_probe)
 
-    def is_slow(self, stream: Stream, event: ev.AttemptFailed) -> bool:
-        """No first token came in time from a second instance either, or there is no other."""
-        if event.failure is not ev.FailureKind.SILENT:
-            return False
-        member = self._view.members.get(event.instance)
-        return self._is_shown_by_another(stream, event) or (
-            member is not None and not self._others(stream, member)
+
+def computed(state: State, stream: Stream, member: Member) -> None:
+    """The next token has come from there: where the logits were no numbers before, that was the
+    fault of the instance.
+    """
+    for each in stream.recovery.overflowed:
+        other = state.view.members.get(each.instance)
+        if other is None or other is member or other.epoch != each.epoch:
+            continue
+        is_probe = each.is_probe and other.answers.until_s is not None
+        _charge(state, other, "its logits overflow where others' do not", is_probe=is_probe)
+
+
+def failed(state: State, stream: Stream, event: ev.AttemptFailed) -> None:
+    """The attempt failed at an instance: broken, busy, or refused as far as is known."""
+    member = state.view.members.get(event.instance)
+    if member is None:
+        return
+    health = member.answers
+    is_probe = health.probe == stream.id
+    health.left(stream.id)
+    match event.failure:
+        case (
+            ev.FailureKind.REFUSED
+            | ev.FailureKind.DENIED
+            | ev.FailureKind.ERROR
+            | ev.FailureKind.SILENT
+            | ev.FailureKind.NOT_A_NUMBER
+        ):
+            _doubt(state, stream, member, event, is_probe=is_probe)
+        case ev.FailureKind.BUSY:
+            wait_s = event.retry_after_s or 0.0
+            health.note_busy(event.instance, stream.id, wait_s, state.view.now_s)
+            state.view.prefill_order.restrict(member)
+            if not health.is_ejected or is_probe:
+                _pause(state, member, event.cause, BUSY_PAUSE_S)
+        case ev.FailureKind.BROKEN:
+            if event.abrupt:
+                if (
+                    state.view.now_s - health.abrupt_s
+                    < max(_TOGETHER_S, state.settings.policy.recovery.gather_s)
+                    and not is_probe
+                ):
+                    return
+                health.abrupt_s = state.view.now_s
+            _charge(state, member, event.cause, is_probe=is_probe)
+        case _:
+            assert_never(event.failure)
+
+
+def _doubt(
+    state: State, stream: Stream, member: Member, event: ev.AttemptFailed, *, is_probe: bool
+) -> None:
+    """Note a failure of which the request may be the cause."""
+    by = RefusedBy(event.instance, member.epoch, is_probe, event.failure, event.cause)
+    if event.failure is ev.FailureKind.NOT_A_NUMBER:
+        stream.recovery.note_overflow(by)
+    else:
+        stream.note_refusal(by)
+    if is_probe:  # The cause is known later: the next probe may come then.
+        member.answers.close(event.cause, state.view.now_s, FAILURE_PAUSE_S)
+    elif event.failure is ev.FailureKind.SILENT:
+        _pause(state, member, event.cause, FAILURE_PAUSE_S)
+
+
+def is_refused_for_good(state: State, stream: Stream, event: ev.AttemptFailed) -> bool:
+    """A refusal or an error goes to the client: nothing was produced, and a second instance has
+    answered so too, or there is no other to ask: of errors the same one has answered so twice
+    then. A refusal that is final goes there at once, if the instance is not known to refuse
+    what others accept.
+    """
+    if stream.first_token_sent or event.produced_tokens:
+        return False
+    member = state.view.members.get(event.instance)
+    if event.failure is ev.FailureKind.ERROR:
+        again = any(
+            each.instance == event.instance and each.is_alike(event) for each in stream.refusals
         )
-
-    def keep_to_asked(self, stream: Stream, event: ev.AttemptFailed) -> None:
-        """Have a slow request go on at the instances that have it already: each other one would
-        stand still for it, too.
-        """
-        asked = [each.instance for each in stream.refusals if each.is_alike(event)]
-        member = self._view.members.get(event.instance)
-        stream.keep_to([*asked, event.instance], [] if member is None else self._peers(member))
-
-    def _is_shown_by_another(self, stream: Stream, event: ev.AttemptFailed) -> bool:
-        """Another instance, which still runs, has failed the stream in the same way."""
-        members = self._view.members
-        return any(
-            each.instance != event.instance
-            and each.is_alike(event)
-            and (other := members.get(each.instance)) is not None
-            and other.epoch == each.epoch
-            for each in stream.refusals
+        return _is_shown_by_another(state, stream, event) or (
+            again and (member is None or not _others(state, stream, member))
         )
-
-    def _others(self, stream: Stream, member: Member) -> list[Member]:
-        """The instances of its role beside it that may be asked for the stream."""
-        return [
-            other
-            for other in self._peers(member)
-            if other is not member
-            and stream.is_served_at(other)
-            and not other.is_drained
-            and not other.answers.is_ejected
-        ]
-
-    def left(self, stream: Stream, member: Member) -> None:
-        """The attempt, which was to answer there, is over, for whatever reason."""
-        health = member.answers
-        is_overdue = health.is_overdue(self._view.now_s, member.reported_queue_s)
-        health.left(stream.id)
-        if is_overdue and not health.is_ejected:
-            self._pause(member, "it answers nothing", FAILURE_PAUSE_S)
-
-    def _charge(self, member: Member, cause: str, *, is_probe: bool) -> None:
-        health = member.answers
-        health.consecutive += 1
-        if health.is_ejected:
-            if is_probe:
-                self._eject(member, cause)
-        elif (is_probe or health.consecutive >= CONSECUTIVE_FAILURES) and self._may_eject(member):
-            if self._view.now_s - health.readmitted_s > _FORGIVEN_AFTER_S:
-                health.ejections = 0
-            self._eject(member, cause)
-        else:
-            self._pause(member, cause, FAILURE_PAUSE_S)
-
-    def _pause(self, member: Member, cause: str, first_s: float) -> None:
-        health = member.answers
-        if health.until_s is not None and self._view.now_s < health.until_s:
-            return  # Of an attempt from before the pause.
-        if health.is_ejected:
-            self._eject(member, cause)
-            return
-        pause = pause_s(member.id, first_s, health.pauses)
-        health.close(cause, self._view.now_s, pause)
-
-    def _eject(self, member: Member, cause: str) -> None:
-        health = member.answers
-        pause = pause_s(member.id, EJECTION_PAUSE_S, health.ejections)
-        health.is_ejected = True
-        health.ejections += 1
-        health.close(cause, self._view.now_s, pause)
-        self._actions.append(act.Ejected(member.id, member.epoch, cause, pause))
-
-    def _may_eject(self, member: Member) -> bool:
-        """Never more than half of a role, so that at least one instance stays."""
-        for does in (_prefills, _decodes):
-            peers = [other for other in self._view.members.values() if does(other)]
-            ejected = sum(other.answers.is_ejected for other in peers)
-            if does(member) and 2 * (ejected + 1) > len(peers):
-                return False
+    if not event.failure.is_refusal:
+        return False
+    refused_by = (each for each in stream.refusals if each.failure.is_refusal)
+    if any(each.instance != event.instance for each in refused_by):
         return True
+    if member is not None and member.answers.refuses_wrongly:
+        return False
+    return event.final or member is None or not _others(state, stream, member)
 
-    def _peers(self, member: Member) -> list[Member]:
-        """The instances of its role, itself among them."""
-        return [
-            other
-            for other in self._view.members.values()
-            if (member.prefills and other.prefills) or (member.decodes and other.decodes)
-        ]
+
+def is_slow(state: State, stream: Stream, event: ev.AttemptFailed) -> bool:
+    """No first token came in time from a second instance either, or there is no other."""
+    if event.failure is not ev.FailureKind.SILENT:
+        return False
+    member = state.view.members.get(event.instance)
+    return _is_shown_by_another(state, stream, event) or (
+        member is not None and not _others(state, stream, member)
+    )
+
+
+def keep_to_asked(state: State, stream: Stream, event: ev.AttemptFailed) -> None:
+    """Have a slow request go on at the instances that have it already: each other one would
+    stand still for it, too.
+    """
+    asked = [each.instance for each in stream.refusals if each.is_alike(event)]
+    member = state.view.members.get(event.instance)
+    stream.keep_to([*asked, event.instance], [] if member is None else _peers(state, member))
+
+
+def _is_shown_by_another(state: State, stream: Stream, event: ev.AttemptFailed) -> bool:
+    """Another instance, which still runs, has failed the stream in the same way."""
+    members = state.view.members
+    return any(
+        each.instance != event.instance
+        and each.is_alike(event)
+        and (other := members.get(each.instance)) is not None
+        and other.epoch == each.epoch
+        for each in stream.refusals
+    )
+
+
+def _others(state: State, stream: Stream, member: Member) -> list[Member]:
+    """The instances of its role beside it that may be asked for the stream."""
+    return [
+        other
+        for other in _peers(state, member)
+        if other is not member
+        and stream.is_served_at(other)
+        and not other.is_drained
+        and not other.answers.is_ejected
+    ]
+
+
+def left(state: State, stream: Stream, member: Member) -> None:
+    """The attempt, which was to answer there, is over, for whatever reason."""
+    health = member.answers
+    is_overdue = health.is_overdue(state.view.now_s, member.reported_queue_s)
+    health.left(stream.id)
+    if is_overdue and not health.is_ejected:
+        _pause(state, member, "it answers nothing", FAILURE_PAUSE_S)
+
+
+def _charge(state: State, member: Member, cause: str, *, is_probe: bool) -> None:
+    health = member.answers
+    health.consecutive += 1
+    if health.is_ejected:
+        if is_probe:
+            _eject(state, member, cause)
+    elif (is_probe or health.consecutive >= CONSECUTIVE_FAILURES) and _may_eject(state, member):
+        if state.view.now_s - health.readmitted_s > _FORGIVEN_AFTER_S:
+            health.ejections = 0
+        _eject(state, member, cause)
+    else:
+        _pause(state, member, cause, FAILURE_PAUSE_S)
+
+
+def _pause(state: State, member: Member, cause: str, first_s: float) -> None:
+    health = member.answers
+    if health.until_s is not None and state.view.now_s < health.until_s:
+        return  # Of an attempt from before the pause.
+    if health.is_ejected:
+        _eject(state, member, cause)
+        return
+    pause = pause_s(member.id, first_s, health.pauses)
+    health.close(cause, state.view.now_s, pause)
+
+
+def _eject(state: State, member: Member, cause: str) -> None:
+    health = member.answers
+    pause = pause_s(member.id, EJECTION_PAUSE_S, health.ejections)
+    health.is_ejected = True
+    health.ejections += 1
+    health.close(cause, state.view.now_s, pause)
+    state.actions.append(act.Ejected(member.id, member.epoch, cause, pause))
+
+
+def _may_eject(state: State, member: Member) -> bool:
+    """Never more than half of a role, so that at least one instance stays."""
+    for does in (_prefills, _decodes):
+        peers = [other for other in state.view.members.values() if does(other)]
+        ejected = sum(other.answers.is_ejected for other in peers)
+        if does(member) and 2 * (ejected + 1) > len(peers):
+            return False
+    return True
+
+
+def _peers(state: State, member: Member) -> list[Member]:
+    """The instances of its role, itself among them."""
+    return [
+        other
+        for other in state.view.members.values()
+        if (member.prefills and other.prefills) or (member.decodes and other.decodes)
+    ]
 
 
 def _prefills(member: Member) -> bool:

@@ -370,7 +370,7 @@ class ClusterView:
             possible.append(member)
         return healthy or possible
 
-    def reload(self, assumed_link_bytes_per_s: float) -> None:
+    def assume(self, assumed_link_bytes_per_s: float) -> None:
         """Change the assumed bandwidth of links that are not measured."""
         self.assumed_link = Link(assumed_link_bytes_per_s)
         for link in self.links.values():

@@ -2,7 +2,7 @@
 policy's records have no tokens; `LiveStream` adds the journal, which has them.
 
 Each record is written by one module: a stream's facts and its recovery by this module; stage,
-attempt and holders by `ledger.py`; checkpoints by `checkpoints.py`.
+attempt by `ledger.py`; holders by `kv_locations.py`; checkpoints by `checkpoints.py`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,7 +46,7 @@ class StoredCheckpoint:
     booked_bytes: int = 0  # 0: the agent gets no more pages, and its pages may still be fetched.
     pages: int = 0  # Leading full pages of the history, by the agent's last report.
     booked_for: NodeId | None = None  # The node that decodes the stream.
-    # The namespace, if the pages are rows of an instance's CPU tier (`books/rows.py`).
+    # The namespace, if the pages are rows of an instance's CPU tier (`books/kv_locations.py`).
     rows: str = ""
 
     def is_of(self, member: Member) -> bool:

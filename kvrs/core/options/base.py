@@ -6,17 +6,16 @@ generalises `MIGRATE_COST` and `RECOMPUTE_COST` of seed KVRS: each is a sum of q
 bytes / bandwidth and prefill time. An estimate takes O(1) time in the length of the history.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from kvrs.config.policy import LOOKAHEAD_TOKENS, PolicySettings
-from kvrs.core.books.waiting import SlotBook
+from kvrs.config.policy import LOOKAHEAD_TOKENS
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
+from kvrs.core.state import State
 from kvrs.ids import InstanceId
 
 # The largest number of sources per target: it bounds the time of one decision.
@@ -33,24 +32,13 @@ class KvSource(msgspec.Struct, frozen=True, gc=False):
     is_agent: bool
 
 
-class Books(msgspec.Struct, frozen=True):
-    """The policy's records that estimates are made from."""
-
-    view: ClusterView
-    slots: SlotBook
-    settings: PolicySettings
-    # Learned corrections of predictions. Usually empty: readers test for that first, because
-    # hashing an enum member costs a call.
-    factors: Mapping[Option, float] = msgspec.field(default_factory=dict)
-
-
 class Case(msgspec.Struct, gc=False):
     """One stream at one target, with the values that several options need.
 
     A msgspec struct takes a fraction of the time of a dataclass to create.
     """
 
-    books: Books
+    state: State
     stream: Stream
     target: Member
     history_tokens: int
@@ -65,7 +53,7 @@ class Case(msgspec.Struct, gc=False):
 
     def factor(self, option: Option) -> float:
         """Return the learned factor for predictions of this option."""
-        factors = self.books.factors
+        factors = self.state.factors
         return factors.get(option, 1.0) if factors else 1.0
 
     def pages_of(self, source: InstanceId | None) -> int:
@@ -88,7 +76,7 @@ class RecoveryOption(msgspec.Struct, frozen=True):
 
     option: Option
     estimate: Callable[[Case, list[Estimate]], None]  # Appends zero or more estimates.
-    plan: Callable[[Books, Stream, Estimate], act.Plan]  # Needs a fresh estimate.
+    plan: Callable[[State, Stream, Estimate], act.Plan]  # Needs a fresh estimate.
     terms: Callable[[Case, Estimate], Iterable[Term]]  # Their sum is `raw_s`.
     # A plan whose estimate names a source fetches pages, and so takes a transfer slot.
     fetches: bool = True
@@ -128,7 +116,7 @@ def transfer(case: Case, source: InstanceId, pages: int) -> tuple[float, str]:
 def hand_off_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     """Yield the terms of handing off the whole history from the estimate's source to the target."""
     assert estimate.source is not None, estimate
-    view, target = case.books.view, case.target
+    view, target = case.state.view, case.target
     source = view.members[estimate.source]
     where = "within the node" if source.node == target.node else "between the nodes"
     size_bytes = case.history_tokens * source.bytes_per_token

@@ -12,17 +12,18 @@ from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.reforming import PredictedReforming
 from kvrs.core.model.streams import Stream
-from kvrs.core.options.base import Books, Case, RecoveryOption, Term, lookahead_s
+from kvrs.core.options.base import Case, RecoveryOption, Term, lookahead_s
+from kvrs.core.state import State
 
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
     """Append an estimate if the stream's attempt runs at the target and the target re-forms."""
     if case.target.reforming is not None and case.stream.attempt.runs_on is case.target:
-        estimates.append(estimate_stay(case.books, case.stream, case.target))
+        estimates.append(estimate_stay(case.state, case.stream, case.target))
 
 
-def estimate_stay(books: Books, stream: Stream, home: Member) -> Estimate:
-    reforming, now_s = home.reforming, books.view.now_s
+def estimate_stay(state: State, stream: Stream, home: Member) -> Estimate:
+    reforming, now_s = home.reforming, state.view.now_s
     assert reforming is not None, home
     queue_s = max(0.0, reforming.ready_s - now_s) + reforming.step_s
     transfer_s, compute_s = reforming.restore_s(stream.id), rest_s(stream, reforming, now_s)
@@ -33,7 +34,7 @@ def estimate_stay(books: Books, stream: Stream, home: Member) -> Estimate:
     return Estimate(
         reforming.option,
         home.id,
-        raw_s * books.factors.get(reforming.option, 1.0) + later_s,
+        raw_s * state.factors.get(reforming.option, 1.0) + later_s,
         queue_s,
         transfer_s,
         compute_s,
@@ -58,7 +59,7 @@ def rest_s(stream: Stream, reforming: PredictedReforming, now_s: float) -> float
     return min(left_s, chosen.transfer_s + chosen.compute_s)
 
 
-def plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
+def plan(state: State, stream: Stream, estimate: Estimate) -> act.Plan:
     assert stream.attempt.plan is not None, stream
     return stream.attempt.plan
 
@@ -66,7 +67,7 @@ def plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
 def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     reforming = case.target.reforming
     assert reforming is not None, estimate
-    ready_s = max(0.0, reforming.ready_s - case.books.view.now_s)
+    ready_s = max(0.0, reforming.ready_s - case.state.view.now_s)
     yield Term("re-form", ready_s, f"until the {estimate.target} serves again")
     yield Term("step", reforming.step_s, "of decoding with the ranks that are left")
     ahead_s = estimate.queue_s - ready_s - reforming.step_s

@@ -16,7 +16,6 @@ from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, Stream
 from kvrs.core.options.base import (
     SOURCES_MAX,
-    Books,
     Case,
     KvSource,
     RecoveryOption,
@@ -27,6 +26,7 @@ from kvrs.core.options.base import (
     transfer,
     usable_pages,
 )
+from kvrs.core.state import State
 from kvrs.ids import InstanceId
 
 _MIGRATE = Option.MIGRATE
@@ -43,10 +43,10 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             estimates.append(_cached(case, holder))
 
 
-def plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
+def plan(state: State, stream: Stream, estimate: Estimate) -> act.Plan:
     if estimate.by_prefill:
         return act.Plan(estimate.target, estimate.source)
-    return fetch_plan(books, stream, estimate)
+    return fetch_plan(state, stream, estimate)
 
 
 def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
@@ -67,7 +67,7 @@ def _cached(case: Case, holder: Holder) -> Estimate:
         target,
         case.history_tokens,
         _held_pages(case, holder) * there.page_size_tokens,
-        bytes_per_s=case.books.view.bytes_per_s(there.node, target.node),
+        bytes_per_s=case.state.view.bytes_per_s(there.node, target.node),
         queue_s=there.queue_s,
         target_queue_s=target.queue_s,
         handshake_s=HANDSHAKE_S,
@@ -167,7 +167,7 @@ def weigh_fetch(case: Case, option: Option, source: KvSource, estimates: list[Es
     if len(case.sources) > 1 and pages < case.wanted_pages:
         second, pages, more_s = extension(case, source, pages, wait_s + transfer_s)
         transfer_s += more_s
-    factors = case.books.factors
+    factors = case.state.factors
     estimate = estimate_fetch(
         option,
         target,
@@ -255,11 +255,11 @@ def extension(
     return best.id, best.pages, wait_s + (best.pages - pages) * best.page_s
 
 
-def fetch_plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
+def fetch_plan(state: State, stream: Stream, estimate: Estimate) -> act.Plan:
     """Plan a fetch from the estimate's first source (None: the target has the front itself), then
     from the second source.
     """
-    wanted = usable_pages(stream, books.view.members[estimate.target])
+    wanted = usable_pages(stream, state.view.members[estimate.target])
     runs: list[act.PageRange] = []
     begins = estimate.first_page
     if estimate.source is None:
@@ -268,7 +268,7 @@ def fetch_plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
         if holder is not None:
             is_last = holder == estimate.second or estimate.second is None
             ends = _run_end(stream, holder, wanted, is_last=is_last)
-            runs.append(act.PageRange(holder, begins, ends - begins, _epoch(books.view, holder)))
+            runs.append(act.PageRange(holder, begins, ends - begins, _epoch(state.view, holder)))
             begins = ends
     return act.Plan(estimate.target, None, tuple(runs))
 

@@ -14,7 +14,6 @@ from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import (
-    Books,
     Case,
     RecoveryOption,
     Term,
@@ -22,6 +21,7 @@ from kvrs.core.options.base import (
 )
 from kvrs.core.options.migrate import has_cached
 from kvrs.core.routing import least_work, may_have, own_prefill_of
+from kvrs.core.state import State
 
 _RECOMPUTE = Option.RECOMPUTE
 
@@ -33,9 +33,9 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     If the target is faster, the prefill instance's estimate comes second: it may cost the other
     victims less, because they wait while the target computes.
     """
-    target, history, books = case.target, case.history_tokens, case.books
-    queue_s, view = target.queue_s, books.view
-    factors, here_s = books.factors, queue_s + case.history_s
+    target, history, state = case.target, case.history_tokens, case.state
+    queue_s, view = target.queue_s, state.view
+    factors, here_s = state.factors, queue_s + case.history_s
     factor = factors.get(_RECOMPUTE, 1.0) if factors else 1.0
     prefill, there = prefill_for(view, target, case.stream), None
     if prefill is target and target.joins_prefill:
@@ -84,7 +84,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
         estimates.append(there)
 
 
-def plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
+def plan(state: State, stream: Stream, estimate: Estimate) -> act.Plan:
     return act.Plan(estimate.target, estimate.source)
 
 

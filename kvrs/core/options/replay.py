@@ -14,9 +14,10 @@ from msgspec.structs import replace
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Stream
-from kvrs.core.options.base import Books, Case, RecoveryOption, Term
+from kvrs.core.options.base import Case, RecoveryOption, Term
 from kvrs.core.options.migrate import MIGRATE
 from kvrs.core.options.recompute import RECOMPUTE
+from kvrs.core.state import State
 
 _REPLAY = Option.REPLAY
 # The longest output that is replayed, one token a step. A longer output is continued inexactly if
@@ -41,7 +42,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
         estimates.append(replace(each, option=_REPLAY, raw_s=raw_s, total_s=total_s))
 
 
-def plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
+def plan(state: State, stream: Stream, estimate: Estimate) -> act.Plan:
     return act.Plan(estimate.target, estimate.source, replays=True)
 
 

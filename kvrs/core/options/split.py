@@ -38,7 +38,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     first_page, both_s, front_s = front
     raw_s = fetch.queue_s - drain_s + both_s + fetch.compute_s
     front_at_s = front_s - table.step_overhead_s
-    factors = case.books.factors
+    factors = case.state.factors
     estimates.append(
         Estimate(
             _SPLIT,

@@ -12,13 +12,13 @@ from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import (
     SOURCES_MAX,
-    Books,
     Case,
     KvSource,
     RecoveryOption,
     Term,
     lookahead_s,
 )
+from kvrs.core.state import State
 from kvrs.profiles.tables import PrefillTable
 
 _MIGRATE = Option.MIGRATE
@@ -40,11 +40,11 @@ class Rule:
         self._weighed = tuple((each.needs, each.estimate) for each in weighed)
 
     def weigh(
-        self, books: Books, stream: Stream, targets: Sequence[Member], now_s: float
+        self, state: State, stream: Stream, targets: Sequence[Member], now_s: float
     ) -> list[Estimate]:
         """Return the estimates of all options for the stream at each target."""
         estimates: list[Estimate] = []
-        for case in cases_of(books, stream, targets, now_s):
+        for case in cases_of(state, stream, targets, now_s):
             weighed = len(estimates)
             for needs, estimate in self._weighed:
                 if needs is None or needs(case):
@@ -114,7 +114,7 @@ def best_by_option(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
     return tuple(best.values())
 
 
-def cases_of(books: Books, stream: Stream, targets: Sequence[Member], now_s: float) -> list[Case]:
+def cases_of(state: State, stream: Stream, targets: Sequence[Member], now_s: float) -> list[Case]:
     """Return the case of this stream at each target, with the sources from which the target could
     fetch.
     """
@@ -133,13 +133,13 @@ def cases_of(books: Books, stream: Stream, targets: Sequence[Member], now_s: flo
             if (own := stream.holders.get(target.id)) is not None:
                 held = min(own.pages, wanted)
             if wanted and target.pulls:
-                sources = sources_of(books.view, stream, target, wanted)
+                sources = sources_of(state.view, stream, target, wanted)
                 # `is_used` saves the call: calls dominate the time of a decision.
-                if sources and books.slots.is_used:
-                    slot_wait_s = books.slots.expected_wait_s(target.id, stream.id, now_s)
+                if sources and state.slots.is_used:
+                    slot_wait_s = state.slots.expected_wait_s(target.id, stream.id, now_s)
         cases.append(
             Case(
-                books,
+                state,
                 stream,
                 target,
                 history_tokens,

@@ -12,7 +12,6 @@ from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import (
-    Books,
     Case,
     Term,
     division,
@@ -21,6 +20,7 @@ from kvrs.core.options.base import (
 from kvrs.core.options.migrate import cached_at, has_cached
 from kvrs.core.options.recompute import prefill_for
 from kvrs.core.rules.base import Rule, sources_of
+from kvrs.core.state import State
 from kvrs.ids import InstanceId
 
 _MIGRATE, _RECOMPUTE = Option.MIGRATE, Option.RECOMPUTE
@@ -31,9 +31,9 @@ class Rom(Rule):
     learns = False
 
     def weigh(
-        self, books: Books, stream: Stream, targets: Sequence[Member], now_s: float
+        self, state: State, stream: Stream, targets: Sequence[Member], now_s: float
     ) -> list[Estimate]:
-        target, view, tokens = targets[0], books.view, stream.prompt_tokens
+        target, view, tokens = targets[0], state.view, stream.prompt_tokens
         estimates: list[Estimate] = []
 
         def migrate_from(source: InstanceId, *, by_prefill: bool) -> None:
@@ -64,8 +64,8 @@ class Rom(Rule):
             return
         assert estimate.source is not None, estimate
         size_bytes = tokens * target.bytes_per_token
-        source = case.books.view.members[estimate.source]
-        rate = case.books.view.bytes_per_s(source.node, target.node)
+        source = case.state.view.members[estimate.source]
+        rate = case.state.view.bytes_per_s(source.node, target.node)
         yield Term(
             "transfer", estimate.transfer_s, division(f"{tokens:,} tokens", size_bytes, rate)
         )

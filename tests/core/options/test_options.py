@@ -84,7 +84,7 @@ def test_an_estimate_takes_a_slot_exactly_if_its_plan_fetches(name: PolicyName) 
         harness.decoding("A", 400)
         harness.kept("agent-n1", A=9)
         policy: Any = harness.policy
-        books, stream = policy._decisions._books, policy._ledger.streams["A"]
+        books, stream = policy.state, policy.state.streams["A"]
         members = books.view.members
         stream.holders[InstanceId(target)] = Holder(members[InstanceId(target)], 3)
         for estimate in BY_NAME[name].weigh(books, stream, [members[InstanceId(target)]], 0.0):

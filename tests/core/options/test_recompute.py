@@ -2,16 +2,13 @@
 
 import pytest
 
-from kvrs.config.policy import PolicySettings
-from kvrs.core.books.waiting import SlotBook
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
-from kvrs.core.options.base import Books
 from kvrs.core.options.recompute import RECOMPUTE, estimate_handed_off
 from kvrs.core.rules.base import cases_of
+from kvrs.core.state import Sections, State
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from tests.core.policy_harness import PolicyHarness, instance_up, load, member, of
@@ -31,12 +28,13 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
         queue_s=0.5,
         handshake_s=0.01,
     )
-    view, alone = ClusterView(204_800.0), list[Estimate]()
+    state, alone = State(Sections()), list[Estimate]()
+    state.view.assume(204_800.0)
+    state.factors[Option.RECOMPUTE] = 2.0
     up = instance_up("b1")
-    target = view.add(Member.of(up.info, up.prefill))
+    target = state.view.add(Member.of(up.info, up.prefill))
     target.note_queue(0.5)
-    books = Books(view, SlotBook(1), PolicySettings(), {Option.RECOMPUTE: 2.0})
-    (case,) = cases_of(books, Stream(StreamId("s"), 0, 110, 0.0), [target], 0.0)
+    (case,) = cases_of(state, Stream(StreamId("s"), 0, 110, 0.0), [target], 0.0)
     RECOMPUTE.estimate(case, alone)
 
     assert apart.total_s == pytest.approx(0.5 + 0.110 + 0.01 + 110 * 2048 / 204_800)
@@ -48,7 +46,8 @@ def test_an_estimate_from_beyond_the_table_is_marked() -> None:
     """`Estimate.extrapolated` shows that a table was used outside its measured range: that of the
     instance that computes.
     """
-    view, slots = ClusterView(1e9), SlotBook(1)
+    state = State(Sections())
+    view = state.view
     for up in (instance_up("p1"), instance_up("d1")):
         view.add(Member.of(up.info, up.prefill))
     target, marks = view.members[InstanceId("d1")], []
@@ -57,7 +56,7 @@ def test_an_estimate_from_beyond_the_table_is_marked() -> None:
     for tokens in (400, 401):
         found: list[Estimate] = []
         stream = Stream(StreamId("s"), 0, tokens, 0.0)
-        (case,) = cases_of(Books(view, slots, PolicySettings()), stream, [target], 0.0)
+        (case,) = cases_of(state, stream, [target], 0.0)
         RECOMPUTE.estimate(case, found)
         marks.append({each.source: each.extrapolated for each in found})
 

@@ -4,17 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.config.policy import PolicyName, PolicySettings
+from kvrs.config.policy import PolicyName
 from kvrs.core import rules
-from kvrs.core.books.waiting import SlotBook
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Holder, Stream
 from kvrs.core.options import base
-from kvrs.core.options.base import Books
 from kvrs.core.rules.auto import AUTO
 from kvrs.core.rules.base import cases_of, cheapest, sources_of
 from kvrs.core.rules.rom import ROM, rom_migrate, rom_recompute
+from kvrs.core.state import Sections, State
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles import catalog
 from kvrs.profiles.tables import PrefillTable
@@ -96,13 +95,12 @@ def test_tokens_at_a_slower_instance_count_for_the_choice_and_not_for_the_budget
 ) -> None:
     """The budget is that of the next token."""
     monkeypatch.setattr(base, "LOOKAHEAD_TOKENS", 4)
-    view, target = ClusterView(1e9), member("d1")
+    state, target = State(Sections()), member("d1")
     stream = Stream(StreamId("s"), 0, 64, 0.0, produced_tokens=8, prefilled=True)
-    books = Books(view, SlotBook(1), PolicySettings())
-    (usual,) = AUTO.weigh(books, stream, [target], 0.0)
+    (usual,) = AUTO.weigh(state, stream, [target], 0.0)
 
     target.set_pace(2.0, 1.0, token_s=0.5)
-    (slower,) = AUTO.weigh(books, stream, [target], 0.0)
+    (slower,) = AUTO.weigh(state, stream, [target], 0.0)
 
     assert slower.lookahead_s == 2.0
     assert slower.next_token_s == pytest.approx(usual.total_s)
@@ -185,9 +183,8 @@ def test_targets_with_the_same_table_share_one_look_up_and_others_have_their_own
     long = Table("long", "test", 100, [0.0, 0.1, 0.2, 0.3])
     tables = (slow, slow, fast, slow, long)
     targets = [member(f"d{number}", prefill=table) for number, table in enumerate(tables)]
-    books = Books(ClusterView(1e9), SlotBook(1), PolicySettings())
 
-    cases = cases_of(books, Stream(StreamId("s"), 0, 300, 0.0), targets, 0.0)
+    cases = cases_of(State(Sections()), Stream(StreamId("s"), 0, 300, 0.0), targets, 0.0)
 
     assert [case.history_s for case in cases] == pytest.approx([3.0, 3.0, 0.3, 3.0, 0.3])
     assert [case.extrapolated for case in cases] == [True, True, True, True, False]

@@ -23,7 +23,7 @@ GOOD = SentPrompt(P0, 1, 2048, 8192, HASHES)
 
 def blocks_known(group: MultiProxyCluster, proxy: int) -> int:
     """Return how many pairs of a block and an instance a proxy knows of."""
-    return len(group.proxy(proxy).parts.driver.control.policy._view.prefixes)
+    return len(group.proxy(proxy).parts.driver.control.policy.state.view.prefixes)
 
 
 @asynccontextmanager

@@ -1,0 +1,239 @@
+"""The holders of each stream's KV: instances that retain or cache it, and agents that store a
+checkpoint of it or serve rows of vLLM's CPU tiers.
+
+An agent serves rows out of the memory of the engines of its node. Rows need no room and no lease at
+the agent: the engine keeps them anyway, and evicts the rows of protected streams last. The last
+blocks of a stream may be missing. A KV store that engines share counts as one more agent, without a
+process.
+"""
+
+from collections.abc import Iterable
+
+from kvrs.core.books import checkpoints
+from kvrs.core.model import events as ev
+from kvrs.core.model.cluster_view import Agent
+from kvrs.core.model.member import Member
+from kvrs.core.model.prefixes import NO_PREFIX
+from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
+from kvrs.core.state import State
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.rows import NO_ROWS, RowsReport
+
+
+def kept_pages(state: State, event: ev.PagesKept) -> None:
+    state.kept[event.instance] = event
+
+
+def instance_up(state: State, member: Member) -> None:
+    """Record the KV of open streams that the instance has kept."""
+    find_rows(state, member)
+    event = state.kept.pop(member.id, None)
+    if event is None or event.epoch != member.epoch:
+        return
+    for stream_id, pages in event.pages.items():
+        if (stream := state.streams.get(stream_id)) is not None:
+            retain(state, stream, member, pages)
+
+
+def agent_up(state: State, event: ev.HolderUp) -> None:
+    agent = state.view.agents.get(event.holder)
+    if agent is not None and event.epoch <= agent.epoch:
+        return
+    if agent is not None:
+        _lose(state, agent, "replaced by a new epoch")
+    agent = state.view.agents[event.holder] = state.agent_of(event).begin(event)
+    state.view.stored.up(agent, keeps=False)
+
+
+def agent_lost(state: State, event: ev.HolderLost) -> None:
+    agent = state.view.agents.get(event.holder)
+    if agent is not None and event.epoch >= agent.epoch:
+        _lose(state, agent, event.cause)
+
+
+def reported(state: State, event: ev.CheckpointsReported) -> None:
+    agent = state.view.agents.get(event.holder)
+    if agent is None:
+        _replicated(state, event)
+        return
+    if event.epoch != agent.epoch:
+        return
+    agent.reported_bytes, agent.reported_checkpoints = event.reserved_bytes, event.checkpoints
+    for stream_id, pages in event.pages.items():
+        if (stream := state.streams.get(stream_id)) is not None:
+            checkpoints.reported(state, stream, agent, pages)
+    _rows_reported(state, agent, event.rows)
+
+
+def _replicated(state: State, event: ev.CheckpointsReported) -> None:
+    """An instance reports replicas. Of streams that it keeps under a lease it has more."""
+    member = state.view.members.get(event.holder)
+    if member is None or event.epoch != member.epoch:
+        return
+    for stream_id, pages in event.pages.items():
+        stream = state.streams.get(stream_id)
+        if stream is None:
+            continue
+        held = stream.holders.get(member.id)
+        if held is not None and not held.is_replica:
+            continue
+        if pages:
+            stream.holders[member.id] = Holder(member, pages, is_replica=True)
+            member.held.add(stream_id)
+        elif held is not None:
+            forget(state, stream_id, member.id)
+
+
+def retain(state: State, stream: Stream, member: Member, pages: int) -> None:
+    stream.holders[member.id] = Holder(member, pages)
+    member.held.add(stream.id)
+
+
+def leave(state: State, stream: Stream, member: Member, pages: int) -> None:
+    """The stream is moved from there, and may fetch what it has computed until it resumes."""
+    held = stream.holders.get(member.id)
+    kept = held.pages - held.left_pages if held is not None else 0
+    stream.holders[member.id] = Holder(member, max(pages, kept), max(0, pages - kept))
+    member.held.add(stream.id)
+
+
+def resumed(state: State, stream: Stream) -> None:
+    """Elsewhere: what it has left behind may be overwritten from now on."""
+    for instance, held in [*stream.holders.items()]:
+        if held.left_pages == held.pages:
+            forget(state, stream.id, instance)
+        elif held.left_pages:
+            retain(state, stream, held.member, held.pages - held.left_pages)
+
+
+def is_left_at(state: State, instance: InstanceId) -> bool:
+    """Streams that were moved from there have not resumed yet."""
+    member = state.view.members.get(instance)
+    return member is not None and any(
+        state.streams[each].holders[instance].left_pages for each in member.held
+    )
+
+
+def forget(state: State, stream_id: StreamId, holder: InstanceId) -> None:
+    """The holder keeps no KV of the stream any more."""
+    stream = state.streams.get(stream_id)
+    if stream is None:
+        return
+    if holder in stream.checkpoints:
+        checkpoints.lose(state, stream, holder, f"{holder} keeps no KV of it any more")
+    if (found := stream.holders.pop(holder, None)) is not None:
+        found.member.held.discard(stream_id)
+
+
+def distrust(state: State, stream: Stream) -> None:
+    """Its KV may be what spoils its logits: the next attempt loads none of it, and finds none
+    in a cache either, since the driver gives its pages another salt.
+    """
+    for holder in {*stream.holders, *stream.checkpoints}:
+        forget(state, stream.id, holder)
+    stream.prefix = NO_PREFIX
+
+
+def of(state: State, stream_id: StreamId) -> tuple[ev.Kept, ...]:
+    """All locations, for the proxy that may have to go on with the stream."""
+    stream = state.streams.get(stream_id)
+    if stream is None:
+        return ()
+    held = [
+        ev.Kept(holder, found.member.epoch, found.pages) for holder, found in stream.holders.items()
+    ]
+    return (
+        *held,
+        *(
+            ev.Kept(name, found.agent.epoch, found.pages)
+            for name, found in stream.checkpoints.items()
+        ),
+    )
+
+
+def inherit(state: State, stream: Stream, kept: Iterable[ev.Kept]) -> None:
+    """Take over locations from another proxy, as far as those epochs are still up."""
+    for each in kept:
+        member, agent = state.view.members.get(each.holder), state.view.agents.get(each.holder)
+        if member is not None and member.epoch == each.epoch:
+            retain(state, stream, member, each.pages)
+        elif agent is not None and agent.epoch == each.epoch:
+            checkpoints.adopt(state, stream, agent, each.pages)
+
+
+def _lose(state: State, agent: Agent, cause: str) -> None:
+    del state.view.agents[agent.id]
+    state.view.stored.lost(agent)
+    _rows_lost(state, agent)
+    for stream_id in list(agent.streams):
+        checkpoints.lose(state, state.streams[stream_id], agent.id, f"{agent.id} was lost: {cause}")
+
+
+# Rows.
+
+
+def _rows_reported(state: State, agent: Agent, rows: RowsReport) -> None:
+    """Replace the set of rows that the agent serves."""
+    if rows == agent.rows:
+        return
+    _note_rows(state, agent, rows)
+    for member in state.view.by_node.get(agent.node, ()):
+        find_rows(state, member)
+    served = {*rows.copies, *(each.namespace for each in rows.regions)}
+    for name in [*agent.streams]:
+        stream = state.streams[name]
+        stored = stream.checkpoints[agent.id]
+        if stored.rows and stored.rows not in served:
+            checkpoints.lose(state, stream, agent.id, f"{agent.id} has given its rows back")
+
+
+def _note_rows(state: State, agent: Agent, rows: RowsReport) -> None:
+    for namespace in agent.rows.copies:
+        state.copying[namespace].pop(agent.id, None)
+    agent.rows = rows
+    for namespace in rows.copies:
+        state.copying[namespace][agent.id] = agent
+
+
+def _rows_lost(state: State, agent: Agent) -> None:
+    _note_rows(state, agent, NO_ROWS)
+    for member in state.view.by_node.get(agent.node, ()):
+        # The loss of an agent may be known before the loss of its node's instances, whose
+        # streams then go on from a second copy.
+        if member.has_tier and not state.copying[member.rows]:
+            member.set_rows("")
+
+
+def find_rows(state: State, member: Member) -> None:
+    """Note the namespace of the instance's rows.
+
+    The namespace of a dead engine is kept: the agent may report the death before the engine's
+    streams are moved, and their recovery needs the rows.
+    """
+    agent = state.view.agent_on(member.node)
+    if agent is None or not state.settings.keeps_checkpoints:
+        return
+    own = [each for each in agent.rows.regions if each.engine == member.id]
+    alive = next((each.namespace for each in own if each.is_alive), "")
+    member.tier_tokens = sum(each.rows * each.row_tokens for each in own if each.is_alive)
+    is_gone = member.has_tier and all(each.namespace != member.rows for each in own)
+    if alive or is_gone:
+        member.set_rows(alive)
+
+
+def rows_left(state: State, stream: Stream, member: Member) -> None:
+    """Note the holders of a stream's rows when its attempt at the instance, which produced
+    tokens, has ended.
+    """
+    pages = (stream.history_tokens - 1) // member.page_size_tokens
+    if not member.rows or not pages:
+        return
+    holders = [state.view.store]
+    if not member.in_store:
+        own = state.view.agent_on(member.node)
+        holders = [each for each in (own, *state.copying[member.rows].values()) if each]
+    for agent in holders:
+        stream.checkpoints[agent.id] = StoredCheckpoint(
+            agent, member.geometry, pages=pages, rows=member.rows
+        )
+        agent.streams.add(stream.id)

@@ -1,0 +1,132 @@
+"""The state of the policy: one object per proxy, with the settings that are read from it.
+
+The functions of `kvrs/core` take it, and each field is written from one module.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from kvrs.config.backup import BackupMode, BackupSettings
+from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.core.books.learning import Corrections
+from kvrs.core.books.prefill_scale import PrefillScale
+from kvrs.core.books.waiting import RetryBudget, SlotBook, Timers
+from kvrs.core.defences.poison import PoisonCounter
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
+from kvrs.core.model.cluster_view import Agent, ClusterView
+from kvrs.core.model.estimates import Option
+from kvrs.core.model.member import Member
+from kvrs.core.model.streams import Stream
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """The settings that the policy reads. A reload puts another object in the place of this one."""
+
+    policy: PolicySettings = field(default_factory=PolicySettings)
+    slo: SloSettings = field(default_factory=SloSettings)
+    backup: BackupSettings = field(default_factory=BackupSettings)
+    # What follows from them.
+    deadlines: ev.Deadlines = field(init=False)  # Of most streams.
+    keeps_checkpoints: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "deadlines", deadlines_of(ev.NO_DEADLINES, self.slo))
+        object.__setattr__(self, "keeps_checkpoints", self.backup.mode is not BackupMode.OFF)
+
+
+def deadlines_of(requested: ev.Deadlines, slo: SloSettings) -> ev.Deadlines:
+    """The client's limits, and the operator's where the client named none."""
+    return ev.Deadlines(
+        ttft_s=slo.ttft_s if requested.ttft_s is None else requested.ttft_s,
+        recovery_gap_s=slo.recovery_gap_s
+        if requested.recovery_gap_s is None
+        else requested.recovery_gap_s,
+        end_to_end_s=slo.deadline_s if requested.end_to_end_s is None else requested.end_to_end_s,
+    )
+
+
+def new_member(up: ev.InstanceUp) -> Member:
+    return Member.of(up.info, up.prefill)
+
+
+def new_agent(up: ev.HolderUp) -> Agent:
+    return Agent(up.holder, up.node)
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """What one policy knows. The module that writes a group of fields is named above the group."""
+
+    settings: Sections
+    # The record of an instance or agent that has come up, which is to be used nowhere else or by
+    # its watch alone; and that of a stream that has arrived, to which the proxy adds its journal.
+    member_of: Callable[[ev.InstanceUp], Member] = new_member
+    agent_of: Callable[[ev.HolderUp], Agent] = new_agent
+    stream_of: Callable[[StreamId], Stream] = Stream
+
+    actions: list[act.Action] = field(default_factory=list)  # For the event that is handled.
+    view: ClusterView = field(init=False)
+    slots: SlotBook = field(init=False)
+    timers: Timers = field(default_factory=Timers)
+    retries: RetryBudget = field(default_factory=RetryBudget)
+
+    # `ledger.py`.
+    streams: dict[StreamId, Stream] = field(default_factory=dict)
+    idle: dict[StreamId, Stream] = field(default_factory=dict)  # Those that no attempt runs for.
+    prefill_scale: PrefillScale = field(default_factory=PrefillScale)
+
+    # `kv_locations.py`.
+    # Of instances that are about to come up.
+    kept: dict[InstanceId, ev.PagesKept] = field(default_factory=dict)
+    # Agents with second copies of rows, by the namespaces of these.
+    copying: defaultdict[str, dict[InstanceId, Agent]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+
+    # `decisions.py`.
+    corrections: Corrections = field(init=False)
+    # Learned factors of predictions. Nearly always empty, which is tested first, because to hash an
+    # enum's member is a call.
+    factors: dict[Option, float] = field(default_factory=dict)
+
+    # `starter.py`.
+    # Waiting streams: victims of losses that are decided together in a moment.
+    gathered: dict[StreamId, Stream] = field(default_factory=dict)
+    # New streams that wait for room at decode instances that compute their prompts.
+    held_back: dict[StreamId, Stream] = field(default_factory=dict)
+    roles_seen: set[Role] = field(default_factory=set)  # That have had an instance.
+    missing_roles: list[Role] = field(default_factory=list)  # As last seen,
+    missing_since_s: float = 0.0  # and since when.
+
+    # `steps.py`.
+    arrivals: int = 0
+
+    # `instances.py`.
+    quick_deaths: dict[InstanceId, int] = field(default_factory=dict)  # In a row.
+    # Instances with an unhealthy GPU that are to be left; a new process is on the same GPU.
+    gpu_degraded: set[InstanceId] = field(default_factory=set)
+    drain_ordered: set[InstanceId] = field(default_factory=set)
+
+    # `defences/poison.py`.
+    poison: PoisonCounter = field(init=False)
+
+    def __post_init__(self) -> None:
+        policy = self.settings.policy
+        self.view = ClusterView(policy.assumed_link_bytes_per_s)
+        self.slots = SlotBook(policy.slots_max)
+        self.corrections = Corrections(policy.correction_max)
+        self.poison = PoisonCounter(self.streams)
+
+    def reload(self, policy: PolicySettings, slo: SloSettings) -> None:
+        """Go on by these settings. Streams that wait already have their alarms by those before;
+        what has been learned is kept, and more slots than are allowed now run to their end.
+        """
+        self.settings = replace(self.settings, policy=policy, slo=slo)
+        self.view.assume(policy.assumed_link_bytes_per_s)
+        self.slots.slots_max = policy.slots_max
+        self.corrections.bound(policy.correction_max)
