@@ -13,10 +13,10 @@ new proxy.
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from pydantic import ValidationError
 
 from kvrs.config.backup import BackupSettings
@@ -45,9 +45,6 @@ _UNSAID: dict[str, Any] = dict(
         -len(LoadReport.__struct_defaults__) :
     ]
 )
-
-_EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(ev.Event)}
-_ACTIONS: dict[str, Any] = {kind.__name__: kind for kind in get_args(act.Action)}
 
 _SectionT = TypeVar("_SectionT", bound=Settings)
 _Row = Annotated[list[Seconds], msgspec.Meta(min_length=2)]
@@ -86,6 +83,10 @@ class _Grid(msgspec.Struct):
     cached_step_tokens: Positive
     rows: Annotated[list[_Row], msgspec.Meta(min_length=2)]
 
+    def __post_init__(self) -> None:
+        if len({len(row) for row in self.rows}) > 1:
+            raise ValueError("prefill.grid.rows: got rows of different lengths; allowed: one")
+
 
 class _Table(msgspec.Struct):
     label: str
@@ -100,13 +101,13 @@ class _Table(msgspec.Struct):
 
 
 class _Up(msgspec.Struct):
-    prefill: _Table | None = None
+    prefill: _Table
 
 
 class _Line(msgspec.Struct):
     at_s: float
-    event: dict[str, Any]
-    actions: list[dict[str, Any]]
+    event: ev.Event
+    actions: tuple[act.Action, ...]
     wall_s: float | None = None
 
 
@@ -151,9 +152,7 @@ def read(lines: Iterable[str]) -> Iterator[Header | LogEntry]:
                 continue
             if number == 1:
                 raise ValueError(_NO_HEADER)
-            line = msgspec.convert(found, _Line)
-            actions = tuple(_record(action, _ACTIONS, "action") for action in line.actions)
-            yield LogEntry(number, line.at_s, _event(line.event), actions, line.wall_s)
+            yield _entry(number, found)
         except json.JSONDecodeError as error:
             raise LogError(
                 f"line {number}: not JSON: {error.msg} at character {error.pos}"
@@ -272,7 +271,7 @@ def _plain(record: ev.Event | act.Action) -> dict[str, Any]:
     if isinstance(record, ev.LoadReported):
         said = plain["report"].items()
         plain["report"] = {name: each for name, each in said if _UNSAID.get(name, ...) != each}
-    return {"kind": type(record).__name__, **plain}
+    return plain
 
 
 def _as_plain(value: Any) -> Any:
@@ -310,20 +309,15 @@ def _section(kind: type[_SectionT], found: dict[str, Any], name: str) -> _Sectio
         raise ValueError(f"{path}: got {fault['input']!r}; {fault['msg']}") from None
 
 
-def _event(fields: dict[str, Any]) -> ev.Event:
-    if fields.get("kind") != ev.InstanceUp.__name__:
-        event: ev.Event = _record(fields, _EVENTS, "event")
-        return event
-    table = msgspec.convert(fields, _Up).prefill
-    up: ev.InstanceUp = _record(fields | {"prefill": None}, _EVENTS, "event")
-    return up if table is None else replace(up, prefill=_table(table))
-
-
-def _record(fields: dict[str, Any], kinds: dict[str, Any], what: str) -> Any:
-    kind = kinds.get(str(fields.get("kind")))
-    if kind is None:
-        raise ValueError(f"{what}: got {fields.get('kind')!r}; allowed: {', '.join(kinds)}")
-    return msgspec.convert(fields, kind, dec_hook=_as_settings)
+def _entry(number: int, found: Any) -> LogEntry:
+    event = found.get("event") if isinstance(found, dict) else None
+    table = event.pop("prefill", None) if isinstance(event, dict) else None
+    line = msgspec.convert(found, _Line, dec_hook=_as_settings)
+    if isinstance(line.event, ev.InstanceUp) and table is not None:
+        line.event = replace(
+            line.event, prefill=_table(msgspec.convert({"prefill": table}, _Up).prefill)
+        )
+    return LogEntry(number, line.at_s, line.event, line.actions, line.wall_s)
 
 
 def _as_settings(kind: type, found: Any) -> Any:
@@ -336,25 +330,5 @@ def _as_settings(kind: type, found: Any) -> Any:
 
 
 def _table(found: _Table) -> PrefillTable:
-    grid = None
-    if found.grid is not None:
-        if len({len(row) for row in found.grid.rows}) > 1:
-            raise ValueError(
-                "prefill.grid.rows: got rows of different lengths; allowed: one length"
-            )
-        grid = PrefixGrid(
-            found.grid.new_step_tokens,
-            found.grid.cached_step_tokens,
-            tuple(map(tuple, found.grid.rows)),
-        )
-    return PrefillTable(
-        found.label,
-        found.source,
-        found.step_tokens,
-        found.seconds,
-        found.covered_from_tokens,
-        found.covered_to_tokens,
-        grid,
-        found.is_guess,
-        found.is_estimated,
-    )
+    grid = None if found.grid is None else PrefixGrid(**asdict(found.grid))
+    return PrefillTable(**asdict(found) | {"grid": grid})

@@ -315,7 +315,7 @@ GOOD = event_line(
         (GOOD[:-5], "not JSON: Expecting ':' delimiter"),
         (
             GOOD.replace("InstanceUp", "InstanceDown"),
-            "event: got 'InstanceDown'; allowed: InstanceUp, InstanceLost",
+            "Invalid value 'InstanceDown' - at `$.event.kind`",
         ),
         (GOOD.replace('"step_tokens": 1', '"step_tokens": 0'), "prefill.step_tokens"),
         (GOOD.replace('"rows": [[0, 1]', '"rows": [[0, 1, 2]'), "rows of different lengths"),
@@ -327,7 +327,7 @@ GOOD = event_line(
         (GOOD.replace('"at_s": 1.0', '"at_s": 1e300'), "at_s"),
         (
             GOOD.replace('"actions": []', '"actions": [{"kind": "Stop"}]'),
-            "action: got 'Stop'; allowed: Start",
+            "Invalid value 'Stop' - at `$.actions[0].kind`",
         ),
         (GOOD.replace('"actions": []', '"actions": [{"kind": "WakeAt"}]'), "at_s"),
         (

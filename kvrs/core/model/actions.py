@@ -8,6 +8,10 @@ from kvrs.core.model.estimates import Estimate, Option
 from kvrs.ids import InstanceId, StreamId
 
 
+class _Action(msgspec.Struct, frozen=True, tag_field="kind", tag=True):
+    """An action. An event log names its kind by `kind`."""
+
+
 class PageRange(msgspec.Struct, frozen=True, gc=False):
     """Pages `[first_page, first_page + pages)` of the history, to fetch from `holder` (an instance
     or an agent).
@@ -59,7 +63,7 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     load: PromptLoad | None = None
 
 
-class Start(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+class Start(_Action, frozen=True, gc=False, omit_defaults=True):
     """Begin attempt `attempt` of the stream, after closing the connections of all lower
     attempts.
     """
@@ -71,7 +75,7 @@ class Start(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     cached: dict[InstanceId, int] = {}
 
 
-class Stay(msgspec.Struct, frozen=True, gc=False):
+class Stay(_Action, frozen=True, gc=False):
     """Keep the attempt at its instance, which re-forms, and tolerate its silence until
     `until_s`.
     """
@@ -81,7 +85,7 @@ class Stay(msgspec.Struct, frozen=True, gc=False):
     until_s: float
 
 
-class Recovered(msgspec.Struct, frozen=True, gc=False):
+class Recovered(_Action, frozen=True, gc=False):
     """A record that explains a `Start` or `Stay`: the chosen option and the predicted cost of every
     option.
     """
@@ -96,7 +100,7 @@ class Recovered(msgspec.Struct, frozen=True, gc=False):
     others: float = 0.0  # Other victims per target, for whose wait each estimate was charged.
 
 
-class Redirect(msgspec.Struct, frozen=True):
+class Redirect(_Action, frozen=True):
     """Hand the attempt off by another plan: its prefill is done, and its decode call has not
     begun.
     """
@@ -106,7 +110,7 @@ class Redirect(msgspec.Struct, frozen=True):
     plan: Plan
 
 
-class Halt(msgspec.Struct, frozen=True):
+class Halt(_Action, frozen=True):
     """End a running attempt, because its stream is moved before the instance fails or ends. A
     `Start` follows later.
     """
@@ -115,7 +119,7 @@ class Halt(msgspec.Struct, frozen=True):
     attempt: int
 
 
-class Settled(msgspec.Struct, frozen=True, gc=False):
+class Settled(_Action, frozen=True, gc=False):
     """A record of a recovery after its first token has reached the client: predicted and real
     cost.
     """
@@ -153,7 +157,7 @@ class StreamRefusal(msgspec.Struct, frozen=True, gc=False):
     retry_after_s: float
 
 
-class GiveUp(msgspec.Struct, frozen=True, omit_defaults=True):
+class GiveUp(_Action, frozen=True, omit_defaults=True):
     """End the stream with an error: a 503 before the first byte, an error event after it."""
 
     stream: StreamId
@@ -163,7 +167,7 @@ class GiveUp(msgspec.Struct, frozen=True, omit_defaults=True):
     cached: dict[InstanceId, int] = {}  # As in `Start`, for a refusal with `Reason.OVERLOADED`.
 
 
-class Ejected(msgspec.Struct, frozen=True):
+class Ejected(_Action, frozen=True):
     """A record: the instance gets no new request for `pause_s`, and then one probe
     (`core/defences/outliers.py`).
     """
@@ -174,14 +178,14 @@ class Ejected(msgspec.Struct, frozen=True):
     pause_s: float
 
 
-class Readmitted(msgspec.Struct, frozen=True):
+class Readmitted(_Action, frozen=True):
     """A record: an ejected instance has answered again."""
 
     instance: InstanceId
     epoch: int
 
 
-class WakeAt(msgspec.Struct, frozen=True, gc=False):
+class WakeAt(_Action, frozen=True, gc=False):
     """Ask the driver for a `TimerFired` at `at_s`."""
 
     at_s: float

@@ -16,6 +16,10 @@ from kvrs.protocol.instance import InstanceInfo, LoadReport, ModelNames
 from kvrs.protocol.rows import NO_ROWS, RowsReport
 
 
+class _Event(msgspec.Struct, frozen=True, tag_field="kind", tag=True):
+    """An event. An event log names its kind by `kind`."""
+
+
 class StoreSeen(msgspec.Struct, frozen=True):
     """Known facts of the shared KV store from which an instance's engine loads by itself."""
 
@@ -24,7 +28,7 @@ class StoreSeen(msgspec.Struct, frozen=True):
     share: float  # Share of the requested KV that the store had, over past recoveries.
 
 
-class InstanceUp(msgspec.Struct, frozen=True):
+class InstanceUp(_Event, frozen=True):
     """The instance answers and may be used. A higher epoch replaces the previous one."""
 
     info: InstanceInfo
@@ -39,7 +43,7 @@ class InstanceUp(msgspec.Struct, frozen=True):
     store: StoreSeen | None = None  # None: the engine has used no store yet.
 
 
-class PagesKept(msgspec.Struct, frozen=True):
+class PagesKept(_Event, frozen=True):
     """The instance's new process has taken over KV from the memory of its previous process: the
     leading full pages of these streams.
 
@@ -52,7 +56,7 @@ class PagesKept(msgspec.Struct, frozen=True):
     pages: Mapping[StreamId, int]
 
 
-class InstanceLost(msgspec.Struct, frozen=True):
+class InstanceLost(_Event, frozen=True):
     """The instance's process, its node or the path to it is gone.
 
     `produced_tokens` has, for every stream with an attempt on this instance, the number of tokens
@@ -65,7 +69,7 @@ class InstanceLost(msgspec.Struct, frozen=True):
     produced_tokens: Mapping[StreamId, int]
 
 
-class InstanceExited(msgspec.Struct, frozen=True):
+class InstanceExited(_Event, frozen=True):
     """A supervisor has reported how an instance's process ended. The report comes before or after
     the `InstanceLost` of that epoch, or without one, and does not end the instance's epoch.
     """
@@ -78,7 +82,7 @@ class InstanceExited(msgspec.Struct, frozen=True):
     is_external: bool
 
 
-class GpuJudged(msgspec.Struct, frozen=True):
+class GpuJudged(_Event, frozen=True):
     """The worst state of the instance's GPUs has changed, by the report of its node's agent.
 
     `produced_tokens` is as in `InstanceLost`.
@@ -90,7 +94,7 @@ class GpuJudged(msgspec.Struct, frozen=True):
     produced_tokens: Mapping[StreamId, int]
 
 
-class DrainOrdered(msgspec.Struct, frozen=True):
+class DrainOrdered(_Event, frozen=True):
     """An operator drains the instance and its later processes: it gets no new stream while another
     instance has its role. With `moves` its running streams are moved.
 
@@ -102,13 +106,13 @@ class DrainOrdered(msgspec.Struct, frozen=True):
     produced_tokens: Mapping[StreamId, int]
 
 
-class DrainEnded(msgspec.Struct, frozen=True):
+class DrainEnded(_Event, frozen=True):
     """The operator's order is withdrawn: the instance is used like any other."""
 
     instance: InstanceId
 
 
-class InstanceRemoved(msgspec.Struct, frozen=True):
+class InstanceRemoved(_Event, frozen=True):
     """The instance is removed from the cluster at the end of an ordered drain, and its record is
     deleted. An `InstanceUp` adds it again as a new instance.
 
@@ -119,7 +123,7 @@ class InstanceRemoved(msgspec.Struct, frozen=True):
     produced_tokens: Mapping[StreamId, int]
 
 
-class SelfTested(msgspec.Struct, frozen=True):
+class SelfTested(_Event, frozen=True):
     """The instance has finished a resume self-test (docs/guide/backends.md)."""
 
     instance: InstanceId
@@ -131,7 +135,7 @@ class SelfTested(msgspec.Struct, frozen=True):
     store: StoreSeen | None = None  # As in `InstanceUp`.
 
 
-class NamesListed(msgspec.Struct, frozen=True):
+class NamesListed(_Event, frozen=True):
     """The set of model and adapter names that the running instance serves has changed."""
 
     instance: InstanceId
@@ -139,7 +143,7 @@ class NamesListed(msgspec.Struct, frozen=True):
     names: ModelNames
 
 
-class LoadReported(msgspec.Struct, frozen=True):
+class LoadReported(_Event, frozen=True):
     """The instance has sent a load report that can change a decision (`model/reports.py`): a new
     queue, a re-forming of its ranks, or a drain, after which its process ends.
     """
@@ -153,13 +157,13 @@ class LoadReported(msgspec.Struct, frozen=True):
     produced_tokens: Mapping[StreamId, int] = msgspec.field(default_factory=dict)
 
 
-class LinkMeasured(msgspec.Struct, frozen=True):
+class LinkMeasured(_Event, frozen=True):
     source: NodeId
     target: NodeId
     bytes_per_s: float
 
 
-class HolderUp(msgspec.Struct, frozen=True):
+class HolderUp(_Event, frozen=True):
     """The agent of a node answers and takes checkpoints. A higher epoch replaces the previous
     one.
     """
@@ -171,7 +175,7 @@ class HolderUp(msgspec.Struct, frozen=True):
     host_to_device_bytes_per_s: float
 
 
-class HolderLost(msgspec.Struct, frozen=True):
+class HolderLost(_Event, frozen=True):
     """The agent, its node or the path to it is gone; its checkpoints are considered lost."""
 
     holder: InstanceId
@@ -179,7 +183,7 @@ class HolderLost(msgspec.Struct, frozen=True):
     cause: str
 
 
-class CheckpointsReported(msgspec.Struct, frozen=True):
+class CheckpointsReported(_Event, frozen=True):
     """An agent has reported its checkpoints. `pages` has the number of leading full pages of each
     stream that has changed since the last report.
     """
@@ -205,7 +209,7 @@ class Deadlines(msgspec.Struct, frozen=True):
 NO_DEADLINES = Deadlines()
 
 
-class StreamArrived(msgspec.Struct, frozen=True, gc=False):
+class StreamArrived(_Event, frozen=True, gc=False):
     """A new request has arrived. `prompt_tokens` is a guess for a text prompt, corrected by
     prefill.
     """
@@ -229,7 +233,7 @@ class Kept(msgspec.Struct, frozen=True):
     pages: int
 
 
-class StreamAdopted(msgspec.Struct, frozen=True):
+class StreamAdopted(_Event, frozen=True):
     """The proxy has taken over a stream of another proxy, with the history that its client has.
 
     `kept` lists the KV that the other proxy knew of, except at holders that are not up in that
@@ -247,7 +251,7 @@ class StreamAdopted(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class PrefillDone(msgspec.Struct, frozen=True, gc=False):
+class PrefillDone(_Event, frozen=True, gc=False):
     """The prefill of an attempt is done: the instance has the KV of all `history_tokens`, retained
     under a lease or in its prefix cache.
 
@@ -261,7 +265,7 @@ class PrefillDone(msgspec.Struct, frozen=True, gc=False):
     reused_tokens: int | None = None  # Tokens from the prefix cache; None: not reported.
 
 
-class RetentionLost(msgspec.Struct, frozen=True):
+class RetentionLost(_Event, frozen=True):
     """An instance or agent no longer has pages of these streams: it does not know their lease."""
 
     instance: InstanceId
@@ -276,14 +280,14 @@ class Promise(StrEnum):
     SAMPLED = "sampled"  # The exact tokens of sampling with the request's seed.
 
 
-class WholeAsked(msgspec.Struct, frozen=True):
+class WholeAsked(_Event, frozen=True):
     """The engine answers this attempt in one piece, so the time of its first token is unknown."""
 
     stream: StreamId
     attempt: int
 
 
-class StreamResumed(msgspec.Struct, frozen=True, gc=False):
+class StreamResumed(_Event, frozen=True, gc=False):
     """The first new token of this attempt has reached the client; the event is repeated when
     `needs_replay` becomes true.
     """
@@ -319,7 +323,7 @@ class FailureKind(StrEnum):
         return self in (FailureKind.ERROR, FailureKind.SILENT)
 
 
-class AttemptFailed(msgspec.Struct, frozen=True):
+class AttemptFailed(_Event, frozen=True):
     """An attempt has failed while its instance may still be up: by a reset, an end without a
     finish, an error event, silence or a refusal.
 
@@ -338,7 +342,7 @@ class AttemptFailed(msgspec.Struct, frozen=True):
     final: bool = False  # The refusal names a fault of the request: any instance would refuse.
 
 
-class SlotDenied(msgspec.Struct, frozen=True):
+class SlotDenied(_Event, frozen=True):
     """The target's agent has denied a transfer slot to this attempt: other proxies hold the slots.
     No transfer has begun.
     """
@@ -349,18 +353,18 @@ class SlotDenied(msgspec.Struct, frozen=True):
     wait_s: float  # The agent's estimate of the time until a slot is free.
 
 
-class StreamEnded(msgspec.Struct, frozen=True, gc=False):
+class StreamEnded(_Event, frozen=True, gc=False):
     """The stream is complete or has failed for good, or its client has left."""
 
     stream: StreamId
     attempt: int
 
 
-class TimerFired(msgspec.Struct, frozen=True):
+class TimerFired(_Event, frozen=True):
     """The time of a `WakeAt` has come."""
 
 
-class SettingsReloaded(msgspec.Struct, frozen=True):
+class SettingsReloaded(_Event, frozen=True):
     """The settings have changed. Open streams keep their deadlines, and learned corrections are
     kept.
     """
