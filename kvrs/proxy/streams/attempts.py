@@ -23,11 +23,11 @@ from kvrs.proxy.backends.rendering import tokenize_call, tokenized_ids
 from kvrs.proxy.fleet.slots import SlotDeniedError
 from kvrs.proxy.streams.answer_reader import Told
 from kvrs.proxy.streams.clients import ClientGoneError
+from kvrs.proxy.streams.context import AttemptContext
 from kvrs.proxy.streams.continuation import Continuation, EngineText
 from kvrs.proxy.streams.open_stream import Failed, OpenStream, StreamPhase
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
 from kvrs.proxy.streams.responses import WholeClient
-from kvrs.proxy.streams.surroundings import Surroundings
 from kvrs.proxy.streams.whole_answers import WholeAnswer, ask_whole, is_asked_whole
 from kvrs.proxy.wire.exactness import is_plain_chat
 from kvrs.proxy.wire.peer import (
@@ -50,15 +50,15 @@ class AttemptCalls:
     """Runs in a task of its own, which is cancelled when a later attempt takes over."""
 
     __slots__ = (
-        *("_attempt", "_driver", "_hand_off", "_instances", "_live", "_relay", "_rows"),
+        *("_attempt", "_context", "_hand_off", "_instances", "_live", "_relay", "_rows"),
         *("_span", "_trace"),
     )
 
-    def __init__(self, live: OpenStream, plan: act.Plan, driver: Surroundings) -> None:
-        self._attempt = Attempt(driver.control, live, plan)
+    def __init__(self, live: OpenStream, plan: act.Plan, context: AttemptContext) -> None:
+        self._attempt = Attempt(context.control, live, plan)
         self._live = live
-        self._driver = driver
-        self._instances = driver.control.instances
+        self._context = context
+        self._instances = context.control.instances
         request = live.journal.request
         self._trace: RequestTrace | None = None if request is None else request.trace
         self._span: CallSpan | None = None  # That of the decode call, if it is traced.
@@ -71,7 +71,7 @@ class AttemptCalls:
         """With `gives_end`, give the client what is missing of a stream that has all its ids: no
         engine is needed for it.
         """
-        attempt, live, driver = self._attempt, self._live, self._driver
+        attempt, live, context = self._attempt, self._live, self._context
         try:
             work: _Work | None = self._end_alone() if gives_end else self._produce()
             while work is not None:
@@ -84,27 +84,27 @@ class AttemptCalls:
             self._over(attempt.denial(error.wait_s))
         except ClientGoneError:
             gone = error_body("the client is gone", kind="client_gone")
-            driver.fail(live, Failed(499, gone))
+            context.fail(live, Failed(499, gone))
         except ConfigError as error:
-            driver.control.end(live, CannotContinue(str(error)), driver.clock())
+            context.control.end(live, CannotContinue(str(error)), context.clock())
         except UpstreamError as error:
             self._blame_prefill(error)
             if self._hand_off is not None and isinstance(error, BusyError | DeniedError):
                 self._hand_off.is_sent = False  # Perhaps by a gateway in front of the engine.
             fault, is_silent = _fault_of(error), isinstance(error, SilentError)
-            is_given_up = is_silent and driver.suspect_instance(attempt.failed_at)
+            is_given_up = is_silent and context.suspect_instance(attempt.failed_at)
             has_waited = isinstance(error, ConnectionLostError) and error.has_waited
             if delay_s := fault.delay_s(is_given_up=is_given_up, has_waited=has_waited):
                 await asyncio.sleep(delay_s)
             retry_after_s = None
             if isinstance(error, BusyError):
-                driver.busy_status, retry_after_s = error.status, error.retry_after_s
+                context.busy_status, retry_after_s = error.status, error.retry_after_s
             elif isinstance(error, NotANumberError):
                 live.journal.spoilt_attempt = attempt.number
             elif isinstance(error, EngineError):
                 live.refusal = Failed(error.status, error.body, rejected=True)
             elif is_silent:
-                attempt.fell_silent(driver.clock())
+                attempt.fell_silent(context.clock())
             self._over(attempt.failure(fault, str(error), retry_after_s=retry_after_s))
         finally:
             self._give_up_hand_off()
@@ -117,8 +117,8 @@ class AttemptCalls:
         journal = self._live.journal
         history = journal.prompt if self._attempt.plan.replays else journal.history
         assert history is not None
-        driver = self._driver
-        driver.hand_offs.add(hand_off.source, hand_off.transfer, history, hand_off.prefilled_s)
+        context = self._context
+        context.hand_offs.add(hand_off.source, hand_off.transfer, history, hand_off.prefilled_s)
 
     def _blame_prefill(self, error: KvrsError) -> None:
         if error.is_of_prefill:
@@ -126,7 +126,7 @@ class AttemptCalls:
 
     def _over(self, event: ev.AttemptFailed | ev.SlotDenied | None) -> None:
         if event is not None:
-            self._driver.attempt_over(self._live, event)
+            self._context.attempt_over(self._live, event)
 
     async def _produce(self) -> "_Work | None":
         """Everything before the decode call, which is returned: while it lasts, nothing of this is
@@ -156,9 +156,9 @@ class AttemptCalls:
                     len(answer.prompt_ids),
                     answer.ranks,
                     transfer,
-                    self._driver.clock(),
+                    self._context.clock(),
                 )
-            if not attempt.prefilled(self._driver.clock(), answer.reused_tokens):
+            if not attempt.prefilled(self._context.clock(), answer.reused_tokens):
                 return None
             live.enter(StreamPhase.DECODE, attempt.plan.decode)
             if attempt.plan is not plan:  # Redirected, to an engine that may need other text.
@@ -166,7 +166,7 @@ class AttemptCalls:
             if (
                 transfer is not None
                 and answer.good_until_s is not None
-                and self._driver.clock() > answer.good_until_s
+                and self._context.clock() > answer.good_until_s
             ):
                 raise UpstreamError(
                     "the hand-off came too late to be used: this proxy was stopped in between"
@@ -174,29 +174,29 @@ class AttemptCalls:
         return self._decode(transfer, continuation, ids_text)
 
     async def _end_alone(self) -> None:
-        self._give_end(Continuation(self._live.journal, await self._driver.tokenizer.load()))
+        self._give_end(Continuation(self._live.journal, await self._context.tokenizer.load()))
 
     def _give_end(self, continuation: Continuation | EngineText) -> None:
         if self._live.journal.replayed:
             self._end_replays()
         exact = self._instances.known[self._attempt.plan.decode].resumes_exactly
-        silence = SilenceTimer(self._driver.clock())
+        silence = SilenceTimer(self._context.clock())
         self._new_relay(continuation, exact, silence).end_alone()
-        self._driver.completed(self._live)
+        self._context.completed(self._live)
 
     async def _continuation(self) -> Continuation | EngineText | None:
         """The maker of the client's text, where the decode instance's own would not fit the text
         before it. Without a tokenizer it is the engine's own all the same, unless `proxy.inexact:
         refuse` forbids that.
         """
-        journal, tokenizer = self._live.journal, self._driver.tokenizer
+        journal, tokenizer = self._live.journal, self._context.tokenizer
         resumes_exactly = self._instances.known[self._attempt.plan.decode].resumes_exactly
         fits = resumes_exactly and journal.text_sent is None
         only_the_end = tokenizer.available and journal.remaining_tokens == 0
         is_begun = bool(journal.output_ids) or journal.is_rendered
         if self._attempt.plan.replays or not is_begun or (fits and not only_the_end):
             return None
-        if not tokenizer.available and not self._driver.refuses_inexact:
+        if not tokenizer.available and not self._context.refuses_inexact:
             return None if resumes_exactly else EngineText(journal)
         return Continuation(journal, await tokenizer.load())
 
@@ -205,15 +205,15 @@ class AttemptCalls:
         None: the stream goes without ids, as its engine parses the output, or there is no
         tokenizer.
         """
-        journal, tokenizer = self._live.journal, self._driver.tokenizer
+        journal, tokenizer = self._live.journal, self._context.tokenizer
         if not (tokenizer.available and is_plain_chat(journal.parsed)):
             return None
         at = self._attempt.failed_at
         with Watchdog(self._attempt.limit_s, self._is_excused):
-            answer = await self._driver.backends[at].ask(tokenize_call(journal))
+            answer = await self._context.backends[at].ask(tokenize_call(journal))
         journal.prompt_ids = journal.parsed.tokenised(tokenized_ids(answer))
         journal.is_rendered = True
-        if self._driver.penalises_chats and "repetition_penalty" not in journal.parsed.fields:
+        if self._context.penalises_chats and "repetition_penalty" not in journal.parsed.fields:
             journal.inexact = tuple(dict.fromkeys((*journal.inexact, "repetition_penalty")))
         model = journal.parsed.request.model or self._instances.model or ""
         head = {"id": f"chatcmpl-{journal.stream}", "created": int(time.time()), "model": model}
@@ -240,7 +240,7 @@ class AttemptCalls:
                 has_rows=self._instances.known[instance].has_tier,
                 traceparent=None if span is None else span.traceparent,
             )
-            answer = await self._driver.backends[instance].prefill(call)
+            answer = await self._context.backends[instance].prefill(call)
         if journal.prompt_ids is None:
             journal.prompt_ids = journal.parsed.tokenised(answer.prompt_ids)
         elif plan.replays and answer.prompt_ids != journal.prompt:
@@ -259,16 +259,16 @@ class AttemptCalls:
         if live.journal.output_ids:
             self._check_exactness(plan.decode)
         asked = attempt.decode()
-        slot = 0 if asked is None else await self._driver.slots.acquire(asked)
+        slot = 0 if asked is None else await self._context.slots.acquire(asked)
         if attempt.number > 1:
             await self._turn()
             if live.journal.output_ids:
                 self._avoid_store()
         exact = self._instances.known[plan.decode].resumes_exactly
-        silence = SilenceTimer(self._driver.clock())
+        silence = SilenceTimer(self._context.clock())
         relay = self._relay = self._new_reader(continuation, exact, silence)
         live.expect_token = relay.expect_token
-        backend = self._driver.backends[plan.decode]
+        backend = self._context.backends[plan.decode]
         is_handed_off = transfer is not None
         traced: AbstractContextManager[CallSpan | None] = _NO_SPAN
         if self._trace is not None:
@@ -308,7 +308,7 @@ class AttemptCalls:
 
     def _avoid_store(self) -> None:
         """Have the call find nothing in a store that is not known to be right."""
-        if self._driver.control.self_tests.stores.distrusts(self._attempt.plan.decode):
+        if self._context.control.self_tests.stores.distrusts(self._attempt.plan.decode):
             self._live.journal.spoilt_attempt = self._attempt.number
 
     def _blame_load(self, *, is_handed_off: bool) -> None:
@@ -333,14 +333,14 @@ class AttemptCalls:
         """Have the victims of one death call a few in each turn of the event loop: in between,
         tokens of other streams and other models are passed on.
         """
-        async with self._driver.turns:
+        async with self._context.turns:
             await asyncio.sleep(0)
 
     def _is_excused(self) -> bool:
         relay = self._relay
         return (
             relay is not None and (relay.is_complete or self._live.client.blocked)
-        ) or self._attempt.is_excused(self._driver.clock())
+        ) or self._attempt.is_excused(self._context.clock())
 
     def _check_exactness(self, target: InstanceId) -> None:
         """Mark a stream that this instance cannot go on with exactly, as self-tests have seen, or
@@ -354,7 +354,7 @@ class AttemptCalls:
         if live.journal.replayed and not replays:
             self._end_replays()
         is_sampled = live.journal.parsed.request.temperature > 0
-        tests = self._driver.control.self_tests
+        tests = self._context.control.self_tests
         if tests.goes_on(live.decoded_by, target, sampled=is_sampled, replays=replays):
             return
         if live.journal.promise is not ev.Promise.NONE:
@@ -377,12 +377,12 @@ class AttemptCalls:
             self._hand_off.was_fetched()
             self._hand_off = None
         if self._rows is not None:
-            self._rows.over_s = self._driver.clock()
+            self._rows.over_s = self._context.clock()
         if not attempt.has_resumed:
             if self._span is not None:
                 self._span.first_token()
-            live.decoded_by = self._driver.control.self_tests.processes.get(attempt.plan.decode)
-        self._driver.resumed(attempt)
+            live.decoded_by = self._context.control.self_tests.processes.get(attempt.plan.decode)
+        self._context.resumed(attempt)
         if live.phase is StreamPhase.PREFILL and attempt.is_current:  # It is one call.
             live.enter(StreamPhase.DECODE, attempt.plan.decode)
 
@@ -391,29 +391,29 @@ class AttemptCalls:
         plan = self._attempt.plan
         known = self._instances.known[plan.decode]
         if known.joins_prefill and plan.prefill is not None:
-            call.beside, call.found = self._driver.backends[plan.prefill], self._found
+            call.beside, call.found = self._context.backends[plan.prefill], self._found
         if self._asks_store and self._hand_off is None and self._attempt.number > 1:
             call.rows = store_load(self._live.journal, self._attempt.number, known.page_size_tokens)
         call.hand_off, self._rows = self._hand_off, call.rows
         if call.rows is not None and call.rows.agents:
-            agent = self._driver.control.agents.known.get(call.rows.agents[0])
+            agent = self._context.control.agents.known.get(call.rows.agents[0])
             call.rows.node = None if agent is None else agent.node
         if isinstance(reader, WholeAnswer):
             ask_whole(call)
-            self._attempt.asks_whole(self._driver.clock())
+            self._attempt.asks_whole(self._context.clock())
 
     def _found(self, reused_tokens: int) -> None:
-        self._attempt.found(reused_tokens, self._driver.clock())
+        self._attempt.found(reused_tokens, self._context.clock())
 
     def _new_reader(
         self, continuation: Continuation | EngineText | None, exact: bool, silence: SilenceTimer
     ) -> Relay | WholeAnswer:
         """A relay, or what takes the answer in one piece where the engine is to parse that."""
-        live, driver = self._live, self._driver
+        live, context = self._live, self._context
         if (
-            not driver.is_vllm
+            not context.is_vllm
             or not isinstance(live.client, WholeClient)
-            or not is_asked_whole(live.journal, parses_reasoning=driver.parsers.reasoning)
+            or not is_asked_whole(live.journal, parses_reasoning=context.parsers.reasoning)
         ):
             return self._new_relay(continuation, exact, silence)
         number = self._attempt.number
@@ -434,12 +434,12 @@ class AttemptCalls:
         )
 
     def _told(self, silence: SilenceTimer) -> Told:
-        driver = self._driver
+        context = self._context
         return {
-            "clock": driver.clock,
+            "clock": context.clock,
             "resumed": self._resumed,
-            "delivered": driver.control.progress.delivered[self._attempt.plan.decode],
-            "completed": partial(driver.completed, self._live),
+            "delivered": context.control.progress.delivered[self._attempt.plan.decode],
+            "completed": partial(context.completed, self._live),
             "silence": silence,
         }
 

@@ -1,15 +1,17 @@
-"""The core of a proxy among its engines and agents: what is reported to the core, and from where;
-and its decisions about streams, performed with tasks, timers and clients.
+"""The core of a proxy among its engines and agents: its decisions about streams, performed with
+tasks, timers and clients.
 """
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from typing import assert_never
 
+from kvrs.config.cluster import Backend as Engine
 from kvrs.config.file import Config
 from kvrs.core.books.agent_slots import SlotOutcome
-from kvrs.core.control import NO_IDS
+from kvrs.core.control import NO_IDS, Control
 from kvrs.core.fleet.known import all_refused
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -24,11 +26,11 @@ from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.fleet.leases import LeaseSender
 from kvrs.proxy.streams.attempts import AttemptCalls
 from kvrs.proxy.streams.clients import Client
+from kvrs.proxy.streams.context import AttemptContext, blame_refusers
 from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.open_stream import Failed, OpenStream, Outcome, StreamPhase
 from kvrs.proxy.streams.recoveries import RecoveryLog
-from kvrs.proxy.streams.surroundings import Surroundings, blame_refusers
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CURRENT
 
@@ -53,8 +55,10 @@ _NOT_AGAIN = (act.Reason.POISON, act.Reason.DENIED)
 _SHED = (act.Reason.OVERLOADED,)
 
 
-class Driver(Surroundings):
-    """Sees streams through, and reports to the core. All methods run on one event loop."""
+class Driver:
+    """Sees streams through, and performs what the core decides, as its `Shell`. It owns every task
+    that runs for a stream. All methods run on one event loop.
+    """
 
     def __init__(
         self,
@@ -67,34 +71,48 @@ class Driver(Surroundings):
         event_log: EventLog | None = None,
         files: ModelFiles | None = None,
     ) -> None:
-        recoveries = RecoveryLog(clock, wall_clock, metrics.recoveries.settled)
-        self._shell = TaskShell(self, recoveries, metrics, clock)
-        super().__init__(
+        self._files = files or ModelFiles(config.cluster.model)
+        self._metrics = metrics
+        self.clock = clock
+        self.backends = backends
+        self.agent_backends = agent_backends
+        self.engine = config.cluster.backend
+        self.request_timeout_s = config.proxy.request_timeout_s
+        # A proxy that is started in the place of this one gets another one.
+        self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"
+        self.recoveries = RecoveryLog(clock, wall_clock, metrics.recoveries.settled)
+        self.control = control = Control[OpenStream](
             config,
+            run_id=self.run_id,
+            shell=self,
+            can_give_end=lambda: self.tokenizer.available,
+            runs_self_tests=config.proxy.self_test,
+            trace=None if event_log is None else event_log.note,
+        )
+        self.context = AttemptContext(
+            config,
+            control,
             backends,
             agent_backends,
+            self._files,
+            self.recoveries,
             metrics,
             clock,
-            recoveries,
-            self._shell,
-            event_log,
-            files or ModelFiles(config.cluster.model),
         )
-        self.request_timeout_s = config.proxy.request_timeout_s
+        self.tokenizer = self.context.tokenizer
         self.leases = LeaseSender(
-            self.control.leases,
-            backends,
-            self.control.instances.is_up,
-            self.control.retention_lost,
-            clock,
+            control.leases, backends, control.instances.is_up, control.retention_lost, clock
         )
         self.checkpoint_leases = LeaseSender(
-            self.control.checkpoints.leases,
+            control.checkpoints.leases,
             agent_backends,
-            self.control.agents.is_up,
-            self.control.checkpoints.unknown,
+            control.agents.is_up,
+            control.checkpoints.unknown,
             clock,
         )
+        self._tasks: dict[EagerTask[None], OpenStream] = {}
+        self._quiet: asyncio.Future[None] | None = None
+        self._wakes: set[asyncio.TimerHandle] = set()
 
     @property
     def streams(self) -> Mapping[StreamId, OpenStream]:
@@ -105,7 +123,7 @@ class Driver(Surroundings):
         """The most output tokens of a chat that names no `max_tokens`; None: as many as the context
         has room for.
         """
-        return self._files.default_max_tokens if self.is_vllm else None
+        return self._files.default_max_tokens if self.engine is Engine.VLLM else None
 
     # Streams.
 
@@ -151,48 +169,31 @@ class Driver(Surroundings):
 
     def _out_of_time(self, live: OpenStream) -> None:
         if live.journal.first_write_s is None and not live.journal.output_ids:
-            self.fail(live, out_of_time("first token", self.request_timeout_s))
+            self.context.fail(live, out_of_time("first token", self.request_timeout_s))
 
     def end_early(self, stream: StreamId, failure: Failed) -> None:
         """End it for a reason of the proxy's own; nothing happens if it has ended."""
         if (live := self.streams.get(stream)) is not None:
-            self.fail(live, failure)
+            self.context.fail(live, failure)
 
     async def close(self) -> None:
         """End every stream with an explicit error, and wait for what runs on their behalf."""
-        self._shell.cancel_wakes()
+        for handle in self._wakes:
+            handle.cancel()
         body = error_body("the proxy is shutting down", kind="server_error", code="shutting_down")
         for live in list(self.streams.values()):
-            self.fail(live, Failed(503, body, retry_after_s=1.0))
-        await self._shell.close()
+            self.context.fail(live, Failed(503, body, retry_after_s=1.0))
+        if self._tasks:
+            self._quiet = asyncio.get_running_loop().create_future()
+            for task in self._tasks:
+                task.cancel()
+            await self._quiet
+            self._quiet = None
         self.recoveries.close()
-        await self.slots.close()
-        await self.hand_offs.close()
+        await self.context.slots.close()
+        await self.context.hand_offs.close()
 
-
-def out_of_time(what: str, limit_s: float | None) -> Failed:
-    """The end of a request by `proxy.request_timeout_s`."""
-    message = f"no {what} came within {limit_s:g} s (proxy.request_timeout_s)"
-    return Failed(504, error_body(message, kind="server_error", code="timeout"))
-
-
-class TaskShell:
-    """The `Shell` of a proxy: owns every task that runs for a stream."""
-
-    def __init__(
-        self,
-        driver: Driver,
-        recoveries: RecoveryLog,
-        metrics: Metrics,
-        clock: Callable[[], float],
-    ) -> None:
-        self._driver = driver
-        self._recoveries = recoveries
-        self._metrics = metrics
-        self._clock = clock
-        self._tasks: dict[EagerTask[None], OpenStream] = {}
-        self._quiet: asyncio.Future[None] | None = None
-        self._wakes: set[asyncio.TimerHandle] = set()
+    # What the core decides, as its `Shell`.
 
     def begin_attempt(self, live: OpenStream, plan: act.Plan, *, gives_end: bool = False) -> None:
         if not gives_end:
@@ -201,7 +202,7 @@ class TaskShell:
         # A client that has just left ends its stream when its own task runs.
         if live.outcome.done():
             return
-        work = AttemptCalls(live, plan, self._driver).run(gives_end=gives_end)
+        work = AttemptCalls(live, plan, self.context).run(gives_end=gives_end)
         live.task = task = EagerTask(work, self._task_ended)
         self._tasks[task] = live
         # Decisions that belong together are carried out before.
@@ -215,7 +216,7 @@ class TaskShell:
             live.task = None
 
     def catch_up_soon(self) -> None:
-        asyncio.get_running_loop().call_soon(self._driver.control.catch_up)
+        asyncio.get_running_loop().call_soon(self.control.catch_up)
 
     def expect_token(self, live: OpenStream) -> None:
         if live.expect_token is not None:
@@ -225,19 +226,19 @@ class TaskShell:
         self.begin_attempt(live, plan, gives_end=True)
 
     def stream_closed(self, live: OpenStream) -> None:
-        self._metrics.streams.ended(live, self._clock())
-        if live.id in self._recoveries.running:
-            self._recoveries.settle(live.id, "ended")
+        self._metrics.streams.ended(live, self.clock())
+        if live.id in self.recoveries.running:
+            self.recoveries.settle(live.id, "ended")
 
     def note(self, action: act.Record) -> None:
         match action:
             case act.Recovered():
-                if (recovering := self._driver.control.streams.get(action.stream)) is not None:
-                    self._recoveries.decided(action, recovering)
+                if (recovering := self.streams.get(action.stream)) is not None:
+                    self.recoveries.decided(action, recovering)
             case act.Redirect():
-                self._recoveries.redirected(self._driver.control.streams[action.stream])
+                self.recoveries.redirected(self.streams[action.stream])
             case act.Settled():
-                self._recoveries.predicted(action)
+                self.recoveries.predicted(action)
             case act.Ejected():
                 extra = {
                     "instance": action.instance,
@@ -275,7 +276,7 @@ class TaskShell:
             case act.GiveUp(reason=act.Reason.REFUSED):
                 assert live.refusal is not None
                 self._metrics.admission.given_up.labels(act.Reason.REFUSED).inc()
-                self._recoveries.rejected(live.id)
+                self.recoveries.rejected(live.id)
                 extra = {"stream": live.id, "cause": outcome.message}
                 log.info("request rejected", extra=extra)
                 found = live.refusal
@@ -288,7 +289,7 @@ class TaskShell:
                         "cause": outcome.message,
                     }
                     log.warning("stream given up", extra=extra)
-                status = _STATUS.get(outcome.reason, self._driver.busy_status)
+                status = _STATUS.get(outcome.reason, self.context.busy_status)
                 kind = _KINDS.get(status, "server_error")
                 body = error_body(outcome.message, kind=kind, code=outcome.reason)
                 is_final = outcome.reason in _NOT_AGAIN
@@ -308,9 +309,9 @@ class TaskShell:
     def wake_at(self, at_s: float) -> None:
         def wake() -> None:
             self._wakes.discard(handle)
-            self._driver.control.tell(ev.TimerFired(), self._clock())
+            self.control.tell(ev.TimerFired(), self.clock())
 
-        handle = asyncio.get_running_loop().call_later(max(0.0, at_s - self._clock()), wake)
+        handle = asyncio.get_running_loop().call_later(max(0.0, at_s - self.clock()), wake)
         self._wakes.add(handle)
 
     def instance_changed(self, event: ev.InstanceUp | ev.InstanceLost | ev.GpuJudged) -> None:
@@ -325,15 +326,8 @@ class TaskShell:
             case _:
                 assert_never(event)
 
-    def cancel_wakes(self) -> None:
-        for handle in self._wakes:
-            handle.cancel()
 
-    async def close(self) -> None:
-        """End what still runs on behalf of streams."""
-        if self._tasks:
-            self._quiet = asyncio.get_running_loop().create_future()
-            for task in self._tasks:
-                task.cancel()
-            await self._quiet
-            self._quiet = None
+def out_of_time(what: str, limit_s: float | None) -> Failed:
+    """The end of a request by `proxy.request_timeout_s`."""
+    message = f"no {what} came within {limit_s:g} s (proxy.request_timeout_s)"
+    return Failed(504, error_body(message, kind="server_error", code="timeout"))

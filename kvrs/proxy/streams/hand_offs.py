@@ -76,13 +76,13 @@ class GivenUpHandOffs:
         self,
         instances: Instances,
         backends: Mapping[InstanceId, Backend],
+        counter: Counter,
         clock: Callable[[], float],
-        count: Callable[[Freed], None],
     ) -> None:
         self._instances = instances
         self._backends = backends
         self._clock = clock
-        self._count = count
+        self._counter = counter
         self._waiting: deque[GivenUp] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -91,7 +91,7 @@ class GivenUpHandOffs:
     ) -> None:
         """An attempt has given up what prefill handed over at `prefilled_s`."""
         if len(self._waiting) >= MOST_WAITING:
-            self._count(Freed.DROPPED)
+            self._counter.labels(Freed.DROPPED).inc()
             return
         epoch = self._instances.known[source].epoch
         self._waiting.append(GivenUp(source, epoch, transfer, history, prefilled_s + LEASE_S))
@@ -108,7 +108,7 @@ class GivenUpHandOffs:
 
     async def _work(self) -> None:
         while self._waiting:
-            self._count(await self._free(self._waiting.popleft()))
+            self._counter.labels(await self._free(self._waiting.popleft())).inc()
 
     async def _free(self, given_up: GivenUp) -> Freed:
         pause_s, tried = _FIRST_PAUSE_S, None

@@ -81,7 +81,7 @@ class KnownStreams:
         }
         if seed is not None:
             fields["seed"] = seed
-        elif lists and self._driver.is_vllm:
+        elif lists and self._driver.engine is Engine.VLLM:
             fields |= {"logprobs": _LISTED, "return_tokens_as_token_ids": True}
         journal = Journal(
             stream=StreamId(NAME + secrets.token_hex(16)),

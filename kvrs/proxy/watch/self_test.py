@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, assert_never
 
+from kvrs.config.cluster import Backend as Engine
 from kvrs.core.fleet.generated import Continues, Generated
 from kvrs.core.fleet.tested import RestoreTest, SelfTest, TokensTest, TransferTest, names_of
 from kvrs.core.model import actions as act
@@ -158,7 +159,7 @@ class SelfTester:
         draw answers all that it takes as the greedy one. One that has a source of drafts gets some
         for what it continues, of which one is wrong.
         """
-        if self._driver.is_vllm:
+        if self._driver.engine is Engine.VLLM:
             await self._warm_up(instance)
         before = (await self._streams.backend(instance).load()).speculation
         journals = [

@@ -108,7 +108,7 @@ class Watcher:
     async def _follow(self, session: int) -> None:
         """Watch the process until the connection ends, or UpstreamError."""
         await self._perform(session, WatchStep.IDENTIFY)
-        watch, clock, end_watch = self._watch, self._driver.clock, self._driver.end_watch
+        watch, clock, end_watch = self._watch, self._driver.clock, self._driver.context.end_watch
         silence = watch.silence
         with Watchdog(
             lambda *_: watch.limit_s(clock()), silence=silence, is_patient=True

@@ -1,17 +1,16 @@
-"""The surroundings of attempts: the core that attempts report to, and the engines and agents that
+"""The context of attempts: the core that attempts report to, and the engines and agents that
 attempts call.
 """
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Mapping
 
 from kvrs.config.cluster import Backend as Engine
 from kvrs.config.file import Config
 from kvrs.config.proxy import Inexact
 from kvrs.core.attempt import Attempt
-from kvrs.core.control import Control, Shell
+from kvrs.core.control import Control
 from kvrs.core.model import events as ev
 from kvrs.core.model.streams import Complete
 from kvrs.ids import InstanceId
@@ -19,7 +18,6 @@ from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.fleet.slots import SlotSender
-from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.hand_offs import GivenUpHandOffs
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.open_stream import Failed, OpenStream
@@ -34,50 +32,36 @@ log = logging.getLogger(__name__)
 CALLS_IN_TURN = 8
 
 
-class Surroundings:
+class AttemptContext:
     """State that all attempts of a proxy share, and the processes that they call."""
 
     def __init__(
         self,
         config: Config,
+        control: Control[OpenStream],
         backends: Mapping[InstanceId, Backend],
         agent_backends: Mapping[InstanceId, AgentBackend],
+        files: ModelFiles,
+        recoveries: RecoveryLog,
         metrics: Metrics,
         clock: Callable[[], float],
-        recoveries: RecoveryLog,
-        shell: Shell[OpenStream],
-        event_log: EventLog | None,
-        files: ModelFiles,
     ) -> None:
-        # A proxy that is started in the place of this one gets another one.
-        self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"
+        self.control = control
+        self.backends = backends
         self._files = files
         self.tokenizer = LazyTokenizer(files)
         self.parsers = Parsers()
         # Its parsers of streams and of whole answers differ.
-        self.engine = config.cluster.backend
-        self.is_vllm = self.engine is Engine.VLLM
+        self.is_vllm = config.cluster.backend is Engine.VLLM
         self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE
-        self.recoveries = recoveries
-        self.control = control = Control[OpenStream](
-            config,
-            run_id=self.run_id,
-            shell=shell,
-            can_give_end=lambda: self.tokenizer.available,
-            runs_self_tests=config.proxy.self_test,
-            trace=None if event_log is None else event_log.note,
-        )
-        self.backends = backends
-        self.agent_backends = agent_backends
         self.slots = SlotSender(control.slots, agent_backends)
-        self.hand_offs = GivenUpHandOffs(
-            control.instances, backends, clock, lambda how: metrics.hand_offs.labels(how).inc()
-        )
+        self.hand_offs = GivenUpHandOffs(control.instances, backends, metrics.hand_offs, clock)
         self.turns = asyncio.Semaphore(CALLS_IN_TURN)
         # Takes silence for the end; False: it has not lasted for long.
         self.end_watch: dict[InstanceId, Callable[[], bool]] = {}
         self.busy_status = 503  # Of the last busy answer of any instance.
         self.clock = clock
+        self._recoveries = recoveries
         self._metrics = metrics
 
     @property
@@ -100,13 +84,13 @@ class Surroundings:
         if attempt.live.refused_by:
             blame_refusers(self._metrics, attempt.live)
         attempt.resumed(self.clock())
-        if attempt.live.id in self.recoveries.running:
-            self.recoveries.resumed(attempt.live.id, attempt.number)
+        if attempt.live.id in self._recoveries.running:
+            self._recoveries.resumed(attempt.live.id, attempt.number)
 
     def attempt_over(self, live: OpenStream, event: ev.AttemptFailed | ev.SlotDenied) -> None:
         match event:
             case ev.SlotDenied():
-                self.recoveries.settle(live.id, "denied")
+                self._recoveries.settle(live.id, "denied")
             case ev.AttemptFailed(instance=instance, cause=cause):
                 extra = {
                     "stream": live.id,
