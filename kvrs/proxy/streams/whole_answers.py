@@ -11,7 +11,7 @@ takes one over goes on with what it has.
 """
 
 from array import array
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 import msgspec
 
@@ -22,6 +22,7 @@ from kvrs.protocol.openai.usage import facts_of
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.streams.answer_reader import AnswerReader, Told
+from kvrs.proxy.streams.responses import WholeClient
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.peer import UNREADABLE
 from kvrs.proxy.wire.upstream import Need
@@ -51,12 +52,6 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ABSENT = (b"", b"null")
 
 
-class TakesWhole(Protocol):
-    """A client that gets its answer in one piece."""
-
-    def take_whole(self, choice: dict[str, Any]) -> None: ...
-
-
 def is_asked_whole(journal: Journal, *, parses_reasoning: bool) -> bool:
     """The engine's two parsers may answer this request in two ways, and nothing of it is with the
     client yet.
@@ -79,7 +74,7 @@ class WholeAnswer(AnswerReader):
     __slots__ = ("_client", "_pieces", "_size_bytes")
 
     def __init__(
-        self, journal: Journal, client: TakesWhole, attempt: int, **told: Unpack[Told]
+        self, journal: Journal, client: WholeClient, attempt: int, **told: Unpack[Told]
     ) -> None:
         super().__init__(journal, attempt, **told)
         self._client = client
