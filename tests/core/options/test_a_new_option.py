@@ -59,8 +59,9 @@ def tree(tmp_path: Path) -> Path:
     )
     replaced(
         options / "__init__.py",
-        "# In the order in which",
-        "from kvrs.core.options.fast_recompute import FAST_RECOMPUTE\n\n# In the order in which",
+        "from kvrs.core.options.in_place import",
+        "from kvrs.core.options.fast_recompute import FAST_RECOMPUTE\n"
+        "from kvrs.core.options.in_place import",
     )
     replaced(options / "__init__.py", "RECOMPUTE, REPLAY)", "RECOMPUTE, REPLAY, FAST_RECOMPUTE)")
     return tmp_path
