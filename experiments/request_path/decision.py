@@ -17,7 +17,7 @@ from kvrs.core.model.estimates import Estimate
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, Stream
 from kvrs.core.rules import BY_NAME
-from kvrs.core.state import Sections, State
+from kvrs.core.state import CoreSettings, State
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import Role, assumed_instance
@@ -36,7 +36,7 @@ def one_decision(profile: str, name: PolicyName, history_tokens: int) -> Callabl
     use.
     """
     settings = PolicySettings(name=name)
-    state = State(Sections(settings))
+    state = State(CoreSettings(settings))
     view, slots = state.view, state.slots
     holder = view.add(_instance(profile, "p0", "n0", Role.PREFILL))
     view.add(_instance(profile, "p1", "n1", Role.PREFILL))

@@ -13,7 +13,7 @@ from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
 from kvrs.core.routing import HandoffCandidate, choose_hand_off, hand_off_s
 from kvrs.core.rules import BY_NAME
-from kvrs.core.state import Sections, State
+from kvrs.core.state import CoreSettings, State
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import Role, assumed_instance
@@ -66,7 +66,7 @@ def situations() -> Iterator[Situation]:
 def decided(name: PolicyName, situation: Situation) -> Estimate:
     """The choice at a target that has a prefill instance beside it."""
     settings = PolicySettings(name=name)
-    state = State(Sections(settings))
+    state = State(CoreSettings(settings))
     view = state.view
     holder = view.add(_instance("p0", "n0", Role.PREFILL))
     prefill = view.add(_instance("p1", "n1", Role.PREFILL))

@@ -22,7 +22,7 @@ from kvrs.core.options.base import Case, Term
 from kvrs.core.routing import HandoffCandidate, choose_hand_off, hand_off_s
 from kvrs.core.rules import ALL, BY_NAME
 from kvrs.core.rules.base import Rule, cases_of
-from kvrs.core.state import Sections, State
+from kvrs.core.state import CoreSettings, State
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
@@ -167,7 +167,7 @@ def _weigh(case: Case, rule: Rule) -> list[Estimate]:
 def _case(question: Question) -> Case:
     """The victim at its target, with a policy's records of the situation in question."""
     settings = question.settings
-    state = State(Sections(settings))
+    state = State(CoreSettings(settings))
     state.factors.update(question.corrections)
     view = state.view
     view.assume(question.local_bytes_per_s)

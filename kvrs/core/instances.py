@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import assert_never
 
-from kvrs.core import starter, staying, steps
-from kvrs.core.books import kv_locations
+from kvrs.core import kv_locations, starter, staying, steps
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import have_roles_of
 from kvrs.core.model.lifecycle import InstanceLeft, Stage

@@ -2,8 +2,7 @@
 on links, slots, alarms, room for checkpoints).
 """
 
-from kvrs.core.books import checkpoints, kv_locations
-from kvrs.core.defences import outliers
+from kvrs.core import checkpoints, kv_locations, outliers
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Link, agent_of

@@ -15,9 +15,8 @@ from typing import Any, assert_never
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import Handoff, PolicySettings, Route, SloSettings
-from kvrs.core import instances, starter, steps
-from kvrs.core.books import kv_locations
-from kvrs.core.books.checkpoints import protection
+from kvrs.core import instances, kv_locations, starter, steps
+from kvrs.core.checkpoints import protection
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Agent
@@ -27,7 +26,7 @@ from kvrs.core.model.member import Health, Member
 from kvrs.core.model.prefixes import Hits
 from kvrs.core.model.streams import Stream
 from kvrs.core.routing import has_others
-from kvrs.core.state import Sections, State, new_agent, new_member
+from kvrs.core.state import CoreSettings, State, new_agent, new_member
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.mirror import MAX_HASH_BYTES, MAX_SENT, SentPrompt
 
@@ -51,7 +50,7 @@ class RecoveryPolicy:
         be used nowhere else or by its watch alone; `stream_of`: that of a stream that has arrived,
         to which the proxy adds its journal.
         """
-        sections = Sections(policy, slo, backup)
+        sections = CoreSettings(policy, slo, backup)
         self.state = state = State(sections, member_of, agent_of, stream_of)
         # To be read only; the instances are those that are up.
         self.streams: Mapping[StreamId, Stream] = state.streams

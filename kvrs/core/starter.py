@@ -8,10 +8,9 @@ from itertools import islice
 import msgspec
 
 from kvrs.config.policy import RecoverySettings
-from kvrs.core import decisions, ledger
-from kvrs.core.books import checkpoints
+from kvrs.core import checkpoints, decisions, ledger
+from kvrs.core.books.poison import is_poison, news_until_s
 from kvrs.core.books.waiting import SHORTEST_WAIT_S, SLACK_S, is_past
-from kvrs.core.defences.poison import is_poison, news_until_s
 from kvrs.core.dispatch import Victim, assign, ceiling, victim_of
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView

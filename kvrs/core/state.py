@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.core.books.learning import Corrections
+from kvrs.core.books.poison import PoisonCounter
 from kvrs.core.books.prefill_scale import PrefillScale
 from kvrs.core.books.waiting import RetryBudget, SlotBook, Timers
-from kvrs.core.defences.poison import PoisonCounter
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Agent, ClusterView
@@ -24,14 +24,14 @@ from kvrs.protocol.instance import Role
 
 
 @dataclass(frozen=True, slots=True)
-class Sections:
-    """The settings that the policy reads. A reload puts another object in the place of this one."""
+class CoreSettings:
+    """Holds the settings that the policy reads. A reload replaces the object."""
 
     policy: PolicySettings = field(default_factory=PolicySettings)
     slo: SloSettings = field(default_factory=SloSettings)
     backup: BackupSettings = field(default_factory=BackupSettings)
-    # What follows from them.
-    deadlines: ev.Deadlines = field(init=False)  # Of most streams.
+    # Derived settings. Most streams have these deadlines.
+    deadlines: ev.Deadlines = field(init=False)
     keeps_checkpoints: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class Sections:
 
 
 def deadlines_of(requested: ev.Deadlines, slo: SloSettings) -> ev.Deadlines:
-    """The client's limits, and the operator's where the client named none."""
+    """Return the client's limits, and the operator's where the client named none."""
     return ev.Deadlines(
         ttft_s=slo.ttft_s if requested.ttft_s is None else requested.ttft_s,
         recovery_gap_s=slo.recovery_gap_s
@@ -60,16 +60,15 @@ def new_agent(up: ev.HolderUp) -> Agent:
 
 @dataclass(slots=True, eq=False)
 class State:
-    """What one policy knows. The module that writes a group of fields is named above the group."""
+    """Holds the records of one policy. A comment above each group of fields names their writer."""
 
-    settings: Sections
-    # The record of an instance or agent that has come up, which is to be used nowhere else or by
-    # its watch alone; and that of a stream that has arrived, to which the proxy adds its journal.
+    settings: CoreSettings
+    # `RecoveryPolicy.__init__` describes these three.
     member_of: Callable[[ev.InstanceUp], Member] = new_member
     agent_of: Callable[[ev.HolderUp], Agent] = new_agent
     stream_of: Callable[[StreamId], Stream] = Stream
 
-    actions: list[act.Action] = field(default_factory=list)  # For the event that is handled.
+    actions: list[act.Action] = field(default_factory=list)  # Of the event under way.
     view: ClusterView = field(init=False)
     slots: SlotBook = field(init=False)
     timers: Timers = field(default_factory=Timers)
@@ -77,42 +76,42 @@ class State:
 
     # `ledger.py`.
     streams: dict[StreamId, Stream] = field(default_factory=dict)
-    idle: dict[StreamId, Stream] = field(default_factory=dict)  # Those that no attempt runs for.
+    idle: dict[StreamId, Stream] = field(default_factory=dict)  # The streams without an attempt.
     prefill_scale: PrefillScale = field(default_factory=PrefillScale)
 
     # `kv_locations.py`.
-    # Of instances that are about to come up.
+    # The pages of instances that are about to come up.
     kept: dict[InstanceId, ev.PagesKept] = field(default_factory=dict)
-    # Agents with second copies of rows, by the namespaces of these.
+    # The agents with second copies of rows, by the namespace of the rows.
     copying: defaultdict[str, dict[InstanceId, Agent]] = field(
         default_factory=lambda: defaultdict(dict)
     )
 
     # `decisions.py`.
     corrections: Corrections = field(init=False)
-    # Learned factors of predictions. Nearly always empty, which is tested first, because to hash an
-    # enum's member is a call.
+    # Learned corrections of predictions. Usually empty: readers test for that first, because
+    # hashing an enum member costs a call.
     factors: dict[Option, float] = field(default_factory=dict)
 
     # `starter.py`.
-    # Waiting streams: victims of losses that are decided together in a moment.
+    # Waiting victims of losses, which are decided together at the end of a short pause.
     gathered: dict[StreamId, Stream] = field(default_factory=dict)
-    # New streams that wait for room at decode instances that compute their prompts.
+    # New streams without room at the decode instances that compute their prompts.
     held_back: dict[StreamId, Stream] = field(default_factory=dict)
-    roles_seen: set[Role] = field(default_factory=set)  # That have had an instance.
-    missing_roles: list[Role] = field(default_factory=list)  # As last seen,
-    missing_since_s: float = 0.0  # and since when.
+    roles_seen: set[Role] = field(default_factory=set)  # Roles that have had an instance.
+    missing_roles: list[Role] = field(default_factory=list)  # At the last look.
+    missing_since_s: float = 0.0  # The time from which `missing_roles` holds.
 
     # `steps.py`.
     arrivals: int = 0
 
     # `instances.py`.
-    quick_deaths: dict[InstanceId, int] = field(default_factory=dict)  # In a row.
-    # Instances with an unhealthy GPU that are to be left; a new process is on the same GPU.
+    quick_deaths: dict[InstanceId, int] = field(default_factory=dict)  # The count in a row.
+    # Instances with an unhealthy GPU, also for their next process, which is on the same GPU.
     gpu_degraded: set[InstanceId] = field(default_factory=set)
     drain_ordered: set[InstanceId] = field(default_factory=set)
 
-    # `defences/poison.py`.
+    # `books/poison.py`.
     poison: PoisonCounter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -123,8 +122,10 @@ class State:
         self.poison = PoisonCounter(self.streams)
 
     def reload(self, policy: PolicySettings, slo: SloSettings) -> None:
-        """Go on by these settings. Streams that wait already have their alarms by those before;
-        what has been learned is kept, and more slots than are allowed now run to their end.
+        """Replace the settings.
+
+        Alarms that are set stay as they are, corrections that were learned are kept, and slots
+        beyond a smaller limit run to their end.
         """
         self.settings = replace(self.settings, policy=policy, slo=slo)
         self.view.assume(policy.assumed_link_bytes_per_s)

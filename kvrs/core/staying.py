@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from kvrs.core import decisions, ledger, starter
-from kvrs.core.books import kv_locations
+from kvrs.core import decisions, kv_locations, ledger, starter
 from kvrs.core.books.waiting import is_past
 from kvrs.core.dispatch import assign, ceiling, victim_of
 from kvrs.core.model import actions as act

@@ -5,9 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.core import decisions, ledger, starter, staying
-from kvrs.core.books import checkpoints, kv_locations
-from kvrs.core.defences import outliers
+from kvrs.core import checkpoints, decisions, kv_locations, ledger, outliers, starter, staying
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option

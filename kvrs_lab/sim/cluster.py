@@ -10,7 +10,6 @@ import msgspec
 
 from kvrs.config.file import Config
 from kvrs.config.proxy import PeerSettings
-from kvrs.core.books.checkpoints import replicas_of
 from kvrs.core.model import events as ev
 from kvrs.core.model.prefixes import SHARE_S
 from kvrs.ids import InstanceId, StreamId
@@ -321,7 +320,7 @@ def _complete(config: Config, proxies: int) -> Config:
 def holders_of(live: SimStream) -> list[InstanceId]:
     """Instances and agents that may hold pages of the stream."""
     copies = [agent for agent, copy in live.copies.items() if copy.pages]
-    return [*live.prefilled_at, *copies, *replicas_of(live)]
+    return [*live.prefilled_at, *copies, *live.replicas]
 
 
 def mirrored(live: SimStream, proxy: SimProxy, rng: Random) -> SimJournal:

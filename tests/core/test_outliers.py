@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.core.defences import outliers
+from kvrs.core import outliers
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import ClusterView

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvrs.config.policy import Handoff, PolicySettings, RecoverySettings, SloSettings
-from kvrs.core.defences.poison import PoisonCounter
+from kvrs.core.books.poison import PoisonCounter
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.streams import Stream

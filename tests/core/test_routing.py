@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvrs.core.defences import outliers
-from kvrs.core.defences.outliers import CONSECUTIVE_FAILURES
+from kvrs.core import outliers
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.outliers import CONSECUTIVE_FAILURES
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Role
 from tests.core.policy_harness import PolicyHarness, instance_up, load, of, only

@@ -4,7 +4,7 @@ look alike to a stream that is at each of the deaths.
 
 import pytest
 
-from kvrs.core.defences.poison import PoisonCounter
+from kvrs.core.books.poison import PoisonCounter
 from kvrs_testkit.random_worlds import outage, poisons_at_once
 from tests.sim.drawn import seeds
 

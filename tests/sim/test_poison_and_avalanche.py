@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.core.defences.poison import PoisonCounter
+from kvrs.core.books.poison import PoisonCounter
 from kvrs.core.model.member import AnswerHealth
 from kvrs_lab.sim.cluster import POISONED, Outcome
 from kvrs_lab.sim.world import World

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvrs.core.defences import outliers
+from kvrs.core import outliers
 from kvrs_lab.sim.cluster import Outcome
 from kvrs_lab.sim.world import World
 from kvrs_testkit.death_scenarios import SICK_FOR_S

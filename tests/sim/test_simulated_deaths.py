@@ -10,8 +10,7 @@ from typing import get_args
 import pytest
 
 from kvrs.agent.slots import SlotTable
-from kvrs.core import ledger
-from kvrs.core.books import checkpoints, kv_locations
+from kvrs.core import checkpoints, kv_locations, ledger
 from kvrs.core.books.waiting import SlotBook
 from kvrs.core.event_log import rerun
 from kvrs.core.model import actions as act

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config
-from kvrs.core.books.checkpoints import replicas_of
 from kvrs.core.books.leases import Leases
 from kvrs.core.fleet.known import Agents, Instances
 from kvrs.core.model import actions as act
@@ -134,7 +133,7 @@ class CheckpointHolds:
             plan = live.attempt.plan
             chosen = () if plan is None else plan.places
             up = [place.holder for place in chosen if self._instances.is_up(place.holder)]
-            return dict.fromkeys(up, 0) | replicas_of(live)
+            return dict.fromkeys(up, 0) | live.replicas
         kept = {agent: copy.pages for agent, copy in live.copies.items() if copy.lost is None}
         return kept | self._in_rows(live)
 

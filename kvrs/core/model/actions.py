@@ -169,7 +169,7 @@ class GiveUp(_Action, frozen=True, omit_defaults=True):
 
 class Ejected(_Action, frozen=True):
     """A record: the instance gets no new request for `pause_s`, and then one probe
-    (`core/defences/outliers.py`).
+    (`core/outliers.py`).
     """
 
     instance: InstanceId

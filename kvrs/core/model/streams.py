@@ -46,7 +46,7 @@ class StoredCheckpoint:
     booked_bytes: int = 0  # 0: the agent gets no more pages, and its pages may still be fetched.
     pages: int = 0  # Leading full pages of the history, by the agent's last report.
     booked_for: NodeId | None = None  # The node that decodes the stream.
-    # The namespace, if the pages are rows of an instance's CPU tier (`books/kv_locations.py`).
+    # The namespace, if the pages are rows of an instance's CPU tier (`kv_locations.py`).
     rows: str = ""
 
     def is_of(self, member: Member) -> bool:
@@ -171,6 +171,16 @@ class Stream:
     def is_free(self) -> bool:
         """True if the stream itself excludes no instance."""
         return not (self.recovery.avoided or self.name or self.excluded_epochs)
+
+    @property
+    def replicas(self) -> dict[InstanceId, int]:
+        """Return the replicated pages by peer, except at the instance that decodes the stream."""
+        decode = self.attempt.decodes_on
+        return {
+            name: held.pages
+            for name, held in self.holders.items()
+            if held.is_replica and held.member is not decode
+        }
 
     @property
     def history_tokens(self) -> int:

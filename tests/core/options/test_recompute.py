@@ -8,7 +8,7 @@ from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.recompute import RECOMPUTE, estimate_handed_off
 from kvrs.core.rules.base import cases_of
-from kvrs.core.state import Sections, State
+from kvrs.core.state import CoreSettings, State
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from tests.core.policy_harness import PolicyHarness, instance_up, load, member, of
@@ -28,7 +28,7 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
         queue_s=0.5,
         handshake_s=0.01,
     )
-    state, alone = State(Sections()), list[Estimate]()
+    state, alone = State(CoreSettings()), list[Estimate]()
     state.view.assume(204_800.0)
     state.factors[Option.RECOMPUTE] = 2.0
     up = instance_up("b1")
@@ -46,7 +46,7 @@ def test_an_estimate_from_beyond_the_table_is_marked() -> None:
     """`Estimate.extrapolated` shows that a table was used outside its measured range: that of the
     instance that computes.
     """
-    state = State(Sections())
+    state = State(CoreSettings())
     view = state.view
     for up in (instance_up("p1"), instance_up("d1")):
         view.add(Member.of(up.info, up.prefill))

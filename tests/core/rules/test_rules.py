@@ -13,7 +13,7 @@ from kvrs.core.options import base
 from kvrs.core.rules.auto import AUTO
 from kvrs.core.rules.base import cases_of, cheapest, sources_of
 from kvrs.core.rules.rom import ROM, rom_migrate, rom_recompute
-from kvrs.core.state import Sections, State
+from kvrs.core.state import CoreSettings, State
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles import catalog
 from kvrs.profiles.tables import PrefillTable
@@ -95,7 +95,7 @@ def test_tokens_at_a_slower_instance_count_for_the_choice_and_not_for_the_budget
 ) -> None:
     """The budget is that of the next token."""
     monkeypatch.setattr(base, "LOOKAHEAD_TOKENS", 4)
-    state, target = State(Sections()), member("d1")
+    state, target = State(CoreSettings()), member("d1")
     stream = Stream(StreamId("s"), 0, 64, 0.0, produced_tokens=8, prefilled=True)
     (usual,) = AUTO.weigh(state, stream, [target], 0.0)
 
@@ -184,7 +184,7 @@ def test_targets_with_the_same_table_share_one_look_up_and_others_have_their_own
     tables = (slow, slow, fast, slow, long)
     targets = [member(f"d{number}", prefill=table) for number, table in enumerate(tables)]
 
-    cases = cases_of(State(Sections()), Stream(StreamId("s"), 0, 300, 0.0), targets, 0.0)
+    cases = cases_of(State(CoreSettings()), Stream(StreamId("s"), 0, 300, 0.0), targets, 0.0)
 
     assert [case.history_s for case in cases] == pytest.approx([3.0, 3.0, 0.3, 3.0, 0.3])
     assert [case.extrapolated for case in cases] == [True, True, True, True, False]

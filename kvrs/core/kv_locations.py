@@ -9,7 +9,7 @@ process.
 
 from collections.abc import Iterable
 
-from kvrs.core.books import checkpoints
+from kvrs.core import checkpoints
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.member import Member

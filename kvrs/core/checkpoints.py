@@ -193,17 +193,8 @@ def protection(stream: Stream) -> dict[str, Any]:
         holder: kept.pages for holder, kept in stream.checkpoints.items() if kept.booked_bytes
     }
     return {
-        "pages": stored | replicas_of(stream),
+        "pages": stored | stream.replicas,
         "unprotected": stream.unprotected,
-    }
-
-
-def replicas_of(stream: Stream) -> dict[InstanceId, int]:
-    """Return the replicated pages by peer, except at the instance that decodes the stream."""
-    return {
-        name: held.pages
-        for name, held in stream.holders.items()
-        if held.is_replica and held.member is not stream.attempt.decodes_on
     }
 
 
