@@ -1,64 +1,57 @@
-"""Comparison of a checkout's functions with those that kvrs was written for: each one that kvrs
-wraps, overrides or relies on, by name.
+"""Comparison of a checkout's files with those that kvrs was written for: each file of which kvrs
+wraps, overrides or relies on something.
 
 `python -m distserve_patches.fingerprints` prints the table for the checkout that DISTSERVE_HOME
 names.
 """
 
-import functools
 import hashlib
-import importlib
-import inspect
-from typing import Any
+from pathlib import Path
 
 from distserve_patches import checkout
-from distserve_patches.fingerprint_table import COMMIT, TABLE
 from kvrs.errors import ConfigError
 
+COMMIT = "82831f1"
+TABLE = {
+    "block_manager.py": "755f85c0ce6d9536",
+    "config.py": "3d01ca834802cf48",
+    "context_stage_scheduler.py": "f29605d87e7d53ae",
+    "decoding_stage_scheduler.py": "d49be415d74a0ce6",
+    "downloader/downloader.py": "84726be59610ab94",
+    "engine.py": "2a210293eec95278",
+    "llm.py": "218d666189286868",
+    "models.py": "73237d428a0bff3e",
+    "request.py": "bb17a1cc61bab9b4",
+    "single_stage_engine.py": "c4736dd19f19e831",
+    "tokenizer.py": "cd70cd24f69fa7c2",
+    "utils.py": "e763e4b9ba0b86c6",
+    "worker.py": "fdd7f8fee440aa94",
+}
 
-def check() -> None:
-    """Compare every function of the table.
+
+def check(home: Path) -> None:
+    """Compare every file of the table.
 
     Raises:
         ConfigError: naming each that is missing or differs.
     """
     faults = []
-    for module, hashes in TABLE.items():
-        for name, expected in hashes.items():
-            if (found := fingerprint(module, name)) != expected:
-                what = "is not there" if found is None else "differs"
-                faults.append(
-                    f"{module}.{name}: {what}; kvrs was written for DistServe at commit {COMMIT}"
-                )
+    for name, expected in TABLE.items():
+        if (found := fingerprint(home, name)) != expected:
+            what = "is not there" if found is None else "differs"
+            faults.append(
+                f"distserve/{name}: {what}; kvrs was written for DistServe at commit {COMMIT}"
+            )
     if faults:
         raise ConfigError(faults)
 
 
-def fingerprint(module: str, name: str) -> str | None:
-    """Hash of a function's source as upstream wrote it; none if there is no such function."""
-    try:
-        function = functools.reduce(_member, name.split("."), importlib.import_module(module))
-    except (AttributeError, ImportError):
-        return None
-    # The source of a function that kvrs has wrapped is still the wrapped one's.
-    return hashlib.blake2b(inspect.getsource(function).encode(), digest_size=8).hexdigest()
-
-
-def _member(holder: Any, name: str) -> Any:
-    found = getattr(holder, name)
-    # Below Ray's decorator lies the class as upstream wrote it.
-    metadata = getattr(found, "__ray_metadata__", None)
-    return found if metadata is None else metadata.modified_class.__ray_actor_class__
-
-
-def _print_table() -> None:
-    checkout.import_plain(checkout.find(None), off_gpu=True)
-    for module, names in TABLE.items():
-        print(f'    "{module}": {{')
-        for name in names:
-            print(f'        "{name}": "{fingerprint(module, name)}",')
-        print("    },")
+def fingerprint(home: Path, name: str) -> str | None:
+    """Hash of a file of `distserve/`; none if there is no such file."""
+    file = home / "distserve" / name
+    return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() if file.is_file() else None
 
 
 if __name__ == "__main__":
-    _print_table()
+    for each in TABLE:
+        print(f'    "{each}": "{fingerprint(checkout.find(None), each)}",')

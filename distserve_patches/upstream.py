@@ -108,7 +108,7 @@ def _load(what: _Loaded) -> None:
     # Here, because `python -m distserve_patches.fingerprints` imports this module first.
     from distserve_patches import compat, fingerprints
 
-    fingerprints.check()
+    fingerprints.check(what.home)
     compat.apply()
     if what.off_gpu:
         from distserve_patches.cpu import runtime
