@@ -9,9 +9,9 @@ import itertools
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from distserve_patches.jobs import Job, JobEnded, Stage, StageState
+from distserve_patches.jobs import Job, JobEnded, Stage
 from kvrs.errors import RequestError, TransferError
 from kvrs.profiles.tables import PrefillTable
 from kvrs.text.output import TextDelta
@@ -22,21 +22,12 @@ from kvrs_engine.scheduling.pages import PageManager
 from kvrs_engine.scheduling.sequences import Pull, Sequence
 from kvrs_engine.scheduling.sources import next_source
 
+if TYPE_CHECKING:  # It needs DistServe.
+    from distserve_patches.engine import RecoverableEngine
+
 log = logging.getLogger(__name__)
 
 _JOB_IDS = itertools.count()
-
-
-class Engine(Protocol):
-    """The part of `distserve_patches.engine.RecoverableEngine` that runs need."""
-
-    def begin(self, job: Job) -> None: ...
-    async def reserve(self, job: Job) -> list[int]: ...
-    def take_up(self, job: Job, kv_tokens: int) -> None: ...
-    def blocks(self, job: Job, stage: Stage) -> list[int]: ...
-    def abort(self, job: Job) -> None: ...
-    def stage(self, which: Stage) -> StageState: ...
-    def refusal(self, job: Job) -> str | None: ...
 
 
 class PrefillQueue:
@@ -93,7 +84,12 @@ class StageCore(RunCore):
     prefill_only: bool
 
     def __init__(
-        self, engine: Engine, queue: PrefillQueue, *, clock: Callable[[], float], lease_s: float
+        self,
+        engine: "RecoverableEngine",
+        queue: PrefillQueue,
+        *,
+        clock: Callable[[], float],
+        lease_s: float,
     ) -> None:
         super().__init__(clock)
         self.job_runs: dict[Sequence, _JobRun] = {}
@@ -181,7 +177,12 @@ class DecodeCore(StageCore):
     prefill_only = False
 
     def __init__(
-        self, engine: Engine, queue: PrefillQueue, *, clock: Callable[[], float], lease_s: float
+        self,
+        engine: "RecoverableEngine",
+        queue: PrefillQueue,
+        *,
+        clock: Callable[[], float],
+        lease_s: float,
     ) -> None:
         super().__init__(engine, queue, clock=clock, lease_s=lease_s)
         self.fetcher: PageFetcher | None = None  # Of the running stage.

@@ -5,12 +5,12 @@ instance protocol.
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
 from distserve_patches.core import DecodeCore, StageCore
 from distserve_patches.jobs import Stage, StageState
+from distserve_patches.pool import StagePool
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
@@ -18,14 +18,8 @@ from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs_engine.engine.page_port import InstancePlace
 from kvrs_engine.engine.served import ServedInstance, ServedModel
-from kvrs_engine.engine.staging import PagePool
 from kvrs_engine.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs_engine.scheduling.pages import PageManager
-
-
-class ClosablePool(PagePool, Protocol):
-    def close(self) -> None: ...
-
 
 _EXPIRE_INTERVAL_S = 1.0
 
@@ -41,18 +35,16 @@ class StageInstance(ServedInstance):
         model: ServedModel,
         core: StageCore,
         which: Stage,
-        pool: Callable[[], ClosablePool],
         own_prefill: InstanceId | None = None,
     ) -> None:
-        """`pool`: makes one over the pages of the running stage."""
         super().__init__(place, model)
         self.one_call = own_prefill is not None
         self.prefill: PrefillTable | None = None
         self.on_down: Callable[[], None] = lambda: None
         self._core = core
         self._own_prefill = own_prefill
-        self._which, self._new_pool = which, pool
-        self._pool: ClosablePool | None = None
+        self._which = which
+        self._pool: StagePool | None = None  # Over the pages of the running stage.
         self._admission_wait = AdmissionWaitEstimator()
         self._checkpointing: asyncio.Task[None] | None = None
 
@@ -140,7 +132,7 @@ class StageInstance(ServedInstance):
             self.on_down()
             return
         self.port.epoch += 1
-        self._pool = self._new_pool()
+        self._pool = self.core.engine.pool(self._which)
         fetcher, checkpointer = self.port.attach(self.pages, self._pool, released=_ignore)
         self.core.hooks.append(checkpointer)
         self._checkpointing = asyncio.get_running_loop().create_task(checkpointer.run())

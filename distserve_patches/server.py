@@ -88,7 +88,7 @@ class Server:
                 config, launch.node, settings, launch.secret, epoch, links, launch.older
             )
             own_prefill = launch.settings(Role.PREFILL).id if role is Role.DECODE else None
-            return StageInstance(place, model, core, stage, lambda: engine.pool(stage), own_prefill)
+            return StageInstance(place, model, core, stage, own_prefill)
 
         prefill_core = PrefillCore(engine, queue, clock=time.monotonic, lease_s=lease_s)
         self._decode_core = DecodeCore(engine, queue, clock=time.monotonic, lease_s=lease_s)

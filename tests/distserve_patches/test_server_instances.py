@@ -7,9 +7,8 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -106,11 +105,9 @@ async def pair(tiny_model: Path, unused_ports: list[int]) -> AsyncIterator[Insta
     ):
         epoch = 3 * EPOCHS_PER_START
         place = InstancePlace(config, config.cluster.nodes[0], settings, SECRET, epoch, links)
-        core = kind(engine, queue, clock=time.monotonic, lease_s=30.0)
+        core = kind(cast(Any, engine), queue, clock=time.monotonic, lease_s=30.0)
         own_prefill = InstanceId("p0") if stage is Stage.DECODING else None
-        made.append(
-            StageInstance(place, model, core, stage, partial(engine.pool, stage), own_prefill)
-        )
+        made.append(StageInstance(place, model, core, stage, own_prefill))
         made[-1].prefill = table
     routes = [make_routes(instance) for instance in made]
     for instance, each in zip(made, routes, strict=True):
