@@ -9,7 +9,6 @@ ports come from the file.
 
 import argparse
 import asyncio
-import ctypes
 import logging
 import os
 import signal
@@ -28,13 +27,13 @@ from kvrs.net.http import naming_port
 from kvrs.process.logs import log_to_stderr
 from kvrs.protocol.instance import Role
 from kvrs_engine.engine.model_config import ModelConfig
+from kvrs_engine.engine.nursery import die_with_parent
 
 if TYPE_CHECKING:
     from distserve_patches.server import Launch
 
 # Upstream's default would be more than a laptop has; the tiny model needs none of it.
 _SWAP_SPACE_OFF_GPU_GB = 1
-_PR_SET_PDEATHSIG = 1
 
 
 class _FlagParser(argparse.ArgumentParser):
@@ -79,7 +78,7 @@ def _serve(arguments: Sequence[str]) -> None:
         return
     ours, _ = parser.parse_known_args(arguments)
     if ours.end_with is not None:
-        _end_with(ours.end_with)
+        die_with_parent(ours.end_with)
     config = load_config(ours.kvrs_config)
     node = _node(config, ours.kvrs_node)
     off_gpu = config.cluster.engine.device == "cpu"
@@ -191,9 +190,6 @@ def _add_flags(parser: argparse.ArgumentParser, config: Config, *, off_gpu: bool
     for action in parser._actions:
         if action.dest == "model":
             action.required = False
-    # Flags of upstream's server, refused later with a reason.
-    for name in ("--host", "--port"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
 
 
 def _check(flags: argparse.Namespace, config: Config, node: NodeSettings) -> None:
@@ -202,12 +198,6 @@ def _check(flags: argparse.Namespace, config: Config, node: NodeSettings) -> Non
     Raises:
         ConfigError: one of them cannot work.
     """
-    for name in ("host", "port"):
-        if getattr(flags, name) is not None:
-            raise ConfigError(
-                f"--{name}: got {getattr(flags, name)}; allowed: none (cluster.nodes "
-                f"has those of both instances)"
-            )
     _check_model(flags, config)
     model = ModelConfig.from_directory(Path(flags.model))
     for stage in ("context", "decoding"):
@@ -262,13 +252,6 @@ def _logical_gpu_bytes(config: Config) -> int:
         model.vocab + model.max_positions + model.layers * (12 * model.hidden + 5)
     )
     return int((engine.pages * page_bytes + 4 * weights) / 0.89) + page_bytes
-
-
-def _end_with(parent: int) -> None:
-    """Have the system kill this process when its parent has ended, however it ended."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise KvrsError(f"process {parent}, which was to start this one, is gone")
 
 
 if __name__ == "__main__":

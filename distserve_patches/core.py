@@ -192,6 +192,10 @@ class DecodeCore(StageCore):
         self._pulls: set[asyncio.Task[None]] = set()
 
     @property
+    def _pages(self) -> PageManager:
+        return self.engine.stage(Stage.DECODING).pages
+
+    @property
     def parked(self) -> int:
         """How many runs wait until the context stage is up again."""
         return sum(not job_run.ended for job_run in self._parked)
@@ -244,11 +248,7 @@ class DecodeCore(StageCore):
 
     def _note_filled(self, job_run: _JobRun) -> None:
         """Register the pages that have become full since the last report."""
-        run, sequence, pages = (
-            job_run.run,
-            job_run.run.sequence,
-            self.engine.stage(Stage.DECODING).pages,
-        )
+        run, sequence, pages = job_run.run, job_run.run.sequence, self._pages
         full_pages = len(sequence.token_ids) // pages.page_size_tokens
         if full_pages == run.reported_pages:
             return
@@ -274,7 +274,7 @@ class DecodeCore(StageCore):
         """Fetch what peers hold of the history into blocks of the decoding stage, and continue
         from there.
         """
-        job, pages = job_run.job, self.engine.stage(Stage.DECODING).pages
+        job, pages = job_run.job, self._pages
         try:
             blocks = await self.engine.reserve(job)
         except JobEnded:
@@ -300,11 +300,7 @@ class DecodeCore(StageCore):
         """Continue from the KV of the first `arrived` tokens, unless it is quicker to compute the
         whole history again.
         """
-        run, sequence, pages = (
-            job_run.run,
-            job_run.run.sequence,
-            self.engine.stage(Stage.DECODING).pages,
-        )
+        run, sequence, pages = job_run.run, job_run.run.sequence, self._pages
         # The last known token is always read again: what comes after it is the first new one.
         kv_tokens = min(arrived, sequence.history_tokens - 1)
         if kv_tokens == 0 or self._is_quicker_to_compute(sequence.history_tokens, kv_tokens):
@@ -338,7 +334,7 @@ class DecodeCore(StageCore):
             of how many leading tokens the KV has arrived.
         """
         sequence = job_run.run.sequence
-        pull = _wanted(sequence, blocks, self.engine.stage(Stage.DECODING).pages.page_size_tokens)
+        pull = _wanted(sequence, blocks, self._pages.page_size_tokens)
         assert self.fetcher is not None
         sources, held, tail = list(job_run.run.sources), 0, False
         step = next_source(sources, pull, held) if pull is not None else None
@@ -348,9 +344,7 @@ class DecodeCore(StageCore):
             result = await self.fetcher.fetch(pull, source, wanted)
             held, tail = held + result.full_pages, result.tail
             step = next_source(sources, pull, held)
-        return held * self.engine.stage(Stage.DECODING).pages.page_size_tokens + (
-            pull.tail_tokens if pull and tail else 0
-        )
+        return held * self._pages.page_size_tokens + (pull.tail_tokens if pull and tail else 0)
 
 
 def _wanted(sequence: Sequence, blocks: list[int], page_size_tokens: int) -> Pull | None:

@@ -272,22 +272,14 @@ class RecoverableEngine:
         return list(request.reserved)
 
     def take_up(self, job: Job, kv_tokens: int) -> None:
-        """Let a job that has reserved go on: its blocks hold the KV of the first `kv_tokens` tokens
-        of its history.
+        """Let a job that has reserved go on: its blocks hold the KV of the first `kv_tokens` (> 0)
+        tokens of its history, but for the last one, from which the next one comes.
 
-        The others are decoded again, one a step; with none at all the context stage computes the
-        history. A job that has ended meanwhile stays ended.
+        The others are decoded again, one a step. A job that has ended meanwhile stays ended.
         """
-        request = self._requests.get(job.id)
-        if request is None:
-            return
-        # The last token is computed in any case: from it comes the next one.
-        usable = min(kv_tokens, len(job.history) - 1)
-        if usable > 0:
-            self._decoding.take_up(request, usable)
-        else:
-            self.abort(job)
-            self.begin(job)
+        assert 0 < kv_tokens < len(job.history), "else the context stage computes the history"
+        if (request := self._requests.get(job.id)) is not None:
+            self._decoding.take_up(request, kv_tokens)
 
     def blocks(self, job: Job, stage: Stage) -> list[int]:
         """The job's blocks at that stage, in order; none where it has none, or while it is swapped

@@ -180,9 +180,6 @@ def _refuse_what_is_not_greedy(asked: CompletionRequest | ChatRequest) -> None:
         ("presence_penalty", 0),
         ("frequency_penalty", 0),
         ("repetition_penalty", 1),
-        ("logit_bias", {}),
-        ("allowed_token_ids", None),
-        ("bad_words", []),
     ):
         if (given := getattr(asked, name)) != neutral:
             raise RequestError(

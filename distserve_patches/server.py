@@ -45,6 +45,7 @@ from kvrs_engine.engine.requests import Vocabulary
 from kvrs_engine.engine.served import ServedModel
 from kvrs_engine.engine.server import serve_http
 from kvrs_engine.engine.warm_up import WARM_UP_REPEATS, warm_up_lengths
+from kvrs_engine.engine.worker import end_tokens_of
 
 log = logging.getLogger(__name__)
 
@@ -202,12 +203,9 @@ def describe_model(launch: Launch, geometry: KvGeometry) -> ServedModel:
         flags.context_max_tokens_per_batch,
         min(flags.max_num_blocks_per_req, frames.MAX_TAGS) * flags.block_size,
     )
-    eos_token_ids = frozenset(
-        token_id for token_id in config.eos_token_ids if token_id < config.vocab
-    )
     return ServedModel(
         name=launch.config.cluster.served_name or directory.name,
-        vocabulary=Vocabulary(tokenizer, config.vocab, eos_token_ids),
+        vocabulary=Vocabulary(tokenizer, config.vocab, end_tokens_of(config)),
         pieces=TokenPieces(tokenizer),
         chat_template=load_chat_template(directory),
         fingerprint=_fingerprint(directory, config, geometry, off_gpu=launch.off_gpu),

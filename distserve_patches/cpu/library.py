@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from distserve_patches.cpu import memory, migration, model, swapping
+from distserve_patches.cpu import memory, migration, model
 from distserve_patches.cpu.group import new_group_id
 
 _PATH_ENV = "SWIFT_TRANSFORMER_LIB_PATH"
@@ -21,7 +21,7 @@ _OPERATORS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "register_ipc_mem_handle": migration.register,
         "migrate_blocks": migration.migrate_blocks,
     },
-    "swapping_ops": {"swap": swapping.swap},
+    "swapping_ops": {"swap": migration.swap},
 }
 _CLASSES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "gpt_ops": {"Llama2Op": model.llama, "OptOp": model.opt, "Gpt2Op": model.gpt2},

@@ -1,5 +1,5 @@
 """Block migration: a decoding worker copies what it needs of a request's blocks out of the context
-workers' caches.
+workers' caches. Block swaps between a logical GPU's memory and the host's are copies too.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distserve_patches.cpu.memory import Handle, is_gone, open_handle
-from distserve_patches.cpu.shards import part_of, part_of_rank
+from distserve_patches.cpu.shards import part_of
 from kvrs.protocol.parts import Part
 
 
@@ -60,9 +60,8 @@ def migrate_blocks(
     Raises:
         RuntimeError: a context worker that has part of them is gone.
     """
-    own = part_of_rank(
-        tensor_size, tensor_rank, pipeline_size, pipeline_rank, k_cache.shape[1], k_cache.shape[2]
-    )
+    layers, heads = pipeline_size * k_cache.shape[1], tensor_size * k_cache.shape[2]
+    own = part_of([tensor_size, tensor_rank, pipeline_size, pipeline_rank], layers, heads)
     sources = torch.tensor(context_blocks, dtype=torch.int64)
     targets = torch.tensor(blocks, dtype=torch.int64)
     for source in _sources.values():
@@ -72,3 +71,19 @@ def migrate_blocks(
             raise RuntimeError("the context worker that has the blocks is gone")
         for theirs, ours in ((source.keys, k_cache), (source.values, v_cache)):
             ours[(targets, *own.local(shared))] = theirs[(sources, *source.part.local(shared))]
+
+
+def swap(
+    sources: list[int],
+    targets: list[int],
+    is_swap_in: bool,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_swap: Tensor,
+    v_swap: Tensor,
+) -> None:
+    for cache, host in ((k_cache, k_swap), (v_cache, v_swap)):
+        left, right = (cache, host) if is_swap_in else (host, cache)
+        left[torch.tensor(targets, dtype=torch.int64)] = right[
+            torch.tensor(sources, dtype=torch.int64)
+        ]

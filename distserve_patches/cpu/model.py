@@ -42,42 +42,16 @@ def _sleep_until(end_s: float) -> None:
     time.sleep(max(0.0, end_s - time.perf_counter()))
 
 
-def llama(
-    vocab: int,
-    positions: int,
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    intermediate: int,
-    dtype: str,
-    block_size: int,
-    blocks_per_request: int,
-    parallel: list[int],
-) -> "Model":
-    del vocab, hidden, heads, intermediate  # Read from the checkpoint.
-    return Model(
-        layers, kv_heads, head_dim, positions, dtype, block_size, blocks_per_request, parallel
-    )
+def llama(*given: Any) -> "Model":
+    """Take SwiftTransformer's arguments; what is not used is read from the checkpoint."""
+    _vocab, positions, _hidden, layers, _heads, kv_heads, head_dim, _intermediate, *rest = given
+    return Model(layers, kv_heads, head_dim, positions, *rest)
 
 
-def opt(
-    vocab: int,
-    positions: int,
-    hidden: int,
-    layers: int,
-    heads: int,
-    head_dim: int,
-    dtype: str,
-    block_size: int,
-    blocks_per_request: int,
-    parallel: list[int],
-) -> "Model":
-    del vocab, hidden
-    return Model(
-        layers, heads, head_dim, positions, dtype, block_size, blocks_per_request, parallel
-    )
+def opt(*given: Any) -> "Model":
+    """Take SwiftTransformer's arguments, as `llama`."""
+    _vocab, positions, _hidden, layers, heads, head_dim, *rest = given
+    return Model(layers, heads, head_dim, positions, *rest)
 
 
 def gpt2(*_: Any) -> NoReturn:

@@ -17,26 +17,9 @@ def part_of(parallel: list[int], layers: int, heads: int) -> Part:
     many layers and heads.
     """
     tensor_size, tensor_rank, pipeline_size, pipeline_rank = parallel
-    return part_of_rank(
-        tensor_size,
-        tensor_rank,
-        pipeline_size,
-        pipeline_rank,
-        layers // pipeline_size,
-        heads // tensor_size,
-    )
-
-
-def part_of_rank(
-    tensor_size: int,
-    tensor_rank: int,
-    pipeline_size: int,
-    pipeline_rank: int,
-    own_layers: int,
-    own_heads: int,
-) -> Part:
     assert tensor_rank < tensor_size, "a rank lies in its group"
     assert pipeline_rank < pipeline_size, "a rank lies in its group"
+    own_layers, own_heads = layers // pipeline_size, heads // tensor_size
     return Part(
         range(pipeline_rank * own_layers, (pipeline_rank + 1) * own_layers),
         range(tensor_rank * own_heads, (tensor_rank + 1) * own_heads),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from distserve_patches.cpu import memory, migration
 from distserve_patches.cpu.shards import part_of
-from distserve_patches.cpu.swapping import swap
 from kvrs.protocol.parts import Part
 
 LAYERS, HEADS, BLOCK, HEAD_DIM = 4, 2, 16, 8
@@ -167,10 +166,10 @@ def test_swapping_out_and_in_brings_the_same_blocks_back() -> None:
     swap_k, swap_v = torch.zeros_like(cache_k), torch.zeros_like(cache_v)
     before_k, before_v = cache_k.clone(), cache_v.clone()
 
-    swap([1, 4], [5, 0], False, cache_k, cache_v, swap_k, swap_v)
+    migration.swap([1, 4], [5, 0], False, cache_k, cache_v, swap_k, swap_v)
     cache_k[[1, 4]] = 0
     cache_v[[1, 4]] = 0
-    swap([5, 0], [2, 3], True, cache_k, cache_v, swap_k, swap_v)
+    migration.swap([5, 0], [2, 3], True, cache_k, cache_v, swap_k, swap_v)
 
     assert torch.equal(cache_k[[2, 3]], before_k[[1, 4]])
     assert torch.equal(cache_v[[2, 3]], before_v[[1, 4]])

@@ -123,7 +123,7 @@ async def test_pages_go_from_a_context_stage_into_a_decoding_stage_of_another_sh
         for view, sent in zip(arrived.views, theirs.views, strict=True):
             view[:] = sent
         await arrived.restore(PAGES)
-        made.take_up(job, len(HISTORY))
+        made.take_up(job, len(HISTORY) - 1)
         await sink.over.wait()
 
         assert sink.tokens == continuation

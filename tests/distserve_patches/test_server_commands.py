@@ -125,7 +125,6 @@ def loaded(distserve: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--wrong", "3"], "unrecognized arguments: --wrong 3"),
         (["--block-size", "many"], "--block-size: invalid int value: 'many'"),
-        (["--port", "8000"], "--port: got 8000; allowed: none"),
         (["--model", "elsewhere"], "--model: got elsewhere; allowed: cluster.model"),
         (["--decoding-tensor-parallel-size", "3"], "a divisor of the model's 2 KV heads"),
         (["--context-pipeline-parallel-size", "3"], "a divisor of the model's 4 layers"),

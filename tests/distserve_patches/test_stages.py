@@ -77,7 +77,7 @@ async def test_a_sink_that_wants_no_more_ends_its_job_in_the_same_step(running: 
         assert world.calls["decoding", "step"] == 4
 
 
-@pytest.mark.parametrize("kv_tokens", [1, 4, 7, 8, 9, 12, 100])
+@pytest.mark.parametrize("kv_tokens", [1, 4, 7, 8, 9, 12])
 async def test_a_job_goes_on_behind_whatever_kv_was_brought(
     running: Running, kv_tokens: int
 ) -> None:
@@ -99,23 +99,6 @@ async def test_a_job_goes_on_behind_whatever_kv_was_brought(
 
         assert sink.tokens == continuation(history, 9)
         assert world.calls["context", "step"] == 0
-
-
-async def test_a_job_that_was_brought_nothing_is_computed_by_the_context_stage(
-    running: Running,
-) -> None:
-    """Its reserved blocks are free for others meanwhile."""
-    async with running() as (engine, world):
-        sink = Recorder()
-        job = new_job(1, PROMPT, 9, sink)
-
-        await engine.reserve(job)
-        engine.take_up(job, 0)
-
-        assert engine.stage(Stage.DECODING).pages.free_pages == 40
-        await finished(sink)
-        assert sink.tokens == continuation(PROMPT, 9)
-        assert world.calls["context", "step"] == 1
 
 
 async def test_reservations_wait_their_turn(running: Running) -> None:

@@ -304,10 +304,10 @@ async def test_whatever_happens_every_job_ends_and_no_block_is_lost(
                         for position, token in enumerate(job.history):
                             worker.blocks[blocks[position // 4]][position % 4] = token
                 await asyncio.sleep(chance.random() * 0.01)
-                engine.take_up(job, chance.randrange(len(job.history) + 1))
+                engine.take_up(job, chance.randrange(1, len(job.history)))
 
         for number in range(60):
-            history = [chance.randrange(251) for _ in range(chance.randrange(1, 24))]
+            history = [chance.randrange(251) for _ in range(chance.randrange(2, 24))]
             job = new_job(
                 number,
                 history,
