@@ -20,8 +20,7 @@ from kvrs_engine.engine.models.decoder import Decoder, Layer
 from kvrs_engine.engine.models.digests import unit_leaf
 from kvrs_engine.engine.models.forms import TOGETHER_BYTES
 from kvrs_engine.engine.models.loading import names_of
-from kvrs_engine.engine.models.ranges import RangeReader
-from kvrs_engine.engine.models.weights import Weights
+from kvrs_engine.engine.models.weights import RangeReader, Weights
 
 _FLOAT_BYTES = 4
 _ALIGNED_BYTES = 64

@@ -1,8 +1,11 @@
-"""A reader of a model's tensors in safetensors files, one or several."""
+"""Readers of a model's tensors in safetensors files, one or several: whole ones, and parts of
+them.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -11,7 +14,7 @@ from torch import Tensor
 from kvrs.errors import ConfigError
 from kvrs_engine.engine.models.reading import WeightReading
 
-_WIDENED = (torch.float32, torch.float16, torch.bfloat16)
+_WIDENED = (torch.float32, torch.float16, torch.bfloat16, "F32", "F16", "BF16")
 
 
 class Weights:
@@ -51,7 +54,7 @@ class Weights:
                 tensor: Tensor = file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path}: tensor {name}: {error}") from None
-        check_tensor(path, name, tensor.shape, shape, tensor.dtype)
+        _check_tensor(path, name, tensor.shape, shape, tensor.dtype)
         copied = tensor.to(torch.float32, copy=True)
         self.read_bytes += tensor.nbytes
         if self._reading is not None:
@@ -63,7 +66,46 @@ class Weights:
         return sorted(set(self._files.values()))
 
 
-def check_tensor(
+class RangeReader:
+    """Rows and columns of a model's tensors, widened to float32."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._files: dict[Path, Any] = {}  # As safetensors opens them, by path.
+        self.read_bytes = 0  # Of tensors, since the start.
+
+    def rows(self, name: str, shape: tuple[int, ...], own: range, into: Tensor) -> None:
+        """Rows `own` of a tensor of that shape.
+
+        Raises:
+            ConfigError: it is missing, or of another shape or type, or its file is broken.
+        """
+        self._read(name, shape, (slice(own.start, own.stop),), into)
+
+    def columns(self, name: str, shape: tuple[int, int], own: range, into: Tensor) -> None:
+        """Read columns as `rows` does; they are a run of each row."""
+        self._read(name, shape, (slice(None), slice(own.start, own.stop)), into)
+
+    def close(self) -> None:
+        self._files.clear()
+
+    def _read(
+        self, name: str, shape: tuple[int, ...], place: tuple[slice, ...], into: Tensor
+    ) -> None:
+        path = self._weights.file_of(name)
+        try:
+            if path not in self._files:
+                self._files[path] = safe_open(path, framework="pt")
+            stored = self._files[path].get_slice(name)
+            _check_tensor(path, name, stored.get_shape(), shape, stored.get_dtype())
+            part: Tensor = stored[place]
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path}: tensor {name}: {error}") from None
+        self.read_bytes += part.nbytes
+        into.view(part.shape).copy_(part)
+
+
+def _check_tensor(
     path: Path, name: str, got: Sequence[int], shape: Sequence[int], kind: torch.dtype | str
 ) -> None:
     """Raises ConfigError: a tensor has another shape or type than it must have."""

@@ -40,9 +40,8 @@ from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.models.decoder import Decoder
 from kvrs_engine.engine.models.digests import leaves, unit_name
 from kvrs_engine.engine.models.loading import proven, read_decoder
-from kvrs_engine.engine.models.ranges import RangeReader
 from kvrs_engine.engine.models.unit_blocks import UnitBlock, UnitBlocks, assemble
-from kvrs_engine.engine.models.weights import Weights
+from kvrs_engine.engine.models.weights import RangeReader, Weights
 from kvrs_engine.engine.nursery import tend
 from kvrs_engine.engine.ranks.cells import CellPool, of_layers
 from kvrs_engine.engine.ranks.exchange import (
