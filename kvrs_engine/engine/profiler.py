@@ -5,7 +5,6 @@ left as it is: the time of a step does not depend on what it holds.
 """
 
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from kvrs.profiles.schema import (
 )
 from kvrs.profiles.writing import faults_of_out, write_profile
 from kvrs_engine.engine.random_model import write_tiny_model
+from kvrs_engine.engine.warm_up import any_ids, prefill_s, processor
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
 
@@ -171,7 +171,7 @@ def _labels(options: ProfileOptions, model: Path, worker: Worker) -> dict[str, A
         "model": model.name,
         "dtype": "fp32",
         "gpu": gpu,
-        "cpu": f"{_cpu_name()}, {os.cpu_count()} CPUs",
+        "cpu": f"{processor()}, {os.cpu_count()} CPUs",
         "tp": 1,
         "engine": "kvrs embedded engine",
         "version": version("kvrs"),
@@ -184,17 +184,6 @@ def _labels(options: ProfileOptions, model: Path, worker: Worker) -> dict[str, A
         "geometry": worker.geometry,
         "geometry_source": f"config.json of {model.name}, as the engine read it",
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
 
 
 class _Rig:
@@ -233,27 +222,13 @@ class _Rig:
 
     def _prefill(self, cached: int, new: int) -> float:
         assert new >= 1, "a step without a token takes no time at all"
-        pages = range(-(-(cached + new) // self._size))
-        end, limit = cached + new, self._options.max_batch_tokens
-        chunks = [
-            Chunk(
-                token_ids=self._ids(min(limit, end - first)),
-                first_position=first,
-                pages=pages,
-                logits=int(first + limit >= end),
-            )
-            for first in range(cached, end, limit)
-        ]
-        started_s = time.perf_counter()
-        for chunk in chunks:
-            self._worker.execute([chunk])
-        return time.perf_counter() - started_s
+        return prefill_s(self._worker, cached + new, cached)
 
     def _decode(self, batch: int, context: int) -> float:
         held = -(-context // self._size)
         chunks = [
             Chunk(
-                token_ids=self._ids(1),
+                token_ids=any_ids(self._worker, 1),
                 first_position=context - 1,
                 pages=range(i * held, (i + 1) * held),
                 logits=1,
@@ -263,9 +238,6 @@ class _Rig:
         started_s = time.perf_counter()
         self._worker.execute(chunks)
         return time.perf_counter() - started_s
-
-    def _ids(self, count: int) -> list[int]:
-        return [1 + position % (self._worker.vocab_size - 1) for position in range(count)]
 
     def _medians(self, title: str, cells: Sequence[Callable[[], float]]) -> list[float]:
         """The cells take turns, so that what else the machine does hits all of them alike."""

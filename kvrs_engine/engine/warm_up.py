@@ -64,7 +64,7 @@ def measure_prefill(worker: ModelWorker, max_model_len: int) -> PrefillTable:
     chunk_tokens = worker.settings.max_batch_tokens
     times: dict[int, float] = {}
     for at, tokens in warm_up_lengths(_longest(worker, max_model_len)).items():
-        taken_s = median_of_repeats(partial(_prefill_s, worker, tokens))
+        taken_s = median_of_repeats(partial(prefill_s, worker, tokens))
         overhead_s = times.get(0, taken_s)
         more_steps = -(-tokens // chunk_tokens) - 1
         times[at] = max(overhead_s, taken_s - more_steps * overhead_s)
@@ -93,26 +93,27 @@ def _longest(worker: ModelWorker, max_model_len: int) -> int:
     return min(max_model_len, worker.settings.pages * worker.geometry.page_size_tokens)
 
 
-def _prefill_s(worker: ModelWorker, tokens: int) -> float:
+def prefill_s(worker: ModelWorker, tokens: int, cached: int = 0) -> float:
+    """Time of a prefill of so many tokens, of which the first ones are there."""
     size, step = worker.geometry.page_size_tokens, worker.settings.max_batch_tokens
     pages = range(-(-tokens // size))
-    started_s = time.perf_counter()
-    for first in range(0, tokens, step):
-        ids = [
-            1 + position % (worker.vocab_size - 1)
-            for position in range(first, min(first + step, tokens))
-        ]
-        worker.execute(
-            [
-                Chunk(
-                    token_ids=ids,
-                    first_position=first,
-                    pages=pages,
-                    logits=int(first + step >= tokens),
-                )
-            ]
+    chunks = [
+        Chunk(
+            token_ids=any_ids(worker, min(step, tokens - first)),
+            first_position=first,
+            pages=pages,
+            logits=int(first + step >= tokens),
         )
+        for first in range(cached, tokens, step)
+    ]
+    started_s = time.perf_counter()
+    for chunk in chunks:
+        worker.execute([chunk])
     return time.perf_counter() - started_s
+
+
+def any_ids(worker: ModelWorker, count: int) -> list[int]:
+    return [1 + place % (worker.vocab_size - 1) for place in range(count)]
 
 
 def _key(worker: Worker, longest_tokens: int) -> str:
@@ -120,18 +121,19 @@ def _key(worker: Worker, longest_tokens: int) -> str:
     torch, shape of the model, and how it is cut.
     """
     facts = [
-        *(_VERSION, platform.node(), _processor(), os.cpu_count(), torch.get_num_threads()),
+        *(_VERSION, platform.node(), processor(), os.cpu_count(), torch.get_num_threads()),
         *(worker.fingerprint, worker.settings.max_batch_tokens, longest_tokens),
     ]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of this machine's processor."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
-                return line
-    return platform.processor()
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
 
 
 class _Note:

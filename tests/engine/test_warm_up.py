@@ -95,7 +95,7 @@ def test_a_directory_that_cannot_be_written_remembers_nothing(
 def test_overheads_of_steps_are_left_out(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table is of one step; a chunk behind others then has one overhead."""
     seconds = {1: 0.01, 32: 0.042, 64: 0.074, 128: 0.148, 256: 0.296}
-    monkeypatch.setattr(warm_up, "_prefill_s", lambda worker, tokens: seconds[tokens])
+    monkeypatch.setattr(warm_up, "prefill_s", lambda worker, tokens: seconds[tokens])
 
     table = measure_prefill(worker_of(tiny_model, max_batch_tokens=64), 256)
 
@@ -107,7 +107,7 @@ def test_overheads_of_steps_are_left_out(tiny_model: Path, monkeypatch: pytest.M
 def test_a_disturbed_first_length_leaves_no_negative_times(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warm_up, "_prefill_s", lambda worker, tokens: 1.0 if tokens == 1 else 0.1)
+    monkeypatch.setattr(warm_up, "prefill_s", lambda worker, tokens: 1.0 if tokens == 1 else 0.1)
 
     table = measure_prefill(worker_of(tiny_model, max_batch_tokens=64), 256)
 
@@ -119,7 +119,7 @@ def test_an_instance_declares_what_its_chunks_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pace: str | None
 ) -> None:
     """Prediction and queue agree with the steps, whether those are paced or measured."""
-    monkeypatch.setattr(warm_up, "_prefill_s", taken_s)
+    monkeypatch.setattr(warm_up, "prefill_s", taken_s)
     write_tiny_model(tmp_path, seed=0)  # Of its own: no table was noted beside it.
     nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both"}]}]
     engine = {"pages": 128, "max_batch_tokens": 256, "pace": pace}
