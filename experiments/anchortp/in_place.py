@@ -30,7 +30,7 @@ from experiments.record import Record
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import RankRequest
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.random_model import write_tiny_model
 from kvrs_engine.engine.ranks.group import RankGroup

@@ -29,7 +29,7 @@ from kvrs_engine.elastic.reforming import (
     ReformingPhase,
 )
 from kvrs_engine.elastic.speed import shares
-from kvrs_engine.elastic.ways.base import Costs, Room
+from kvrs_engine.elastic.ways import Costs, Room
 from kvrs_testkit.reforming import carry_through
 
 # Beside the repository, outside of it.

@@ -211,7 +211,7 @@ class ReformingReport(msgspec.Struct, frozen=True):
     """
 
     number: Natural  # Number of the re-forming; each has a higher one.
-    way: str  # Value of `kvrs_engine.elastic.ways.base.Way`.
+    way: str  # Value of `kvrs_engine.elastic.ways.Way`.
     ready_in_s: Seconds  # Predicted time from this report on.
     degree: Natural  # Number of ranks that will compute.
     lost: list[Natural]  # Lost ranks.

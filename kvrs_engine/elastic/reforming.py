@@ -17,13 +17,12 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import assert_never
 
-from kvrs_engine.elastic import on_demand
+from kvrs_engine.elastic import on_demand, ways
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.plans import MovePlan
 from kvrs_engine.elastic.units import Unit, Units
 from kvrs_engine.elastic.waiting import AGAIN_S, RankWaits
-from kvrs_engine.elastic.ways import choices, resize
-from kvrs_engine.elastic.ways.base import Costs, PossibleWay, Room, Situation, StreamAtRisk, Way
+from kvrs_engine.elastic.ways import Costs, PossibleWay, Room, Situation, StreamAtRisk, Way
 
 
 class ReformingPhase(StrEnum):
@@ -264,7 +263,7 @@ class Reforming:
 
     def choices(self) -> list[PossibleWay]:
         """Return the possible ways, the cheapest first."""
-        return choices(self._situation)
+        return ways.choices(self._situation)
 
     @property
     def _situation(self) -> Situation:
@@ -313,7 +312,7 @@ class Reforming:
         """Change the ranks while the others serve; ignored unless the phase is SERVING."""
         if self.phase is not ReformingPhase.SERVING or fresh & set(self.layout.ranks):
             return []
-        return self._change_to(resize.to(self._situation, groups, fresh))
+        return self._change_to(ways.resized(self._situation, groups, fresh))
 
     def _shift(self, after: Layout) -> list[Action]:
         """Move copies while the ranks serve; ignored unless the phase is SERVING and the stages are
@@ -321,7 +320,7 @@ class Reforming:
         """
         if self.phase is not ReformingPhase.SERVING or after.stages != self.layout.stages:
             return []
-        return self._change_to(resize.shifted(self._situation, after))
+        return self._change_to(ways.shifted(self._situation, after))
 
     def _change_to(self, choice: PossibleWay | None) -> list[Action]:
         if choice is None:
@@ -391,7 +390,7 @@ class Reforming:
         # No unit is lost: the ranks go on with the current layout.
         if self.phase is ReformingPhase.JOINING:
             self.epoch += 1
-            return self._begin(resize.stay(self._situation))
+            return self._begin(ways.stay(self._situation))
         self.phase, self._doing, self._awaited = ReformingPhase.SERVING, None, {}
         return []
 

@@ -10,7 +10,7 @@ from kvrs.protocol.experts import ExpertReport
 from kvrs.protocol.instance import ReformingReport
 from kvrs.protocol.stages import StageInfo
 from kvrs_engine.elastic.layouts import Layout
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.core import EngineCore
 from kvrs_engine.engine.page_port import PagePort
 from kvrs_engine.engine.ranks.group import RankGroup

@@ -19,7 +19,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.stages import StageLent
 from kvrs.protocol.tags import Tag
 from kvrs_engine.elastic.lending import Lender, terms
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.core import EngineCore
 from kvrs_engine.engine.hooks import Batch, StepHook
 from kvrs_engine.engine.ranks.link import LendPages, LoanAsked, RefuseLoan

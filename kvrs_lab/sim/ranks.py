@@ -38,7 +38,7 @@ from kvrs_engine.elastic.reforming import (
 )
 from kvrs_engine.elastic.speed import shares
 from kvrs_engine.elastic.units import Unit
-from kvrs_engine.elastic.ways.base import Costs, Room, StreamAtRisk, Way
+from kvrs_engine.elastic.ways import Costs, Room, StreamAtRisk, Way
 from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_lab.sim.calls import Batch, RankedEngine
 from kvrs_lab.sim.lost_cells import LostCells

@@ -9,7 +9,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.reports import changes_ranks
 from kvrs.ids import InstanceId
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from tests.core.policy_harness import PolicyHarness, instance_up, load, only
 from tests.core.test_staying import S, options_of, reformed, reforming, ring, two_pairs
 

@@ -31,7 +31,7 @@ from kvrs_engine.elastic.reforming import (
     UnitArrived,
 )
 from kvrs_engine.elastic.units import UnitKind, Units
-from kvrs_engine.elastic.ways.base import Costs, Room, StreamAtRisk, Way
+from kvrs_engine.elastic.ways import Costs, Room, StreamAtRisk, Way
 from kvrs_testkit.examples import examples
 from kvrs_testkit.reforming import answers, carry_through
 

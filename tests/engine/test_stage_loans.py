@@ -16,7 +16,7 @@ from kvrs.protocol.parts import Cell
 from kvrs.protocol.stages import StageLent
 from kvrs.protocol.tags import page_tags, root_tag
 from kvrs_engine.elastic import lending
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.core import EngineCore
 from kvrs_engine.engine.ranks.link import LendPages, LoanAsked, LoanWanted, RefuseLoan
 from kvrs_engine.engine.ranks.nodes import RanksOnNodes

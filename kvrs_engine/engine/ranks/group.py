@@ -25,7 +25,7 @@ from kvrs_engine.elastic.moving import LinkRates
 from kvrs_engine.elastic.reforming import Reforming
 from kvrs_engine.elastic.shares import Share
 from kvrs_engine.elastic.waiting import UNPREDICTED_S
-from kvrs_engine.elastic.ways.base import Costs, Room
+from kvrs_engine.elastic.ways import Costs, Room
 from kvrs_engine.engine.hooks import StepHook
 from kvrs_engine.engine.layers.proofs import sample
 from kvrs_engine.engine.layers.tiles import padded_rows

@@ -22,7 +22,7 @@ from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.lending import BusyShare
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.layers.tiles import FLOAT_BYTES, padded_rows
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.ranks.cells import of_layers

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.reforming import CarryOut
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from kvrs_engine.elastic.reforming import (
 )
 from kvrs_engine.elastic.units import Units
 from kvrs_engine.elastic.waiting import AGAIN_S, MAX_STARTS
-from kvrs_engine.elastic.ways.base import Room, StreamAtRisk
+from kvrs_engine.elastic.ways import Room, StreamAtRisk
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.ranks.formation import Predict, RankFormation
 from kvrs_engine.engine.ranks.processes import RankMessage, RankProcesses

@@ -20,7 +20,7 @@ from kvrs_engine.elastic.moving import LinkRates
 from kvrs_engine.elastic.plans import HOST, Move
 from kvrs_engine.elastic.reforming import Reforming
 from kvrs_engine.elastic.units import Unit, Units
-from kvrs_engine.elastic.ways.base import Costs, Room
+from kvrs_engine.elastic.ways import Costs, Room
 from kvrs_engine.engine.ranks.processes import RankMessage
 from kvrs_engine.engine.ranks.reformed import Reformed
 from kvrs_engine.engine.ranks.reformer import Reformer

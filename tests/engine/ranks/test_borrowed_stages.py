@@ -19,7 +19,7 @@ from kvrs.errors import RanksLostError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.stream import StalledError
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.ranks.link import (
     VERSION,

@@ -13,7 +13,7 @@ import pytest
 from kvrs.config.engine import ElasticSettings, ExpertSettings
 from kvrs.errors import RanksLostError
 from kvrs_engine.elastic.units import Unit, UnitKind
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs_engine.engine.ranks import routed

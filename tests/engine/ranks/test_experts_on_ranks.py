@@ -15,7 +15,7 @@ from torch import Tensor
 from kvrs.errors import ConfigError, RanksLostError
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.units import UnitKind
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.ranks.group import RankGroup

@@ -26,7 +26,7 @@ from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
 from kvrs_engine.elastic.plans import Move
 from kvrs_engine.elastic.reforming import ReformingPhase
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.ranks.formation import RankFormation

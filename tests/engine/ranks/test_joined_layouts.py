@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvrs_engine.elastic import on_demand
 from kvrs_engine.elastic.layouts import Layout, hybrid, staged, uneven, validate
 from kvrs_engine.elastic.units import Units
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.ranks.nodes import joined, together
 from kvrs_engine.engine.ranks.reformed import RanksNow, ReformingNow
 

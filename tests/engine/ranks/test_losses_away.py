@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvrs.errors import KvrsError, TransferError
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.ranks import returning
 from kvrs_engine.engine.ranks.hosted import HostedStage
 from kvrs_engine.engine.ranks.link import StageFacts, StageReady

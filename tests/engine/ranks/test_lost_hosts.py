@@ -14,7 +14,7 @@ import pytest
 
 from kvrs.errors import RanksLostError, TransferError
 from kvrs.profiles import catalog
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.random_model import write_tiny_model
 from kvrs_engine.engine.ranks import host as hosts

@@ -24,7 +24,7 @@ from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 from kvrs_engine.elastic import waiting
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine import instance as instances
 from kvrs_engine.engine.instance import LoadedModel
 from kvrs_engine.engine.layers.proofs import same_bytes

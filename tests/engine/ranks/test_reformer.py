@@ -13,7 +13,7 @@ from kvrs.errors import KvrsError
 from kvrs_engine.elastic import waiting
 from kvrs_engine.elastic.layouts import Layout, even
 from kvrs_engine.elastic.reforming import ReformingPhase
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.ranks.seats import Answered
 from kvrs_engine.engine.ranks.wire import Loaded
 from kvrs_engine.engine.ranks.yielding import COPY_NICE

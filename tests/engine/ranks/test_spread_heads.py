@@ -18,7 +18,7 @@ from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Role
 from kvrs_engine.elastic.layouts import SPREAD, Layout, even, hybrid, staged
 from kvrs_engine.elastic.units import Units
-from kvrs_engine.elastic.ways.base import Way
+from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.ranks.group import RankGroup

@@ -1,6 +1,8 @@
-"""The ways in which an instance can re-form, and their predicted costs."""
+"""The ways to re-form an instance, and their predicted costs. A new way is named in `Way`, and
+listed in `AFTER_LOSS` if it is possible after a loss.
+"""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import StrEnum
@@ -166,3 +168,68 @@ class Situation:
         if behind_s <= costs.back_s or step_s <= whole_s:
             return behind_s
         return costs.back_s + (costs.lookahead_tokens - costs.back_s / step_s) * whole_s
+
+
+def choices(now: Situation) -> list[PossibleWay]:
+    """Return the possible ways after a loss, the cheapest first."""
+    found = [choice for possible in AFTER_LOSS for choice in possible(now)]
+    return sorted(found, key=lambda choice: choice.cost_s)
+
+
+def restart(now: Situation) -> Iterator[PossibleWay]:
+    """The lost processes are started again, and attach to their memory, which survived."""
+    ranks = frozenset(now.layout.ranks)
+    if not now.dead & ranks:
+        fresh = ranks & now.absent
+        start_s = now.start_s(now.layout, fresh)
+        yield now.weighed(Way.RESTART, now.layout, fresh, start_s, reads_gone=True)
+
+
+def replace(now: Situation) -> Iterator[PossibleWay]:
+    """The lost ranks are started again with empty memory."""
+    ranks = frozenset(now.layout.ranks)
+    if now.dead & ranks and now.costs.replace_s < inf:
+        fresh, start_s = ranks & now.absent, now.costs.replace_s
+        yield now.weighed(Way.REPLACE, now.layout, fresh, start_s, restores=True)
+
+
+def reshard(now: Situation) -> Iterator[PossibleWay]:
+    """The survivors go on, and read the lost units from the host: one way with the ranks that are
+    starting, and one without them.
+    """
+    gone = [now.absent]
+    if now.starting:
+        gone.append(now.absent | now.starting)
+    for each in gone:
+        after = now.without(each)
+        if isinstance(after, Layout):
+            start_s = now.start_s(after)
+            yield now.weighed(Way.RESHARD, after, frozenset(), start_s, restores=True)
+
+
+AFTER_LOSS = (restart, replace, reshard)
+
+
+# A rank leaves on purpose or joins, or copies of experts move, while the others serve.
+
+
+def resized(
+    now: Situation, groups: Sequence[Sequence[int]], fresh: frozenset[int]
+) -> PossibleWay | None:
+    """Return the way to the given ranks of each stage, `fresh` being new; None: they cannot
+    serve.
+    """
+    after = now.reshaped(groups)
+    return now.weighed(Way.RESIZE, after, fresh, 0.0) if isinstance(after, Layout) else None
+
+
+def shifted(now: Situation, after: Layout) -> PossibleWay | None:
+    """Return the way to other copies of experts on the same ranks; None: no room for them."""
+    if now.room.missing_bytes(after, now.units):
+        return None
+    return now.weighed(Way.RESIZE, after, frozenset(), 0.0)
+
+
+def stay(now: Situation) -> PossibleWay:
+    """Return the way back to the current layout, in a new formation."""
+    return now.weighed(Way.RESIZE, now.layout, frozenset(), 0.0)
