@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from experiments.command_line import parser_of
+from experiments.model_shapes import SHAPES
 from experiments.record import Record
 from experiments.virtual_time import NumberedPrompt, grouped, patient, run_until, token_times
 from kvrs.config.file import Config, parse_config
@@ -27,7 +28,6 @@ from kvrs_engine.elastic import on_demand
 from kvrs_engine.elastic.layouts import hybrid, staged
 from kvrs_engine.elastic.moving import LinkRates, schedule
 from kvrs_engine.elastic.plans import plan
-from kvrs_engine.elastic.shapes import SHAPES
 from kvrs_engine.elastic.units import Units
 from kvrs_lab.report.impact import throughput, time_to_peak_s
 from kvrs_lab.sim.cluster import SimCluster

@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from random import Random
 
 from experiments.command_line import parser_of
+from experiments.model_shapes import SHAPES
 from experiments.record import Record
 from experiments.virtual_time import EqualStreams, grouped, run_until, token_times
 from kvrs.ids import StreamId
 from kvrs_engine.elastic.moving import LinkRates
-from kvrs_engine.elastic.shapes import SHAPES
 from kvrs_engine.elastic.units import Units
 from kvrs_lab.sim.cluster import SimCluster
 from kvrs_lab.sim.rank_model import RankModel

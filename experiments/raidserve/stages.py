@@ -1,7 +1,7 @@
 """One instance of RaidServe's section 4.2 in virtual time, which prefills or decodes: a model under
 a layout of the product, with batches of a trace.
 
-Step times come from profiles of vLLM on H100 through `kvrs_engine/elastic/speed.py`, not from a
+Step times come from profiles of vLLM on H100 through `experiments/step_times.py`, not from a
 GPU. Where heads are spread, the busiest rank is that of the batch at hand: a sequence's cells of
 these heads are on one rank in each layer, and how many tokens and cells that rank has is counted.
 """

@@ -2,7 +2,7 @@
 back as the availability trace of a cloud says, under four ways to use what is left of a node.
 
 Simulated throughout: step times come from profiles of vLLM on H100 through
-`kvrs_engine/elastic/speed.py`, not from a GPU. Ours drives the state machine of
+`experiments/step_times.py`, not from a GPU. Ours drives the state machine of
 `kvrs_engine/elastic/reforming.py` through every loss and return; its layouts are those that it
 comes to.
 """

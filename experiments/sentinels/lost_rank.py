@@ -10,6 +10,8 @@ from itertools import pairwise
 from random import Random
 from statistics import median
 
+from experiments.model_shapes import SHAPES
+from experiments.step_times import Degree, Speed
 from experiments.virtual_time import HOME, EqualStreams, grouped, patient, run_until, token_times
 from kvrs.config.file import Config
 from kvrs.core.model.estimates import Option
@@ -18,8 +20,7 @@ from kvrs_engine.elastic import on_demand
 from kvrs_engine.elastic.layouts import even, hybrid, staged
 from kvrs_engine.elastic.moving import LinkRates, schedule
 from kvrs_engine.elastic.plans import plan
-from kvrs_engine.elastic.shapes import SHAPES
-from kvrs_engine.elastic.speed import Degree, Speed, shares
+from kvrs_engine.elastic.speed import shares
 from kvrs_engine.elastic.units import Units
 from kvrs_lab.sim.process import require
 from kvrs_lab.sim.rank_model import RankModel

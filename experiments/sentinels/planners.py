@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 
-from kvrs_engine.elastic import cmm, on_demand
+from experiments import cmm
+from experiments.model_shapes import SHAPES, ModelShape
+from kvrs_engine.elastic import on_demand
 from kvrs_engine.elastic.layouts import even, uneven
 from kvrs_engine.elastic.plans import HOST, plan
-from kvrs_engine.elastic.shapes import SHAPES, ModelShape
 from kvrs_engine.elastic.units import UnitKind, Units
 
 # Qwen3-30B-A3B, from its config.json on the Hugging Face hub.

@@ -1,13 +1,14 @@
 """Tokens per second of an instance by the layout of its ranks (RaidServe, figure 9): step times of
-profiles, carried to the layouts by `kvrs_engine/elastic/speed.py`.
+profiles, carried to the layouts by `experiments/step_times.py`.
 """
 
 from dataclasses import dataclass, replace
 
+from experiments.model_shapes import SHAPES, ModelShape
+from experiments.step_times import Degree, Speed
 from kvrs.profiles import catalog
 from kvrs_engine.elastic.layouts import Layout
-from kvrs_engine.elastic.shapes import SHAPES, ModelShape
-from kvrs_engine.elastic.speed import Degree, Speed, shares
+from kvrs_engine.elastic.speed import shares
 from kvrs_engine.elastic.units import Units
 
 GPU_BYTES = int(80e9 * 0.9)

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.model_shapes import SHAPES, shape_of
+from experiments.step_times import Degree, Speed
 from kvrs.errors import ConfigError
 from kvrs.profiles import catalog
 from kvrs_engine.elastic.layouts import even, hybrid, staged, uneven
-from kvrs_engine.elastic.shapes import SHAPES, shape_of
-from kvrs_engine.elastic.speed import Degree, Speed, shares
+from kvrs_engine.elastic.speed import shares
 from kvrs_engine.elastic.units import Units
 
 OPT = SHAPES["facebook/opt-66b"].units()
