@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
+from kvrs_testkit.random_experts import ExpertsModel, write_experts_model
 
 FIRST_IDS, LAST_IDS = range(4, 256), range(256, 512)  # Of these the last experts are popular.
 BAD_ID = 3  # Its embedding overflows. It is no token's likeliest successor.

@@ -26,9 +26,9 @@ from experiments.experts.stepping import group_of, step_of
 from experiments.record import Record
 from kvrs.config.engine import ExpertSettings
 from kvrs.errors import RanksLostError
-from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs_engine.engine.ranks.group import RankGroup
 from kvrs_engine.engine.ranks.routed import APART_S
+from kvrs_testkit.random_experts import ExpertsModel, write_experts_model
 
 NAME = "cpu"
 RANKS, SKEWS, VARIANTS = 8, (0.0, 0.5, 1.0), ("off", "on", "split")

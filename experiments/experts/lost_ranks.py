@@ -36,7 +36,6 @@ from rich.console import Console
 from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.config.file import Config, parse_config
-from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs_lab.cluster.launcher import Cluster
 from kvrs_lab.demo import run_load, scaled_requests
 from kvrs_lab.faults.language import Fault, parse_faults
@@ -45,6 +44,7 @@ from kvrs_lab.report.impact import time_to_peak_s
 from kvrs_lab.report.report import Report, build_report
 from kvrs_lab.traces.generator import GeneratorSettings, generate
 from kvrs_lab.traces.records import ReplayRequest, StreamRecord
+from kvrs_testkit.random_experts import ExpertsModel, write_experts_model
 
 NAME = "lost_ranks"
 RANKS, LOSSES = (8, 4), 2

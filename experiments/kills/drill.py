@@ -20,7 +20,6 @@ from experiments.traces import sample
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName
-from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs_lab.cluster.fault_injection import rows_of
 from kvrs_lab.cluster.launcher import Cluster
 from kvrs_lab.demo import (
@@ -41,6 +40,7 @@ from kvrs_lab.traces.formats import load_trace
 from kvrs_lab.traces.generator import GeneratorSettings, generate
 from kvrs_lab.traces.mooncake import at_rate, jitter, replay_requests, scale, window
 from kvrs_lab.traces.records import ReplayRequest
+from kvrs_testkit.random_experts import ExpertsModel, write_experts_model
 
 HIT_AT_LEAST = 8
 # A killed instance is back after about five seconds; then the load needs a moment to fill it again.

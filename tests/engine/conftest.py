@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvrs_engine.engine import warm_up
-from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs_engine.engine.random_model import write_tiny_model
 from kvrs_testkit.noted_prefill import note_prefill
+from kvrs_testkit.random_experts import ExpertsModel, write_experts_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -34,10 +34,10 @@ from kvrs_engine.engine.models import forms
 from kvrs_engine.engine.models.decoder import ALONE
 from kvrs_engine.engine.models.loading import load_decoder
 from kvrs_engine.engine.models.weights import Weights
-from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.examples import examples
+from kvrs_testkit.random_experts import ExpertsModel, write_experts_model
 from kvrs_testkit.ranks_in_threads import ThreadRanks, random_layout
 
 pytestmark = pytest.mark.engine

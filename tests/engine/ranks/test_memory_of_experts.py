@@ -13,10 +13,10 @@ from kvrs.config.engine import ElasticSettings, ExpertSettings
 from kvrs.errors import RanksLostError
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.units import UnitKind, Units
-from kvrs_engine.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs_engine.engine.ranks import routed
 from kvrs_engine.engine.ranks.group import RankGroup
 from kvrs_engine.scheduling.sequences import Chunk
+from kvrs_testkit.random_experts import ExpertsModel, write_experts_model
 from tests.engine.ranks.test_rank_group import group_of
 
 pytestmark = [

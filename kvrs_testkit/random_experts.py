@@ -4,8 +4,11 @@ than others, as in models that were trained.
 The embeddings set the last hidden channel to one number, and no layer writes it. There the router's
 row of expert n (from 1) has `-skew * log(n)`, so that the first experts are the most probable ones
 for every token, by about n**-skew, and the rest of the row decides between them.
+
+    python -m kvrs_testkit.random_experts [--experts 8] [--chosen 2] [--skew 1] DIR [SEED]
 """
 
+import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -174,3 +177,27 @@ def _weights(model: ExpertsModel, seed: int) -> dict[str, Tensor]:
     weights["lm_head.weight"] = matrix(VOCAB, hidden, 1.1)
     weights["lm_head.weight"][:, -1] = 0.0
     return weights
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("seed", type=int, nargs="?", default=0, metavar="SEED")
+    parser.add_argument("--experts", type=int, default=8, metavar="N", help="(default 8)")
+    parser.add_argument("--chosen", type=int, default=2, metavar="N", help="of a token (default 2)")
+    parser.add_argument("--skew", type=float, default=0.0, help="of the router (default 0)")
+    parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0])
+    parser.add_argument("--large", action="store_true", help="with 1 GB of weights (mixtral)")
+    given = parser.parse_args()
+    make = ExpertsModel.large if given.large else ExpertsModel.tiny
+    try:
+        model = make(given.family, experts=given.experts, chosen=given.chosen, skew=given.skew)
+        write_experts_model(given.directory, model, given.seed)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
