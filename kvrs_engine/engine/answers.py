@@ -1,7 +1,7 @@
 """Output of a run in the shapes of OpenAI's two endpoints. Pure translation."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -29,40 +29,14 @@ from kvrs_engine.engine.requests import GenerationRun, OutputToken, StepOutput
 from kvrs_engine.engine.sampler import SampledLogprobs
 
 
-class Answer(Protocol):
+class Answer(ABC):
     """One run's answer: as events while it goes on, or whole."""
 
-    def opening(self) -> msgspec.Struct | None:
-        """The event before the first output of a stream, if there is one."""
+    prefix: str  # Of the answer's id.
 
-    def event(self, step: StepOutput) -> msgspec.Struct: ...
-
-    def usage_event(self) -> msgspec.Struct: ...
-
-    def whole(
-        self, steps: Sequence[StepOutput], hand_off: KvTransferParams | None
-    ) -> msgspec.Struct: ...
-
-
-class _Counts:
-    """Tokens of a stream up to each of its events, where the client wants them there."""
-
-    def __init__(self, asked: CompletionRequest | ChatRequest, run: GenerationRun) -> None:
-        sequence = run.sequence
-        self._is_wanted = asked.wants_each_usage
-        self._prompt = sequence.prompt_tokens
-        self._produced = sequence.history_tokens - sequence.prompt_tokens
-
-    def after(self, token_ids: Sequence[int]) -> Usage | msgspec.UnsetType:
-        """With these, which the event has. Those of later events may be produced already."""
-        self._produced += len(token_ids)
-        return usage_of(self._prompt, self._produced, None) if self._is_wanted else msgspec.UNSET
-
-
-class CompletionAnswer:
     def __init__(
         self,
-        asked: CompletionRequest,
+        asked: CompletionRequest | ChatRequest,
         run: GenerationRun,
         model: str,
         created: int,
@@ -75,8 +49,38 @@ class CompletionAnswer:
         self._run = run
         self._pieces = pieces
         self._names_prompt = names_prompt
-        self._head = (f"cmpl-{run.sequence.stream}", created, model)
-        self._counts = _Counts(asked, run)
+        self._head = (f"{self.prefix}-{run.sequence.stream}", created, model)
+        # Tokens of the stream up to each of its events.
+        self._produced = run.sequence.history_tokens - run.sequence.prompt_tokens
+
+    @abstractmethod
+    def opening(self) -> msgspec.Struct | None:
+        """The event before the first output of a stream, if there is one."""
+
+    @abstractmethod
+    def event(self, step: StepOutput) -> msgspec.Struct: ...
+
+    @abstractmethod
+    def usage_event(self) -> msgspec.Struct: ...
+
+    @abstractmethod
+    def whole(
+        self, steps: Sequence[StepOutput], hand_off: KvTransferParams | None
+    ) -> msgspec.Struct: ...
+
+    def _usage_after(self, token_ids: Sequence[int]) -> Usage | msgspec.UnsetType:
+        """With these, which the event has. Those of later events may be produced already."""
+        self._produced += len(token_ids)
+        if not self._asked.wants_each_usage:
+            return msgspec.UNSET
+        return usage_of(self._run.sequence.prompt_tokens, self._produced, None)
+
+    def _ids_of(self, step: StepOutput) -> list[int] | msgspec.UnsetType:
+        return step.token_ids if self._asked.return_token_ids else msgspec.UNSET
+
+
+class CompletionAnswer(Answer):
+    prefix = "cmpl"
 
     def opening(self) -> None:
         return None
@@ -85,7 +89,7 @@ class CompletionAnswer:
         choice = self._choice(step)
         if self._names_prompt:
             choice.prompt_token_ids, self._names_prompt = prompt_ids_of(self._run), False
-        return Completion(*self._head, [choice], usage=self._counts.after(step.token_ids))
+        return Completion(*self._head, [choice], usage=self._usage_after(step.token_ids))
 
     def usage_event(self) -> Completion:
         return Completion(*self._head, [], usage=_usage(self._run))
@@ -105,7 +109,7 @@ class CompletionAnswer:
             logprobs=self._logprobs(step.tokens) if step.tokens else None,
             finish_reason=step.finish_reason,
             stop_reason=step.stop_reason,
-            token_ids=step.token_ids if self._asked.return_token_ids else msgspec.UNSET,
+            token_ids=self._ids_of(step),
         )
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> Logprobs:
@@ -126,24 +130,8 @@ class CompletionAnswer:
         return top
 
 
-class ChatAnswer:
-    def __init__(
-        self,
-        asked: ChatRequest,
-        run: GenerationRun,
-        model: str,
-        created: int,
-        pieces: TokenPieces,
-        *,
-        names_prompt: bool = False,
-    ) -> None:
-        """Take the arguments of a completion's answer."""
-        self._asked = asked
-        self._run = run
-        self._pieces = pieces
-        self._names_prompt = names_prompt
-        self._head = (f"chatcmpl-{run.sequence.stream}", created, model)
-        self._counts = _Counts(asked, run)
+class ChatAnswer(Answer):
+    prefix = "chatcmpl"
 
     def opening(self) -> ChatChunk | None:
         sequence = self._run.sequence
@@ -151,7 +139,7 @@ class ChatAnswer:
         if sequence.history_tokens > sequence.prompt_tokens:
             return None
         opened = ChatChunkChoice(delta=ChatDelta(role="assistant", content=""))
-        chunk = ChatChunk(*self._head, [opened], usage=self._counts.after([]))
+        chunk = ChatChunk(*self._head, [opened], usage=self._usage_after([]))
         if self._names_prompt:
             chunk.prompt_token_ids = prompt_ids_of(self._run)
         return chunk
@@ -162,9 +150,9 @@ class ChatAnswer:
             logprobs=self._logprobs(step.tokens) if step.tokens else None,
             finish_reason=step.finish_reason,
             stop_reason=step.stop_reason,
-            token_ids=step.token_ids if self._asked.return_token_ids else msgspec.UNSET,
+            token_ids=self._ids_of(step),
         )
-        return ChatChunk(*self._head, [choice], usage=self._counts.after(step.token_ids))
+        return ChatChunk(*self._head, [choice], usage=self._usage_after(step.token_ids))
 
     def usage_event(self) -> ChatChunk:
         return ChatChunk(*self._head, [], usage=_usage(self._run))

@@ -3,6 +3,7 @@ instance protocol.
 """
 
 import time
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -126,33 +127,24 @@ class InstanceHandlers:
         return await http.watch(request, self._instance.load, self._instance.news)
 
     async def completions(self, request: Request) -> Response:
-        body = await request.read()
-        asked = await self._admission.large.run(len(body), partial(parse_completion_request, body))
-        run = await self._admission.admit(asked)
-        names_prompt = self._names_prompt(asked, run)
-        model, pieces = self._instance.model, self._instance.pieces
-        answer = CompletionAnswer(
-            asked, run, model, int(time.time()), pieces, names_prompt=names_prompt
-        )
-        return await self._serve(request, asked, run, answer)
+        return await self._serve(request, parse_completion_request, CompletionAnswer)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await request.read()
-        asked = await self._admission.large.run(len(body), partial(parse_chat_request, body))
-        run = await self._admission.admit(asked)
-        names_prompt = self._names_prompt(asked, run)
-        model, pieces = self._instance.model, self._instance.pieces
-        answer = ChatAnswer(asked, run, model, int(time.time()), pieces, names_prompt=names_prompt)
-        return await self._serve(request, asked, run, answer)
+        return await self._serve(request, parse_chat_request, ChatAnswer)
 
     async def _serve(
         self,
         request: Request,
-        asked: CompletionRequest | ChatRequest,
-        run: GenerationRun,
-        answer: Answer,
+        parse: Callable[[bytes], CompletionRequest | ChatRequest],
+        kind: type[Answer],
     ) -> Response:
         """Run to the end; a client that disconnects ends its run."""
+        body = await request.read()
+        asked = await self._admission.large.run(len(body), partial(parse, body))
+        run = await self._admission.admit(asked)
+        names_prompt = self._names_prompt(asked, run)
+        model, pieces = self._instance.model, self._instance.pieces
+        answer = kind(asked, run, model, int(time.time()), pieces, names_prompt=names_prompt)
         self._instance.core.submit(run)
         try:
             if asked.stream:
