@@ -16,14 +16,14 @@ from kvrs.release_order import ReleaseOrder, shared
 from kvrs_engine.scheduling.damaged_pages import DamagedPages
 from kvrs_engine.scheduling.page_leases import LeaseEnds, PageLease
 from kvrs_engine.scheduling.page_parts import PageParts
-from kvrs_engine.scheduling.replicas import ReplicaPages
+from kvrs_engine.scheduling.replica_pages import ReplicaPages
 
 # A page is in exactly one state. References are hard pins (of a sequence that computes, of a
 # transfer to a peer); soft pins are leases, which memory pressure can end.
 #
 #   state         references   leases   tag    kept in        allocated
 #   free               0          0     none   _free          first
-#   replica            0          0     yes    replicas       second, see replicas.py
+#   replica            0          0     yes    replicas       second, see replica_pages.py
 #   cached             0          0     yes    _cached        third, least recently released first
 #   damaged            0          0     yes    _cached        as cached
 #   soft-pinned        0         >= 1   any    _leases[...]   last: tail of the first to expire

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
 from kvrs_engine.elastic.shares import Share
+from kvrs_engine.engine.layers.exchange import ALONE
 from kvrs_engine.engine.layers.experts import Experts, Router, Routing
 from kvrs_engine.engine.layers.proofs import Proofs, same_bytes
 from kvrs_engine.engine.layers.tiles import TILE_ROWS, padded_rows, pair_sum
@@ -31,7 +32,6 @@ from kvrs_engine.engine.layers.units import (
 )
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.models import forms
-from kvrs_engine.engine.models.decoder import ALONE
 from kvrs_engine.engine.models.loading import load_decoder
 from kvrs_engine.engine.models.weights import Weights
 from kvrs_engine.engine.worker import Worker
@@ -223,7 +223,7 @@ def test_another_order_of_experts_would_be_seen() -> None:
     found = routed(rows, router())
     by_weight = found.weights.argsort(1, descending=True)
     slots = torch.empty(3, 64, HIDDEN)
-    Experts(router(), PARTS)._fill(slots, mlp, rows, found.experts, CANONICAL, lambda rows: {})
+    Experts(router(), PARTS)._fill(slots, mlp, rows, found.experts, 0, CANONICAL, ALONE)
     weighted = (slots * found.weights.t().unsqueeze(-1)).transpose(0, 1)
     order = by_weight.unsqueeze(-1).expand(-1, -1, HIDDEN)
 
@@ -263,8 +263,8 @@ def test_experts_that_are_not_here_leave_their_slots_alone() -> None:
     )
     whole, part = torch.full((3, 32, HIDDEN), -7.0), torch.full((3, 32, HIDDEN), -7.0)
 
-    Experts(router(), PARTS)._fill(whole, mlp, rows, found.experts, CANONICAL, lambda rows: {})
-    Experts(router(), PARTS)._fill(part, own, rows, found.experts, CANONICAL, lambda rows: {})
+    Experts(router(), PARTS)._fill(whole, mlp, rows, found.experts, 0, CANONICAL, ALONE)
+    Experts(router(), PARTS)._fill(part, own, rows, found.experts, 0, CANONICAL, ALONE)
 
     is_own = torch.isin(found.experts, torch.tensor([1, 4])).t()
     assert same_bytes(part[is_own], whole[is_own])

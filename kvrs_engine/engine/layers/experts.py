@@ -5,16 +5,15 @@ on neither the other rows nor their number. A row's experts are added in order o
 whatever the order of their weights. Of an expert with copies each rank takes whole tiles of rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvrs_engine.elastic.trees import root, steps
+from kvrs_engine.engine.layers.exchange import SumExchange
 from kvrs_engine.engine.layers.tiles import TILE_ROWS, fold_sum, padded_rows, pair_sum
 from kvrs_engine.engine.layers.units import Form, Mlp, added, product
 
@@ -49,31 +48,6 @@ class Router:
         return Routing(experts, weights)
 
 
-class RoutedSums(Protocol):
-    """How the ranks of a stage put together what their experts yield: in slots of rows, where each
-    row of each slot is one rank's.
-    """
-
-    def slots_of_expert(self, layer: int, parts: int) -> int:
-        """1 where each expert's parts are all on the same ranks, which add them; else all parts."""
-        ...
-
-    def own_runs(self, layer: int, parts: int, rows: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        """Which tiles of rows this rank computes of the experts (or their parts, numbered through,
-        where these have slots of their own) that other ranks have as well; of others that it has
-        it computes all. `rows`: of this batch, of each expert.
-        """
-        ...
-
-    def slots(self, count: int, rows: Tensor) -> Tensor:
-        """Memory for `count` times as much as these rows, to be written before `slots_filled`."""
-        ...
-
-    def slots_filled(self) -> None:
-        """Wait until all ranks have put their rows, as the caller has."""
-        ...
-
-
 @dataclass(slots=True)
 class TileCount:
     """How many tiles of rows units of experts have computed since the start, in all layers."""
@@ -90,15 +64,14 @@ class Experts:
     tiles: TileCount = field(default_factory=TileCount)
 
     def total(
-        self, mlp: Mlp, rows: Tensor, real_rows: int, layer: int, form: Form, sums: RoutedSums
+        self, mlp: Mlp, rows: Tensor, real_rows: int, layer: int, form: Form, exchange: SumExchange
     ) -> Tensor:
         """`[rows, hidden]`, in which rows of padding are zeros. `mlp`: the units that are here."""
         routing, chosen = self.router(rows, form), self.router.chosen
-        of_expert = sums.slots_of_expert(layer, self.parts)
-        slots = sums.slots(chosen * of_expert, rows)
-        own_runs = partial(sums.own_runs, layer, self.parts)
-        self._fill(slots, mlp, rows, routing.experts[:real_rows], form, own_runs)
-        sums.slots_filled()
+        of_expert = exchange.slots_of_expert(layer, self.parts)
+        slots = exchange.slots(chosen * of_expert, rows)
+        self._fill(slots, mlp, rows, routing.experts[:real_rows], layer, form, exchange)
+        exchange.slots_filled()
         real = slots.view(chosen, of_expert, *rows.shape)[:, :, :real_rows]
         weighted = pair_sum(real) * routing.weights[:real_rows].t().unsqueeze(-1)
         total = torch.zeros_like(rows)
@@ -111,12 +84,11 @@ class Experts:
         mlp: Mlp,
         rows: Tensor,
         experts: Tensor,
+        layer: int,
         form: Form,
-        own_runs: Callable[[Sequence[int]], Mapping[int, Sequence[int]]],
+        exchange: SumExchange,
     ) -> None:
-        """Put what the units that are here yield for the rows of their experts. `own_runs`: as that
-        of `RoutedSums`, for this layer.
-        """
+        """Put what the units that are here yield for the rows of their experts."""
         count, hidden = rows.shape
         chosen, flat = self.router.chosen, slots.view(-1, hidden)
         of_expert = slots.shape[0] // chosen
@@ -125,7 +97,7 @@ class Experts:
         row, place = order // chosen, order % chosen
         numbers = torch.bincount(experts.flatten(), minlength=self.router.weight.shape[1]).tolist()
         ends = [0, *accumulate(numbers)]
-        divided = own_runs(numbers)
+        divided = exchange.own_runs(layer, self.parts, numbers)
         for piece, units in self._pieces(mlp, of_expert):
             expert = piece // of_expert
             first, last = ends[expert], ends[expert + 1]

@@ -4,17 +4,17 @@ Families differ in which parts they are made of (`loading.py`), not in how these
 decoder may be the share that one rank of an instance has: some layers, and of these some units.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
 from kvrs_engine.elastic.units import UnitKind
 from kvrs_engine.engine.kv_pool import KvStore
 from kvrs_engine.engine.layers.attention import attend
-from kvrs_engine.engine.layers.experts import Experts, RoutedSums
+from kvrs_engine.engine.layers.exchange import ALONE, SumExchange
+from kvrs_engine.engine.layers.experts import Experts
 from kvrs_engine.engine.layers.norm import layer_norm, rms_norm
 from kvrs_engine.engine.layers.rotary import RotaryTable, rotate
 from kvrs_engine.engine.layers.step import BatchStep
@@ -106,39 +106,6 @@ class Attention:
         if tables is not None:
             queries_and_keys = rotate(queries_and_keys, tables)
         return queries_and_keys[:, :, :-1], queries_and_keys[:, :, -1], values
-
-
-class SumExchange(RoutedSums, Protocol):
-    """How the ranks of a stage add up what their units yield; `Alone` is that of a process which
-    has them all.
-    """
-
-    def total(self, sums: list[Tensor], kind: UnitKind, layer: int) -> Tensor:
-        """The sum of all units, from the sums of this rank's, in memory that the caller may
-        change.
-        """
-        ...
-
-
-class Alone:
-    def total(self, sums: list[Tensor], kind: UnitKind, layer: int) -> Tensor:
-        (total,) = sums
-        return total
-
-    def slots_of_expert(self, layer: int, parts: int) -> int:
-        return 1
-
-    def own_runs(self, layer: int, parts: int, rows: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        return {}
-
-    def slots(self, count: int, rows: Tensor) -> Tensor:
-        return rows.new_empty(count, *rows.shape)
-
-    def slots_filled(self) -> None:
-        """All rows are this process's own."""
-
-
-ALONE = Alone()
 
 
 @dataclass(frozen=True, slots=True)
