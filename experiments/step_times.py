@@ -1,10 +1,10 @@
-"""Step times of a layout, from the tables of the same model at one or two even degrees.
+"""The predicted step times of a layout, from tables of the same model at one or two even degrees.
 
-A step is taken as a constant (launches, exchanges) and two parts that shrink with the ranks: its
-attention over cached tokens and everything else; each part takes as long as its most loaded rank
-(`kvrs_engine/elastic/speed.py`). From two degrees the constant follows; from one it cannot be told,
-and everything is taken to shrink. With tables of OPT-66B on A100 the step of degree 3 is predicted
-within 4 % from degrees 2 and 4, and within 8.1 % from degree 2 alone (2026-11-23).
+A step has a constant part (launches, exchanges) and two parts that scale with the ranks: attention
+over cached tokens, and the rest, each with the time of its most loaded rank
+(`kvrs_engine/elastic/speed.py`). Two degrees determine the constant; with one degree the constant
+is assumed to be 0. With tables of OPT-66B on A100 the step of degree 3 is predicted within 4 % from
+degrees 2 and 4, and within 8.1 % from degree 2 alone (2026-11-23).
 """
 
 from collections.abc import Callable

@@ -305,11 +305,7 @@ class BatchMachine(RuleBasedStateMachine):
             one for one in admitted if one.phase is SequencePhase.RUNNING and one not in flying
         ]
 
-        prompts = {
-            one: one.computable_tokens
-            for one in admitted
-            if one not in flying and one.uncomputed_tokens > 1
-        }
+        prompts = [one for one in admitted if one not in flying and one.uncomputed_tokens > 1]
 
         # A prompt of which all but a token is found late is none of them.
         decoding = {one for one in admitted if one.uncomputed_tokens == 1}
@@ -342,14 +338,12 @@ class BatchMachine(RuleBasedStateMachine):
             assert not chunk.drafts or len(known) == 1
         self._check_drafts(batch, prompts)
 
-    def _check_drafts(
-        self, batch: list[tuple[Sequence, Chunk]], prompts: dict[Sequence, int]
-    ) -> None:
-        """Where a prompt has less of the batch than could be computed of it, a stream has one draft
-        at most.
+    def _check_drafts(self, batch: list[tuple[Sequence, Chunk]], prompts: list[Sequence]) -> None:
+        """Where a prompt has less of the batch than could be computed of it, behind what was found
+        late, a stream has one draft at most.
         """
         got = {one: len(chunk.token_ids) for one, chunk in batch}
-        if any(got.get(one, 0) < wanted for one, wanted in prompts.items() if one.pages):
+        if any(got.get(one, 0) < one.computable_tokens for one in prompts if one.pages):
             assert all(chunk.drafts <= 1 for _, chunk in batch)
 
     @precondition(lambda self: self.batches)
