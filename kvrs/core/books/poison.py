@@ -1,14 +1,14 @@
-"""Poisoned requests: a request that ends what it runs on is refused after
+"""Refusal of poisoned requests: a request that kills its instances is refused after
 `recovery.poison_deaths` deaths.
 
-A death counts against every stream that waited there for its first token, until the stream has a
-token. It does not count where a cause from outside is known: the instance was about to end, drained
-or on a failing GPU; its node was lost, or its process was ended from outside, as its supervisor
-says; or it was only cut off or frozen.
+An instance's death counts against every stream that waited there for its first token, until the
+stream has a token. A death with a known external cause does not count: the instance was about to
+end, drained or on a failing GPU; its node was lost; its supervisor reports that its process was
+ended from outside; or it was only cut off or frozen.
 
-Nothing tells a poisoned request from one that waited beside it at each death. So two streams whose
-deaths together are as many as refuse one do not wait at the same instance, as long as a stream can
-wait for another one.
+A poisoned request looks like a request that waited beside it at each death. So two streams whose
+deaths add up to the limit do not wait at the same instance, as long as a stream can wait for
+another instance.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,25 +20,25 @@ from kvrs.core.model.recovery_state import LOST_TOGETHER_S, Death
 from kvrs.core.model.streams import Stream
 from kvrs.ids import InstanceId, NodeId, StreamId
 
-# A death becomes known within this time of a connection that broke.
+# Time within which a death becomes known after a broken connection.
 _KNOWN_S = 2.0
-# So long exits are kept.
+# Time for which exits are kept.
 _KEPT_S = 120.0
 
 
 class PoisonCounter:
-    """Writes the deaths in the recovery of each stream, and which instances it avoids for them."""
+    """Counts deaths in each stream's recovery, and sets the instances that the stream avoids."""
 
     def __init__(self, streams: Mapping[StreamId, Stream]) -> None:
         self._streams = streams
         # All streams that may have met a death, and some that have had a token since.
         self.counted: dict[StreamId, Stream] = {}
-        # By process and by node: when it became known that it was ended from outside, or lost.
+        # Times when the external end of a process, or the loss of a node, became known.
         self._ended_s: dict[tuple[InstanceId, int], float] = {}
         self._nodes_lost_s: dict[NodeId, float] = {}
 
     def lost(self, member: Member, now_s: float) -> list[Stream]:
-        """An instance is lost; returns the streams that its death counts against."""
+        """Count the loss of an instance; return the streams that it counts against."""
         death = _death_of(member, now_s)
         is_external = self._has_cause(member, now_s)
         counted: list[Stream] = []
@@ -69,24 +69,26 @@ class PoisonCounter:
         )
 
     def broke(self, stream: Stream, member: Member, now_s: float) -> None:
-        """An attempt that had brought nothing broke there: the instance may have died of it."""
+        """Note a connection that broke before it brought anything: the instance may have died."""
         stream.recovery.note_broken(_death_of(member, now_s))
         self.counted[stream.id] = stream
 
     def exited(self, instance: InstanceId, epoch: int, now_s: float) -> None:
-        """A process was ended from outside, as its supervisor says."""
+        """Note a process that was ended from outside, by its supervisor's report."""
         known = self._ended_s.items()
         self._ended_s = {key: at_s for key, at_s in known if now_s - at_s < _KEPT_S}
         self._ended_s[instance, epoch] = now_s
         self._excuse(lambda death: (death.instance, death.epoch) == (instance, epoch))
 
     def node_lost(self, node: NodeId, now_s: float) -> None:
-        """No request ends an agent: what dies with it on its node dies with the node."""
+        """Note the loss of an agent. No request ends an agent, so instances that die with it die
+        with the node.
+        """
         self._nodes_lost_s[node] = now_s
         self._excuse(lambda each: each.node == node and now_s - each.lost_s < LOST_TOGETHER_S)
 
     def had_not_ended(self, instance: InstanceId) -> None:
-        """The process is up again that was taken for lost."""
+        """Take back the loss of a process that is up again."""
         self._excuse(lambda death: death.instance == instance)
 
     def _excuse(self, is_external: Callable[[Death], bool]) -> None:
@@ -94,8 +96,8 @@ class PoisonCounter:
             stream.recovery.forget_deaths(is_external)
 
     def separate(self, stream: Stream, allowed: int, until_s: float, now_s: float) -> None:
-        """Have a stream avoid the instances where others wait that have, together with it, as many
-        deaths as refuse one. From `until_s` on it waits beside them: else it would be given up.
+        """Let a stream avoid instances with waiting streams if their deaths and its own add up to
+        the limit. From `until_s` on it waits beside them, instead of being given up.
         """
         deaths = _possible_deaths(stream, now_s)
         others = self.counted.values() if deaths and not is_past(until_s, now_s) else ()
@@ -108,7 +110,7 @@ class PoisonCounter:
 
 
 def _places(stream: Stream, now_s: float) -> list[InstanceId]:
-    """Where a stream waits for its first token, or has waited: those may have died."""
+    """Instances where a stream waits or has waited for its first token, and which may have died."""
     attempt = stream.attempt
     members = [each for each in (attempt.runs_on, attempt.decodes_on) if each is not None]
     return [each.id for each in members] + [each.instance for each in _unknown(stream, now_s)]
@@ -119,7 +121,7 @@ def _possible_deaths(stream: Stream, now_s: float) -> int:
 
 
 def _unknown(stream: Stream, now_s: float) -> list[Death]:
-    """Deaths that a connection which broke may be the sign of."""
+    """Possible deaths behind broken connections."""
     return [each for each in stream.recovery.broken if now_s - each.lost_s < _KNOWN_S]
 
 
@@ -128,8 +130,8 @@ def is_poison(stream: Stream, allowed: int) -> bool:
 
 
 def news_until_s(stream: Stream, allowed: int, now_s: float) -> float | None:
-    """Until when a stream waits for news of instances to which its connections broke: their deaths
-    would refuse it. None: it does not wait.
+    """Time until which a stream waits for news of the instances behind its broken connections,
+    whose deaths would refuse it. None: it does not wait.
     """
     unknown = _unknown(stream, now_s)
     if not unknown or _possible_deaths(stream, now_s) < allowed:

@@ -1,4 +1,4 @@
-"""The comparison of tokens that instances computed in their self-tests."""
+"""Comparison of the tokens that instances computed in their self-tests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,15 +9,16 @@ from kvrs.ids import InstanceId
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Instances of equal weights, as far as their tokens tell."""
+    """Groups of instances with equal weights, judged by their tokens."""
 
-    # As `Member.weights`: each name is that of the first instance.
+    # `Member.weights` of each instance: the name of the group's first instance.
     weights: Mapping[InstanceId, InstanceId] = field(default_factory=dict)
-    near_ties: bool = False  # Instances of equal weights differ by near-ties,
-    sampled_ties: bool = False  # or in sampled streams alone.
+    near_ties: bool = False  # Instances of equal weights differ by near-ties.
+    # Instances of equal weights differ by near-ties, or only in sampled streams.
+    sampled_ties: bool = False
 
     def has_ties(self, *, sampled: bool) -> bool:
-        """Streams (sampled ones, or those of temperature 0) may differ at equal weights."""
+        """Streams, sampled or at temperature 0, may differ between instances of equal weights."""
         return self.sampled_ties if sampled else self.near_ties
 
     @property
@@ -26,7 +27,7 @@ class Comparison:
 
 
 def compare(generated: Mapping[InstanceId, Generated]) -> Comparison:
-    """Compare each different result with each other one, however many instances gave it."""
+    """Compare each distinct result with every other, however many instances gave it."""
     firsts: dict[tuple[object, ...], InstanceId] = {}
     for name in sorted(generated):
         firsts.setdefault(_tokens(generated[name]), name)

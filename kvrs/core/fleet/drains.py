@@ -1,5 +1,5 @@
-"""Instances that an operator drains: nothing new goes there, and what still runs there when the
-time is over is moved.
+"""Instances that an operator drains: they get nothing new, and when the time is over their
+remaining streams are moved.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from kvrs.protocol.instance import Role
 
 
 class Drains:
-    """The drains of one proxy. `produced_on`: the streams that run at an instance, as an
-    `InstanceLost` has them.
+    """The drains of one proxy. `produced_on` returns the streams at an instance, in the form of
+    `InstanceLost`.
     """
 
     def __init__(
@@ -26,11 +26,12 @@ class Drains:
         self._instances = instances
         self._produced_on = produced_on
         self._tell = tell
-        self._ordered: dict[InstanceId, float] = {}  # When what runs there is moved.
-        self._leaving: set[InstanceId] = set()  # They are removed: their drains do not end.
+        # Time when the remaining streams of each drained instance are moved.
+        self._ordered: dict[InstanceId, float] = {}
+        self._leaving: set[InstanceId] = set()  # Instances to be removed, whose drains do not end.
 
     def fault(self, instance: InstanceId) -> str | None:
-        """Why an instance cannot be drained: streams would have nowhere to go."""
+        """Reason why an instance cannot be drained: its streams would have nowhere to go."""
         known = self._instances.known[instance]
         if known.health is not Health.UP or instance in self._ordered:
             return None
@@ -51,12 +52,14 @@ class Drains:
         return known.health is Health.UP and not self.is_draining(known.id)
 
     def begin(self, instance: InstanceId, drain_s: float, now_s: float) -> None:
-        """Nothing new goes there; its streams may end within `drain_s`, and are moved then."""
+        """Drain an instance: it gets nothing new, and streams that remain after `drain_s` are
+        moved.
+        """
         self._ordered[instance] = now_s + drain_s
         self._tell(ev.DrainOrdered(instance, drain_s <= 0, self._produced_on(instance)), now_s)
 
     def leave(self, instance: InstanceId, drain_s: float, now_s: float) -> None:
-        """It is drained, if it was not yet, and is removed then."""
+        """Drain an instance, if it is not drained yet, for its removal."""
         self._leaving.add(instance)
         if instance not in self._ordered:
             self.begin(instance, drain_s, now_s)
@@ -65,19 +68,19 @@ class Drains:
         return instance in self._leaving
 
     def end(self, instance: InstanceId, now_s: float) -> None:
-        """Unless it is being removed."""
+        """End a drain, unless the instance is being removed."""
         if self.leaves(instance):
             return
         if self._ordered.pop(instance, None) is not None:
             self._tell(ev.DrainEnded(instance), now_s)
 
     def forget(self, instance: InstanceId) -> None:
-        """It is removed."""
+        """Forget a removed instance."""
         self._ordered.pop(instance, None)
         self._leaving.discard(instance)
 
     def reported(self, instance: InstanceId, now_s: float) -> None:
-        """With every report of the instance, because no target may have been up before."""
+        """Repeat the order to move at each report of the instance: no target may have been up."""
         moves_at_s = self._ordered.get(instance)
         if moves_at_s is None or now_s < moves_at_s:
             return
@@ -85,12 +88,14 @@ class Drains:
             self._tell(ev.DrainOrdered(instance, True, produced), now_s)
 
     def is_draining(self, instance: InstanceId) -> bool:
-        """By an order, or since its process is about to end."""
+        """The instance is drained by an order, or its process is about to end."""
         load = self._instances.known[instance].load
         return instance in self._ordered or (load is not None and load.draining)
 
     def moves_in_s(self, now_s: float) -> dict[InstanceId, float]:
-        """Times until what runs at them is moved, of all but those that are removed."""
+        """Time until the remaining streams are moved, by drained instance that is not being
+        removed.
+        """
         return {
             name: max(0.0, at_s - now_s)
             for name, at_s in self._ordered.items()
@@ -98,6 +103,6 @@ class Drains:
         }
 
     def describe(self, instance: InstanceId, now_s: float) -> dict[str, Any] | None:
-        """None: it is not drained by an operator."""
+        """The drain as plain data; None: no operator drains the instance."""
         moves_at_s = self._ordered.get(instance)
         return None if moves_at_s is None else {"moves_in_s": max(0.0, moves_at_s - now_s)}

@@ -1,6 +1,4 @@
-"""Tokens that an instance computes in its resume self-test, and the comparison of two instances by
-them.
-"""
+"""Tokens that an instance computes in its resume self-test, and a comparison of instances."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -11,17 +9,17 @@ import msgspec
 from kvrs.core.model.member import GOES_ON_NOWHERE
 from kvrs.protocol.speculation import SpeculationReport
 
-# Two tokens whose log probabilities lie no further apart change places by rounding.
+# Largest difference of log probabilities at which rounding can exchange two tokens.
 _NEAR_TIE = 0.5
 
 
 class Continues(StrEnum):
-    """How an instance goes on with a history that was computed elsewhere."""
+    """Exactness with which an instance continues a history that was computed elsewhere."""
 
-    SEEDED = "exact seeded"  # With the tokens of an uncut stream, also sampled ones of one seed.
-    GREEDY = "exact greedy"  # With those of temperature 0.
-    TEXT = "text-stitched"  # With other tokens: only the text is continued.
-    NONE = "none"  # It does not go on.
+    SEEDED = "exact seeded"  # Equal to the uncut stream, also for sampled streams of one seed.
+    GREEDY = "exact greedy"  # Equal to the uncut stream at temperature 0.
+    TEXT = "text-stitched"  # Different tokens: only the text continues.
+    NONE = "none"  # The instance does not continue the stream.
 
     def is_below(self, other: "Continues") -> bool:
         levels = list(Continues)
@@ -29,34 +27,37 @@ class Continues(StrEnum):
 
 
 class Likeness(StrEnum):
-    """The difference of what two instances compute from the known prompt."""
+    """Difference between the outputs of two instances for the known prompt."""
 
     ALIKE = "alike"
-    NEAR = "near"  # Two tokens that are about as likely change places: rounding differs.
-    OTHER = "other"  # Other weights, or a fault.
+    NEAR = "near"  # Two tokens of similar likelihood change places: rounding differs.
+    OTHER = "other"  # Different weights, or a fault.
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """Tokens that an instance computes from the known prompt, and how it goes on after a cut."""
+    """Tokens that an instance computes from the known prompt, and how it continues after a cut."""
 
     greedy: tuple[int, ...]
     seeded: tuple[int, ...]
     continues: Continues
-    # Counted meanwhile at the instance, so of other streams too; None: it has no source of drafts.
+    # Counts of the instance during the test, which include other streams; None: no source of
+    # drafts.
     drafts: SpeculationReport | None = None
-    # Log probabilities of the likeliest tokens at each position of `greedy`; empty: it gives none.
+    # Log probabilities of the likeliest tokens at each position of `greedy`; empty: not available.
     likeliest: tuple[Mapping[int, float], ...] = ()
 
     @property
     def name(self) -> str:
-        """The value of `Member.tokens`."""
+        """Value of `Member.tokens`."""
         if self.continues not in (Continues.SEEDED, Continues.GREEDY):
             return GOES_ON_NOWHERE
         seeded = _digest(self.seeded) if self.continues is Continues.SEEDED else ""
         return f"{_digest(self.greedy)}:{seeded}"
 
     def likeness(self, other: "Generated") -> Likeness:
-        """A difference counts where its two tokens are far apart in likelihood at both."""
+        """Compare two outputs; they are different if both instances give their first two differing
+        tokens likelihoods far apart.
+        """
         for at, (mine, theirs) in enumerate(zip(self.greedy, other.greedy, strict=False)):
             if mine != theirs:
                 is_far = _apart(self, at, theirs) and _apart(other, at, mine)
@@ -69,8 +70,8 @@ def _digest(ids: tuple[int, ...]) -> str:
 
 
 def _apart(one: Generated, at: int, other_token: int) -> bool:
-    """Another token is far less likely than the greedy one at this position. One that is not among
-    the likeliest is less likely than all of these.
+    """Another token is far less likely than the greedy token at this position. A token outside the
+    likeliest is less likely than all of these.
     """
     if at >= len(one.likeliest) or not (likeliest := one.likeliest[at]):
         return True

@@ -1,6 +1,4 @@
-"""Instances on a degraded or failing GPU, as far as gossip knows, and the ranks that leave because
-of it.
-"""
+"""Instances on degraded or failing GPUs, by gossip, and the ranks that leave these GPUs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ _HEALTHY = (GpuState.HEALTHY, "")
 
 
 class RankDue(msgspec.Struct, frozen=True):
-    """A rank is to leave its failing GPU, or may come back to one that has recovered."""
+    """A request to a rank to leave its failing GPU, or to return to a recovered one."""
 
     instance: InstanceId
     gpu: str
@@ -28,13 +26,13 @@ class RankDue(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class _Asked:
     rank: int
-    info: InstanceInfo  # As the instance was when it was asked.
-    has_agreed: bool | None = None  # None: there is no answer yet.
+    info: InstanceInfo  # The instance's information at the time of the request.
+    has_agreed: bool | None = None  # None: no answer yet.
 
 
 class Gpus:
-    """The rank that has a failing GPU leaves its instance; the other ranks go on. Where it
-    cannot, and for all other GPUs, the instance as a whole is judged.
+    """Judges GPUs by their agents' reports. A rank with a failing GPU leaves its instance, and the
+    other ranks go on. If it cannot leave, and for degraded GPUs, the whole instance is judged.
     """
 
     def __init__(self, known: Mapping[InstanceId, Member]) -> None:
@@ -50,10 +48,10 @@ class Gpus:
     def seen(
         self, node: NodeId, gpus: Sequence[GpuHealth]
     ) -> list[tuple[InstanceId, GpuState, str]]:
-        """Apply what the node's agent reports; return each instance for which the worst of its GPUs
-        has changed, with state and reason.
+        """Apply a report of the node's agent; return the instances whose worst GPU has changed,
+        with state and reason.
 
-        A GPU that is not reported any more keeps its last state: only the agent is gone.
+        A GPU that is no longer reported keeps its last state: only the agent is gone.
         """
         changed = []
         for known in self._known.values():
@@ -75,7 +73,7 @@ class Gpus:
         return changed
 
     def take_due(self) -> list[RankDue]:
-        """Requests to instances that are due; each is answered with `answered`."""
+        """Take the due requests to instances; `answered` takes each answer."""
         due, self._due = self._due, []
         return due
 
@@ -92,7 +90,7 @@ class Gpus:
             return
         if gpu.state is GpuState.FAILING:
             for each in info.ranks:
-                # One that refuses is asked again when something of its ranks has changed.
+                # After a refusal ask again only when the instance's information has changed.
                 if gpu.uuid in each.gpus and (asked is None or asked.info is not info):
                     self._asked[key] = _Asked(each.rank, info)
                     yield RankDue(instance, gpu.uuid, each.rank, leaves=True)
@@ -103,6 +101,6 @@ class Gpus:
                 yield RankDue(instance, gpu.uuid, asked.rank, leaves=False)
 
     def _is_left(self, instance: InstanceId, gpu: GpuHealth) -> bool:
-        """The GPU's rank leaves the instance, as far as is known."""
+        """The GPU's rank has left the instance, or was asked to."""
         asked = self._asked.get((instance, gpu.uuid))
         return asked is not None and asked.has_agreed is not False

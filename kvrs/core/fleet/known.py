@@ -1,4 +1,4 @@
-"""The instances and agents of the configuration, and what is known of each.
+"""The configured instances and agents, with the state of each.
 
 Only one model is served at a time. There are no agents when `backup.mode` is off.
 """
@@ -27,15 +27,15 @@ from kvrs.protocol.instance import (
 
 
 def overdue_after_s(interval_s: float) -> float:
-    """Return the age at which a report that comes every `interval_s` is overdue."""
+    """Return the age at which a report with this interval is overdue."""
     return max(1.0, 4 * interval_s)
 
 
 class Replays(Enum):
-    """Where a cut stream could have its output generated again (`core/options/replay.py`)."""
+    """Instances that can generate a cut stream's output again (`core/options/replay.py`)."""
 
     NOWHERE = "nowhere"
-    SOMEWHERE = "somewhere"  # At some decode instances, or not with all of its output.
+    SOMEWHERE = "somewhere"  # Some decode instances can, or only a part of the output fits.
     ALWAYS = "always"
 
 
@@ -46,19 +46,21 @@ class Instances:
             for node, instance in config.cluster.instances()
         }
         self.served_name = config.cluster.served_name
-        # Decode instances compute all prompts; no prefill instance is missing.
+        # Decode instances compute all prompts, so no prefill instance is missing.
         self.decodes_only = config.cluster.roles == {Role.DECODE}
-        # Looked up now, so that an unknown name is an error before anything starts.
+        # Looked up now, so that an unknown name is an error at the start.
         self._table = prefill_table(config.profiles.prefill) if config.profiles.prefill else None
         self._overdue_s = overdue_after_s(config.proxy.load_interval_s)
-        # All instances must serve the first one's model: a stream continues exactly only on equal
-        # weights.
+        # Identity of the first instance. All others must serve the same model: a stream continues
+        # exactly only on equal weights.
         self._served: InstanceInfo | None = None
-        self.model: str | None = None  # Its name.
-        self.max_model_len: int | None = None  # Tokens of prompt and output; None: not known.
-        # An instance to which a stream may have to go and that cannot continue everything exactly.
+        self.model: str | None = None  # Name of the served model.
+        # Most tokens of prompt and output together; None: not known.
+        self.max_model_len: int | None = None
+        # A decode instance that cannot continue every stream exactly; None: no such instance.
         self.plain: InstanceId | None = None
-        self._replays: Replays | None = None  # `replays()`, until one comes up.
+        # Cached result of `replays()`; None: instances have changed.
+        self._replays: Replays | None = None
         self.names = NameBook(lambda: (known.info for known in self.known.values()))
 
     def add(
@@ -75,7 +77,7 @@ class Instances:
         self.names.changed()
 
     def present(self) -> Iterator[Member]:
-        """Those of the configuration."""
+        """Instances of the present configuration."""
         return (known for known in self.known.values() if known.health is not Health.REMOVED)
 
     def is_present(self, instance: InstanceId) -> bool:
@@ -86,22 +88,22 @@ class Instances:
         return self.known[instance].health is Health.UP
 
     def ready(self) -> bool:
-        """A new stream could start now."""
+        """A new stream can start now."""
         missing = missing_roles(self)
         known = self.known.values()
         computes = any(each.computes_prompts for each in known if each.health is Health.UP)
         return computes if self.decodes_only or missing == [Role.PREFILL] else not missing
 
     def places(self, instance: InstanceId, plan: act.Plan) -> tuple[act.Place, ...]:
-        """Where the instance is to send checkpoints; nowhere if it cannot."""
+        """Agents to which the instance sends checkpoints; none if it cannot send them."""
         return plan.places if self.known[instance].checkpoints else ()
 
     def is_reporting(self, instance: InstanceId, now_s: float) -> bool:
-        """The last report of the instance is no older than it should be."""
+        """The instance's last report is not overdue."""
         return now_s - self.known[instance].reported_s < self._overdue_s
 
     def is_stalled(self, instance: InstanceId, now_s: float) -> bool:
-        """The process lives, by its heartbeats, and its event loop does not report."""
+        """The process sends heartbeats, but its event loop sends no reports."""
         lives = now_s - self.known[instance].beat_s < self._overdue_s
         return lives and not self.is_reporting(instance, now_s)
 
@@ -114,8 +116,8 @@ class Instances:
         return next((known.id for known in decoding if not known.resumes_exactly), None)
 
     def replays(self, max_tokens: int | None) -> Replays:
-        """How many of the instances to which a stream may have to go could generate its output
-        again: at most so many tokens (None: as many as there is room for).
+        """Return which instances can generate up to `max_tokens` output tokens again (None: as many
+        as the context has room for).
         """
         longest = self.max_model_len if max_tokens is None else max_tokens
         is_bounded = longest is not None and longest <= REPLAY_TOKENS_MAX
@@ -132,12 +134,12 @@ class Instances:
         return self._replays if is_bounded or is_rare else Replays.SOMEWHERE
 
     def queued(self, instance: InstanceId) -> int:
-        """Streams that wait there until others have ended."""
+        """Number of streams in the instance's queue."""
         load = self.known[instance].load
         return 0 if load is None else load.queued
 
     def fault(self, known: Member, info: InstanceInfo, *, streams_open: bool) -> str | None:
-        """Why an instance that answered cannot be used."""
+        """Reason why an instance that answered cannot be used."""
         for what, wanted, got in (
             ("id", known.id, info.id),
             ("node", known.node, info.node),
@@ -173,8 +175,8 @@ class Instances:
         return None
 
     def accept(self, known: Member, info: InstanceInfo) -> ev.InstanceUp:
-        """Note that the instance is used from now on; return what the policy needs of it. A process
-        that has been up all the time keeps its record, of which the policy changes `info`.
+        """Use the instance from now on, and return the event for the policy. A process that was up
+        all the time keeps its record, whose `info` the policy updates.
         """
         table = self._named_table(info)
         self._served, self._replays = info, None
@@ -190,15 +192,15 @@ class Instances:
         return ev.InstanceUp(info, table)
 
     def _named_table(self, info: InstanceInfo) -> PrefillTable | None:
-        """The table of the settings; None: the instance's own counts. One that has another instance
-        compute its prompts reads known tokens one a step.
+        """The configured prefill table; None: use the instance's own table. An instance whose
+        prompts another one computes reads known tokens one per step.
         """
         return self._table if info.own_prefill is None else None
 
 
 def all_refused(instances: Instances) -> str | None:
-    """Why no instance will come up by itself: each answers and must not be used. None: one is up,
-    or may come.
+    """Reason why no instance can come up: each answers and must not be used. None: an instance is
+    up, or may come up.
     """
     causes = []
     for known in instances.known.values():
@@ -210,7 +212,7 @@ def all_refused(instances: Instances) -> str | None:
 
 
 def others_of_other_format(instances: Instances, known: Member) -> list[InstanceId]:
-    """Instances with which NIXL can exchange no hand-offs there."""
+    """Instances that cannot exchange hand-offs with this one, by NIXL's format."""
     return [
         each.id
         for each in instances.present()
@@ -221,7 +223,7 @@ def others_of_other_format(instances: Instances, known: Member) -> list[Instance
 
 
 def missing_roles(instances: Instances) -> list[Role]:
-    """The roles of which no instance is up."""
+    """Roles without an instance that is up."""
     roles = {known.role for known in instances.present() if known.health is Health.UP}
     if Role.BOTH in roles:
         return []
@@ -248,21 +250,21 @@ class Agents:
         del self.by_node[known.node]
 
     def present(self) -> Iterator[Agent]:
-        """Those of the configuration."""
+        """Agents of the present configuration."""
         return (known for known in self.known.values() if known.health is not Health.REMOVED)
 
     def is_up(self, agent: InstanceId) -> bool:
         return self.known[agent].health is Health.UP
 
     def fault(self, known: Agent, info: AgentInfo) -> str | None:
-        """Why an agent that answered cannot be used."""
+        """Reason why an agent that answered cannot be used."""
         for what, wanted, got in (("id", known.id, info.id), ("node", known.node, info.node)):
             if wanted != got:
                 return f"{what} is {str(got)!r}, the configuration says {str(wanted)!r}"
         return None
 
     def accept(self, known: Agent, info: AgentInfo) -> ev.HolderUp:
-        """Note that the agent is used from now on; what the policy needs of it."""
+        """Use the agent from now on, and return the event for the policy."""
         known.info = info
         known.report = None
         known.health = Health.UP

@@ -1,4 +1,4 @@
-"""Names under which a model is asked for: its own, its aliases, and those of its adapters."""
+"""Names of a model in requests: its own, its aliases, and those of its adapters."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -9,29 +9,30 @@ from kvrs.protocol.instance import InstanceInfo, Role
 
 
 class ServedName(msgspec.Struct, frozen=True):
-    """A name that clients may ask for."""
+    """A model name that clients may use."""
 
     name: str
-    # An instance needs it among its `name_keys` to get a stream of the name; empty: all have it.
+    # Key that an instance must have among its `name_keys` to get streams of this name; empty: every
+    # instance serves the name.
     key: str = ""
-    parent: str | None = None  # Of an adapter: the model that it changes.
-    root: str | None = None  # Of an adapter: where its weights lie.
+    parent: str | None = None  # Base model of an adapter.
+    root: str | None = None  # Path of an adapter's weights.
 
     @property
     def adapter(self) -> str:
-        """The part of the salt of its pages that its KV needs; empty: none."""
+        """The adapter's part of the salt of its pages; empty: no adapter."""
         return "" if self.parent is None else self.key
 
 
 def listed_names(info: InstanceInfo) -> list[str]:
-    """The names that an instance serves, for people."""
+    """Names that an instance serves, for display."""
     names = info.names
     return [info.model, *names.aliases, *(adapter.name for adapter in names.adapters)]
 
 
 def served_names(model: str, infos: Iterable[InstanceInfo]) -> dict[str, ServedName]:
-    """All names that both a prefill and a decode instance serve, the model's own first. An adapter
-    that instances have from different places is that of most instances, as a whole.
+    """All names that both a prefill and a decode instance serve, the model's own first. If
+    instances load an adapter from different places, the place of most instances counts.
     """
     infos = list(infos)
     found: dict[str, ServedName] = {}
@@ -45,7 +46,7 @@ def served_names(model: str, infos: Iterable[InstanceInfo]) -> dict[str, ServedN
         for role, count in counts.items():
             if info.role in (role, Role.BOTH):
                 count.update(set(info.name_keys))
-    # A role of which no instance is known yet may have anything.
+    # A role without a known instance may serve any name.
     needed = [
         count for role, count in counts.items() if any(i.role in (role, Role.BOTH) for i in infos)
     ]
@@ -59,7 +60,7 @@ def served_names(model: str, infos: Iterable[InstanceInfo]) -> dict[str, ServedN
 
 
 class NameBook:
-    """All names that clients may ask for, until what the instances serve has changed."""
+    """All names that clients may use, cached until the instances' names change."""
 
     def __init__(self, infos: Callable[[], Iterable[InstanceInfo | None]]) -> None:
         self._infos = infos
@@ -69,7 +70,7 @@ class NameBook:
         self._found = None
 
     def served(self, model: str | None) -> Mapping[str, ServedName]:
-        """By name, the model's own first; none before an instance has come up."""
+        """Served names, the model's own first; empty before an instance has come up."""
         if model is None:
             return {}
         if self._found is None:
@@ -78,5 +79,5 @@ class NameBook:
 
 
 def is_served_at(info: InstanceInfo | None, key: str) -> bool:
-    """True if an instance serves the name of this key."""
+    """The instance serves the name with this key."""
     return not key or (info is not None and key in info.name_keys)

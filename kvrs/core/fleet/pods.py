@@ -1,16 +1,16 @@
-"""Addresses of pods, as lists and watches of the Kubernetes API have them. Pure."""
+"""Addresses of pods in lists and watches of the Kubernetes API. Pure."""
 
 import ipaddress
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-Pod = Mapping[str, Any]  # Of the API, as JSON.
+Pod = Mapping[str, Any]  # A pod of the API, as JSON.
 
 _OVER = ("Succeeded", "Failed")
 
 
 def address_of(pod: Pod) -> str | None:
-    """The numeric address of a pod that may serve; None: it has none yet, or is about to end."""
+    """Numeric address of a pod that may serve; None: no address yet, or the pod is about to end."""
     status = pod.get("status", {})
     if "deletionTimestamp" in pod["metadata"] or status.get("phase") in _OVER:
         return None
@@ -21,7 +21,7 @@ def address_of(pod: Pod) -> str | None:
 
 
 class PodAddresses:
-    """Pods by uid: a pod that is replaced has the name of the one before, and may come first."""
+    """Pods by uid: a replacement has its predecessor's name, and may appear before that is gone."""
 
     def __init__(self) -> None:
         self._of: dict[str, str | None] = {}
@@ -31,11 +31,11 @@ class PodAddresses:
         return frozenset(address for address in self._of.values() if address is not None)
 
     def replace(self, pods: Iterable[Pod]) -> None:
-        """Take over a list, which has all there are."""
+        """Replace all pods by a complete list."""
         self._of = {pod["metadata"]["uid"]: address_of(pod) for pod in pods}
 
     def take(self, kind: str, pod: Pod) -> None:
-        """Take over an event of a watch: ADDED, MODIFIED or DELETED; others say nothing of pods."""
+        """Apply a watch's event: ADDED, MODIFIED or DELETED; other kinds do not concern pods."""
         name = pod["metadata"].get("uid")
         if kind == "DELETED":
             self._of.pop(name, None)

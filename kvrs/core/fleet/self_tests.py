@@ -1,9 +1,9 @@
-"""Resume self-tests: which instance is to be tested next, and what the tests have seen.
+"""Schedule and results of the instances' resume self-tests.
 
-An instance is tested once in the life of its process. Until then it has what was seen of the same
-version in its former process, and its test waits until the streams that the former process left
-have gone on there; without one, no KV is fetched to or from it, and it is taken at its word that it
-continues streams exactly and restores rows. The tests themselves are requests of the driver.
+Each process of an instance is tested once. Until then the results of the former process of the same
+version apply, and the test waits for the streams that the former process left. Without a former
+process no KV is fetched to or from the instance, but its declared abilities to continue streams
+exactly and to restore rows are believed. The driver sends the requests of the tests.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -32,15 +32,16 @@ _MAX_FAILURES = 5
 _OF_KV = frozenset(
     (Capability.PULL_PAGES, Capability.RETAIN, Capability.SPLIT, Capability.PREFIX_CACHE)
 )
-_LATER_S = 5.0  # Until a process is tested after one of the same version.
-_LONGEST_PAUSE_S = 600.0  # Between tests of a store that had nothing: it may be started later.
-_MAX_LOSSES = 2  # An instance that dies in so many of its tests is not tested again.
+_LATER_S = 5.0  # Delay of the test of a process after one of the same version.
+# Longest pause between tests of an empty store, which may be started later.
+_LONGEST_PAUSE_S = 600.0
+_MAX_LOSSES = 2  # Deaths of an instance in its tests after which it is not tested again.
 
 
 class SelfTests:
-    """The self-tests of one proxy. Without `tests_kv` engines are believed to move KV: they cannot
-    be asked. Rows of their own memory, which agents serve (vLLM's), come by another way than KV
-    between instances, which is tested apart.
+    """The self-tests of one proxy. Without `tests_kv`, engines cannot be asked about moved KV, and
+    are believed to move it. Rows of vLLM's own memory, which agents serve, take another way than KV
+    between instances, and are tested separately.
     """
 
     def __init__(
@@ -57,26 +58,26 @@ class SelfTests:
         self._loads_rows = lambda target, holder: loads_rows_of(known[target], known[holder])
         self.stores = Stores(known, enabled=enabled)
         self._lives: dict[InstanceId, TestedProcess] = {}
-        # To be read only: those that run now, or did last.
+        # Read-only view of each instance's present or last process.
         self.processes: Mapping[InstanceId, TestedProcess] = self._lives
-        # Ends of an instance in its tests, one after the other; those of rows are apart.
+        # Consecutive deaths of an instance in its tests; tests of rows count separately.
         self._losses: dict[InstanceId, int] = {}
         self._restore_losses: dict[InstanceId, int] = {}
         self._running: dict[SelfTest, list[TestedProcess]] = {}
-        # Tokens, weights and store, by `news`.
-        self._told: dict[InstanceId, tuple[str, str, ev.StoreSeen | None]] = {}
+        # Last reported tokens, weights and store of each instance (`news`).
+        self._reported: dict[InstanceId, tuple[str, str, ev.StoreSeen | None]] = {}
         self.comparison = Comparison()
-        # The decode instance in use that continues streams least exactly, as far as is known, else
-        # as it declares; None: all do so exactly.
+        # The decode instance that continues streams least exactly, by its test or else by its
+        # declaration; None: all continue exactly.
         self.least: tuple[InstanceId | None, Continues] = None, Continues.SEEDED
-        self.changed: Callable[[], None] = lambda: None  # There may be a test to run.
+        self.changed: Callable[[], None] = lambda: None  # Called when a test may have become due.
 
     @property
     def _tests_kv(self) -> bool:
-        """Where the configuration has no two instances that could exchange KV, none is tested."""
+        """KV is tested only if the configuration has two instances that could exchange it."""
         if not self._may_test_kv:
             return False
-        # Asked at each report: the first two that could end it, of however many.
+        # Evaluated at each report, so the search stops at the first pair of roles.
         roles: list[Role] = []
         for one in self._known.values():
             if one.health is Health.REMOVED:
@@ -87,10 +88,10 @@ class SelfTests:
                 roles.append(one.role)
         return False
 
-    # The life of an instance.
+    # Life of an instance.
 
     def up(self, info: InstanceInfo, now_s: float) -> None:
-        """It has come up, or the same process can do something more or less than before."""
+        """Note a new process of the instance, or changed abilities of the same process."""
         life = self._lives.get(info.id)
         if life is not None and _process(life.info) == _process(info):
             life.info = info
@@ -125,21 +126,21 @@ class SelfTests:
         losses[instance] = losses.get(instance, 0) + 1
 
     def rows_changed(self) -> None:
-        """Agents serve other rows than before: a test that failed with those may succeed now."""
+        """Repeat failed tests of rows: agents now serve other rows."""
         for life in self._lives.values():
             life.restore_failures, life.restore_at_s = 0, 0.0
         self.changed()
 
     def forget(self, instance: InstanceId) -> None:
-        """It is no part of the cluster any more."""
+        """Forget an instance that was removed from the cluster."""
         self._lives.pop(instance, None)
         self.stores.forget(instance)
-        self._told.pop(instance, None)
+        self._reported.pop(instance, None)
         self._compare()
         self._losses.pop(instance, None)
         self._restore_losses.pop(instance, None)
 
-    # What is known.
+    # Results.
 
     def seen(self, instance: InstanceId) -> Seen:
         """Results of an instance's tests, in the form that the policy gets."""
@@ -153,27 +154,27 @@ class SelfTests:
         return seen
 
     def continues(self, instance: InstanceId) -> Continues | None:
-        """None: not tested yet."""
+        """Exactness of the instance's continuations; None: not tested yet."""
         generated = self.seen(instance).generated
         return None if generated is None else generated.continues
 
     def _compare(self) -> None:
-        """Compare what the instances compute, as far as it was seen."""
+        """Compare the tested instances' outputs."""
         self.least = _least(self._known, self._lives, self.continues)
         seen = {name: life.seen.generated for name, life in self._lives.items()}
         self.comparison = compare({name: each for name, each in seen.items() if each is not None})
 
     def news(self, instances: Container[InstanceId]) -> list[ev.SelfTested]:
-        """Events for the policy about those of these instances that have been tested, and about
-        others whose weights have another name since.
+        """Events for the policy: about these instances, if tested, and about others whose results
+        have changed.
         """
         found = list[ev.SelfTested]()
         for name, life in self._lives.items():
             seen = self.seen(name)
             told = seen.tokens, self.comparison.weights.get(name, ""), seen.store
-            is_new = name in instances or self._told.get(name, told) != told
+            is_new = name in instances or self._reported.get(name, told) != told
             if is_new and self._known[name].health is Health.UP:
-                self._told[name] = told
+                self._reported[name] = told
                 epoch, (tokens, weights, store) = life.info.epoch, told
                 facts = seen.moves_kv, tokens, seen.restores, weights, store
                 found.append(ev.SelfTested(name, epoch, *facts))
@@ -187,8 +188,8 @@ class SelfTests:
         sampled: bool,
         replays: bool = False,
     ) -> bool:
-        """`target` goes on exactly with the output of `began`, as far as is known. Where it
-        generates a sampled output again, its generator of random numbers is where it was.
+        """`target` continues the output of `began` exactly, as far as is known. Replay of a sampled
+        output restores the target's random number generator.
         """
         before = None if began is None else began.seen.generated
         after = self.seen(target).generated
@@ -203,7 +204,7 @@ class SelfTests:
         return before.seeded == after.seeded if sampled else before.greedy == after.greedy
 
     def describe(self, instance: InstanceId) -> dict[str, Any] | None:
-        """Plain data for the state; None: it has not been up."""
+        """Plain data for the state; None: the instance has not been up."""
         life = self._lives.get(instance)
         if life is None or not self._enabled:
             return None
@@ -225,8 +226,8 @@ class SelfTests:
         }
 
     def different(self, instance: InstanceId) -> tuple[list[InstanceId], list[InstanceId]]:
-        """Instances that compute other tokens than this one, and those that differ from it by
-        near-ties alone.
+        """Instances with other tokens than this instance, and instances that differ only by
+        near-ties.
         """
         mine = self.seen(instance).generated
         found = list[InstanceId](), list[InstanceId]()
@@ -237,10 +238,12 @@ class SelfTests:
             found[mine.likeness(theirs) is not Likeness.OTHER].append(other)
         return found
 
-    # Tests, one at a time for each instance.
+    # Tests, at most one at a time per instance.
 
     def next(self, now_s: float) -> SelfTest | None:
-        """The next test to run; its instances are busy until `done` or `failed`."""
+        """The next test to run; its instances stay busy until the test's result or failure is
+        reported.
+        """
         if not self._enabled:
             return None
         free = {
@@ -254,7 +257,7 @@ class SelfTests:
         for life in free.values():
             if self._tests_kv and life.moves_kv is None and (test := _pair(life, free)) is not None:
                 return self._take(test)
-        # Instances with the fewest failures first: a test keeps its holder from all others.
+        # Instances with the fewest failures go first: a test occupies its holder.
         holders = _free(self._lives, self._known)
         for life in sorted(free.values(), key=lambda life: life.restore_failures):
             is_due = life.restore_at_s <= now_s
@@ -266,7 +269,7 @@ class SelfTests:
         return None
 
     def next_retry_s(self, now_s: float) -> float | None:
-        """When an instance may be tested that has to wait; None: none has to."""
+        """Time when a waiting instance may be tested; None: no instance waits."""
         waiting = (
             at_s
             for life in self._lives.values()
@@ -282,10 +285,11 @@ class SelfTests:
         self._compare()
 
     def transferred(self, test: TransferTest, *, moved: bool | None) -> None:
-        """`moved`: None where the engine does not count what comes, which is believed.
+        """Note the result of a transfer. `moved`: None if the engine does not count received KV,
+        and is believed.
 
-        Of two instances between which nothing moved, the one is blamed whose partner was seen to
-        move KV with another one.
+        If nothing moved between two instances, the fault is with the one whose partner has moved KV
+        with a third.
         """
         pair = self._end(test)
         for life, other in zip(pair, reversed(pair), strict=True):
@@ -311,18 +315,20 @@ class SelfTests:
         is_wrong: bool = False,
         is_over: bool = True,
     ) -> None:
-        """`fault`: why the target does not restore; empty: it does. `is_over`: the test was carried
-        out; one that was not has shown nothing of a store. A passing cause may end: it is
-        tried again after a pause that doubles. What restored in its former process is still
-        used for it until it has failed twice, or went on with other tokens (`is_wrong`): it is
-        tested behind a death, when rows come late and streams have nowhere else to go. A store is
-        believed in no process before its test there.
+        """Note the result of a restore. `fault`: why the target does not restore; empty: it does.
+        `is_over`: the test was carried out; otherwise it has shown nothing about a store.
+
+        After a fault the test is repeated, with pauses that double, because the cause may pass. A
+        target whose former process restored still counts as restoring until it has failed twice, or
+        continued with other tokens (`is_wrong`): its test follows a death, when rows come late and
+        streams have nowhere else to go. A store is believed only after a passed test in the present
+        process.
         """
         for life in self._end(test):
             if life.info.id == test.target:
                 is_first = bool(fault) and not is_wrong and not life.restore_fault
                 believed = is_first and not test.in_store and (life.former or Seen()).restores
-                # A store says nothing of rows that agents serve later.
+                # A store's test says nothing about rows that agents may serve later.
                 is_open = believed or (test.in_store and not fault)
                 life.restores, life.restore_fault = None if is_open else not fault, fault
                 life.put_offs = 0
@@ -337,8 +343,8 @@ class SelfTests:
                     self._restore_losses.pop(test.target, None)
 
     def put_off(self, test: RestoreTest, cause: str, now_s: float) -> None:
-        """The test has shown nothing, counts as no failure, and is due again in a few seconds, and
-        later each time.
+        """Repeat a test that has shown nothing, without counting a failure, after pauses that
+        double.
         """
         for life in self._end(test):
             if life.info.id == test.target:
@@ -347,8 +353,8 @@ class SelfTests:
                 life.restore_fault, life.restore_at_s = cause, now_s + pause_s
 
     def failed(self, test: SelfTest, cause: str, now_s: float) -> None:
-        """The test could not be carried out; it is tried again after a pause that doubles. An error
-        in a test of rows is the target's: recoveries there would end in it.
+        """Repeat a test that could not be carried out, after pauses that double. An error in a test
+        of rows is the target's fault: recoveries would fail likewise.
         """
         if isinstance(test, RestoreTest):
             self.restored(test, cause, now_s, is_over=False)
@@ -365,7 +371,7 @@ class SelfTests:
         return test
 
     def _end(self, test: SelfTest) -> list[TestedProcess]:
-        """The processes that were tested; none, if one of them is gone."""
+        """End a test and return its processes; empty if a process is gone."""
         lives = self._running.pop(test)
         for life in lives:
             life.is_busy = False
@@ -379,7 +385,7 @@ class SelfTests:
         )
 
     def _is_done(self, life: TestedProcess) -> bool:
-        """Nothing is left to be tested with the instances that are up."""
+        """No test is left with the instances that are up."""
         if not self._may_be_tested(life):
             return True
         if life.generated is None and _decodes(life.info.role):
@@ -410,8 +416,8 @@ def _least(
 
 
 def _capabilities(info: InstanceInfo, seen: Seen) -> list[str]:
-    """Capabilities that the instance declares, less those that were not seen, and how it continues
-    a stream.
+    """Capabilities that the instance declares, without those that its tests have refuted, and how
+    it continues a stream.
     """
     unseen = set() if seen.moves_kv else {*_OF_KV}
     names = [each.value for each in info.capabilities if each not in unseen]
@@ -428,14 +434,14 @@ def _free(
 
 
 def _drafts(generated: Generated | None) -> dict[str, Any] | None:
-    """Plain data; `steps` have verified the drafts that were proposed."""
+    """Plain data; `steps` are the steps that verified the proposed drafts."""
     if generated is None or (drafts := generated.drafts) is None:
         return None
     return {"steps": drafts.steps, "proposed": drafts.proposed, "accepted": drafts.accepted}
 
 
 def _process(info: InstanceInfo) -> tuple[object, ...]:
-    # A process without a pid (0) is known by its epoch, which rises with every process.
+    # The epoch, which rises with every process, identifies a process without a pid (0).
     return (info.pid or info.epoch, tuple(info.worker_pids), info.model, info.fingerprint)
 
 
@@ -444,7 +450,7 @@ def _version(info: InstanceInfo) -> tuple[object, ...]:
 
 
 def _pair(life: TestedProcess, free: Mapping[InstanceId, TestedProcess]) -> TransferTest | None:
-    """A test of the instance with another one: with one that was seen to move KV, if there is."""
+    """A transfer test with another instance, preferably one that has moved KV."""
     first: TransferTest | None = None
     for other in free.values():
         if other is life or other.info.id in life.partners or other.moves_kv is False:
@@ -464,7 +470,9 @@ def _restore(
     loads_rows_of: Callable[[InstanceId, InstanceId], bool],
     stores: Stores,
 ) -> RestoreTest | None:
-    """A test of the instance, with another holder after each failure, which may be that one's."""
+    """A restore test of the instance; each failure moves on to another holder, which may be at
+    fault.
+    """
     target, failures = life.info.id, life.restore_failures
     if life.generated is None or life.ends_in_tests:
         return None

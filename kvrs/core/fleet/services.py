@@ -1,6 +1,6 @@
-"""Instances that are addresses of host names: `cluster.services`. Pure.
+"""Instances found by the addresses of host names: `cluster.services`. Pure.
 
-The addresses lie over `cluster.nodes` of the file.
+Found addresses are added to `cluster.nodes` of the file.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +13,8 @@ Found = Mapping[str, frozenset[str]]  # Numeric addresses by id of the service.
 
 
 def with_services(nodes: Nodes, services: Sequence[ServiceSettings], found: Found) -> Nodes:
-    """The nodes of a file with those of the addresses; the file's own instances stay as they are,
-    also at such an address.
+    """The nodes of a file plus the nodes of the addresses; the file's own instances stay unchanged,
+    even at a found address.
     """
     named = {(each["host"], each["port"]) for node in nodes for each in node["instances"]}
     added = [
@@ -27,13 +27,13 @@ def with_services(nodes: Nodes, services: Sequence[ServiceSettings], found: Foun
 
 
 def newer(held: Found, services: Sequence[ServiceSettings], answers: Found) -> Found:
-    """Addresses after a look-up: a name without an address in it keeps those it had."""
+    """Addresses after a look-up: a name that resolves to no address keeps its former ones."""
     kept = {each.id: answers.get(each.id) or held.get(each.id) for each in services}
     return {name: addresses for name, addresses in kept.items() if addresses}
 
 
 def single_changes(held: Found, wanted: Found) -> Iterator[tuple[str, str]]:
-    """Service and address of all that come, then of all that go."""
+    """Service and address of all added addresses, then of all removed ones."""
     none: frozenset[str] = frozenset()
     for first, second in ((wanted, held), (held, wanted)):
         for name in wanted:
@@ -42,5 +42,5 @@ def single_changes(held: Found, wanted: Found) -> Iterator[tuple[str, str]]:
 
 
 def changed(held: Found, service: str, address: str) -> Found:
-    """With this address where it was not there, else without it."""
+    """A copy with this address added, or removed if it was present."""
     return {**held, service: held.get(service, frozenset()) ^ {address}}

@@ -1,9 +1,9 @@
-"""Limits of a source's silence, and what excuses it.
+"""Limits on a source's silence, and excuses for silence.
 
 A source is an instance that reports its load, an agent, or an attempt that produces tokens.
 
-To give up what is silent serves only what can go on elsewhere. Where no other instance could take
-it, the longest limit applies: a process that was paused goes on with its streams when it is back.
+Giving up a silent source only helps streams that can go on elsewhere. If no other instance could
+take them, the longest limit applies: a paused process continues its streams when it is back.
 """
 
 from collections import defaultdict
@@ -16,22 +16,22 @@ from kvrs.core.model.member import Member
 from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId
 
-# The least silence that counts, however quick the source was before: machines pause.
+# Shortest silence that counts, even for a fast source: machines pause.
 SHORTEST_SILENCE_S = 2.0
-# No watch of a process is ended by what others say of it before it was silent for so long: on a
-# busy machine a healthy process, or this one, may lack a processor for many time slices.
+# Shortest silence after which others' suspicion ends a watch of a process: on a busy machine a
+# healthy process, or this one, may wait for a CPU for many time slices.
 SHORTEST_SUSPICION_S = 0.5
-# Silence lasts for this many of a source's usual intervals, so that one which has become ten times
-# as slow is not silent.
+# A source is silent after this many of its usual intervals, so a source ten times as slow as before
+# is not silent.
 USUAL_INTERVALS = 20
-# A look that is so late was delayed by a stall of this process's own event loop.
+# A look at a timer that is this late was delayed by a stall of this process's own event loop.
 EVENT_LOOP_STALL_S = 0.25
-# A prompt may take so many times its predicted prefill, and the whole wait this many times as long
-# while the table of the prediction is a guess or an estimate.
+# Multiple of the predicted prefill that a prompt may take, and the factor on the whole wait if the
+# prediction is a guess or an estimate.
 _PREFILLS = 2.0
 _GUESS = 4.0
-# A killed process resets all its sockets at once, but they are read one after the other: wait this
-# long for the news that the whole instance is gone, so that all its victims are decided together.
+# A killed process resets all its sockets at once, but they are read one by one: wait this long for
+# news of the whole instance's end, so that all its victims are decided together.
 LOST_TOGETHER_S = 0.002
 
 
@@ -45,25 +45,23 @@ class SilenceTimer:
     """Notices silence with one timer that is re-armed when it fires, not per token."""
 
     heard_s: float
-    next_s: float = inf  # When it is to be looked at, after the first look.
+    next_s: float = inf  # Time of the next look, set by the first look.
 
     def stalled(self, late_s: float, now_s: float) -> None:
-        """Leave out the time in which this process stood still, until now: nothing could be heard
-        in it.
-        """
+        """Exclude a pause of this process until now, in which it could hear nothing."""
         self.heard_s = min(now_s, self.heard_s + late_s)
 
     def may_be_suspected(self, now_s: float) -> bool:
-        """True if it has lasted longer than processes wait for a processor."""
+        """The silence has lasted longer than processes wait for a CPU."""
         return now_s - self.heard_s >= SHORTEST_SUSPICION_S
 
     def look(self, now_s: float, limit_s: float, is_excused: Callable[[], bool]) -> float | None:
         """Return when to look again; None: the source was silent for `limit_s` without an excuse.
 
-        The limit may become shorter meanwhile, so looks are at most SHORTEST_SILENCE_S apart.
+        Looks are at most SHORTEST_SILENCE_S apart, because the limit may become shorter.
         """
-        # After a stall of this process's own event loop the timeout starts again: what came
-        # meanwhile may be read after this.
+        # Restart the timeout after a stall of this process's own event loop: unread news may be
+        # waiting.
         if now_s - self.next_s > EVENT_LOOP_STALL_S:
             self.heard_s = now_s
         if now_s >= self.heard_s + limit_s:
@@ -76,27 +74,28 @@ class SilenceTimer:
 
 @dataclass(slots=True)
 class Delivered:
-    """The signs of progress of an instance: what it delivered here, and reports that moved."""
+    """Signs of an instance's progress: tokens delivered here, and reports with changed progress."""
 
     last_s: float = -inf
-    tokens: int = 0  # Of the streams of this process, as far as they are counted.
-    report: tuple[float, int] | None = None  # The progress of its last report.
-    stood_still_s: float = -inf  # When a stream was last given up for a silence between two tokens.
+    tokens: int = 0  # Counted tokens of this process's streams.
+    report: tuple[float, int] | None = None  # Progress in the last report.
+    # Time when a stream was last given up for silence between two tokens.
+    stood_still_s: float = -inf
 
     def reported(self, progress: tuple[float, int], now_s: float) -> None:
-        """Take a load report for a sign if its progress differs from that of the one before."""
+        """Count a load report as a sign of progress if its progress has changed."""
         if self.report is not None and progress != self.report:
             self.last_s = max(self.last_s, now_s)
         self.report = progress
 
     @property
     def stands_still(self) -> bool:
-        """A stream was given up there for its silence, and no sign of progress has come since."""
+        """A stream of the instance was given up for silence, and no progress has followed."""
         return self.stood_still_s > self.last_s
 
 
 class InstanceProgress:
-    """When instances last delivered anything, and how long attempts may wait for them."""
+    """Times of the instances' last progress, and the resulting limits on attempts' silence."""
 
     def __init__(
         self,
@@ -104,25 +103,26 @@ class InstanceProgress:
         token_gap_s: float,
         has_others: Callable[[InstanceId, Callable[[InstanceId], bool]], bool],
     ) -> None:
-        """`has_others`: whether those for which a function holds could take now what runs at an
-        instance.
+        """`has_others(instance, is_good)`: some instance for which `is_good` holds could take the
+        streams of `instance` now.
         """
         self._instances = instances
         self.longest_gap_s = token_gap_s
         self._has_others = has_others
-        self._others_since_s: dict[InstanceId, float] = {}  # Of those that were alone.
-        # One record for each instance, which what runs for each token holds.
+        # Time since which each instance is no longer alone; infinite: it is alone.
+        self._others_since_s: dict[InstanceId, float] = {}
+        # One record per instance, to which the code that runs per token holds a reference.
         self.delivered: dict[InstanceId, Delivered] = defaultdict(Delivered)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all instances together."""
+        """Tokens of all instances."""
         return sum(each.tokens for each in self.delivered.values())
 
     def others_since_s(self, instance: InstanceId, now_s: float) -> float:
-        """Return since when, as far as was asked, others could take what runs at the instance;
-        infinite: none can now. Several that were paused together wake one after the other, so that
-        silence from before counts no more.
+        """Return the time since which others could take the instance's streams, as seen by these
+        calls; infinite: none can now. Instances that were paused together wake one by one, so
+        earlier silence does not count.
         """
         if not self._has_others(instance, lambda other: self._instances.is_reporting(other, now_s)):
             self._others_since_s[instance] = inf
@@ -133,14 +133,14 @@ class InstanceProgress:
         return since_s
 
     def is_alone(self, instance: InstanceId, now_s: float) -> bool:
-        """No other instance could take now what runs there."""
+        """No other instance could take the streams of this instance now."""
         return self.others_since_s(instance, now_s) == inf
 
     def token_gap_s(
         self, live: LiveStream, instance: InstanceId, heard_s: float, now_s: float
     ) -> float:
-        """Return how long after its last token an attempt there may be silent. Where nothing else
-        could go on with the stream, it waits for its instance as long as a stream may wait.
+        """Return how long after its last token an attempt may be silent. A stream that nothing else
+        could continue waits as long as any stream may wait.
         """
         usual_s = live.journal.token_interval_s
         if usual_s is None or self._instances.is_stalled(instance, now_s):
@@ -150,8 +150,8 @@ class InstanceProgress:
         return min(self.longest_gap_s, alone_for_s + silence_s)
 
     def first_token_s(self, member: Member, predicted_s: float) -> float:
-        """Return how long a call to the instance may be silent before its first token: the time
-        between two tokens and twice the predicted prefill, behind what is queued there.
+        """Return how long a call may be silent before its first token: the longest gap between
+        tokens plus twice the predicted prefill, plus the instance's queue.
         """
         limit_s = self.longest_gap_s + _PREFILLS * max(predicted_s, member.work_s)
         if member.prefill.is_guess or member.prefill.is_estimated:
@@ -159,8 +159,8 @@ class InstanceProgress:
         return limit_s + member.reported_wait_s
 
     def answer_s(self, instance: InstanceId, heard_s: float) -> float:
-        """Return how long after `heard_s` a call may be silent that has no predicted time: without
-        end, unless other streams of the instance stand still.
+        """Return how long after `heard_s` a call without a predicted time may be silent: for ever,
+        unless other streams of the instance stand still.
         """
         delivered = self.delivered[instance]
         if not delivered.stands_still:
@@ -168,23 +168,24 @@ class InstanceProgress:
         return self.longest_gap_s + max(0.0, delivered.stood_still_s - heard_s)
 
     def counts(self, instance: InstanceId) -> bool:
-        """The reports of the instance say what it computes."""
+        """The instance's reports count its progress."""
         report = self.delivered[instance].report
         return report is not None and report[0] > 0
 
     def restarted(self, instance: InstanceId) -> None:
-        """Another process of the instance is up, and nothing is known of its streams."""
+        """Forget stalled streams of the former process."""
         self.delivered[instance].stood_still_s = -inf
 
     def moved_for_s(self, instance: InstanceId, heard_s: float) -> float:
-        """Return how long after `heard_s` the instance has last shown progress."""
+        """Return how long after `heard_s` the instance last showed progress."""
         return max(0.0, self.delivered[instance].last_s - heard_s)
 
     def is_making_progress(self, instance: InstanceId, now_s: float) -> bool:
-        """The instance has more streams than it can run at a time, and delivers for some of them.
+        """The instance has more streams than it can run at a time, and delivers tokens for some of
+        them.
 
-        To give up the others would only move them to the end of another queue. An engine that hangs
-        has a queue as well, but delivers nothing.
+        Giving up the others would only move them to the end of another queue. A hanging engine has
+        a queue as well, but delivers nothing.
         """
         return (
             now_s - self.delivered[instance].last_s < self.longest_gap_s

@@ -1,9 +1,9 @@
-"""Stores of KV that engines share by themselves (LMCache, Mooncake): which instances went on
-rightly behind what such a store had, and how much it had of what recoveries asked for.
+"""Stores of KV that engines share on their own (LMCache, Mooncake): which instances continued
+correctly from a store, and the share of the requested KV that it had.
 
-A store is not believed before a self-test, which each process of an instance is to pass: what is
-wrong in stores comes with restarts. Where recoveries find nothing any more, the store itself may
-have been restarted, and the test is due again.
+A store is trusted only after a self-test, which each process of an instance must pass, because
+faults of stores appear at restarts. If recoveries find nothing any more, the store may have been
+restarted, and the test is due again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,55 +14,56 @@ from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import FetchReport
 
-_WEIGHT = 0.5  # Of the newest share: stores lose all at once.
-_LOST = 0.2  # With so small a share the store may be another one.
-_TESTED_SHARE = 0.5  # At least, after a test that was passed.
-# More changes decisions.
+_WEIGHT = 0.5  # Weight of the newest share: a store loses everything at once.
+_LOST = 0.2  # Share below which the store may be a new one.
+_TESTED_SHARE = 0.5  # Least share after a passed test.
+# Larger changes of a share change decisions.
 _STEP = 0.05
-# Some stores have pieces of so many tokens, and nothing of less.
+# Least request that counts: some stores keep pieces of this size, and nothing smaller.
 _LEAST_ASKED_TOKENS = 256
 _OTHER = "other"
 
 
 class Stores:
-    """The stores of all instances, as far as they were seen. To be read by `of`."""
+    """State of the stores of all instances."""
 
     def __init__(self, known: Mapping[InstanceId, Member], *, enabled: bool) -> None:
         self._known = known
         self._enabled = enabled
         self._spaces: dict[InstanceId, str] = {}
-        self._passed: dict[InstanceId, float] = {}  # With the share that recoveries found.
-        # Whether tokens were wrong; None: the test could not be carried out.
+        # Share that recoveries found, for each instance that passed the test.
+        self._passed: dict[InstanceId, float] = {}
+        # Failed tests: whether tokens were wrong; None: the test was not carried out.
         self._failed: dict[InstanceId, bool | None] = {}
         self._shares: dict[InstanceId, float] = {}
         self._counted: dict[InstanceId, frozenset[FetchReport]] = {}
-        # The kind that an instance had last: its next process is not trusted before it reports.
+        # Kind of each instance's last store: the next process is not trusted before it reports.
         self._kinds: dict[InstanceId, str] = {}
 
     def begin(self, instance: InstanceId) -> None:
-        """Another process of the instance has come up."""
+        """Forget the results of an instance's former process."""
         for book in (self._spaces, self._passed, self._failed, self._shares, self._counted):
             book.pop(instance, None)
 
     def forget(self, instance: InstanceId) -> None:
-        """The instance is no part of the cluster any more."""
+        """Forget an instance that was removed from the cluster."""
         self.begin(instance)
         self._kinds.pop(instance, None)
 
     def may_share(self, target: InstanceId, holder: InstanceId) -> bool:
-        """Both load KV of one model from stores of one kind, as far as they tell."""
+        """Both instances load KV of one model from stores of one kind, by their reports."""
         one, other = self._known[target], self._known[holder]
         if not one.store or one.store != other.store or one.info is None or other.info is None:
             return False
         return one.info.model == other.info.model
 
     def is_settled(self, instance: InstanceId) -> bool:
-        """Nothing is left to be tested in this process."""
+        """No test is left for this process."""
         return instance in self._passed or self._failed.get(instance) is True
 
     def passed(self, target: InstanceId, holder: InstanceId) -> None:
-        """The target has gone on rightly behind what the holder had stored."""
-        # Another process of the holder may have other weights below the same name.
+        """Note that the target continued correctly from the holder's stored KV."""
+        # Another process of the holder may have other weights under the same name.
         own = f"store of {holder} {self._known[holder].epoch}"
         space, former = self._spaces.get(holder, own), self._spaces.get(target)
         alike = [each for each, its in self._spaces.items() if its == former]
@@ -73,14 +74,16 @@ class Stores:
         self._passed[target] = max(_TESTED_SHARE, self._shares.get(target, 1.0))
 
     def failed(self, target: InstanceId, *, is_wrong: bool | None) -> None:
-        """It has not, or with other tokens than it computes itself; None: it was not seen."""
+        """Note a failed test. `is_wrong`: the target continued with wrong tokens; None: not
+        observed.
+        """
         self._failed[target] = is_wrong
         self._passed.pop(target, None)
         if is_wrong:
             self._spaces.pop(target, None)
 
     def of(self, instance: InstanceId) -> StoreSeen | None:
-        """None: no store of it was seen."""
+        """The instance's store for the policy; None: no tested store."""
         space = self._spaces.get(instance)
         if space is None:
             return None
@@ -88,7 +91,7 @@ class Stores:
         return StoreSeen(space, share is not None, share or 0.0)
 
     def describe(self, instance: InstanceId) -> dict[str, Any] | None:
-        """Plain data for the state; None: it tells of no store."""
+        """Plain data for the state; None: the instance reports no store."""
         kind = self._known[instance].store
         is_passed = instance in self._passed
         if not kind:
@@ -106,9 +109,9 @@ class Stores:
         }
 
     def distrusts(self, instance: InstanceId) -> bool:
-        """The instance loads from a store by itself, and that was not seen yet, or was wrong: a
-        recovery there must not find anything in it. In one that had nothing of another instance it
-        may find what its own process has stored.
+        """The instance loads from a store on its own, and the store is untested or was wrong, so a
+        recovery there must not find anything in it. A store that had nothing of another instance
+        may hold what the instance itself has stored.
         """
         known = self._known[instance]
         kind = known.store or ("" if known.has_tier else self._kinds.get(instance, ""))
@@ -117,11 +120,12 @@ class Stores:
         return self._failed.get(instance) is not False
 
     def fetched(self, instance: InstanceId, fetches: Iterable[FetchReport]) -> bool:
-        """Recoveries have loaded so much there; each is reported several times. Return whether the
-        policy is to be told.
+        """Update the share by the loads of recoveries, which are reported several times. Return
+        whether the policy's view has changed.
         """
         kind = self._known[instance].store
-        if kind or self._kinds.get(instance) != _OTHER:  # That one is seen by its first load.
+        # A store of unknown kind shows by its first load.
+        if kind or self._kinds.get(instance) != _OTHER:
             self._kinds[instance] = kind
         before, now = self._counted.get(instance, frozenset()), frozenset(fetches)
         self._counted[instance] = now

@@ -1,4 +1,4 @@
-"""Self-tests of instances, and what the tests of one process have seen."""
+"""Self-tests of instances, and the results of one process."""
 
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -13,14 +13,14 @@ from kvrs.protocol.instance import InstanceInfo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokensTest:
-    """A stream of known tokens at the instance, whole and cut."""
+    """A stream of known tokens at the instance, uncut and cut."""
 
     instance: InstanceId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferTest:
-    """KV from `holder` to `target`, by the way of a recovery."""
+    """A transfer of KV from `holder` to `target`, as in a recovery."""
 
     holder: InstanceId
     target: InstanceId
@@ -28,7 +28,7 @@ class TransferTest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestoreTest:
-    """KV of `holder` that the agent of its node serves, or a store has, loaded by `target`."""
+    """A load by `target` of the holder's KV from the agent of its node, or from a store."""
 
     holder: InstanceId
     target: InstanceId
@@ -41,7 +41,7 @@ SelfTest = TokensTest | TransferTest | RestoreTest
 class Seen(msgspec.Struct, frozen=True):
     moves_kv: bool = False
     generated: Generated | None = None
-    # From agents or its store; None: not tested apart, it is as `moves_kv`.
+    # KV from agents or a store restores; None: not tested separately, same as `moves_kv`.
     restores: bool | None = None
     store: StoreSeen | None = None
 
@@ -52,22 +52,24 @@ class Seen(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class TestedProcess:
-    """One process of one instance."""
+    """A process of an instance, and the results of its tests."""
 
     info: InstanceInfo
     generated: Generated | None = None
-    # None: not tested, or not seen to move with any other instance that was not seen either.
+    # None: not tested, or no KV moved in tests with other instances of unknown ability.
     moves_kv: bool | None = None
-    partners: set[InstanceId] = field(default_factory=set)  # With which no KV was seen to move.
-    former: Seen | None = None  # Of the process before it.
+    # Instances with which no KV moved in a test.
+    partners: set[InstanceId] = field(default_factory=set)
+    former: Seen | None = None  # Results of the process before.
     is_busy: bool = False
     restores: bool | None = None  # None: not tested.
     restore_fault: str = ""
-    # Failures of its tests of rows or its store, and when the next one is due.
+    # Failed tests of rows or of the store, and the time of the next test.
     restore_failures: int = 0
     restore_at_s: float = 0.0
-    ends_in_tests: bool = False  # Of its rows or its store: none is made any more.
-    put_offs: int = 0  # In a row, of tests that showed nothing.
+    # The instance dies in tests of rows or of its store, so no more are made.
+    ends_in_tests: bool = False
+    put_offs: int = 0  # Consecutive tests that showed nothing.
     failures: int = 0
     retry_at_s: float = 0.0
     cause: str = ""
@@ -83,7 +85,7 @@ class TestedProcess:
 
 
 def names_of(test: SelfTest) -> tuple[InstanceId, ...]:
-    """The instances that are tested."""
+    """Instances that take part in a test."""
     match test:
         case TokensTest():
             return (test.instance,)
