@@ -11,8 +11,8 @@ from kvrs.gossip.facts import (
     Fact,
     FactKind,
     FailureFact,
-    LinkFact,
     MemberChanged,
+    SlotsFact,
     kind_of,
 )
 from kvrs.gossip.wire import Status
@@ -127,7 +127,7 @@ class ChaosNetwork:
     def _edit(self) -> None:
         node, name = self.draw.choice(self.up()), f"d{self.draw.randrange(4)}"
         clock_s = node.clock_s(self.net.now_s)
-        fact: Fact = LinkFact(self.draw.randrange(100), 0.0, 0.5)
+        fact: Fact = SlotsFact(self.draw.randrange(100), 0.5)
         if self.draw.random() < 0.5:
             fact = FailureFact(1, "x" * self.draw.randrange(100), 0.0)
         if self.draw.random() < 0.33:

@@ -25,7 +25,6 @@ from kvrs.protocol.instance import (
     InstanceInfo,
     LeaseAnswer,
     LeaseUpdate,
-    LinkReport,
     LoadReport,
     MeasuredPrefill,
     ModelNames,
@@ -154,7 +153,6 @@ class Scripted(ScriptedServer):
     queued: int = 0
     free_pages: int = 9
     queue_delay_s: float = 0.0
-    links: list[LinkReport] = field(default_factory=list)
     checkpoint_lag_pages: int = 0
     damaged_pages: int = 0
     speculation: SpeculationReport | None = None
@@ -253,7 +251,7 @@ class Scripted(ScriptedServer):
             running=self.running,
             free_pages=self.free_pages,
             queue_delay_s=self.queue_delay_s,
-            links=self.links,
+            links=[],
             checkpoint_lag_pages=self.checkpoint_lag_pages,
             damaged_pages=self.damaged_pages,
             speculation=self.speculation,

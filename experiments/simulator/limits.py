@@ -1,10 +1,10 @@
-"""Limits of a cluster outside of its decisions: the age of another node's facts in gossip and
-what each node sends for them, and how long the streams of a lost rack wait for slots.
+"""Limits of a cluster outside of its decisions: the age of another node's load by gossip and what
+each node sends for it, and how long the streams of a lost rack wait for slots.
 
     python -m experiments.simulator.limits [--nodes 16 64 256 512] [--workers 64 256 1000]
 
 Both run in virtual time, so nothing here depends on the machine. *Gossip*: an agent on each node
-publishes a rate of a link every second; ages are those of all other nodes' facts, as some
+publishes the load of its instance every second; ages are those of all other nodes' loads, as some
 nodes have them half a second after all have written. *Slots*: a rack of 16 nodes (a quarter at
 most) is lost as the middle request comes; its streams may not go on at one target together.
 """
@@ -17,8 +17,9 @@ from experiments.command_line import parser_of
 from experiments.lumen import run as lumen
 from experiments.record import Record
 from experiments.simulator.scale import rack_lost
-from kvrs.gossip.facts import LinkFact
+from kvrs.gossip.facts import InstanceFact
 from kvrs.ids import NodeId
+from kvrs.protocol.instance import Role
 from kvrs_lab.report.metrics import percentile
 from kvrs_testkit.gossip_net import GossipNet
 
@@ -58,14 +59,14 @@ def spread(count: int) -> Spread:
         if second == WARM_UP_S:
             before = sum(node.sent_bytes for node in nodes)
         for node in nodes:
-            fact = LinkFact(net.random.random() * 1e9, second, 0.1)
-            node.gossip.publish(f"d-{node.id}", fact, node.clock_s(net.now_s))
+            load = InstanceFact(Role.DECODE, 1, int(net.random.random() * 9), second, 0.1, 4000)
+            node.gossip.publish(f"d-{node.id}", load, node.clock_s(net.now_s))
         net.run(net.now_s + 0.5)
         if second >= WARM_UP_S:
             for node in nodes[:: count // READERS]:
                 ages += [
                     node.clock_s(net.now_s) - report.written_s
-                    for (owner, _), report in node.gossip.facts.links.items()
+                    for (owner, _), report in node.gossip.facts.instances.items()
                     if owner != node.id
                 ]
         net.run(net.now_s + 0.5)
@@ -93,7 +94,7 @@ def rack(workers: int, each: int) -> Rack:
 
 
 def as_text(spreads: Sequence[Spread], racks: Sequence[Rack]) -> str:
-    lines = ["a fact of every node, each second, by gossip"]
+    lines = ["load of every node, each second, by gossip"]
     lines.append(f"{'nodes':>8}{'sent by each, kB/s':>20}{'age s':>8}{'p99':>8}")
     lines += [
         f"{row.nodes:>8,}{row.bytes_per_s / 1e3:>20.1f}{row.age_s:>8.1f}{row.age_s_p99:>8.1f}"

@@ -1,5 +1,5 @@
-"""Gossip of an agent: watches the instances of its node over loopback, and publishes their deaths
-and links, and the health of GPUs.
+"""Gossip of an agent: watches the instances of its node over loopback, and publishes their
+state.
 """
 
 import asyncio
@@ -18,18 +18,19 @@ from kvrs.config.addresses import gossip_seeds
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config
 from kvrs.errors import GossipError
+from kvrs.gossip.facts import HolderFact
 from kvrs.gossip.membership import Membership
 from kvrs.ids import InstanceId
 from kvrs.net.http import naming_port
 from kvrs.net.proving import Address, ProvingConnector, instance_keys
-from kvrs.protocol.instance import LoadReport
+from kvrs.protocol.instance import InstanceInfo, LoadReport
 from kvrs.protocol.secrets import ScopedKey
 
 log = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 0.25
 _RECONNECT_S = 0.5
-_TIMEOUT_S = 2.0  # To connect.
+_TIMEOUT_S = 2.0  # To connect, and for a whole small request.
 _MAX_LINE_BYTES = 1 << 20
 
 
@@ -95,7 +96,10 @@ class NodeGossip:
 
     def publish(self) -> None:
         """Bring the node's record up to date."""
-        changes = self._publisher.changes(self._monitor.health, time.monotonic())
+        agent, now_s = self._agent, time.monotonic()
+        slots = {name: agent.slots.availability(name, now_s) for name in agent.targets}
+        holder = agent.node.agent_id, HolderFact(agent.capacity_bytes, agent.store.reserved_bytes)
+        changes = self._publisher.changes(slots, holder, self._monitor.health, now_s)
         for kind, name in changes.withdrawn:
             self.membership.withdraw(kind, name)
         for name, fact in changes.written:
@@ -124,6 +128,7 @@ class NodeGossip:
             await asyncio.sleep(_RECONNECT_S)
 
     async def _read_reports(self, http: aiohttp.ClientSession, instance: InstanceSettings) -> None:
+        info: InstanceInfo | None = None
         async with http.get(
             f"{self._config.url_of(instance)}/kvrs/v1/load?watch={_REPORT_INTERVAL_S}",
             read_bufsize=_MAX_LINE_BYTES,
@@ -131,4 +136,17 @@ class NodeGossip:
             answer.raise_for_status()
             async for line in answer.content:
                 report = msgspec.json.decode(line, type=LoadReport)
+                if info is None or report.epoch != info.epoch:
+                    info = await self._fetch_info(http, instance)
+                    self._publisher.on_info(instance.id, info, time.monotonic())
                 self._publisher.on_report(instance.id, report, time.monotonic())
+
+    async def _fetch_info(
+        self, http: aiohttp.ClientSession, instance: InstanceSettings
+    ) -> InstanceInfo:
+        async with (
+            asyncio.timeout(_TIMEOUT_S),
+            http.get(f"{self._config.url_of(instance)}/kvrs/v1/instance") as answer,
+        ):
+            answer.raise_for_status()
+            return msgspec.json.decode(await answer.read(), type=InstanceInfo)

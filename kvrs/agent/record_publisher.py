@@ -2,29 +2,40 @@
 argument.
 
 Every entry of a record is replicated to all nodes, so an entry is written again only when a
-decision could come out differently, and at most once per second. A lost instance is published at
-once.
+decision could come out differently, and at most once per second. A new, lost or replaced instance
+is published at once.
 
-    instance   unknown --info--> up --no report, or its connection ended--> lost
-                                 ^------------ info or report ---------------'
+    instance   unknown --info--> up --report--> up --no report, or its connection ended--> lost
+                                 ^------------------------- info or report -----------------'
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvrs.gossip.facts import Fact, FactKind, FailureFact, LinkFact
+from kvrs.gossip.facts import (
+    Fact,
+    FactKind,
+    FailureFact,
+    HolderFact,
+    InstanceFact,
+    LinkFact,
+    SlotsFact,
+)
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.gpus import GpuHealth
-from kvrs.protocol.instance import LinkReport, LoadReport
+from kvrs.protocol.instance import InstanceInfo, LinkReport, LoadReport
 
 POLL_INTERVAL_S = 0.25  # Period of `RecordPublisher.changes`.
 # An instance, which reports four times per second, is lost without a report for so long.
 REPORT_TIMEOUT_S = 5.0
 _REWRITE_INTERVAL_S = 1.0  # Between two writes of one entry.
 _STALL_S = 0.5  # A poll that is late by more: this process was stopped, not the instance silent.
-# Smaller changes of a rate are not published: relative to the larger one.
+# Smaller changes of a number are not published: relative to the larger one, and absolute.
 _MIN_CHANGE_SHARE = 0.2
+_MIN_CHANGE_REQUESTS = 4
+_MIN_CHANGE_DELAY_S = 0.02
+_MIN_CHANGE_BYTES = 1 << 20
 # A link that was measured again is published after this time even if its rate is the same, because
 # the lower bound of a rate falls with the age of its measurement.
 _LINK_REFRESH_S = 30.0
@@ -40,7 +51,8 @@ class RecordChanges(NamedTuple):
 
 @dataclass(slots=True)
 class _Instance:
-    epoch: int | None = None  # None: it was not reached yet.
+    info: InstanceInfo | None = None
+    load: LoadReport | None = None
     last_report_s: float = 0.0
     lost: tuple[str, float] | None = None  # Cause, and when.
 
@@ -62,9 +74,13 @@ class RecordPublisher:
         self._instances.setdefault(name, _Instance())
         return is_new
 
+    def on_info(self, name: InstanceId, info: InstanceInfo, now_s: float) -> None:
+        instance = self._instances[name]
+        instance.info, instance.last_report_s, instance.lost = info, now_s, None
+
     def on_report(self, name: InstanceId, report: LoadReport, now_s: float) -> None:
         instance = self._instances[name]
-        instance.epoch, instance.last_report_s, instance.lost = report.epoch, now_s, None
+        instance.load, instance.last_report_s, instance.lost = report, now_s, None
         for link in report.links:
             # Each instance of the node measures by itself; the latest measurement holds.
             measured_s = now_s - link.age_s
@@ -74,17 +90,29 @@ class RecordPublisher:
 
     def on_lost(self, name: InstanceId, cause: str, now_s: float) -> None:
         instance = self._instances[name]
-        if instance.epoch is not None and instance.lost is None:
+        if instance.info is not None and instance.lost is None:
             instance.lost = cause[:_MAX_CAUSE_CHARS], now_s
 
-    def changes(self, gpus: Iterable[GpuHealth], now_s: float) -> RecordChanges:
+    def changes(
+        self,
+        slots: Mapping[InstanceId, tuple[int, float]],
+        holder: tuple[str, HolderFact],
+        gpus: Iterable[GpuHealth],
+        now_s: float,
+    ) -> RecordChanges:
         """Facts to write into the node's record now, and keys to withdraw from it."""
         self._time_out(now_s)
-        due: dict[Key, Fact] = {(FactKind.GPU, gpu.uuid): gpu for gpu in gpus}
+        due: dict[Key, Fact] = {(FactKind.HOLDER, holder[0]): holder[1]}
+        due |= {(FactKind.GPU, gpu.uuid): gpu for gpu in gpus}
         for name, instance in self._instances.items():
-            if instance.epoch is not None and instance.lost is not None:
+            info, load = instance.info, instance.load
+            if info is not None and instance.lost is not None:
                 cause, lost_s = instance.lost
-                due[FactKind.FAILURE, name] = FailureFact(instance.epoch, cause, now_s - lost_s)
+                due[FactKind.FAILURE, name] = FailureFact(info.epoch, cause, now_s - lost_s)
+            elif info is not None and load is not None:
+                numbers = load.queued, load.running, load.queue_delay_s, load.free_pages
+                due[FactKind.INSTANCE, name] = InstanceFact(info.role, load.epoch, *numbers)
+                due[FactKind.SLOTS, name] = SlotsFact(*slots[name])
         for source, (link, measured_s) in self._links.items():
             age_s = max(0.0, now_s - measured_s)
             due[FactKind.LINK, source] = LinkFact(link.bytes_per_s, link.spread, age_s)
@@ -110,17 +138,34 @@ class RecordPublisher:
             return True
         published, at_s = self._published[key]
         match published, fact:
+            case InstanceFact() as old, InstanceFact() as new:
+                if (old.role, old.epoch) != (new.role, new.epoch):
+                    return True
+                changed = (
+                    _differ(old.queued, new.queued, _MIN_CHANGE_REQUESTS)
+                    or _differ(old.running, new.running, _MIN_CHANGE_REQUESTS)
+                    or _differ(old.queue_delay_s, new.queue_delay_s, _MIN_CHANGE_DELAY_S)
+                    or _differ(old.free_pages, new.free_pages, 0)
+                )
+            case SlotsFact() as old, SlotsFact() as new:
+                changed = _differ(old.free, new.free, _MIN_CHANGE_REQUESTS) or (old.free > 0) != (
+                    new.free > 0
+                )
+            case HolderFact() as old, HolderFact() as new:
+                changed = old.capacity_bytes != new.capacity_bytes or _differ(
+                    old.reserved_bytes, new.reserved_bytes, _MIN_CHANGE_BYTES
+                )
             case LinkFact() as old, LinkFact() as new:
-                is_changed = (
+                changed = (
                     _differ(old.bytes_per_s, new.bytes_per_s, 0)
                     or _differ(old.spread, new.spread, new.bytes_per_s / 20)
                     or old.age_s + now_s - at_s - new.age_s > _LINK_REFRESH_S
                 )
-                return is_changed and now_s - at_s >= _REWRITE_INTERVAL_S
             case FailureFact() as old, FailureFact() as new:
                 return old.epoch != new.epoch
             case _:
                 return published != fact
+        return changed and now_s - at_s >= _REWRITE_INTERVAL_S
 
 
 def _differ(old: float, new: float, floor: float) -> bool:

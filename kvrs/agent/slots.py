@@ -183,6 +183,14 @@ class SlotTable:
             for name, each in self._targets.items()
         }
 
+    def availability(self, target: InstanceId, now_s: float) -> tuple[int, float]:
+        """Number of free slots, and the expected wait of a new request."""
+        found = self._targets.get(target)
+        if found is None:
+            return self._slots_max, 0.0
+        free = max(0, self._slots_max - len(found.held) - len(found.queue))
+        return free, 0.0 if free else self._expected_wait_s(found, len(found.queue), now_s)
+
     def check(self) -> None:
         """Assert the invariants. O(leases)."""
         assert self._leased == {

@@ -34,7 +34,7 @@ from kvrs.gossip.wire import (
 )
 from kvrs.ids import NodeId
 from kvrs.protocol.gpus import GpuHealth
-from kvrs.protocol.instance import Seconds
+from kvrs.protocol.instance import Role, Seconds
 
 Rate = Annotated[float, msgspec.Meta(ge=0)]
 Cause = Annotated[str, msgspec.Meta(max_length=128)]
@@ -42,15 +42,37 @@ Key = tuple[int, str]  # Kind and name.
 
 
 class FactKind(IntEnum):
-    LINK = 1  # Into this node. Name: the node at the other end.
-    FAILURE = 2  # Name: the instance or agent that failed.
-    GPU = 3  # Name: the board's uuid.
+    INSTANCE = 1  # Name: the instance.
+    LINK = 2  # Into this node. Name: the node at the other end.
+    SLOTS = 3  # Name: the target instance.
+    HOLDER = 4  # Name: the agent.
+    FAILURE = 5  # Name: the instance or agent that failed.
+    GPU = 6  # Name: the board's uuid.
+
+
+class InstanceFact(msgspec.Struct, frozen=True, array_like=True):
+    role: Role
+    epoch: Natural
+    queued: Natural
+    running: Natural
+    queue_delay_s: Seconds
+    free_pages: Natural
 
 
 class LinkFact(msgspec.Struct, frozen=True, array_like=True):
     bytes_per_s: Rate  # EWMA.
     spread: Rate  # Its mean deviation, in the same unit.
     age_s: Seconds  # Since the last measured transfer, when this was written.
+
+
+class SlotsFact(msgspec.Struct, frozen=True, array_like=True):
+    free: Natural
+    wait_s: Seconds  # Expected, until one is free.
+
+
+class HolderFact(msgspec.Struct, frozen=True, array_like=True):
+    capacity_bytes: Natural
+    reserved_bytes: Natural
 
 
 class FailureFact(msgspec.Struct, frozen=True, array_like=True):
@@ -61,9 +83,12 @@ class FailureFact(msgspec.Struct, frozen=True, array_like=True):
     age_s: Seconds  # Since it failed, when this was written.
 
 
-Fact = LinkFact | FailureFact | GpuHealth
+Fact = InstanceFact | LinkFact | SlotsFact | HolderFact | FailureFact | GpuHealth
 _KINDS: dict[type[Fact], FactKind] = {
+    InstanceFact: FactKind.INSTANCE,
     LinkFact: FactKind.LINK,
+    SlotsFact: FactKind.SLOTS,
+    HolderFact: FactKind.HOLDER,
     FailureFact: FactKind.FAILURE,
     GpuHealth: FactKind.GPU,
 }
@@ -246,12 +271,18 @@ class Facts:
     """Facts of all reachable nodes, by (publishing node, name)."""
 
     def __init__(self) -> None:
+        self.instances: Table[InstanceFact] = {}
         self.links: Table[LinkFact] = {}
+        self.slots: Table[SlotsFact] = {}
+        self.holders: Table[HolderFact] = {}
         self.failures: Table[FailureFact] = {}
         self.gpus: Table[GpuHealth] = {}
         self.unread = 0  # Values that could not be decoded: malformed, or of a newer release.
         self._tables: dict[FactKind, Table[Any]] = {
+            FactKind.INSTANCE: self.instances,
             FactKind.LINK: self.links,
+            FactKind.SLOTS: self.slots,
+            FactKind.HOLDER: self.holders,
             FactKind.FAILURE: self.failures,
             FactKind.GPU: self.gpus,
         }

@@ -1,25 +1,44 @@
 """Facts that an agent publishes about its node, and when."""
 
+from typing import Any
+
 from kvrs.agent.record_publisher import (
     POLL_INTERVAL_S,
     REPORT_TIMEOUT_S,
     RecordChanges,
     RecordPublisher,
 )
-from kvrs.gossip.facts import Fact, FactKind, FailureFact, LinkFact
+from kvrs.gossip.facts import (
+    Fact,
+    FactKind,
+    FailureFact,
+    HolderFact,
+    InstanceFact,
+    LinkFact,
+    SlotsFact,
+    kind_of,
+)
 from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.gpus import GpuHealth, GpuState
-from kvrs.protocol.instance import LinkReport, LoadReport
+from kvrs.protocol.instance import InstanceInfo, LinkReport, LoadReport, MeasuredPrefill, Role
 
 D0, P0 = InstanceId("d0"), InstanceId("p0")
 N1, N2 = NodeId("n1"), NodeId("n2")
+GEOMETRY = KvGeometry(layers=1, kv_heads=1, head_dim=1, dtype_bytes=2, page_size_tokens=16)
 GPU = GpuHealth("GPU-1", 0, GpuState.HEALTHY, "", 0.0)
 
 
-def load(epoch: int = 1, *links: LinkReport) -> LoadReport:
-    return LoadReport(
-        epoch=epoch, links=list(links), queued=0, running=0, free_pages=1000, queue_delay_s=0.0
+def info(epoch: int = 1) -> InstanceInfo:
+    measured = MeasuredPrefill("", 1, [0.0, 1.0])
+    return InstanceInfo(
+        D0, NodeId("n0"), Role.DECODE, epoch, 1, "m", "f", GEOMETRY, 0, 1, [], measured
     )
+
+
+def load(epoch: int = 1, links: tuple[LinkReport, ...] = (), **numbers: Any) -> LoadReport:
+    fields = {"queued": 0, "running": 0, "free_pages": 1000, "queue_delay_s": 0.0} | numbers
+    return LoadReport(epoch=epoch, links=list(links), **fields)
 
 
 class PollingAgent:
@@ -29,10 +48,18 @@ class PollingAgent:
         self.publisher = RecordPublisher()
         assert [self.publisher.add(name) for name in (D0, P0, D0)] == [True, True, False]
         self.now_s = 100.0
+        self.slots = {D0: (32, 0.0), P0: (32, 0.0)}
         self.gpus = [GPU]
+        self.written: list[tuple[float, FactKind, str, Fact]] = []
 
     def look(self) -> RecordChanges:
-        return self.publisher.changes(self.gpus, self.now_s)
+        publisher = self.publisher.changes(
+            self.slots, ("agent-n0", HolderFact(1 << 30, 0)), self.gpus, self.now_s
+        )
+        self.written += [
+            (self.now_s, kind_of(fact), name, fact) for name, fact in publisher.written
+        ]
+        return publisher
 
     def report(self, report: LoadReport, times: int = 1) -> list[tuple[str, Fact]]:
         written: list[tuple[str, Fact]] = []
@@ -45,48 +72,62 @@ class PollingAgent:
 
 def up() -> PollingAgent:
     agent = PollingAgent()
+    agent.publisher.on_info(D0, info(), agent.now_s)
     agent.report(load())
     return agent
 
 
 def test_an_entry_is_written_again_only_on_a_significant_change() -> None:
     """Each entry is replicated to every node; one per report would cost more than it is worth."""
-    agent = PollingAgent()
+    agent = up()
+    at_first = {(kind, name) for _, kind, name, _ in agent.written}
 
-    at_first = agent.report(load(1, LinkReport(N1, 1e9, 1e7, 0.0)), 8)
-    still = agent.report(load(1, LinkReport(N1, 1.1e9, 2e7, 0.0)), 8)
-    slower = agent.report(load(1, LinkReport(N1, 5e8, 1e7, 0.0)), 8)
+    still = agent.report(load(), 40) + agent.report(
+        load(running=3, queue_delay_s=0.01, free_pages=900), 40
+    )
+    busy = agent.report(load(running=9, queue_delay_s=1.0, free_pages=500), 40)
 
-    assert at_first == [("GPU-1", GPU), (N1, LinkFact(1e9, 1e7, 0.0))]
-    assert (still, slower) == ([], [(N1, LinkFact(5e8, 1e7, 0.0))])
+    assert at_first == {
+        (FactKind.INSTANCE, "d0"),
+        (FactKind.SLOTS, "d0"),
+        (FactKind.HOLDER, "agent-n0"),
+        (FactKind.GPU, "GPU-1"),
+    }
+    assert (still, busy) == ([], [("d0", InstanceFact(Role.DECODE, 1, 0, 9, 1.0, 500))])
 
 
 def test_an_entry_is_written_at_most_once_per_second() -> None:
     """Traffic is bounded whatever an instance does."""
     agent = up()
 
-    written = [
-        fact
-        for turn in range(40)
-        for fact in agent.report(load(1, LinkReport(N1, 1e9 * (1 + turn % 2), 0.0, 0.0)))
-    ]
+    written = [fact for turn in range(40) for fact in agent.report(load(running=100 * (turn % 2)))]
 
     assert 5 <= len(written) <= 10
 
 
-def test_a_lost_instance_has_a_failure_until_it_is_back() -> None:
+def test_a_new_epoch_is_written_at_once() -> None:
+    """Nodes with the old epoch would wait for an instance that is gone."""
+    agent = up()
+    agent.publisher.on_info(D0, info(epoch=2), agent.now_s)
+
+    assert agent.report(load(epoch=2)) == [("d0", InstanceFact(Role.DECODE, 2, 0, 0, 0.0, 1000))]
+
+
+def test_a_lost_instance_has_a_failure_in_place_of_its_load_until_it_is_back() -> None:
     """With its epoch and cause: a proxy that still gets reports of it ignores the failure."""
     agent = up()
-    agent.publisher.on_lost(P0, "connection refused", agent.now_s)
     agent.publisher.on_lost(D0, "connection lost", agent.now_s)
     agent.publisher.on_lost(D0, "connection refused", agent.now_s)
 
     dead = agent.look()
+    agent.publisher.on_info(D0, info(epoch=2), agent.now_s)
     agent.publisher.on_report(D0, load(epoch=2), agent.now_s)
     alive = agent.look()
 
     assert dead.written == [("d0", FailureFact(1, "connection lost", 0.0))]
-    assert alive == RecordChanges([], [(FactKind.FAILURE, "d0")])
+    assert set(dead.withdrawn) == {(FactKind.INSTANCE, "d0"), (FactKind.SLOTS, "d0")}
+    assert alive.withdrawn == [(FactKind.FAILURE, "d0")]
+    assert {name for name, _ in alive.written} == {"d0"}
 
 
 def test_silence_is_a_loss_and_its_end_a_return() -> None:
@@ -98,10 +139,10 @@ def test_silence_is_a_loss_and_its_end_a_return() -> None:
         agent.now_s += POLL_INTERVAL_S
 
     silent = agent.look().written
-    agent.publisher.on_report(D0, load(), agent.now_s)
+    back = agent.report(load())
 
     assert silent == [("d0", FailureFact(1, f"silent for {REPORT_TIMEOUT_S:g} s", 0.0))]
-    assert agent.look().withdrawn == [(FactKind.FAILURE, "d0")]
+    assert ("d0", InstanceFact(Role.DECODE, 1, 0, 0, 0.0, 1000)) in back
 
 
 def test_an_agent_that_was_stopped_declares_no_instance_silent() -> None:
@@ -119,11 +160,11 @@ def test_the_latest_measurement_of_a_link_is_published() -> None:
     agent = up()
     agent.publisher.on_report(
         P0,
-        load(1, LinkReport(N1, 2e9, 1e7, 30.0), LinkReport(N2, 3e9, 1e7, 1.0)),
+        load(links=(LinkReport(N1, 2e9, 1e7, 30.0), LinkReport(N2, 3e9, 1e7, 1.0))),
         agent.now_s,
     )
 
-    written = dict(agent.report(load(1, LinkReport(N1, 1e9, 1e7, 0.5))))
+    written = dict(agent.report(load(links=(LinkReport(N1, 1e9, 1e7, 0.5),))))
 
     assert written == {N1: LinkFact(1e9, 1e7, 0.5), N2: LinkFact(3e9, 1e7, 1.0)}
 
@@ -135,16 +176,24 @@ def test_a_link_with_recent_measurements_is_refreshed() -> None:
     agent = up()
 
     written = [
-        fact for _ in range(480) for fact in agent.report(load(1, LinkReport(N1, 1e9, 1e7, 0.0)))
+        fact
+        for _ in range(480)
+        for fact in agent.report(load(links=(LinkReport(N1, 1e9, 1e7, 0.0),)))
     ]
 
     assert len(written) == 4
 
 
-def test_a_failing_gpu_is_written_at_once() -> None:
-    """Streams leave it before it dies."""
+def test_free_slots_and_gpu_health_are_written() -> None:
+    """The last free slot and a failing GPU are significant at once."""
     agent = up()
+    agent.report(load(), 8)
+    agent.slots[D0] = 30, 0.0
+    few = agent.report(load(), 8)
+    agent.slots[D0] = 0, 1.5
+    none = agent.report(load(), 8)
     failing = GpuHealth("GPU-1", 0, GpuState.FAILING, "xid 79", agent.now_s)
     agent.gpus = [failing]
 
+    assert (few, none) == ([], [("d0", SlotsFact(0, 1.5))])
     assert agent.look().written == [("GPU-1", failing)]

@@ -6,7 +6,7 @@ import pytest
 
 from kvrs.errors import GossipError
 from kvrs.gossip import exchange
-from kvrs.gossip.facts import FactKind, FailureFact, LinkFact, encode_fact
+from kvrs.gossip.facts import FactKind, FailureFact, HolderFact, InstanceFact, SlotsFact
 from kvrs.gossip.node import Gossip
 from kvrs.gossip.wire import (
     MAX_ENTRIES,
@@ -21,6 +21,7 @@ from kvrs.gossip.wire import (
     encode,
 )
 from kvrs.ids import NodeId
+from kvrs.protocol.instance import Role
 from kvrs_testkit.gossip_net import GossipNet, SimNode
 from tests.gossip.gossip_cluster import INTERVAL_S, alive, dead
 
@@ -34,8 +35,8 @@ def cluster(count: int) -> GossipNet:
     return net
 
 
-def publish(net: GossipNet, node: SimNode, name: str, rate: int) -> None:
-    node.gossip.publish(name, LinkFact(rate, 0.0, 0.0), node.clock_s(net.now_s))
+def publish(net: GossipNet, node: SimNode, name: str, free: int) -> None:
+    node.gossip.publish(name, SlotsFact(free, 0.0), node.clock_s(net.now_s))
 
 
 def test_facts_of_one_node_reach_all_others() -> None:
@@ -43,7 +44,12 @@ def test_facts_of_one_node_reach_all_others() -> None:
     net = cluster(5)
     writer = net.nodes[NodeId("n3")]
     net.run(5.0)
-    facts = LinkFact(1e9, 1e7, 0.5), FailureFact(1, "oom", 0.0)
+    facts = (
+        InstanceFact(Role.DECODE, 1, 2, 3, 0.5, 100),
+        SlotsFact(32, 0.0),
+        HolderFact(1 << 30, 1 << 20),
+        FailureFact(1, "oom", 0.0),
+    )
     for fact in facts:
         writer.gossip.publish("d3", fact, writer.clock_s(5.0))
 
@@ -51,9 +57,9 @@ def test_facts_of_one_node_reach_all_others() -> None:
 
     for node in net.nodes.values():
         read = node.gossip.facts
-        tables = read.links, read.failures
+        tables = read.instances, read.slots, read.holders, read.failures
         assert tuple(table[writer.id, "d3"].fact for table in tables) == facts
-        assert node.clock_s(5.0) == pytest.approx(read.links[writer.id, "d3"].written_s, abs=0.1)
+        assert node.clock_s(5.0) == pytest.approx(read.slots[writer.id, "d3"].written_s, abs=0.1)
 
 
 def test_facts_of_a_dead_node_are_gone_and_back_once_it_is_alive() -> None:
@@ -68,10 +74,10 @@ def test_facts_of_a_dead_node_are_gone_and_back_once_it_is_alive() -> None:
 
     net.run(25.0)
     assert reader.members[writer.id].status is Status.DEAD
-    assert not reader.facts.links
+    assert not reader.facts.slots
     net.run(32.0)
 
-    assert [report.fact.bytes_per_s for report in reader.facts.links.values()] == [7.0]
+    assert [report.fact.free for report in reader.facts.slots.values()] == [7]
 
 
 @pytest.mark.parametrize(("before", "begins", "becomes"), [(1, 2, 2), (5, 3, 6)])
@@ -89,7 +95,7 @@ def test_a_new_process_starts_with_an_empty_record(before: int, begins: int, bec
 
     assert again.gossip.epoch == becomes
     for node in net.nodes.values():
-        assert [name for owner, name in node.gossip.facts.links if owner == again.id] == ["new"]
+        assert [name for owner, name in node.gossip.facts.slots if owner == again.id] == ["new"]
 
 
 @pytest.mark.parametrize("count", [20, 40])
@@ -130,23 +136,23 @@ def node_a() -> Gossip:
     return node
 
 
-def written(node: NodeId, epoch: int, end: int, *entries: Entry) -> Delta:
+def slots(node: NodeId, epoch: int, end: int, *entries: Entry) -> Delta:
     return Delta(1, 0, (), (RecordDelta(node, epoch, 0, end, 0, entries),))
 
 
-LINK = Entry(FactKind.LINK, "d0", 1, 0, encode_fact(LinkFact(1e9, 0.0, 0.0)))
+SLOT = Entry(FactKind.SLOTS, "d0", 1, 0, b"\x92\x05\x00")
 
 
 def test_only_the_owner_writes_its_record_and_each_epoch_has_its_own() -> None:
     """Entries of this node's record are ignored; copies of other records are applied."""
     node = node_a()
 
-    node.handle(written(A, 1, 1, LINK), B, 0.1)
-    node.handle(written(C, 2, 1, LINK), B, 0.1)
-    assert not node.facts.links
-    node.handle(written(C, 1, 1, LINK), B, 0.1)
+    node.handle(slots(A, 1, 1, SLOT), B, 0.1)
+    node.handle(slots(C, 2, 1, SLOT), B, 0.1)
+    assert not node.facts.slots
+    node.handle(slots(C, 1, 1, SLOT), B, 0.1)
 
-    assert list(node.facts.links) == [(C, "d0")]
+    assert list(node.facts.slots) == [(C, "d0")]
 
 
 def test_an_answer_is_a_bounded_number_of_packets() -> None:
@@ -170,7 +176,7 @@ def test_an_answer_is_a_bounded_number_of_packets() -> None:
 def test_a_delta_answers_the_wants_of_the_other() -> None:
     """Push and pull in one exchange."""
     node = node_a()
-    node.publish("d0", LinkFact(3.0, 0.0, 0.0), 0.0)
+    node.publish("d0", SlotsFact(3, 0.0), 0.0)
 
     [send] = node.handle(Delta(1, 0, (), (), (KnownMember(A, 1, 0, Status.ALIVE, 0, 0),)), B, 0.1)
 
@@ -250,13 +256,13 @@ def test_a_full_record_refuses_more() -> None:
     """The writer gets an error; an existing entry may always be written again."""
     node = node_a()
     for i in range(MAX_ENTRIES):
-        node.publish(f"d{i}", LinkFact(1.0, 0.0, 0.0), 0.0)
+        node.publish(f"d{i}", SlotsFact(1, 0.0), 0.0)
 
-    node.publish("d0", LinkFact(2.0, 0.0, 0.0), 0.0)
+    node.publish("d0", SlotsFact(2, 0.0), 0.0)
     with pytest.raises(GossipError, match="256"):
-        node.publish("more", LinkFact(1.0, 0.0, 0.0), 0.0)
+        node.publish("more", SlotsFact(1, 0.0), 0.0)
     with pytest.raises(GossipError, match="name"):
-        node.publish("x" * 65, LinkFact(1.0, 0.0, 0.0), 0.0)
+        node.publish("x" * 65, SlotsFact(1, 0.0), 0.0)
 
 
 def test_an_address_comes_from_the_node_itself_or_from_the_configuration() -> None:

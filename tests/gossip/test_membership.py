@@ -6,7 +6,7 @@ import pytest
 import uvloop
 
 from kvrs.gossip import detector, membership
-from kvrs.gossip.facts import FactKind, FailureFact, LinkFact, Superseded
+from kvrs.gossip.facts import FactKind, HolderFact, LinkFact, Superseded
 from kvrs.gossip.membership import Membership, parse_address
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
@@ -25,7 +25,7 @@ async def test_a_node_with_one_seed_learns_all_members_and_facts() -> None:
     """A proxy whose file names the agents finds other proxies through them."""
     async with gathering() as system:
         one = await system.add(A)
-        one.publish("agent-n0", FailureFact(1, "oom", 0.0))
+        one.publish("agent-n0", HolderFact(100, 10))
         two = await system.add(B)
         del system.seeds[B]
         three = await system.add(C)
@@ -39,14 +39,14 @@ async def test_a_node_with_one_seed_learns_all_members_and_facts() -> None:
         )
         await until(
             lambda: all(
-                (C, A) in each.facts.links and (A, "agent-n0") in each.facts.failures
+                (C, A) in each.facts.links and (A, "agent-n0") in each.facts.holders
                 for each in members
             )
         )
         three.withdraw(FactKind.LINK, A)
         await until(lambda: not any(each.facts.links for each in members))
 
-        assert two.facts.failures[A, "agent-n0"].fact == FailureFact(1, "oom", 0.0)
+        assert two.facts.holders[A, "agent-n0"].fact == HolderFact(100, 10)
 
 
 async def test_deaths_departures_and_returns_are_distinguished() -> None:
@@ -54,13 +54,13 @@ async def test_deaths_departures_and_returns_are_distinguished() -> None:
     async with gathering() as system:
         one, two, three = [await system.add(name) for name in (A, B, C)]
         await until(lambda: all(len(statuses(each)) == 3 for each in (one, two, three)))
-        two.publish("agent-n1", FailureFact(1, "oom", 0.0))
-        await until(lambda: (B, "agent-n1") in one.facts.failures)
+        two.publish("agent-n1", HolderFact(1, 1))
+        await until(lambda: (B, "agent-n1") in one.facts.holders)
 
         port = system.port_of(two)
         await system.kill(two)
         await until(lambda: one.is_dead(B) and three.is_dead(B))
-        of_the_dead = dict(one.facts.failures)
+        of_the_dead = dict(one.facts.holders)
         await system.leave(three)
         await until(lambda: statuses(one)[C] is Status.LEFT)
         again = await system.add(B, port=port)

@@ -11,11 +11,11 @@ import pytest
 
 from kvrs.agent import gossip, gpu
 from kvrs.config.file import parse_config
-from kvrs.gossip.facts import FailureFact
+from kvrs.gossip.facts import FailureFact, HolderFact, SlotsFact
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs.protocol.gpus import GpuState
-from kvrs.protocol.instance import AgentInfo, LinkReport, Role
+from kvrs.protocol.instance import AgentInfo, Role
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.scripted import Script, Scripted
 from tests.agent.agents import SECRET, ask, document, running, session
@@ -38,29 +38,35 @@ def with_gossip(base: Path, instance_port: int) -> dict[str, Any]:
     }
 
 
-async def test_an_agent_publishes_the_links_and_deaths_of_its_instances(tmp_path: Path) -> None:
-    """A node without a connection to an instance has its links and its death by gossip."""
+async def test_an_agent_publishes_the_load_and_deaths_of_its_instances(tmp_path: Path) -> None:
+    """A node without a connection to an instance has its load, slots and death by gossip."""
     instance = Scripted("e0", "n0", role=Role.BOTH, script=Script(), created=1, secret=SECRET)
-    instance.links = [LinkReport(NodeId("n1"), 1e9, 1e7, 0.5)]
     await instance.start()
     async with gathering() as members:
         other = await members.add("n1", ring=(SECRET,))
         written = with_gossip(tmp_path, instance.port)
         written["proxy"] = {"id": "n1", "gossip_port": members.port_of(other)}
         config = parse_config(written)
-        async with running(config):
+        async with running(config), session(config) as http:
             facts = other.facts
-            await until(lambda: (N0, "n1") in facts.links)
+            await until(lambda: (N0, "e0") in facts.instances and (N0, "e0") in facts.slots)
+            shown, slots = facts.instances[N0, "e0"].fact, facts.slots[N0, "e0"].fact
+            holder = facts.holders[N0, "agent-n0"].fact
+            info = await ask(http, "/kvrs/v1/agent", AgentInfo)
             await instance.kill()
             await until(lambda: (N0, "e0") in facts.failures)
-            died = facts.failures[N0, "e0"].fact
+            died, left = facts.failures[N0, "e0"].fact, (N0, "e0") in facts.instances
             await instance.restart()
-            await until(lambda: not facts.failures)
+            await until(lambda: (N0, "e0") in facts.instances and not facts.failures)
+            again = facts.instances[N0, "e0"].fact
         await until(lambda: other.members[N0].status is Status.LEFT)
     await instance.close()
 
+    assert (shown.role, shown.epoch, again.epoch) == (Role.BOTH, 1, 2)
+    assert slots == SlotsFact(config.policy.slots_max, 0.0)
+    assert (holder, info.capacity_bytes) == (HolderFact(0, 0), 0)
     assert isinstance(died, FailureFact)
-    assert died.epoch == 1
+    assert (died.epoch, left) == (1, False)
     assert "connection" in died.cause
 
 
@@ -78,12 +84,12 @@ async def test_an_instance_that_comes_back_elsewhere_is_watched_there(tmp_path: 
         config = parse_config(written)
         facts = other.facts
         async with running(config, read=lambda: parse_config(written)):
-            await until(lambda: olds.reports > 1)
+            await until(lambda: (N0, "e0") in facts.instances)
             await olds.kill()
             await until(lambda: (N0, "e0") in facts.failures)
             written["cluster"]["nodes"][0]["instances"][0]["port"] = news.port
             signal.raise_signal(signal.SIGHUP)
-            await until(lambda: not facts.failures)
+            await until(lambda: (N0, "e0") in facts.instances and not facts.failures)
     await olds.close()
     await news.close()
 
