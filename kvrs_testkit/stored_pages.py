@@ -9,7 +9,7 @@ from kvrs.config.file import Config
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.frames import checksum
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
-from kvrs.transfer.store.segments import Segments, SlotLayout
+from kvrs.transfer.store.slab import Slab
 
 _NAN = struct.pack("<f", math.nan)
 
@@ -26,12 +26,12 @@ def poison(config: Config, secret: bytes, node: NodeId) -> int:
     are float32.
     """
     with _opened(config, secret, node) as directory:
-        segments = _segments(directory, config)
-        pages = segments.adopt()
+        slab = _slab(directory, config)
+        pages = slab.adopt()
         for slot, tag in pages:
-            page = segments.view(slot)
+            page = slab.view(slot)
             page[:] = _NAN * (len(page) // 4)
-            segments.write_record(slot, tag, checksum(page))
+            slab.write_record(slot, tag, checksum(page))
     return len(pages)
 
 
@@ -39,22 +39,19 @@ def poison_memory(config: Config, secret: bytes, node: NodeId, instance: Instanc
     """Make all numbers NaN in all pages of an instance that has them in the agent's memory."""
     path = Path(store_directory(config.backup.directory, secret, node)) / f"memory-{instance}"
     with _opened(config, secret, node) as directory:
-        state = directory.load_state()
-    assert state is not None, "the agent has stored nothing"
+        page_bytes = _slab(directory, config).kind.page_bytes
     pages = config.cluster.engine.pages
     with path.open("r+b") as memory:
         # Behind the pages is one that is always zero.
-        memory.seek(-(pages + 1) * state.page_bytes, os.SEEK_END)
-        memory.write(_NAN * (pages * state.page_bytes // 4))
+        memory.seek(-(pages + 1) * page_bytes, os.SEEK_END)
+        memory.write(_NAN * (pages * page_bytes // 4))
 
 
 def _opened(config: Config, secret: bytes, node: NodeId) -> _OpenedDirectory:
     return _OpenedDirectory(Path(store_directory(config.backup.directory, secret, node)))
 
 
-def _segments(directory: StoreDirectory, config: Config) -> Segments:
-    state = directory.load_state()
-    assert state is not None, "the agent has stored nothing"
-    slots = config.backup.capacity_bytes // state.page_bytes
-    layout = SlotLayout(state.page_bytes, slots, state.fingerprint, state.page_cells)
-    return Segments(directory, layout)
+def _slab(directory: StoreDirectory, config: Config) -> Slab:
+    slab = Slab.open(directory, config.backup.capacity_bytes)
+    assert slab is not None, "the agent has stored nothing"
+    return slab

@@ -72,10 +72,7 @@ PURE = {
     *(f"kvrs.{name}" for name in ("ids", "errors", "release_order", "sums")),
     *(f"kvrs.{name}" for name in ("protocol", "config", "core", "profiles")),
     "kvrs.process.private_files",
-    *(
-        f"kvrs.transfer.{name}"
-        for name in (*("meter", "limiter", "send_faults", "store.book", "store.store_slots"),)
-    ),
+    *(f"kvrs.transfer.{name}" for name in (*("meter", "limiter", "send_faults", "store.book"),)),
     *(f"kvrs.gossip.{name}" for name in ("authenticator", "detector", "exchange", "facts")),
     *(
         f"kvrs.gossip.{name}"

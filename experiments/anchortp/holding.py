@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from kvrs.config.file import Config
 from kvrs.ids import InstanceId, NodeId
@@ -12,7 +13,7 @@ from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import PAGES_SOCKET, Identity, PullResult
+from kvrs.transfer.peers import PAGES_SOCKET, PullResult
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.shared_memory.passing import listen_in
@@ -36,12 +37,10 @@ async def agent_of(config: Config, secret: bytes) -> AsyncIterator[None]:
         clock = asyncio.get_running_loop().time
         store = HostStore(directory, _CAPACITY_BYTES, _LEASE_S, clock)
 
-        def identity() -> Identity:
-            kind = store.fingerprint, store.page_bytes, store.page_cells
-            return Identity(AGENT, NODE, store.epoch, *kind)
-
         links = SendingLinks(config.transfer, SendingFaults(), NODE)
-        server = PageServer(identity, store, secret, config.transfer, links)
+        server = PageServer(
+            partial(store.identity, AGENT, NODE), store, secret, config.transfer, links
+        )
         server.keep(store)
         await server.start("127.0.0.1", config.cluster.nodes[0].agent.page_port)
         server.lend(listen_in(directory.path, PAGES_SOCKET, socket.SOCK_STREAM), store.places)

@@ -28,7 +28,7 @@ from kvrs.protocol.rows import RowsReport, short
 from kvrs.protocol.secrets import Scope, scoped_key, scoped_keys
 from kvrs.transfer.anchors.files import AnchoredFiles
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import PAGES_SOCKET, Identity
+from kvrs.transfer.peers import PAGES_SOCKET
 from kvrs.transfer.rows.dialling import dial_tcp, listen_tcp, listen_unix, remove_unix
 from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger
 from kvrs.transfer.send_faults import SendingFaults
@@ -89,9 +89,8 @@ class NodeAgent:
                 f"backup.directory: {directory.path}: {error.strerror or error}"
             ) from None
         links = SendingLinks(config.transfer, SendingFaults(), self.node.id)
-        self.page_server = PageServer(
-            self.identity, self.store, secret, config.transfer, links, older
-        )
+        identity = partial(self.store.identity, self.node.agent_id, self.node.id)
+        self.page_server = PageServer(identity, self.store, secret, config.transfer, links, older)
         self.page_server.keep(self.store)
         # The monotonic clock makes later agents grant higher tokens, whatever the wall clock does.
         # It restarts with the machine, but so do the targets, which are processes of it.
@@ -139,16 +138,6 @@ class NodeAgent:
     def capacity_bytes(self) -> int:
         """Room for checkpoints; 0 while `backup.mode` is off."""
         return self._backup.reserved_bytes
-
-    def identity(self) -> Identity:
-        return Identity(
-            instance=self.node.agent_id,
-            node=self.node.id,
-            epoch=self.store.epoch,
-            fingerprint=self.store.fingerprint,
-            page_bytes=self.store.page_bytes,
-            page_cells=self.store.page_cells,
-        )
 
     def info(self) -> AgentInfo:
         return AgentInfo(

@@ -76,7 +76,7 @@ class BackupSettings(Settings):
     staging_pages: int = Field(default=64, ge=1, le=65536)
     """Pages that an instance holds for sending at a time."""
     directory: str = "/dev/shm"  # noqa: S108 - a directory of its own in it, private.
-    """Where an agent's segments lie, in a directory of its own without access for others, and the
+    """Where an agent's pages lie, in a directory of its own without access for others, and the
     socket of rows, in one that its group may enter.
     """
 

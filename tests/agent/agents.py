@@ -42,7 +42,7 @@ N0, N1 = NodeId("n0"), NodeId("n1")
 
 
 def document(base: Path, capacity_pages: int = 64, **cluster: Any) -> dict[str, Any]:
-    """A configuration whose node n0 has an agent with its segments below `base`."""
+    """A configuration whose node n0 has an agent with its pages below `base`."""
     port, page_port = free_ports(2)
     agent = {"port": port, "page_port": page_port}
     nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both"}], "agent": agent}]
@@ -226,7 +226,7 @@ def page(tag: Tag) -> bytes:
 
 def flip_a_byte(base: Path, wanted: bytes) -> None:
     """Damage a page with this content in an agent's memory."""
-    for path in base.glob("kvrs-*/segment-*"):
+    for path in base.glob("kvrs-*/slab"):
         content = bytearray(path.read_bytes())
         if (start := content.find(wanted)) >= 0:
             with path.open("r+b") as file:

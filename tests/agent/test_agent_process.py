@@ -14,7 +14,7 @@ import pytest
 from kvrs.errors import TransferError
 from kvrs.protocol import frames
 from kvrs.protocol.cell_checksums import checksum_of
-from kvrs.protocol.instance import MEMORY
+from kvrs.protocol.instance import MEMORY, AgentInfo
 from kvrs.protocol.page_messages import HeldPages, StoreCode
 from kvrs.protocol.parts import PagePart
 from kvrs.protocol.tags import Tag
@@ -25,16 +25,23 @@ from tests.agent.agents import (
     SECRET,
     AgentProcess,
     Engine,
+    ask,
     document,
     flip_a_byte,
     page,
     processes,
+    session,
     tags,
 )
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 
 OK = StoreCode.OK
+
+
+async def epoch_of(agent: AgentProcess) -> int:
+    async with session(agent.config) as client:
+        return (await ask(client, "/kvrs/v1/agent", AgentInfo)).epoch
 
 
 async def test_checkpoints_survive_a_kill(tmp_path: Path) -> None:
@@ -50,7 +57,8 @@ async def test_checkpoints_survive_a_kill(tmp_path: Path) -> None:
             assert await engine.store("s", 8, mine[8:]) == HeldPages(OK, 12)
             assert await engine.offer("t", 4) == HeldPages(OK, 0)
             assert await engine.store("t", 0, other) == HeldPages(OK, 4)
-            assert (await engine.fetch(mine, epoch=1)).full_pages == 12
+            epoch = await epoch_of(agent)
+            assert (await engine.fetch(mine, epoch=epoch)).full_pages == 12
 
         agent.end(signal.SIGKILL)
         flip_a_byte(tmp_path, page(other[2]))
@@ -60,7 +68,9 @@ async def test_checkpoints_survive_a_kill(tmp_path: Path) -> None:
             assert (await engine.fetch(mine)).full_pages == 12
             damaged = await engine.fetch(other)
             assert (damaged.full_pages, damaged.gone, damaged.error) == (2, True, None)
-            assert "is in epoch 2" in str((await engine.fetch(mine, epoch=1)).error)
+            later = await epoch_of(agent)
+            assert later > epoch
+            assert f"is in epoch {later}" in str((await engine.fetch(mine, epoch=epoch)).error)
             # The writer continues: it offers all pages, and sends those that are missing.
             assert await engine.offer("t", 4, other) == HeldPages(OK, 2)
             assert await engine.store("t", 2, other[2:]) == HeldPages(OK, 4)

@@ -90,7 +90,7 @@ def wait_until_gone(*directories: Path) -> None:
 
 
 def test_a_killed_agent_restarts_with_its_checkpoints(started: Launch, memory: Path) -> None:
-    """It has the same address and a higher epoch, and adopts its predecessor's segments; a clean
+    """It has the same address and a higher epoch, and adopts its predecessor's pages; a clean
     end removes them.
     """
     before = wait_for(started, lambda agent: agent["checkpoints"] == 0)
@@ -113,10 +113,10 @@ def test_a_killed_agent_restarts_with_its_checkpoints(started: Launch, memory: P
 @pytest.mark.nightly
 def test_a_launcher_that_is_killed_leaves_no_shared_memory(started: Launch, memory: Path) -> None:
     """Files outlive processes; the guard knows where they lie."""
-    (segments,) = memory.iterdir()
-    assert list(segments.rglob("segment-*"))
+    (store,) = memory.iterdir()
+    assert list(store.rglob("slab"))
 
     started.process.kill()
 
-    wait_until_gone(segments, started.run_directory)
+    wait_until_gone(store, started.run_directory)
     assert list(memory.iterdir()) == []

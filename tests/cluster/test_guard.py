@@ -150,7 +150,7 @@ def test_the_guard_removes_what_killed_agents_left_for_their_successors(
     segments, others = tmp_path / "shm" / "run", tmp_path / "shm" / "other"
     for directory in (segments, others):
         (directory / "kvrs-ab12-n0").mkdir(parents=True)
-        (directory / "kvrs-ab12-n0" / "segment-0").write_bytes(bytes(4096))
+        (directory / "kvrs-ab12-n0" / "slab").write_bytes(bytes(4096))
     guard = start_guard(run_directory, segments)
     assert guard.stdin is not None
 
@@ -159,4 +159,4 @@ def test_the_guard_removes_what_killed_agents_left_for_their_successors(
     assert guard.wait(30) == 0
     assert holder.wait(30) != 0
     assert list((tmp_path / "shm").iterdir()) == [others]
-    assert len(list(others.rglob("segment-0"))) == 1
+    assert len(list(others.rglob("slab"))) == 1

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvrs.protocol.tags import Tag, page_tags
 from kvrs.transfer import checkpoint_backlog as backlog
 from kvrs.transfer import checkpoint_sender
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import PAGES_SOCKET, Identity, PagePlace, PinnedPages, PullRequest
+from kvrs.transfer.peers import PAGES_SOCKET, PagePlace, PinnedPages, PullRequest
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.shared_memory.passing import listen_in
@@ -68,18 +69,9 @@ async def agent(
         store = CountingStore(place, capacity_bytes, lease_s=30.0, clock=loop.time)
         store.sent = []
 
-        def identity() -> Identity:
-            return Identity(
-                AGENT,
-                AGENTS_NODE,
-                store.epoch,
-                store.fingerprint,
-                store.page_bytes,
-                store.page_cells,
-            )
-
         settings = TransferSettings()
         links = SendingLinks(settings, SendingFaults(), AGENTS_NODE)
+        identity = partial(store.identity, AGENT, AGENTS_NODE)
         server = PageServer(identity, store, SECRET, settings, links)
         server.keep(store)
         port = await server.start("127.0.0.1", port)

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -127,12 +128,7 @@ async def node(
         store = store_class(directory, CAPACITY_PAGES * PAGE_BYTES, 3600.0, time.monotonic)
         links = SendingLinks(settings, SendingFaults(), N0)
 
-        def identity() -> Identity:
-            return Identity(
-                AGENT, N0, store.epoch, store.fingerprint, store.page_bytes, store.page_cells
-            )
-
-        server = PageServer(identity, store, SECRET, settings, links)
+        server = PageServer(partial(store.identity, AGENT, N0), store, SECRET, settings, links)
         server.keep(store)
         port = await server.start("127.0.0.1", 0)
         server.lend(listen_in(directory.path, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
@@ -290,7 +286,7 @@ async def test_memory_of_others_is_refused(
     assert (result.full_pages, result.gone) == (0, False)
     assert why in str(result.error)
     assert why in causes(caplog)[0]
-    assert not segments_mapped(tmp_path / "store", mode="r--s")
+    assert not slab_mapped(tmp_path / "store", mode="r--s")
 
 
 async def test_a_process_of_another_user_gets_nothing(
@@ -333,21 +329,16 @@ async def test_sizes_are_checked_before_anything_is_mapped(
             made = {file: LyingRegion(file, more) for file, _ in places}
             return [(made[file], offset) for file, offset in places]
 
-    if lie != "page is behind the end":
-        monkeypatch.setattr(mmap, "mmap", None)
     async with node(tmp_path, store_class=LyingStore) as each:
-        with monkeypatch.context() as real:
-            real.setattr(mmap, "mmap", _REAL_MMAP)
-            each.put(S)
+        each.put(S)
+        if lie != "page is behind the end":
+            monkeypatch.setattr(mmap, "mmap", None)
         with caplog.at_level(logging.WARNING):
             result, pages = await each.pull(each.peer)
 
     assert (result.full_pages, result.error) == (PAGES, None)
     assert pages == [content(tag) for tag in tags(S, PAGES)]
     assert "MAPPED" in causes(caplog)[0]
-
-
-_REAL_MMAP = mmap.mmap
 
 
 async def test_descriptors_without_a_name_are_refused(
@@ -404,7 +395,7 @@ async def test_a_page_that_was_damaged_at_rest_is_not_restored(tmp_path: Path) -
     """Over either way the checksum is that of the page when it was stored."""
     async with node(tmp_path) as each:
         each.put(S)
-        (path,) = (tmp_path / "store").glob("segment-*")
+        path = tmp_path / "store" / "slab"
         stored = path.read_bytes()
         with path.open("r+b") as file:
             file.seek(stored.index(content(tags(S, PAGES)[2])))
@@ -456,7 +447,7 @@ async def test_a_part_of_which_a_cell_was_damaged_at_rest_is_not_restored(tmp_pa
     """Nor is the page adopted by the next agent."""
     async with node(tmp_path, CELLED, kind=CELLED) as each:
         each.put(S, page=lambda tag: b"".join(stored_cells(tag)))
-        (path,) = (tmp_path / "store").glob("segment-*")
+        path = tmp_path / "store" / "slab"
         stored = path.read_bytes()
         with path.open("r+b") as file:
             file.seek(stored.index(stored_cells(tags(S, PAGES)[2])[9]))
@@ -506,7 +497,7 @@ async def test_files_are_mapped_for_a_while_only(
         each.put(S)
         await each.pull(each.mapped_only)
 
-        await until(lambda: not segments_mapped(tmp_path / "store", mode="r--s"))
+        await until(lambda: not slab_mapped(tmp_path / "store", mode="r--s"))
 
 
 async def test_memory_is_a_link_of_its_own(tmp_path: Path) -> None:
@@ -542,7 +533,7 @@ def causes(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [vars(record)["cause"] for record in caplog.records if record.msg == "pages are sent"]
 
 
-def segments_mapped(directory: Path, mode: str) -> list[str]:
+def slab_mapped(directory: Path, mode: str) -> list[str]:
     """Lines of this process's maps of that mode."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in lines if f"{directory}/segment-" in line and f" {mode} " in line]
+    return [line for line in lines if f"{directory}/slab" in line and f" {mode} " in line]

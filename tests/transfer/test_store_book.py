@@ -34,30 +34,58 @@ def filled(capacity: int, stream: StreamId, pages: tuple[Tag, ...]) -> Checkpoin
     return book
 
 
-def test_an_offer_that_is_made_again_changes_nothing() -> None:
-    """A writer that lost the answer asks once more."""
-    book = filled(10, S, tags(1, 4))
-
-    again = book.offer(CheckpointClaim(S, 0, 1), 4, tags(1, 4), until_s=5.0)
-
-    assert again == HeldPages(OK, 4)
-    assert book.reserved_slots == 4
-    assert book.expire(9.0) == []  # Nor does it shorten the lease.
-
-
-def test_a_page_that_is_here_already_is_kept_and_not_received_again() -> None:
-    """Streams share the pages of a common beginning; each has them reserved."""
-    book = filled(10, S, tags(1, 4, shared=2))
-
-    offered = book.offer(CheckpointClaim(T, 0, 1), 4, tags(2, 4, shared=2), until_s=10.0)
-    incoming = book.begin(CheckpointClaim(T, 0, 1), 0, tags(2, 4, shared=2))
-
-    assert offered == HeldPages(OK, 2)
-    assert [number is None for number in incoming.slots] == [True, True, False, False]
-    book.end(incoming)
+def test_a_page_that_finds_no_slot_is_taken_when_readers_are_done() -> None:
+    """A slot that is read is not overwritten, and the writer is told how many pages are kept."""
+    book = filled(4, S, tags(1, 3))
     book.release([S], until_s=20.0)
-    assert book.held(T) == 2
-    book.check()
+    read, claim, pages = book.match(tags(1, 3)), CheckpointClaim(T, 0, 1), tags(2, 3)
+    book.offer(claim, 3, (), until_s=10.0)
+
+    early = store(book, claim, 0, pages)
+    book.unpin(read)
+
+    assert early == HeldPages(OK, 1)
+    assert store(book, claim, 1, pages[1:]) == HeldPages(OK, 3)
+    book.check([])
+
+
+def test_pages_of_another_way_replace_those_that_are_here_from_there_on() -> None:
+    """Also where the claim is the same, whichever instance has computed them."""
+    book, claim, other = filled(3, S, tags(1, 3)), CheckpointClaim(S, 0, 1), tags(2, 3)
+    there = tags(1, 1) + other[1:]
+
+    offered = book.offer(claim, 3, there[:2], until_s=10.0)
+
+    assert offered == HeldPages(OK, 1)
+    assert store(book, claim, 1, there[1:]) == HeldPages(OK, 3)
+    assert len(book.match(there)) == 3
+
+
+def test_a_range_outlives_the_reservation_that_it_was_meant_for() -> None:
+    """Its slots are busy until the connection ends; what arrived whole is kept while there is
+    room.
+    """
+    book, claim = CheckpointBook(2), CheckpointClaim(S, 0, 1)
+    book.offer(claim, 2, (), until_s=10.0)
+    incoming = book.begin(claim, 0, tags(1, 2))
+    book.release([S], until_s=20.0)
+
+    book.commit(incoming, 0)
+
+    assert book.end(incoming) == HeldPages(OK, 0)
+    assert book.held_slots == 1
+    book.check([])
+
+
+def test_a_new_writer_has_no_pages_before_its_offer() -> None:
+    """Those that are here may be another way that the stream went; they are found by their tags."""
+    book, claim = filled(4, S, tags(1, 2)), CheckpointClaim(S, 0, 2)
+
+    early = store(book, claim, 2, tags(1, 3)[2:])
+
+    assert early == HeldPages(OK, 0)
+    assert book.offer(claim, 3, tags(1, 2), until_s=10.0) == HeldPages(OK, 2)
+    assert store(book, claim, 2, tags(1, 3)[2:]) == HeldPages(OK, 3)
 
 
 def test_a_gap_is_answered_with_what_is_held() -> None:
@@ -122,60 +150,6 @@ def test_a_page_that_two_streams_bring_at_once_is_kept_once() -> None:
     book.check()
 
 
-def test_an_older_attempt_is_fenced() -> None:
-    """The checkpoint of a stream has one writer, as the stream has."""
-    book = filled(10, S, tags(1, 2))
-    book.offer(CheckpointClaim(S, 0, 2), 4, tags(1, 2), until_s=10.0)
-
-    late = book.begin(CheckpointClaim(S, 0, 1), 2, tags(1, 3)[2:])
-
-    assert book.offer(CheckpointClaim(S, 0, 1), 4, tags(1, 2), until_s=10.0) == HeldPages(FENCED, 2)
-    assert late.slots == [None]
-    assert book.end(late) == HeldPages(FENCED, 2)
-    assert store(book, CheckpointClaim(S, 1, 1), 2, tags(1, 3)[2:]) == HeldPages(
-        OK, 3
-    )  # A later owner begins with attempt 1 again.
-
-
-def test_pages_of_a_later_attempt_fence_the_older_one_even_without_an_offer() -> None:
-    """Whatever shows that there is a later writer shuts the older one out."""
-    book = filled(10, S, tags(1, 2))
-
-    book.end(book.begin(CheckpointClaim(S, 0, 2), 5, tags(1, 6)[5:]))
-
-    assert book.begin(CheckpointClaim(S, 0, 1), 0, tags(1, 1)).code is FENCED
-
-
-def test_a_stream_that_ended_is_not_reserved_for_again() -> None:
-    """A short stream is over before its prefill instance has made its offer: nothing would release
-    that reservation.
-    """
-    book = filled(10, S, tags(1, 2))
-
-    book.release([S, T], until_s=30.0)
-    book.release([S, T], until_s=30.0)
-
-    assert book.offer(CheckpointClaim(S, 0, 1), 2, (), until_s=10.0).code is FENCED
-    assert book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=10.0).code is FENCED
-    assert book.begin(CheckpointClaim(S, 0, 1), 0, tags(1, 1)).code is FENCED
-    assert book.reserved_slots == 0
-    assert book.offer(CheckpointClaim(S, 0, 2), 2, tags(1, 2), until_s=10.0) == HeldPages(
-        OK, 2
-    )  # A later plan came back here.
-    book.expire(30.0)
-    assert book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=40.0).code is OK
-    book.check()
-
-
-def test_more_than_was_reserved_is_not_taken() -> None:
-    """The room of others is theirs, filled or not."""
-    book = CheckpointBook(10)
-    book.offer(CheckpointClaim(S, 0, 1), 2, (), until_s=10.0)
-
-    assert store(book, CheckpointClaim(S, 0, 1), 0, tags(1, 3)) == HeldPages(FULL, 2)
-    book.check()
-
-
 def test_only_pages_without_a_reservation_make_room_least_recently_used_first() -> None:
     """And of one incoming its tail first: the beginning is worth more."""
     book = filled(5, S, tags(1, 2))
@@ -191,25 +165,6 @@ def test_only_pages_without_a_reservation_make_room_least_recently_used_first() 
     book.check()
 
 
-def test_a_page_that_is_read_is_never_overwritten() -> None:
-    """Nor does reading take reserved room: a page which only a reader would keep counts as
-    gone instead.
-    """
-    book = filled(4, S, tags(1, 2))
-    book.release([S], until_s=20.0)
-    read = book.match(tags(1, 2))
-
-    assert book.offer(CheckpointClaim(T, 0, 1), 3, (), until_s=10.0).code is FULL
-    assert book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=10.0).code is OK
-    incoming = book.begin(CheckpointClaim(T, 0, 1), 0, tags(2, 2))
-    assert not set(incoming.slots) & set(read)
-    book.end(incoming)
-    book.unpin(read)
-    book.offer(CheckpointClaim(U, 0, 1), 2, (), until_s=10.0)
-    assert book.match(tags(1, 2)) == []
-    book.check()
-
-
 def test_what_was_read_gives_way_tail_first() -> None:
     """A later reader of a history finds its beginning."""
     book = filled(3, S, tags(1, 2))
@@ -220,52 +175,6 @@ def test_what_was_read_gives_way_tail_first() -> None:
     store(book, CheckpointClaim(T, 0, 1), 0, tags(2, 2))
 
     assert len(book.match(tags(1, 2))) == 1
-
-
-def test_pages_being_read_count_once_for_who_reserves_them() -> None:
-    """A recovery reads its stream's old pages while the new attempt makes its offer for the same
-    ones.
-    """
-    book = filled(2, S, tags(1, 2))
-    book.release([S], until_s=20.0)
-    book.match(tags(1, 2))
-
-    assert book.offer(CheckpointClaim(S, 0, 2), 2, tags(1, 2), until_s=10.0) == HeldPages(OK, 2)
-    book.check()
-
-
-def test_pages_being_read_count_for_who_cannot_have_them_yet() -> None:
-    """The pages before them are those of an earlier attempt, which are being read as well."""
-    book = filled(4, S, tags(1, 2))
-    book.offer(CheckpointClaim(T, 0, 1), 2, tags(2, 2), until_s=1.0)
-    store(book, CheckpointClaim(T, 0, 1), 0, tags(2, 2))
-    book.expire(1.0)
-    assert len(book.match(tags(1, 2)) + book.match(tags(2, 2))) == 4
-
-    answer = book.offer(CheckpointClaim(S, 0, 2), 3, tags(2, 2), until_s=10.0)
-
-    assert answer == HeldPages(FULL, 0)
-    book.check()
-
-
-def test_an_attempt_that_went_another_way_replaces_the_pages_from_there() -> None:
-    """Its client never saw what the dead instance had sampled beyond; until a reader is done with
-    it, it stays.
-    """
-    book = filled(3, S, tags(1, 3))
-    other = tags(1, 1) + tags(2, 3)[1:]
-    read = book.match(tags(1, 3))
-
-    early = book.offer(CheckpointClaim(S, 0, 2), 3, other, until_s=10.0)
-    refused = store(book, CheckpointClaim(S, 0, 2), 1, other[1:])
-    book.unpin(read)
-    taken = store(book, CheckpointClaim(S, 0, 2), 1, other[1:])
-
-    assert early == HeldPages(OK, 1)
-    assert refused == HeldPages(OK, 1)
-    assert taken == HeldPages(OK, 3)
-    assert len(book.match(other)) == 3
-    book.check()
 
 
 def test_pages_that_an_attempt_has_yet_to_compute_are_not_those_of_the_one_before() -> None:
@@ -283,24 +192,6 @@ def test_pages_that_an_attempt_has_yet_to_compute_are_not_those_of_the_one_befor
 
     assert [offered, *answers] == [HeldPages(OK, 1), HeldPages(OK, 2), HeldPages(OK, 4)]
     assert len(book.match(ways[1])) == 4
-    book.check()
-
-
-def test_a_run_outlives_the_reservation_that_it_was_meant_for() -> None:
-    """Its slots are busy until the connection lets go of them; what arrived whole is kept as long
-    as there is room.
-    """
-    book = CheckpointBook(2)
-    claim = CheckpointClaim(S, 0, 1)
-    book.offer(claim, 2, (), until_s=10.0)
-    incoming = book.begin(claim, 0, tags(1, 2))
-    book.release([S], until_s=20.0)
-
-    assert book.offer(CheckpointClaim(T, 0, 1), 1, (), until_s=10.0).code is FULL
-    book.commit(incoming, 0)
-    assert book.offer(CheckpointClaim(T, 0, 1), 1, (), until_s=10.0).code is OK
-    assert book.end(incoming) == HeldPages(OK, 0)
-    assert book.held_slots == 1
     book.check()
 
 
@@ -349,15 +240,3 @@ def test_stores_of_a_process_share_the_numbers_of_their_slots() -> None:
 
     assert one == [399, 399, 399]
     assert all(slot is same for slot, same in zip(one, other, strict=True))
-
-
-def test_a_fence_of_a_stream_that_was_never_here_ends_too() -> None:
-    """A proxy releases what it has promised, whether an offer has come or not."""
-    book = CheckpointBook(4)
-    book.release([S], until_s=5.0)
-    early = book.offer(CheckpointClaim(S, 0, 1), 1, (), until_s=20.0)
-
-    book.expire(6.0)
-
-    assert early.code is FENCED
-    assert book.offer(CheckpointClaim(S, 0, 1), 1, (), until_s=20.0).code is OK

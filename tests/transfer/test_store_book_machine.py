@@ -2,16 +2,18 @@
 it.
 """
 
+from math import inf
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvrs.ids import StreamId
-from kvrs.protocol.page_messages import CheckpointClaim, StoreCode
+from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.transfer.store.book import CheckpointBook, IncomingRange
 from kvrs_testkit.examples import examples
 
-STREAMS = [StreamId(name) for name in "abcd"]
+STREAMS = [StreamId(name) for name in "abc"]
 LONGEST = 6
 # Two ways that a stream may go; the first two pages of all streams are alike.
 WAYS = {
@@ -23,93 +25,107 @@ WAYS = {
 }
 
 streams = st.sampled_from(STREAMS)
-attempts = st.integers(1, 3)
+attempts = st.sampled_from([1, 1, 1, 2, 3])
+
+
+def way_of(stream: StreamId, attempt: int) -> tuple[Tag, ...]:
+    """An attempt may sample other tokens than the one before."""
+    return WAYS[stream][attempt % 2]
 
 
 class BookMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.probes = 0
         self.memory: dict[int, Tag | None] = {}  # What whole page was last written into a slot.
         self.ranges: list[IncomingRange] = []
         self.reading: list[list[int]] = []
         self.promised: dict[StreamId, tuple[int, float]] = {}  # Slots, until when.
-        self.claims: dict[StreamId, tuple[int, int]] = {}
+        self.writers: dict[StreamId, int] = {}  # The attempt that writes.
+        self.named: dict[StreamId, int] = {}  # How many pages it has told of.
+        self.ended: dict[StreamId, tuple[float, float]] = {}  # The last attempt, and until when.
 
-    @initialize(capacity=st.integers(1, 12))
+    @initialize(capacity=st.integers(1, 8))
     def start(self, capacity: int) -> None:
         self.book = CheckpointBook(capacity)
+
+    def is_fenced(self, stream: StreamId, attempt: int) -> bool:
+        if stream in self.promised:
+            return attempt < self.writers[stream]
+        return attempt <= self.ended.get(stream, (0, 0.0))[0]
+
+    def in_use(self) -> list[int]:
+        read = [slot for found in self.reading for slot in found]
+        return read + [slot for each in self.ranges for slot in each.slots if slot is not None]
 
     # What engines do.
 
     @rule(
         stream=streams,
         attempt=attempts,
-        way=st.integers(0, 1),
         pages=st.integers(0, LONGEST),
         need=st.integers(0, 7),
     )
-    def offer(self, stream: StreamId, attempt: int, way: int, pages: int, need: int) -> None:
-        held = self.book.offer(
-            CheckpointClaim(stream, 0, attempt), need, WAYS[stream][way][:pages], self.now_s + 5
-        )
+    def offer(self, stream: StreamId, attempt: int, pages: int, need: int) -> None:
+        claim, tags = CheckpointClaim(stream, 0, attempt), way_of(stream, attempt)[:pages]
+        fenced = self.is_fenced(stream, attempt)
 
-        known = self.claims.get(stream)
-        if held.code is StoreCode.FENCED:
-            assert known is None or attempt < known[1] or stream not in self.promised
+        held = self.book.offer(claim, need, tags, self.now_s + 5)
+
+        assert (held.code is StoreCode.FENCED) == fenced
+        if fenced:
             return
         had, until_s = self.promised.get(stream, (0, 0.0))
-        if held.code is StoreCode.OK:
-            self.promised[stream] = (max(need, had), max(until_s, self.now_s + 5))
-        else:
-            # Refused because there is less than what is asked for, besides what others were
-            # reserved or being read.
-            busy = {slot for incoming in self.reading for slot in incoming} | {
-                slot for incoming in self.ranges for slot in incoming.slots if slot
-            }
-            assert (
-                sum(slots for slots, _ in self.promised.values()) + need - had + len(busy)
-                >= self.book.capacity_slots
-            )
-            if stream in self.promised:
-                self.promised[stream] = (had, max(until_s, self.now_s + 5))
-        if stream in self.promised:
-            assert known is None or attempt >= known[1]
-            self.claims[stream] = (0, attempt)
-        assert held.pages <= max(pages, self.book.held(stream))
+        others = sum(slots for slots, _ in self.promised.values()) - had
+        fits = need <= had or others + need <= self.book.capacity_slots
+        assert (held.code is StoreCode.OK) == fits
+        if fits or stream in self.promised:
+            self.promised[stream] = max(need, had) if fits else had, max(until_s, self.now_s + 5)
+            self.write(stream, attempt, min(pages, self.promised[stream][0]))
+        assert held.pages <= self.named.get(stream, 0)
+
+    def write(self, stream: StreamId, attempt: int, named: int) -> None:
+        if self.writers.get(stream) != attempt:
+            self.named[stream] = 0
+        self.writers[stream] = attempt
+        self.named[stream] = max(self.named[stream], named)
 
     @rule(
         stream=streams,
         attempt=attempts,
-        way=st.integers(0, 1),
         first=st.integers(0, LONGEST - 1),
         count=st.integers(1, 4),
     )
-    def begin(self, stream: StreamId, attempt: int, way: int, first: int, count: int) -> None:
-        held_before = self.book.held(stream)
-        incoming = self.book.begin(
-            CheckpointClaim(stream, 0, attempt), first, WAYS[stream][way][first : first + count]
-        )
-        self.ranges.append(incoming)
+    def begin(self, stream: StreamId, attempt: int, first: int, count: int) -> None:
+        tags = way_of(stream, attempt)[first : first + count]
+        fenced, in_use = self.is_fenced(stream, attempt), self.in_use()
+        here = {self.memory[slot] for slot in self.memory}
+        need, _ = self.promised.get(stream, (0, 0.0))
 
+        incoming = self.book.begin(CheckpointClaim(stream, 0, attempt), first, tags)
+
+        self.ranges.append(incoming)
         taken = [slot for slot in incoming.slots if slot is not None]
-        reading = {slot for slots in self.reading for slot in slots}
-        writing = {slot for other in self.ranges[:-1] for slot in other.slots}
-        assert not set(taken) & (reading | writing), "a slot in use is given away"
+        assert not set(taken) & set(in_use), "a slot in use is given away"
+        assert (incoming.code is StoreCode.FENCED) == fenced
+        if fenced or stream not in self.promised:
+            assert not taken
+            return
+        self.write(stream, attempt, 0)
+        if first > self.named[stream]:
+            assert not taken, "there is a gap"
+            return
+        self.write(stream, attempt, min(first + len(tags), need))
+        assert (incoming.code is StoreCode.FULL) == (first + len(tags) > need)
+        arrives = {each.tags[at] for each in self.ranges[:-1] for at in range(len(each.tags))}
+        for index, (tag, slot) in enumerate(zip(tags, incoming.slots, strict=True), first):
+            assert slot is None or index < need
+            assert slot is None or tag not in here, "a page that is here is received again"
+            # What is reserved is received, unless others use more than their reservations.
+            if not in_use and index < need and tag not in here | arrives:
+                assert slot is not None
         for slot in taken:
             self.memory[slot] = None
-        if incoming.code is StoreCode.FENCED or stream not in self.promised:
-            assert not taken
-        else:
-            self.claims[stream] = (0, attempt)
-            # What is reserved and right behind what is there is received, unless it is on its way
-            # already or is being read.
-            idle = (
-                not any(other.stream == stream for other in self.ranges[:-1]) and not self.reading
-            )
-            if idle and first == held_before < self.promised[stream][0]:
-                assert incoming.slots[0] is not None or self.book.held(stream) > held_before
 
     @precondition(lambda self: self.ranges)
     @rule(data=st.data())
@@ -117,22 +133,27 @@ class BookMachine(RuleBasedStateMachine):
         incoming = data.draw(st.sampled_from(self.ranges))
         waiting = [position for position, slot in enumerate(incoming.slots) if slot is not None]
         if waiting:
-            slot = incoming.slots[waiting[0]]
+            position = data.draw(st.sampled_from(waiting))
+            slot, tag = incoming.slots[position], incoming.tags[position]
             assert slot is not None
-            self.memory[slot] = incoming.tags[waiting[0]]
-            own = self.book.commit(incoming, waiting[0])
-            assert own in (slot, None)
-            if own is None:
-                self.memory[slot] = None
+            is_new = tag not in self.memory.values()
+
+            assert self.book.commit(incoming, position) == (slot if is_new else None)
+
+            self.memory[slot] = tag if is_new else None
 
     @precondition(lambda self: self.ranges)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), refused=st.booleans())
+    def end(self, data: st.DataObject, refused: bool) -> None:
         incoming = data.draw(st.sampled_from(self.ranges))
         self.ranges.remove(incoming)
+        if refused:
+            self.book.refuse(incoming)
+
         held = self.book.end(incoming)
 
-        assert held.pages <= self.book.held(incoming.stream)
+        assert held == HeldPages(incoming.code, self.book.held(incoming.stream))
+        assert not refused or held.code is StoreCode.FULL
 
     @rule(stream=streams, way=st.integers(0, 1), pages=st.integers(1, LONGEST))
     def read(self, stream: StreamId, way: int, pages: int) -> None:
@@ -141,6 +162,7 @@ class BookMachine(RuleBasedStateMachine):
         self.reading.append(found)
 
         assert [self.memory[slot] for slot in found] == list(wanted[: len(found)])
+        assert len(found) == pages or wanted[len(found)] not in self.memory.values()
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
@@ -151,9 +173,18 @@ class BookMachine(RuleBasedStateMachine):
 
     @rule(stream=streams)
     def release(self, stream: StreamId) -> None:
+        last, _ = self.ended.get(stream, (inf, 0.0))
+
         self.book.release([stream], self.now_s + 5)
-        self.promised.pop(stream, None)
-        self.claims.pop(stream, None)
+
+        if stream in self.promised:
+            last = self.writers[stream]
+        self.ended[stream] = last, self.now_s + 5
+        self.forget(stream)
+
+    def forget(self, stream: StreamId) -> None:
+        for each in (self.promised, self.writers, self.named):
+            each.pop(stream, None)
 
     @rule(some=st.sets(streams))
     def renew(self, some: set[StreamId]) -> None:
@@ -171,44 +202,25 @@ class BookMachine(RuleBasedStateMachine):
             s for s, (_, until_s) in self.promised.items() if until_s <= self.now_s
         )
         for stream in ended:
-            del self.promised[stream]
-            self.claims.pop(stream, None)
-
-    @precondition(lambda self: not self.ranges and not self.reading)
-    @rule()
-    def idle(self) -> None:
-        """Without readers and writers, everything that is not reserved can be had."""
-        if self.book.capacity_slots > self.book.reserved_slots:
-            free = self.book.capacity_slots - self.book.reserved_slots
-            self.probes += 1
-            probe = StreamId(f"probe {self.probes}")
-            assert (
-                self.book.offer(CheckpointClaim(probe, 0, 1), free + 1, (), self.now_s + 1).code
-                is StoreCode.FULL
-            )
-            assert (
-                self.book.offer(CheckpointClaim(probe, 0, 1), free, (), self.now_s + 1).code
-                is StoreCode.OK
-            )
-            self.book.release([probe], self.now_s + 1)
+            self.forget(stream)
+        self.ended = {s: each for s, each in self.ended.items() if each[1] > self.now_s}
 
     @invariant()
     def sound(self) -> None:
         if not hasattr(self, "book"):
             return
-        self.book.check()
+        self.book.check(self.in_use())
         assert self.book.reserved_slots == sum(slots for slots, _ in self.promised.values())
+        assert self.book.held_slots == sum(tag is not None for tag in self.memory.values())
+        assert self.book.streams().keys() == self.promised.keys()
+        # Every page that a stream counts as held is there, whole, and its writer's own.
         for stream, leading in self.book.streams().items():
-            ways = [self.book.match(way[:leading]) for way in WAYS.get(stream, [()])]
-            # Every page that a stream counts as held is there, whole.
-            assert leading == 0 or any(
-                len(found) == leading
-                and [self.memory[slot] for slot in found] == list(way[:leading])
-                for found, way in zip(ways, WAYS[stream], strict=True)
-            ), f"{stream}: {leading} pages are not all there"
-            for found in ways:
-                self.book.unpin(found)
+            own = way_of(stream, self.writers[stream])[:leading]
+            found = self.book.match(own)
+            assert leading <= self.named[stream]
+            assert [self.memory[slot] for slot in found] == list(own), f"{stream}: {leading}"
+            self.book.unpin(found)
 
 
-BookMachine.TestCase.settings = examples(150, stateful_step_count=40)
+BookMachine.TestCase.settings = examples(400, stateful_step_count=40)
 TestBook = BookMachine.TestCase

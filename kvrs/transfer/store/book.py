@@ -1,84 +1,45 @@
-"""Slots and reservations of a host's checkpoint store: where each page lies, and for which streams
-room is reserved.
+"""The book of a host's checkpoint store: where each page lies, and for which streams room is
+reserved.
 
-Pure: `now_s` is an argument and slots are numbers; the owner of the memory behind them acts on what
-is decided here.
+Pure: `now_s` is an argument and slots are numbers; `slab.py` has the memory behind them.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import inf
 
 from kvrs.ids import StreamId
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
-from kvrs.transfer.store.store_slots import StoreSlots
+from kvrs.release_order import ReleaseOrder, shared
 
-# The states of a slot stand in `store_slots.py`; references are held by reservations.
+# A slot is in exactly one state. Its users are reservations, and connections that write or read it.
 #
-# Invariant: a page of a reservation always finds a slot. It follows from one inequality, which
-# `check` asserts:
+#   state      tag    users   can be taken for another page
+#   free       none     0     first
+#   incoming   none   >= 1    no: a connection writes it
+#   used       yes    >= 1    no: it is reserved or read
+#   cached     yes      0     second, least recently used first
 #
-#     sum of what is reserved  +  slots that are pinned and of no reservation  <=  capacity
-#
-# Every page index of a reservation uses at most one slot of what it reserved (reserved or
-# incoming); so as long as one index has none, fewer slots than there are can neither be taken nor
-# evicted. A step that would break it is refused: an offer is answered FULL, a page without a
-# reservation counts as gone for a reader.
+# At most as many slots are reserved as there are, and each page of a reservation uses one of them.
+# So a page of a reservation finds a slot, unless connections read or write as many pages that no
+# reservation has. Then the page is not taken, and its writer sends it again a little later.
 
-_ANY = (1 << 64, 0)  # Above every (owner epoch, attempt).
-_ALL_PAGES = 1 << 32  # More than any stream has.
+_Order = tuple[int, int]  # (owner epoch, attempt)
+_NO_CLAIM: _Order = (-1, -1)
+_ANY_CLAIM: _Order = (1 << 64, 0)
 
 
 @dataclass(slots=True, eq=False)
 class _Reservation:
-    claim: tuple[int, int]
-    need: int  # Slots.
-    until_s: float
-    # Tags of the stream's pages from page 0 on, as far as named by a writer and reserved.
+    claim: _Order  # The writer's.
+    need: int = 0  # Slots.
+    until_s: float = 0.0
+    # Tags of the stream's pages from page 0 on, as far as the writer has named and reserved them.
     tags: list[Tag] = field(default_factory=list)
-    # Slots of those pages; None: not here.
+    # Slots of those pages, some of which are incoming; None: not here.
     slots: list[int | None] = field(default_factory=list)
-    # By page index: being written by a connection.
-    incoming: dict[int, int] = field(default_factory=dict)
-    leading: int = 0  # Pages that are here, up to the first gap.
-    # How many of the tags the writer of that claim has named; those behind are of an earlier
-    # attempt.
-    named: int = 0
-
-    @property
-    def extent(self) -> int:
-        """The index up to which pages are here or arriving; a later range would leave a gap."""
-        index = self.leading
-        while index < len(self.slots) and (self.slots[index] is not None or index in self.incoming):
-            index += 1
-        return index
-
-    def agreed(self, first: int, tags: Sequence[Tag], pins: Sequence[int]) -> int:
-        """The index below which it can have a writer's tags from index `first` on; `pins` are
-        those of each slot.
-        """
-        known = self.tags[first : first + len(tags)]
-        if known == list(tags[: len(known)]):
-            return _ALL_PAGES
-        for index, (own, tag) in enumerate(zip(known, tags, strict=False), first):
-            if own != tag:
-                # Dropped pages that are being read would not be free: their room cannot be used
-                # yet.
-                is_read = any(slot is not None and pins[slot] for slot in self.slots[index:])
-                return index if is_read else _ALL_PAGES
-        return _ALL_PAGES
-
-    def hand_to(self, claim: CheckpointClaim) -> None:
-        """Let that claim be the writer from now on."""
-        if self.claim != _order(claim):
-            self.claim, self.named = _order(claim), 0
-
-    def advance(self) -> int:
-        """Update `leading` after a page has arrived."""
-        while self.leading < len(self.slots) and self.slots[self.leading] is not None:
-            self.leading += 1
-        return self.leading
+    leading: int = 0  # Pages that are here whole, up to the first gap.
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +54,93 @@ class IncomingRange:
     code: StoreCode
     slots: list[int | None]
     reservation: _Reservation | None
-    agreed: int = _ALL_PAGES  # Below this index the reservation has the writer's pages.
+
+
+class _Slots:
+    """The contents and the users of every slot. Every operation costs O(1)."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        # Of slots that were ever used; low numbers first, so that memory grows as needed.
+        self.tags: list[Tag | None] = []
+        self.users = array("I")
+        self.by_tag: dict[Tag, int] = {}
+        self._free = array("I")
+        self._cached = ReleaseOrder()
+
+    def adopt(self, pages: Sequence[tuple[int, Tag]]) -> None:
+        """Take over pages that an earlier process left, least recently used first."""
+        assert not self.tags, "this store is in use"
+        count = max((slot + 1 for slot, _ in pages), default=0)
+        assert count <= self.capacity
+        self.tags += [None] * count
+        self.users.extend([0] * count)
+        for number, tag in pages:
+            slot = shared(number)
+            if self.tags[slot] is None and self.register(slot, tag):
+                self._cached.add(slot)
+        self._free.extend(slot for slot in reversed(range(count)) if self.tags[slot] is None)
+
+    def register(self, slot: int, tag: Tag) -> bool:
+        """The slot holds that page whole. Returns False where an equal page came first."""
+        own = self.by_tag.setdefault(tag, slot) == slot
+        if own:
+            self.tags[slot] = tag
+        return own
+
+    def find(self, tag: Tag) -> int | None:
+        """The slot with that page, which has one user more."""
+        slot = self.by_tag.get(tag)
+        if slot is not None:
+            if not self.users[slot]:
+                self._cached.discard(slot)
+            self.users[slot] += 1
+        return slot
+
+    def take(self) -> int | None:
+        """A slot to be written, with one user; None: all are used."""
+        if self._free:
+            slot = shared(self._free.pop())
+        elif len(self.tags) < self.capacity:
+            slot = shared(len(self.tags))
+            self.tags.append(None)
+            self.users.append(0)
+        elif self._cached:
+            slot = shared(self._cached.pop_first())
+            tag, self.tags[slot] = self.tags[slot], None
+            assert tag is not None
+            del self.by_tag[tag]
+        else:
+            return None
+        self.users[slot] = 1
+        return slot
+
+    def drop(self, slot: int) -> None:
+        """The slot has one user less."""
+        assert self.users[slot] > 0, f"slot {slot} is unpinned once too often"
+        self.users[slot] -= 1
+        if not self.users[slot]:
+            if self.tags[slot] is None:
+                self._free.append(slot)
+            else:
+                self._cached.add(slot)
+
+    def check(self, users: Sequence[int], *, are_all: bool) -> None:
+        """Assert that every slot is in exactly one state and has these users, or more unless
+        `are_all`. O(slots).
+        """
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a slot is twice in the free list"
+        assert len(cached) == len(self._cached), "the order of release is broken"
+        for slot, tag in enumerate(self.tags):
+            idle = not self.users[slot]
+            assert users[slot] <= self.users[slot], f"slot {slot} has more users than it counts"
+            assert not are_all or users[slot] == self.users[slot], f"slot {slot}: users"
+            assert (slot in free) == (idle and tag is None), f"slot {slot}: free list is wrong"
+            assert (slot in cached) == (idle and tag is not None), f"slot {slot}: cache is wrong"
+            assert tag is None or self.by_tag[tag] == slot, f"slot {slot}: tag is wrong"
+        assert len(self.by_tag) == sum(tag is not None for tag in self.tags)
+        assert len(self.tags) <= self.capacity
 
 
 class CheckpointBook:
@@ -107,19 +154,18 @@ class CheckpointBook:
         self._reservations: dict[StreamId, _Reservation] = {}
         # The last claims of streams that were released, until a time: late offers of theirs would
         # reserve room for nothing.
-        self._ended: dict[StreamId, tuple[tuple[int, int], float]] = {}
-        self._slots = StoreSlots(capacity_slots)
-        self._first_end_s = inf  # No reservation and no fence ends before.
+        self._ended: dict[StreamId, tuple[_Order, float]] = {}
+        self._slots = _Slots(capacity_slots)
 
     @property
     def held_slots(self) -> int:
         """Whole pages, reserved and not."""
-        return self._slots.held
+        return len(self._slots.by_tag)
 
     @property
     def used_slots(self) -> int:
         """Slots that were ever used are those below this number."""
-        return self._slots.used
+        return len(self._slots.tags)
 
     @property
     def reservations(self) -> int:
@@ -148,32 +194,23 @@ class CheckpointBook:
         reservation = self._reservations.get(claim.stream)
         if self._is_fenced(claim, reservation):
             return HeldPages(StoreCode.FENCED, self.held(claim.stream))
-        more = need - (0 if reservation is None else reservation.need)
-        # Pages that are being read count once, as reserved, where the reservation will have them.
-        agreed = (
-            _ALL_PAGES if reservation is None else reservation.agreed(0, tags, self._slots.pins)
-        )
-        if strays := self._slots.strays:
-            own = set(tags[: min(need, agreed)])
-            strays -= sum(self._slots.is_stray(tag) for tag in own)
-        full = more > 0 and self.reserved_slots + more + strays > self.capacity_slots
+        more = max(0, need - (0 if reservation is None else reservation.need))
+        full = more > 0 and self.reserved_slots + more > self.capacity_slots
         if reservation is None:
             if full:
                 return HeldPages(StoreCode.FULL, 0)
-            reservation = self._reservations[claim.stream] = _Reservation(_order(claim), 0, until_s)
-        # The stream's new writer fences the old one even if there is no more room for it.
-        reservation.hand_to(claim)
+            reservation = self._reservations[claim.stream] = _Reservation(_order(claim))
         reservation.until_s = max(reservation.until_s, until_s)
-        self._first_end_s = min(self._first_end_s, until_s)
         if not full:
-            self.reserved_slots += max(0, more)
-            reservation.need += max(0, more)
-        agreed = self._adopt_tags(reservation, 0, tags)
-        self._attach(reservation, range(len(reservation.tags)))
-        return HeldPages(
-            StoreCode.FULL if full else StoreCode.OK,
-            min(reservation.advance(), reservation.named, agreed),
-        )
+            self.reserved_slots += more
+            reservation.need += more
+        # The stream's new writer fences the old one even if there is no more room for it.
+        self._name(reservation, claim, 0, tags)
+        for index, tag in enumerate(reservation.tags):
+            if reservation.slots[index] is None:
+                reservation.slots[index] = self._slots.find(tag)
+        self._advance(reservation)
+        return HeldPages(StoreCode.FULL if full else StoreCode.OK, reservation.leading)
 
     def renew(self, streams: Iterable[StreamId], until_s: float) -> list[StreamId]:
         """Let those reservations last at least until then. Returns the streams that have none."""
@@ -193,27 +230,17 @@ class CheckpointBook:
             if (reservation := self._reservations.get(stream)) is not None:
                 claim = reservation.claim
             else:
-                claim, _ = self._ended.get(stream, (_ANY, until_s))
+                claim, _ = self._ended.get(stream, (_ANY_CLAIM, until_s))
             self._ended[stream] = (claim, until_s)
-            self._first_end_s = min(self._first_end_s, until_s)
             self._end(stream)
 
     def expire(self, now_s: float) -> list[StreamId]:
         """End every reservation that has expired; returns their streams."""
-        if now_s < self._first_end_s:
-            return []
         for stream in [stream for stream, (_, until_s) in self._ended.items() if until_s <= now_s]:
             del self._ended[stream]
-        ended = [
-            stream
-            for stream, reservation in self._reservations.items()
-            if reservation.until_s <= now_s
-        ]
+        ended = [stream for stream, each in self._reservations.items() if each.until_s <= now_s]
         for stream in ended:
             self._end(stream)
-        ends_s = [until_s for _, until_s in self._ended.values()]
-        ends_s += [reservation.until_s for reservation in self._reservations.values()]
-        self._first_end_s = min(ends_s, default=inf)
         return ended
 
     # Pages that arrive.
@@ -234,9 +261,7 @@ class CheckpointBook:
         if self._is_fenced(claim, reservation):
             incoming.code = StoreCode.FENCED
         elif reservation is not None:
-            reservation.hand_to(claim)
-            if first_page <= reservation.extent:
-                self._expect(reservation, incoming)
+            self._expect(reservation, claim, incoming)
         return incoming
 
     def commit(self, incoming: IncomingRange, position: int) -> int | None:
@@ -249,43 +274,33 @@ class CheckpointBook:
         self._written(incoming, position)
         return slot if own else None
 
+    def refuse(self, incoming: IncomingRange) -> None:
+        """There is no memory for pages of the range that have not come yet."""
+        incoming.code = StoreCode.FULL
+        self._give_up(incoming)
+
     def end(self, incoming: IncomingRange) -> HeldPages:
         """End the range; slots of pages that were not committed are free again."""
-        for position in range(len(incoming.slots)):
-            if incoming.slots[position] is not None:
-                self._written(incoming, position)
-        reservation = self._reservations.get(incoming.stream)
-        return HeldPages(
-            incoming.code,
-            min(
-                self.held(incoming.stream),
-                incoming.agreed,
-                reservation.named if reservation is not None else 0,
-            ),
-        )
+        self._give_up(incoming)
+        return HeldPages(incoming.code, self.held(incoming.stream))
 
     # Pages that are read.
 
     def match(self, tags: Iterable[Tag]) -> list[int]:
-        """The slots of the longest held prefix of `tags`; each gets a pin."""
+        """The slots of the longest held prefix of `tags`, of which the caller is a user."""
         found: list[int] = []
         for tag in tags:
-            slot = self._slots.find(tag)
-            if slot is None or (
-                self._slots.is_idle(slot)
-                and self.reserved_slots + self._slots.strays >= self.capacity_slots
-            ):
+            if (slot := self._slots.find(tag)) is None:
                 break
-            self._slots.pin(slot)
             found.append(slot)
         return found
 
     def unpin(self, numbers: Sequence[int]) -> None:
-        """One pin less to each. The last page goes first, so that under pressure a history
-        loses its tail first.
+        """The caller does not use them any more. The last page goes first, so that under pressure a
+        history loses its tail first.
         """
         for number in reversed(numbers):
-            self._slots.unpin(number)
+            self._slots.drop(number)
 
     def adopt(self, pages: Sequence[tuple[int, Tag]]) -> None:
         """Take over pages that an earlier process left in those slots, least recently used first.
@@ -296,127 +311,114 @@ class CheckpointBook:
     # Reservations and their pages.
 
     def _is_fenced(self, claim: CheckpointClaim, reservation: _Reservation | None) -> bool:
-        latest = (
-            reservation.claim
-            if reservation is not None
-            else self._ended.get(claim.stream, ((-1, -1), 0.0))[0]
-        )
         # The last claim is valid again for a stream with a reservation, not for a released one.
-        return _order(claim) < latest if reservation is not None else _order(claim) <= latest
-
-    def _adopt_tags(self, reservation: _Reservation, first: int, tags: Sequence[Tag]) -> int:
-        """Take over the writer's tags from index `first` on. Returns the index below which the
-        reservation has them.
-        """
-        agreed = reservation.agreed(first, tags, self._slots.pins)
-        taken = list(tags[: max(0, min(reservation.need, agreed) - first)])
-        known = reservation.tags[first : first + len(taken)]
-        if known != taken[: len(known)]:
-            count = next(at for at, tag in enumerate(known) if tag != taken[at])
-            self._forget_from(reservation, first + count)
-            del known[count:]
-        reservation.tags += taken[len(known) :]
-        reservation.slots += [None] * (len(taken) - len(known))
-        if taken:
-            reservation.named = max(reservation.named, first + len(taken))
-        return agreed if agreed < reservation.need else _ALL_PAGES
-
-    def _forget_from(self, reservation: _Reservation, first: int) -> None:
-        # A new attempt that samples anew writes other pages than the one before, from where its
-        # output begins.
-        for slot in reversed(reservation.slots[first:]):
-            if slot is not None:
-                self._slots.drop(slot)
-        del reservation.tags[first:], reservation.slots[first:]
-        reservation.leading = min(reservation.leading, first)
-
-    def _attach(self, reservation: _Reservation, indexes: Iterable[int]) -> None:
-        """Hold the pages of those indexes that are here, unless a slot is being written for one,
-        which uses its room.
-        """
-        slots, tags, incoming = reservation.slots, reservation.tags, reservation.incoming
-        for index in indexes:
-            if slots[index] is None and index not in incoming:
-                slot = self._slots.find(tags[index])
-                if slot is not None:
-                    self._slots.hold(slot)
-                    slots[index] = slot
-
-    def _end(self, stream: StreamId) -> None:
-        reservation = self._reservations.pop(stream, None)
         if reservation is not None:
-            self.reserved_slots -= reservation.need
-            for slot in [*reservation.incoming.values(), *reversed(reservation.slots)]:
+            return _order(claim) < reservation.claim
+        return _order(claim) <= self._ended.get(claim.stream, (_NO_CLAIM, 0.0))[0]
+
+    def _name(
+        self, reservation: _Reservation, claim: CheckpointClaim, first: int, tags: Sequence[Tag]
+    ) -> None:
+        """The writer's pages from index `first` on have these tags. Pages from where a writer goes
+        another way are forgotten; so are those behind the ones that a new writer names, which it
+        has yet to compute.
+        """
+        named = tags[: max(0, reservation.need - first)]
+        known = reservation.tags[first : first + len(named)]
+        same = 0
+        while same < len(known) and known[same] == named[same]:
+            same += 1
+        if same < len(known) or reservation.claim != _order(claim):
+            for slot in reversed(reservation.slots[first + same :]):
                 if slot is not None:
                     self._slots.drop(slot)
+            del reservation.tags[first + same :], reservation.slots[first + same :]
+            reservation.leading = min(reservation.leading, first + same)
+        reservation.claim = _order(claim)
+        reservation.tags += named[same:]
+        reservation.slots += [None] * (len(reservation.tags) - len(reservation.slots))
+
+    def _expect(
+        self, reservation: _Reservation, claim: CheckpointClaim, incoming: IncomingRange
+    ) -> None:
+        """Find a slot for every page of the range that needs one."""
+        first = incoming.first_page
+        if reservation.claim != _order(claim):
+            self._name(reservation, claim, 0, ())  # It has to make an offer first.
+        if first > len(reservation.tags):
+            return  # There would be a gap between them.
+        self._name(reservation, claim, first, incoming.tags)
+        if first + len(incoming.tags) > reservation.need:
+            incoming.code = StoreCode.FULL
+        for position, tag in enumerate(incoming.tags[: max(0, reservation.need - first)]):
+            index = first + position
+            if reservation.slots[index] is None:
+                slot = self._slots.find(tag)
+                if slot is None:
+                    if (slot := self._slots.take()) is None:
+                        break
+                    incoming.slots[position] = slot
+                    self._slots.users[slot] += 1
+                reservation.slots[index] = slot
+        self._advance(reservation)
 
     def _written(self, incoming: IncomingRange, position: int) -> None:
         """The slot is not written any more."""
         slot, reservation = incoming.slots[position], incoming.reservation
         assert slot is not None
+        assert reservation is not None
         incoming.slots[position] = None
-        if reservation is not None and self._reservations.get(incoming.stream) is reservation:
-            index = incoming.first_page + position
-            del reservation.incoming[index]
-            if index < len(reservation.tags) and self._slots.tags[slot] == reservation.tags[index]:
-                # It keeps the reference that it had while it was written.
-                reservation.slots[index] = slot
-                reservation.advance()
-                self._slots.unpin(slot)
-                return
-            if index < len(reservation.tags):
-                self._attach(reservation, (index,))
-                reservation.advance()
-            self._slots.drop(slot)
-        self._slots.unpin(slot)
+        index = incoming.first_page + position
+        # Not so where the reservation has ended, or goes another way by now.
+        if index < len(reservation.slots) and reservation.slots[index] == slot:
+            if self._slots.tags[slot] is None:
+                reservation.slots[index] = self._slots.find(reservation.tags[index])
+                self._slots.drop(slot)
+            self._advance(reservation)
+        self._slots.drop(slot)
 
-    def _expect(self, reservation: _Reservation, incoming: IncomingRange) -> None:
-        """Find a slot for every page of the range that needs one."""
-        first, need = incoming.first_page, reservation.need
-        end = first + len(incoming.tags)
-        incoming.agreed = self._adopt_tags(reservation, first, incoming.tags)
-        if end > need <= incoming.agreed:
-            incoming.code = StoreCode.FULL
-        indexes = range(first, min(end, need, incoming.agreed))
-        self._attach(reservation, indexes)
-        for index in indexes:
-            if reservation.slots[index] is None and index not in reservation.incoming:
-                incoming.slots[index - first] = reservation.incoming[index] = (
-                    self._slots.take_for_writing()
-                )
-        reservation.advance()
+    def _give_up(self, incoming: IncomingRange) -> None:
+        for position, slot in enumerate(incoming.slots):
+            if slot is not None:
+                self._written(incoming, position)
 
-    def check(self) -> None:
-        """Assert that every slot is in exactly one state, that all indexes agree and that the
-        invariant holds. O(slots).
+    def _advance(self, reservation: _Reservation) -> None:
+        slots, leading = reservation.slots, reservation.leading
+        while leading < len(slots) and (slot := slots[leading]) is not None:
+            if self._slots.tags[slot] is None:
+                break
+            leading += 1
+        reservation.leading = leading
+
+    def _end(self, stream: StreamId) -> None:
+        reservation = self._reservations.pop(stream, None)
+        if reservation is not None:
+            self.reserved_slots -= reservation.need
+            for slot in reversed(reservation.slots):
+                if slot is not None:
+                    self._slots.drop(slot)
+            reservation.slots.clear()
+
+    def check(self, connections: Iterable[int] | None = None) -> None:
+        """Assert that every slot is in exactly one state and that all indexes agree; with
+        `connections`, slots once for each connection that uses them, that all users are known.
+        O(slots).
         """
-        references = [0] * self._slots.used
-        for reservation in self._reservations.values():
-            assert len(reservation.tags) == len(reservation.slots) <= reservation.need
-            used = {index for index, slot in enumerate(reservation.slots) if slot is not None}
-            assert not used & reservation.incoming.keys(), "one page uses two slots"
-            assert all(index < reservation.need for index in reservation.incoming)
-            assert reservation.leading == next(
-                (i for i, slot in enumerate(reservation.slots) if slot is None), len(used)
-            )
-            for index in used:
-                slot = reservation.slots[index]
-                assert slot is not None
-                right = self._slots.tags[slot] == reservation.tags[index]
-                assert right, f"slot {slot} holds another page"
-                references[slot] += 1
-            for slot in reservation.incoming.values():
-                assert self._slots.tags[slot] is None
-                assert self._slots.pins[slot] == 1
-                references[slot] += 1
-        self._slots.check(references)
-        assert self.reserved_slots == sum(
-            reservation.need for reservation in self._reservations.values()
-        )
-        assert self.reserved_slots + self._slots.strays <= self.capacity_slots, (
-            "more is reserved than there is"
-        )
+        users = [0] * self.used_slots
+        for each in self._reservations.values():
+            assert len(each.tags) == len(each.slots) <= each.need
+            whole = [slot is not None and self._slots.tags[slot] is not None for slot in each.slots]
+            assert each.leading == (whole.index(False) if False in whole else len(whole))
+            for tag, slot in zip(each.tags, each.slots, strict=True):
+                if slot is not None:
+                    assert self._slots.tags[slot] in (None, tag), f"slot {slot}: another page"
+                    users[slot] += 1
+        for slot in connections or ():
+            users[slot] += 1
+        self._slots.check(users, are_all=connections is not None)
+        assert self.reserved_slots == sum(each.need for each in self._reservations.values())
+        assert self.reserved_slots <= self.capacity_slots, "more is reserved than there is"
 
 
-def _order(claim: CheckpointClaim) -> tuple[int, int]:
+def _order(claim: CheckpointClaim) -> _Order:
     return claim.owner_epoch, claim.attempt

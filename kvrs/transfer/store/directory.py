@@ -1,9 +1,6 @@
-"""The directory of one node's store: its segments, and the state that survives a restart of the
-agent.
-"""
+"""The directory of one node's store, which survives a restart of the agent."""
 
 import fcntl
-import logging
 import os
 import stat
 from contextlib import suppress
@@ -12,27 +9,13 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import quote
 
-import msgspec
-
 from kvrs.errors import ConfigError
 from kvrs.ids import NodeId
 from kvrs.process.memory import free_in_groups
 from kvrs.protocol.secrets import derive
 
-log = logging.getLogger(__name__)
-
-_STATE = "state"
-_SEGMENT = "segment-"
+SLAB = "slab"  # The file with the pages.
 _NAME_BYTES = 8
-
-
-class StoreState(msgspec.Struct, frozen=True):
-    """Epoch of the store, and fingerprint and size of its pages; others are not adopted."""
-
-    epoch: int
-    fingerprint: str = ""
-    page_bytes: int = 0  # 0: no engine has connected yet.
-    page_cells: int = 1
 
 
 def store_directory(base: str, secret: bytes, node: NodeId) -> Path:
@@ -107,11 +90,11 @@ class PrivateDirectory:
         return min(space.f_bavail * space.f_frsize, free_in_groups())
 
     def used_bytes(self) -> int:
-        """Bytes that the files of its store take up."""
+        """Bytes that the pages of its store take up."""
         return sum(
             os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512
             for name in self.names()
-            if name.startswith((_SEGMENT, _STATE))
+            if name.startswith(SLAB)
         )
 
 
@@ -168,54 +151,10 @@ class StoreDirectory(PrivateDirectory):
                 f"backup.directory: {self.path}: in use; allowed: one agent per node and cluster"
             ) from None
 
-    def load_state(self) -> StoreState | None:
-        """The state that the last process left; None: nothing that can be read."""
-        try:
-            with os.fdopen(self.open(_STATE, os.O_RDONLY), "rb") as file:
-                if not_ours(os.fstat(file.fileno())) is None:
-                    return msgspec.json.decode(file.read(1 << 16), type=StoreState)
-        except FileNotFoundError:
-            return None
-        except (OSError, msgspec.DecodeError) as error:
-            log.warning("state of the checkpoint store is unreadable: %s", error)
-        return None
-
-    def save_state(self, state: StoreState) -> None:
-        """Replace the state atomically."""
-        with os.fdopen(
-            self.open(f"{_STATE}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb"
-        ) as file:
-            file.write(msgspec.json.encode(state))
-        os.replace(f"{_STATE}.new", _STATE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-
-    def open_segment(self, number: int, flags: int) -> int:
-        """A file of ours.
-
-        Raises:
-            OSError: there is none, or it is not ours alone.
-        """
-        return self.open_own(f"{_SEGMENT}{number}", flags)
-
-    def segments(self) -> list[int]:
-        """Numbers of the segments that are there, in order."""
-        names = [name.removeprefix(_SEGMENT) for name in self.names() if name.startswith(_SEGMENT)]
-        return sorted(
-            int(name)
-            for name in names
-            if name.isascii() and name.isdigit() and name == str(int(name))
-        )
-
-    def unlink_segment(self, number: int) -> None:
-        self.unlink(f"{_SEGMENT}{number}")
-
-    def unlink_segments(self) -> None:
-        for number in self.segments():
-            self.unlink_segment(number)
-
     def clear(self) -> None:
         """Unlink everything that a store makes here. An empty directory goes when it is closed."""
         for name in self.names():
-            if name.startswith((_SEGMENT, _STATE)):
+            if name.startswith(SLAB):
                 self.unlink(name)
 
 

@@ -2,24 +2,26 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from msgspec import structs
-
-from kvrs.ids import StreamId
+from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, Identity, StoreCode
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.peers import PagePlace, PinnedPages, PullRequest
 from kvrs.transfer.store.book import CheckpointBook, IncomingRange
-from kvrs.transfer.store.directory import StoreDirectory, StoreState
-from kvrs.transfer.store.segments import Segments, SlotLayout
+from kvrs.transfer.store.directory import StoreDirectory
+from kvrs.transfer.store.slab import PageKind, Slab
 
 log = logging.getLogger(__name__)
 
 # About the pages that a few engines send at a time.
 _AHEAD_SLOTS = 128
+
+_NO_PAGES = PageKind("", 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -37,32 +39,27 @@ class UnreportedChanges:
         return taken
 
 
-@dataclass(frozen=True, slots=True)
-class _Shelf:
-    """Book and memory for pages of one fingerprint and size."""
+class _Shelf(NamedTuple):
+    """Book and memory for pages of one kind."""
 
-    page_bytes: int
     book: CheckpointBook
-    segments: Segments
+    slab: Slab
 
 
 class _Incoming:
     """Views into the slots of one range, until it ends."""
 
-    def __init__(
-        self, shelf: _Shelf, incoming: IncomingRange, ended: Callable[[StreamId, HeldPages], None]
-    ) -> None:
-        self._shelf = shelf
+    def __init__(self, store: "HostStore", shelf: _Shelf, incoming: IncomingRange) -> None:
+        self._store, self._shelf = store, shelf
         self._range = incoming
-        self._ended = ended
         self.views: list[memoryview | None] = [
-            None if slot is None else shelf.segments.view(slot) for slot in incoming.slots
+            None if slot is None else shelf.slab.view(slot) for slot in incoming.slots
         ]
 
     def commit(self, index: int, checksum: int) -> None:
         slot = self._shelf.book.commit(self._range, index)
         if slot is not None:
-            self._shelf.segments.write_record(slot, self._range.tags[index], checksum)
+            self._shelf.slab.write_record(slot, self._range.tags[index], checksum)
 
     async def settle(self) -> None:
         """Each page is visible since it came."""
@@ -70,25 +67,8 @@ class _Incoming:
     def end(self) -> HeldPages:
         self.views = []
         held = self._shelf.book.end(self._range)
-        self._ended(self._range.stream, held)
+        self._store.note(self._range.stream, held)
         return held
-
-
-class _NothingStored:
-    """A range of which no page is stored."""
-
-    def __init__(self, pages: int, held: HeldPages) -> None:
-        self.views: list[memoryview | None] = [None] * pages
-        self._held = held
-
-    def commit(self, index: int, checksum: int) -> None:
-        raise AssertionError("there is no view to commit")
-
-    async def settle(self) -> None:
-        """There is nothing to be seen."""
-
-    def end(self) -> HeldPages:
-        return self._held
 
 
 class HostStore:
@@ -105,6 +85,9 @@ class HostStore:
     ) -> None:
         """Take over the pages that an earlier process left in the directory; all are read and
         verified.
+
+        Raises:
+            OSError: the directory cannot be used.
         """
         self._directory = directory
         self._capacity_bytes = capacity_bytes
@@ -113,43 +96,39 @@ class HostStore:
         self._watchers: list[UnreportedChanges] = []
         self._is_short = False
         self._growing = asyncio.Event()
-        left = directory.load_state() or StoreState(epoch=0)
-        self._state = structs.replace(left, epoch=left.epoch + 1)
-        # First, so that the next process does not take this epoch again, even if this one ends
-        # here.
-        directory.save_state(self._state)
-        self._shelf = self._new_shelf() if self._state.page_bytes else None
-        if self._shelf is None:
-            directory.unlink_segments()
-        else:
-            self._shelf.book.adopt(self._shelf.segments.adopt())
+        # Later processes have higher ones. Nothing that is kept would tell of all earlier ones: a
+        # clean end leaves nothing, nor does a machine that starts again.
+        self.epoch = time.time_ns() // 1_000_000
+        self._shelf: _Shelf | None = None  # None: no engine has connected yet.
+        if (slab := Slab.open(directory, capacity_bytes)) is not None:
+            self._shelf = _Shelf(CheckpointBook(slab.slots), slab)
+            self._shelf.book.adopt(slab.adopt())
 
     # State.
 
     @property
-    def epoch(self) -> int:
-        return self._state.epoch
+    def kind(self) -> PageKind:
+        """The kind of these pages; an empty one before the first engine has connected."""
+        return self._shelf.slab.kind if self._shelf else _NO_PAGES
 
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the model of these pages; empty before the first engine connected."""
-        return self._state.fingerprint
-
-    @property
-    def page_bytes(self) -> int:
-        return self._state.page_bytes
-
-    @property
-    def page_cells(self) -> int:
-        return self._state.page_cells
+    def identity(self, holder: InstanceId, node: NodeId) -> Identity:
+        """That of the agent which serves these pages, at this moment."""
+        return Identity(
+            instance=holder,
+            node=node,
+            epoch=self.epoch,
+            fingerprint=self.kind.fingerprint,
+            page_bytes=self.kind.page_bytes,
+            page_cells=self.kind.page_cells,
+        )
 
     @property
     def reserved_bytes(self) -> int:
-        return self._shelf.book.reserved_slots * self.page_bytes if self._shelf else 0
+        return self._shelf.book.reserved_slots * self.kind.page_bytes if self._shelf else 0
 
     @property
     def held_bytes(self) -> int:
-        return self._shelf.book.held_slots * self.page_bytes if self._shelf else 0
+        return self._shelf.book.held_slots * self.kind.page_bytes if self._shelf else 0
 
     @property
     def checkpoints(self) -> int:
@@ -175,20 +154,16 @@ class HostStore:
         """Take over the fingerprint and page size of a client, unless something is reserved for
         others.
         """
-        kind = (client.fingerprint, client.page_bytes, client.page_cells)
-        if kind == (self.fingerprint, self.page_bytes, self.page_cells):
+        kind = PageKind.of(client)
+        if kind == self.kind:
             return
         self.expire()
         if self.checkpoints:
             return
         # Connections that still read or write old pages refer to the old shelf; its memory is freed
         # with the last of them.
-        state = StoreState(self._state.epoch, *kind)
-        # First, for it may fail; segments of another kind than the state names are not adopted.
-        self._directory.save_state(state)
-        self._directory.unlink_segments()
-        self._state = state
-        self._shelf = self._new_shelf()
+        slab = Slab.make(self._directory, kind, self._capacity_bytes)
+        self._shelf = _Shelf(CheckpointBook(slab.slots), slab)
         log.info(
             "pages of a new kind",
             extra={"fingerprint": client.fingerprint, "page_bytes": client.page_bytes},
@@ -201,12 +176,12 @@ class HostStore:
         shelf = self._shelf
         assert shelf is not None, "`adopt` comes before any request"
         slots = shelf.book.match(request.tags)
-        segments = shelf.segments
-        views = [segments.view(slot) for slot in slots]
+        slab = shelf.slab
+        views = [slab.view(slot) for slot in slots]
         if request.part is not None:
-            cells = [segments.cells(slot) for slot in slots]
+            cells = [slab.cells(slot) for slot in slots]
             return PinnedPages(views, None, (shelf, slots), cells=cells)
-        checksums = [segments.page_checksum(slot) for slot in slots]
+        checksums = [slab.page_checksum(slot) for slot in slots]
         return PinnedPages(views, None, (shelf, slots), checksums)
 
     def unpin(self, pinned: PinnedPages) -> None:
@@ -223,40 +198,40 @@ class HostStore:
         """
         shelf = self._shelf
         assert shelf is not None, "`adopt` comes before any request"
-        need, until_s = -(-reserved_bytes // shelf.page_bytes), self._clock() + self._lease_s
+        need, until_s = (
+            -(-reserved_bytes // shelf.slab.kind.page_bytes),
+            self._clock() + self._lease_s,
+        )
         held = shelf.book.offer(claim, need, tags, until_s)
         if held.code is not StoreCode.OK:
             # Other reservations may have expired. To find out costs O(reservations), so only here.
             self.expire()
             held = shelf.book.offer(claim, need, tags, until_s)
-        self._note(claim.stream, held)
+        self.note(claim.stream, held)
         self._growing.set()
         return held
 
-    def begin(
-        self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]
-    ) -> "_Incoming | _NothingStored":
+    def begin(self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]) -> _Incoming:
         shelf = self._shelf
         assert shelf is not None, "`adopt` comes before any request"
         incoming = shelf.book.begin(claim, first_page, tags)
         slots = [slot for slot in incoming.slots if slot is not None]
         try:
-            shelf.segments.grow_to(max(slots, default=-1) + 1)
+            shelf.slab.grow_to(max(slots, default=-1) + 1)
         except OSError as error:
             self._log_short(error)
-            held = HeldPages(StoreCode.FULL, shelf.book.end(incoming).pages)
-            self._note(claim.stream, held)
-            return _NothingStored(len(tags), held)
-        self._is_short = False
-        self._growing.set()
-        for slot in slots:
-            shelf.segments.clear(slot)
-        return _Incoming(shelf, incoming, self._note)
+            shelf.book.refuse(incoming)
+        else:
+            self._is_short = False
+            self._growing.set()
+            for slot in slots:
+                shelf.slab.clear(slot)
+        return _Incoming(self, shelf, incoming)
 
     def places(self, pinned: PinnedPages) -> list[PagePlace]:
         assert isinstance(pinned.token, tuple)
         shelf, slots = pinned.token
-        return [shelf.segments.place(slot) for slot in slots]
+        return [shelf.slab.place(slot) for slot in slots]
 
     async def grow_ahead(self) -> None:
         """Allocate memory for pages before they arrive, off the event loop, until cancelled: the
@@ -267,12 +242,10 @@ class HostStore:
             self._growing.clear()
             try:
                 while (shelf := self._shelf) is not None and shelf.book.reservations:
-                    ahead = min(shelf.book.used_slots + _AHEAD_SLOTS, shelf.book.capacity_slots)
-                    growth = shelf.segments.next_growth(ahead)
-                    if growth is None:
+                    ahead = min(shelf.book.used_slots + _AHEAD_SLOTS, shelf.slab.slots)
+                    if shelf.slab.grown >= ahead:
                         break
-                    await asyncio.to_thread(growth.allocate)
-                    shelf.segments.grown(growth)
+                    await asyncio.to_thread(shelf.slab.grow)
             except OSError as error:
                 self._log_short(error)  # Pages that arrive now will raise it again.
 
@@ -308,17 +281,6 @@ class HostStore:
         if self._shelf:
             self._shelf.book.check()
 
-    def _new_shelf(self) -> _Shelf:
-        layout = SlotLayout(
-            self._state.page_bytes,
-            self._capacity_bytes // self._state.page_bytes,
-            self._state.fingerprint,
-            self._state.page_cells,
-        )
-        return _Shelf(
-            layout.page_bytes, CheckpointBook(layout.slots), Segments(self._directory, layout)
-        )
-
     def _log_short(self, error: OSError) -> None:
         if not self._is_short:
             log.error(
@@ -326,7 +288,8 @@ class HostStore:
             )
         self._is_short = True
 
-    def _note(self, stream: StreamId, held: HeldPages) -> None:
+    def note(self, stream: StreamId, held: HeldPages) -> None:
+        """The stream's writer got that answer."""
         for changes in self._watchers:
             changes.streams.add(stream)
             if held.code is StoreCode.FULL:

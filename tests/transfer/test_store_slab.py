@@ -5,16 +5,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvrs.errors import ConfigError
 from kvrs.ids import NodeId
 from kvrs.protocol.frames import checksum
 from kvrs.protocol.tags import Tag, page_tags, root_tag
-from kvrs.transfer.store.directory import StoreDirectory, StoreState, store_directory
-from kvrs.transfer.store.segments import Segments, SlotLayout
+from kvrs.transfer.store.directory import StoreDirectory, store_directory
+from kvrs.transfer.store.slab import PageKind, Slab
 
 PAGE_BYTES = 1 << 20
-LAYOUT = SlotLayout(PAGE_BYTES, slots=8, fingerprint="model")  # Four slots in each of two segments.
+KIND = PageKind("model", PAGE_BYTES)
+CAPACITY_BYTES = 8 * PAGE_BYTES
 TAGS = page_tags(root_tag("model"), list(range(8)), 1)
 
 
@@ -22,11 +24,16 @@ def page(number: int) -> bytes:
     return bytes([number + 1]) * PAGE_BYTES
 
 
-def write(segments: Segments, slot: int, number: int) -> None:
-    segments.grow_to(slot + 1)
-    segments.clear(slot)
-    segments.view(slot)[:] = page(number)
-    segments.write_record(slot, TAGS[number], checksum(page(number)))
+def write(slab: Slab, slot: int, number: int) -> None:
+    slab.grow_to(slot + 1)
+    slab.clear(slot)
+    slab.view(slot)[:] = page(number)
+    slab.write_record(slot, TAGS[number], checksum(page(number)))
+
+
+def at(slot: int, offset: int = 0) -> int:
+    """Where a slot is in the file: its record, the checksums of its cells, and at 128 its page."""
+    return 4096 + slot * (128 + PAGE_BYTES) + offset
 
 
 @pytest.fixture
@@ -38,22 +45,28 @@ def directory(tmp_path: Path) -> Iterator[StoreDirectory]:
 @pytest.fixture
 def left(directory: StoreDirectory) -> StoreDirectory:
     """A process wrote page 0 into slot 5 and page 1 into slot 0, and was killed."""
-    segments = Segments(directory, LAYOUT)
-    write(segments, 5, 0)
-    write(segments, 0, 1)
+    slab = Slab.make(directory, KIND, CAPACITY_BYTES)
+    write(slab, 5, 0)
+    write(slab, 0, 1)
     return directory
 
 
-def adopted(directory: StoreDirectory, layout: SlotLayout = LAYOUT) -> list[tuple[int, Tag]]:
-    segments = Segments(directory, layout)
-    found = segments.adopt()
+def opened(directory: StoreDirectory, pages: int = 8) -> Slab:
+    slab = Slab.open(directory, pages * PAGE_BYTES)
+    assert slab is not None
+    return slab
+
+
+def adopted(directory: StoreDirectory, pages: int = 8) -> list[tuple[int, Tag]]:
+    slab = opened(directory, pages)
+    found = slab.adopt()
     for slot, tag in found:
-        assert segments.view(slot) == page(TAGS.index(tag))
+        assert slab.view(slot) == page(TAGS.index(tag))
     return found
 
 
-def flip(directory: StoreDirectory, segment: int, offset: int) -> None:
-    with (directory.path / f"segment-{segment}").open("r+b") as file:
+def flip(directory: StoreDirectory, offset: int) -> None:
+    with (directory.path / "slab").open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
         file.seek(offset)
@@ -63,77 +76,77 @@ def flip(directory: StoreDirectory, segment: int, offset: int) -> None:
 def test_whole_pages_are_adopted_oldest_first(left: StoreDirectory) -> None:
     """In the order of their writing, which is the order in which they would have been given up."""
     assert adopted(left) == [(5, TAGS[0]), (0, TAGS[1])]
+    assert opened(left).kind == KIND
 
 
 def test_what_is_written_after_an_adoption_is_younger(left: StoreDirectory) -> None:
     """Also for the process after the next."""
-    segments = Segments(left, LAYOUT)
-    segments.adopt()
-    write(segments, 2, 2)
+    slab = opened(left)
+    slab.adopt()
+    write(slab, 2, 2)
 
     assert [slot for slot, _ in adopted(left)] == [5, 0, 2]
 
 
 @pytest.mark.parametrize(
-    ("segment", "offset", "kept"),
+    "offset",
     [
-        (0, LAYOUT.pages_at + 12345, [5]),  # In the page of slot 0.
-        (0, 4096 + 3, [5]),  # In its record's tag,
-        (0, 4096 + 20, [5]),  # number,
-        (0, 4096 + 28, [5]),  # checksum of the page,
-        (0, 4096 + 36, [5]),  # those of its cells,
-        (0, 4096 + 44, [5]),  # and in its own checksum.
-        (0, LAYOUT.cells_at + 7, [5]),  # In the checksum of a cell.
-        (0, 10, [5]),  # In the header of its segment.
-        (1, LAYOUT.pages_at + PAGE_BYTES, [0]),
+        at(0, 128 + 12345),  # In the page of slot 0.
+        at(0),  # In the length of its record,
+        at(0, 3),  # its tag,
+        at(0, 20),  # number,
+        at(0, 28),  # checksum of the page,
+        at(0, 36),  # those of its cells,
+        at(0, 44),  # and in its own checksum.
+        at(0, 64 + 7),  # In the checksum of a cell.
     ],
 )
-def test_a_torn_page_is_not_adopted(
-    left: StoreDirectory, segment: int, offset: int, kept: list[int]
-) -> None:
+def test_a_torn_page_is_not_adopted(left: StoreDirectory, offset: int) -> None:
     """Wherever the flipped bit is."""
-    flip(left, segment, offset)
+    flip(left, offset)
 
-    assert [slot for slot, _ in adopted(left)] == kept
-    assert [slot for slot, _ in adopted(left)] == kept  # Nor by the process after that.
+    for _ in range(2):  # Nor by the process after that.
+        assert [slot for slot, _ in adopted(left)] == [5]
 
 
 def test_a_page_whose_record_was_not_written_is_not_adopted(left: StoreDirectory) -> None:
     """A kill while a page is received leaves such a page; the former page of that slot is gone with
     its record.
     """
-    segments = Segments(left, LAYOUT)
-    segments.adopt()
-    segments.clear(5)
-    segments.view(5)[:100] = page(7)[:100]
+    slab = opened(left)
+    slab.clear(5)
+    slab.view(5)[:100] = page(7)[:100]
 
     assert adopted(left) == [(0, TAGS[1])]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        SlotLayout(PAGE_BYTES, 8, "other model"),
-        SlotLayout(PAGE_BYTES // 2, 16, "model"),
-        SlotLayout(PAGE_BYTES, 512, "model"),
-        SlotLayout(PAGE_BYTES, 8, "model", page_cells=4),
-    ],
-)
-def test_segments_of_another_layout_are_unlinked(left: StoreDirectory, layout: SlotLayout) -> None:
-    """Their pages are of no use, and their memory is."""
-    assert adopted(left, layout) == []
-    assert left.segments() == []
+def test_a_page_in_the_place_of_another_is_not_adopted(left: StoreDirectory) -> None:
+    """A record is of its slot."""
+    with (left.path / "slab").open("r+b") as file:
+        file.seek(at(0))
+        whole = file.read(128 + PAGE_BYTES)
+        file.seek(at(3))
+        file.write(whole)
+
+    assert [slot for slot, _ in adopted(left)] == [5, 0]
 
 
-def test_less_capacity_than_before_keeps_what_fits(left: StoreDirectory) -> None:
-    """A slot beyond the capacity must not be used."""
-    assert adopted(left, SlotLayout(PAGE_BYTES, 5, "model")) == [(0, TAGS[1])]
-    assert adopted(left, SlotLayout(PAGE_BYTES, 4, "model")) == [(0, TAGS[1])]
-    assert left.segments() == [0]
+def test_another_capacity_than_before_keeps_what_fits(left: StoreDirectory) -> None:
+    """A slot beyond the capacity must not be used, and its memory is given back."""
+    assert adopted(left, pages=16) == [(5, TAGS[0]), (0, TAGS[1])]
+    before = left.used_bytes()
+
+    assert adopted(left, pages=4) == [(0, TAGS[1])]
+    assert left.used_bytes() <= before - 2 * PAGE_BYTES
+    assert adopted(left) == [(0, TAGS[1])]
 
 
 def _truncate(path: Path) -> None:
-    os.truncate(path, LAYOUT.segment_bytes - 1)
+    os.truncate(path, 20)
+
+
+def _damage(path: Path) -> None:
+    path.write_bytes(b"x" + path.read_bytes()[1:])
 
 
 def _open_to_others(path: Path) -> None:
@@ -145,27 +158,54 @@ def _replace_by_link(path: Path) -> None:
     path.symlink_to(path.parent / "elsewhere")
 
 
-@pytest.mark.parametrize("spoil", [_truncate, _open_to_others, _replace_by_link])
+@pytest.mark.parametrize("spoil", [_truncate, _damage, _open_to_others, _replace_by_link])
 def test_a_file_that_others_may_have_written_is_unlinked(
     left: StoreDirectory, spoil: Callable[[Path], None]
 ) -> None:
-    """Only files of this user that no other user may open are trusted."""
-    spoil(left.path / "segment-0")
+    """Only a file of this user that no other user may open is trusted."""
+    spoil(left.path / "slab")
 
-    assert adopted(left) == [(5, TAGS[0])]
-    assert left.segments() == [1]
+    assert Slab.open(left, CAPACITY_BYTES) is None
+    assert not (left.path / "slab").is_symlink()
+    assert not (left.path / "slab").exists()
+
+
+def test_a_slab_of_another_format_is_unlinked(directory: StoreDirectory) -> None:
+    """Its pages are of no use, and their memory is."""
+    Slab.make(directory, replace(KIND, format=3), CAPACITY_BYTES)
+
+    assert Slab.open(directory, CAPACITY_BYTES) is None
+    assert directory.names() == []
+
+
+def test_a_slab_that_is_not_finished_does_not_replace_another(
+    left: StoreDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill or an error while pages of a new kind are taken."""
+
+    def refuse(old: str, new: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(left, "rename", refuse)
+        with pytest.raises(OSError, match="No space"):
+            Slab.make(left, replace(KIND, fingerprint="other"), CAPACITY_BYTES)
+
+    assert adopted(left) == [(5, TAGS[0]), (0, TAGS[1])]
+    left.clear()
+    assert left.names() == []
 
 
 def test_memory_grows_as_it_is_used(directory: StoreDirectory) -> None:
     """A store costs what lies in it, and a step."""
-    segments = Segments(directory, LAYOUT)
+    slab = Slab.make(directory, KIND, CAPACITY_BYTES)
 
     sizes = []
     for slot in range(5):
-        segments.grow_to(slot + 1)
+        slab.grow_to(slot + 1)
         sizes.append(directory.used_bytes() // PAGE_BYTES)
 
-    assert sizes == [4, 4, 4, 4, 8]
+    assert sizes == [3, 3, 3, 6, 6]
 
 
 def test_memory_that_is_not_there_is_asked_for_again(
@@ -174,7 +214,7 @@ def test_memory_that_is_not_there_is_asked_for_again(
     """A write into memory that the system does not have kills the process; so it is asked for
     beforehand.
     """
-    segments = Segments(directory, LAYOUT)
+    slab = Slab.make(directory, KIND, CAPACITY_BYTES)
 
     def refuse(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
@@ -182,8 +222,8 @@ def test_memory_that_is_not_there_is_asked_for_again(
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(OSError, match="No space left"):
-            segments.grow_to(1)
-    write(segments, 0, 0)
+            slab.grow_to(1)
+    write(slab, 0, 0)
 
     assert adopted(directory) == [(0, TAGS[0])]
 
@@ -194,15 +234,18 @@ def test_memory_beyond_the_limit_of_a_control_group_is_not_touched(
     """The kernel would end the agent with all that it holds. What lies there already is not asked
     for twice.
     """
-    fills = Segments(directory, LAYOUT)
-    fills.grow_to(1)
+    slab = Slab.make(directory, KIND, CAPACITY_BYTES)
+    write(slab, 0, 0)
     monkeypatch.setattr("kvrs.transfer.shared_memory.regions.free_in_groups", lambda: PAGE_BYTES)
     monkeypatch.setattr("kvrs.transfer.store.directory.free_in_groups", lambda: PAGE_BYTES)
 
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        fills.grow_to(5)
+        slab.grow_to(5)
+    again = opened(directory)
+    again.adopt()
+    again.grow_to(1)
 
-    assert directory.used_bytes() // PAGE_BYTES == 4
+    assert directory.used_bytes() // PAGE_BYTES == 3
     assert directory.free_bytes() == PAGE_BYTES
 
 
@@ -225,15 +268,14 @@ def test_names_tell_clusters_and_nodes_apart() -> None:
 
 def test_a_directory_is_closed_to_others(directory: StoreDirectory) -> None:
     """And so are its files, whatever the umask."""
-    Segments(directory, LAYOUT).grow_to(1)
-    directory.save_state(StoreState(1))
+    Slab.make(directory, KIND, CAPACITY_BYTES).grow_to(1)
 
     modes = {
         path.name: path.stat().st_mode & 0o777
         for path in [directory.path, *directory.path.iterdir()]
     }
 
-    assert modes == {"store": 0o700, "segment-0": 0o600, "state": 0o600}
+    assert modes == {"store": 0o700, "slab": 0o600}
 
 
 def _others_may_read(path: Path) -> None:
@@ -302,21 +344,9 @@ def test_two_agents_do_not_share_a_directory(tmp_path: Path) -> None:
     StoreDirectory(tmp_path / "store").__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("state", [b"", b"{", b'{"epoch":"x"}', b"\xff"])
-def test_a_state_that_cannot_be_read_counts_as_none(
-    directory: StoreDirectory, state: bytes
-) -> None:
-    """Then the pages cannot be identified, and none is adopted."""
-    (directory.path / "state").write_bytes(state)
-    (directory.path / "state").chmod(0o600)
-
-    assert directory.load_state() is None
-
-
 def test_the_end_removes_what_was_made_and_nothing_else(left: StoreDirectory) -> None:
     """A file of another origin is left alone."""
     (left.path / "note").write_text("mine")
-    left.save_state(StoreState(1))
 
     left.clear()
 

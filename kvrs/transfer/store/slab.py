@@ -1,0 +1,214 @@
+"""The slab of a checkpoint store: one file of shared memory with a slot for each page, which
+outlives the process that fills it.
+
+A slot is a header and a page behind it. The header has a sealed record and the checksums of the
+page's cells. Memory is given to a slot before it is used for the first time. A record is written
+after its page, and is cleared before its slot is written again. So at any moment of a kill, a
+record that can be read names a page that was whole, and the page's own checksum verifies that it
+still is: the index of the next process is made of the headers.
+"""
+
+import logging
+import os
+import struct
+import time
+from contextlib import suppress
+
+import msgspec
+
+from kvrs.protocol.cell_checksums import cell_checksums, part_checksum
+from kvrs.protocol.frames import CHECKSUM_BYTES, checksum
+from kvrs.protocol.page_messages import Identity
+from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs.transfer.peers import PagePlace
+from kvrs.transfer.shared_memory.regions import Region, reserve
+from kvrs.transfer.shared_memory.sealed import FACTS_AT, MORE_BYTES, sealed, unsealed
+from kvrs.transfer.store.directory import SLAB, StoreDirectory
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 4  # Of slabs; those of other formats are not adopted.
+_FIRST_SLOT_AT = 4096  # Behind the header of the file.
+_ALIGNMENT_BYTES = 64  # Of records and of pages.
+# tag, number of the write, checksums of the page and of those of its cells
+_RECORD = struct.Struct("<16sQQQ")
+_RECORD_BYTES = 64
+assert _RECORD.size + MORE_BYTES <= _RECORD_BYTES
+assert TAG_BYTES == 16
+
+# Slots get their memory in steps of about this much, which take the kernel a millisecond.
+_GROWTH_BYTES = 1 << 22
+_PROGRESS_S = 1.0
+
+
+class PageKind(msgspec.Struct, frozen=True):
+    """All that pages of one slab have in common."""
+
+    fingerprint: str
+    page_bytes: int
+    page_cells: int = 1
+    format: int = _FORMAT
+
+    @classmethod
+    def of(cls, engine: Identity) -> "PageKind":
+        return cls(engine.fingerprint, engine.page_bytes, engine.page_cells)
+
+
+class Slab:
+    """Pages by the number of their slot. The caller ensures that no slot is read while it is
+    written.
+    """
+
+    def __init__(self, descriptor: int, kind: PageKind, capacity_bytes: int) -> None:
+        """Takes the descriptor over, also where it raises.
+
+        Raises:
+            OSError: the file cannot have this size.
+        """
+        self.kind = kind
+        self.slots = capacity_bytes // kind.page_bytes
+        self._page_at = _aligned(_RECORD_BYTES + kind.page_cells * CHECKSUM_BYTES)  # In a slot.
+        self._slot_bytes = self._page_at + _aligned(kind.page_bytes)
+        try:
+            os.ftruncate(descriptor, self._at(self.slots))
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._region = Region(descriptor)
+        self._bytes = memoryview(self._region.memory)
+        self.grown = 0  # Slots below this number have memory.
+        self._writes = 0
+
+    @classmethod
+    def make(cls, directory: StoreDirectory, kind: PageKind, capacity_bytes: int) -> "Slab":
+        """An empty slab, in the place of the one that was there. Raises OSError."""
+        header = sealed(msgspec.json.encode(kind))
+        assert len(header) <= _FIRST_SLOT_AT, "the fingerprint is too long"
+        new = f"{SLAB}.new"
+        descriptor = directory.open_own(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            reserve(descriptor, 0, _FIRST_SLOT_AT)
+            os.pwrite(descriptor, header, 0)
+        except OSError:
+            os.close(descriptor)
+            directory.unlink(new)
+            raise
+        slab = cls(descriptor, kind, capacity_bytes)
+        directory.rename(new, SLAB)
+        return slab
+
+    @classmethod
+    def open(cls, directory: StoreDirectory, capacity_bytes: int) -> "Slab | None":
+        """The slab that an earlier process left, with the slots that there is room for. One that
+        is of no use is unlinked.
+        """
+        try:
+            descriptor = directory.open_own(SLAB, os.O_RDWR)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.warning("checkpoints are not adopted: %s", error)
+            directory.unlink(SLAB)
+            return None
+        kind = None
+        with suppress(msgspec.DecodeError):
+            facts = unsealed(os.pread(descriptor, _FIRST_SLOT_AT, 0))
+            kind = None if facts is None else msgspec.json.decode(facts, type=PageKind)
+        if kind is None or kind.format != _FORMAT:
+            log.warning("checkpoints are not adopted: torn, or of another format")
+            os.close(descriptor)
+            directory.unlink(SLAB)
+            return None
+        return cls(descriptor, kind, capacity_bytes)
+
+    def adopt(self) -> list[tuple[int, Tag]]:
+        """Slots and tags of the whole pages that an earlier process left, oldest first."""
+        found: list[tuple[int, int, Tag]] = []
+        torn = 0
+        started_s = logged_s = time.monotonic()
+        for slot in range(self.slots):
+            # A slot without memory would get it where it is read by its mapping.
+            if not any(os.pread(self._region.descriptor, _RECORD_BYTES, self._at(slot))):
+                continue
+            self.grown = slot + 1
+            if (page := self._verified(slot)) is not None:
+                found.append(page)
+            else:
+                torn += 1
+            if time.monotonic() - logged_s > _PROGRESS_S:
+                logged_s = time.monotonic()
+                log.info(
+                    "verifying checkpoints",
+                    extra={"pages": len(found), "for_s": round(logged_s - started_s, 1)},
+                )
+        if found or torn:
+            log.info("checkpoints adopted", extra={"pages": len(found), "torn": torn})
+        self._writes = max((write for write, _, _ in found), default=0)
+        return [(slot, tag) for _, slot, tag in sorted(found)]
+
+    def grow_to(self, slots: int) -> None:
+        """Let the slots below this number have memory. Raises OSError."""
+        while self.grown < slots:
+            self.grow()
+
+    def grow(self) -> None:
+        """Let some more slots have memory; a thread of its own may do it beside others.
+
+        Raises:
+            OSError: there is no more. A write into a mapped page without memory would kill the
+                process, so it is allocated here.
+        """
+        first = self.grown
+        stop = min(self.slots, first + max(1, _GROWTH_BYTES // self._slot_bytes))
+        start = self._at(first)
+        reserve(self._region.descriptor, start, self._at(stop) - start)
+        self.grown = max(self.grown, stop)
+
+    def view(self, slot: int) -> memoryview:
+        start = self._at(slot) + self._page_at
+        return self._bytes[start : start + self.kind.page_bytes]
+
+    def place(self, slot: int) -> PagePlace:
+        return self._region, self._at(slot) + self._page_at
+
+    def cells(self, slot: int) -> memoryview:
+        """The checksums of a page's cells, from when it was stored."""
+        start = self._at(slot) + _RECORD_BYTES
+        return self._bytes[start : start + self.kind.page_cells * CHECKSUM_BYTES]
+
+    def clear(self, slot: int) -> None:
+        """The slot holds nothing: to be called before it is written."""
+        self._record(slot)[:] = bytes(_RECORD_BYTES)
+
+    def write_record(self, slot: int, tag: Tag, page_checksum: int) -> None:
+        """The slot holds that page: to be called after it was written."""
+        self._writes += 1
+        cells = cell_checksums(self.view(slot), self.kind.page_cells)
+        self.cells(slot)[:] = cells
+        facts = _RECORD.pack(tag, self._writes, page_checksum, part_checksum(cells))
+        block = sealed(facts, slot)
+        self._record(slot)[: len(block)] = block
+
+    def page_checksum(self, slot: int) -> int:
+        """The checksum that `write_record` was given for the page in that slot."""
+        _, _, page_checksum, _ = _RECORD.unpack_from(self._bytes, self._at(slot) + FACTS_AT)
+        return int(page_checksum)
+
+    def _at(self, slot: int) -> int:
+        return _FIRST_SLOT_AT + slot * self._slot_bytes
+
+    def _record(self, slot: int) -> memoryview:
+        return self._bytes[self._at(slot) : self._at(slot) + _RECORD_BYTES]
+
+    def _verified(self, slot: int) -> tuple[int, int, Tag] | None:
+        """Write number, slot and tag of a page that is whole."""
+        if (facts := unsealed(self._record(slot), slot)) is None or len(facts) != _RECORD.size:
+            return None
+        tag, write, page_checksum, of_cells = _RECORD.unpack(facts)
+        if part_checksum(self.cells(slot)) != of_cells:
+            return None
+        return (write, slot, Tag(tag)) if checksum(self.view(slot)) == page_checksum else None
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
