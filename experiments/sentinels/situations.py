@@ -81,7 +81,7 @@ def decided(name: PolicyName, situation: Situation) -> Estimate:
         produced_tokens=PRODUCED_TOKENS,
         prefilled=True,
     )
-    geometry = target.geometry
+    geometry = target.info.geometry
     size = geometry.page_size_tokens
     stream.holders[holder.id] = Holder(holder, situation.prompt_tokens // size)
     if situation.has_queue:

@@ -70,7 +70,7 @@ def _at_peer(
         and each.decodes
         and each.checkpoints
         and not each.must_drain
-        and each.fingerprint == decode.fingerprint
+        and each.info.fingerprint == decode.info.fingerprint
     ]
     others = [each for each in others if each.node != decode.node] or others
     stream.unprotected = "" if others else "no other decode instance is up"
@@ -104,7 +104,7 @@ def reported(state: State, stream: Stream, agent: Agent, pages: int) -> None:
 
 def adopt(state: State, stream: Stream, agent: Agent, pages: int) -> None:
     """Note pages of the stream that the agent stores by another proxy's reservation."""
-    geometries = [member.geometry for member in state.view.members.values()]
+    geometries = [member.info.geometry for member in state.view.members.values()]
     if pages and geometries:
         stream.checkpoints[agent.id] = StoredCheckpoint(agent, geometries[0], pages=pages)
         agent.streams.add(stream.id)
@@ -180,7 +180,7 @@ def _keep(
     if checkpoint is None or not checkpoint.is_of(decode):
         if checkpoint is not None:
             _rebook(checkpoint, 0)
-        checkpoint = StoredCheckpoint(agent, decode.geometry)
+        checkpoint = StoredCheckpoint(agent, decode.info.geometry)
         stream.checkpoints[agent.id] = checkpoint
         agent.streams.add(stream.id)
     _rebook(checkpoint, need_bytes, decode.node)
@@ -202,7 +202,7 @@ def _need_bytes(stream: Stream, decode: Member) -> int:
     """Return the bytes of the stream's longest possible history, or of the present history if no
     limit is known.
     """
-    ends = (stream.most_tokens, decode.max_model_len or None)
+    ends = (stream.most_tokens, decode.info.max_model_len or None)
     longest = min((most for most in ends if most is not None), default=0)
     tokens = max(longest, stream.history_tokens)
     return max(1, tokens // decode.page_size_tokens) * decode.page_bytes

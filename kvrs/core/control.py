@@ -154,7 +154,7 @@ class Control(Generic[S]):
         self.streams[live.id] = live
         for kept in live.journal.kept:
             known = self.instances.known.get(kept.holder)
-            if known is not None and known.info is not None and known.info.epoch == kept.epoch:
+            if known is not None and known.was_up and known.epoch == kept.epoch:
                 live.prefilled_at[kept.holder] = None
                 self.leases.hold(kept.holder, live.id)
             self.checkpoints.adopt(live, kept)
@@ -461,7 +461,6 @@ class Control(Generic[S]):
 
     def instance_lost(self, known: Member, cause: str, now_s: float) -> None:
         """All its victims in one event, so that the policy can spread them."""
-        assert known.info is not None
         self.catch_up()
         known.lose(cause)
         self.self_tests.lost(known.id)
@@ -471,7 +470,7 @@ class Control(Generic[S]):
             self.halt(live)
             if self._goes_on(live, now_s):
                 produced[live.id] = len(live.journal.output_ids)
-        event = ev.InstanceLost(known.id, known.info.epoch, cause, produced)
+        event = ev.InstanceLost(known.id, known.epoch, cause, produced)
         self._shell.instance_changed(event)
         self.tell(event, now_s)
 

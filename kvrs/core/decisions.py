@@ -53,7 +53,7 @@ def start(
     if is_one_call(planned, prefill.id):  # One call, whose hand-off is weighed now.
         decode = starts_at(state.view, stream, prefill, planned, state.settings.policy)
     # The length of a text is a guess, and more than the model takes is refused at once.
-    tokens = min(stream.prompt_tokens, prefill.max_model_len or stream.prompt_tokens)
+    tokens = min(stream.prompt_tokens, prefill.info.max_model_len or stream.prompt_tokens)
     table, queue_s, transfer_s = prefill.prefill, prefill.queue_s, 0.0
     compute_s, is_covered = table.seconds_for(tokens), table.covers(tokens)
     cached = min(stream.cached.get(prefill.id, 0), tokens - 1) if stream.cached else 0

@@ -177,7 +177,7 @@ def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int)
         if (
             member is not assigned
             and (
-                (is_free and member.own_prefill is None and member.is_clear(view.now_s))
+                (is_free and member.info.own_prefill is None and member.is_clear(view.now_s))
                 or (view.is_healthy(member) and may_have(view, member, stream, barred_too=False))
             )
             and (

@@ -234,6 +234,6 @@ def rows_left(state: State, stream: Stream, member: Member) -> None:
         holders = [each for each in (own, *state.copying[member.rows].values()) if each]
     for agent in holders:
         stream.checkpoints[agent.id] = StoredCheckpoint(
-            agent, member.geometry, pages=pages, rows=member.rows
+            agent, member.info.geometry, pages=pages, rows=member.rows
         )
         agent.streams.add(stream.id)

@@ -203,7 +203,7 @@ def end_attempt(
         stream.note_pace(now_s)
         if decode.rows:
             kv_locations.rows_left(state, stream, decode)
-    elif decode is not None and decode.joins_prefill and failed != decode.id:
+    elif decode is not None and decode.info.joins_prefill and failed != decode.id:
         stream.exclude(decode)  # For a while it keeps the memory of what was not sent.
     stream.recovery.note_failure(cause, failed, now_s)
     wait(state, stream, now_s)

@@ -306,7 +306,7 @@ def starts_at(
     """The decode instance of a stream that begins with one call for both stages, or two at once:
     its hand-off cannot be redirected later, so it is weighed now.
     """
-    can_differ = prefill.retains or planned.joins_prefill
+    can_differ = prefill.retains or planned.info.joins_prefill
     if settings.handoff is Handoff.OWN_PAIR or not can_differ:
         return planned
     others = (
@@ -350,12 +350,12 @@ def _able(view: ClusterView, stream: Stream, prefill: Member, planned: Member) -
     """The decode instances beside the planned one that could take a hand-off of this stream, the
     least loaded first.
     """
-    geometry = prefill.geometry
+    geometry = prefill.info.geometry
     for member in view.decoders:
         if (
             member is not planned
-            and member.geometry == geometry
-            and (member.pulls or member.own_prefill is None)
+            and member.info.geometry == geometry
+            and (member.pulls or member.info.own_prefill is None)
             and member.reads_format_of(prefill)
             and may_have(view, member, stream, barred_too=False)
         ):
@@ -416,5 +416,5 @@ def _takes(view: ClusterView, member: Member, stream: Stream) -> bool:
 
 def own_prefill_of(view: ClusterView, decode: Member) -> Member | None:
     """The prefill instance of the same server, if it is up."""
-    own = decode.own_prefill
+    own = decode.info.own_prefill
     return None if own is None else view.members.get(own)

@@ -33,7 +33,7 @@ class Topology:
         up and has nothing that could leave it.
         """
         known = self._control.instances.known[instance]
-        if known.health is not Health.UP and known.info is None:
+        if known.health is not Health.UP and not known.was_up:
             self._take_out(known, now_s)
             return True
         self.leaving[instance] = now_s + drain_s

@@ -223,7 +223,7 @@ def test_one_call_is_lost_with_either_of_its_instances() -> None:
     live = driver.stream()
     plan = live.attempt.plan
     assert plan is not None
-    assert driver.control.instances.known[plan.decode].own_prefill == plan.prefill
+    assert driver.control.instances.known[plan.decode].info.own_prefill == plan.prefill
     assert live.stage is Stage.PREFILL
 
     driver.lose(plan.decode)

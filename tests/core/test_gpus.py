@@ -23,7 +23,8 @@ class Seen:
 
     id: InstanceId
     node: NodeId
-    info: Info | None
+    info: Info
+    was_up: bool = True
 
 
 def gpus_of(**instances: list[str] | None) -> tuple[Gpus, dict[str, Seen]]:
@@ -56,9 +57,9 @@ def test_an_instance_is_as_well_as_the_worst_of_its_own_gpus() -> None:
 def test_a_judgement_is_told_once_and_its_end_too() -> None:
     """Gossip is looked at every second."""
     gpus, known = gpus_of(late=["a"])
-    info, known["late"].info = known["late"].info, None
+    known["late"].was_up = False
     before = [gpus.seen(N0, [health("a", GpuState.FAILING, "lost")]) for _ in range(2)]
-    known["late"].info = info
+    known["late"].was_up = True
     after = [
         gpus.seen(N0, [health("a", state, "lost" if state is GpuState.FAILING else "")])
         for state in (GpuState.FAILING, GpuState.FAILING, GpuState.HEALTHY, GpuState.HEALTHY)

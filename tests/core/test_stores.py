@@ -176,7 +176,6 @@ class Stored(Bench):
     def up(self, name: str, epoch: int = 1, **changes: Any) -> None:
         super().up(name, epoch, **changes)
         known = self.known[InstanceId(name)]
-        assert known.info is not None
         known.set_info(known.info)
         known.load = LoadReport(
             epoch, 0, 0, 0, 0.0, [], store="" if name in self.without else "mooncake"

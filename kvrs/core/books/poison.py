@@ -140,5 +140,5 @@ def news_until_s(stream: Stream, allowed: int, now_s: float) -> float | None:
 
 
 def _death_of(member: Member, now_s: float) -> Death:
-    server = member.own_prefill or member.id
+    server = member.info.own_prefill or member.id
     return Death(member.id, member.epoch, server, member.node, now_s)

@@ -55,7 +55,7 @@ class Gpus:
         """
         changed = []
         for known in self._known.values():
-            if known.node != node or known.info is None:
+            if known.node != node or not known.was_up:
                 continue
             for gpu in gpus:
                 self._due += self._ranks_on(known.id, known.info, gpu)

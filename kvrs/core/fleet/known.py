@@ -13,7 +13,7 @@ from kvrs.core.fleet.names import NameBook
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Agent
-from kvrs.core.model.member import Health, Member
+from kvrs.core.model.member import UNKNOWN, Health, Member
 from kvrs.core.options.replay import REPLAY_TOKENS_MAX
 from kvrs.ids import InstanceId, NodeId
 from kvrs.profiles.catalog import prefill_table
@@ -61,7 +61,7 @@ class Instances:
         self.plain: InstanceId | None = None
         # Cached result of `replays()`; None: instances have changed.
         self._replays: Replays | None = None
-        self.names = NameBook(lambda: (known.info for known in self.known.values()))
+        self.names = NameBook(lambda: (each.info for each in self.known.values() if each.was_up))
 
     def add(
         self, instance: InstanceId, node: NodeId, role: Role, group: str | None = None
@@ -72,7 +72,7 @@ class Instances:
 
     def remove(self, known: Member) -> None:
         self.known[known.id] = Member(known.id, known.node, known.role, known.group, Health.REMOVED)
-        known.health, known.reason, known.info, known.load = Health.REMOVED, None, None, None
+        known.health, known.reason, known.info, known.load = Health.REMOVED, None, UNKNOWN, None
         self.plain, self._replays = self._find_plain(), None
         self.names.changed()
 
@@ -111,7 +111,7 @@ class Instances:
         decoding = (
             known
             for known in self.known.values()
-            if known.role is not Role.PREFILL and known.info is not None
+            if known.role is not Role.PREFILL and known.was_up
         )
         return next((known.id for known in decoding if not known.resumes_exactly), None)
 
@@ -122,9 +122,9 @@ class Instances:
         longest = self.max_model_len if max_tokens is None else max_tokens
         is_bounded = longest is not None and longest <= REPLAY_TOKENS_MAX
         if self._replays is None:
-            members = [known for known in self.known.values() if known.info is not None]
+            members = [known for known in self.known.values() if known.was_up]
             # Prefill gives the first token where it is called together with decode.
-            joins = any(known.joins_prefill for known in members)
+            joins = any(known.info.joins_prefill for known in members)
             decoding = [
                 known.replays for known in members if joins or known.role is not Role.PREFILL
             ]

@@ -62,7 +62,7 @@ def served_names(model: str, infos: Iterable[InstanceInfo]) -> dict[str, ServedN
 class NameBook:
     """All names that clients may use, cached until the instances' names change."""
 
-    def __init__(self, infos: Callable[[], Iterable[InstanceInfo | None]]) -> None:
+    def __init__(self, infos: Callable[[], Iterable[InstanceInfo]]) -> None:
         self._infos = infos
         self._found: Mapping[str, ServedName] | None = None
 
@@ -74,10 +74,10 @@ class NameBook:
         if model is None:
             return {}
         if self._found is None:
-            self._found = served_names(model, (i for i in self._infos() if i is not None))
+            self._found = served_names(model, self._infos())
         return self._found
 
 
-def is_served_at(info: InstanceInfo | None, key: str) -> bool:
+def is_served_at(info: InstanceInfo, key: str) -> bool:
     """The instance serves the name with this key."""
-    return not key or (info is not None and key in info.name_keys)
+    return not key or key in info.name_keys

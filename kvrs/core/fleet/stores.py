@@ -53,7 +53,7 @@ class Stores:
     def may_share(self, target: InstanceId, holder: InstanceId) -> bool:
         """Both instances load KV of one model from stores of one kind, by their reports."""
         one, other = self._known[target], self._known[holder]
-        if not one.store or one.store != other.store or one.info is None or other.info is None:
+        if not one.store or one.store != other.store or not (one.was_up and other.was_up):
             return False
         return one.info.model == other.info.model
 

@@ -207,7 +207,7 @@ class ClusterView:
             self._set_ranked(member, True)
         if member.prefills:
             self.prefill_order.add(member)
-        self.formats_differ = _differ(each.hand_off_format for each in self.members.values())
+        self.formats_differ = _differ(each.info.hand_off_format for each in self.members.values())
         self.update(member)
         return member
 
@@ -234,7 +234,7 @@ class ClusterView:
         self._leaving.pop(member.id, None)
         if member.tokens or member.weights:
             self._compare_tokens()
-        self.formats_differ = _differ(each.hand_off_format for each in self.members.values())
+        self.formats_differ = _differ(each.info.hand_off_format for each in self.members.values())
         self._update(member.node)
 
     def update(self, changed: Member) -> None:
@@ -288,7 +288,7 @@ class ClusterView:
         there = self.by_node[node]
         decoders = [each for each in there if each.decodes and not each.is_drained]
         are_free = not self.formats_differ and all(
-            each.pulls or each.own_prefill is None for each in decoders
+            each.pulls or each.info.own_prefill is None for each in decoders
         )
         for prefill in there:
             if prefill.prefills:
@@ -341,14 +341,18 @@ class ClusterView:
 
     def is_healthy(self, decode: Member) -> bool:
         """Return whether an interrupted stream should go on at the instance."""
-        has_prefill = decode.own_prefill is None or self.has_prefill(decode)
+        has_prefill = decode.info.own_prefill is None or self.has_prefill(decode)
         return has_prefill and (decode.is_clear(self.now_s) or self.takes_recovery(decode))
 
     def has_prefill(self, decode: Member) -> bool:
         """Return whether a prefill instance exists for the instance, which may accept hand-offs
         only from its own server's.
         """
-        return decode.own_prefill is None or decode.pulls or decode.own_prefill in self.members
+        return (
+            decode.info.own_prefill is None
+            or decode.pulls
+            or decode.info.own_prefill in self.members
+        )
 
     def targets(self, name: str = "") -> list[Member]:
         """Return the healthy decode instances that serve this model name, least loaded first; if
@@ -358,7 +362,7 @@ class ClusterView:
         possible: list[Member] = []
         for member in self.decoders:
             if (name and name not in member.names) or (
-                member.own_prefill is not None and not self.has_prefill(member)
+                member.info.own_prefill is not None and not self.has_prefill(member)
             ):
                 continue
             if member.is_clear(self.now_s):

@@ -23,6 +23,7 @@ from kvrs.protocol.instance import (
     InstanceInfo,
     LoadReport,
     Role,
+    assumed_instance,
 )
 
 GOES_ON_NOWHERE = "-"  # The tokens of an instance that does not continue its own output exactly.
@@ -60,6 +61,12 @@ def pause_s(instance: InstanceId, first_s: float, count: int) -> float:
 
 def _jitter(instance: InstanceId, count: int) -> float:
     return 1 + _JITTER * fraction(instance, count)
+
+
+# The info of an instance of which no process has come up.
+UNKNOWN = assumed_instance(
+    InstanceId(""), NodeId(""), Role.PREFILL, KvGeometry(1, 1, 1, 1, 1), (), epoch=0
+)
 
 
 class Health(StrEnum):
@@ -196,8 +203,8 @@ class Member:
     group: str | None = None  # Instances of one group lend each other the hosts of their stages.
     health: Health = Health.STARTING
     reason: str | None = None
-    # Its `own_prefill` is None where the configuration does not have that instance.
-    info: InstanceInfo | None = None
+    # `own_prefill` is None where the configuration does not have that instance.
+    info: InstanceInfo = UNKNOWN
     load: LoadReport | None = None  # The last one; None: it is not up.
     reported_s: float = 0.0  # When `load` came.
     # When its last heartbeat came: while its event loop stalls, it has these alone.
@@ -245,11 +252,7 @@ class Member:
     replays: bool = False
     resumes_exactly: bool = False  # It continues text, stop strings, usage and sampling itself.
     computes_prompts: bool = False  # A decode instance that needs no other one for a new stream.
-    own_prefill: InstanceId | None = None
-    joins_prefill: bool = False  # It computes no prompt: prefill is called together with it.
-    chats_by_ids: bool = False
     names: tuple[str, ...] = ()  # Of models, aliases and adapters that it serves.
-    fingerprint: str = ""
     # Namespace of rows of its CPU tier, which the agent of its node serves (`has_tier`), or of a
     # store that its engine loads from by itself (`in_store`); empty: it has neither.
     rows: str = ""
@@ -257,9 +260,6 @@ class Member:
     tier_tokens: int = 0  # Room of its CPU tier; 0: not told.
     in_store: bool = False
     store_share: float = 1.0  # Of what recoveries asked its store for, that this had.
-    hand_off_format: str = ""  # As `InstanceInfo.hand_off_format`.
-    max_model_len: int = 0  # 0: not known.
-    geometry: KvGeometry = field(init=False)
     page_bytes: int = 0
     page_size_tokens: int = 0
     bytes_per_token: int = 0
@@ -320,24 +320,19 @@ class Member:
         self.replays = Capability.REPLAY in capabilities
         self.resumes_exactly = Capability.EXACT_RESUME in capabilities
         self.computes_prompts = info.computes_prompts and info.role is Role.DECODE
-        self.joins_prefill, self.chats_by_ids = info.joins_prefill, info.chats_by_ids
-        self.own_prefill, self.names = info.own_prefill, info.name_keys
-        self.fingerprint = info.fingerprint
-        self.hand_off_format = info.hand_off_format
-        self.max_model_len, self.geometry = info.max_model_len, geometry
+        self.names = info.name_keys
         self.page_bytes = geometry.page_bytes
         self.page_size_tokens = geometry.page_size_tokens
         self.bytes_per_token = geometry.bytes_per_token
 
     def learn(self, **changes: Any) -> None:
         """The same process, of which these facts have changed."""
-        assert self.info is not None, self.id
         self.set_info(msgspec.structs.replace(self.info, **changes))
 
     def set_rows(self, namespace: str, *, in_store: bool = False) -> None:
         """The agent of its node, or a store, has its rows, of this namespace; empty: neither."""
         self.in_store, self.has_tier = in_store, bool(namespace) and not in_store
-        if namespace != self.rows and self.info is not None:
+        if namespace != self.rows and self.was_up:
             self.rows = namespace
             self.set_info(self.info)
 
@@ -351,14 +346,19 @@ class Member:
     # As its watch sees it.
 
     @property
+    def was_up(self) -> bool:
+        """A process of the instance has come up, since the instance is in the configuration."""
+        return self.info is not UNKNOWN
+
+    @property
     def lost(self) -> InstanceInfo | None:
         """The process that was last lost and may still run."""
-        return None if self.health is Health.UP else self.info
+        return self.info if self.was_up and self.health is not Health.UP else None
 
     def is_same_process(self, info: InstanceInfo) -> bool:
         """The process, with its workers, has been up all the time: another proxy has fenced it."""
         before = self.info
-        if self.health is not Health.UP or before is None or not _can_fence(info):
+        if self.health is not Health.UP or not _can_fence(info):
             return False
         return (info.pid, info.worker_pids) == (before.pid, before.worker_pids)
 
@@ -458,15 +458,15 @@ class Member:
         """A prefill there can be handed off to this instance. A server that pulls no pages takes
         hand-offs from its own prefill instance only, and NIXL in one of another format.
         """
-        if self.own_prefill == prefill.id:
+        if self.info.own_prefill == prefill.id:
             return True
-        return (self.pulls or self.own_prefill is None) and self.reads_format_of(prefill)
+        return (self.pulls or self.info.own_prefill is None) and self.reads_format_of(prefill)
 
     def reads_format_of(self, prefill: "Member") -> bool:
         """NIXL can carry a hand-off from there, as far as is known: two values of one kind are
         equal.
         """
-        own, theirs = self.hand_off_format, prefill.hand_off_format
+        own, theirs = self.info.hand_off_format, prefill.info.hand_off_format
         if not own or not theirs or own == theirs:
             return True
         return own.split()[0] != theirs.split()[0]
@@ -488,4 +488,4 @@ def _can_fence(info: InstanceInfo) -> bool:
 
 def is_one_call(decode: Member, prefill: InstanceId | None) -> bool:
     """Prefill there and decode here begin together, and end as one attempt."""
-    return prefill is not None and (decode.joins_prefill or decode.own_prefill == prefill)
+    return prefill is not None and (decode.info.joins_prefill or decode.info.own_prefill == prefill)

@@ -51,8 +51,8 @@ class StoredCheckpoint:
 
     def is_of(self, member: Member) -> bool:
         """Return whether the instance can save and load pages of this geometry and namespace."""
-        theirs = self.geometry
-        return self.rows == member.rows and (theirs is member.geometry or theirs == member.geometry)
+        own, theirs = self.geometry, member.info.geometry
+        return self.rows == member.rows and (own is theirs or own == theirs)
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):

@@ -38,15 +38,15 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     factors, here_s = state.factors, queue_s + case.history_s
     factor = factors.get(_RECOMPUTE, 1.0) if factors else 1.0
     prefill, there = prefill_for(view, target, case.stream), None
-    if prefill is target and target.joins_prefill:
+    if prefill is target and target.info.joins_prefill:
         return
     # Without a hand-off of KV the target would compute the history a second time.
-    computes_nothing = target.own_prefill is not None or target.joins_prefill
+    computes_nothing = target.info.own_prefill is not None or target.info.joins_prefill
     is_handed_off = computes_nothing or (prefill.moves_kv and target.moves_kv)
     if view.formats_differ:
         is_handed_off = is_handed_off and target.takes_from(prefill)
     fetches = target.pulls and prefill.retains
-    is_migration = not (fetches or target.joins_prefill) and has_cached(case.stream, prefill)
+    is_migration = not (fetches or target.info.joins_prefill) and has_cached(case.stream, prefill)
     if prefill is not target and is_handed_off and not is_migration:
         table, compute_s, extrapolated = prefill.prefill, case.history_s, case.extrapolated
         if table is not target.prefill:
@@ -105,7 +105,7 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
     """Choose the instance that computes a whole history for the target: the target's own prefill
     instance, else the prefill instance with the least work, else the target.
     """
-    if target.own_prefill is not None:
+    if target.info.own_prefill is not None:
         own = own_prefill_of(view, target)
         if (
             own is not None

@@ -159,10 +159,10 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
     `SOURCES_MAX`, those with the most pages.
     """
     sources: list[KvSource] = []
-    geometry, node, page_bytes = target.geometry, target.node, target.page_bytes
+    geometry, node, page_bytes = target.info.geometry, target.node, target.page_bytes
     for holder in stream.holders.values() if target.moves_kv else ():
         member = holder.member
-        theirs = member.geometry
+        theirs = member.info.geometry
         if (
             member is target
             or not holder.pages

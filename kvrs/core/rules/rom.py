@@ -49,7 +49,7 @@ class Rom(Rule):
                 migrate_from(nearest.id, by_prefill=False)
         for holder in cached_at(stream, target):
             migrate_from(holder.member.id, by_prefill=True)
-        if target.joins_prefill:
+        if target.info.joins_prefill:
             if prefill is target:
                 return estimates
         elif has_cached(stream, prefill) and not (target.pulls and prefill.retains):

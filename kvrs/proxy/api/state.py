@@ -92,17 +92,17 @@ def _instance(
         "role": known.role,
         "node": known.node,
         "url": driver.backends[known.id].url,
-        "pid": None if known.info is None else known.info.pid,
-        "worker_pids": [] if known.info is None else known.info.worker_pids,
+        "pid": None if not known.was_up else known.info.pid,
+        "worker_pids": [] if not known.was_up else known.info.worker_pids,
         "group": known.group,
-        "ranks": [] if known.info is None else msgspec.to_builtins(known.info.ranks),
+        "ranks": [] if not known.was_up else msgspec.to_builtins(known.info.ranks),
         "stages": load.get("stages", []),
         "lends": load.get("lends", []),
-        "layout": None if known.info is None else msgspec.to_builtins(known.info.layout),
+        "layout": None if not known.was_up else msgspec.to_builtins(known.info.layout),
         "health": known.health,
         **_ranks(known, now_s),
-        "epoch": None if known.info is None else known.info.epoch,
-        "models": [] if known.info is None else listed_names(known.info),
+        "epoch": None if not known.was_up else known.info.epoch,
+        "models": [] if not known.was_up else listed_names(known.info),
         "load": load or None,
         "prefix_hits": _prefix_hits(known, driver),
         "hand_offs": _hand_offs(known, driver),
@@ -154,12 +154,12 @@ def _hand_offs(known: Member, driver: Driver) -> dict[str, Any] | None:
     or is not up.
     """
     report = None if known.load is None else known.load.hand_offs
-    if known.load is None or (report is None and not known.hand_off_format):
+    if known.load is None or (report is None and not known.info.hand_off_format):
         return None
     others = others_of_other_format(driver.control.instances, known)
     return {
         **({} if report is None else msgspec.to_builtins(report)),
-        "format": known.hand_off_format,
+        "format": known.info.hand_off_format,
         "differs_from": others,
     }
 

@@ -140,7 +140,7 @@ class AttemptCalls:
             return None
         plan, transfer, ids_text, prefill = attempt.plan, None, None, attempt.begin()
         decode = self._instances.known[plan.decode]
-        if decode.chats_by_ids and live.journal.prompt_ids is None:
+        if decode.info.chats_by_ids and live.journal.prompt_ids is None:
             continuation = await self._rendered()
         if plan.prefill is None and (prefill or attempt.computes):
             live.enter(StreamPhase.PREFILL, plan.decode)
@@ -390,7 +390,7 @@ class AttemptCalls:
         """Note in the decode call, which is about to be sent, what it is besides."""
         plan = self._attempt.plan
         known = self._instances.known[plan.decode]
-        if known.joins_prefill and plan.prefill is not None:
+        if known.info.joins_prefill and plan.prefill is not None:
             call.beside, call.found = self._context.backends[plan.prefill], self._found
         if self._asks_store and self._hand_off is None and self._attempt.number > 1:
             call.rows = store_load(self._live.journal, self._attempt.number, known.page_size_tokens)

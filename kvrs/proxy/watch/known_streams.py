@@ -124,7 +124,7 @@ class KnownStreams:
         call = decode_call(
             journal, journal.attempt, runs, (), transfer, exact=exact, has_rows=has_rows
         )
-        if self._control.instances.known[instance].joins_prefill:
+        if self._control.instances.known[instance].info.joins_prefill:
             call.beside = self._beside(instance) if beside is None else self.backend(beside)
         if drafts:
             call.fields["kvrs"].drafts = [*drafts]

@@ -230,7 +230,7 @@ class SelfTester:
 
     async def _transfer(self, holder: InstanceId, target: InstanceId) -> bool | None:
         """Test that KV of a history really comes from the holder to the target."""
-        joins = self._control.instances.known[target].joins_prefill
+        joins = self._control.instances.known[target].info.joins_prefill
         counts = holder if joins else target
         before = await self._streams.backend(counts).kv_received()
         if before is None:

@@ -119,7 +119,7 @@ async def test_the_model_that_vllm_serves_is_found_by_its_root(
     tokenizer = await system.proxy.parts.driver.tokenizer.load()
     assert text == tokenizer.decode(whole)
     geometry = system.proxy.parts.driver.control.instances.known
-    assert {each.geometry.layers for each in geometry.values()} == {2}
+    assert {each.info.geometry.layers for each in geometry.values()} == {2}
 
 
 async def test_without_files_streams_survive_and_their_heads_say_inexact(
@@ -136,7 +136,7 @@ async def test_without_files_streams_survive_and_their_heads_say_inexact(
     assert text
     (recovery,) = (await system.state())["recoveries"]
     assert recovery["outcome"] == "resumed"
-    geometry = next(iter(system.proxy.parts.driver.control.instances.known.values())).geometry
+    geometry = next(iter(system.proxy.parts.driver.control.instances.known.values())).info.geometry
     assert (geometry.layers, geometry.kv_heads, geometry.page_size_tokens) == (32, 8, 16)
 
 
