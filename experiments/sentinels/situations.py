@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
-from kvrs.core.model.cluster_view import Agent
+from kvrs.core.model.agent import Agent
 from kvrs.core.model.estimates import Estimate
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream

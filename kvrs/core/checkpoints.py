@@ -11,7 +11,7 @@ from typing import Any
 from kvrs.config.backup import BackupMode, Placement
 from kvrs.core.books import placement
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import Agent
+from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import StoredCheckpoint, Stream
 from kvrs.core.state import State

@@ -14,7 +14,8 @@ from enum import StrEnum
 from math import inf, isfinite
 
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
-from kvrs.core.model.cluster_view import Agent, ClusterView
+from kvrs.core.model.agent import Agent
+from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream

@@ -70,7 +70,7 @@ def reported(state: State, event: ev.LoadReported, now_s: float) -> None:
         _re_form(state, member, event, now_s)
     member.told = report
     if not member.decodes:
-        state.view.work.note_prompts(member, report.queued + report.running)
+        state.view.prefill_order.note_prompts(member, report.queued + report.running)
     else:
         # Streams that this proxy has not sent there belong to other proxies (LUMEN section 4.3:
         # the load of a target is all that it runs or queues).

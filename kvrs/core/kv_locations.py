@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from kvrs.core import checkpoints
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Agent
+from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Member
 from kvrs.core.model.prefixes import NO_PREFIX
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream

@@ -39,7 +39,7 @@ def begin(state: State, stream: Stream, plan: act.Plan, decision: Decision, now_
         booked_on=runs_on,
         booked_s=chosen.compute_s,
     )
-    view.work.book(runs_on, chosen.compute_s)
+    view.prefill_order.book(runs_on, chosen.compute_s)
     is_start = chosen.option is Option.START
     if stream.prefix.hashes and (is_start or runs_on is not decode):
         view.prefixes.send(runs_on, stream.prefix, stream.prompt_tokens)
@@ -147,7 +147,7 @@ def settle_bookings(state: State, stream: Stream) -> None:
     """The attempt's work has been done and its bytes have arrived, or it is over."""
     attempt = stream.attempt
     if attempt.booked_on is not None:
-        state.view.work.unbook(attempt.booked_on, attempt.booked_s)
+        state.view.prefill_order.unbook(attempt.booked_on, attempt.booked_s)
         attempt.booked_on = None
     for link, size_bytes in attempt.links:
         link.in_flight_bytes -= size_bytes

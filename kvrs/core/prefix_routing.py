@@ -25,7 +25,8 @@ from typing import NamedTuple
 import msgspec
 
 from kvrs.core.model.actions import PromptLoad
-from kvrs.core.model.cluster_view import Agent, ClusterView
+from kvrs.core.model.agent import Agent
+from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import HANDSHAKE_S
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
@@ -234,7 +235,7 @@ class _Costs:
 
     def __init__(self, view: ClusterView, stream: Stream, limits: StartLimits) -> None:
         self._tokens, self._limits = stream.prompt_tokens, limits
-        self._weight = view.work.prompt_weight(len(view.prefillers))
+        self._weight = view.prefill_order.prompt_weight(len(view.prefillers))
         self._seconds: dict[tuple[int, int], float] = {}
 
     def of(self, member: Member, cached: int) -> tuple[bool, float]:

@@ -19,7 +19,7 @@ from kvrs.core import instances, kv_locations, starter, steps
 from kvrs.core.checkpoints import protection
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Agent
+from kvrs.core.model.agent import Agent
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.lifecycle import AlarmDue, SlotFree, Stage
 from kvrs.core.model.member import Health, Member

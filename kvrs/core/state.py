@@ -15,7 +15,8 @@ from kvrs.core.books.prefill_scale import PrefillScale
 from kvrs.core.books.waiting import RetryBudget, SlotBook, Timers
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Agent, ClusterView
+from kvrs.core.model.agent import Agent
+from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvrs.core.control import Control
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Agent
+from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role

@@ -32,7 +32,7 @@ from kvrs.core.fleet.known import (
 from kvrs.core.fleet.names import listed_names
 from kvrs.core.fleet.silence import SilenceTimer, silent_after_s
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Agent
+from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.protocol.instance import (
     NO_OTHER_NAMES,

@@ -9,7 +9,7 @@ from typing import Any, assert_never
 
 from kvrs.core.books.leases import Number
 from kvrs.core.control import Control
-from kvrs.core.model.cluster_view import Agent
+from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.core.watch import (
     AgentWatch,

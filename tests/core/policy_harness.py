@@ -9,7 +9,8 @@ from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName, PolicySettings, RecoverySettings, SloSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Agent, ClusterView
+from kvrs.core.model.agent import Agent
+from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.member import Member
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId

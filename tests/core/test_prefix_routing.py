@@ -70,7 +70,7 @@ def cost_of(view: ClusterView, member: Member, cached: int) -> float:
     cached = min(cached, tokens - 1)
     seconds = member.prefill.extra(cached, tokens - cached) if cached else 0.0
     seconds = seconds or member.prefill.seconds_for(tokens)
-    return member.queue_s + view.work.prompt_weight(len(view.prefillers)) * seconds
+    return member.queue_s + view.prefill_order.prompt_weight(len(view.prefillers)) * seconds
 
 
 @settings(max_examples=300)
@@ -83,7 +83,7 @@ def test_the_choice_has_the_least_cost_of_all(
     """
     view, stream = view_of(cluster), Stream(S, prompt_tokens=BLOCKS * TOKENS, prefix=PROMPT)
     members = [*view.members.values()]
-    view.work.note_prompts(members[0], prompts)
+    view.prefill_order.note_prompts(members[0], prompts)
     first = least_work(view, stream, is_free=True, barred_too=False)
     assert first is not None
     allowed = [each for n, each in enumerate(members) if n not in refusing or each is first]
@@ -129,9 +129,11 @@ def test_computing_counts_more_the_more_prompts_are_in_flight() -> None:
     idle, hot = view.members.values()
     chosen = []
     for prompts in (0, 2, 100):
-        view.work.note_prompts(idle, prompts)
+        view.prefill_order.note_prompts(idle, prompts)
         stream = Stream(S, prompt_tokens=BLOCKS * TOKENS, prefix=PROMPT)
-        chosen.append((view.work.prompt_weight(2), with_prefix(view, stream, idle, lambda _: True)))
+        chosen.append(
+            (view.prefill_order.prompt_weight(2), with_prefix(view, stream, idle, lambda _: True))
+        )
 
     assert chosen == [(1.0, idle), (2.0, hot), (8.0, hot)]
 
@@ -150,7 +152,7 @@ def test_a_prompt_goes_where_it_keeps_its_limits(limits: StartLimits, chosen: in
     answer in time.
     """
     view = view_of([(0.0, 4, TABLE), (0.7, BLOCKS, TABLE)])
-    view.work.note_prompts(view.members[P0], 6)
+    view.prefill_order.note_prompts(view.members[P0], 6)
     stream = Stream(S, prompt_tokens=BLOCKS * TOKENS, prefix=PROMPT)
 
     found = with_prefix(view, stream, view.members[P0], lambda _: True, limits)

@@ -14,7 +14,7 @@ from kvrs.core.books.leases import Leases
 from kvrs.core.fleet.known import Agents, Instances
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Agent
+from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Copy, LiveStream
 from kvrs.ids import InstanceId, StreamId

@@ -12,18 +12,22 @@ from kvrs.config.file import Config
 from kvrs.core.fleet.names import NameBook
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Agent
+from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import UNKNOWN, Health, Member
 from kvrs.core.options.replay import REPLAY_TOKENS_MAX
 from kvrs.ids import InstanceId, NodeId
 from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import (
+    EPOCHS_PER_START,
     AgentInfo,
     Capability,
     InstanceInfo,
     Role,
 )
+
+# Starts of an instance for which a late report of an exit is still attributed.
+_STARTS_KEPT = 8
 
 
 def overdue_after_s(interval_s: float) -> float:
@@ -187,7 +191,9 @@ class Instances:
         if not known.is_same_process(info):
             known = self.known[known.id] = known.next_process(info, table)
         known.health, known.reason = Health.UP, None
-        known.note_epoch(info.epoch)
+        known.epochs[info.epoch // EPOCHS_PER_START] = info.epoch
+        if len(known.epochs) > _STARTS_KEPT:
+            del known.epochs[next(iter(known.epochs))]
         self.plain = self._find_plain()
         return ev.InstanceUp(info, table)
 

@@ -8,96 +8,20 @@ other.
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 from kvrs.core.model import events as ev
-from kvrs.core.model.member import LONGEST_PAUSE_S, Health, Member
+from kvrs.core.model.agent import Agent
+from kvrs.core.model.member import Member
 from kvrs.core.model.prefixes import PrefixIndex, room_tokens
-from kvrs.core.model.sent_work import SentWork
-from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.instance import MEMORY, STORE, AgentInfo, AgentReport
-from kvrs.protocol.rows import NO_ROWS, RowsReport
+from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.instance import MEMORY, STORE
 
-_LOAD_PAUSE_S = 0.5
+_MOST_WEIGHT = 8.0  # The largest cost of a second of computing, in seconds of a queue.
 
 _place, _streams = attrgetter("place"), attrgetter("streams")
-
-
-@dataclass(slots=True, eq=False)
-class Agent:
-    """The agent of one node: its health, and its row of the load table of LUMEN section 4.2. An
-    agent that is not up has no bookings.
-    """
-
-    id: InstanceId
-    node: NodeId
-    # From the last `HolderUp`:
-    epoch: int = 0
-    capacity_bytes: int = 0
-    host_to_device_bytes_per_s: float = 0.0
-    reported_bytes: int = 0  # Reserved bytes of all proxies.
-    reported_checkpoints: int = 0
-    booked_bytes: int = 0  # Bytes booked for streams of this proxy when the agent is chosen.
-    booked_of: Counter[NodeId] = field(default_factory=Counter)  # By the decoding node.
-    streams: set[StreamId] = field(default_factory=set)  # Streams with a checkpoint or a booking.
-    rows: RowsReport = NO_ROWS
-    # From the agent's watch:
-    health: Health = Health.STARTING
-    reason: str | None = None
-    info: AgentInfo | None = None
-    report: AgentReport | None = None  # The last report; None: not up.
-    beat_s: float = -inf  # Time of the last heartbeat.
-    cache_bit: int = 0  # The agent's bit in the index of stored prefixes (`prefixes.py`).
-    bytes_per_token: int = 0  # KV bytes per token in its checkpoints; 0: not known.
-    caches: bool = True
-    # Failed loads of new prompts in a row, and the end of the pause after them.
-    failed_loads: int = 0
-    no_loads_until_s: float = -inf
-
-    def begin(self, up: ev.HolderUp) -> "Agent":
-        """Reset the record for a new process of the agent."""
-        assert not self.streams, self.id
-        assert not self.booked_bytes, self.id
-        self.epoch, self.capacity_bytes = up.epoch, up.capacity_bytes
-        self.host_to_device_bytes_per_s = up.host_to_device_bytes_per_s
-        self.reported_bytes = self.reported_checkpoints = 0
-        return self
-
-    def lose(self, cause: str) -> None:
-        """Mark the agent as down."""
-        self.health, self.reason, self.report = Health.DOWN, cause, None
-
-    def note_load(self, began_s: float, now_s: float, *, has_failed: bool) -> None:
-        """Note the result of loading a new prompt from the agent.
-
-        The pause before the next load doubles with each failure; failures of loads that began
-        before the pause do not count.
-        """
-        if not has_failed:
-            self.failed_loads, self.no_loads_until_s = 0, -inf
-        elif began_s >= self.no_loads_until_s:
-            pause_s = _LOAD_PAUSE_S * 2.0 ** min(self.failed_loads, 16)
-            self.no_loads_until_s = now_s + min(LONGEST_PAUSE_S, pause_s)
-            self.failed_loads += 1
-
-    @property
-    def reserved_bytes(self) -> int:
-        return max(self.booked_bytes, self.reported_bytes)
-
-    @property
-    def room_tokens(self) -> int:
-        """Number of tokens whose KV the agent has room for; 0: not known."""
-        return self.capacity_bytes // self.bytes_per_token if self.bytes_per_token else 0
-
-    @property
-    def checkpoints(self) -> int:
-        return max(len(self.streams), self.reported_checkpoints)
-
-    def has_room(self, need_bytes: int) -> bool:
-        return self.reserved_bytes + need_bytes <= self.capacity_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -112,8 +36,8 @@ class Link:
 
 
 class PrefillOrder:
-    """The prefill instances that are not drained, sorted by predicted work, then by the streams of
-    the least loaded decode instance on their node, then by id.
+    """The prefill instances that are not drained, with the work that was sent to them, sorted by
+    this work, then by the streams of the least loaded decode instance on their node, then by id.
 
     A change marks the node; marked nodes are sorted when the order is read.
     """
@@ -125,6 +49,9 @@ class PrefillOrder:
         self.changed: dict[NodeId, None] = {}
         # Decode instances that may refuse some streams, until `has_restricted` finds otherwise.
         self.restricted: dict[Member, None] = {}
+        # Prompts without an answer: at prefill instances by own bookings, and by their reports.
+        self._prompts = 0
+        self._reported_prompts = 0
 
     def add(self, member: Member) -> None:
         member.is_placed = True
@@ -152,6 +79,33 @@ class PrefillOrder:
             if member.answers.busy_until_s is None:
                 del self.restricted[member]
         return bool(self.restricted)
+
+    def book(self, member: Member, seconds: float) -> None:
+        member.work_s += seconds
+        member.queue_s = max(member.work_s, member.reported_queue_s)
+        self.changed[member.node] = None
+        member.bookings += 1
+        self._prompts += member.prefills
+
+    def unbook(self, member: Member, seconds: float) -> None:
+        member.bookings -= 1
+        self._prompts -= member.prefills
+        # Idle instances must have exactly zero: a rounding error would decide between them.
+        member.work_s = max(0.0, member.work_s - seconds) if member.bookings else 0.0
+        member.queue_s = max(member.work_s, member.reported_queue_s)
+        self.changed[member.node] = None
+
+    def note_prompts(self, member: Member, prompts: int) -> None:
+        """Note the number of prompts that a prefill instance runs or queues by its report."""
+        self._reported_prompts += prompts - member.reported_prompts
+        member.reported_prompts = prompts
+
+    def prompt_weight(self, prefillers: int) -> float:
+        """Return the cost of a second of compute time: 1 for the prompt itself, plus 1 for each
+        prompt behind it, which is the number of prompts in flight per prefill instance.
+        """
+        prompts = max(self._prompts, self._reported_prompts)
+        return min(_MOST_WEIGHT, 1 + prompts / max(1, prefillers))
 
     def least_first(self) -> list[Member]:
         """Return the sorted list; the caller must not change it, nor keep it over a change."""
@@ -194,7 +148,6 @@ class ClusterView:
         self.by_node: dict[NodeId, list[Member]] = {}
         self.prefill_order = PrefillOrder(self.by_node)
         self.prefillers = self.prefill_order.members  # Not drained; their order may be outdated.
-        self.work = SentWork(self.prefill_order.changed)
         self.prefixes = PrefixIndex[Member](room_tokens)
         self.stored = PrefixIndex[Agent](attrgetter("room_tokens"))
         self._leaving: dict[InstanceId, Member] = {}  # Instances that must drain or are drained.
@@ -223,7 +176,7 @@ class ClusterView:
         self.update(member)
 
     def remove(self, member: Member) -> None:
-        self.work.note_prompts(member, 0)
+        self.prefill_order.note_prompts(member, 0)
         self.prefixes.lost(member)
         del self.members[member.id]
         self.by_node[member.node].remove(member)

@@ -18,7 +18,6 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import (
-    EPOCHS_PER_START,
     Capability,
     InstanceInfo,
     LoadReport,
@@ -27,7 +26,6 @@ from kvrs.protocol.instance import (
 )
 
 GOES_ON_NOWHERE = "-"  # The tokens of an instance that does not continue its own output exactly.
-_STARTS_KEPT = 8  # Of each instance, to which a report of an exit may belong.
 
 # Without any answer for this long, and several times what was predicted, nothing new is sent there.
 UNANSWERED_S = 2.0
@@ -361,12 +359,6 @@ class Member:
         if self.health is not Health.UP or not _can_fence(info):
             return False
         return (info.pid, info.worker_pids) == (before.pid, before.worker_pids)
-
-    def note_epoch(self, epoch: int) -> None:
-        """It is up in this epoch."""
-        self.epochs[epoch // EPOCHS_PER_START] = epoch
-        if len(self.epochs) > _STARTS_KEPT:
-            del self.epochs[next(iter(self.epochs))]
 
     def had_not_ended(self, info: InstanceInfo) -> bool:
         """The process, with its workers, ran on while it was taken for lost. One without a pid (0)

@@ -14,7 +14,8 @@ import msgspec
 
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Agent, Link
+from kvrs.core.model.agent import Agent
+from kvrs.core.model.cluster_view import Link
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import Member

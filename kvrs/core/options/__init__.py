@@ -1,17 +1,14 @@
-"""The recovery options, one file each. A new option is listed here and named in `Option`."""
+"""The recovery options. A new option is listed here and named in `Option`."""
 
 from collections.abc import Mapping
 
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.options.base import RecoveryOption
-from kvrs.core.options.in_place import IN_PLACE
-from kvrs.core.options.migrate import MIGRATE
+from kvrs.core.options.in_place import IN_PLACE, SUBSTITUTE
+from kvrs.core.options.migrate import MIGRATE, RESTORE, REUSE
 from kvrs.core.options.recompute import RECOMPUTE
 from kvrs.core.options.replay import REPLAY
-from kvrs.core.options.restore import RESTORE
-from kvrs.core.options.reuse import REUSE
 from kvrs.core.options.split import SPLIT
-from kvrs.core.options.substitute import SUBSTITUTE
 
 # Options in the order of estimation: split needs the estimates of the fetches before it.
 ALL = (REUSE, MIGRATE, RESTORE, SPLIT, RECOMPUTE, REPLAY)

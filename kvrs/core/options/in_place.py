@@ -3,6 +3,10 @@
 The estimate is: time until the instance is ready + one decode step. A stream that has lost KV cells
 or has not produced a token also pays for the restores before its own, its own restore, and the
 rest of its attempt's own work.
+
+Substitute is the same option of an instance that has lost the host of a pipeline stage, and borrows
+the same stage of another instance. It has a learned factor of its own: borrowing a stage costs a
+session and the lost cells, a new host costs loading the weights.
 """
 
 from collections.abc import Iterable
@@ -79,3 +83,4 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
 
 
 IN_PLACE = RecoveryOption(Option.IN_PLACE, estimate, plan, terms, fetches=False)
+SUBSTITUTE = RecoveryOption(Option.SUBSTITUTE, estimate, plan, terms, fetches=False)

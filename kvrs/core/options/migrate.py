@@ -4,6 +4,15 @@ instance that has the front of the history in a prefix cache hands all of it off
 Fetch: queue(target) + hand-shake + missing bytes / bandwidth + prefill(tail given prefix);
 `C_mig` of seed KVRS is the third term alone. Hand-off, for targets that cannot fetch pages:
 queue(prefill) + prefill(rest given prefix) + hand-shake + all bytes / bandwidth.
+
+Restore fetches like migrate, from a checkpoint in the host memory of an agent (LUMEN section 4.2,
+RaidServe's KV backup), or from rows of an engine's CPU tier that an agent serves. An agent on the
+target's own node sends at the measured rate of that path, and at `host_to_device_bytes_per_s` until
+the rate is measured.
+
+Reuse computes behind the front of the history that the target has itself; a second source may
+extend it: queue(target) [+ wait + hand-shake + more bytes / bandwidth] + prefill(rest given what is
+there).
 """
 
 from collections.abc import Iterable
@@ -29,7 +38,7 @@ from kvrs.core.options.base import (
 from kvrs.core.state import State
 from kvrs.ids import InstanceId
 
-_MIGRATE = Option.MIGRATE
+_MIGRATE, _RESTORE, _REUSE = Option.MIGRATE, Option.RESTORE, Option.REUSE
 
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
@@ -306,4 +315,37 @@ def fetch_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     yield Term("prefill", estimate.compute_s, tail(case, prefix))
 
 
+def estimate_restore(case: Case, estimates: list[Estimate]) -> None:
+    for source in case.sources:
+        if source.is_agent:
+            weigh_fetch(case, _RESTORE, source, estimates)
+
+
+def estimate_reuse(case: Case, estimates: list[Estimate]) -> None:
+    target = case.target
+    pages, second, more_s, wait_s = case.held_pages, None, 0.0, 0.0
+    if case.sources and pages < case.wanted_pages:
+        second, pages, more_s = extension(case, None, pages, case.slot_wait_s)
+        wait_s = case.slot_wait_s if second is not None else 0.0
+    estimates.append(
+        estimate_fetch(
+            _REUSE,
+            target,
+            case.history_tokens,
+            case.history_s,
+            pages * target.page_size_tokens,
+            transfer_s=more_s,
+            queue_s=target.queue_s + wait_s,
+            factor=case.factor(_REUSE),
+            second=second,
+        )
+    )
+
+
 MIGRATE = RecoveryOption(Option.MIGRATE, estimate, plan, terms, needs=attrgetter("wanted_pages"))
+RESTORE = RecoveryOption(
+    _RESTORE, estimate_restore, fetch_plan, fetch_terms, needs=attrgetter("stream.checkpoints")
+)
+REUSE = RecoveryOption(
+    _REUSE, estimate_reuse, fetch_plan, fetch_terms, needs=attrgetter("held_pages")
+)

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 
 from kvrs.config.policy import PolicyName
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.options.migrate import MIGRATE
+from kvrs.core.options.migrate import MIGRATE, RESTORE, REUSE
 from kvrs.core.options.recompute import RECOMPUTE
 from kvrs.core.options.replay import REPLAY
-from kvrs.core.options.restore import RESTORE
-from kvrs.core.options.reuse import REUSE
 from kvrs.core.rules.base import Rule
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from kvrs.core.fleet.known import others_of_other_format
 from kvrs.core.fleet.names import listed_names
-from kvrs.core.model.cluster_view import Agent
+from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.speculation import Reload

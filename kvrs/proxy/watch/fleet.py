@@ -10,7 +10,7 @@ from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.config.proxy import ProxySettings
 from kvrs.core.fleet.gpus import RankDue
-from kvrs.core.model.cluster_view import Agent
+from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.core.topology import Topology
 from kvrs.errors import ConfigError, RequestError

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvrs.config.proxy import ProxySettings
-from kvrs.core.model.cluster_view import Agent
+from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Member
 from kvrs.core.watch import (
     LONGEST_PAUSE_S,
