@@ -10,9 +10,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import replace
 from queue import Empty
-from typing import Protocol, assert_never
-
-from torch import Tensor
+from typing import assert_never
 
 from kvrs.config.engine import ElasticSettings
 from kvrs.errors import KvrsError, RanksLostError
@@ -42,13 +40,13 @@ from kvrs_engine.elastic.units import Units
 from kvrs_engine.elastic.waiting import AGAIN_S, MAX_STARTS
 from kvrs_engine.elastic.ways import Room, StreamAtRisk
 from kvrs_engine.engine.layers.proofs import same_bytes
-from kvrs_engine.engine.ranks.formation import Predict, RankFormation
-from kvrs_engine.engine.ranks.processes import RankMessage, RankProcesses
+from kvrs_engine.engine.ranks.formation import RankFormation
+from kvrs_engine.engine.ranks.processes import RankMessage
 from kvrs_engine.engine.ranks.reformed import Reformed, ReformingBegun, ReformingNow
 from kvrs_engine.engine.ranks.routed import loads_of
 from kvrs_engine.engine.ranks.seats import Answered, Ended, RankOrdered, RankSeat, status_of
 from kvrs_engine.engine.ranks.spares import SpareRanks, stage_of
-from kvrs_engine.engine.ranks.stages import step_factors
+from kvrs_engine.engine.ranks.stages import StageRanks, step_factors
 from kvrs_engine.engine.ranks.wire import Answer, Fetched, Joined, Loaded, Refused
 from kvrs_engine.engine.ranks.yielding import COPY_NICE
 from kvrs_engine.scheduling.sequences import Chunk
@@ -58,31 +56,10 @@ log = logging.getLogger(__name__)
 _ENDED = "the ranks do not compute any more; allowed: while they serve"
 
 
-class ReformedGroup(Protocol):
-    """`kvrs_engine.engine.ranks.group.RankGroup`."""
-
-    processes: RankProcesses
-    layout: Layout
-    full: Layout
-    lost: dict[int, float]
-    lost_devices: set[int]
-    streams: int
-    predict: Predict | None
-    probed: Tensor
-    formation: RankFormation | None  # That computes; None: none does now.
-
-    def freeze(self, *, at_once: bool) -> None: ...
-    def form(self, epoch: int, layout: Layout) -> RankFormation: ...
-    def probe(self, formation: RankFormation) -> Tensor: ...
-    def serve(self, formation: RankFormation) -> None: ...
-    def give_up(self, error: RanksLostError) -> None: ...
-    def changed(self) -> None: ...
-
-
 class Reformer:
     def __init__(
         self,
-        group: ReformedGroup,
+        group: StageRanks,
         machine: Reforming,
         settings: ElasticSettings,
         lookahead_tokens: int,

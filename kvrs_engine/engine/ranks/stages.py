@@ -1,16 +1,18 @@
 """The ranks of consecutive stages of an instance on one node: their processes, the memory of their
-KV cells, and their start.
+KV cells, their start, and the batches that they compute.
 """
 
 import os
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
 
 import torch
+from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
 from kvrs.errors import ConfigError, RanksLostError
@@ -21,9 +23,11 @@ from kvrs_engine.elastic.placing import least_loaded
 from kvrs_engine.elastic.plans import plan
 from kvrs_engine.elastic.speed import Shares, shares
 from kvrs_engine.elastic.units import Units
-from kvrs_engine.elastic.waiting import batch_limit_s, start_limit_s
+from kvrs_engine.elastic.waiting import UNPREDICTED_S, batch_limit_s, start_limit_s
+from kvrs_engine.engine.layers.proofs import sample
+from kvrs_engine.engine.layers.tiles import padded_rows
 from kvrs_engine.engine.model_config import ModelConfig
-from kvrs_engine.engine.ranks.cells import WholePages, memory_bytes, of_layers
+from kvrs_engine.engine.ranks.cells import WholePages, memory_bytes, of_layers, probe_page
 from kvrs_engine.engine.ranks.exchange import Areas
 from kvrs_engine.engine.ranks.formation import Predict, RankFormation
 from kvrs_engine.engine.ranks.futex import check_futexes
@@ -31,9 +35,11 @@ from kvrs_engine.engine.ranks.processes import RankMessage, RankProcesses
 from kvrs_engine.engine.ranks.seats import END_S, Answered, Ended, RankSeat
 from kvrs_engine.engine.ranks.wire import Fetched, Joined, Loaded, Refused
 from kvrs_engine.engine.ranks.yielding import LOAD_NICE
-from kvrs_engine.engine.worker import geometry_of
+from kvrs_engine.engine.worker import end_tokens_of, geometry_of
 from kvrs_engine.scheduling import sequences
 from kvrs_engine.scheduling.sequences import Chunk
+
+_PROBE_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class StartTimes:
 
 
 class StageRanks:
-    """Ranks that are not started yet."""
+    """Ranks of these stages: their start, their batches, and their formations."""
 
     def __init__(
         self,
@@ -75,13 +81,32 @@ class StageRanks:
             raise ConfigError(
                 f"cluster.engine.device: got {settings.device!r}; allowed with several ranks: 'cpu'"
             )
-        self.settings, self.layout, self.stages = settings, layout, stages
+        self.settings, self.stages = settings, stages
+        self.full = self.layout = layout
+        # Predicted seconds of a batch, once that is known.
+        self.predict: Predict | None = None
+        # Called from another thread: the instance cannot go on; something of the ranks is new.
+        self.on_end: Callable[[RanksLostError], object] | None = None
+        self.on_change: Callable[[], object] | None = None
+        self.lost: dict[int, float] = {}  # Ranks that have died, and when that was noticed.
+        self.lost_devices: set[int] = set()  # Of them, those that lost their memory as well.
+        self.streams = 0  # Of the batches that were computed when the last one began.
+        self._serving = threading.Condition()
+        # Streams of each batch that is computed; under `_serving`.
+        self._under_way: list[int] = []
+        self.formation: RankFormation | None = None
+        self._end: RanksLostError | None = None
+        self.probed = torch.empty(0)  # What `probe` must yield.
         self._began_s = self._heard_s = 0.0  # Of the start: its beginning, and the last answer.
         self._alone_s = self._whole_s = 0.0  # As `StartTimes`.
         self._yields = yields
         self.layers = layout.layers(stages)
         self._config = ModelConfig.from_directory(model_directory)
-        geometry = of_layers(geometry_of(self._config, settings), self.layers)
+        self.units, self.geometry = self._config.units_of_ranks, geometry_of(self._config, settings)
+        self.vocab_size, self.eos_token_ids = self._config.vocab, end_tokens_of(self._config)
+        self.max_positions = min(settings.max_model_len, self._config.max_positions)
+        self.gpus: list[str] | None = []
+        geometry = of_layers(self.geometry, self.layers)
         self._cells = Region.anonymous("kvrs-cells", memory_bytes(geometry, settings.pages))
         # The part of each page that these layers have.
         memory = torch.frombuffer(self._cells.memory, dtype=torch.uint8)
@@ -103,8 +128,7 @@ class StageRanks:
                 processes.seats[rank] = processes.start(rank, layout, stage)
         self._collect([*processes.seats])
         loaded_s = time.monotonic()
-        units = self._config.units_of_ranks
-        whole = plan(layout, layout, units, layout.ranks, in_pieces=False)
+        whole = plan(layout, layout, self.units, layout.ranks, in_pieces=False)
         moves = [move for move in whole.moves if move.target in processes.seats]
         processes.fetch(1, moves, nice=LOAD_NICE if self._yields else 0)
         self._collect(move.target for move in moves)
@@ -123,6 +147,102 @@ class StageRanks:
             batch_tokens=self.settings.max_batch_tokens,
         )
         return self.processes.form(epoch, layout, self.stages, areas)
+
+    def execute(
+        self, chunks: Sequence[Chunk], rows: Tensor | None = None, limit_s: float | None = None
+    ) -> Tensor:
+        """Compute a batch as `Worker.execute` does, one at a time where some stages are elsewhere:
+        from the rows `[padded rows, hidden]` of the stage before to those behind the last stage
+        here, or to logits where that is the model's last. `limit_s`: for so long no rank may come
+        further; None: as it is predicted.
+
+        Raises:
+            RanksLostError: the batch is not computed; KV of its positions may be written in part.
+        """
+        assert chunks, "a batch has at least one chunk"
+        tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        assert tokens <= self.settings.max_batch_tokens, "the ranks' slots have room for no more"
+        with self._serving:
+            formation, losses = self.formation, self.pool.losses
+            self.streams = sum(self._under_way, len(chunks))
+            if formation is None or not self.pool.is_whole:
+                raise RanksLostError(sorted(self.lost), "has died")
+            self._under_way.append(len(chunks))
+        try:
+            limit_s = limit_s or limit_s_of(self.predict, chunks)
+            logits = formation.execute(chunks, self.geometry.page_size_tokens, limit_s, rows)
+            # A rank that was killed may have read its cells when these were gone.
+            if losses != self.pool.losses:
+                raise RanksLostError(sorted(self.lost), "has lost cells meanwhile")
+            return logits
+        except RanksLostError:
+            formation.end()
+            with self._serving:
+                if self.formation is formation:
+                    self.formation = None
+            raise
+        finally:
+            with self._serving:
+                self._under_way.remove(len(chunks))
+                self._serving.notify_all()
+
+    def on_lost(self) -> None:
+        """Sleep until the ranks compute again.
+
+        Raises:
+            RanksLostError: they do not any more.
+        """
+        with self._serving:
+            self._serving.wait_for(lambda: self.formation is not None or self._end is not None)
+        if self._end is not None:
+            raise self._end
+
+    def end(self) -> None:
+        """Let batches, and calls that wait for the ranks, end in RanksLostError."""
+        with self._serving:
+            self._end = self._end or RanksLostError(self.layout.ranks, "has ended")
+            formation, self.formation = self.formation, None
+            self._serving.notify_all()
+        if formation is not None:
+            formation.end()
+
+    # For the thread that re-forms.
+
+    def freeze(self, *, at_once: bool) -> None:
+        """Compute nothing more in this formation; `at_once`: not even the batches under way."""
+        with self._serving:
+            formation, self.formation = self.formation, None
+            if at_once and formation is not None:
+                formation.end()
+            self._serving.wait_for(lambda: not self._under_way)
+        if formation is not None:
+            formation.end()
+
+    def probe(self, formation: RankFormation) -> Tensor:
+        """Results that are the same in every formation."""
+        count = min(_PROBE_TOKENS, self.geometry.page_size_tokens, self.max_positions)
+        ids = [(7 * at + 3) % self.vocab_size for at in range(count)]
+        chunk = Chunk(ids, 0, [probe_page(self.settings.pages)], logits=1)
+        rows = None
+        if self.stages.start:
+            rows = sample(padded_rows(count), self._config.hidden, torch.device("cpu"))
+        return formation.execute([chunk], self.geometry.page_size_tokens, UNPREDICTED_S, rows)
+
+    def serve(self, formation: RankFormation) -> None:
+        with self._serving:
+            self.layout, self.formation = formation.layout, formation
+            self._serving.notify_all()
+
+    def give_up(self, error: RanksLostError) -> None:
+        with self._serving:
+            self._end = error
+            self._serving.notify_all()
+        if self.on_end is not None:
+            self.on_end(error)
+
+    def changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
     def end_ranks(self, patience_s: float = END_S) -> None:
         """End all processes, however far they are, and give the memory back."""
