@@ -16,8 +16,13 @@ from kvrs.protocol.openai.chunks import NOT_A_NUMBER
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs.text.output import OutputText, TextDelta
 from kvrs_engine.engine.grammars import Grammar
-from kvrs_engine.engine.penalties import Penalties
-from kvrs_engine.engine.sampler import SampledLogprobs, SamplingParams, logprobs_of, sample
+from kvrs_engine.engine.sampler import (
+    Penalties,
+    SampledLogprobs,
+    SamplingParams,
+    logprobs_of,
+    sample,
+)
 from kvrs_engine.scheduling.sequences import Sequence
 from kvrs_engine.scheduling.sources import PullSource
 

@@ -9,15 +9,17 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec
 
 from kvrs.config.engine import ElasticSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
-from kvrs.protocol.stages import StageLent
+from kvrs.protocol.stages import RestartReport, StageLent
 from kvrs.protocol.tags import Tag
+from kvrs.transfer.puller import RecentReports
 from kvrs_engine.elastic.lending import Lender, terms
 from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.core import EngineCore
@@ -27,7 +29,7 @@ from kvrs_engine.engine.ranks.nodes import RanksOnNodes
 from kvrs_engine.engine.ranks.remote import RemoteStage
 from kvrs_engine.engine.ranks.returning import StageLoan
 from kvrs_engine.engine.requests import GenerationRun
-from kvrs_engine.engine.restarts import RestartedRuns
+from kvrs_engine.scheduling import sequences
 from kvrs_engine.scheduling.fair_queue import order
 from kvrs_engine.scheduling.pages import PageManager
 
@@ -36,6 +38,61 @@ log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
 
 _AGAIN_S = 0.05  # Until pages that were being sent or filled are looked at again.
+
+
+@dataclass(slots=True, eq=False)
+class _Restart:
+    run: GenerationRun
+    tokens: int  # That it had.
+    fetched_pages: int  # By the run, before.
+    adopted_pages: int = 0
+
+
+class RestartedRuns:
+    """Runs that began again in the same attempt, since cells of a stage were lost: what each found
+    again, and what it computed once more.
+    """
+
+    def __init__(self, page_size_tokens: int, clock: Callable[[], float]) -> None:
+        self._page_size = page_size_tokens
+        self._waiting: dict[sequences.Sequence, _Restart] = {}  # For their next token.
+        self.adopted_pages = 0  # Since the start.
+        self.recent: RecentReports[RestartReport] = RecentReports(clock)
+
+    def begin(self, runs: Iterable[GenerationRun], adopted: Collection[Tag]) -> None:
+        """All runs begin again; the `adopted` pages are there by a loan."""
+        self._waiting = {
+            run.sequence: _Restart(
+                run,
+                len(run.sequence.token_ids),
+                run.fetched_pages,
+                sum(tag in adopted for tag in run.sequence.tags),
+            )
+            for run in runs
+        }
+
+    def computed(self, batch: Batch) -> None:
+        """A batch was computed."""
+        for sequence, chunk in batch if self._waiting else ():
+            if chunk.logits and (restart := self._waiting.pop(sequence, None)) is not None:
+                self.adopted_pages += restart.adopted_pages
+                self.recent.note(self._report(restart))
+
+    def ended(self, run: GenerationRun) -> None:
+        self._waiting.pop(run.sequence, None)
+
+    def _report(self, restart: _Restart) -> RestartReport:
+        sequence, run = restart.run.sequence, restart.run
+        fetched = max(0, run.fetched_pages - restart.fetched_pages)
+        found = (sequence.cached_tokens or 0) + fetched * self._page_size
+        owner_epoch, attempt = sequence.attempt
+        return RestartReport(
+            sequence.stream,
+            attempt,
+            owner_epoch,
+            restart.adopted_pages,
+            max(0, restart.tokens - found),
+        )
 
 
 class StageLoans(StepHook):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs_engine.engine.penalties import Penalties
+from kvrs_engine.engine.sampler import Penalties
 
 VOCAB = 40
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=30)

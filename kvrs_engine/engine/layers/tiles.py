@@ -20,19 +20,6 @@ def padded_rows(rows: int) -> int:
     return -(-rows // TILE_ROWS) * TILE_ROWS
 
 
-def linear(rows: Tensor, weight: Tensor) -> Tensor:
-    """`rows @ weight` tile by tile: `[whole tiles, in] x [in, out]`; `rows` must be
-    contiguous.
-    """
-    out = rows.new_empty(rows.shape[0], weight.shape[1])
-    if rows.shape[0] == TILE_ROWS:
-        torch.mm(rows, weight, out=out)
-    else:
-        for tile, result in zip(_tiles(rows), _tiles(out), strict=True):
-            torch.mm(tile, weight, out=result)
-    return out
-
-
 def batched_product(left: Tensor, right: Tensor) -> Tensor:
     """Products of many equally small matrices, `[whole groups, m, k] x [whole groups, k, n]`."""
     if left.shape[0] == GROUP_MATRICES:
@@ -74,23 +61,23 @@ def pair_sum(values: Tensor) -> Tensor:
 
 
 def check_tile_products(weight: Tensor) -> None:
-    """Prove on this machine that `linear` gives a row the same bits wherever it stands in its tile
+    """Prove on this machine that a product of a tile gives a row the same bits wherever it stands
     and whatever stands beside it.
 
     Raises:
         KvrsError: the matrix library breaks this; exact recovery is impossible with it.
     """
     rows = _sample((TILE_ROWS, weight.shape[0]), weight.device)
-    expected = linear(rows, weight)
+    expected = torch.mm(rows, weight)
     for shift in range(1, TILE_ROWS):
         _demand(
-            torch.equal(linear(rows.roll(shift, 0), weight), expected.roll(shift, 0)),
+            torch.equal(torch.mm(rows.roll(shift, 0), weight), expected.roll(shift, 0)),
             f"rows of {tuple(weight.shape)}",
         )
     alone = torch.zeros_like(rows)
     alone[0] = rows[0]
     _demand(
-        torch.equal(linear(alone, weight)[0], expected[0]), f"neighbours of {tuple(weight.shape)}"
+        torch.equal(torch.mm(alone, weight)[0], expected[0]), f"neighbours of {tuple(weight.shape)}"
     )
 
 
@@ -117,10 +104,6 @@ def check_batched_products(rows: int, inner: int, columns: int, device: torch.de
                 torch.equal(batched_product(left.roll(shift, 1), other), expected.roll(shift, 1)),
                 f"rows of {shape}",
             )
-
-
-def _tiles(rows: Tensor) -> tuple[Tensor, ...]:
-    return rows.view(-1, TILE_ROWS, rows.shape[1]).unbind(0)
 
 
 def _matrix_groups(matrices: Tensor) -> list[Tensor]:

@@ -41,11 +41,10 @@ from kvrs_engine.elastic.waiting import AGAIN_S, MAX_STARTS
 from kvrs_engine.elastic.ways import Room, StreamAtRisk
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.ranks.formation import RankFormation
-from kvrs_engine.engine.ranks.processes import RankMessage
+from kvrs_engine.engine.ranks.processes import RankMessage, SpareRanks, stage_of
 from kvrs_engine.engine.ranks.reformed import Reformed, ReformingBegun, ReformingNow
 from kvrs_engine.engine.ranks.routed import loads_of
 from kvrs_engine.engine.ranks.seats import Answered, Ended, RankOrdered, RankSeat, status_of
-from kvrs_engine.engine.ranks.spares import SpareRanks, stage_of
 from kvrs_engine.engine.ranks.stages import StageRanks, step_factors
 from kvrs_engine.engine.ranks.wire import Answer, Fetched, Joined, Loaded, Refused
 from kvrs_engine.engine.ranks.yielding import COPY_NICE
