@@ -18,7 +18,13 @@ from kvrs.profiles.schema import PrefillPoints
 from kvrs_engine.elastic.layouts import Layout, Stage, even, hybrid, staged, uneven
 from kvrs_engine.elastic.placing import least_loaded
 from kvrs_engine.elastic.speed import Shares, shares
-from kvrs_engine.scheduling.shares import PrefillCost, Waiting, in_line, shared_out
+from kvrs_engine.scheduling.shares import (
+    PrefillCost,
+    Waiting,
+    in_line,
+    prefill_cost,
+    shared_out,
+)
 from kvrs_lab.traces.mooncake import TraceRequest
 
 BUDGET_TOKENS = 2048  # Of a prefill batch, as of vLLM.
@@ -51,8 +57,6 @@ class Instance:
     @cached_property
     def cost(self) -> PrefillCost | None:
         """By which tokens are shared out; None where they are taken in line."""
-        from kvrs_engine.engine.ranks.spread import prefill_cost  # Imports torch.
-
         near = self.model.speed.near.ranks
         table = catalog.prefill_table(self.profile).scaled(near / len(self.layout.ranks))
         return prefill_cost(self.layout, self.model.units, table) if self.shares_out else None

@@ -43,7 +43,6 @@ from kvrs_engine.engine.rank_reports import RankReports, loans_of
 from kvrs_engine.engine.ranks.group import RankGroup, describe_ranks
 from kvrs_engine.engine.ranks.nodes import RanksOnNodes
 from kvrs_engine.engine.ranks.settings import layout_of
-from kvrs_engine.engine.ranks.spread import PrefillShares
 from kvrs_engine.engine.requests import Vocabulary
 from kvrs_engine.engine.ring import StageRing
 from kvrs_engine.engine.served import ServedInstance, ServedModel
@@ -56,7 +55,7 @@ from kvrs_engine.scheduling.pace import Pace
 from kvrs_engine.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs_engine.scheduling.scheduler import BatchScheduler
 from kvrs_engine.scheduling.sequences import Chunk, Queue
-from kvrs_engine.scheduling.shares import Share, in_line
+from kvrs_engine.scheduling.shares import Share, Waiting, in_line, prefill_cost, shared_out
 
 CAPABILITIES = [
     Capability.PULL_PAGES,
@@ -435,6 +434,25 @@ def describe_model(config: Config, directory: Path, worker: ModelWorker) -> Serv
         geometry=worker.geometry,
         max_model_len=longest,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillShares:
+    """Tokens of a prefill batch (a `Share`): by RaidServe's Algorithm 1 where heads are spread,
+    else first come, first served.
+    """
+
+    ranks: RankGroup | RanksOnNodes
+    prefill: PrefillTable
+
+    def __call__(self, waiting: Sequence[Waiting], budget: int) -> list[int]:
+        layout = self.ranks.layout
+        cost = prefill_cost(layout, self.ranks.units, self.prefill) if len(waiting) > 1 else None
+        if cost is None:
+            return in_line(waiting, budget)
+        bases = layout.bases
+        by_base = [Waiting(each.rank % bases, each.first, each.tokens) for each in waiting]
+        return shared_out(by_base, budget, cost)
 
 
 def predicted_s(prefill: PrefillTable, chunks: Sequence[Chunk]) -> float:

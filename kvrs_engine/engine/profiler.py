@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from kvrs.config.engine import EngineSettings
 from kvrs.errors import ConfigError
@@ -109,15 +109,8 @@ def _measure(options: ProfileOptions, model: Path, console: Console) -> Profile:
     worker = Worker(model, settings)
     load_s = time.perf_counter() - started_s
     longest = _longest(options, worker)
-    with Progress(
-        TextColumn("{task.description:<28}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    ) as bar:
-        rig = _Rig(worker, options, longest, bar)
-        prefill, decode = rig.prefill(), rig.decode()
+    rig = _Rig(worker, options, longest, console)
+    prefill, decode = rig.prefill(), rig.decode()
     weight_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     load = ModelLoad(
         weight_bytes=weight_bytes,
@@ -187,15 +180,15 @@ def _labels(options: ProfileOptions, model: Path, worker: Worker) -> dict[str, A
 
 
 class _Rig:
-    """One worker under measurement, and the bar that shows how far it is."""
+    """One worker under measurement."""
 
     def __init__(
-        self, worker: Worker, options: ProfileOptions, longest: int, bar: Progress
+        self, worker: Worker, options: ProfileOptions, longest: int, console: Console
     ) -> None:
         self._worker = worker
         self._options = options
         self._longest = longest
-        self._bar = bar
+        self._console = console
         self._size = worker.geometry.page_size_tokens
 
     def prefill(self) -> PrefillRows:
@@ -241,17 +234,11 @@ class _Rig:
 
     def _medians(self, title: str, cells: Sequence[Callable[[], float]]) -> list[float]:
         """The cells take turns, so that what else the machine does hits all of them alike."""
-        done = self._stage(title, len(cells) * self._options.repeats)
         times: list[list[float]] = [[] for _ in cells]
-        for _ in range(self._options.repeats):
-            for cell, measured in zip(cells, times, strict=True):
-                measured.append(cell())
-                done()
+        turns = [*zip(cells, times, strict=True)] * self._options.repeats
+        for cell, measured in track(turns, title, console=self._console):
+            measured.append(cell())
         return [_rounded(median(measured)) for measured in times]
-
-    def _stage(self, title: str, points: int) -> Callable[[], None]:
-        task = self._bar.add_task(title, total=points)
-        return lambda: self._bar.advance(task)
 
 
 def _in_rows(values: Sequence[float], width: int) -> list[list[float]]:

@@ -18,6 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isqrt
 
+from kvrs.profiles.tables import PrefillTable
+from kvrs_engine.elastic.layouts import Layout
+from kvrs_engine.elastic.units import Units
+
+# Where costs of prefill are taken from a table: of so many tokens, behind as many as there may be.
+_TOKENS = 64
+_PS = 1e12
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
@@ -85,6 +93,31 @@ def _pace(counts: Sequence[int], ranks: "Sequence[_Line]", cost: PrefillCost) ->
     tokens = sum(counts)
     loads = [line.load_before(count) for line, count in zip(ranks, counts, strict=True)]
     return tokens, cost.step_ps + cost.dense_ps * tokens + max(loads, default=0)
+
+
+def prefill_cost(layout: Layout, units: Units, prefill: PrefillTable) -> PrefillCost | None:
+    """Cost of a token of a prompt on all ranks of a layout, and on the one that has its spread
+    heads, by a table that was measured with the attention divided evenly; None: no head is spread.
+
+    A share of the time that does not rise with the position is taken to be attention's, as large as
+    that of its weights; what rises with it is.
+    """
+    if not layout.turns:
+        return None
+    heads, ranks = len(units.attention_bytes), len(layout.turns[0])
+    spread = max(len(layout.spread(layer)) for layer in range(units.layers))
+    attention = units.layers * sum(units.attention_bytes)
+    share = attention / (attention + units.all_mlp_bytes)
+    first_s, behind_s = (prefill.extra(before, _TOKENS) for before in (0, _TOKENS))
+    token_s = (first_s - prefill.step_overhead_s) / _TOKENS
+    rising_s = max(0.0, behind_s - first_s) / _TOKENS / _TOKENS
+    on_one = ranks * spread / heads  # Of the attention, in place of an even share.
+    return PrefillCost(
+        step_ps=round(prefill.step_overhead_s * _PS),
+        dense_ps=max(0, round(token_s * (1 - share * spread / heads) * _PS)),
+        base_ps=max(1, round(token_s * share * on_one * _PS)),
+        per_position_ps=round(rising_s * on_one * _PS),
+    )
 
 
 class _Line:

@@ -76,19 +76,15 @@ _OPT = Names(
 )
 
 
-class TensorNames(Protocol):
-    """Something with tensors by name."""
+class NamedTensors(Protocol):
+    """Tensors by name, of the shape that is asked for."""
 
     def __contains__(self, name: str) -> bool: ...
-
-
-class NamedTensors(TensorNames, Protocol):
-    """The tensors too, of the shape that is asked for."""
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
 
 
-def names_of(config: ModelConfig, weights: TensorNames) -> Names:
+def names_of(config: ModelConfig, weights: NamedTensors) -> Names:
     names = {"opt": _OPT, "mixtral": _MIXTRAL}.get(config.family, _LLAMA)
     # Some checkpoints of OPT were saved without their head: its weights are the embeddings.
     short = replace(names, trunk=names.trunk.removeprefix("model."))

@@ -8,77 +8,16 @@ beside a row nor the rank change its bits.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch import Tensor, tensor
 
-from kvrs.profiles.tables import PrefillTable
 from kvrs_engine.elastic.layouts import Layout
-from kvrs_engine.elastic.units import Units
 from kvrs_engine.engine.kv_pool import KvStore
 from kvrs_engine.engine.layers.step import BatchStep, build_step
 from kvrs_engine.engine.models.decoder import Attention, Decoder, Forms
 from kvrs_engine.engine.ranks.cells import CellPool
 from kvrs_engine.engine.ranks.exchange import SharedMemory
 from kvrs_engine.scheduling.sequences import Chunk
-from kvrs_engine.scheduling.shares import PrefillCost, Waiting, in_line, shared_out
-
-# Where costs of prefill are taken from a table: of so many tokens, behind as many as there may be.
-_TOKENS = 64
-_PS = 1e12
-
-
-def prefill_cost(layout: Layout, units: Units, prefill: PrefillTable) -> PrefillCost | None:
-    """Cost of a token of a prompt on all ranks of a layout, and on the one that has its spread
-    heads, by a table that was measured with the attention divided evenly; None: no head is spread.
-
-    A share of the time that does not rise with the position is taken to be attention's, as large as
-    that of its weights; what rises with it is.
-    """
-    if not layout.turns:
-        return None
-    heads, ranks = len(units.attention_bytes), len(layout.turns[0])
-    spread = max(len(layout.spread(layer)) for layer in range(units.layers))
-    attention = units.layers * sum(units.attention_bytes)
-    share = attention / (attention + units.all_mlp_bytes)
-    first_s, behind_s = (prefill.extra(before, _TOKENS) for before in (0, _TOKENS))
-    token_s = (first_s - prefill.step_overhead_s) / _TOKENS
-    rising_s = max(0.0, behind_s - first_s) / _TOKENS / _TOKENS
-    on_one = ranks * spread / heads  # Of the attention, in place of an even share.
-    return PrefillCost(
-        step_ps=round(prefill.step_overhead_s * _PS),
-        dense_ps=max(0, round(token_s * (1 - share * spread / heads) * _PS)),
-        base_ps=max(1, round(token_s * share * on_one * _PS)),
-        per_position_ps=round(rising_s * on_one * _PS),
-    )
-
-
-class HasLayout(Protocol):
-    """Ranks of which the layout may change."""
-
-    @property
-    def units(self) -> Units: ...
-    @property
-    def layout(self) -> Layout: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillShares:
-    """Tokens of a prefill batch (a `Share`): by RaidServe's Algorithm 1 where heads are spread,
-    else first come, first served.
-    """
-
-    ranks: HasLayout
-    prefill: PrefillTable
-
-    def __call__(self, waiting: Sequence[Waiting], budget: int) -> list[int]:
-        layout = self.ranks.layout
-        cost = prefill_cost(layout, self.ranks.units, self.prefill) if len(waiting) > 1 else None
-        if cost is None:
-            return in_line(waiting, budget)
-        bases = layout.bases
-        by_base = [Waiting(each.rank % bases, each.first, each.tokens) for each in waiting]
-        return shared_out(by_base, budget, cost)
 
 
 @dataclass(frozen=True, slots=True)

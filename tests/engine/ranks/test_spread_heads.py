@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,14 +19,14 @@ from kvrs.protocol.instance import Role
 from kvrs_engine.elastic.layouts import SPREAD, Layout, even, hybrid, staged
 from kvrs_engine.elastic.units import Units
 from kvrs_engine.elastic.ways import Way
+from kvrs_engine.engine.instance import PrefillShares
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.ranks.group import RankGroup
 from kvrs_engine.engine.ranks.settings import layout_of
-from kvrs_engine.engine.ranks.spread import PrefillShares, prefill_cost
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
-from kvrs_engine.scheduling.shares import Waiting
+from kvrs_engine.scheduling.shares import Waiting, prefill_cost
 from tests.engine.ranks.test_in_place import answers_of, kill, when_moving
 from tests.engine.ranks.test_rank_group import SETTINGS
 
@@ -235,7 +235,7 @@ def test_a_prompt_costs_the_rank_of_its_base_what_the_others_do_not_have() -> No
     assert prefill_cost(even(units, 2), units, table) is None
     waiting = [Waiting(rank=base, first=0, tokens=20) for base in (4, 1, 2)]
     for of, shares in ((layout, [4, 0, 4]), (even(units, 2), [8, 0, 0])):
-        share = PrefillShares(SimpleNamespace(units=units, layout=of), table)
+        share = PrefillShares(cast(Any, SimpleNamespace(units=units, layout=of)), table)
         assert share(waiting, 8) == shares
 
 
