@@ -1,8 +1,8 @@
 """Causal attention over pages, exact for every row.
 
-Per query tile and block of keys: one product for the scores, exp(score - row maximum), one product
-with the values. The maximum is exact in any order; blocks are summed by `pair_sum`, where the
-blocks that a longer sequence of the batch adds are zeros.
+Each query tile and block of keys has one product for the scores, exp(score - row maximum), and one
+product with the values. The maximum is exact in any order. Blocks are summed by `pair_sum`; the
+blocks that pad a shorter sequence are zeros.
 """
 
 import torch
@@ -14,8 +14,8 @@ from kvrs_engine.engine.layers.tiles import TILE_ROWS, batched_product, fold_sum
 
 
 def attend(queries: Tensor, pool: KvStore, layer: int, step: BatchStep) -> Tensor:
-    """Results `[rows, heads * head_dim]` for queries `[rows, kv_heads, heads of each, head_dim]`;
-    the batch's own KV is in the pool already.
+    """Return the results `[rows, heads * head_dim]` for queries `[rows, kv_heads, heads per KV
+    head, head_dim]`. The batch's own KV must be in the pool.
     """
     grouping = step.groupings[queries.shape[1]]
     results = [_attend_group(queries, pool, layer, group) for group in grouping.groups]
@@ -24,8 +24,8 @@ def attend(queries: Tensor, pool: KvStore, layer: int, step: BatchStep) -> Tenso
 
 
 def _attend_group(queries: Tensor, pool: KvStore, layer: int, group: TileGroup) -> Tensor:
-    """`[tiles * rows used, heads * head_dim]`."""
-    # Query heads of one KV head stand below each other in one matrix.
+    """Return the results of one group, `[tiles * rows used, heads * head_dim]`."""
+    # The query heads of one KV head are stacked in one matrix.
     _, kv_heads, shared, head_dim = queries.shape
     tiles, blocks, used = group.mask.shape[0], group.blocks, group.rows_used
     keys, values = pool.gather(layer, group.runs)

@@ -1,4 +1,4 @@
-"""The exchange between the ranks of a stage, as the layers see it, and that of a process alone."""
+"""The exchange between the ranks of a stage, and its stand-in for a process without other ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -9,33 +9,37 @@ from kvrs_engine.elastic.units import UnitKind
 
 
 class SumExchange(Protocol):
-    """How the ranks of a stage add up what their units yield, and put together what their experts
-    do: in slots of rows, where each row of each slot is one rank's.
+    """Adds up the results of units over the ranks of a stage, and collects the results of experts
+    in slots of rows; each row of a slot is written by one rank.
     """
 
     def total(self, sums: list[Tensor], kind: UnitKind, layer: int) -> Tensor:
-        """The sum of all units, from the sums of this rank's, in memory that the caller may
-        change.
+        """Return the sum over all units, given this rank's sums; the caller may change the
+        result.
         """
         ...
 
     def slots_of_expert(self, layer: int, parts: int) -> int:
-        """1 where each expert's parts are all on the same ranks, which add them; else all parts."""
+        """Return 1 if the parts of each expert are on the same ranks, which add them; else
+        `parts`.
+        """
         ...
 
     def own_runs(self, layer: int, parts: int, rows: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        """Which tiles of rows this rank computes of the experts (or their parts, numbered through,
-        where these have slots of their own) that other ranks have as well; of others that it has
-        it computes all. `rows`: of this batch, of each expert.
+        """Return this rank's tiles of rows for each expert that other ranks have as well; a rank
+        computes all tiles of its other experts.
+
+        Parts of experts with their own slots are numbered through and count as experts. `rows` is
+        the number of rows of each expert in this batch.
         """
         ...
 
     def slots(self, count: int, rows: Tensor) -> Tensor:
-        """Memory for `count` times as much as these rows, to be written before `slots_filled`."""
+        """Return memory for `count` slots of the size of `rows`; write before `slots_filled`."""
         ...
 
     def slots_filled(self) -> None:
-        """Wait until all ranks have put their rows, as the caller has."""
+        """Wait until all ranks have written their rows, as the caller has."""
         ...
 
 
@@ -54,7 +58,7 @@ class Alone:
         return rows.new_empty(count, *rows.shape)
 
     def slots_filled(self) -> None:
-        """All rows are this process's own."""
+        """Do nothing: this process has filled all rows."""
 
 
 ALONE = Alone()

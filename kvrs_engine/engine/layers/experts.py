@@ -1,8 +1,8 @@
 """Mixtures of experts (Shazeer et al. 2017, Jiang et al. 2024), exact for every row.
 
-The rows of an expert are gathered into tiles of their own, so that what it yields for a row depends
-on neither the other rows nor their number. A row's experts are added in order of their numbers,
-whatever the order of their weights. Of an expert with copies each rank takes whole tiles of rows.
+The rows of an expert are gathered into separate tiles, so that the result for a row depends neither
+on the other rows nor on their number. The results of a row's experts are added in order of the
+experts' numbers. The ranks with copies of an expert divide its rows in whole tiles.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,7 @@ from kvrs_engine.engine.layers.units import Form, Mlp, added, product
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Which experts each row takes, in ascending order, and with which weights, `[rows, chosen]`
-    both.
-    """
+    """The experts of each row in ascending order and their weights, both `[rows, chosen]`."""
 
     experts: Tensor
     weights: Tensor
@@ -31,15 +29,15 @@ class Routing:
 @dataclass(frozen=True, slots=True)
 class Router:
     weight: Tensor  # [hidden, experts]
-    chosen: int  # By each row.
-    renormalise: bool  # The weights of a row's experts add up to one.
+    chosen: int  # Number of experts per row.
+    renormalise: bool  # Scale the weights of a row's experts to a sum of one.
 
     def __call__(self, rows: Tensor, form: Form) -> Routing:
-        """For whole tiles."""
+        """Route rows, which must be whole tiles."""
         logits = product(rows, self.weight, form.heights)
         raised = torch.exp(logits - logits.amax(-1, keepdim=True))
         probabilities = raised / fold_sum(raised)
-        # Stable: of equally probable experts the first ones are taken, on every machine.
+        # A stable sort chooses the same of equally probable experts on every machine.
         ordered = probabilities.sort(dim=-1, descending=True, stable=True)
         experts = ordered.indices[:, : self.chosen].sort(dim=-1).values
         weights = probabilities.gather(1, experts)
@@ -50,23 +48,25 @@ class Router:
 
 @dataclass(slots=True)
 class TileCount:
-    """How many tiles of rows units of experts have computed since the start, in all layers."""
+    """Counts the tiles that units of experts have computed since the start, over all layers."""
 
     computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """How rows are given to the units of a layer's MLP, which are the parts of its experts."""
+    """Routes rows to the experts of a layer, whose parts are the units of the layer's MLP."""
 
     router: Router
-    parts: int  # Units of an expert.
+    parts: int  # Units per expert.
     tiles: TileCount = field(default_factory=TileCount)
 
     def total(
         self, mlp: Mlp, rows: Tensor, real_rows: int, layer: int, form: Form, exchange: SumExchange
     ) -> Tensor:
-        """`[rows, hidden]`, in which rows of padding are zeros. `mlp`: the units that are here."""
+        """Return the layer's result `[rows, hidden]`; padding rows are zeros. `mlp` has this rank's
+        units.
+        """
         routing, chosen = self.router(rows, form), self.router.chosen
         of_expert = exchange.slots_of_expert(layer, self.parts)
         slots = exchange.slots(chosen * of_expert, rows)
@@ -88,11 +88,11 @@ class Experts:
         form: Form,
         exchange: SumExchange,
     ) -> None:
-        """Put what the units that are here yield for the rows of their experts."""
+        """Write the results of this rank's units into the slots."""
         count, hidden = rows.shape
         chosen, flat = self.router.chosen, slots.view(-1, hidden)
         of_expert = slots.shape[0] // chosen
-        # By expert, and of each expert in order of rows.
+        # Sorted by expert, then by row.
         order = experts.flatten().argsort(stable=True)
         row, place = order // chosen, order % chosen
         numbers = torch.bincount(experts.flatten(), minlength=self.router.weight.shape[1]).tolist()
@@ -119,8 +119,8 @@ class Experts:
             flat.index_copy_(0, (first_slot + piece % of_expert) * count + own, values)
 
     def _pieces(self, mlp: Mlp, of_expert: int) -> Iterator[tuple[int, list[int]]]:
-        """Experts that are here, or their parts where each has a slot of its own, with the places
-        of their units among those that are here.
+        """Yield this rank's experts (or parts with their own slots), with the indexes of their
+        units in `mlp`.
         """
         each = self.parts // of_expert
         found: dict[int, list[int]] = {}
@@ -130,7 +130,7 @@ class Experts:
 
 
 def _rows_of(runs: Sequence[int], count: int) -> Tensor:
-    """The rows of these tiles, of `count` in all, in order: all but the last tile are full."""
+    """Return the row numbers of these tiles, of `count` rows in total, in order."""
     firsts = torch.tensor(runs).unsqueeze(1) * TILE_ROWS
     found = (firsts + torch.arange(TILE_ROWS)).flatten()
     return found[found < count]

@@ -1,5 +1,5 @@
-"""Proofs on this machine before a model is served: that products of units are exact, and which
-faster forms of them give the same bytes.
+"""Tests on this machine before a model is served ("proofs"): products of units must be exact, and
+faster forms may be used only if they give the same bytes.
 """
 
 import math
@@ -12,19 +12,18 @@ from kvrs.errors import KvrsError
 from kvrs_engine.engine.layers.tiles import TILE_ROWS, check_tile_products
 from kvrs_engine.engine.layers.units import CANONICAL, TALL, Form, product
 
-# All heights once: as many rows as every form computes in one call.
-_ROWS = sum(TALL)
-_VECTOR_FLOATS = 16  # The alignment up to which a kernel may distinguish addresses: 64 bytes.
+_ROWS = sum(TALL)  # A number of rows for which every height is used once.
+_VECTOR_FLOATS = 16  # The largest alignment that a kernel may distinguish: 64 bytes.
 
 
 def same_bytes(left: Tensor, right: Tensor) -> bool:
-    """Unlike `torch.equal`, which takes -0.0 for 0.0."""
+    """Return whether both tensors have the same bytes; `torch.equal` would accept -0.0 for 0.0."""
     return torch.equal(left.contiguous().view(torch.int32), right.contiguous().view(torch.int32))
 
 
 def sample(count: int, width: int, device: torch.device) -> Tensor:
-    """`[count, width]` numbers from -0.5 to 0.5, the same on every machine: they come from integers
-    without rounding.
+    """Return `[count, width]` pseudo-random numbers from -0.5 to 0.5, the same on every machine:
+    they are derived from integers without rounding.
     """
     mixed = torch.arange(1, count * width + 1, dtype=torch.int64) * 6364136223846793005
     mixed = (mixed ^ (mixed >> 29)) * 1442695040888963407
@@ -32,18 +31,19 @@ def sample(count: int, width: int, device: torch.device) -> Tensor:
 
 
 def check_unit_products(weights: Iterable[Tensor]) -> None:
-    """Prove for each distinct shape of units `[in, out]` that a row's bits depend neither on the
-    rows beside it, nor on where the unit lies in memory, nor on how far apart rows lie.
+    """Prove for each distinct shape of units `[in, out]` that a row's bits do not depend on the
+    other rows, on the unit's address, or on the stride of the rows.
 
     Raises:
-        KvrsError: they do; exact recovery is impossible with this matrix library.
+        KvrsError: the bits depend on one of these; exact recovery is impossible with this matrix
+            library.
     """
     for weight in _distinct(weights):
         check_tile_products(weight)
         rows = sample(TILE_ROWS, weight.shape[0], weight.device)
         expected = torch.mm(rows, weight)
         _demand(same_bytes(torch.mm(_spread(rows), weight), expected), weight, "width of a row")
-        # Units lie one behind the other, so at multiples of what their size is a multiple of.
+        # Consecutive units are aligned to the common divisor of their size and the alignment.
         step = math.gcd(weight.numel(), _VECTOR_FLOATS)
         memory = weight.new_empty(4 * _VECTOR_FLOATS + weight.numel())
         for offset in range(0, 4 * _VECTOR_FLOATS, step):
@@ -53,7 +53,9 @@ def check_unit_products(weights: Iterable[Tensor]) -> None:
 
 
 def proven_heights(weights: Iterable[Tensor]) -> tuple[int, ...]:
-    """Heights in `TALL` at which products of all these units have the canonical bytes."""
+    """Return the heights in `TALL` for which products of all these units have the canonical
+    bytes.
+    """
     heights = set(TALL)
     for weight in _distinct(weights):
         rows = sample(_ROWS, weight.shape[0], weight.device)
@@ -70,8 +72,8 @@ def proven_heights(weights: Iterable[Tensor]) -> tuple[int, ...]:
 def is_exact(
     block: Callable[[Tensor, Form], Tensor], form: Form, width: int, device: torch.device
 ) -> bool:
-    """A whole block has its canonical bytes in that form, for several counts of rows; `width` is
-    that of its input.
+    """Return whether a whole block has its canonical bytes in this form, for several numbers of
+    rows; `width` is the width of its input.
     """
     rows = sample(_ROWS, width, device)
     expected = block(rows, CANONICAL)
@@ -81,8 +83,8 @@ def is_exact(
 
 
 class Proofs:
-    """Properties that are proven. A proof is one of shapes, so it holds for other weights of the
-    same shapes in the same process.
+    """The proven properties by shape; a proof holds for all weights of the same shape in the same
+    process.
     """
 
     def __init__(self) -> None:
@@ -91,13 +93,13 @@ class Proofs:
         self._blocks: dict[Hashable, bool] = {}
 
     def check_units(self, weights: Iterable[Tensor]) -> None:
-        """Check the products of units that are not proven, as `check_unit_products` does."""
+        """Run `check_unit_products` for the units that are not proven yet."""
         new = [weight for weight in _distinct(weights) if shape_of(weight) not in self._units]
         check_unit_products(new)
         self._units.update(map(shape_of, new))
 
     def heights(self, weights: Iterable[Tensor]) -> tuple[int, ...]:
-        """Proven heights of the units, as by `proven_heights`."""
+        """Return `proven_heights` of the units; each shape is proven once."""
         common = set(TALL)
         for weight in _distinct(weights):
             if (shape := shape_of(weight)) not in self._heights:
@@ -106,16 +108,15 @@ class Proofs:
         return tuple(sorted(common, reverse=True))
 
     def holds(self, what: Hashable, prove: Callable[[], bool]) -> bool:
-        """The property of a whole block, proven at its first use; `what` names it, with all shapes
-        in it.
+        """Return whether a property of a whole block holds, proven at its first use; `what` is its
+        key, with all shapes.
         """
         if what not in self._blocks:
             self._blocks[what] = prove()
         return self._blocks[what]
 
 
-# Those of this process: its models often have shapes in common.
-PROVEN = Proofs()
+PROVEN = Proofs()  # The proofs of this process, whose models often have shapes in common.
 
 
 def shape_of(weight: Tensor) -> Hashable:
@@ -127,7 +128,7 @@ def _distinct(weights: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _spread(rows: Tensor) -> Tensor:
-    """The same rows as a slice of wider ones."""
+    """Return the same rows as a slice of wider rows."""
     count, width = rows.shape
     wider = rows.new_zeros(count, 2 * width + _VECTOR_FLOATS)
     wider[:, width : 2 * width] = rows

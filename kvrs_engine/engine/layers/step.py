@@ -1,7 +1,7 @@
-"""One batch as index tensors: which row is which token, where its KV goes, which pages its query
-reads.
+"""One batch as index tensors: the token of each row, the place of its KV, and the pages that its
+query reads.
 
-Built once per batch on the host and used by every layer.
+The tensors are built once per batch on the host and used by every layer.
 """
 
 import math
@@ -15,51 +15,51 @@ from kvrs_engine.engine.kv_pool import KvStore
 from kvrs_engine.engine.layers.tiles import GROUP_MATRICES, TILE_ROWS, padded_rows
 from kvrs_engine.scheduling.sequences import Chunk
 
-# Keys of one attention product (one page where pages are larger): many enough for a BLAS, few
-# enough for short streams.
+# Number of keys of one attention product (one page if pages are larger): large enough for a BLAS,
+# small enough for short streams.
 BLOCK_TOKENS = 64
-_GROUP_BLOCKS = (
-    256  # Blocks (times KV heads) that one pass gathers: about what stays in a core's cache.
-)
-# Rows of scores, of all matrices of a group, up to which tiles of fewer rows join tiles of more:
-# about where the rows computed in vain cost as much as one group more.
+# Number of blocks (times KV heads) per pass; they about fit into a core's cache.
+_GROUP_BLOCKS = 256
+# Largest size, in rows of scores, of a group that mixes tiles of different heights: up to this size
+# the wasted rows cost less than another group.
 _MIXED_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TileGroup:
-    """Query tiles that attend together: equally many blocks, and about as many real rows: one where
-    sequences decode, more where they verify drafts, a whole tile in prefill.
+    """Query tiles that are computed together: they have equal numbers of blocks, and similar
+    numbers of real rows (one in decode, several with drafts, a whole tile in prefill).
     """
 
-    rows_used: int  # A power of two; tiles of the group have at most so many real rows.
+    rows_used: int  # Limit of the real rows of a tile; a power of two.
     blocks: int
-    rows: Tensor  # [tiles * TILE_ROWS]: the batch row that stands in each row of each tile
-    runs: Tensor  # [tiles * blocks * kv_heads * pages per block]: what `KvPool.gather` takes
-    # [tiles, blocks, 1, 1, rows_used, block tokens]: 0 where the query may look, else -inf
+    rows: Tensor  # [tiles * TILE_ROWS]: batch row of each row of each tile
+    runs: Tensor  # [tiles * blocks * kv_heads * pages per block]: argument of `KvPool.gather`
+    # [tiles, blocks, 1, 1, rows_used, block tokens]: 0 for visible keys, else -inf
     mask: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The query tiles of a batch, in groups for a number of KV heads."""
+    """The groups of a batch's query tiles, for one number of KV heads."""
 
     groups: list[TileGroup]
-    # [rows]: where each row's attention result lies in the groups' results, laid end to end
-    row_in_groups: Tensor
+    row_in_groups: Tensor  # [rows]: index of each row's result in the concatenated groups
 
 
 @dataclass(frozen=True, slots=True)
 class BatchStep:
-    """A batch. Rows are padded to whole tiles; padding repeats row 0 and is written nowhere."""
+    """The index tensors of a batch. Rows are padded to whole tiles; padding repeats row 0, and its
+    KV is not written.
+    """
 
     token_ids: Tensor  # [rows]
     positions: Tensor  # [rows]
     real_rows: int
     pages: Tensor  # [real rows]
     slots: Tensor  # [real rows]
-    begun_pages: Tensor  # pages that get their first position
-    groupings: Mapping[int, Grouping]  # By the numbers of KV heads that the pool has in its layers.
+    begun_pages: Tensor  # pages whose first position is in this batch
+    groupings: Mapping[int, Grouping]  # By the number of KV heads in a layer.
     logit_rows: Tensor  # [whole tiles]
     logits: int
 
@@ -136,7 +136,7 @@ def _query_tiles(chunk: Chunk, first_row: int) -> Iterator[_Tile]:
 def _group(
     tiles: list[_Tile], real_rows: int, pool: KvStore, heads: int
 ) -> tuple[list[TileGroup], list[int]]:
-    """Sort tiles into groups. Returns them, and where the result of every real row will lie."""
+    """Sort tiles into groups; return the groups, and the index of every real row's result."""
     block_tokens = pages_per_block(pool.geometry.page_size_tokens) * pool.geometry.page_size_tokens
     classes: dict[int, list[_Tile]] = {}
     for tile in sorted(tiles, key=lambda tile: -tile.rows):
@@ -147,7 +147,7 @@ def _group(
     offset = 0
     for blocks, members in classes.items():
         matrices_per_tile = blocks * heads
-        # The group's matrices must come in whole product groups.
+        # The number of a group's matrices must be a multiple of `GROUP_MATRICES`.
         multiple = GROUP_MATRICES // math.gcd(GROUP_MATRICES, matrices_per_tile)
         size = max(1, _GROUP_BLOCKS // (matrices_per_tile * multiple)) * multiple
         for rows_used, part in _parts(members, size, _MIXED_ROWS // matrices_per_tile):
@@ -161,8 +161,8 @@ def _group(
 
 
 def _parts(tiles: list[_Tile], size: int, mixed_rows: int) -> Iterator[tuple[int, list[_Tile]]]:
-    """Tiles, those with most rows first, in parts of at most `size`, and the rows that each part
-    uses. In a part of at most `mixed_rows` there may be tiles with fewer.
+    """Divide tiles, sorted by rows in descending order, into parts of at most `size`; yield the
+    used rows and the tiles of each part. A part of at most `mixed_rows` may mix heights.
     """
     while tiles:
         rows_used = _rows_used(tiles[0])
@@ -177,7 +177,7 @@ def _rows_used(tile: _Tile) -> int:
 
 
 def _rounded_up(blocks: int) -> int:
-    """To two significant bits: few different sizes in a batch, and at most half of the work
+    """Round up to two significant bits: few different sizes, and at most half of the work is
     wasted.
     """
     unit = 1 << max(0, blocks.bit_length() - 2)
@@ -187,7 +187,9 @@ def _rounded_up(blocks: int) -> int:
 def _tile_group(
     tiles: list[_Tile], count: int, rows_used: int, blocks: int, pool: KvStore, heads: int
 ) -> TileGroup:
-    """`count` tiles, of which those beyond `tiles` are padding: row 0 looking at the zero page."""
+    """Build a group of `count` tiles; tiles beyond `tiles` are padding, with row 0 and the zero
+    page.
+    """
     page_size = pool.geometry.page_size_tokens
     per_block = pages_per_block(page_size)
     device = pool.device
@@ -205,12 +207,11 @@ def _tile_group(
     rows += [0] * (padding * TILE_ROWS)
     pages += [pool.zero_page] * (padding * blocks * per_block)
     firsts += [0] * padding
-    # A padding row attends beyond its tile's last real one, to keys that are finite; its result is
-    # not used.
+    # A padding row attends to finite keys; its result is not used.
     queries = torch.tensor(firsts)[:, None] + torch.arange(rows_used)
     keys = torch.arange(blocks * per_block * page_size).view(1, blocks, 1, -1)
     mask = torch.zeros(()).where(keys <= queries[:, None, :, None], -torch.inf)
-    # Order of the gathered runs: tile, block, KV head, page in the block.
+    # Runs are ordered by tile, block, KV head, page in the block.
     by_block = torch.tensor(pages).view(count, blocks, per_block)
     runs = pool.first_runs(by_block, heads).transpose(2, 3)
     return TileGroup(

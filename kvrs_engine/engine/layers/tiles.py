@@ -1,8 +1,8 @@
-"""Matrix products and sums that give a row the same bits whatever stands beside it.
+"""Matrix products and sums whose bits for a row do not depend on the other rows.
 
-A BLAS chooses its kernel, and with it the order of its additions, by the shape of the product. Here
-every product has a shape that depends on the model only: rows come in tiles of `TILE_ROWS`, padded,
-and small matrices in groups of `GROUP_MATRICES`.
+A BLAS chooses its kernel, and so the order of its additions, by the shape of the product. Here the
+shape of every product depends on the model alone: rows come in padded tiles of `TILE_ROWS`, and
+small matrices in groups of `GROUP_MATRICES`.
 """
 
 import torch
@@ -11,17 +11,19 @@ from torch import Tensor
 from kvrs.errors import KvrsError
 
 TILE_ROWS = 16
-FLOAT_BYTES = 4  # All that is computed.
+FLOAT_BYTES = 4  # All computations are in float32.
 GROUP_MATRICES = 16
 
 
 def padded_rows(rows: int) -> int:
-    """`rows` rounded up to whole tiles."""
+    """Round `rows` up to whole tiles."""
     return -(-rows // TILE_ROWS) * TILE_ROWS
 
 
 def batched_product(left: Tensor, right: Tensor) -> Tensor:
-    """Products of many equally small matrices, `[whole groups, m, k] x [whole groups, k, n]`."""
+    """Multiply many small matrices of equal shape, `[whole groups, m, k] x [whole groups, k,
+    n]`.
+    """
     if left.shape[0] == GROUP_MATRICES:
         return torch.bmm(left, right)
     out = left.new_empty(left.shape[0], left.shape[1], right.shape[2])
@@ -33,8 +35,8 @@ def batched_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def fold_sum(values: Tensor) -> Tensor:
-    """Sum over the last dimension (kept, of size 1), in an order that its size alone decides:
-    halves are added to halves.
+    """Sum over the last dimension (kept, of size 1) by adding halves; the order depends only on the
+    size.
     """
     size = values.shape[-1]
     half = 1 << (size.bit_length() - 1)
@@ -48,10 +50,10 @@ def fold_sum(values: Tensor) -> Tensor:
 
 
 def pair_sum(values: Tensor) -> Tensor:
-    """Sum over dimension 1 (dropped) by adding neighbours, then neighbours of those.
+    """Sum over dimension 1 (dropped) by adding neighbours, then neighbouring sums.
 
-    An odd one out passes on as it is, just as if a zero stood beside it: zeros appended to the
-    dimension change nothing.
+    A value without a neighbour passes on unchanged, so that zeros appended to the dimension do not
+    change the result.
     """
     while (size := values.shape[1]) > 1:
         even = size - size % 2
@@ -65,7 +67,7 @@ def check_tile_products(weight: Tensor) -> None:
     and whatever stands beside it.
 
     Raises:
-        KvrsError: the matrix library breaks this; exact recovery is impossible with it.
+        KvrsError: they do; exact recovery is impossible with this matrix library.
     """
     rows = _sample((TILE_ROWS, weight.shape[0]), weight.device)
     expected = torch.mm(rows, weight)
@@ -82,8 +84,8 @@ def check_tile_products(weight: Tensor) -> None:
 
 
 def check_batched_products(rows: int, inner: int, columns: int, device: torch.device) -> None:
-    """The same proof for `batched_product`: neither the row nor the place of a matrix in its group
-    matters.
+    """Prove on this machine that the bits by `batched_product` depend neither on the place of a row
+    nor on the place of a matrix in its group.
 
     Raises:
         KvrsError: as `check_tile_products`.

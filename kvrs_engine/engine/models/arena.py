@@ -1,8 +1,8 @@
-"""All weights of a model in one run of memory, which processes share.
+"""All weights of a model in one contiguous memory, which processes share.
 
-Behind a header lie the tensors in the order of the decoder: of each kind of units in a layer all,
-one after another, in the orientation that products use. The header has the root of the weights and
-a digest of every tensor.
+After a header come the tensors in the order of the decoder: per layer and kind, all units one after
+the other, in the orientation that products use. The header has the root hash of the weights and a
+digest of every tensor.
 """
 
 import hashlib
@@ -37,10 +37,10 @@ Move = Callable[[Tensor], Tensor]
 
 
 class Arena:
-    """Where the tensors of a model lie in an arena."""
+    """The layout of a model's tensors in an arena."""
 
     def __init__(self, skeleton: Decoder) -> None:
-        """`skeleton`: the decoder with shapes and no weights."""
+        """`skeleton` is the decoder with shapes and no weights."""
         self._skeleton = skeleton
         self._shapes: list[tuple[int, ...]] = []
 
@@ -58,7 +58,7 @@ class Arena:
         self.size_bytes = at
 
     def write(self, memory: Tensor, decoder: Decoder, root: bytes) -> None:
-        """Copy the weights of a decoder of these shapes to `memory`, all of its bytes."""
+        """Copy the weights of a decoder with these shapes, and the header, to `memory`."""
         leaves: list[bytes] = []
 
         def copy(tensor: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Arena:
         memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
 
     def root(self, memory: Tensor) -> bytes | None:
-        """The root of the weights in an arena; None: its header is another one's."""
+        """Return the root hash of the weights in an arena; None: the header does not match."""
         facts = self._facts(memory)
         if facts is None:
             return None
@@ -83,14 +83,14 @@ class Arena:
         return bytes(root) if known else None
 
     def is_whole(self, memory: Tensor) -> bool:
-        """Every tensor is what its writer meant: reads all of them."""
+        """Return whether every tensor has its digest in the header; reads all tensors."""
         facts = self._facts(memory)
         leaves = b"".join(_digest(self._view(memory, at)) for at in range(len(self._shapes)))
         return facts is not None and facts[_HEADER.size :] == leaves
 
     def decoder(self, memory: Tensor) -> Decoder:
-        """The decoder with the weights in `memory`. Forms are not chosen, and there are no tables
-        of rotations.
+        """Return the decoder with the weights in `memory`, in canonical forms and without rotary
+        tables.
         """
         tensors = iter(range(len(self._shapes)))
         return _moved(self._skeleton, lambda _: self._view(memory, next(tensors)))
@@ -108,7 +108,7 @@ class Arena:
 
 
 def _moved(decoder: Decoder, move: Move) -> Decoder:
-    """The same whole decoder with every tensor of weights replaced, always in the same order."""
+    """Return the whole decoder with every weight tensor replaced, always in the same order."""
     assert decoder.embedding is not None
     assert decoder.head is not None
     tokens = move(decoder.embedding.tokens)

@@ -1,7 +1,7 @@
-"""A decoder-only transformer out of exact parts: one forward pass for all families.
+"""A decoder-only transformer of exact parts, with one forward pass for all model families.
 
-Families differ in which parts they are made of (`loading.py`), not in how these are put together. A
-decoder may be the share that one rank of an instance has: some layers, and of these some units.
+Families differ in their parts (`loading.py`), not in the structure. A decoder may be one rank's
+share of a model: some layers, and some units of each layer.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ Norm = RmsNorm | LayerNorm
 @dataclass(frozen=True, slots=True)
 class Embedding:
     tokens: Tensor  # [vocab, hidden]
-    positions: Tensor | None  # [positions, hidden], where positions are learned.
+    positions: Tensor | None  # [positions, hidden]; None: positions are not learned.
 
     def __call__(self, step: BatchStep) -> Tensor:
         rows = self.tokens.index_select(0, step.token_ids)
@@ -59,7 +59,7 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """In which form this machine computes each kind of block."""
+    """The form in which this machine computes each kind of block."""
 
     qkv: Form = CANONICAL
     output: Form = CANONICAL
@@ -85,7 +85,9 @@ class Attention:
         pool: KvStore,
         forms: Forms,
     ) -> list[Tensor]:
-        """Sums of what the units yield, as of `RowUnits`; their KV goes into the pool."""
+        """Write the units' KV into the pool; return the sums of their results, as `RowUnits`
+        does.
+        """
         if not self.qkv.weights:
             return []
         by_unit = self.qkv.side_by_side(rows, forms.qkv)
@@ -97,8 +99,8 @@ class Attention:
     def split(
         self, heads: Tensor, tables: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split `[rows, units, heads of each, head_dim]` into the queries, normalised and turned,
-        `[rows, units, heads, head_dim]`, and keys and values `[rows, units, head_dim]`.
+        """Split `[rows, units, heads per unit, head_dim]` into queries `[rows, units, heads,
+        head_dim]`, keys and values `[rows, units, head_dim]`; normalise and rotate the first two.
         """
         queries_and_keys, values = heads[:, :, :-1], heads[:, :, -1]
         if self.head_norm is not None:
@@ -114,7 +116,7 @@ class Layer:
     attention: Attention
     mlp_norm: Norm
     mlp: Mlp
-    experts: Experts | None = None  # None: all units of the MLP take all rows.
+    experts: Experts | None = None  # None: a dense layer, whose units take all rows.
 
     def attend(
         self,
@@ -142,14 +144,14 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Weights in memory and the forward pass over one batch."""
+    """The weights in memory and the forward pass over one batch."""
 
     embedding: Embedding | None  # None: other ranks have the first layers.
     rotary: RotaryTable | None
     first_layer: int
     layers: Sequence[Layer]
     final_norm: Norm | None  # None: other ranks have the last layers.
-    head: ColumnUnits | None  # As the norm.
+    head: ColumnUnits | None  # None: other ranks have the last layers.
     forms: Forms
 
     def forward(self, step: BatchStep, pool: KvStore) -> Tensor:
@@ -161,7 +163,7 @@ class Decoder:
     def through(
         self, hidden: Tensor, step: BatchStep, pool: KvStore, exchange: SumExchange
     ) -> Tensor:
-        """Rows behind the last of these layers, for rows before the first."""
+        """Pass rows through these layers and write their KV into the pool."""
         pool.begin(step.begun_pages)
         tables = None if self.rotary is None else self.rotary.at(step.positions)
         for index, layer in enumerate(self.layers, self.first_layer):
@@ -182,12 +184,12 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor, step: BatchStep) -> Tensor:
-        """`[step.logits, columns of the head's units]`."""
+        """Return the logits of the LM head's units, `[step.logits, their columns]`."""
         assert self.head is not None, "this rank has units of the head"
         last = self.last(hidden.index_select(0, step.logit_rows))
         return self.head.joined(last, self.forms.head)[: step.logits]
 
     def last(self, hidden: Tensor) -> Tensor:
-        """Input of the head's units."""
+        """Return the input of the LM head's units."""
         assert self.final_norm is not None, "this rank has units of the head"
         return self.final_norm(hidden)

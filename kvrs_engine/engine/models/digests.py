@@ -1,9 +1,9 @@
-"""The hash of a model's weights: the root of a tree over its units, computed once and remembered
-beside the weights.
+"""The hash of a model's weights: the root of a tree over its units, computed once and saved in a
+file beside the weights.
 
-It covers what a model computes with: the same weights in one file or in several, or widened before
-they were saved, have the same hash. A unit's hash does not depend on the others, so a process that
-gets one unit can check it.
+The hash covers the values that the model computes with: it does not depend on the number of files,
+nor on the type in which the weights were saved. A unit has its own hash, so that a process which
+receives a unit can check it.
 """
 
 import json
@@ -23,17 +23,17 @@ from kvrs_engine.engine.layers.units import ColumnUnits, RowUnits
 from kvrs_engine.engine.models.decoder import Decoder, Norm, RmsNorm
 
 _DIGEST_BYTES = 32
-_TREE = 3  # Version of what hashes are made of.
-# Several times as fast as others: a unit is hashed whenever it is read or copied.
+_TREE = 3  # Version of the tree.
+# Contexts of BLAKE3, chosen for speed: a unit is hashed whenever it is read or copied.
 _UNIT, _NODE = "kvrs weights unit", "kvrs weights node"
 NOTE_NAME = ".kvrs-weights.json"
 
 
 def weights_digest(decoder: Decoder, directory: Path, files: Sequence[Path]) -> bytes:
-    """The root of a decoder that was loaded from those files of a model's directory.
+    """Return the root of a decoder that was loaded from `files` of a model's directory.
 
-    It is remembered in that directory, where this can be written, for the files as they are: after
-    any change of them it is computed again.
+    The root is saved in the directory, if writable, and computed again after any change of the
+    files.
     """
     note = Note(directory, files)
     if (remembered := note.read()) is not None:
@@ -44,14 +44,12 @@ def weights_digest(decoder: Decoder, directory: Path, files: Sequence[Path]) -> 
 
 
 def units_root(decoder: Decoder) -> bytes:
-    """The root, computed from the weights of a whole model in memory."""
+    """Compute the root from the weights of a whole model in memory."""
     return root_of(leaves(decoder, None), len(decoder.layers))
 
 
 def root_of(found: Mapping[str, bytes], layers: int) -> bytes:
-    """The root over the hashes of all units and of what is no unit, by `leaves` of one process or
-    of several.
-    """
+    """Compute the root from the leaves of one process or of several."""
 
     def below(name: str) -> list[bytes]:
         count = sum(each.startswith(f"{name} ") for each in found)
@@ -65,12 +63,12 @@ def root_of(found: Mapping[str, bytes], layers: int) -> bytes:
 
 
 def leaves(decoder: Decoder, share: Share | None) -> dict[str, bytes]:
-    """The hash of each unit that a decoder has, and of what it has beside units, by name. Without a
-    share it has all.
+    """Return the hashes of a decoder's units and of its other weights, by name. `share` is the
+    decoder's share; None: the whole model.
     """
     embedding, found = decoder.embedding, {}
     if embedding is not None:
-        # In the place of the second tensor there was another one in models that are not served.
+        # The second place was used by models that are no longer served.
         found["embedding"] = _leaf(embedding.tokens, None, embedding.positions)
     if decoder.head is not None:
         found["end"] = _leaf(*_of_norm(decoder.final_norm), None)
@@ -97,20 +95,20 @@ def leaves(decoder: Decoder, share: Share | None) -> dict[str, bytes]:
 
 
 def unit_name(unit: Unit) -> str:
-    """Name of a unit, as in `leaves`."""
+    """Return the name of a unit, as in `leaves`."""
     at = "" if unit.kind is UnitKind.VOCABULARY else f"{unit.layer} "
     return f"{unit.kind.name.lower()} {at}{unit.place}"
 
 
 def unit_leaf(columns: Tensor, bias: Tensor | None, rows: Tensor | None) -> bytes:
-    """The hash of one unit, of its matrices as checkpoints have them."""
+    """Return the hash of one unit; matrices are in the orientation of checkpoints."""
     if rows is None:
         return _leaf(columns, bias)
     return _node([_leaf(columns, bias), _leaf(rows)])
 
 
 def _pairs(columns: ColumnUnits, rows: RowUnits) -> list[bytes]:
-    """Hash of both matrices of each unit."""
+    """Return the hash of each unit's two matrices."""
     return [_node(pair) for pair in zip(_of_columns(columns), _of_rows(rows), strict=True)]
 
 
@@ -132,7 +130,7 @@ def _of_norm(norm: Norm | None) -> tuple[Tensor | None, ...]:
 def _leaf(*tensors: Tensor | None) -> bytes:
     total = blake3(derive_key_context=_UNIT)
     for tensor in tensors:
-        # Shapes stand before the numbers, so that no two lists of tensors are the same bytes.
+        # The shapes make the bytes of different lists of tensors different.
         total.update(f"{None if tensor is None else list(tensor.shape)};".encode())
         if tensor is not None:
             total.update(tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
@@ -144,7 +142,9 @@ def _node(children: Sequence[bytes]) -> bytes:
 
 
 class Note:
-    """The note in a model's directory about its weights, for the files as they are."""
+    """The file in a model's directory that saves the root, valid for one state of the weight
+    files.
+    """
 
     def __init__(self, directory: Path, files: Sequence[Path]) -> None:
         self._path = directory / NOTE_NAME
@@ -152,7 +152,7 @@ class Note:
         self._state = file_states(self._files)
 
     def read(self) -> bytes | None:
-        """The root; None: none is noted, or of other files or another tree."""
+        """Return the saved root; None: no root is saved for these files and this tree."""
         try:
             remembered = json.loads(self._path.read_bytes())
             if any(remembered[key] != value for key, value in self._facts().items()):
@@ -163,8 +163,9 @@ class Note:
         return root if len(root) == _DIGEST_BYTES else None
 
     def write(self, root: bytes) -> None:
-        """Whole or not at all; a directory that cannot be written remembers nothing."""
-        # A file that changed while it was loaded has another state by now.
+        """Save the root atomically, unless a file has changed meanwhile or the directory is not
+        writable.
+        """
         if file_states(self._files) != self._state:
             return
         document = self._facts() | {"root": root.hex()}
@@ -181,7 +182,9 @@ class Note:
 
 
 def file_states(files: Sequence[Path]) -> list[list[str | int]]:
-    """Facts that tell a file from another one or from a changed one, without reading it."""
+    """Return the name, size, times, device and inode of each file, to detect changes without
+    reading.
+    """
     found: list[list[str | int]] = []
     for path in sorted(set(files)):
         about = path.stat()

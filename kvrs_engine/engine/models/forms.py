@@ -1,4 +1,4 @@
-"""The form in which this machine computes the blocks of a model."""
+"""The choice of the form in which this machine computes the blocks of a model."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from kvrs_engine.engine.layers.proofs import PROVEN, Proofs, is_exact, shape_of
 from kvrs_engine.engine.layers.units import CANONICAL, ColumnUnits, Form
 from kvrs_engine.engine.models.decoder import Forms, Layer
 
-# Up to this size of a block's widest matrix the cost of calls outweighs that of arithmetic; above
-# it, a unit's weights stay in a core's cache while all rows pass.
+# Up to this size of a block, one product is faster, because calls cost more than arithmetic; above
+# it, products per unit are faster, because a unit's weights stay in a core's cache.
 TOGETHER_BYTES = 2 << 20
 
 
 def choose_forms(
     layers: Sequence[Layer], head: ColumnUnits | None, proofs: Proofs | None = None
 ) -> Forms:
-    """Prove on this machine that products of the model's units are exact, and take the fastest form
-    of each kind of block that has the canonical bytes in all layers. Layers with equally many units
-    have the same shapes. What is in `proofs`, or else was proven in this process, is not proven
-    again.
+    """Prove on this machine that products of the model's units are exact, and choose for each kind
+    of block the fastest form with the canonical bytes in all layers.
+
+    Properties in `proofs` (None: all of this process) are not proven again.
 
     Raises:
         KvrsError: this machine's matrix library cannot compute exactly.
@@ -41,7 +41,7 @@ def choose_forms(
         if layer.experts is None:
             mlp.append(_Block("mlp", width, up, sums, down, even, act))
         else:
-            # Each takes rows of its own: never together. All ranks route.
+            # Experts take different rows, so they are never computed together. All ranks route.
             more = (*down, layer.experts.router.weight)
             experts.append(_Block("experts", width, up, sums, more, False, act))
     vocabulary = []
@@ -57,14 +57,14 @@ def choose_forms(
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Units that are computed one behind the other, or together."""
+    """Units that are computed one after the other or together."""
 
     kind: str
-    width: int  # Of its input.
+    width: int  # Width of the input.
     weights: Sequence[Tensor]
     compute: Callable[[Tensor, Form], Tensor]
-    more: Sequence[Tensor] = ()  # Of a second product.
-    is_even: bool = True  # They can be computed together.
+    more: Sequence[Tensor] = ()  # Weights of a second product.
+    is_even: bool = True  # The units can be computed together.
     activation: Callable[[Tensor], Tensor] | None = None
 
     @property
@@ -73,7 +73,7 @@ class _Block:
 
     @property
     def shapes(self) -> Hashable:
-        """Blocks that have the same make the same products."""
+        """Key of the block: blocks with equal keys compute products of equal shapes."""
         return self.kind, self.width, tuple(map(shape_of, self.all)), self.is_even, self.activation
 
     def is_exact(self, form: Form, device: torch.device) -> bool:
@@ -81,12 +81,12 @@ class _Block:
 
 
 def _joined(sums: Callable[[Tensor, Form], list[Tensor]]) -> Callable[[Tensor, Form], Tensor]:
-    """All sums of a block in one tensor, to be compared."""
+    """Return a function that computes all sums of a block in one tensor, for comparison."""
     return lambda rows, form: torch.cat(sums(rows, form), 1)
 
 
 def _form(blocks: Sequence[_Block], proofs: Proofs) -> Form:
-    """The form of all blocks of a kind."""
+    """Choose the form of all blocks of a kind."""
     if not blocks:
         return CANONICAL
     device = blocks[0].all[0].device

@@ -27,22 +27,22 @@ from kvrs_engine.engine.models.decoder import (
 from kvrs_engine.engine.models.forms import choose_forms
 from kvrs_engine.engine.models.weights import Weights
 
-# OPT's table of positions begins with two rows that were meant for padding.
+# OPT's position table begins with two unused rows.
 _OPT_POSITIONS_OFFSET = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names of a family's tensors. All but the head's begin with `trunk`."""
+    """Names of a family's tensors. All names but the LM head's begin with `trunk`."""
 
     trunk: str
     final_norm: str
     attention_norm: str
     output: str
     mlp_norm: str
-    up: tuple[str, ...]  # The gate first, where there is one.
+    up: tuple[str, ...]  # The gate first, if the MLP has one.
     down: str
-    # Of layers with experts: the router, what stands before an expert's number, and its matrices.
+    # Layers with experts: the router, the prefix of an expert's number, and an expert's matrices.
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
     expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -86,7 +86,7 @@ class NamedTensors(Protocol):
 
 def names_of(config: ModelConfig, weights: NamedTensors) -> Names:
     names = {"opt": _OPT, "mixtral": _MIXTRAL}.get(config.family, _LLAMA)
-    # Some checkpoints of OPT were saved without their head: its weights are the embeddings.
+    # Some OPT checkpoints were saved without the LM head, and their names lack the first prefix.
     short = replace(names, trunk=names.trunk.removeprefix("model."))
     return short if f"{short.trunk}.embed_tokens.weight" in weights else names
 
@@ -98,8 +98,8 @@ def load_decoder(
     device: torch.device,
     share: Share | None = None,
 ) -> Decoder:
-    """Load the weights of a model that will see at most that many positions, or a rank's share of
-    them.
+    """Load the weights of a model, or a rank's share of them, in proven forms. `positions` is the
+    limit of a sequence's length.
 
     Raises:
         ConfigError: a tensor is missing or has another shape than config.json says.
@@ -115,13 +115,13 @@ def read_decoder(
     device: torch.device,
     share: Share | None = None,
 ) -> Decoder:
-    """The same without a proof, in canonical forms; raises ConfigError as well."""
+    """Load the weights as `load_decoder` does, but without proofs and in canonical forms."""
     share = share or Share.whole(config.grain, config.layers)
     return _DecoderLoader(config, weights, device, share).decoder(positions)
 
 
 def skeleton(config: ModelConfig) -> Decoder:
-    """A whole model with shapes and no weights, and without a table of rotations."""
+    """Return a whole model with shapes and no weights, without a rotary table."""
     return decoder_of(
         config, _Shapes(), torch.device("meta"), Share.whole(config.grain, config.layers)
     )
@@ -130,23 +130,25 @@ def skeleton(config: ModelConfig) -> Decoder:
 def decoder_of(
     config: ModelConfig, weights: NamedTensors, device: torch.device, share: Share
 ) -> Decoder:
-    """A share of a model of any tensors, in canonical forms and without a table of rotations."""
+    """Return a share of a model with the given tensors, in canonical forms and without a rotary
+    table.
+    """
     return _DecoderLoader(config, weights, device, share).decoder(0)
 
 
 def with_rotary(decoder: Decoder, config: ModelConfig, positions: int) -> Decoder:
-    """The decoder with its table of rotations for that many positions, on the CPU."""
+    """Return the decoder with a rotary table for so many positions, on the CPU."""
     whole = Share.whole(config.grain, config.layers)
     loader = _DecoderLoader(config, _Shapes(), torch.device("cpu"), whole)
     return replace(decoder, rotary=loader.rotary(positions))
 
 
 def proven(decoder: Decoder, proofs: Proofs | None = None) -> Decoder:
-    """The decoder in the forms that this machine computes exactly; `proofs`, by default those
-    of this process, count and get what is new.
+    """Return the decoder in the fastest forms that this machine computes exactly. New proofs are
+    added to `proofs` (None: those of this process).
 
     Raises:
-        KvrsError: there are none.
+        KvrsError: no form is exact.
     """
     return replace(decoder, forms=choose_forms(decoder.layers, decoder.head, proofs))
 
@@ -193,7 +195,7 @@ class _DecoderLoader:
         return self._tensor(name, config.vocab, config.hidden)
 
     def _head(self, embedding: Embedding | None) -> ColumnUnits:
-        """Rows of the head; where these are the embeddings', in their memory if all are here."""
+        """Load the LM head. A tied head that is complete shares the memory of the embeddings."""
         config, tiles = self._config, self._grain.vocabulary
         if not self._share.vocabulary:
             return ColumnUnits.of(torch.empty(0, config.hidden, device=self._device), [])
@@ -256,7 +258,7 @@ class _DecoderLoader:
         return Experts(Router(weight, config.chosen, config.renormalise), self._grain.expert_parts)
 
     def _expert_units(self, prefix: str, own: Sequence[int]) -> Mlp:
-        """The units of experts, each of which has tensors of its own."""
+        """Load the units of experts; each expert has its own tensors."""
         hidden, names, parts = self._config.hidden, self._names, self._grain.expert_parts
         tiles = self._grain.mlp
         columns, rows = [torch.empty(0, hidden, device=self._device)], []
@@ -308,8 +310,8 @@ class _DecoderLoader:
         *,
         bias: bool,
     ) -> ColumnUnits:
-        """Read each own unit's columns of all these matrices, beside each other; `columns`: those
-        of all units, by matrix.
+        """Load the own units; a unit has columns of each matrix, side by side. `columns` has the
+        columns of all units, by matrix.
         """
         sizes = [ranges[-1].stop for ranges in columns]
         hidden = self._config.hidden
@@ -354,13 +356,13 @@ def _scaled(ranges: Sequence[range], factor: int) -> list[range]:
 
 
 def _side_by_side(columns: Sequence[Sequence[range]]) -> list[range]:
-    """The columns of each unit in a matrix of these units alone."""
+    """Return the columns of each unit in a matrix that has only these units."""
     widths = [sum(map(len, of)) for of in zip(*columns, strict=True)]
     return [range(first, last) for first, last in pairwise(accumulate(widths, initial=0))]
 
 
 def _by_unit(tensors: Sequence[Tensor], columns: Sequence[Sequence[range]]) -> Tensor:
-    """Unit after unit, its rows of all tensors, one below the other."""
+    """Concatenate the rows of all tensors, grouped by unit."""
     return _below_each_other(
         [
             tensor[own.start : own.stop]
@@ -371,7 +373,7 @@ def _by_unit(tensors: Sequence[Tensor], columns: Sequence[Sequence[range]]) -> T
 
 
 def _below_each_other(parts: Sequence[Tensor]) -> Tensor:
-    """Join the parts as `torch.cat` does, which imports torch's compiler for tensors without
+    """Join the parts like `torch.cat`, which would import torch's compiler for tensors without
     memory.
     """
     whole = parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])

@@ -1,8 +1,8 @@
-"""A hash of results that tells arithmetic apart: equal on two machines exactly when a model's
-numbers are, as far as samples can show it.
+"""A hash of sample results, equal on two machines if a model computes the same bits on both, as far
+as samples can show.
 
-The name of a processor does not say which kernels a matrix library takes on it, nor does its
-capability: two machines of one capability may add in different orders.
+The hash is needed because the name and the capability of a processor do not determine the kernels
+of a matrix library: two machines of one capability may add in different orders.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ from kvrs_engine.engine.layers.step import pages_per_block
 from kvrs_engine.engine.layers.tiles import GROUP_MATRICES, TILE_ROWS, batched_product
 from kvrs_engine.engine.model_config import ModelConfig
 
-# More elements than any SIMD vector, and no multiple of one.
+# Longer than any SIMD vector, and not a multiple of a vector's length.
 _ELEMENTS = 1003
 
 
 def probe_digest(config: ModelConfig, page_size_tokens: int, device: torch.device) -> bytes:
-    """Hash of one product of every shape that the model's units and its attention have, and of the
-    functions that are not exactly rounded, of samples that do not depend on the machine.
+    """Return a hash of sample results: one product of every shape of the model's units and of its
+    attention, and the functions that are not exactly rounded.
     """
     total = hashlib.blake2b(digest_size=16, person=b"kvrs-probe")
 
@@ -43,7 +43,7 @@ def probe_digest(config: ModelConfig, page_size_tokens: int, device: torch.devic
         values = sample(1, _ELEMENTS, device) * 20
         for function in (torch.exp, silu, torch.sqrt):
             add(function(values.abs()))
-        # The tables of rotary embeddings are made on the host.
+        # Rotary tables are computed on the host.
         angles = sample(1, _ELEMENTS, torch.device("cpu")) * 8000
         for function in (torch.cos, torch.sin):
             add(function(angles))
@@ -51,7 +51,7 @@ def probe_digest(config: ModelConfig, page_size_tokens: int, device: torch.devic
 
 
 def _shapes(config: ModelConfig) -> set[tuple[int, int]]:
-    """Inner size and columns of every kind of product over rows."""
+    """Return (inner size, columns) of every product over rows."""
     hidden, shared = config.hidden, config.heads // config.kv_heads
     shapes = {
         (hidden, (shared + 2) * config.head_dim),

@@ -1,4 +1,4 @@
-"""The rate at which a model's weights are read from disk, and the progress of that."""
+"""The rate and the progress of reading a model's weights from disk."""
 
 import threading
 import time
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from kvrs.profiles import catalog
 
-_LATE_S = 1.0  # Which the reading before may take beyond twice its time.
+_LATE_S = 1.0  # Tolerated delay of the previous reading, beyond twice its expected time.
 
 
 class WeightReading:
-    """One reading of a model's weights, in one thread; others may ask how far it is."""
+    """One reading of a model's weights by one thread; other threads may read its progress."""
 
     def __init__(
         self,
@@ -21,19 +21,19 @@ class WeightReading:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`bytes_per_s`: it takes no more of the disk; None: what the disk gives. With a rate it
-        begins `after` another one has ended, or has taken far too long.
+        """`bytes_per_s` limits the rate; None: no limit. A limited reading begins when `after` has
+        ended or is much too late.
         """
         self.total_bytes, self.bytes_per_s = total_bytes, bytes_per_s
         self._after, self._clock, self._sleep = after, clock, sleep
         self._over = threading.Event()
         self._began_s: float | None = None
-        self._there_s = 0.0  # When the model can be used, once that is known.
+        self._there_s = 0.0  # When the model can be used; set by `end`.
         self._read_bytes = 0
 
     @property
     def expected_s(self) -> float:
-        """With nothing before it; 0: the rate is not known."""
+        """Expected duration, without `after`; 0: not known."""
         return self.total_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
 
     def is_shorter_than(self, other: "WeightReading") -> bool:
@@ -42,7 +42,7 @@ class WeightReading:
         return self.total_bytes < other.total_bytes
 
     def begin(self) -> None:
-        """Once: further calls change nothing."""
+        """Begin the reading; further calls do nothing."""
         if self._began_s is not None:
             return
         if self.bytes_per_s is not None and self._after is not None:
@@ -50,14 +50,14 @@ class WeightReading:
         self._began_s = self._clock()
 
     def took(self, count_bytes: int) -> None:
-        """So many further bytes were read; wait as long as that should have taken."""
+        """Note further bytes, and sleep as the rate requires."""
         self._read_bytes += count_bytes
         if self.bytes_per_s is not None and self._began_s is not None:
             due_s = self._began_s + self._read_bytes / self.bytes_per_s
             self._sleep(max(0.0, due_s - self._clock()))
 
     def end(self, there_in_s: float = 0.0) -> None:
-        """Nothing more is read, whether all was or not; it can be used `there_in_s` later."""
+        """End the reading, complete or not; the model can be used in `there_in_s`."""
         self._there_s = self._clock() + there_in_s
         self._over.set()
 
@@ -65,7 +65,7 @@ class WeightReading:
         self._over.wait(max_s)
 
     def left_s(self) -> float | None:
-        """Until all is read, as fast as up to now and no faster than the rate, and can be used;
+        """Return the predicted time until the model can be used, by the rate so far and the limit;
         None: not known.
         """
         if self._over.is_set():
@@ -77,7 +77,7 @@ class WeightReading:
             return None if before_s is None else before_s + self.expected_s
         if not self._read_bytes:
             return self.expected_s or None
-        # What counts as read may still have to be waited for.
+        # `_read_bytes` may be ahead of the rate limit.
         took_s = self._clock() - self._began_s
         as_before_s = took_s * (self.total_bytes / self._read_bytes - 1)
         return max(0.0, as_before_s, self.expected_s - took_s)
@@ -89,8 +89,8 @@ def reading_of(
     pace: str | None = None,
     after: WeightReading | None = None,
 ) -> WeightReading:
-    """The reading of a model at that rate; with the pace of a profile, as long as that profile's
-    model would take. Raises ConfigError: see `catalog.load`.
+    """Return the reading of a model at the given rate. With a profile (`pace`), the reading takes
+    as long as the profile's model would. Raises ConfigError as `catalog.load` does.
     """
     total_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     if disk_bytes_per_s is not None and pace is not None:

@@ -1,8 +1,8 @@
-"""Units as blocks of memory: where each tensor of a unit lies in it, how it is read from a
-checkpoint, and the decoder that is put together of such blocks.
+"""Units as blocks of memory: the places of a unit's tensors in a block, the reading of a block from
+a checkpoint, and the decoder that consists of blocks.
 
-A block has the rows of the unit's first matrices, their biases, and its columns of the second one,
-all as checkpoints have them.
+A block has the unit's rows of the first matrices, their biases, and the unit's columns of the
+second matrix, in the orientation of checkpoints.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,11 +28,11 @@ _ALIGNED_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class UnitBlock:
-    """The tensors of one unit, in one run of memory."""
+    """The tensors of one unit in contiguous memory."""
 
-    columns: Tensor  # [its columns, in]
-    bias: Tensor | None  # [its columns]
-    rows: Tensor | None  # [out, its columns of the second matrix]; None: of the vocabulary.
+    columns: Tensor  # [unit's columns, in]
+    bias: Tensor | None  # [unit's columns]
+    rows: Tensor | None  # [out, unit's columns of the second matrix]; None: a vocabulary unit.
 
     @property
     def weight_bytes(self) -> int:
@@ -51,12 +51,12 @@ class UnitBlock:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Names of a kind of unit's tensors in checkpoints, and the parts of them that one unit has."""
+    """The names of a unit's tensors in checkpoints, and the unit's parts of them."""
 
-    first: list[tuple[str, int, range]]  # Matrices: name, all rows, own rows.
-    width: int  # Of their rows.
+    first: list[tuple[str, int, range]]  # First matrices: name, number of rows, own rows.
+    width: int  # Width of the first matrices.
     has_bias: bool
-    second: tuple[str, int, range] | None  # Name, all columns, own columns.
+    second: tuple[str, int, range] | None  # Name, number of columns, own columns.
 
 
 class UnitBlocks:
@@ -67,7 +67,7 @@ class UnitBlocks:
         self._names = names_of(config, weights)
 
     def places(self, units: Sequence[Unit]) -> tuple[dict[Unit, int], int]:
-        """Where units lie in one memory, one behind the other, and how many bytes that takes."""
+        """Return the offsets of consecutive units in one memory, and the total size in bytes."""
         found, at = {}, 0
         for unit in units:
             found[unit] = at
@@ -75,7 +75,7 @@ class UnitBlocks:
         return found, at
 
     def block(self, unit: Unit, memory: Tensor, offset: int) -> UnitBlock:
-        """A unit in memory of bytes."""
+        """Return the block of a unit at an offset of a byte tensor."""
         stored = self._stored(unit)
         floats = memory[offset : offset + self._floats(unit) * _FLOAT_BYTES].view(torch.float32)
         count = sum(len(own) for _, _, own in stored.first)
@@ -88,10 +88,10 @@ class UnitBlocks:
         return UnitBlock(columns, bias, rows)
 
     def read(self, unit: Unit, reader: RangeReader, into: UnitBlock) -> None:
-        """From the checkpoint.
+        """Read a unit from the checkpoint.
 
         Raises:
-            ConfigError: a tensor is missing, or of another shape or type, or its file is broken.
+            ConfigError: a tensor is missing, has another shape or type, or its file is broken.
         """
         stored, at = self._stored(unit), 0
         for name, size, own in stored.first:
@@ -146,7 +146,9 @@ class UnitBlocks:
 def assemble(
     common: Decoder, share: Share, config: ModelConfig, block_of: Callable[[Unit], UnitBlock]
 ) -> Decoder:
-    """The decoder of a share: `common` has its layers without units. Forms are not chosen."""
+    """Return the decoder of a share. `common` is the decoder of its layers without units, whose
+    forms are kept.
+    """
     layers = [_layer(layer, at, share, config, block_of) for at, layer in enumerate(common.layers)]
     head = common.head
     if head is not None and share.vocabulary:

@@ -1,6 +1,4 @@
-"""Readers of a model's tensors in safetensors files, one or several: whole ones, and parts of
-them.
-"""
+"""Readers of a model's tensors, whole or in part, in one or several safetensors files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,30 +19,29 @@ class Weights:
     """The tensors of a model directory by name, each widened to float32 when it is read."""
 
     def __init__(self, directory: Path, reading: WeightReading | None = None) -> None:
-        """Find which file holds which tensor. `reading` begins with the first one and is told
-        what is taken.
+        """Find the file of each tensor. `reading` tracks the progress.
 
         Raises:
             ConfigError: there is no weight file, or the index is broken.
         """
         self._directory, self._reading = directory, reading
         self._files = _files_by_tensor(directory)
-        self.read_bytes = 0  # Of tensors, since the start.
+        self.read_bytes = 0  # Bytes of tensors read since the start.
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     def file_of(self, name: str) -> Path:
-        """Raises ConfigError: the tensor is missing."""
+        """Return the file of a tensor; raises ConfigError if the tensor is missing."""
         if name not in self._files:
             raise ConfigError(f"{self._directory}: tensor {name}: missing")
         return self._files[name]
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A copy of one tensor (aligned memory of its own, wherever it lay in the file).
+        """Return a copy of one tensor in its own aligned memory.
 
         Raises:
-            ConfigError: it is missing, or of another shape or type.
+            ConfigError: the tensor is missing, or has another shape or type.
         """
         path = self.file_of(name)
         if self._reading is not None:
@@ -67,23 +64,23 @@ class Weights:
 
 
 class RangeReader:
-    """Rows and columns of a model's tensors, widened to float32."""
+    """Reads rows and columns of a model's tensors, widened to float32."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self._files: dict[Path, Any] = {}  # As safetensors opens them, by path.
-        self.read_bytes = 0  # Of tensors, since the start.
+        self._files: dict[Path, Any] = {}  # Open safetensors files.
+        self.read_bytes = 0  # Bytes of tensors read since the start.
 
     def rows(self, name: str, shape: tuple[int, ...], own: range, into: Tensor) -> None:
-        """Rows `own` of a tensor of that shape.
+        """Read rows `own` of a tensor.
 
         Raises:
-            ConfigError: it is missing, or of another shape or type, or its file is broken.
+            ConfigError: the tensor is missing, has another shape or type, or its file is broken.
         """
         self._read(name, shape, (slice(own.start, own.stop),), into)
 
     def columns(self, name: str, shape: tuple[int, int], own: range, into: Tensor) -> None:
-        """Read columns as `rows` does; they are a run of each row."""
+        """Read columns `own` of a tensor; errors as in `rows`."""
         self._read(name, shape, (slice(None), slice(own.start, own.stop)), into)
 
     def close(self) -> None:
@@ -108,7 +105,7 @@ class RangeReader:
 def _check_tensor(
     path: Path, name: str, got: Sequence[int], shape: Sequence[int], kind: torch.dtype | str
 ) -> None:
-    """Raises ConfigError: a tensor has another shape or type than it must have."""
+    """Check the shape and the type of a tensor; raises ConfigError."""
     if tuple(got) != tuple(shape):
         raise ConfigError(
             f"{path}: tensor {name}: got shape {list(got)}; allowed: {list(shape)}, from "
@@ -141,7 +138,7 @@ def _files_of_index(index: Path) -> Mapping[str, Path]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index}: weight_map: cannot be read: {error}") from None
     for path in set(files.values()):
-        # A file name that climbs out of the directory has no business in an index.
+        # An index must not name files outside its directory.
         if path.parent != index.parent or not path.is_file():
             raise ConfigError(f"{index}: weight_map: {path.name}: not a file of this directory")
     return files

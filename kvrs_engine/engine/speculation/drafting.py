@@ -1,5 +1,5 @@
-"""Drafts for streams of another instance, by a small model: one batch a step, over all streams that
-have room ahead of what was verified.
+"""The computation of drafts for streams of another instance by a small model, one batch per
+step.
 """
 
 import time
@@ -17,8 +17,8 @@ from kvrs_engine.scheduling.sequences import Chunk
 
 
 class Drafting:
-    """The model's side. What is known of the streams goes to `batches` directly; both are called by
-    one thread at a time.
+    """Computes the batches that `batches` composes. Updates of the streams go to `batches`
+    directly; only one thread at a time may use both.
     """
 
     def __init__(
@@ -28,9 +28,7 @@ class Drafting:
         self.batches = DraftBatches(settings, depth, worker.max_positions)
 
     def step(self) -> list[Burst]:
-        """Compute one batch; returns new drafts. Empty: there is nothing to draft, or histories are
-        still being computed.
-        """
+        """Compute one batch and return the new drafts; none while only histories are computed."""
         batch = self.batches.next()
         if not batch:
             return []

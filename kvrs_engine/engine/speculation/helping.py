@@ -1,5 +1,5 @@
-"""The side of an instance that is being started again: while its model loads it makes drafts for
-the most congested of the others that has no helper.
+"""The helper: while an instance's model loads after a restart, the instance drafts tokens for the
+most congested other instance without a helper.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from kvrs_engine.scheduling.pace import Pace
 
 log = logging.getLogger(__name__)
 
-_AGAIN_S = 0.25  # After all others have refused, or none was there.
+_AGAIN_S = 0.25  # Pause after all other instances have refused.
 
 
 class DraftHelper:
@@ -49,21 +49,21 @@ class DraftHelper:
         http: aiohttp.ClientSession,
         reading: WeightReading,
     ) -> None:
-        """`http` proves the key of each of the others; `reading` is that of the draft."""
+        """`http` authenticates to the other instances; `reading` tracks the draft model's load."""
         self.state = ReloadState.LOADING_DRAFT
         self.paired_with: InstanceId | None = None
         self._config, self._instance = config, instance
-        # Streams decode at these.
+        # Only decoding instances use drafts.
         self._others = [one for one in others if one.role is not Role.PREFILL]
         self._http, self._reading = http, reading
         pace = config.speculation.pace
         self._pace = None if pace is None else Pace(pace)
 
     async def run(self) -> None:
-        """Help until cancelled.
+        """Help other instances until cancelled.
 
         Raises:
-            KvrsError: no instance wants drafts, or none takes those of this model.
+            KvrsError: no instance wants drafts, or accepts drafts of this model.
         """
         if not await self._by_congestion():
             raise KvrsError("no other instance wants any")
@@ -79,7 +79,7 @@ class DraftHelper:
             await asyncio.sleep(_AGAIN_S)
 
     async def _loaded(self, directory: Path) -> Worker:
-        """The draft; its load is not waited for where it is not needed any more."""
+        """Load the draft model in a daemon thread, so that a cancelled load delays nothing."""
         loop = asyncio.get_running_loop()
         worker: asyncio.Future[Worker] = loop.create_future()
 
@@ -99,7 +99,7 @@ class DraftHelper:
         return await worker
 
     async def _by_congestion(self) -> list[InstanceSettings]:
-        """Those that have no helper, the most congested first."""
+        """Return the instances that want drafts and have no helper, the most congested first."""
         others = {other.id: other for other in self._others}
         found = await asyncio.gather(*map(self._load, others.values()))
         loads = {name: load for name, load in zip(others, found, strict=True) if load is not None}
@@ -129,7 +129,7 @@ class DraftHelper:
                 log.info("drafts not wanted", extra={"instance": other.id})
 
     async def _draft(self, socket: aiohttp.ClientWebSocketResponse, drafting: Drafting) -> None:
-        """Take what has come, compute a batch, send drafts; until the connection ends."""
+        """Receive updates, compute batches and send drafts until the connection ends."""
         received: asyncio.Task[aiohttp.WSMessage] | None = None
         try:
             while True:

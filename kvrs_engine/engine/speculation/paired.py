@@ -1,8 +1,7 @@
-"""Drafts that another instance makes while its own model loads, at the instance that verifies
-them.
+"""Drafts from another instance, whose own model is loading, at the instance that verifies them.
 
-One helper at a time; streams are told to it as they run, and its bursts are used when their turn
-comes. Nothing waits for them.
+The instance has one helper at a time, sends it the streams' tokens, and uses its drafts as they
+arrive. No step waits for a draft.
 """
 
 import asyncio
@@ -33,17 +32,17 @@ from kvrs_engine.scheduling.assisted import AssistedStreams, DraftCounts
 
 log = logging.getLogger(__name__)
 
-_OFFER_S = 5.0  # Within which a helper says what it is.
-NEVER = WSCloseCode.UNSUPPORTED_DATA  # No instance of this cluster takes drafts of such a model.
+_OFFER_S = 5.0  # Time limit for a helper's offer.
+NEVER = WSCloseCode.UNSUPPORTED_DATA  # No instance of the cluster accepts drafts of this model.
 _NOT_NOW = WSCloseCode.POLICY_VIOLATION
 
 
 class ReloadNotices:
-    """Other instances that are being started again, by their own notices."""
+    """The other instances that are restarting, by their own notices."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._notices: dict[InstanceId, tuple[ReloadNotice, float]] = {}  # Until when.
+        self._notices: dict[InstanceId, tuple[ReloadNotice, float]] = {}  # With time of expiry.
 
     def note(self, notice: ReloadNotice) -> None:
         self._notices[notice.instance] = notice, self._clock() + notice.for_s
@@ -86,7 +85,7 @@ class PairedDrafts(DraftSource):
         self._news.set()
 
     def end(self) -> None:
-        """Let the helper go, and take no other one: the streams leave this instance."""
+        """Release the helper and accept no other one, because the streams leave this instance."""
         self._is_ending = True
         self._news.set()
 
@@ -103,7 +102,7 @@ class PairedDrafts(DraftSource):
         )
 
     async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        """The connection of a helper, until one of both ends it."""
+        """Serve the connection of a helper until either side ends it."""
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, heartbeat=HEARTBEAT_S)
         await socket.prepare(request)
         try:
@@ -129,19 +128,19 @@ class PairedDrafts(DraftSource):
             log.warning("drafts refused", extra={"instance": offer.instance, "cause": str(error)})
         finally:
             sending.cancel()
-            log.info("it makes no drafts any more", extra={"instance": offer.instance})
+            log.info("another instance makes no more drafts", extra={"instance": offer.instance})
             self.helper = None
             self._assisted.left()
             await socket.close()
         return socket
 
     def _refusal(self, offer: DraftOffer) -> tuple[int, str] | None:
-        """Code and reason; None: it may help."""
+        """Return the close code and the reason of a refusal; None: the helper is accepted."""
         if offer.vocabulary != self._digest:
             return NEVER, f"vocabulary: got {offer.vocabulary}; allowed: {self._digest}"
         if self.helper is not None:
             return _NOT_NOW, f"{self.helper} makes drafts already"
-        return (_NOT_NOW, "it is about to end") if self._is_ending else None
+        return (_NOT_NOW, "the instance is about to end") if self._is_ending else None
 
     async def _send(self, socket: web.WebSocketResponse) -> None:
         with suppress(ConnectionError):
@@ -150,10 +149,10 @@ class PairedDrafts(DraftSource):
                 self._news.clear()
                 for updates in in_messages(self._assisted.take_updates()):
                     await socket.send_bytes(msgspec.msgpack.encode(updates))
-            await socket.close(code=_NOT_NOW, message=b"it is about to end")
+            await socket.close(code=_NOT_NOW, message=b"the instance is about to end")
 
     def _came(self, bursts: list[Burst]) -> None:
-        """Ids that the model does not have are no drafts of its vocabulary."""
+        """Add received drafts, without those that have ids outside the model's vocabulary."""
         self._assisted.came(
             burst for burst in bursts if max(burst.token_ids, default=0) < self._vocab_size
         )

@@ -1,8 +1,8 @@
-"""Pairs of tiny models of which one proposes what the other one chooses, with a known probability.
+"""Pairs of tiny models, a target and a draft with a known acceptance rate.
 
-The target is the draft with more layers, two unless told otherwise. What these add is scaled by a
-factor, which is found by bisection: with 0 both are the same, and the larger it is the less they
-agree.
+The target is the draft with additional layers, two by default, whose contribution is scaled by a
+factor: 0 makes both models equal, and a larger factor lowers the acceptance. The factor is found by
+bisection.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
 
 DRAFT_LAYERS = LAYERS // 2
-LEAST, MOST = 0.3, 0.95  # Acceptance that a factor reaches.
+LEAST, MOST = 0.3, 0.95  # Range of acceptance rates that a factor can reach.
 WITHIN = 0.005
 
 _PROMPTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 16, 12, 96
@@ -28,11 +28,11 @@ _SETTINGS = EngineSettings(pages=_PROMPTS * 8)
 
 
 def write_pair(directory: Path, acceptance: float, seed: int, layers: int = LAYERS) -> float:
-    """Write `target`, of so many layers, and `draft` below the directory; returns the share of
-    tokens that the target chooses, greedily, and the draft would have proposed.
+    """Write `target`, with so many layers, and `draft` below the directory; return the acceptance
+    rate by `agreement`.
 
     Raises:
-        ConfigError: no pair has that acceptance.
+        ConfigError: the acceptance rate cannot be reached.
     """
     if not LEAST <= acceptance <= MOST:
         raise ConfigError(f"--acceptance: got {acceptance}; allowed: from {LEAST} to {MOST}")
@@ -61,7 +61,9 @@ def write_pair(directory: Path, acceptance: float, seed: int, layers: int = LAYE
 
 
 def agreement(target: Worker, draft: Worker, seed: int) -> float:
-    """The share of the target's greedy tokens behind random prompts that the draft chooses too."""
+    """Return the share of the target's greedy tokens after random prompts that the draft also
+    chooses.
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = _PROMPTS, _PROMPT_TOKENS
     prompts = torch.randint(2, target.vocab_size, shape, generator=generator)

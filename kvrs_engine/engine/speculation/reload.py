@@ -1,8 +1,8 @@
-"""The start of an instance that was there before: while its model loads it says so to the others,
-which may make drafts meanwhile, and with `speculation.source: draft` it makes drafts for one.
+"""The restart of an instance with `speculation.source: draft`: while its model loads, the instance
+sends notices to the other instances and drafts tokens for one of them.
 
-The load has the thread of the event loop, so this has a thread and a loop of its own. Nothing waits
-for it, neither here nor at the others.
+The load occupies the thread of the event loop, so this module has its own thread and loop. No
+instance waits for it.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from kvrs_engine.engine.speculation.helping import DraftHelper
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.5
-FOR_S = 3.0  # A notice counts so long: some may be lost.
+FOR_S = 3.0  # Validity of a notice, of which some may be lost.
 _ANSWER_S = 1.0
 
 
@@ -42,8 +42,8 @@ _ANSWER_S = 1.0
 def announced(
     config: Config, instance: InstanceId, start: int, secret: bytes
 ) -> Iterator["Restart"]:
-    """Tell and help the other instances while the block runs, and tell them once more when it has
-    ended; a first start is not announced.
+    """Notify and help the other instances while the block runs, and notify them of its end. A first
+    start is not announced.
     """
     restart = Restart(config, instance, start, secret)
     if not restart.is_announced:
@@ -58,7 +58,7 @@ def announced(
 
 class Restart:
     def __init__(self, config: Config, instance: InstanceId, start: int, secret: bytes) -> None:
-        """Raises ConfigError: a profile of `pace` has no load time."""
+        """Raises ConfigError if the profile of `pace` has no load time."""
         self._config, self._instance, self._secret = config, instance, secret
         self._others = [one for _, one in config.cluster.instances() if one.id != instance]
         self._is_loaded = self._is_over = False
@@ -66,7 +66,7 @@ class Restart:
         self._news = asyncio.Event()
         self._helper: DraftHelper | None = None
         self._logged: tuple[ReloadState, InstanceId | None] | None = None
-        self.skipped = ""  # Why no drafts are made.
+        self.skipped = ""  # The reason why no drafts are made.
         speculation, engine = config.speculation, config.cluster.engine
         self.is_announced = start > 1 and speculation.source is DraftSourceName.DRAFT
         self._helps = self.is_announced
@@ -79,14 +79,14 @@ class Restart:
         if self._helps and not self._draft_reading.is_shorter_than(self.reading):
             self._skip("its weights are not fewer than those of the model")
 
-    # In the thread that loads.
+    # `loaded` and `over` run in the thread that loads.
 
     def loaded(self) -> None:
-        """The model is there: from now on no instance is helped."""
+        """Stop helping, because the model is loaded."""
         if self._helps and (
             self._helper is None or self._helper.state is ReloadState.LOADING_DRAFT
         ):
-            self._skip("the model was there first")
+            self._skip("the model was loaded first")
         self._is_loaded = True
         self._wake()
 
@@ -95,7 +95,7 @@ class Restart:
         self._wake()
 
     def now(self) -> Reload:
-        """The notice that others get now."""
+        """Return the current notice."""
         left_s = self.reading.left_s()
         ready_in_s = None if left_s is None else min(left_s, MAX_READY_S)
         if self._is_loaded:
@@ -108,16 +108,15 @@ class Restart:
 
     def _wake(self) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # It has ended.
+            with suppress(RuntimeError):  # The loop has ended.
                 self._loop.call_soon_threadsafe(self._news.set)
 
-    # In a thread of its own.
-
     def run(self) -> None:
+        """Run in a separate thread until `over`."""
         try:
             asyncio.run(self._run())
         except Exception:
-            log.exception("others do not know of this start")
+            log.exception("no notices of this restart are sent")
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -150,7 +149,7 @@ class Restart:
     async def _help(self, helper: DraftHelper) -> None:
         try:
             await helper.run()
-        except Exception as error:  # Also of the library that computes: too little memory, say.
+        except Exception as error:  # Also errors of torch, such as too little memory.
             self._skip(str(error) if isinstance(error, KvrsError) else repr(error))
 
     def _skip(self, reason: str) -> None:

@@ -202,12 +202,12 @@ async def test_an_instance_that_ends_lets_its_helper_go(tiny_model: Path) -> Non
 
             instance.drain()
 
-            assert (await close_of(socket)).extra == "it is about to end"
+            assert (await close_of(socket)).extra == "the instance is about to end"
             await until_helped(instance, False)
             assert await asked == calm
         async with client.ws_connect("/kvrs/v1/drafts") as socket:
             await socket.send_bytes(offer_of(instance))
-            assert (await close_of(socket)).extra == "it is about to end"
+            assert (await close_of(socket)).extra == "the instance is about to end"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_only_a_further_start_is_announced(
     restart.loaded()
     assert restart.is_announced is is_announced
     assert restart.skipped == (
-        "draft: the model was there first" if source == "draft" and start > 1 else ""
+        "draft: the model was loaded first" if source == "draft" and start > 1 else ""
     )
 
 
@@ -93,5 +93,5 @@ async def test_a_helper_that_fails_of_anything_is_said(tmp_path: Path) -> None:
 def test_a_model_that_is_there_first_is_said(tmp_path: Path) -> None:
     restart = Restart(config(tmp_path, 10), D1, 2, SECRET)
     restart.loaded()
-    assert restart.skipped == "draft: the model was there first"
+    assert restart.skipped == "draft: the model was loaded first"
     assert restart.now().state is ReloadState.HOTSWAP
