@@ -1,7 +1,8 @@
 """The public API: what a program that imports kvrs may rely on.
 
 These names keep their meaning between minor versions; everything else may move. Importing this
-module loads neither torch nor a web server. Traces, faults and reports are in `kvrs_lab.api`.
+module loads neither torch nor a web server. Traces, faults, reports and explained decisions are in
+`kvrs_lab.api`.
 """
 
 from kvrs import __version__
@@ -9,7 +10,6 @@ from kvrs.config.file import Config, load_config, parse_config
 from kvrs.core.event_log import Header, LogEntry, Rerun
 from kvrs.core.event_log import read as read_event_log
 from kvrs.core.event_log import rerun as rerun_event_log
-from kvrs.core.explanation import Explanation, Question, explain
 from kvrs.core.model import actions, events
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.errors import (
@@ -24,7 +24,6 @@ from kvrs.profiles.catalog import decode_table, prefill_table
 __all__ = [
     "Config",
     "ConfigError",
-    "Explanation",
     "Header",
     "InstanceId",
     "KvrsError",
@@ -32,7 +31,6 @@ __all__ = [
     "LogError",
     "MissingExtraError",
     "NodeId",
-    "Question",
     "RecoveryPolicy",
     "Rerun",
     "StreamId",
@@ -40,7 +38,6 @@ __all__ = [
     "actions",
     "decode_table",
     "events",
-    "explain",
     "load_config",
     "parse_config",
     "prefill_table",

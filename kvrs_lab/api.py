@@ -7,6 +7,7 @@ loads no torch.
 from pathlib import Path
 
 from kvrs.errors import TraceError
+from kvrs_lab.explain.explanation import Explanation, Question, explain
 from kvrs_lab.faults.language import Fault, load_faults
 from kvrs_lab.report.measures import Report, ReportError, load_report
 from kvrs_lab.report.report import SCHEMA_VERSION
@@ -14,12 +15,15 @@ from kvrs_lab.traces.formats import load_trace
 from kvrs_lab.traces.mooncake import Trace, TraceRequest
 
 __all__ = [
+    "Explanation",
     "Fault",
+    "Question",
     "Report",
     "ReportError",
     "Trace",
     "TraceError",
     "TraceRequest",
+    "explain",
     "load_faults",
     "load_trace",
     "read_report",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvrs.errors import ConfigError
 
-_QUESTION = "ask kvrs.api.explain, whose Question has it"
+_QUESTION = "ask kvrs_lab.api.explain, whose Question has it"
 
 # Replacements by command, then by option.
 REMOVED = {

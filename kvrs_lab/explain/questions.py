@@ -10,10 +10,10 @@ from typing import Any
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicySettings
-from kvrs.core.explanation import Question, explain
 from kvrs.errors import ConfigError, numbers_out_of_range
 from kvrs.profiles import catalog
 from kvrs.profiles.schema import Profile
+from kvrs_lab.explain.explanation import Question, explain
 
 _BANDWIDTH = re.compile(
     r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(Ki|Mi|Gi|Ti|[kMGT]?)(bit|B|b)(?:/s|ps)"

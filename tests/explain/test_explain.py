@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
-from kvrs.core.explanation import CheckpointAt, Explanation, Question, explain
 from kvrs.core.model.estimates import Option
 from kvrs.profiles import catalog
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import PrefillTable
+from kvrs_lab.explain.explanation import CheckpointAt, Explanation, Question, explain
 from kvrs_testkit.examples import examples
 from tests.core.policy_harness import GEOMETRY, TABLE
 
