@@ -1,9 +1,9 @@
-"""The KV of an instance of several ranks, in one memory of the instance's process: of each cell (a
-layer and a KV head) all pages, one behind the other. Each rank writes and reads the cells of its
-own heads; the instance's process sees whole pages.
+"""The KV of an instance of several ranks, in one shared memory: for each cell (a layer and a KV
+head) all pages, one after the other. Each rank writes and reads the cells of its own heads; the
+instance's process reads and writes whole pages.
 
-Which rank has a cell is no matter of where it lies: a rank that takes over the heads of a lost one
-finds their cells where they were.
+The place of a cell does not depend on its rank: a rank that takes over the heads of a lost rank
+finds their cells in place.
 """
 
 import math
@@ -22,7 +22,7 @@ from kvrs.transfer.shared_memory.regions import in_threads
 from kvrs_engine.elastic.shares import Share
 from kvrs_engine.engine.layers.step import pages_per_block
 
-# Behind the pages of sequences: one that is always zero, and one for probes.
+# Two more pages follow the pages of sequences: the zero page and the probe page.
 _MORE_PAGES = 2
 
 
@@ -35,7 +35,7 @@ def probe_page(pages: int) -> int:
 
 
 def of_layers(geometry: KvGeometry, layers: range) -> KvGeometry:
-    """The geometry of these layers' part of each page, which is one run of its bytes."""
+    """Return the geometry of the pages' part for these consecutive layers."""
     return msgspec.structs.replace(geometry, layers=len(layers))
 
 
@@ -47,15 +47,14 @@ def memory_bytes(geometry: KvGeometry, pages: int) -> int:
 class _Own:
     """The cells of a rank in one layer."""
 
-    heads: Tensor  # By their columns in the memory.
-    # The first column, where all lie beside each other.
-    first: int | None
+    heads: Tensor  # Columns in the memory.
+    first: int | None  # The first column; None: the columns are not consecutive.
     count: int
 
 
 class CellPool:
-    """A `KvStore` over the cells of one rank, in memory `[cells, pages + 2, 2, page_size_tokens,
-    head_dim]` of all, or of those of consecutive layers.
+    """A `KvStore` over the cells of one rank. The memory is `[cells, pages + 2, 2,
+    page_size_tokens, head_dim]`, with the cells of all layers or of consecutive layers.
     """
 
     def __init__(
@@ -66,8 +65,8 @@ class CellPool:
         memory: Tensor,
         first_layer: int = 0,
     ) -> None:
-        """`memory`: bytes that are all finite numbers, from the cells of `first_layer` on; the
-        layers of `geometry` are those in it.
+        """`memory` begins with the cells of `first_layer`, has `geometry.layers` layers, and must
+        contain finite numbers.
         """
         self.geometry, self.device = geometry, memory.device
         self.zero_page = zero_page(pages)
@@ -92,7 +91,7 @@ class CellPool:
             self.tensor[self._columns[:, None], pages] = 0.0
 
     def begin_layer(self, layer: int, pages: Tensor) -> None:
-        """Clear the pages as `begin` does, in one layer."""
+        """Clear the pages as `begin` does, but in one layer."""
         if pages.numel():
             self.tensor[self._own[layer].heads[:, None], pages] = 0.0
 
@@ -121,14 +120,14 @@ class CellPool:
 
 
 class WholePages:
-    """A `PagePool` of whole pages over that memory, or of the part of each that consecutive layers
-    have: a page is gathered when it is sent, and scattered when it has arrived.
+    """A `PagePool` of whole pages, or of the pages' part for consecutive layers, over the cells'
+    memory. A page is gathered before it is sent, and scattered after it has arrived.
     """
 
     def __init__(
         self, geometry: KvGeometry, pages: int, memory: Tensor, first_layer: int = 0
     ) -> None:
-        """`geometry`: of these layers, from `first_layer` of the model on; cells are named by the
+        """`geometry` has the layers from the model's `first_layer` on; cells are named by the
         model's layers.
         """
         self.geometry, self.pages = geometry, pages
@@ -137,18 +136,18 @@ class WholePages:
         self.memory = memory[: memory_bytes(geometry, pages)].view(
             self._cells, pages + _MORE_PAGES, -1
         )
-        # Rises when cells are lost; pages that were staged before may be without them.
+        # Number of losses of cells; pages that were staged before a loss may lack cells.
         self.losses = 0
         self.is_whole = True
 
     def stage(self, pages: Sequence[int], part: Part | None = None) -> "GatheredPages":
-        """Stage pages as `PagePool.stage` does; with `part` these cells of each page."""
+        """Stage pages as `PagePool.stage` does, or with `part` only these cells of each page."""
         cells = None if part is None else self._rows(product(part.layers, part.heads))
         return GatheredPages(self, pages, cells)
 
     def lose(self, cells: Mapping[int, Iterable[Cell]], bases: Sequence[int] = ()) -> None:
-        """Clear these cells of pages, by the base of a page; `bases`: of each page, none where all
-        have base 0. Nothing is sent until `mended`.
+        """Clear lost cells, which depend on the base of a page. `bases` has the base of each page;
+        empty: all have base 0. No page is sent until `mended`.
         """
         self.is_whole = False
         self.losses += 1
@@ -161,23 +160,21 @@ class WholePages:
         return torch.tensor([(layer - first) * heads + head for layer, head in cells])
 
     def mended(self) -> None:
-        """No book has pages any more that were there when cells were lost."""
+        """Allow sending again, after all page tables have dropped the pages that lost cells."""
         self.is_whole = True
 
     def check(self, losses: int | None) -> None:
-        """Raises TransferError: cells have been lost since there were so many losses."""
+        """Raises TransferError if cells were lost after the loss number `losses`."""
         if not self.is_whole or losses != self.losses:
             raise TransferError("cells of these pages are lost")
 
 
 class GatheredPages:
-    """Copies of pages, or of some of their cells, on their way between the ranks' memory and
-    sockets.
-    """
+    """Copies of pages, or of some of their cells, between the ranks' memory and sockets."""
 
     def __init__(self, pool: WholePages, pages: Sequence[int], cells: Tensor | None) -> None:
-        """`cells`: rows of the memory; None: all."""
-        # None: cells are lost, and not all books know it.
+        """`cells` are rows of the memory; None: all."""
+        # None: cells are lost, and page tables may still have their pages.
         self._pool, self._losses = pool, pool.losses if pool.is_whole else None
         self._pages = torch.tensor(pages, dtype=torch.int64)
         self._cells = slice(None) if cells is None else cells[:, None]
@@ -190,18 +187,18 @@ class GatheredPages:
     async def save(self) -> None:
         self._pool.check(self._losses)
         await in_threads(self.buffer.numel(), [self._gather])
-        # After the copy: what was lost while it was made is not in it.
+        # Check again: cells may have been lost during the copy.
         self._pool.check(self._losses)
 
     async def restore(self, count: int) -> None:
-        # Data that has come was lost in no process here: only data written before a loss is gone.
+        # Arrived data may be written after a loss, but not during one.
         losses = self._pool.losses
         await in_threads(count * self.buffer.shape[1], [lambda: self._scatter(count)])
         if losses != self._pool.losses:
             raise TransferError("cells of these pages were lost as they were written")
 
     def free(self) -> None:
-        """The views stay valid for their holders, as any memory does."""
+        """Do nothing: the memory lives as long as its views."""
 
     def _gather(self) -> None:
         pages = self.buffer.view(len(self._pages), *self._shape)

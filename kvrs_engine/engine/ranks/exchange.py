@@ -1,27 +1,28 @@
-"""The exchange between the ranks of a formation, in memory that they share.
+"""The exchange between the ranks of a formation, in shared memory.
 
-Every rank has a line of words and two slots. To add up a block, each rank of a stage puts the sums
-of its largest subtrees (`kvrs_engine.elastic.trees`) into a slot, counts, waits until the others of
-the stage have counted as far, and adds all sums in the one order of the tree. A slot is used again
-two sums later: by then every other rank has counted once more, so it has read what was there. Sums
-of spread heads lie in slots of the stage, in which each rank writes rows of its own.
+Every rank has a line of words and two slots. To add up a block, each rank of a stage writes the
+sums of its largest subtrees (`kvrs_engine.elastic.trees`) into a slot, increments its counter,
+waits for the counters of the stage's other ranks, and adds all sums in the fixed order of the tree.
+A slot is used again two sums later; by then every other rank has incremented its counter once more,
+so it has read the slot. Sums of spread heads are in slots of the stage, where each rank writes its
+own rows.
 
-Where many rows are added up, that work is divided: each rank adds a slice of rows, puts it where
-its own first sum had these rows, which only it reads, counts once more, and takes the other slices
-from there. Additions are of one element each, so slices change no bits.
+Sums of many rows are divided: each rank adds a slice of rows, writes the result over these rows of
+its own first sum, which no other rank needs any more, increments its counter again, and copies the
+other ranks' slices. Additions are per element, so slices change no bits.
 
-Rows of experts lie in further slots of the stage, as many as a row has experts: which of them a
-rank writes follows from the router, which every rank has, and so does which rank takes which rows
-of an expert with copies. A sum of attention stands between two uses of these slots, so there is one
-set of them. The first rank of a stage counts the tiles of rows that each expert gets.
+Rows of experts are in further slots of the stage, one per expert of a row. The router, which every
+rank computes, determines which slots a rank writes, and which rank computes which rows of an expert
+with copies. One set of these slots is enough, because a sum of attention is between two uses. The
+first rank of a stage counts each expert's tiles of rows.
 
 Four ranks on two cores add up 16 rows of 1,024 floats in 105 us at p50 and 230 us at p99
 (2026-11-23, 3e1a7352).
 
-Rows go from one stage to the next, and logits to the instance's process, in areas of their own: as
-many as there are stages, which batches use in turns, so each stage may compute another batch.
+Rows for the next stage, and logits for the instance's process, have separate areas, one per stage.
+Batches use them in turns, so that each stage may compute another batch.
 
-The memory belongs to one formation: a rank of an earlier one writes where nothing is read.
+The memory belongs to one formation: a rank of an earlier formation writes into unused memory.
 """
 
 import mmap
@@ -42,36 +43,36 @@ from kvrs_engine.engine.layers.tiles import FLOAT_BYTES, TILE_ROWS, padded_rows
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.ranks.futex import Word
 
-_LINE_BYTES = 64  # Of a core's cache, so that words of different ranks do not share one.
+_LINE_BYTES = 64  # A cache line: ranks do not share lines.
 _COUNT_BYTES = 8
 _PAGE_BYTES = 4096
-_MAX_VIEWS = 4096  # That are kept: making one costs as much as a small sum.
-# So many additions less on each rank cost as much as to wait for each other once more.
+_MAX_VIEWS = 4096  # Limit of cached views; creating a view costs as much as a small sum.
+# Number of additions per rank that must be saved to pay for another wait.
 SLICED_ADDITIONS = 1 << 17
 
 
 class FormationEndedError(KvrsError):
-    """The formation computes no more: a rank is lost, or another formation follows."""
+    """The formation has ended, because a rank is lost or another formation follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Areas:
-    """Where everything lies in the memory of a formation: of all stages, or of some."""
+    """The places of all areas in the memory of a formation, for all stages or for some."""
 
     lines: tuple[int, ...]  # Ranks of all stages.
-    ranks: tuple[int, ...]  # Those of the stages that compute in this memory.
-    spread: range  # Stages of these in which heads are spread.
+    ranks: tuple[int, ...]  # Ranks of the stages in this memory.
+    spread: range  # Stages in this memory with spread heads.
     slot_floats: int
-    routed: range  # Stages in which rows are routed to experts.
-    routed_slots: int  # Of a row: one for each part of each of its experts.
+    routed: range  # Stages in this memory with experts.
+    routed_slots: int  # Slots of a row: one for each part of each of its experts.
     hidden: int
-    rows_floats: int  # Of one stage to the next.
-    boundaries: range  # Behind which stages rows are handed on in this memory.
+    rows_floats: int  # Size of the rows from one stage to the next.
+    boundaries: range  # Stages whose output rows are in this memory.
     logit_rows: int
     vocabulary: int
-    depth: int  # Batches that are computed at a time, at most: one in each stage.
-    layers: range  # Of the stages that compute in this memory.
-    experts: int  # Of a layer; 0: there are none.
+    depth: int  # Limit of concurrent batches: one per stage.
+    layers: range  # Layers of the stages in this memory.
+    experts: int  # Experts of a layer; 0: none.
 
     @classmethod
     def of(
@@ -82,7 +83,7 @@ class Areas:
         config: ModelConfig,
         batch_tokens: int,
     ) -> "Areas":
-        """`stages`: those that compute in this memory; None: all."""
+        """`stages` are the stages in this memory; None: all."""
         last = len(layout.stages) - 1
         stages = stages or range(last + 1)
         rows_floats = padded_rows(batch_tokens) * config.hidden
@@ -117,7 +118,9 @@ class Areas:
 
     @property
     def counts(self) -> int:
-        """Tiles of rows: by layer and expert, then those that each line's rank has computed."""
+        """Offset of the tile counts: by layer and expert, then by the rank that has computed
+        them.
+        """
         return self._logits + self.depth * self._logits_bytes
 
     def slot(self, rank: int, turn: int) -> int:
@@ -127,7 +130,7 @@ class Areas:
         return self._slot(len(self.ranks) + self.spread.index(stage), turn)
 
     def routed_slot(self, stage: int) -> int:
-        """The first of them."""
+        """Return the offset of the stage's first slot of experts."""
         return self._routed + self.routed.index(stage) * self._routed_bytes
 
     def rows(self, boundary: int, batch: int) -> int:
@@ -171,18 +174,18 @@ class Line:
 
     def __init__(self, memory: mmap.mmap, areas: Areas, rank: int) -> None:
         first = (1 + areas.lines.index(rank)) * _LINE_BYTES
-        self.summed = Word(memory, first)  # How many sums it has handed over.
-        self.sent = Word(memory, first + 4)  # The last batch of which it sent rows on.
-        self.done = Word(memory, first + 8)  # The last batch that it has computed.
-        # While it waits: what for (see `waits`), and until which count.
+        self.summed = Word(memory, first)  # Number of sums that the rank has written.
+        self.sent = Word(memory, first + 4)  # Last batch whose rows the rank has sent.
+        self.done = Word(memory, first + 8)  # Last batch that the rank has computed.
+        # While the rank waits: the awaited word (see `_waits`), and its awaited value.
         self.awaits = Word(memory, first + 12)
         self.until = Word(memory, first + 16)
-        # Microseconds that its thread has computed.
+        # Processor time of its thread, in milliseconds.
         self.worked_ms = Word(memory, first + 20)
 
 
 class FormationMemory:
-    """The memory of a formation as all its processes map it."""
+    """The memory of a formation, mapped by all its processes."""
 
     def __init__(self, memory: mmap.mmap, areas: Areas) -> None:
         self.areas = areas
@@ -194,7 +197,7 @@ class FormationMemory:
         words = torch.frombuffer(
             memory, dtype=torch.int64, count=count + len(areas.lines), offset=areas.counts
         )
-        # Tiles of rows since the formation began: of each expert by layer, of each line's rank.
+        # Tile counts since the formation began: by layer and expert, and by rank.
         self.tiles = words[:count].view(len(areas.layers), areas.experts)
         self.computed = words[count:]
 
@@ -215,7 +218,7 @@ class FormationMemory:
         return self.floats(self.areas.logits(batch), rows, self.areas.vocabulary)
 
     def end(self) -> None:
-        """Let all ranks end what they do in this formation."""
+        """Tell all ranks to stop computing in this formation."""
         self.ended.note(1)
         for line in self.lines.values():
             line.summed.wake()
@@ -223,12 +226,12 @@ class FormationMemory:
             line.done.wake()
 
     def progress(self) -> list[int]:
-        """Differs from what it was before once a rank has come further in its batch."""
+        """Return counters, of which one changes whenever a rank progresses in its batch."""
         lines = self.lines.values()
         return [word.value for line in lines for word in (line.summed, line.sent, line.done)]
 
     def stuck(self, batch: int) -> list[int]:
-        """Ranks that neither have computed a batch nor wait for another rank."""
+        """Return the ranks that have not computed the batch and do not wait for another rank."""
         return [
             rank
             for rank in self.areas.ranks
@@ -245,10 +248,10 @@ class FormationMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """How the sums of a stage's ranks make one."""
+    """The plan of adding up the sums of a stage's ranks."""
 
-    sources: tuple[tuple[int, int], ...]  # Of each sum, which rank has it, and its place there.
-    additions: tuple[tuple[int, int], ...]  # Of sums by number; each makes one more.
+    sources: tuple[tuple[int, int], ...]  # Rank and index of each sum.
+    additions: tuple[tuple[int, int], ...]  # Indexes of two sums; each result gets a new index.
     result: int
 
 
@@ -269,7 +272,7 @@ class SharedMemory:
         self._layout, self._first = layout, memory.areas.layers.start
         self._count, self._turn = 0, 0
         self._shape = (0, 0)
-        self._slices: list[slice] = []  # Of each rank of the stage.
+        self._slices: list[slice] = []  # Rows of each rank of the stage.
         place = layout.stages.index(stage)
         self._before = layout.stages[place - 1].ranks[0] if place else None
         self._boundary = place
@@ -298,8 +301,8 @@ class SharedMemory:
         return total
 
     def spread_sum(self, number: int) -> Tensor:
-        """Where the ranks of the stage put this sum of spread heads, each its own rows, before the
-        next `total`: what was there two sums ago every rank has read.
+        """Return the memory for a sum of spread heads, into which each rank writes its own rows
+        before the next `total`. Every rank has read its previous content, of two sums ago.
         """
         return self._sums_at(SPREAD, number, self._turn ^ 1)
 
@@ -328,20 +331,20 @@ class SharedMemory:
         self._meet()
 
     def _meet(self) -> None:
-        """Until all ranks of the stage have come as far."""
+        """Wait until all ranks of the stage have reached this point."""
         self._count += 1
         self._line.summed.set(self._count)
         for peer in self._peers:
             self._await(self._memory.lines[peer].summed, self._count, peer, 0)
 
     def _saved_additions(self, plan: "_Sum") -> int:
-        """On each rank, by slices; a copied element counts as one that is added."""
+        """Return the additions that slices save on each rank; copying an element counts as one."""
         rows, hidden = self._shape
         others = len(self._peers)
         return rows * hidden * others * (len(plan.additions) - 1) // (others + 1)
 
     def _added(self, plan: "_Sum", sums: list[Tensor], rows: slice | None = None) -> Tensor:
-        """The whole sum, of some rows or of all."""
+        """Return the whole sum, for a slice of rows or for all."""
         values = [
             sums[at] if rank == self._rank else self._slot(rank, at) for rank, at in plan.sources
         ]
@@ -355,20 +358,20 @@ class SharedMemory:
         return total if plan.result >= given else total.clone()
 
     def begin(self, rows: int, hidden: int) -> None:
-        """A batch of that many rows, with padding."""
+        """Begin a batch of `rows` rows, padding included."""
         self._shape = (rows, hidden)
         count = len(self._ranks)
         bounds = [rows * at // count for at in range(count + 1)]
         self._slices = [slice(first, last) for first, last in pairwise(bounds)]
 
     def receive(self, batch: int) -> Tensor:
-        """The rows of the stage before, to be read only."""
+        """Return the rows of the previous stage; the caller must not change them."""
         assert self._before is not None, "the first stage receives none"
         self._await(self._memory.lines[self._before].sent, batch, self._before, 1)
         return self._memory.floats(self._areas.rows(self._boundary - 1, batch), *self._shape)
 
     def send(self, hidden: Tensor, batch: int) -> None:
-        """Rows to the next stage, which one rank sends for all."""
+        """Send rows to the next stage, if this is the first rank of the stage."""
         if self._sends:
             rows = self._areas.rows(self._boundary, batch)
             self._memory.floats(rows, *self._shape).copy_(hidden)

@@ -1,5 +1,5 @@
-"""Ranks that compute together: from the orders of a batch to its logits, or to its rows where the
-next stage is on another node.
+"""A formation: ranks that compute batches together, up to the logits or the rows for the next stage
+on another node.
 """
 
 import logging
@@ -20,15 +20,14 @@ from kvrs_engine.scheduling.sequences import Chunk
 
 log = logging.getLogger(__name__)
 
-# Between two looks at ranks that compute no more than this counts. Where more has passed, the
-# process that looks was stopped or starved itself, and so perhaps were the ranks.
+# Limit of the time counted between two looks. After a longer time the looking process was itself
+# suspended or starved, and perhaps the ranks too.
 _LOOK_MAX_S = 0.1
 
 
 class HangWatch:
-    """A watch for ranks that hang while they compute a batch: for `limit_s` none of them makes
-    progress. A batch that is only slow, as where many processes share the processor, may take
-    longer.
+    """Detects that ranks hang in a batch: no rank makes progress for `limit_s`. A slow batch, on a
+    busy processor, may take longer.
     """
 
     def __init__(self, limit_s: float, now_s: float) -> None:
@@ -37,7 +36,9 @@ class HangWatch:
         self._progress: Sequence[int] = ()
 
     def look(self, progress: Sequence[int], now_s: float) -> bool:
-        """`progress`: anything that differs once a rank has come further."""
+        """Return whether the ranks hang. `progress` must differ from the last call after any
+        progress.
+        """
         passed_s, self._looked_s = now_s - self._looked_s, now_s
         if progress == self._progress:
             self._still_s += min(passed_s, _LOOK_MAX_S)
@@ -47,9 +48,10 @@ class HangWatch:
 
 
 class RankFormation:
-    """The ranks of one layout that are on this node, in memory of their own. As many threads as it
-    has stages may compute a batch at a time: each stage computes them in the same order. The oldest
-    of these ends first, and only then another one may begin.
+    """The ranks of one layout on this node, with their shared memory.
+
+    As many threads as stages may compute a batch at a time; each stage computes batches in the same
+    order. A new batch may begin when the oldest one has ended.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class RankFormation:
         self._ordering = threading.Lock()
         stages = layout.stages
         first, last = (stages.index(layout.stage_of(areas.ranks[at])) for at in (0, -1))
-        # Behind which stages rows come from another node, and go to one.
+        # The stages whose rows come from another node, and go to another node.
         self._enter = first - 1 if first else None
         self._leave = last if last + 1 < len(stages) else None
 
@@ -76,7 +78,7 @@ class RankFormation:
         return bool(self.memory.ended.value)
 
     def end(self) -> None:
-        """A batch that is computed ends without a result."""
+        """End the formation; running batches end without a result."""
         self.memory.end()
 
     def execute(
@@ -86,9 +88,11 @@ class RankFormation:
         limit_s: float,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Compute a batch as `Worker.execute` does, where the last stage is here; else return the
-        rows behind the last one that is, `[padded rows, hidden]`. `rows`: those of the stage
-        before, where that is elsewhere. `limit_s`: for so long no rank may come further.
+        """Compute a batch as `Worker.execute` does, or return the last local stage's output rows
+        `[padded rows, hidden]` if the model's last stage is elsewhere.
+
+        `rows` is the output of the previous stage, if that is elsewhere. `limit_s` is the limit of
+        time without progress.
 
         Raises:
             RanksLostError: ranks were lost, or were killed because they hung.
@@ -104,12 +108,12 @@ class RankFormation:
         return self.memory.logits(sum(chunk.logits for chunk in chunks), batch).clone()
 
     def _order(self, chunks: Sequence[Chunk], page_size_tokens: int, rows: Tensor | None) -> int:
-        """Let all ranks compute a batch; returns its number."""
+        """Order all ranks to compute a batch; return its number."""
         self._batch = batch = self._batch + 1
         if self._enter is not None:
             assert rows is not None, "the first stage is elsewhere"
             self._rows(self._enter, batch, chunks).copy_(rows)
-            # Count as a rank of that stage would.
+            # Act as the sending rank of that stage.
             sender = self.layout.stages[self._enter].ranks[0]
             self.memory.lines[sender].sent.set(batch)
         frame = encode(batch_of(self.epoch, batch, chunks, page_size_tokens))
@@ -126,14 +130,14 @@ class RankFormation:
         return self.memory.floats(areas.rows(boundary, batch), padded_rows(count), areas.hidden)
 
     def _look(self, batch: int, watch: HangWatch, limit_s: float) -> None:
-        """While a batch is computed."""
+        """Check for dead and hanging ranks while a batch is computed."""
         dead = [rank for rank, seat in self._seats.items() if seat.process.poll()]
         if dead or self.has_ended:
             status = status_of([self._seats[rank] for rank in dead])
             raise RanksLostError(dead, "has died", status)
         is_hanging = watch.look(self.memory.progress(), time.monotonic())
         if is_hanging and (stuck := self.memory.stuck(batch)):
-            # Before anything else goes on: what they would write later reaches nothing.
+            # Kill first, so that hanging ranks write nothing later.
             for rank in stuck:
                 log.error("a rank hangs in a batch", extra={"rank": rank, "limit_s": limit_s})
                 self._seats[rank].kill()

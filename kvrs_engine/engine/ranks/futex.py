@@ -1,8 +1,9 @@
-"""Words in shared memory on which processes wait, and mutexes that tell of their owners' deaths.
+"""Words in shared memory on which processes wait, and robust mutexes that report the death of their
+owner.
 
-A process that waits sleeps in the kernel: several ranks may share a core. A robust mutex is
-released by the kernel before the memory of a killed process is torn down, which takes tens of
-milliseconds per GB; a socket or a handle of the process tells of its end only after that.
+A waiting process sleeps in the kernel, because several ranks may share a core. The kernel releases
+a robust mutex before it frees the memory of a killed process, which takes tens of milliseconds per
+GB; a socket or a process handle reports the end only after that.
 """
 
 import ctypes
@@ -15,14 +16,13 @@ from collections.abc import Callable
 from kvrs.errors import KvrsError
 
 _SYSCALLS = {"x86_64": 202, "aarch64": 98}
-_WAIT, _WAKE = 0, 1  # Of words that processes share.
+_WAIT, _WAKE = 0, 1  # Operations on words that processes share.
 _EVERY_WAITER = (1 << 31) - 1
-# A waiter looks around that often: news that is no word of its own may come between its look and
-# its sleep.
+# Interval at which a waiter calls `look`: an event without a wake-up may come before its sleep.
 _LOOK_S = 0.01
 _WRAP = 1 << 32
 
-_MUTEX_BYTES = 64  # No C library has larger ones.
+_MUTEX_BYTES = 64  # An upper bound over C libraries.
 _ROBUST, _PROCESS_SHARED = 1, 1
 
 _library = ctypes.CDLL(None, use_errno=True)
@@ -42,7 +42,7 @@ _LOOK = _Timespec(0, int(_LOOK_S * 1e9))
 
 
 def check_futexes() -> None:
-    """Raises KvrsError: this machine has no futexes that are known here."""
+    """Raises KvrsError if the futexes of this machine are not supported."""
     if platform.system() != "Linux" or _number is None:
         raise KvrsError(
             f"instances of several ranks run on Linux on {' and '.join(_SYSCALLS)}; this is "
@@ -51,7 +51,9 @@ def check_futexes() -> None:
 
 
 class Word:
-    """A counter in shared memory, written by one process and awaited by others. It wraps around."""
+    """A counter in shared memory that one process writes and others await; its value wraps
+    around.
+    """
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._word = ctypes.c_uint32.from_buffer(memory, offset)
@@ -62,23 +64,25 @@ class Word:
         return self._word.value
 
     def set(self, value: int) -> None:
-        """Write it and wake what waits for it."""
+        """Write the value and wake all waiters."""
         self._word.value = value % _WRAP
         self.wake()
 
     def note(self, value: int) -> None:
-        """Write it for others that look at it, not for any that wait."""
+        """Write the value without waking waiters."""
         self._word.value = value % _WRAP
 
     def wake(self) -> None:
-        """Let what waits for it look around."""
+        """Wake all waiters, which then call their `look`."""
         _syscall(_number, self._address, _WAKE, _EVERY_WAITER, None, None, 0)
 
     def has_reached(self, value: int) -> bool:
         return (self._word.value - value) % _WRAP < _WRAP // 2
 
     def wait(self, value: int, look: Callable[[], None]) -> None:
-        """Sleep until it has reached a value. `look` is called now and then, and may raise."""
+        """Sleep until the counter has reached a value; `look` is called regularly, and may
+        raise.
+        """
         while (self._word.value - value) % _WRAP >= _WRAP // 2:
             seen = self._word.value
             if (seen - value) % _WRAP < _WRAP // 2:
@@ -97,7 +101,7 @@ class Life:
         self._mutex = (ctypes.c_char * _MUTEX_BYTES).from_buffer(memory, offset)
 
     def prepare(self) -> None:
-        """Make it, before any process begins or awaits it."""
+        """Initialise the mutex, before any process uses it."""
         attributes = ctypes.create_string_buffer(_MUTEX_BYTES)
         _demand(_library.pthread_mutexattr_init(attributes))
         _demand(_library.pthread_mutexattr_setpshared(attributes, _PROCESS_SHARED))
@@ -105,11 +109,11 @@ class Life:
         _demand(_library.pthread_mutex_init(self._mutex, attributes))
 
     def begin(self) -> None:
-        """The calling thread lives as long as its process, and the mutex with it."""
+        """Lock the mutex for the life of the calling thread, which must be that of its process."""
         _demand(_library.pthread_mutex_lock(self._mutex))
 
     def await_end(self) -> None:
-        """Sleep until the process that began it has died."""
+        """Sleep until the process that holds the mutex has died."""
         result = _library.pthread_mutex_lock(self._mutex)
         if result == errno.EOWNERDEAD:
             _library.pthread_mutex_consistent(self._mutex)

@@ -1,4 +1,4 @@
-"""Records of ranks as they are, of a re-forming that is under way, and of one that has ended."""
+"""Records of the current state of ranks, of a running re-forming, and of a finished one."""
 
 import time
 from collections.abc import Mapping
@@ -12,30 +12,30 @@ from kvrs_engine.elastic.ways import Way
 
 @dataclass(frozen=True, slots=True)
 class ReformingNow:
-    """The re-forming under way."""
+    """The current re-forming."""
 
     number: int
     way: Way
-    ready_at_s: float  # Predicted.
+    ready_at_s: float  # Predicted end.
     after: Layout
     lost: tuple[int, ...]
     move_bytes: int
-    lost_cells: int  # Of a page, at most.
+    lost_cells: int  # The largest number of lost cells of a page.
 
 
 @dataclass(frozen=True, slots=True)
 class RanksNow:
-    """The ranks of some stages as they are, within the layout of all."""
+    """The current state of the ranks of some stages, within the layout of all stages."""
 
     layout: Layout
-    pids: dict[int, int]  # Of those that are not lost.
-    deaths: int  # Of ranks that computed, since the start.
-    number: int  # Of the last re-forming; rises.
+    pids: dict[int, int]  # Process ids of the ranks that are not lost.
+    deaths: int  # Number of deaths of computing ranks since the start.
+    number: int  # Number of the last re-forming.
     reforming: ReformingNow | None  # None: all ranks of the layout compute.
 
     def later(self, by_s: float) -> "RanksNow":
-        """By a clock that shows so much more: on its way between processes, times count from the
-        moment at which it is sent.
+        """Return the state with times shifted by `by_s`, to convert between the clocks of two
+        processes: in a message, times are relative to its sending.
         """
         now = self.reforming
         if now is None:
@@ -45,33 +45,33 @@ class RanksNow:
 
 @dataclass(frozen=True, slots=True)
 class Reformed:
-    """The course of a re-forming, beside its prediction."""
+    """The course of a finished re-forming, and its prediction."""
 
     number: int
     way: Way
     began_s: float
     predicted_s: float
-    paused: bool  # Whether nothing was computed meanwhile.
+    paused: bool  # The ranks computed no batch meanwhile.
     degree: int
-    host_bytes: int  # Of the plan, as `peer_bytes`.
+    host_bytes: int  # Planned bytes, as `peer_bytes`.
     peer_bytes: int
-    moved: Mapping[str, int]  # As `RankProcesses.moved`, of this plan.
-    phases_s: Mapping[str, float]  # Seconds of its parts, one after the other.
+    moved: Mapping[str, int]  # `RankProcesses.moved` for this plan.
+    phases_s: Mapping[str, float]  # Durations of its phases, in order.
 
 
 @dataclass(slots=True)
 class ReformingBegun:
-    """A re-forming as it goes on."""
+    """The measurements of a running re-forming."""
 
     began_s: float
     action: CarryOut
-    is_first: bool  # Of those that have followed each other without a batch between them.
-    start_s: float = 0.0  # Of the slowest process that it has waited for.
-    # When the parts of it ended, by name: `plan`, `move`, `join`, `probe`.
+    is_first: bool  # A batch was computed since the previous re-forming.
+    start_s: float = 0.0  # Start time of the slowest awaited process.
+    # Ends of the phases by name: `plan`, `move`, `join`, `probe`.
     ends_s: dict[str, float] = field(default_factory=dict)
 
     def loaded(self, rank: int, took_s: float) -> None:
-        """A process of that rank has started, perhaps before the loss."""
+        """Note the start of a rank's process, which may have begun before the loss."""
         if rank in self.action.fresh:
             self.start_s = max(self.start_s, min(took_s, time.monotonic() - self.began_s))
 

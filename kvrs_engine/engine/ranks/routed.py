@@ -1,4 +1,4 @@
-"""Tiles of rows that the experts of an instance get, and when other copies of them pay."""
+"""The load of an instance's experts, and the times at which their copies are re-balanced."""
 
 from kvrs.config.engine import ExpertSettings
 from kvrs.process.memory import free_bytes
@@ -10,40 +10,40 @@ from kvrs_engine.engine.ranks.exchange import FormationMemory
 from kvrs_engine.engine.ranks.formation import RankFormation
 from kvrs_engine.engine.ranks.reformed import Reformed
 
-# Least time between two changes of copies, and after any other change of the ranks.
+# Least time between two changes of copies, and after another change of the ranks.
 APART_S = 2.0
-_HALF_LIFE_S = 30.0  # Of a choice of an expert: a popularity that turns sooner moves no copies.
+_HALF_LIFE_S = 30.0  # Half-life of the counts; shorter changes of the load move no copies.
 _NO_ROOM = "elastic.experts.room_share leaves no room for a copy that would help"
 _MAX_PUT_OFF_S = 60.0
 
 
 class RoutedLoads:
-    """The counts of all formations of an instance. Used by the thread that re-forms; facts are
-    taken by any.
+    """Counts the tiles of experts over all formations, and proposes copies. Only the thread that
+    re-forms may use it; any thread may call `facts`.
     """
 
     def __init__(self, units: Units, settings: ExpertSettings, layout: Layout) -> None:
-        """`layout`: with all ranks that there may be."""
+        """`layout` is the full layout, with all ranks."""
         self._units, self._settings = units, settings
         self._ranks = layout.ranks
         self._history = TileHistory(_HALF_LIFE_S)
         self._memory: FormationMemory | None = None
-        self._seen: list[list[int]] = []  # By layer, of the present formation.
-        self._computed = dict.fromkeys(layout.ranks, 0)  # In earlier formations.
+        self._seen: list[list[int]] = []  # Counts of the present formation that were added.
+        self._computed = dict.fromkeys(layout.ranks, 0)  # Tiles by rank, of earlier formations.
         self._skew, self._reason = 1.0, ""
         self._rebalances = self._copied_bytes = 0
         self._wait_s = APART_S
-        self._wanted: Layout | None = None  # That `look` has last proposed.
-        self.next_s = 0.0  # When to look again.
+        self._wanted: Layout | None = None  # The last proposal of `look`.
+        self.next_s = 0.0  # Time of the next look.
 
     @property
     def tiles(self) -> Tiles:
-        """Those that tell experts apart, of which older ones count less."""
+        """The tiles of layers with significant counts, with exponential decay."""
         return self._history.telling
 
     def look(self, layout: Layout, formation: RankFormation | None, now_s: float) -> Layout | None:
-        """The layout with the copies of experts that pay; None: those that there are do, or it is
-        not yet time. `formation`: that computes; None: none does now.
+        """Return a layout with better copies of experts; None: no better copies, or not yet time.
+        `formation` is the current one; None: there is none.
         """
         if now_s < self.next_s:
             return None
@@ -63,7 +63,7 @@ class RoutedLoads:
         return found.layout
 
     def changed(self, change: Reformed, after: Layout, now_s: float) -> None:
-        """The ranks compute with another layout, in which copies stay for a while."""
+        """Note a change of the layout; copies then stay for a while."""
         self._wait_s = APART_S
         self.next_s = now_s + self._wait_s
         if after is self._wanted:
@@ -71,7 +71,7 @@ class RoutedLoads:
             self._copied_bytes += change.moved.get("host", 0) + change.moved.get("peer", 0)
 
     def put_off(self, now_s: float, reason: str) -> None:
-        """There was no room for a change."""
+        """Delay the next look after a change for which there was no room."""
         self._wait_s = min(_MAX_PUT_OFF_S, 2 * self._wait_s)
         self.next_s, self._reason = now_s + self._wait_s, reason
 
@@ -114,7 +114,7 @@ class RoutedLoads:
         return computed
 
     def _room(self, layout: Layout) -> dict[int, int]:
-        """Bytes of copies that each rank may have."""
+        """Return the limit of each rank's copies in bytes."""
         each = free_bytes() // len(layout.ranks)
         room = {}
         for rank in layout.ranks:
@@ -130,5 +130,5 @@ class RoutedLoads:
 
 
 def loads_of(units: Units, settings: ExpertSettings, layout: Layout) -> RoutedLoads | None:
-    """None: the model has no experts."""
+    """Return the counter of a model with experts; None: the model has no experts."""
     return RoutedLoads(units, settings, layout) if units.expert_parts else None

@@ -1,4 +1,4 @@
-"""The layout that the settings of an instance ask for. Loads no torch."""
+"""The layout of an instance by its settings. This module must not import torch."""
 
 from pathlib import Path
 
@@ -12,17 +12,17 @@ from kvrs_engine.engine.model_config import ModelConfig
 
 
 def rank_name(rank: int) -> str:
-    """The name of the process of a rank."""
+    """Return the name of a rank's process."""
     return f"rank-{rank}"
 
 
 def layout_of(
     settings: InstanceSettings, units: Units, elastic: ElasticSettings | None = None
 ) -> Layout | None:
-    """The division of a model among the ranks of an instance; None: it is one process.
+    """Return the layout of a model on the ranks of an instance; None: a single process.
 
     Raises:
-        ConfigError: the model cannot be divided so.
+        ConfigError: the model does not allow the layout.
     """
     if settings.ranks == 1:
         return None
@@ -42,10 +42,10 @@ def layout_of(
 
 
 def check_layouts(config: Config) -> None:
-    """Check what instances of several ranks need, once the model is known.
+    """Check the layouts of all instances of several ranks against their model.
 
     Raises:
-        ConfigError: one line per instance that asks for a division which its model does not allow.
+        ConfigError: a line for each instance whose model does not allow its layout.
     """
     several = [each for _, each in config.cluster.instances() if each.ranks > 1]
     if not several or config.cluster.model is None or config.cluster.backend != Backend.EMBEDDED:

@@ -1,9 +1,9 @@
-"""The spread heads of a rank: in each layer those of the sequences that have their turn here
-(`kvrs_engine.elastic.placing`).
+"""The computation of spread heads on a rank: in each layer, for the sequences whose turn is on this
+rank (`kvrs_engine.elastic.placing`).
 
-The rows of these sequences are a batch of their own, in tiles of their own. What they yield goes
-where all ranks of the stage read it, each row from the one rank that has computed it. Neither rows
-beside a row nor the rank change its bits.
+The rows of these sequences are a separate batch in separate tiles. Their results are written where
+all ranks of the stage read them, each row by the rank that has computed it. A row's bits depend
+neither on the other rows nor on the rank.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from kvrs_engine.scheduling.sequences import Chunk
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """Weights of a rank's own units, or of the spread heads alone (`Share.spread_heads`), with the
-    cells of their heads.
+    """The weights and cells of a rank's own units, or of its spread heads
+    (`Share.spread_heads`).
     """
 
     decoder: Decoder
@@ -32,15 +32,15 @@ class RankPart:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The sequences of a batch that have their turn here in some layers."""
+    """The sequences of a batch whose turn is on this rank in some layers."""
 
     step: BatchStep
-    rows: Tensor  # [rows of the step]: the batch's row that stands in each.
-    tables: tuple[Tensor, Tensor] | None  # Of rotations.
+    rows: Tensor  # [rows of the step]: row numbers in the whole batch.
+    tables: tuple[Tensor, Tensor] | None  # Rotary tables.
 
 
 class SpreadHeads:
-    """Computes them, for one batch at a time."""
+    """Computes a rank's spread heads, for one batch at a time."""
 
     def __init__(self, layout: Layout, rank: int, share: RankPart, exchange: SharedMemory) -> None:
         self._decoder, self._pool, self._exchange = share.decoder, share.pool, exchange
@@ -51,14 +51,14 @@ class SpreadHeads:
             for layer in range(first, first + len(share.decoder.layers))
         ]
         self._chunks: Sequence[Chunk] = ()
-        self._parts: dict[frozenset[int], _Part | None] = {}  # By the bases that have their turn.
+        self._parts: dict[frozenset[int], _Part | None] = {}  # By the bases on this rank.
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
         self._chunks = chunks
         self._parts.clear()
 
     def compute(self, rows: Tensor, layer: int) -> None:
-        """Hand over the sums of these heads, for normalised rows of the whole batch."""
+        """Write the sums of the spread heads, given the normalised rows of the whole batch."""
         decoder = self._decoder
         at = layer - decoder.first_layer
         attention, bases = decoder.layers[at].attention, self._turns[at]
@@ -69,7 +69,7 @@ class SpreadHeads:
         if (part := self._parts[bases]) is None:
             return
         step = part.step
-        # Only of this layer: in another one these cells may be those of another rank.
+        # Only in this layer: in another layer these pages' cells may belong to another rank.
         self._pool.begin_layer(layer, step.begun_pages)
         own = rows.index_select(0, part.rows)
         sums = attention.sums(own, layer, part.tables, step, self._pool, decoder.forms)
@@ -97,7 +97,7 @@ class SpreadHeads:
 
 
 def hybrid(decoder: Decoder, spread: SpreadHeads) -> Decoder:
-    """The decoder of a rank's own heads, with the spread ones beside them."""
+    """Return the decoder of a rank's own heads, extended by its spread heads."""
     return replace(
         decoder,
         layers=[
@@ -109,7 +109,7 @@ def hybrid(decoder: Decoder, spread: SpreadHeads) -> Decoder:
 
 @dataclass(frozen=True, slots=True)
 class HybridAttention(Attention):
-    """A rank's own heads for all rows, and the spread ones for some."""
+    """Attention of a rank's own heads for all rows, and of its spread heads for some rows."""
 
     spread: SpreadHeads
 
