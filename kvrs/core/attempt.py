@@ -22,8 +22,8 @@ from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.live_stream import LiveStream
 from kvrs.core.model.member import Health, Member, is_one_call
-from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import STORE, SlotRequest
 

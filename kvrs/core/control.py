@@ -27,9 +27,9 @@ from kvrs.core.fleet.self_tests import SelfTests
 from kvrs.core.fleet.silence import InstanceProgress
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.live_stream import CannotContinue, Complete, LiveStream, Outcome
 from kvrs.core.model.member import Member
 from kvrs.core.model.reports import changes_decision, changes_ranks, is_repeated
-from kvrs.core.model.streams import CannotContinue, Complete, LiveStream, Outcome
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.gpus import GpuHealth

@@ -14,8 +14,7 @@ from typing import assert_never
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import BUSY_PAUSE_S, EJECTION_PAUSE_S, FAILURE_PAUSE_S, Member, pause_s
-from kvrs.core.model.recovery_state import RefusedBy
-from kvrs.core.model.streams import Stream
+from kvrs.core.model.streams import RefusedBy, Stream
 from kvrs.core.state import State
 
 CONSECUTIVE_FAILURES = 3

@@ -18,8 +18,8 @@ from kvrs.core.fleet.generated import Continues, Generated
 from kvrs.core.fleet.tested import SelfTest, TokensTest, TransferTest, names_of
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.live_stream import Complete, Outcome
 from kvrs.core.model.member import Member
-from kvrs.core.model.streams import Complete, Outcome
 from kvrs.core.watch import WatchLimits
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LeaseUpdate

@@ -23,8 +23,7 @@ from kvrs.core.model.lifecycle import (
     Step,
     StreamEvent,
 )
-from kvrs.core.model.recovery_state import RecoveryState
-from kvrs.core.model.streams import AttemptState, Stream
+from kvrs.core.model.streams import AttemptState, RecoveryState, Stream
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.core.state import State
 from kvrs.ids import InstanceId, StreamId
@@ -190,7 +189,7 @@ def assignments() -> Iterator[tuple[str, str]]:
                 targets = [node.target]
             for target in targets:
                 for each in target.elts if isinstance(target, ast.Tuple) else [target]:
-                    is_record = path.name in ("streams.py", "recovery_state.py")
+                    is_record = path.name == "streams.py"
                     own = not is_record and ast.unparse(each).startswith("self.")
                     if isinstance(each, ast.Attribute) and not own:
                         yield path.name, each.attr
@@ -202,7 +201,7 @@ def test_a_stage_is_set_at_one_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "writer"), [(AttemptState, "ledger.py"), (RecoveryState, "recovery_state.py")]
+    ("record", "writer"), [(AttemptState, "ledger.py"), (RecoveryState, "streams.py")]
 )
 def test_each_record_of_a_stream_is_written_from_one_module(
     record: type[msgspec.Struct], writer: str

@@ -9,8 +9,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.member import AnswerHealth, pause_s
-from kvrs.core.model.recovery_state import RefusedBy
-from kvrs.core.model.streams import Stream
+from kvrs.core.model.streams import RefusedBy, Stream
 from kvrs.ids import InstanceId, StreamId
 from tests.core.policy_harness import PolicyHarness, instance_up, member, of, only
 

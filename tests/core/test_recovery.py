@@ -6,7 +6,7 @@ from kvrs.config.policy import PolicyName, SloSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.recovery_state import RecoveryState
+from kvrs.core.model.streams import RecoveryState
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.profiles.tables import PrefillTable

@@ -15,8 +15,8 @@ from kvrs.core.fleet.silence import (
     InstanceProgress,
     SilenceTimer,
 )
+from kvrs.core.model.live_stream import LiveStream, mean_interval_s
 from kvrs.core.model.member import Member
-from kvrs.core.model.streams import LiveStream, mean_interval_s
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LoadReport, ReformingReport
 from kvrs_lab.sim.streams import Arrival, SimJournal

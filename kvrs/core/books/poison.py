@@ -16,8 +16,7 @@ from operator import attrgetter
 
 from kvrs.core.books.waiting import is_past
 from kvrs.core.model.member import Member
-from kvrs.core.model.recovery_state import LOST_TOGETHER_S, Death
-from kvrs.core.model.streams import Stream
+from kvrs.core.model.streams import LOST_TOGETHER_S, Death, Stream
 from kvrs.ids import InstanceId, NodeId, StreamId
 
 # Time within which a death becomes known after a broken connection.

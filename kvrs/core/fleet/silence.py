@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import inf
 
 from kvrs.core.fleet.known import Instances
+from kvrs.core.model.live_stream import LiveStream
 from kvrs.core.model.member import Member
-from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId
 
 # Shortest silence that counts, even for a fast source: machines pause.

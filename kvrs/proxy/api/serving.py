@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, assert_never
 
-from kvrs.core.model.streams import Complete
+from kvrs.core.model.live_stream import Complete
 from kvrs.errors import RequestError
 from kvrs.net.routes import WRITTEN, Request, Response
 from kvrs.protocol.openai.chunks import DONE, error_body, sse

@@ -13,7 +13,7 @@ from kvrs.core.attempt import Attempt, CallFault
 from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.streams import CannotContinue
+from kvrs.core.model.live_stream import CannotContinue
 from kvrs.errors import ConfigError, KvrsError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.chunks import error_body

@@ -12,7 +12,7 @@ from kvrs.config.proxy import Inexact
 from kvrs.core.attempt import Attempt
 from kvrs.core.control import Control
 from kvrs.core.model import events as ev
-from kvrs.core.model.streams import Complete
+from kvrs.core.model.live_stream import Complete
 from kvrs.ids import InstanceId
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend

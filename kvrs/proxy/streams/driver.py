@@ -15,8 +15,8 @@ from kvrs.core.control import NO_IDS, Control
 from kvrs.core.fleet.known import all_refused
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.streams import CannotContinue, Complete
-from kvrs.core.model.streams import Outcome as CoreOutcome
+from kvrs.core.model.live_stream import CannotContinue, Complete
+from kvrs.core.model.live_stream import Outcome as CoreOutcome
 from kvrs.ids import InstanceId, StreamId
 from kvrs.process.eager_task import EagerTask
 from kvrs.protocol.openai.chunks import error_body

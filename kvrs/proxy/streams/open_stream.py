@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from kvrs.core.fleet.tested import TestedProcess
-from kvrs.core.model.streams import Complete, LiveStream
+from kvrs.core.model.live_stream import Complete, LiveStream
 from kvrs.ids import InstanceId
 from kvrs.process.eager_task import EagerTask
 from kvrs.proxy.streams.clients import Client
