@@ -1,6 +1,4 @@
-"""The connections of an instance's process to the host of a stage: a session of that host, and the
-orders that it gets.
-"""
+"""The connections of an instance's process to the host of a stage: one session, and its orders."""
 
 import asyncio
 import time
@@ -69,13 +67,12 @@ from kvrs_engine.engine.ranks.sessions import StageRefusedError
 from kvrs_engine.engine.ranks.wire import batch_of
 from kvrs_engine.scheduling.sequences import Chunk
 
-# A host starts with its instance, and loads as much.
+# Time limit for a host's start: a host starts with its instance, and loads similar weights.
 HOST_WAIT_S = 100.0
 _AGAIN_S = 0.1
-# For the way of a batch and its answer, beside the time that it may be computed.
-_ON_THE_WAY_S = 0.25
-# The longest wait for parts to be brought, in waits of another host. Who brings them gives up one
-# earlier: the pages are not read when their pins are gone.
+_ON_THE_WAY_S = 0.25  # Time for sending a batch and its answer, beside the compute time.
+# Limit of the wait for parts to be sent, in stall timeouts. The sending host gives up one timeout
+# earlier, so that pages are not read after their pins have ended.
 BRINGING = 4
 _NOT_YET = "its instance does not serve yet"
 
@@ -83,19 +80,18 @@ Answer = TypeVar("Answer", StageReady, PagesDone)
 
 
 class PartsRefusedError(TransferError):
-    """The host of another instance takes no parts, or cannot be reached."""
+    """The host of another instance accepts no parts, or cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageAt:
-    """Where a stage is, and what opens it."""
+    """The address of a stage's host, and the credentials for it."""
 
     peer: Peer
-    own: Identity  # Its epoch is that of the sessions.
+    own: Identity  # Has the epoch of the sessions.
     key: bytes
     transfer: TransferSettings
-    # The instance that has the host, where it is another one.
-    lender: InstanceId | None = None
+    lender: InstanceId | None = None  # The instance that owns the host; None: this instance.
 
     @property
     def stall_timeout_s(self) -> float:
@@ -109,7 +105,7 @@ class StageAt:
 async def open_link(
     at: StageAt, begin: Begin, max_payload_bytes: int, kind: type[Answer]
 ) -> tuple[StageLink, Answer]:
-    """A link, and its first answer, of that kind.
+    """Open a link; return the link and its first answer, of the given type.
 
     Raises:
         OSError, TransferError: the host is not there, or refuses.
@@ -123,7 +119,7 @@ async def open_link(
             await introduce(stream, at.key, at.own, peer)
         link = StageLink(stream, FromStage, max_payload_bytes)
         await link.send(begin)
-        # The host answers once the session before has ended.
+        # The host answers when the previous session has ended.
         answer, _ = await link.receive(at.stall_timeout_s)
         if isinstance(answer, StageRefused):
             raise StageRefusedError(answer.reason)
@@ -136,7 +132,7 @@ async def open_link(
 
 
 class StageConnection:
-    """Belongs to one event loop."""
+    """A session with the host of a stage. All methods must run in one event loop."""
 
     def __init__(
         self,
@@ -147,42 +143,42 @@ class StageConnection:
         max_bytes: int,
         links: SendingLinks,
     ) -> None:
-        """`part_bytes`: of a page, that the stage has; `max_bytes`: of a result; `links`: of this
-        event loop.
+        """`part_bytes` is the size of the stage's part of a page; `max_bytes` limits the size of a
+        result; `links` are those of this event loop.
         """
         self._at, self._stage, self._ranks, self._sending = at, stage, ranks, links
         self._part_bytes, self._max_bytes = part_bytes, max_bytes
         self._batch = 0
-        # An error: the batch is not computed.
+        # The result of the running batch, or the error that ended it.
         self._answer: asyncio.Future[Tensor | RanksLostError] | None = None
         self._answer_bytes = 0
-        self._is_heard = False  # Since the last look at it.
+        self._is_heard = False  # A report has arrived since the last check.
         self._links: list[StageLink] = []
-        self._session = 0, 0  # Its number and its epoch, which every order names.
+        self._session = 0, 0  # Number and epoch of the session, which every order names.
         self._listening: asyncio.Task[None] | None = None
         self._asking, self._bringing = asyncio.Lock(), asyncio.Lock()
         self._replicas: StageLink | None = None
         self._refusing: set[asyncio.Task[None]] = set()
-        self.error: RanksLostError | None = None  # It computes nothing any more.
-        self.is_refused = False  # By the host, for good.
-        # The ranks that were lost in a batch, until the others compute again.
+        self.error: RanksLostError | None = None  # The final error; None: the session is open.
+        self.is_refused = False  # The host has refused the session for good.
+        # The ranks lost in a batch, until the other ranks compute again.
         self.stopped: RanksLostError | None = None
-        # Called when that, the error or `now` has changed.
+        # Called when `stopped`, `error` or `now` has changed.
         self.on_stopped: Callable[[], object] = lambda: None
         self.on_error: Callable[[RanksLostError], object] = lambda lost: None
         self.on_change: Callable[[], object] = lambda: None
-        # Called when another instance would use the stage, and when it does no more.
+        # Called when another instance asks for a loan, and when a loan has ended.
         self.on_asked: Callable[[LoanAsked], object] = self._lend_nothing
         self.on_over: Callable[[int], object] = lambda loan: None
-        # Called when the host of another one offers parts, and when it brings no more of them.
+        # Called when another host offers parts of pages, and when an offer has ended.
         self.on_offered: Callable[[PartsOffered], object] = self._take_nothing
         self.on_brought: Callable[[PartsOver], object] = lambda over: None
 
     async def open(self, wait_s: float = HOST_WAIT_S, loan: LoanWanted | None = None) -> StageReady:
-        """Begin a session, once the host is there and has loaded the stage.
+        """Begin a session when the host has loaded the stage.
 
         Raises:
-            KvrsError: it refuses, or does not answer.
+            KvrsError: the host refuses, or does not answer within `wait_s`.
         """
         until_s = time.monotonic() + wait_s
         peer = self._at.peer
@@ -212,7 +208,6 @@ class StageConnection:
             payload_bytes = max_page_payload(self._part_bytes)
             link, _ = await open_link(self._at, begin, payload_bytes, PagesDone)
             links.append(link)
-            # An instance waits for its pages.
             link.limit(self._sending.to(self._at.peer.node), TrafficClass.HANDOFF)
         except BaseException:
             for link in links:
@@ -226,7 +221,7 @@ class StageConnection:
         return ready
 
     async def _listen(self) -> None:
-        """Receive messages that come at any time: results, news, and the end."""
+        """Receive the messages on the link of batches until the session ends."""
         try:
             while True:
                 message, payload = await self._batches.receive()
@@ -262,7 +257,7 @@ class StageConnection:
             self._lost(self._ranks, f"{self._at.lost}: {error}")
 
     def _hear(self, message: object) -> None:
-        """News. Raises TransferError: it is none."""
+        """Handle a message that may come at any time; raises TransferError for other messages."""
         match message:
             case StageChanged(now=now):
                 self._learn(now)
@@ -284,7 +279,9 @@ class StageConnection:
     def _expected(
         self, message: StageComputing | StageComputed | StageStopped
     ) -> "asyncio.Future[Tensor | RanksLostError]":
-        """Raises TransferError: the message is not of the batch that is computed."""
+        """Return the future of the running batch; raises TransferError if the message is of another
+        batch.
+        """
         if self._answer is None or self._answer.done() or message.batch != self._batch:
             raise TransferError(f"{type(message).__name__} of batch {message.batch} out of turn")
         return self._answer
@@ -297,10 +294,10 @@ class StageConnection:
         page_size_tokens: int,
         answer_bytes: int,
     ) -> Tensor:
-        """Compute a batch, one at a time; its result as so many bytes.
+        """Compute a batch, one at a time; return its result of `answer_bytes` bytes.
 
         Raises:
-            RanksLostError: it is not computed.
+            RanksLostError: the batch has failed.
         """
         if (lost := self.error or self.stopped) is not None:
             raise lost
@@ -327,7 +324,7 @@ class StageConnection:
     async def _answered(
         self, answer: "asyncio.Future[Tensor | RanksLostError]", silent_s: float
     ) -> Tensor | RanksLostError:
-        """Raises TimeoutError: nothing is heard for so long."""
+        """Wait for the answer; raises TimeoutError if no report arrives for `silent_s`."""
         looks = 0
         while not answer.done():
             self._is_heard = False
@@ -338,8 +335,8 @@ class StageConnection:
         return answer.result()
 
     async def mended(self) -> None:
-        # On the link of batches: before any that comes next.
-        with suppress(TransferError):  # Which `_listen` finds as well.
+        # The link of batches keeps the order with later batches.
+        with suppress(TransferError):  # `_listen` handles the loss.
             await self._batches.send(Mended(*self._session))
 
     async def read(self, pages: Sequence[int]) -> Tensor:
@@ -371,10 +368,10 @@ class StageConnection:
         return answer.refused
 
     async def answer(self, order: OwnerAnswer) -> None:
-        """Answer `LoanAsked` or `PartsOffered`; of the order, the session is filled in.
+        """Answer `LoanAsked` or `PartsOffered`, filling in the session.
 
         Raises:
-            TransferError: the host is lost, or the other one does not wait any more.
+            TransferError: the host is lost, or the other instance no longer waits.
         """
         session, epoch = self._session
         await self._ask(msgspec.structs.replace(order, session=session, epoch=epoch), None)
@@ -382,8 +379,10 @@ class StageConnection:
     async def bring(
         self, to: InstanceId, ranges: Sequence[PartsRange], pages: Sequence[int]
     ) -> PartsHeld:
-        """Raises TransferError: nothing was brought, or only a part of it is known to be there.
-        The host is not lost by it.
+        """Send parts of pages to another instance's host; return the pages held there.
+
+        Raises:
+            TransferError: the parts were not sent completely; the session goes on.
         """
         async with self._bringing:
             try:
@@ -394,7 +393,7 @@ class StageConnection:
                     self._replicas, _ = await open_link(self._at, begin, 0, PagesDone)
                 link = self._replicas
                 await link.send(BringParts(*self._session, to, list(ranges), list(pages)))
-                # The other host, too, may stall before this one gives it up.
+                # The other host may stall too, before this one gives up.
                 answer, _ = await link.receive(BRINGING * self._at.stall_timeout_s)
             except OSError as error:
                 self._drop_replicas()
@@ -433,7 +432,7 @@ class StageConnection:
     def _refused(self, task: "asyncio.Task[None]") -> None:
         self._refusing.discard(task)
         if not task.cancelled():
-            task.exception()  # The connection is lost, which others find as well.
+            task.exception()  # `_listen` handles the loss of the connection.
 
     async def _ask(
         self, order: ToStage, payload: Tensor | None, answer_bytes: int = 0
@@ -467,7 +466,7 @@ class StageConnection:
         self.on_error(lost)
 
     def give_up(self) -> None:
-        """Let a batch that is computed, and all that comes, end in RanksLostError."""
+        """End the session: the running batch and all later ones fail with RanksLostError."""
         self.error = self.error or RanksLostError(self._ranks, "has ended")
         self.on_stopped()
         if self._answer is not None and not self._answer.done():

@@ -1,4 +1,4 @@
-"""A stage with the host that it has at present: its own, another instance's, or none."""
+"""A stage and its current host: its own host, another instance's host, or none."""
 
 import asyncio
 import logging
@@ -44,33 +44,34 @@ from kvrs_engine.scheduling.sequences import Chunk, pages_for
 
 log = logging.getLogger(__name__)
 
-_TAGS_S = 1.0  # For the books to say which pages streams have; else a loan comes without replicas.
+_TAGS_S = 1.0  # Time limit for `on_tags`; after it, a loan is requested without replicas.
 
 
 class StageCalls:
-    """Calls about a stage, from the thread of its event loop; None: that call is not made."""
+    """The callbacks of a stage, called in the thread of its event loop; None: not called."""
 
     def __init__(self) -> None:
-        # It computes nothing any more; something of its ranks is new.
+        # The stage has ended for good; the state of its ranks has changed.
         self.on_end: Callable[[RanksLostError], object] | None = None
         self.on_change: Callable[[], object] | None = None
-        # All cells are lost, with the number of the loss, for `noted`. Without this call the loss
-        # of a host is the end.
+        # All cells are lost; the argument is the number of the loss, for `noted`. Without this
+        # callback the loss of a host ends the stage.
         self.on_cells: Callable[[int], object] | None = None
-        # An instance asks for a loan; one is over, None: all are; the stage is at home again.
+        # An instance asks for a loan; a loan has ended (None: all loans); the own host is back.
         self.on_asked: Callable[[LoanAsked], object] | None = None
         self.on_over: Callable[[int | None], object] = lambda loan: None
         self.on_home: Callable[[], object] | None = None
-        # The tags of full pages that streams have, for a loan.
+        # Returns the tags of the streams' full pages, for the request of a loan.
         self.on_tags: Callable[[], Future[list[Tag]]] | None = None
-        # Another's host offers parts of its pages, brings no more of them, or all are over with
-        # the host.
+        # Another host offers parts of pages; an offer has ended (None: all offers).
         self.on_offered: Callable[[PartsOffered], object] | None = None
         self.on_brought: Callable[[PartsOver | None], object] = lambda over: None
 
 
 class HostedStage:
-    """Belongs to one event loop. What threads read of it is replaced, never changed."""
+    """A stage with its current host. Methods run in one event loop; attributes that other threads
+    read are replaced, never modified.
+    """
 
     def __init__(
         self,
@@ -85,8 +86,7 @@ class HostedStage:
         geometry = geometry_of(config, settings)
         self.stage, self.layers = stage, layout.layers(range(stage, stage + 1))
         self.cells = frozenset(product(self.layers, range(geometry.kv_heads)))
-        # Floats of what the stage answers for each row, or where it is the last for each that is
-        # sampled from.
+        # `width` is the number of floats per output row, or per sampled row in the last stage.
         self.is_last = stage + 1 == len(layout.stages)
         self.width = config.vocab if self.is_last else config.hidden
         self.page_size_tokens = size = geometry.page_size_tokens
@@ -98,36 +98,35 @@ class HostedStage:
             ranks=ranks,
             part_bytes=of_layers(geometry, self.layers).page_bytes,
             max_bytes=padded_rows(settings.max_batch_tokens) * self.width * FLOAT_BYTES,
-            # Of its own, as its event loop is: other stages are at other nodes.
+            # Not shared with other stages, whose hosts have other event loops and nodes.
             links=SendingLinks(at.transfer, SendingFaults(), at.own.node),
         )
-        # Pages of a loan: at most, and fewer than that may not hold the longest stream.
+        # The largest and the smallest loan; a smaller loan might not hold the longest stream.
         longest = pages_for(min(settings.max_model_len, config.max_positions), size)
         self._max_pages, self._least_pages = settings.pages, min(settings.pages, longest)
-        # Losses of all cells: those that were, that the books know, and that they have mended.
+        # Numbers of losses of all cells: in total, noted by the page tables, and repaired there.
         self.losses = self.noted = self.mended = 0
-        self.loan: StageLoan | None = None  # None: its host is the own one, if there is any.
+        self.loan: StageLoan | None = None  # None: the host is the own one, if there is a host.
         self.busy = BusyShare(len(ranks))
-        self._away: RanksNow | None = None  # While there is no host.
-        self._before = 0, 0, 0  # Of earlier hosts: what `_counted` adds.
-        self.error: RanksLostError | None = None  # It computes nothing any more.
-        # Set while its ranks compute, and where they do not any more.
-        self.may_compute = threading.Event()
+        self._away: RanksNow | None = None  # The state of the ranks while there is no host.
+        self._before = 0, 0, 0  # Counters of earlier hosts, which `_counted` adds.
+        self.error: RanksLostError | None = None  # The final error; None: the stage goes on.
+        self.may_compute = threading.Event()  # Set while ranks compute, and after `error`.
         self.gate, self.is_lost = Gate(), asyncio.Event()
-        self._back = asyncio.Event()  # There is a host, or the error.
+        self._back = asyncio.Event()  # Set while there is a host, and after `error`.
         self._return = StageReturn(self, connect, at, donors, size)
         self._returning: asyncio.Task[None] | None = None
         self.connection = connect(at)
-        self.ready: StageReady  # Of its own host, the last time.
+        self.ready: StageReady  # The last answer of its own host.
 
     async def open(self) -> None:
-        """Raises KvrsError: the own host refuses, or does not answer."""
+        """Connect to the own host; raises KvrsError if it refuses or does not answer."""
         self.ready = await self.connection.open()
         self._use(self.connection)
 
     @property
     def now(self) -> RanksNow:
-        """The ranks, as the host has told it last."""
+        """The state of the ranks, by the host's last report."""
         return self._away or self._counted(self.connection.now)
 
     @property
@@ -136,13 +135,13 @@ class HostedStage:
 
     @property
     def is_whole(self) -> bool:
-        """No book has pages that were there when all cells were lost."""
+        """True if the page tables have dropped all pages that lost cells."""
         return self.mended == self.losses
 
     async def execute(
         self, chunks: Sequence[Chunk], rows: Tensor | None, limit_s: float, answer_bytes: int
     ) -> Tensor:
-        """Raises RanksLostError: the batch is not computed."""
+        """Compute a batch; raises RanksLostError if it has failed."""
         async with self.gate.using():
             if not self.is_whole:
                 raise RanksLostError(self.ranks, "has lost cells")
@@ -157,14 +156,15 @@ class HostedStage:
             return found
 
     async def read(self, pages: Sequence[int]) -> Tensor:
-        """Raises TransferError: the stage is lost."""
+        """Read the stage's part of pages; raises TransferError if the stage is lost."""
         async with self.gate.using():
             theirs = pages if self.loan is None else self.loan.theirs(pages)
             return await self.connection.read(theirs)
 
     async def write(self, pages: Sequence[int], parts: Tensor, cells: Part | None) -> None:
-        """Raises TransferError: the stage is lost, or cells were meanwhile."""
-        # What has come is there, and can be written when a host is.
+        """Write the stage's part of pages when there is a host; raises TransferError if the stage
+        is lost, or lost cells meanwhile.
+        """
         await self._back.wait()
         async with self.gate.using():
             loan = self.loan
@@ -178,27 +178,27 @@ class HostedStage:
     async def bring(
         self, losses: int, to: InstanceId, ranges: Sequence[PartsRange], pages: Sequence[int]
     ) -> PartsHeld:
-        """Bring parts of pages to the host of another instance. `losses`: of all cells, when the
-        books had the pages.
+        """Send parts of pages to another instance's host. `losses` is the number of losses when the
+        page tables had the pages.
 
         Raises:
-            TransferError: as `StageConnection.bring`; or cells were lost since.
+            TransferError: as `StageConnection.bring`, or cells were lost since.
         """
-        # Not behind the gate: batches do not wait for it.
+        # The gate is not used, because batches must not wait.
         if losses != self.losses or not self.is_whole or self._away is not None:
             raise TransferError("cells of these pages are lost")
         theirs = pages if self.loan is None else self.loan.theirs(pages)
         return await self.connection.bring(to, ranges, theirs)
 
     async def take(self, loan: StageLoan, kept: Sequence[int], adopted: Mapping[int, int]) -> bool:
-        """`StageLoan.take`; False: the stage has another host by now, or none."""
+        """Call `StageLoan.take`; return False if the loan is not the current one."""
         if self.loan is not loan:
             return False
         loan.take(kept, adopted)
         return True
 
     def end(self, lost: RanksLostError | None = None) -> None:
-        """Let batches, and all that wait, end in RanksLostError."""
+        """End the stage: batches and all waiting calls fail with RanksLostError."""
         if self.error is not None:
             return
         self.error = lost or RanksLostError(self.ranks, "has ended")
@@ -215,7 +215,7 @@ class HostedStage:
         await self.connection.close()
 
     def _counted(self, now: RanksNow) -> RanksNow:
-        """With what was before this host."""
+        """Add the counters of earlier hosts."""
         number, layout, deaths = self._before
         return replace(
             now,
@@ -223,8 +223,6 @@ class HostedStage:
             deaths=now.deaths + deaths,
             number=now.number + number,
         )
-
-    # A host is there, or lost.
 
     def _use(self, connection: StageConnection) -> None:
         self.connection, self._away = connection, None
@@ -238,7 +236,7 @@ class HostedStage:
             connection.on_offered = lambda each: (self._calls.on_offered or takes_nothing)(each)
             connection.on_brought = lambda over: self._calls.on_brought(over)
         self._update()
-        if connection.error is not None:  # Lost before this.
+        if connection.error is not None:  # Lost before the callbacks were set.
             self._lost(connection.error)
 
     def _update(self) -> None:
@@ -257,7 +255,7 @@ class HostedStage:
             self._calls.on_change()
 
     def _lost(self, lost: RanksLostError) -> None:
-        """The host, or the connection to it."""
+        """Handle the loss of the host or of its connection."""
         is_final = self.loan is None and self.connection.is_refused
         if self._calls.on_cells is None or is_final or self.error is not None:
             self.end(lost)
@@ -301,7 +299,7 @@ class HostedStage:
         except KvrsError as error:
             self.end(RanksLostError(self.ranks, str(error)))
 
-    # What the return orders.
+    # Called by `StageReturn`.
 
     async def wanted(self) -> LoanWanted:
         busy, tags = self.busy.share(time.monotonic()), list[Tag]()
@@ -321,7 +319,7 @@ class HostedStage:
     def borrow(self, connection: StageConnection, loan: StageLoan) -> None:
         self._join(connection)
         self.loan = loan
-        # Our pages cannot be used before the books have given up those without memory.
+        # The page tables must first drop the pages beyond the loan.
         self._lose_cells()
         self.is_lost.clear()
         self._use(connection)
@@ -333,7 +331,7 @@ class HostedStage:
             self._lost(connection.error)
 
     def come_home(self, connection: StageConnection, ready: StageReady) -> None:
-        if self._away is None:  # Handed back.
+        if self._away is None:  # Handed back by the lender.
             now = self.now
             self._before = now.number, now.layout.number, now.deaths
         self.ready, self.loan = ready, None
@@ -345,7 +343,7 @@ class HostedStage:
             self._calls.on_home()
 
     def _join(self, connection: StageConnection) -> None:
-        """Leave out what a host has counted before."""
+        """Subtract what the new host has counted before this session."""
         now, (number, layout, deaths) = connection.now, self._before
         number, layout = number + 1 - now.number, layout + 1 - now.layout.number
         self._before = number, layout, deaths - now.deaths

@@ -1,12 +1,11 @@
 """The messages between the process of an instance and the host of a stage, and between hosts.
 
-Connections have the hand-shake of page ports (`kvrs.transfer.handshake`) under a key of their own:
-one for batches, one for pages, perhaps one for replicas, and from host to host one for parts of
-these. The client begins each with `Begin`; that for batches opens a session (`sessions.py`), which
-every further message of it names. A message is a header
-(the sizes of message and payload), the message and its mac, then the payload and its mac. Sizes are
-compared with bounds before memory is allocated for them, and a payload's only once the mac of its
-message was checked.
+Connections use the hand-shake of page ports (`kvrs.transfer.handshake`) with a separate key. There
+is one connection for batches, one for pages, perhaps one for replicas, and one between hosts for
+parts of pages. The client begins each with `Begin`; that for batches opens a session
+(`sessions.py`), which all later messages name. A message is a header (the sizes of message and
+payload), the message and its mac, then the payload and its mac. Sizes are checked before memory is
+allocated, and a payload is read only after the mac of its message was checked.
 """
 
 import asyncio
@@ -40,56 +39,56 @@ from kvrs_engine.engine.ranks.wire import WireChunk
 VERSION = 5
 _HEADER = struct.Struct("<IQ")
 _MAX_MESSAGE_BYTES = 1 << 26
-# Pages are sent in groups of about so many bytes, of one page at least.
+# Approximate size of a group of pages that are sent together; a group has at least one page.
 _GROUP_BYTES = 1 << 22
 
 _Tag = Annotated[Tag, msgspec.Meta(min_length=TAG_BYTES, max_length=TAG_BYTES)]
 
-# Reports of a host that computes, in the time after which its ranks hang. That many in a row are
-# missed before it counts as lost: on a busy machine it, or what awaits them, may stand still for a
-# moment.
+# Number of `StageComputing` reports within the limit of silence. A host is lost after as many
+# missed reports, because on a busy machine either process may be delayed.
 WORDS = 4
 
 
 class StageChannel(StrEnum):
     BATCHES = "batches"
     PAGES = "pages"
-    REPLICAS = "replicas"  # Orders to bring parts of pages to the host of another instance.
-    PARTS = "parts"  # From such a host.
+    REPLICAS = "replicas"  # Orders to send parts of pages to another instance's host.
+    PARTS = "parts"  # Parts of pages, from host to host.
 
 
 class LoanWanted(msgspec.Struct, frozen=True):
-    """Pages of the stage that an instance would use, whose own host is lost."""
+    """A request for pages of a stage by an instance whose own host is lost."""
 
-    pages: Annotated[int, msgspec.Meta(ge=1)]  # At most.
-    least_pages: Annotated[int, msgspec.Meta(ge=1)]  # Fewer are of no use.
-    # Share of the time in which its own host computed.
+    pages: Annotated[int, msgspec.Meta(ge=1)]  # The largest useful number.
+    least_pages: Annotated[int, msgspec.Meta(ge=1)]  # The smallest useful number.
+    # Share of the time in which the borrower's own host computed.
     busy: Annotated[float, msgspec.Meta(ge=0, le=1)]
-    # Of its streams' full pages, those that are wanted most first: it would go on with what the
-    # lender has of them.
+    # Full pages of the borrower's streams, the most wanted first; the lender may have replicas.
     tags: list[_Tag] = []
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """The answer is `StageReady` with a new session, where it is not for batches `PagesDone`."""
+    """Begin a connection. The answer is `StageReady` with a new session for batches, else
+    `PagesDone`.
+    """
 
     version: int
     channel: StageChannel
-    session: int = 0  # For pages and replicas: the one that is open.
-    loan: LoanWanted | None = None  # For batches, of an instance that has not this stage.
+    session: int = 0  # Pages and replicas: the open session.
+    loan: LoanWanted | None = None  # Batches of a borrower: the requested loan.
 
 
 class Ordered(msgspec.Struct, frozen=True):
-    """An order, which the host obeys if it is of the session of its link."""
+    """An order. The host obeys orders of the session of their link only."""
 
     session: int
     epoch: int
 
 
 class ComputeStage(Ordered, frozen=True, tag="compute"):
-    """Compute a batch. Its payload: the rows of the stage before. The answer is `StageComputed`,
-    or `StageStopped` where ranks are lost or come no further for `limit_s`; until then the host
-    sends `StageComputing`, `WORDS` times in `limit_s`.
+    """Compute a batch; the payload has the rows of the previous stage. The answer is
+    `StageComputed`, or `StageStopped` if ranks are lost or make no progress for `limit_s`. Until
+    then the host sends `StageComputing`, `WORDS` times in `limit_s`.
     """
 
     batch: int
@@ -98,14 +97,14 @@ class ComputeStage(Ordered, frozen=True, tag="compute"):
 
 
 class ReadPages(Ordered, frozen=True, tag="read"):
-    """Send the stage's part of these pages, as payload of `PagesDone`."""
+    """Send the stage's part of these pages as the payload of `PagesDone`."""
 
     pages: list[int]
 
 
 class WritePages(Ordered, frozen=True, tag="write"):
-    """Put the payload into the stage's part of these pages, or into some cells of it: the layers
-    and KV heads [first, end). The answer is `PagesDone`.
+    """Write the payload into the stage's part of these pages, or into some of its cells: layers and
+    KV heads [first, end). The answer is `PagesDone`.
     """
 
     pages: list[int]
@@ -114,8 +113,8 @@ class WritePages(Ordered, frozen=True, tag="write"):
 
 
 class EndRank(Ordered, frozen=True, tag="end"):
-    """Kill a rank and drop its memory, a fault. `bases`: of each page. The answer is
-    `CellsLost`.
+    """Kill a rank and drop its memory, as an injected fault. `bases` has the base of each page. The
+    answer is `CellsLost`.
     """
 
     rank: int
@@ -123,37 +122,39 @@ class EndRank(Ordered, frozen=True, tag="end"):
 
 
 class MoveRank(Ordered, frozen=True, tag="move"):
-    """Let a rank leave on purpose, or have it back. The answer is `RankMoved`."""
+    """Let a rank leave on purpose, or take it back. The answer is `RankMoved`."""
 
     rank: int
     leaves: bool
 
 
 class Mended(Ordered, frozen=True, tag="mended"):
-    """On the link of batches: no book of the instance has pages any more that were there when cells
-    were lost. There is no answer.
+    """Report on the connection for batches that the instance's page tables have dropped all pages
+    that lost cells. There is no answer.
     """
 
 
 class LendPages(Ordered, frozen=True, tag="lend"):
-    """Answer to `LoanAsked`. The host says `PagesDone`, or `PagesLost` where it waits no more."""
+    """Answer `LoanAsked` with pages. The host's answer is `PagesDone`, or `PagesLost` if the
+    borrower no longer waits.
+    """
 
     loan: int
     pages: list[int]
-    tags: list[_Tag] = []  # Of what is in the first of them.
-    # Pages whose part is copied into lent ones before: the owner goes on using them.
+    tags: list[_Tag] = []  # Tags of the content of the first pages.
+    # (own page, lent page): parts to copy before lending, because the owner uses the own pages.
     copies: list[tuple[int, int]] = []
 
 
 class RefuseLoan(Ordered, frozen=True, tag="refuse"):
-    """Answer to `LoanAsked`, in place of `LendPages`."""
+    """Answer `LoanAsked` with a refusal."""
 
     loan: int
     reason: str
 
 
 class PartsRange(msgspec.Struct, frozen=True):
-    """Consecutive full pages of a stream, from that one on."""
+    """Consecutive full pages of a stream, from `first_page` on."""
 
     stream: StreamId
     first_page: Annotated[int, msgspec.Meta(ge=0)]
@@ -161,26 +162,25 @@ class PartsRange(msgspec.Struct, frozen=True):
 
 
 class BringParts(Ordered, frozen=True, tag="bring"):
-    """Bring the stage's part of these pages to the host that another instance has of it, as far as
-    they are not there. The answer is `PartsHeld` or `PartsRefused`.
+    """Send the stage's part of these pages to another instance's host of the same stage, unless
+    that host has them. The answer is `PartsHeld` or `PartsRefused`.
     """
 
     to: InstanceId
     ranges: list[PartsRange]
-    pages: list[int]  # Of all ranges, one after the other; none: it is only asked what is there.
+    pages: list[int]  # Pages of all ranges; empty: only ask which pages are held.
 
 
 class TakeParts(Ordered, frozen=True, tag="take"):
-    """Answer to `PartsOffered`; its own answer is that to `LendPages`."""
+    """Answer `PartsOffered` with the destination pages. The host's answer is as for `LendPages`."""
 
     offer: int
-    held: list[int]  # Leading pages of the stream of each range that have the stage's part.
-    # Of each page of the ranges that into which it comes; `IS_HERE` or `NOT_TAKEN`.
-    pages: list[int]
+    held: list[int]  # Number of leading pages of each range's stream that have the stage's part.
+    pages: list[int]  # Destination of each page of the ranges; `IS_HERE` or `NOT_TAKEN`.
 
 
 class RefuseParts(Ordered, frozen=True, tag="refuse-parts"):
-    """Answer to `PartsOffered`, in place of `TakeParts`."""
+    """Answer `PartsOffered` with a refusal."""
 
     offer: int
     reason: str
@@ -192,8 +192,8 @@ OwnerAnswer = LendPages | RefuseLoan | TakeParts | RefuseParts
 
 
 class OfferParts(msgspec.Struct, frozen=True, tag="offer"):
-    """From host to host: parts of these pages would come, or without `are_sent` it is only asked
-    what is there. The answer is `PartsTaken` or `PartsRefused`.
+    """Offer parts of pages to another host; without `are_sent`, only ask which pages are held. The
+    answer is `PartsTaken` or `PartsRefused`.
     """
 
     ranges: list[PartsRange]
@@ -201,11 +201,11 @@ class OfferParts(msgspec.Struct, frozen=True, tag="offer"):
 
 
 class StoreParts(msgspec.Struct, frozen=True, tag="store"):
-    """From host to host, behind `PartsTaken`: the payload has the parts of some of what is taken.
-    The answer is `PartsHeld`.
+    """Send parts of some accepted pages to another host, as the payload. The answer is
+    `PartsHeld`.
     """
 
-    places: list[int]  # Among all pages of the ranges.
+    places: list[int]  # Indexes among all pages of the ranges.
 
 
 ToStage = (
@@ -227,15 +227,15 @@ ToStage = (
 
 
 class StageFacts(msgspec.Struct, frozen=True):
-    """Facts about the weights of stages, which their ranks have loaded."""
+    """Facts about the loaded weights of a stage."""
 
     arithmetic: bytes
     hashes: dict[str, bytes]
-    root: bytes | None  # That the node has noted beside the model's files.
+    root: bytes | None  # The root hash saved beside the model's files on the host's node.
 
 
 class StageUse(msgspec.Struct, frozen=True):
-    """Work and reads of a stage's ranks, as `kvrs.protocol.stages.StageInfo` has them."""
+    """Compute time and reads of a stage's ranks, as in `kvrs.protocol.stages.StageInfo`."""
 
     host_pid: int
     session: int | None
@@ -244,32 +244,34 @@ class StageUse(msgspec.Struct, frozen=True):
 
 
 class StageReady(msgspec.Struct, frozen=True, tag="ready"):
-    """Answer to `Begin` for batches."""
+    """The answer to `Begin` for batches."""
 
     session: int
     facts: StageFacts
-    now: RanksNow  # Times in it count from this message.
+    now: RanksNow  # Times are relative to this message.
     use: StageUse
-    load_s: float  # How long the start of the ranks took.
-    pages: list[int] | None = None  # Those that are lent; None: all that are not.
-    tags: list[_Tag] = []  # Of what is in the first of them.
+    load_s: float  # Duration of the ranks' start.
+    pages: list[int] | None = None  # The lent pages; None: the owner's session.
+    tags: list[_Tag] = []  # Tags of the content of the first pages.
 
 
 class StageComputing(msgspec.Struct, frozen=True, tag="computing"):
-    """The stage is not lost, and has not computed this batch yet."""
+    """The stage is alive and has not finished this batch."""
 
     batch: int
 
 
 class StageComputed(msgspec.Struct, frozen=True, tag="computed"):
-    """Payload: rows behind the stage, or logits behind the last one."""
+    """The stage has computed a batch; the payload has the output rows, or logits of the last
+    stage.
+    """
 
     batch: int
     use: StageUse
 
 
 class StageStopped(msgspec.Struct, frozen=True, tag="stopped"):
-    """The batch is not computed, since ranks are lost; nor is any other before `StageServes`."""
+    """The batch has failed because ranks are lost; no batch is computed before `StageServes`."""
 
     batch: int
     ranks: list[int]
@@ -277,18 +279,18 @@ class StageStopped(msgspec.Struct, frozen=True, tag="stopped"):
 
 
 class StageServes(msgspec.Struct, frozen=True, tag="serves"):
-    """The ranks compute again; none of them computes an earlier batch any more."""
+    """The ranks compute again, and no rank computes an earlier batch any more."""
 
 
 class StageChanged(msgspec.Struct, frozen=True, tag="changed"):
-    """Something of the ranks is new. It comes at any time."""
+    """The state of the ranks has changed. The message may come at any time."""
 
-    now: RanksNow  # Times in it count from this message.
+    now: RanksNow  # Times are relative to this message.
 
 
 class LoanAsked(msgspec.Struct, frozen=True, tag="asked"):
-    """To the instance that has the stage: another one would use it. It comes at any time; until the
-    answer that one waits.
+    """Ask the owner of the stage for a loan to another instance, which waits for the answer. The
+    message may come at any time.
     """
 
     loan: int
@@ -297,78 +299,76 @@ class LoanAsked(msgspec.Struct, frozen=True, tag="asked"):
 
 
 class LoanOver(msgspec.Struct, frozen=True, tag="over"):
-    """The borrower is gone, and nothing writes into its pages any more. It comes at any time."""
+    """The loan has ended, and its pages are no longer written. The message may come at any time."""
 
     loan: int
 
 
 class PartsOffered(msgspec.Struct, frozen=True, tag="offered"):
-    """To the instance that has the stage: `OfferParts` has come to its host. It comes at any time;
-    until the answer the sender waits.
+    """Pass an `OfferParts` to the owner of the stage; the sender waits for the answer. The message
+    may come at any time.
     """
 
     offer: int
-    sender: InstanceId  # The host.
+    sender: InstanceId  # The sending host.
     ranges: list[PartsRange]
     are_sent: bool
 
 
 class PartsOver(msgspec.Struct, frozen=True, tag="parts-over"):
-    """Nothing of that offer is written any more. It comes at any time, once for each that was
-    taken.
+    """An accepted offer has ended, and its pages are no longer written. The message comes once per
+    accepted offer, at any time.
     """
 
     offer: int
-    filled: list[int]  # Places of the pages that have the part.
+    filled: list[int]  # Indexes of the pages that have received their part.
 
 
 class StageLost(msgspec.Struct, frozen=True, tag="lost"):
-    """The stage has lost ranks and computes no more: the host ends."""
+    """The stage has lost ranks for good, and the host ends."""
 
     ranks: list[int]
     reason: str
 
 
 class StageRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The host does not serve this connection any more; what the other one did, and what is
-    allowed.
-    """
+    """The host ends the connection; `reason` says what was wrong, and what is allowed."""
 
     reason: str
 
 
 class PagesDone(msgspec.Struct, frozen=True, tag="done"):
-    """A payload only after `ReadPages`."""
+    """The order is carried out; there is a payload only after `ReadPages`."""
 
 
 class PagesLost(msgspec.Struct, frozen=True, tag="gone"):
-    """In place of `PagesDone`: cells of these pages are lost."""
+    """The order has failed because cells of the pages are lost."""
 
     reason: str
 
 
 class CellsLost(msgspec.Struct, frozen=True, tag="cells"):
-    """Layer and KV head of each cell that is lost of a page, by its base."""
+    """The lost cells (layer, KV head) of a page, by the base of the page."""
 
     cells: dict[int, list[Cell]]
 
 
 class RankMoved(msgspec.Struct, frozen=True, tag="moved"):
-    refused: str | None  # Why; None: it is carried out.
+    refused: str | None  # The reason of a refusal; None: carried out.
 
 
 class PartsTaken(msgspec.Struct, frozen=True, tag="taken"):
-    held: list[int]  # As of `TakeParts`.
-    places: list[int]  # Those that are to come.
+    held: list[int]  # As in `TakeParts`.
+    places: list[int]  # Indexes of the pages to send.
 
 
 class PartsHeld(msgspec.Struct, frozen=True, tag="held"):
-    held: list[int]  # As of `TakeParts`, with what has come.
+    held: list[int]  # As in `TakeParts`, after the transfer.
     sent_bytes: int = 0
 
 
 class PartsRefused(msgspec.Struct, frozen=True, tag="parts-refused"):
-    """Nothing of an offer is taken, or nothing can be brought."""
+    """An offer is refused, or parts cannot be sent."""
 
     reason: str
 
@@ -401,8 +401,8 @@ def stage_key(secret: bytes) -> bytes:
 
 
 def facts_digest(config: ModelConfig, settings: EngineSettings, layout: Layout) -> str:
-    """Equal at both ends exactly when they mean the same by a batch, a row and a page; in place of
-    a fingerprint, which only all stages together have.
+    """Return a digest that is equal at both ends if they agree on batches, rows and pages. The
+    fingerprint cannot be used, because only all stages together have one.
     """
     facts = [config, settings.model_dump(mode="json"), layout]
     encoded = msgspec.json.encode(facts, order="sorted")
@@ -410,7 +410,7 @@ def facts_digest(config: ModelConfig, settings: EngineSettings, layout: Layout) 
 
 
 def page_groups(pages: Sequence[int], page_bytes: int) -> list[range]:
-    """Places of pages that are sent together."""
+    """Divide pages into groups that are sent together, as ranges of indexes."""
     count = max(1, _GROUP_BYTES // page_bytes)
     return [range(at, min(at + count, len(pages))) for at in range(0, len(pages), count)]
 
@@ -423,7 +423,7 @@ class StageLink:
     """One end of a connection after its hand-shake. One task receives at a time."""
 
     def __init__(self, stream: SocketStream, kinds: Any, max_payload_bytes: int) -> None:
-        """`kinds`: the messages that may come."""
+        """`kinds` is the union of the messages that may arrive."""
         self.stream = stream
         self._decoder = msgspec.msgpack.Decoder(kinds)
         self._max_payload_bytes = max_payload_bytes
@@ -432,14 +432,14 @@ class StageLink:
         self._sender = lambda: nullcontext(stream)
 
     def limit(self, link: SendingLink, traffic: TrafficClass) -> None:
-        """Send as one of the transfers of that class over the link to the other end's node."""
+        """Share the bandwidth of `link` with its other transfers, in class `traffic`."""
         self._sender = partial(link.sending, self.stream, traffic)
 
     async def send(self, message: ToStage | FromStage, payload: Tensor | None = None) -> None:
-        """`payload`: of any kind of number, contiguous.
+        """Send a message with a payload, a contiguous tensor of any type.
 
         Raises:
-            TransferError: the connection is lost, or nothing is taken at the other end.
+            TransferError: the connection is lost or stalls.
         """
         body = msgspec.msgpack.encode(message)
         data = b"" if payload is None else payload.view(-1).view(torch.uint8).numpy().data
@@ -452,11 +452,11 @@ class StageLink:
                     await sender.send(data, seal(data))
 
     async def receive(self, timeout_s: float | None = None) -> tuple[Any, Tensor]:
-        """The next message, and its payload as bytes, perhaps none. Waits until it begins, without
-        limit if there is none.
+        """Receive the next message and its payload as bytes. `timeout_s` limits the wait for its
+        begin; None: no limit.
 
         Raises:
-            TransferError: the connection is lost, stalls in a message, or what came is none.
+            TransferError: the connection is lost, stalls in a message, or the message is invalid.
         """
         try:
             async with asyncio.timeout(timeout_s):

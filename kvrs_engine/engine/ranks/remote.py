@@ -1,4 +1,4 @@
-"""A stage of an instance in a host, as the threads of the instance's process see it."""
+"""A stage of an instance in a host, with an interface for the threads of the instance's process."""
 
 import asyncio
 import threading
@@ -27,12 +27,12 @@ Result = TypeVar("Result")
 
 
 class RemoteStage(StageCalls):
-    """A `StageGroup` of one stage. What it has of hosts belongs to an event loop in a thread of its
-    own: batches come from threads that compute, one at a time, pages from the instance's loop.
+    """A `StageGroup` of one stage. Its `HostedStage` runs in an event loop in a separate thread;
+    batches come from computing threads, one at a time, and page transfers from the instance's loop.
 
-    With `on_cells` another host is found for a lost one, or waited for: the cells of the stage are
-    gone, and once the books know that and a host is there, batches are computed as before. Without,
-    or where none comes, the loss is the end.
+    With `on_cells`, a lost host is replaced by another instance's host or by a new own host. The
+    cells of the stage are lost; batches go on when the page tables have noted that and a host is
+    there. Without `on_cells`, or without a new host, the loss is final.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class RemoteStage(StageCalls):
         stage: int,
         donors: Sequence[StageAt] = (),
     ) -> None:
-        """Connect, and wait until the host of the stage has loaded it. `donors`: hosts of the same
-        stage of other instances, in the order in which they are asked.
+        """Connect to the own host, and wait until the host has loaded the stage. `donors` are other
+        instances' hosts of the same stage, in the order in which they are asked.
 
         Raises:
-            KvrsError: it refuses, or does not answer.
+            KvrsError: the own host refuses, or does not answer.
         """
         super().__init__()
-        self.at = at.peer  # Its own host.
+        self.at = at.peer  # The own host.
         self._hosted = hosted = HostedStage(at, config, settings, layout, stage, donors, self)
         self.stages, self.layers, self.cells = range(stage, stage + 1), hosted.layers, hosted.cells
         self._computing = threading.Lock()
@@ -71,26 +71,26 @@ class RemoteStage(StageCalls):
 
     @property
     def now(self) -> RanksNow:
-        """The ranks, as the host has told it last."""
+        """The state of the ranks, by the host's last report."""
         return self._hosted.now
 
     @property
     def loan(self) -> StageLoan | None:
-        """That of another instance, whose host it has; None: it has its own, or none."""
+        """The loan of another instance's host; None: the host is the own one, or lost."""
         return self._hosted.loan
 
     @property
     def losses(self) -> int:
-        """How often all cells were lost."""
+        """Number of times that all cells were lost."""
         return self._hosted.losses
 
     @property
     def is_whole(self) -> bool:
-        """The books know of all losses."""
+        """True if the page tables have dropped all pages that lost cells."""
         return self._hosted.is_whole
 
     def busy(self, now_s: float) -> float:
-        """The share of the last seconds in which the host computed."""
+        """Return the share of the last seconds in which the host computed."""
         return self._hosted.busy.share(now_s)
 
     def use(self) -> dict[int, StageUse]:
@@ -114,13 +114,13 @@ class RemoteStage(StageCalls):
             raise error
 
     def take(self, loan: StageLoan, kept: Sequence[int], adopted: Mapping[int, int] = {}) -> bool:
-        """`HostedStage.take`."""
+        """Call `HostedStage.take`; return False after `close`."""
         if self._is_closed:
             return False
         return self._call(self._hosted.take(loan, kept, adopted)).result()
 
     def noted(self, loss: int) -> None:
-        """The books know of that loss, and of those before."""
+        """Note that the page tables know of this loss and the earlier ones."""
         self._hosted.noted = loss
 
     def on_restart(self) -> None:
@@ -146,8 +146,8 @@ class RemoteStage(StageCalls):
         return self._call(self._hosted.connection.move(rank, leaves=leaves))
 
     def answer(self, order: OwnerAnswer) -> "Future[None]":
-        """Answer what another instance, or its host, has asked. TransferError ends a call that
-        comes to nothing.
+        """Answer the request of another instance or its host; the future may fail with
+        TransferError.
         """
         if self._is_closed:
             ended: Future[None] = Future()
@@ -158,8 +158,8 @@ class RemoteStage(StageCalls):
     async def bring(
         self, to: InstanceId, ranges: Sequence[PartsRange], pages: Sequence[int]
     ) -> PartsHeld:
-        """Bring parts of pages, which the books have now, to the host of another instance. Raises
-        TransferError as `HostedStage.bring`.
+        """Send parts of pages to another instance's host; raises TransferError as
+        `HostedStage.bring`.
         """
         hosted, losses = self._hosted, self._hosted.losses
         if self._is_closed or not hosted.is_whole:
@@ -180,7 +180,7 @@ class RemoteStage(StageCalls):
         self._loop.close()
 
     def _check_own(self) -> None:
-        """Raises TransferError: the host is another instance's."""
+        """Raises TransferError if the host is another instance's."""
         if (loan := self.loan) is not None:
             raise TransferError(
                 f"stage {self.stages.start} is borrowed; allowed: at its lender {loan.lender!r}"

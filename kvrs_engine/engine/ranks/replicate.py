@@ -1,10 +1,11 @@
-"""Parts of pages on their way between the hosts that instances of a group have of one stage, as
-replicas of their streams (KevlarFlow's ring).
+"""The replication of parts of pages between the hosts of one stage in the instances of a group
+(KevlarFlow's ring).
 
-Heads order it and have the books; the bytes go from host to host, and no batch waits for them. The
-receiving head gives the pages of each offer. They are written only until the offer ends: with its
-last part, with the link, or with the session of that head. What comes later is refused, and the
-head uses a page otherwise only once it was told of the end.
+The instances' processes (heads) order transfers and keep the page tables; the bytes go from host to
+host, and no batch waits for them. The receiving head chooses the destination pages of each offer.
+These pages are written only until the offer ends: with its last part, with the link, or with the
+session of that head. Later parts are refused, and the head reuses a page only after it was told of
+the end.
 """
 
 import asyncio
@@ -45,18 +46,18 @@ log = logging.getLogger(__name__)
 
 
 class PartsSender:
-    """Brings parts to the hosts of others. Belongs to the event loop of its host."""
+    """Sends parts of pages to other instances' hosts. Methods run in the event loop of its host."""
 
     def __init__(
         self, group: RankGroup, peers: Mapping[InstanceId, StageAt], links: SendingLinks
     ) -> None:
-        """`peers`: hosts of the same stage, by the instance that has them."""
+        """`peers` are the hosts of the same stage, by instance."""
         self._group, self._peers, self._sending = group, peers, links
         self._links: dict[InstanceId, StageLink] = {}
         self._locks = {name: asyncio.Lock() for name in peers}
 
     async def serve(self, link: StageLink, session: StageSession) -> None:
-        """Orders of a head. Raises TransferError: the link is lost."""
+        """Carry out a head's orders; raises TransferError when the link is lost."""
         await link.send(PagesDone())
         while True:
             order, _ = await link.receive()
@@ -93,7 +94,7 @@ class PartsSender:
             return PartsRefused(f"{at.peer.instance}: {error}")
 
     async def _bring_to(self, at: StageAt, order: BringParts) -> PartsHeld | PartsRefused:
-        """Raises OSError, TransferError: the host is not there, or refuses."""
+        """Send parts to a host; raises OSError or TransferError if it is not there or refuses."""
         try:
             if (link := self._links.get(order.to)) is None:
                 begin = Begin(VERSION, StageChannel.PARTS)
@@ -128,7 +129,9 @@ class PartsSender:
 
 
 class PartsReceiver:
-    """Takes parts from the hosts of others. Belongs to the event loop of its host."""
+    """Receives parts of pages from other instances' hosts. Methods run in the event loop of its
+    host.
+    """
 
     def __init__(
         self,
@@ -137,12 +140,14 @@ class PartsReceiver:
         senders: frozenset[InstanceId],
         stall_timeout_s: float,
     ) -> None:
-        """`senders`: hosts of the same stage of others."""
+        """`senders` are the instances whose hosts may send parts."""
         self._group, self._sessions, self._senders = group, sessions, senders
         self._stall_timeout_s = stall_timeout_s
 
     async def serve(self, link: StageLink, sender: Identity) -> None:
-        """Raises TransferError: the link is lost, or what comes is refused."""
+        """Receive parts from a sender; raises TransferError if the link is lost or the parts are
+        refused.
+        """
         if sender.instance not in self._senders:
             allowed = ", ".join(map(repr, sorted(self._senders))) or "none"
             raise StageRefusedError(f"parts of {sender.instance!r}; allowed: {allowed}")
@@ -199,7 +204,7 @@ class PartsReceiver:
 
 
 def check_ranges(ranges: list[PartsRange], pages: int) -> None:
-    """Raises StageRefusedError: they are more than an instance of so many pages has."""
+    """Raises StageRefusedError if the ranges have more pages than an instance has."""
     count = sum(len(each.tags) for each in ranges)
     if count > pages or len(ranges) > pages:
         raise StageRefusedError(
@@ -210,7 +215,7 @@ def check_ranges(ranges: list[PartsRange], pages: int) -> None:
 
 
 def _held(ranges: list[PartsRange], taken: TakeParts, filled: set[int]) -> list[int]:
-    """Leading pages of each stream that have the part now."""
+    """Return the number of leading pages of each range's stream that have the part now."""
     found, place = [], 0
     for each, held in zip(ranges, taken.held, strict=True):
         places = range(place, place + len(each.tags))
@@ -220,7 +225,7 @@ def _held(ranges: list[PartsRange], taken: TakeParts, filled: set[int]) -> list[
             places[leading] in filled or taken.pages[places[leading]] == IS_HERE
         ):
             leading += 1
-        # What lies before is there, or else nothing of this range was taken.
+        # Pages before the range are held, or no page of the range was accepted.
         found.append(max(held, each.first_page + leading) if held >= each.first_page else held)
     return found
 

@@ -1,14 +1,13 @@
-"""The way of a stage that has lost its host: to one of another instance, and back to its own.
+"""The recovery of a stage that has lost its host: by the host of another instance, and back.
 
-    lost --a donor lends--> borrowed --its own host is there--> copying --> at home
-    lost --its own host is there--> at home
-    copying --its own host is lost again--> borrowed
-    borrowed, copying --the donor is lost, or takes it back--> lost
+    lost --a donor lends--> borrowed --the own host is there--> copying --> at home
+    lost --the own host is there--> at home
+    copying --the own host is lost again--> borrowed
+    borrowed, copying --the donor is lost, or ends the loan--> lost
 
-Where the lender has replicas of what the stage has computed, it lends the pages with these. What
-was written into the pages of a loan is copied home while the donor goes on computing; batches stop
-only for what they have written meanwhile. A page counts as written once that is over: a copy that
-is made beside it may lack it.
+A lender that has replicas of the stage's pages lends them with the loan. Written pages of a loan
+are copied to the own host while the donor goes on computing; batches stop only for the last pages.
+A page counts as written after the writing batch has ended, because a concurrent copy may miss it.
 """
 
 import asyncio
@@ -31,12 +30,14 @@ from kvrs_engine.scheduling.sequences import Chunk
 
 log = logging.getLogger(__name__)
 
-_AGAIN_S = 1.0  # Between two rounds of questions to donors.
-_JOIN_S = 0.1  # Until a donor's stage computes, as long as none has.
+_AGAIN_S = 1.0  # Interval between two rounds of requests to donors.
+_JOIN_S = 0.1  # Predicted time to begin a loan, before the first loan.
 
 
 class Gate:
-    """Users come in while it is open; who closes it is alone behind it."""
+    """A lock with many users, who enter while it is open, and one exclusive holder, who closes
+    it.
+    """
 
     def __init__(self) -> None:
         self._open, self._unused = asyncio.Event(), asyncio.Event()
@@ -71,20 +72,18 @@ class StageLoan:
     """Pages of a stage that another instance lends."""
 
     lender: InstanceId
-    node: NodeId  # Of its host.
-    pages: Sequence[int]  # By the lender's numbers.
+    node: NodeId  # Node of the lender's host.
+    pages: Sequence[int]  # The lender's page numbers.
     page_size_tokens: int
-    tags: Sequence[Tag] = ()  # Of what is in the first of them.
-    # By our numbers; None: it is not known yet which of our pages stay in use.
+    tags: Sequence[Tag] = ()  # Tags of the content of the first pages.
+    # Lender's page by own page; None: the pages to keep are not chosen yet.
     table: dict[int, int] | None = None
-    # Ours of which what was written last may not be copied.
-    touched: set[int] = field(default_factory=set)
-    # Ours that were copied to the own host.
-    copied: set[int] = field(default_factory=set)
+    touched: set[int] = field(default_factory=set)  # Own pages written since their last copy.
+    copied: set[int] = field(default_factory=set)  # Own pages copied to the own host.
 
     def take(self, kept: Sequence[int], adopted: Mapping[int, int] = {}) -> None:
-        """These of our pages, at most as many as are lent, stay in use; of the `adopted`, what the
-        lender has in the page beside.
+        """Choose the own pages that stay in use, at most as many as are lent. `adopted` maps own
+        pages to the lender's pages that have their content.
         """
         assert len(kept) <= len(self.pages), "a page without memory"
         others, theirs = {*adopted}, {*adopted.values()}
@@ -94,14 +93,14 @@ class StageLoan:
         self.touched.update(adopted)
 
     def theirs(self, pages: Iterable[int]) -> list[int]:
-        """Raises TransferError: some are not in use."""
+        """Translate own pages to the lender's; raises TransferError if a page is not in use."""
         table, own = self.table or {}, list(pages)
         if not table.keys() >= {*own}:
             raise TransferError("cells of these pages were lost meanwhile")
         return [table[page] for page in own]
 
     def translated(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """With the lender's pages."""
+        """Return the chunks with the lender's page numbers."""
         table = self.table or {}
         return [
             msgspec.structs.replace(chunk, pages=[table[page] for page in chunk.pages])
@@ -109,7 +108,7 @@ class StageLoan:
         ]
 
     def computed(self, chunks: Iterable[Chunk]) -> None:
-        """A batch of ours is over, computed or not."""
+        """Note the pages written by a batch that has ended or failed."""
         size = self.page_size_tokens
         for chunk in chunks:
             first, end = chunk.first_position, chunk.first_position + len(chunk.token_ids)
@@ -117,7 +116,7 @@ class StageLoan:
 
 
 class LostStage(Protocol):
-    """`kvrs_engine.engine.ranks.hosted.HostedStage`."""
+    """The interface of `kvrs_engine.engine.ranks.hosted.HostedStage` for `StageReturn`."""
 
     gate: Gate
     ready: StageReady
@@ -126,12 +125,12 @@ class LostStage(Protocol):
 
     async def wanted(self) -> LoanWanted: ...
     def waits(self) -> None:
-        """Predict the load of the own host: no donor lends."""
+        """Predict the end by the load of the own host, because no donor lends."""
         ...
 
     def borrow(self, connection: StageConnection, loan: StageLoan) -> None: ...
     def loan_over(self, connection: StageConnection) -> None:
-        """That of a loan is closed, which is a loss, unless it is known."""
+        """Handle the closed connection of a loan as a loss, unless the loss is known."""
         ...
 
     def come_home(self, connection: StageConnection, ready: StageReady) -> None: ...
@@ -148,18 +147,18 @@ class StageReturn:
     ) -> None:
         self._stage, self._connect, self._own, self._donors = stage, connect, own, donors
         self._page_size_tokens = page_size_tokens
-        self.join_s = _JOIN_S  # Of the last loan.
+        self.join_s = _JOIN_S  # Time that the last loan took to begin.
 
     @property
     def borrows(self) -> bool:
-        """A donor's host would be there before the own one has loaded."""
+        """True if a donor's host is predicted to be ready before the own host."""
         return bool(self._donors) and self.join_s < self._stage.ready.load_s
 
     async def run(self) -> None:
-        """Until the stage is at home.
+        """Run until the own host serves the stage again.
 
         Raises:
-            KvrsError: no host serves it.
+            KvrsError: no host serves the stage.
         """
         await self._stage.connection.close()
         home = self._to_home()
@@ -188,7 +187,7 @@ class StageReturn:
     async def _again(
         self, home: "asyncio.Task[tuple[StageConnection, StageReady]]", loan: StageLoan
     ) -> "asyncio.Task[tuple[StageConnection, StageReady]]":
-        """The own host is lost again: the next one has nothing of what was copied to it."""
+        """Wait for the next own host after another loss: all copied pages must be copied again."""
         await home.result()[0].close()
         loan.touched |= loan.copied
         loan.copied.clear()
@@ -198,10 +197,10 @@ class StageReturn:
         return asyncio.create_task(self._go_home())
 
     async def _go_home(self) -> tuple[StageConnection, StageReady]:
-        """A session with the own host, whenever that is there.
+        """Open a session with the own host, without a time limit.
 
         Raises:
-            KvrsError: it refuses, or has other weights.
+            KvrsError: the host refuses, or has other weights.
         """
         connection = self._connect(self._own)
         try:
@@ -220,15 +219,15 @@ class StageReturn:
     async def _find(
         self, home: "asyncio.Task[tuple[StageConnection, StageReady]]"
     ) -> tuple[StageConnection, StageLoan] | None:
-        """A loan, or None: the own host is there first.
+        """Find a donor that lends; None: the own host is there first.
 
         Raises:
-            KvrsError: it refuses, or there is no host for too long.
+            KvrsError: the own host refuses, or there is no host for `HOST_WAIT_S`.
         """
         began_s = time.monotonic()
         until_s, due_s = began_s + HOST_WAIT_S, began_s + self._stage.ready.load_s
         while not home.done():
-            # A host that is not there by when it was to be may be far from it.
+            # Ask donors too if the own host is later than predicted.
             asks = self.borrows or time.monotonic() >= due_s
             for donor in self._donors if asks else ():
                 if (found := await self._ask(donor)) is not None:
@@ -250,7 +249,7 @@ class StageReturn:
         return None
 
     async def _is_back(self, home: "asyncio.Task[tuple[StageConnection, StageReady]]") -> bool:
-        """Wait for the own host, unless the loan is lost before."""
+        """Wait for the own host; return False if the loan is lost before."""
         lost = asyncio.create_task(self._stage.is_lost.wait())
         try:
             await asyncio.wait({home, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -265,7 +264,7 @@ class StageReturn:
         try:
             ready = await connection.open(0.0, await self._stage.wanted())
             if not self._has_same(ready) or ready.pages is None:
-                raise KvrsError("it has other weights")
+                raise KvrsError("the donor has other weights")
         except KvrsError as error:
             log.info("a donor does not lend", extra=extra | {"cause": str(error)})
             await connection.close()
@@ -287,7 +286,7 @@ class StageReturn:
         home: StageConnection,
         ready: StageReady,
     ) -> bool:
-        """Copy what was written, and go on at the own host; False: one of both was lost."""
+        """Copy the written pages and go on at the own host; False: either host was lost."""
         try:
             for _ in range(MOST_ROUNDS):
                 if len(loan.touched) <= FEW_PAGES:
@@ -317,7 +316,7 @@ class StageReturn:
             raise
 
     async def _drop(self, home: "asyncio.Task[tuple[StageConnection, StageReady]]") -> None:
-        """Close a session with the own host that is not used."""
+        """Close the session with the own host, unless the stage uses it."""
         home.cancel()
         with suppress(asyncio.CancelledError, KvrsError):
             connection, _ = await home

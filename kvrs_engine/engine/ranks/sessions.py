@@ -1,19 +1,20 @@
-"""Sessions of a stage's host: which processes it serves, and which orders it obeys.
+"""Sessions of a stage's host: the processes that it serves, and the orders that it obeys.
 
-    none --Begin--> open --its link of batches closes--> none, once its last order has ended
-    open --Begin in an epoch that is not lower--> the same, then --> open
+    none --Begin--> open --the link of batches closes--> none, after the last order has ended
+    open --Begin in the same or a higher epoch--> none, as above, then --> open
 
-A host outlives the processes that use it. Each has a session, under the epoch of its start; every
-order names both. A process in a lower epoch is refused, and so is an order of another session: one
-that was stopped, or cut off, and goes on later reaches nothing. Pages that an order of a session
-writes are not used in the next one before that order has ended.
+A host outlives the processes that use it. Each process has a session in the epoch of its start, and
+every order names both. A process in a lower epoch is refused, and so is an order of another
+session, so that a process that was suspended or cut off changes nothing later. Pages that an order
+writes are not used in the next session before that order has ended.
 
-The instance that has the stage, its owner, has one session. While that is open another one of the
-group may have one beside it, a loan: over pages of the owner's, which it gives and does not use
-meanwhile. Every session of the owner begins without a loan; those of its batches and of the
-borrower's are computed as they come, and neither has more than one at a time.
+The owner is the instance of the stage. While its session is open, another instance of the group may
+have a second session, a loan, over pages that the owner lends and does not use meanwhile. Every
+session of the owner begins without a loan. Batches of both are computed in order of arrival, and
+each has one batch at a time.
 
-Hosts of others bring parts of pages in a session of the owner, which says into which (`replicate`).
+Other hosts send parts of pages in the owner's session; the owner names their destination
+(`replicate`).
 """
 
 import asyncio
@@ -49,27 +50,27 @@ from kvrs_engine.scheduling.sequences import Chunk
 
 log = logging.getLogger(__name__)
 
-_ASKED_S = 5.0  # For an owner to say whether it lends.
+_ASKED_S = 5.0  # Time limit for the owner's answer to a request.
 
 
 class StageRefusedError(TransferError):
-    """An order, or a process, that the host does not serve; the message is for that process."""
+    """The host refuses an order or a process; the message is sent to that process."""
 
 
 class StageSession:
     """The use of a host by one process. Its links end together."""
 
     def __init__(self, number: int, head: Identity, pages: frozenset[int] | None = None) -> None:
-        """`pages`: those of a loan; None: it is the owner's."""
+        """`pages` are those of a loan; None: the owner's session."""
         self.number, self.head, self.pages = number, head, pages
-        self.terms: LendPages | None = None  # Of a loan.
-        self.lent: frozenset[int] = frozenset()  # By the owner, in this session.
-        self._links: list[StageLink] = []  # That of batches first.
+        self.terms: LendPages | None = None  # The terms of a loan.
+        self.lent: frozenset[int] = frozenset()  # Pages that the owner lends in this session.
+        self._links: list[StageLink] = []  # The link of batches first.
         self._beside: list[StageLink] = []
         self._ending, self._over = asyncio.Event(), asyncio.Event()
 
     def check(self, order: Ordered) -> None:
-        """Raises StageRefusedError: it is not of this session."""
+        """Raises StageRefusedError if the order is not of this session."""
         if order.epoch != self.head.epoch:
             raise StageRefusedError(
                 f"an order of epoch {order.epoch}; allowed: {self.head.epoch}, the session's"
@@ -80,7 +81,7 @@ class StageSession:
             )
 
     def check_pages(self, pages: Collection[int]) -> None:
-        """Raises StageRefusedError: some are not this session's."""
+        """Raises StageRefusedError if a page does not belong to this session."""
         if self.pages is None:
             others = self.lent.intersection(pages)
         else:
@@ -91,12 +92,12 @@ class StageSession:
 
     @property
     def is_over(self) -> bool:
-        """Nothing of it is carried out any more."""
+        """True if all links and orders of the session have ended."""
         return self._over.is_set()
 
     @contextmanager
     def using(self, link: StageLink) -> Iterator[None]:
-        """While a link is served. The end of one is the end of all."""
+        """Serve a link of the session; its end ends the session."""
         self._links.append(link)
         try:
             yield
@@ -107,7 +108,7 @@ class StageSession:
 
     @contextmanager
     def beside(self, link: StageLink) -> Iterator[None]:
-        """While a link is served that ends with the others, and they not with it."""
+        """Serve a link that ends with the session but does not end it."""
         self._beside.append(link)
         try:
             if not self._links:
@@ -122,7 +123,7 @@ class StageSession:
             self._over.set()
 
     async def tell(self, message: FromStage) -> None:
-        """Send it on the link of batches, if there is one; its loss is found by others as well."""
+        """Send a message on the link of batches; the loss of the link is ignored here."""
         if self._links:
             with suppress(TransferError):
                 await self._links[0].send(message)
@@ -133,7 +134,7 @@ class StageSession:
             link.stream.shut()
 
     async def answered(self, answer: "asyncio.Future[Any]", patience_s: float) -> bool:
-        """Wait for an answer of its process; False: none comes, or not so soon."""
+        """Wait for an answer of the process; False: it does not come within `patience_s`."""
         ending = asyncio.create_task(self._ending.wait())
         try:
             waited = asyncio.wait(
@@ -144,7 +145,7 @@ class StageSession:
             ending.cancel()
 
     async def end(self) -> None:
-        """Let it end, and wait until it has."""
+        """End the session, and wait until its orders have ended."""
         self.shut()
         await self._over.wait()
 
@@ -153,22 +154,22 @@ class StageSession:
 
 
 class StageSessions:
-    """One session of the instance that has the stage, and one of a borrower."""
+    """The session of the owner, and that of a borrower."""
 
     def __init__(
         self, owner: InstanceId, pages: int, borrowers: Collection[InstanceId] = ()
     ) -> None:
-        """`pages`: of an instance; `borrowers`: those that may ask for a loan."""
+        """`pages` is the number of the owner's pages; `borrowers` may ask for a loan."""
         self._owner, self._pages, self._borrowers = owner, pages, frozenset(borrowers)
-        self._epochs: dict[InstanceId, int] = {}  # The highest one so far of each.
+        self._epochs: dict[InstanceId, int] = {}  # The highest epoch of each instance.
         self._number = 0
         self._own: StageSession | None = None
         self._loan: StageSession | None = None
         self._opening, self._lending = asyncio.Lock(), asyncio.Lock()
-        # A loan of which the owner has not answered yet: its number, and its pages or why not.
+        # The loan for which the owner's answer is pending: its number, and the future answer.
         self._asked: tuple[int, asyncio.Future[LendPages | str]] | None = None
         self._ending: asyncio.Task[None] | None = None
-        # Offers of parts of which the owner has not said yet what comes, by their numbers.
+        # Offers of parts for which the owner's answer is pending, by number.
         self._offers: dict[int, tuple[OfferParts, asyncio.Future[TakeParts | str]]] = {}
         self._offered = 0
 
@@ -176,11 +177,11 @@ class StageSessions:
     async def of(
         self, link: StageLink, head: Identity, begin: object
     ) -> AsyncIterator[StageSession]:
-        """The session of a new link, by its first message, while it is served: for batches a new
-        one, once the one before is over.
+        """Enter the session of a new link, given its first message. A link of batches opens a new
+        session after the previous one has ended.
 
         Raises:
-            StageRefusedError: there is none for it.
+            StageRefusedError: the link is refused.
         """
         session = await self._begin(head, begin)
         is_beside = isinstance(begin, Begin) and begin.channel is StageChannel.REPLICAS
@@ -188,10 +189,10 @@ class StageSessions:
             yield session
 
     def answered(self, order: OwnerAnswer) -> bool:
-        """Take the owner's answer; False: the other one does not wait any more.
+        """Pass on the owner's answer; False: the other instance no longer waits.
 
         Raises:
-            StageRefusedError: it does not fit the question.
+            StageRefusedError: the answer does not fit the request.
         """
         if isinstance(order, TakeParts | RefuseParts):
             offer, taken = self._offers.get(order.offer) or (None, None)
@@ -213,13 +214,13 @@ class StageSessions:
                 await session.tell(message)
 
     async def over(self) -> None:
-        """Wait until the owner has none, and end one of a borrower."""
+        """Wait for the end of the owner's session, and end that of a borrower."""
         while self._own is not None and not self._own.is_over:
             await self._own.over()
         await self.end_loan()
 
     async def end_loan(self) -> None:
-        """Let the session of a borrower end, if there is one."""
+        """End the session of a borrower, if there is one."""
         if self._loan is not None and not self._loan.is_over:
             await self._loan.end()
 
@@ -240,7 +241,7 @@ class StageSessions:
         if not is_owner:
             return await self._lend(head, begin)
         async with self._opening:
-            # It may have waited beside one of a higher epoch.
+            # A process of a higher epoch may have opened a session meanwhile.
             self._check(head, begin)
             self._epochs[head.instance] = head.epoch
             if self._own is not None:
@@ -301,7 +302,7 @@ class StageSessions:
             return loan
 
     async def _ask(self, owner: StageSession, question: LoanAsked) -> LendPages:
-        """Raises StageRefusedError: the owner does not lend."""
+        """Ask the owner for a loan; raises StageRefusedError if it does not lend."""
         answer: asyncio.Future[LendPages | str] = asyncio.get_running_loop().create_future()
         self._asked = question.loan, answer
         try:
@@ -317,8 +318,8 @@ class StageSessions:
     # Parts that others bring.
 
     def receiving(self) -> StageSession | str:
-        """The session in which parts may come, or why there is none: what is lent is no target of
-        replicas.
+        """Return the owner's session, or the reason why no parts are accepted: lent pages are no
+        destination of replicas.
         """
         owner, loan = self._own, self._loan
         if owner is None or owner.is_over:
@@ -330,7 +331,7 @@ class StageSessions:
     async def offer(
         self, owner: StageSession, sender: InstanceId, offer: OfferParts
     ) -> TakeParts | str:
-        """Ask the owner what it takes of it; its answer, or why it takes nothing.
+        """Pass an offer to the owner; return its answer, or the reason of a refusal.
 
         Raises:
             StageRefusedError: the session has ended.
@@ -356,7 +357,7 @@ class StageSessions:
 
 
 def check_version(begin: Begin) -> None:
-    """Raises StageRefusedError: it speaks otherwise."""
+    """Raises StageRefusedError if the version of the messages differs."""
     if begin.version != VERSION:
         raise StageRefusedError(f"version {begin.version}; allowed: {VERSION}")
 
@@ -372,7 +373,7 @@ def _check_taken(order: TakeParts, offer: OfferParts) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Limits of a batch for a stage's ranks, which check nothing themselves."""
+    """The limits of a batch; the stage's ranks check nothing themselves."""
 
     vocabulary: int
     positions: int
@@ -391,7 +392,7 @@ class BatchLimits:
         )
 
     def check(self, chunks: Sequence[Chunk]) -> None:
-        """Raises StageRefusedError: a chunk exceeds them."""
+        """Raises StageRefusedError if a chunk exceeds the limits."""
         tokens = sum(len(chunk.token_ids) for chunk in chunks)
         if not 0 < tokens <= self.batch_tokens:
             raise StageRefusedError(f"{tokens} tokens; allowed: 1 to {self.batch_tokens}")
