@@ -1,11 +1,9 @@
 """An agent of the instance's node, and what is fetched from it after losses."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from kvrs.config.file import Config
 from kvrs.ids import InstanceId, NodeId
@@ -13,10 +11,9 @@ from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import PAGES_SOCKET, PullResult
+from kvrs.transfer.peers import PullResult
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
-from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.host import HostStore
 from kvrs_engine.engine.instance import EngineInstance
@@ -35,21 +32,18 @@ async def agent_of(config: Config, secret: bytes) -> AsyncIterator[None]:
     """Keeps checkpoints where the configuration says, and lends them."""
     with StoreDirectory(store_directory(config.backup.directory, secret, NODE)) as directory:
         clock = asyncio.get_running_loop().time
-        store = HostStore(directory, _CAPACITY_BYTES, _LEASE_S, clock)
+        store = HostStore(AGENT, NODE, directory, _CAPACITY_BYTES, _LEASE_S, clock)
 
         links = SendingLinks(config.transfer, SendingFaults(), NODE)
-        server = PageServer(
-            partial(store.identity, AGENT, NODE), store, secret, config.transfer, links
-        )
+        server = PageServer(store, secret, config.transfer, links)
         server.keep(store)
         await server.start("127.0.0.1", config.cluster.nodes[0].agent.page_port)
-        server.lend(listen_in(directory.path, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
+        server.lend(directory.path)
         try:
             yield
         finally:
             await server.close()
             store.clear()
-            directory.unlink(PAGES_SOCKET)
 
 
 @dataclass(slots=True)

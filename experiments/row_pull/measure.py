@@ -19,8 +19,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -92,13 +92,14 @@ class Held:
     def __init__(self, memory: mmap.mmap) -> None:
         whole = memoryview(memory)
         views = [whole[at * PAGE_BYTES : (at + 1) * PAGE_BYTES] for at in range(PAGES)]
-        self._pinned = PinnedPages(views, None, self, [frames.checksum(view) for view in views])
+        self._pinned = PinnedPages(views, None, [frames.checksum(view) for view in views])
 
-    async def pin(self, request: PullRequest) -> PinnedPages:
-        return self._pinned
+    def identity(self) -> Identity:
+        return SERVER
 
-    def unpin(self, pinned: PinnedPages) -> None:
-        pass
+    @asynccontextmanager
+    async def pinned(self, request: PullRequest) -> AsyncIterator[PinnedPages]:
+        yield self._pinned
 
 
 async def serve(directory: Path) -> None:
@@ -111,7 +112,7 @@ async def serve(directory: Path) -> None:
     until(lambda: bool(agent.regions.of(SPACE)))
     memory = mmap.mmap(engine.memory, PAGES * PAGE_BYTES)
     links = SendingLinks(SETTINGS, SendingFaults(), SERVER.node)
-    pages = PageServer(lambda: SERVER, Held(memory), SECRET, SETTINGS, links)
+    pages = PageServer(Held(memory), SECRET, SETTINGS, links)
     raw = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=send_raw, args=(raw, engine.memory), daemon=True).start()
     ports = [await pages.start("127.0.0.1", 0), agent.tcp, raw.getsockname()[1]]

@@ -3,10 +3,8 @@
 import asyncio
 import logging
 import os
-import socket
 import time
 from collections.abc import KeysView, Sequence
-from contextlib import suppress
 from functools import partial
 from secrets import token_bytes
 
@@ -28,12 +26,10 @@ from kvrs.protocol.rows import RowsReport, short
 from kvrs.protocol.secrets import Scope, scoped_key, scoped_keys
 from kvrs.transfer.anchors.files import AnchoredFiles
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import PAGES_SOCKET
 from kvrs.transfer.rows.dialling import dial_tcp, listen_tcp, listen_unix, remove_unix
 from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
-from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.store.directory import StoreDirectory, row_directory, store_directory
 from kvrs.transfer.store.host import HostStore, UnreportedChanges
 
@@ -82,15 +78,19 @@ class NodeAgent:
             )
         try:
             self.store = HostStore(
-                directory, config.backup.capacity_bytes, config.transfer.lease_s, time.monotonic
+                self.node.agent_id,
+                self.node.id,
+                directory,
+                config.backup.capacity_bytes,
+                config.transfer.lease_s,
+                time.monotonic,
             )
         except OSError as error:
             raise ConfigError(
                 f"backup.directory: {directory.path}: {error.strerror or error}"
             ) from None
         links = SendingLinks(config.transfer, SendingFaults(), self.node.id)
-        identity = partial(self.store.identity, self.node.agent_id, self.node.id)
-        self.page_server = PageServer(identity, self.store, secret, config.transfer, links, older)
+        self.page_server = PageServer(self.store, secret, config.transfer, links, older)
         self.page_server.keep(self.store)
         # The monotonic clock makes later agents grant higher tokens, whatever the wall clock does.
         # It restarts with the machine, but so do the targets, which are processes of it.
@@ -192,8 +192,7 @@ class NodeAgent:
             self.node.agent.bound(self.node.agent.host), self.node.agent.page_port
         )
         if self._keeps:
-            listener = listen_in(self._directory.path, PAGES_SOCKET, socket.SOCK_STREAM)
-            self.page_server.lend(listener, self.store.places)
+            self.page_server.lend(self._directory.path)
         self._rows.listen(listen_unix(self._row_directory))
         settings = self.node.agent
         if settings.row_port is not None:
@@ -210,8 +209,6 @@ class NodeAgent:
         self._rows.close()
         await self.page_server.close()
         remove_unix(self._row_directory)
-        with suppress(FileNotFoundError):
-            self._directory.unlink(PAGES_SOCKET)
 
     async def settle_regions(self) -> None:
         """Adopt the memory of engines that die, and give back what is not read any more, until

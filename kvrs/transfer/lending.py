@@ -12,7 +12,7 @@ from kvrs.protocol.frames import AnswerHeader, FrameType
 from kvrs.protocol.mapped_pages import MAX_FILES, MappedPages, PlacedPage
 from kvrs.protocol.page_messages import PullFrame
 from kvrs.protocol.parts import PagePart
-from kvrs.transfer.peers import PageSource, PinnedPages, Places
+from kvrs.transfer.peers import PageSource, PinnedPages
 from kvrs.transfer.shared_memory.passing import close_all
 from kvrs.transfer.shared_memory.regions import Region, in_threads
 from kvrs.transfer.stream import SocketStream
@@ -21,10 +21,9 @@ from kvrs.transfer.stream import SocketStream
 class LentFiles:
     """The files of one connection, in the order in which their descriptors were sent."""
 
-    def __init__(self, stream: SocketStream, source: PageSource, places: Places) -> None:
+    def __init__(self, stream: SocketStream, source: PageSource) -> None:
         self._stream = stream
         self._source = source
-        self._places = places
         self._files: list[Region] = []
 
     async def lend(self, pull: PullFrame) -> None:
@@ -36,18 +35,15 @@ class LentFiles:
         request = pull.request
         if request.tail_index is not None:
             raise TransferError("MAP of a tail; allowed: full pages, or a part of each")
-        pinned = await self._source.pin(request)
-        try:
+        async with self._source.pinned(request) as pinned:
             await self._answer(pull.request_id, pinned, request.part)
             await self._stream.receive_question(FrameType.UNMAP)
-        finally:
-            self._source.unpin(pinned)
 
     async def _answer(self, request_id: int, pinned: PinnedPages, part: PagePart | None) -> None:
         numbers = {file: number for number, file in enumerate(self._files)}
         places: list[PlacedPage] = []
         checksums = await _checksums(pinned, part)
-        for (file, offset), checksum in zip(self._places(pinned), checksums, strict=True):
+        for (file, offset), checksum in zip(pinned.places, checksums, strict=True):
             places.append((numbers.setdefault(file, len(numbers)), offset, checksum))
         if len(numbers) > MAX_FILES:
             raise TransferError(f"MAP of pages in more than {MAX_FILES} files")

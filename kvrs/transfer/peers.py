@@ -1,6 +1,7 @@
 """Types between the page port and the engine or agent behind it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -32,7 +33,6 @@ __all__ = [
     "PageSource",
     "Peer",
     "PinnedPages",
-    "Places",
     "PullRequest",
     "PullResult",
     "StoreCode",
@@ -57,18 +57,17 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class PinnedPages:
-    """The longest held prefix of a request, in place until it is unpinned; `token` is the
-    source's own.
-    """
+    """The longest held prefix of a request."""
 
     pages: list[memoryview]
-    tail: memoryview | None
-    token: object
+    tail: memoryview | None = None
     # Checksums of the leading pages, taken when they were stored, so that later damage is found.
     # Those of the other pages are computed when they are sent.
     checksums: Sequence[int] = ()
     # The same of each one's cells, as `cell_checksums` has them, where a part is asked for.
     cells: Sequence[memoryview] = ()
+    # Where the full pages lie, if processes of this host may map them.
+    places: "Sequence[PagePlace]" = ()
 
     def checksum(self, index: int, part: PagePart | None) -> int | None:
         """Stored checksum of a page, or of the part of it; None: there is none."""
@@ -80,20 +79,22 @@ class PinnedPages:
 
 
 class PageSource(Protocol):
-    """The pages that a page server serves. Both calls come from the event loop and must not block
+    """The pages that a page server serves. All calls come from the event loop and must not block
     it for long.
     """
 
-    async def pin(self, request: PullRequest) -> PinnedPages:
-        """Pin what is held, before anything is awaited; then wait until its bytes are readable.
-
-        Raises:
-            TransferError: they cannot be read. Nothing stays pinned then, nor after a
-                cancellation.
-        """
+    def identity(self) -> Identity:
+        """The owner of the pages as peers see it, at this moment."""
         ...
 
-    def unpin(self, pinned: PinnedPages) -> None: ...
+    def pinned(self, request: PullRequest) -> AbstractAsyncContextManager[PinnedPages]:
+        """Pin what is held, before anything is awaited; then wait until its bytes are readable.
+        They stay in place until the context ends.
+
+        Raises:
+            TransferError: they cannot be read.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +146,6 @@ class Incoming(Protocol):
 
 # Where a pinned page lies, and the offset there. No class, since a request has thousands.
 PagePlace = tuple[Region, int]
-# Where the pages of a request lie, one by one.
-Places = Callable[[PinnedPages], list[PagePlace]]
 
 
 class PageSink(Protocol):

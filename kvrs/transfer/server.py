@@ -6,9 +6,10 @@ import asyncio
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import DamagedPageError, TransferError
@@ -20,9 +21,16 @@ from kvrs.protocol.session import SESSION_MAC_BYTES, Session
 from kvrs.transfer.handshake import admit, page_key
 from kvrs.transfer.lending import LentFiles
 from kvrs.transfer.links import Sender, SendingLink, SendingLinks, groups
-from kvrs.transfer.peers import Identity, Incoming, PageSink, PageSource, PinnedPages, Places
+from kvrs.transfer.peers import (
+    PAGES_SOCKET,
+    Identity,
+    Incoming,
+    PageSink,
+    PageSource,
+    PinnedPages,
+)
 from kvrs.transfer.send_faults import SendingFaults
-from kvrs.transfer.shared_memory.passing import foreign_user
+from kvrs.transfer.shared_memory.passing import foreign_user, listen_in, remove_in
 from kvrs.transfer.stream import Filling, SocketStream, page_socket, readable
 
 log = logging.getLogger(__name__)
@@ -46,7 +54,6 @@ class PageServer:
 
     def __init__(
         self,
-        identity: Callable[[], Identity],
         source: PageSource,
         secret: bytes,
         settings: TransferSettings,
@@ -54,13 +61,12 @@ class PageServer:
         older: Sequence[bytes] = (),
     ) -> None:
         """`older`: the cluster's other secrets, which a client may prove as well."""
-        self._identity = identity
         self._source = source
         self._key, self._older_keys = page_key(secret), [page_key(each) for each in older]
         self._settings = settings
         self._links = links
         self._sink: PageSink | None = None  # None: nothing can be stored here.
-        self._places: Places | None = None  # None: nothing can be mapped.
+        self._lent_at: tuple[Path, str] | None = None  # Directory and name of a socket.
         # By what accepts on each.
         self._listeners: dict[asyncio.Task[None], socket.socket] = {}
         self._connections: set[asyncio.Task[None]] = set()
@@ -91,12 +97,15 @@ class PageServer:
         self._listen(listener)
         return int(listener.getsockname()[1])
 
-    def lend(self, listener: socket.socket, places: Places) -> None:
-        """Let processes of this user and host map pages, over a UNIX socket that is closed with the
-        server.
+    def lend(self, directory: Path, name: str = PAGES_SOCKET) -> None:
+        """Let processes of this user and host map pages, over a UNIX socket in that directory.
+
+        Raises:
+            OSError: the socket cannot be had.
         """
-        self._places = places
+        listener = listen_in(directory, name, socket.SOCK_STREAM)
         listener.setblocking(False)
+        self._lent_at = directory, name
         self._listen(listener)
 
     def keep(self, sink: PageSink) -> None:
@@ -114,6 +123,8 @@ class PageServer:
         await asyncio.gather(*tasks, return_exceptions=True)
         for listener in self._listeners.values():
             listener.close()
+        if self._lent_at is not None:
+            remove_in(*self._lent_at)
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -171,8 +182,8 @@ class PageServer:
             own, client, stream = await self._shake_hands(sock)
             self._no_stranger(asyncio.current_task())
             lent = None
-            if sock.family == socket.AF_UNIX and self._places is not None:
-                lent = LentFiles(stream, self._source, self._places)
+            if sock.family == socket.AF_UNIX:
+                lent = LentFiles(stream, self._source)
             await self._answer_all(stream, own, self._links.to(client.node), lent)
         except DamagedPageError as error:
             log.warning("page connection closed: %s", error)
@@ -186,7 +197,7 @@ class PageServer:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 adopt = (lambda client: None) if self._sink is None else self._sink.adopt
                 own, client = await admit(
-                    stream, self._key, self._identity, adopt, self._older_keys
+                    stream, self._key, self._source.identity, adopt, self._older_keys
                 )
                 return own, client, stream
         except TimeoutError:
@@ -203,7 +214,7 @@ class PageServer:
         while True:
             await stream.wait_for_data()
             frame_type, body = await stream.receive_question(*questions)
-            if self._identity() != own:
+            if self._source.identity() != own:
                 # The peer was given another epoch, or other pages: it has to connect anew.
                 return
             if frame_type is FrameType.PULL:
@@ -226,12 +237,9 @@ class PageServer:
     async def _answer_pull(
         self, stream: SocketStream, link: SendingLink, pull: PullFrame, page_bytes: int
     ) -> None:
-        pinned = await self._source.pin(pull.request)
-        try:
+        async with self._source.pinned(pull.request) as pinned:
             with link.sending(stream, pull.request.traffic) as sender:
                 await _send_pages(sender, stream.session, pull, pinned, page_bytes)
-        finally:
-            self._source.unpin(pinned)
 
     async def _take(
         self, stream: SocketStream, frame_type: FrameType, body: bytes, page_bytes: int

@@ -6,9 +6,9 @@ long as the process lives, and by a stage of DistServe, which gets a new pool wi
 """
 
 import logging
-import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -40,7 +40,6 @@ from kvrs.transfer.registry import (
     with_own_memory,
 )
 from kvrs.transfer.server import PageServer
-from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.store.directory import store_directory
 from kvrs_engine.engine.checkpoints import Checkpointer
 from kvrs_engine.engine.fetching import PageFetcher
@@ -66,34 +65,6 @@ class InstancePlace:
     older: Sequence[bytes] = ()  # Secrets that are accepted beside the one in use.
 
 
-class _AttachedPages:
-    """A `PageSource` over the pool that is attached at present; between two of them it holds
-    nothing.
-    """
-
-    def __init__(self) -> None:
-        self.source: EnginePages | None = None
-
-    async def pin(self, request: PullRequest) -> PinnedPages:
-        if (source := self.source) is None:
-            raise TransferError("the stage that held these pages is down")
-        pinned = await source.pin(request)
-        return replace(pinned, token=(source, pinned))
-
-    def places(self, pinned: PinnedPages) -> list[PagePlace]:
-        source, inner = self._inner(pinned)
-        return source.places(inner)
-
-    def unpin(self, pinned: PinnedPages) -> None:
-        source, inner = self._inner(pinned)
-        source.unpin(inner)
-
-    def _inner(self, pinned: PinnedPages) -> tuple[EnginePages, PinnedPages]:
-        assert isinstance(pinned.token, tuple)
-        source, inner = pinned.token
-        return source, inner
-
-
 class PagePort:
     """Serves, fetches and checkpoints pages for one instance. `start` needs a running event loop.
 
@@ -108,12 +79,10 @@ class PagePort:
         self.replicas: PeerReplicas | None = None  # None: it keeps none for others.
         self._fingerprint = fingerprint
         self._geometry = geometry
-        self._source = _AttachedPages()
+        self._pages: EnginePages | None = None  # Of the attached pool.
         self._lends = False
         transfer = place.config.transfer
-        self.server = PageServer(
-            self.identity, self._source, place.secret, transfer, place.links, older=place.older
-        )
+        self.server = PageServer(self, place.secret, transfer, place.links, older=place.older)
         self.puller = PagePuller(self.identity, place.secret, transfer, time.monotonic)
         self._pusher = PagePusher(self.identity, place.secret, transfer, place.links)
 
@@ -127,6 +96,12 @@ class PagePort:
             page_bytes=self._geometry.page_bytes,
             page_cells=self._geometry.page_cells,
         )
+
+    def pinned(self, request: PullRequest) -> AbstractAsyncContextManager[PinnedPages]:
+        """Pages of the pool that is attached at present; between two of them there are none."""
+        if self._pages is None:
+            raise TransferError("the stage that held these pages is down")
+        return self._pages.pinned(request)
 
     def attach(
         self,
@@ -142,7 +117,7 @@ class PagePort:
             what fetches into the pool, and what sends its pages to agents once it is run.
         """
         config = self._place.config
-        self._source.source = EnginePages(pages, pool, released, place)
+        self._pages = EnginePages(pages, pool, released, place)
         self._lends = place is not None
         if share := config.backup.replica_share(self._place.settings.role):
             cells = product(range(self._geometry.layers), range(self._geometry.kv_heads))
@@ -189,7 +164,7 @@ class PagePort:
 
     def detach(self) -> None:
         """The pool is gone: hold nothing until the next `attach`."""
-        self._source.source = self.checkpointer = None
+        self._pages = self.checkpointer = None
 
     @property
     def lag_pages(self) -> int:
@@ -214,15 +189,9 @@ class PagePort:
         await self.server.start(settings.bound(settings.host), settings.page_port)
         if self._lends:
             try:
-                listener = listen_in(
-                    self._directory(self._place.config),
-                    _socket_of(settings.id),
-                    socket.SOCK_STREAM,
-                )
+                self.server.lend(self._directory(self._place.config), _socket_of(settings.id))
             except OSError as error:
                 log.warning("pages are sent, not mapped", extra={"cause": str(error)})
-            else:
-                self.server.lend(listener, self._source.places)
 
     async def probe(self) -> None:
         """Keep an estimate of every link into the instance, until cancelled."""

@@ -2,7 +2,8 @@
 hand-off.
 """
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import numpy as np
 
@@ -13,8 +14,8 @@ from kvrs_engine.scheduling.pages import PageManager
 
 
 class EnginePages:
-    """A `PageSource` over the engine's own pool. Called on the event loop, like everything that
-    touches pages.
+    """The pages of an engine's own pool. Called on the event loop, like everything that touches
+    pages.
     """
 
     def __init__(
@@ -29,7 +30,8 @@ class EnginePages:
         self._pool = pool
         self._released = released  # A sequence may be waiting for the pages that were being sent.
 
-    async def pin(self, request: PullRequest) -> PinnedPages:
+    @asynccontextmanager
+    async def pinned(self, request: PullRequest) -> AsyncIterator[PinnedPages]:
         """Hard-pin the longest held prefix of the requested pages, and the tail only behind all of
         them.
         """
@@ -43,46 +45,33 @@ class EnginePages:
             tail = self._pages.retained_page(request.handoff, request.tail_index)
             before = request.tail_index * self._pool.geometry.page_size_tokens
             tail_tokens = self._pages.retained_tokens(request.handoff) - before
-        pinned = list(held)
+        pages = list(held)
         if tail is not None:
             self._pages.pin(tail)
-            pinned.append(tail)
+            pages.append(tail)
         try:
-            staged = self._pool.stage(pinned)
+            staged = self._pool.stage(pages)
             try:
                 await staged.save()
                 if tail is not None:
                     _clear_behind(staged.views[-1], self._pool.geometry, tail_tokens)
-            except BaseException:
+                yield PinnedPages(
+                    staged.views[: len(held)],
+                    None if tail is None else staged.views[-1],
+                    places=self._places(held),
+                )
+            finally:
                 staged.free()
-                raise
-        except BaseException:
-            # No host memory is left, the pages' worker died, or the server was closed.
-            self._release(pinned)
-            raise
-        return PinnedPages(
-            pages=staged.views[: len(held)],
-            tail=None if tail is None else staged.views[-1],
-            token=(pinned, staged),
-        )
+        finally:
+            self._pages.release(pages)
+            self._released()
 
-    def places(self, pinned: PinnedPages) -> list[PagePlace]:
-        assert self._place is not None
-        assert isinstance(pinned.token, tuple)
-        pages, _ = pinned.token
+    def _places(self, pages: Sequence[int]) -> Sequence[PagePlace]:
+        if self._place is None:
+            return ()
         region, first = self._place
         page_bytes = self._pool.geometry.page_bytes
-        return [(region, first + page * page_bytes) for page in pages[: len(pinned.pages)]]
-
-    def unpin(self, pinned: PinnedPages) -> None:
-        assert isinstance(pinned.token, tuple)
-        pages, staged = pinned.token
-        staged.free()
-        self._release(pages)
-
-    def _release(self, pages: list[int]) -> None:
-        self._pages.release(pages)
-        self._released()
+        return [(region, first + page * page_bytes) for page in pages]
 
 
 def _clear_behind(page: memoryview, geometry: KvGeometry, tokens: int) -> None:

@@ -299,15 +299,13 @@ async def test_a_page_server_sends_full_pages_and_the_partial_one() -> None:
     source = EnginePages(pages, stage.pool, released=lambda: released.append(True))
     allocated, tags = retained(pages)
 
-    pinned = await source.pin(PullRequest(tags, S, tail_index=2))
+    async with source.pinned(PullRequest(tags, S, tail_index=2)) as pinned:
+        assert pages.free_pages == BLOCKS - 3
+        assert pinned.tail is not None
+        sent = [bytes(view) for view in (*pinned.pages, pinned.tail)]
 
-    assert pages.free_pages == BLOCKS - 3
-    assert pinned.tail is not None
     embedded.tensor[allocated[2], ..., 2:, :] = 0  # Two of its four positions have tokens.
-    assert [bytes(view) for view in (*pinned.pages, pinned.tail)] == [
-        bytes(embedded.view(page)) for page in allocated
-    ]
-    source.unpin(pinned)
+    assert sent == [bytes(embedded.view(page)) for page in allocated]
     assert (pages.free_pages, stage.pool.slots.in_use, released) == (BLOCKS, 0, [True])
 
 
@@ -325,7 +323,7 @@ async def test_pages_that_do_not_get_out_are_free(how: str) -> None:
     if how == "dead":
         stage.failure = RayActorError()
 
-    pinning = asyncio.create_task(source.pin(PullRequest(tags)))
+    pinning = asyncio.ensure_future(source.pinned(PullRequest(tags)).__aenter__())
     while how == "cancelled" and not stage.calls:
         await asyncio.sleep(0)
     if how == "cancelled":

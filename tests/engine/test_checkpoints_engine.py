@@ -4,7 +4,6 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,15 @@ import pytest
 from kvrs.config.file import Config, parse_config
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.instance import Capability
+from kvrs.protocol.instance import MEMORY, Capability
 from kvrs.protocol.page_messages import CheckpointClaim
 from kvrs.protocol.tags import Tag, page_tags
 from kvrs.transfer import checkpoint_backlog as backlog
 from kvrs.transfer import checkpoint_sender
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import PAGES_SOCKET, PagePlace, PinnedPages, PullRequest
+from kvrs.transfer.peers import PullRequest
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
-from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.host import HostStore
 from kvrs_engine.engine.instance import EngineInstance
@@ -45,14 +43,9 @@ def page_of(instance: EngineInstance, page: int) -> bytes:
 
 
 class CountingStore(HostStore):
-    """Remembers what it was sent, and how many pages it has lent."""
+    """Remembers what it was sent."""
 
     sent: list[tuple[StreamId, Tag]]
-    lent = 0
-
-    def places(self, pinned: PinnedPages) -> list[PagePlace]:
-        self.lent += len(pinned.pages)
-        return super().places(pinned)
 
     def begin(self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]) -> Any:
         self.sent += [(claim.stream, tag) for tag in tags]
@@ -66,23 +59,23 @@ async def agent(
     """A store and its page port, as an agent has them."""
     loop = asyncio.get_running_loop()
     with StoreDirectory(directory) as place:
-        store = CountingStore(place, capacity_bytes, lease_s=30.0, clock=loop.time)
+        store = CountingStore(
+            AGENT, AGENTS_NODE, place, capacity_bytes, lease_s=30.0, clock=loop.time
+        )
         store.sent = []
 
         settings = TransferSettings()
         links = SendingLinks(settings, SendingFaults(), AGENTS_NODE)
-        identity = partial(store.identity, AGENT, AGENTS_NODE)
-        server = PageServer(identity, store, SECRET, settings, links)
+        server = PageServer(store, SECRET, settings, links)
         server.keep(store)
         port = await server.start("127.0.0.1", port)
-        server.lend(listen_in(place.path, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
+        server.lend(place.path)
         try:
             yield store, port
         finally:
             await server.close()
             store.check()
             store.clear()
-            place.unlink(PAGES_SOCKET)
 
 
 def cluster(model: Path, agent_port: int, **sections: Any) -> Config:
@@ -237,14 +230,13 @@ async def test_prefill_and_decode_together_keep_whole_streams_at_the_agent(
                 # What was filled in the last moments of a stream need not be there; what was filled
                 # before must.
                 assert len(tags) - 2 <= held <= len(tags)
-                theirs = await store.pin(PullRequest(tuple(tags[:held])))
                 ours = decode.pages.match(tags[:held])
                 assert len(ours) == held
-                assert [bytes(page) for page in theirs.pages] == [
-                    page_of(decode, page) for page in ours
-                ]
+                async with store.pinned(PullRequest(tuple(tags[:held]))) as theirs:
+                    assert [bytes(page) for page in theirs.pages] == [
+                        page_of(decode, page) for page in ours
+                    ]
                 decode.pages.release(ours)
-                store.unpin(theirs)
             assert len(store.sent) == len(set(store.sent))
 
 
@@ -260,9 +252,8 @@ async def test_an_engine_of_the_agents_node_copies_pages_out_of_its_memory(
             answer = asyncio.create_task(ask(to_decode, "s", ids, 60))
             await eventually(lambda: store.held(StreamId("s")) >= 13)
             output = (await answer)["choices"][0]["token_ids"]
-        lent = {}
+        copied = {}
         for name in ("p1", "p0"):
-            before = store.lent
             async with engine(config, name) as (other, client):
                 source = {"id": AGENT, "first_page": 0, "pages": 13, "generation": store.epoch}
                 kvrs = {"attempt": 2, "sources": [source]}
@@ -273,9 +264,9 @@ async def test_an_engine_of_the_agents_node_copies_pages_out_of_its_memory(
                 assert (fetch.stream, fetch.attempt) == ("s", 2)
                 assert fetch.loaded_tokens == 13 * PAGE
                 assert fetch.computed_tokens == len(ids) + 20 - 13 * PAGE
-            lent[name] = store.lent - before
+                copied[name] = MEMORY in other.port.puller.links()
 
-    assert lent == {"p1": 13, "p0": 0}
+    assert copied == {"p1": True, "p0": False}
 
 
 async def test_a_stream_that_is_longer_than_was_guessed_is_kept_whole(

@@ -87,15 +87,14 @@ async def test_a_page_server_sends_what_the_pages_held_when_they_were_pinned() -
     pages.register(allocated[0], tag)
     pages.retain(StreamId("s"), allocated, 6, until_s=1.0)
 
-    pinned = await source.pin(PullRequest((tag,), StreamId("s"), tail_index=1))
+    async with source.pinned(PullRequest((tag,), StreamId("s"), tail_index=1)) as pinned:
+        assert pinned.tail is not None
+        assert [bytes(view) for view in pinned.pages] == [bytes(pool.view(allocated[0]))]
+        shape = pool.tensor[0].shape
+        tail = torch.frombuffer(bytearray(pinned.tail), dtype=torch.float32).view(shape)
 
-    assert pinned.tail is not None
-    assert [bytes(view) for view in pinned.pages] == [bytes(pool.view(allocated[0]))]
-    shape = pool.tensor[0].shape
-    tail = torch.frombuffer(bytearray(pinned.tail), dtype=torch.float32).view(shape)
     assert torch.equal(tail[..., :2, :], pool.tensor[allocated[1]][..., :2, :])
     assert not tail[..., 2:, :].any()
-    source.unpin(pinned)
     pages.release(allocated)
     assert len(pool._area._free) == 2
 
@@ -116,7 +115,7 @@ async def test_pages_that_cannot_be_staged_are_not_kept(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(StagingArea, "take", take)
     with pytest.raises(RuntimeError, match="out of memory"):
-        await source.pin(PullRequest((tag,)))
+        await source.pinned(PullRequest((tag,))).__aenter__()
 
     assert pages.free_pages == PAGES
 

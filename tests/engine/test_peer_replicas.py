@@ -95,9 +95,8 @@ class Receiver:
     async def assert_has(self, found: Sequence[Tag]) -> None:
         """Their bytes are in the pool."""
         source = EnginePages(self.pages, self.pool, lambda: None)
-        pinned = await source.pin(PullRequest(tuple(found)))
-        assert [bytes(page) for page in pinned.pages] == [content(tag) for tag in found]
-        source.unpin(pinned)
+        async with source.pinned(PullRequest(tuple(found))) as pinned:
+            assert [bytes(page) for page in pinned.pages] == [content(tag) for tag in found]
 
 
 @asynccontextmanager
@@ -105,8 +104,13 @@ async def receiver(pool: PagePool, share: float = 0.5) -> AsyncIterator[Receiver
     pages = PageManager(PAGES, GEOMETRY.page_size_tokens)
     faults, links = SendingFaults(), SendingLinks(SETTINGS, SendingFaults(), NodeId("d1"))
     book = ReplicaBook(pages, share, lambda: found.now_s)
-    own, source = identity("d1"), EnginePages(pages, pool, lambda: None)
-    server = PageServer(lambda: own, source, SECRET, SETTINGS, links)
+    own = identity("d1")
+
+    class Source(EnginePages):
+        def identity(self) -> Identity:
+            return own
+
+    server = PageServer(Source(pages, pool, lambda: None), SECRET, SETTINGS, links)
     server.keep(PeerReplicas(book, pool, lambda: None))
     client = identity("d0")
     sending = SendingLinks(SETTINGS, faults, client.node)

@@ -90,7 +90,7 @@ class Arriving:
 class Sink:
     """Stores what is offered, unless refused by the test, and serves it again."""
 
-    identity: Identity = AGENT
+    own: Identity = AGENT
     refused: dict[StreamId, StoreCode] = field(default_factory=dict)
     visible: dict[Tag, bytes] = field(default_factory=dict)
     streams: dict[StreamId, dict[int, Tag]] = field(default_factory=dict)
@@ -104,8 +104,8 @@ class Sink:
 
     def adopt(self, client: Identity) -> None:
         if not self.reserved:
-            self.identity = replace(
-                self.identity,
+            self.own = replace(
+                self.own,
                 fingerprint=client.fingerprint,
                 page_bytes=client.page_bytes,
                 page_cells=client.page_cells,
@@ -132,16 +132,17 @@ class Sink:
         ]
         return Arriving(self, claim.stream, first_page, tags, views, memory)
 
-    async def pin(self, request: PullRequest) -> PinnedPages:
+    def identity(self) -> Identity:
+        return self.own
+
+    @asynccontextmanager
+    async def pinned(self, request: PullRequest) -> AsyncIterator[PinnedPages]:
         held: list[memoryview] = []
         for wanted in request.tags:
             if wanted not in self.visible:
                 break
             held.append(memoryview(self.visible[wanted]))
-        return PinnedPages(held, None, None)
-
-    def unpin(self, pinned: PinnedPages) -> None:
-        pass
+        yield PinnedPages(held)
 
     def assert_whole(self) -> None:
         """Every visible page is that of its tag."""
@@ -173,7 +174,6 @@ async def agent_store(
 ) -> AsyncIterator[StoringAgent]:
     sink = Sink()
     server = PageServer(
-        lambda: sink.identity,
         sink,
         SECRET,
         agent_settings,

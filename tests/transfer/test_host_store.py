@@ -5,7 +5,7 @@ and after any restart.
 import asyncio
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from kvrs.transfer.store.host import HostStore
 from kvrs.transfer.store.slab import PageKind
 
 S, T = StreamId("s"), StreamId("t")
+AGENT = InstanceId("agent-n0")
 PAGE_BYTES = 4096
 LEASE_S = 10.0
 OK, FULL = StoreCode.OK, StoreCode.FULL
@@ -47,7 +48,8 @@ class StoreHost:
 
     def open(self, capacity_pages: int = 8) -> HostStore:
         directory = self._lives.enter_context(StoreDirectory(self.path))
-        return HostStore(directory, capacity_pages * PAGE_BYTES, LEASE_S, lambda: self.now_s)
+        size = capacity_pages * PAGE_BYTES
+        return HostStore(AGENT, NodeId("n0"), directory, size, LEASE_S, lambda: self.now_s)
 
     def kill(self) -> None:
         """The process is gone, and its lock with it."""
@@ -80,52 +82,54 @@ def filled(host: StoreHost, pages: int, capacity_pages: int = 8) -> HostStore:
     return store
 
 
+@contextmanager
+def pinned(store: HostStore, request: PullRequest) -> Iterator[PinnedPages]:
+    """Nothing is awaited for pages of a store."""
+    pages = store.pinned(request)
+    with asyncio.Runner() as runner:
+        yield runner.run(pages.__aenter__())
+        runner.run(pages.__aexit__(None, None, None))
+
+
 def read(store: HostStore, some: tuple[Tag, ...]) -> int:
     """How many leading pages there are; they are right."""
-    pinned = asyncio.run(store.pin(PullRequest(some)))
-    try:
-        assert [bytes(view) for view in pinned.pages] == [
-            page(tag) for tag in some[: len(pinned.pages)]
+    with pinned(store, PullRequest(some)) as found:
+        assert [bytes(view) for view in found.pages] == [
+            page(tag) for tag in some[: len(found.pages)]
         ]
-        return len(pinned.pages)
-    finally:
-        store.unpin(pinned)
+        return len(found.pages)
 
 
 def test_pages_come_out_as_they_went_in(host: StoreHost) -> None:
     """Checkpoints have full pages only: a tail is not to be had."""
     store = filled(host, 3)
 
-    pinned = asyncio.run(store.pin(PullRequest(tags(1, 5), handoff=S, tail_index=3)))
-
-    assert [bytes(view) for view in pinned.pages] == [page(tag) for tag in tags(1, 3)]
-    assert pinned.tail is None
+    with pinned(store, PullRequest(tags(1, 5), handoff=S, tail_index=3)) as found:
+        assert [bytes(view) for view in found.pages] == [page(tag) for tag in tags(1, 3)]
+        assert found.tail is None
     assert (store.held_bytes, store.reserved_bytes, store.checkpoints) == (
         3 * PAGE_BYTES,
         3 * PAGE_BYTES,
         1,
     )
-    store.unpin(pinned)
     store.check()
 
 
 def test_a_file_that_took_the_place_of_another_is_not_lent_for_it(host: StoreHost) -> None:
     """Pages of a new kind have files of the same names; the old ones are still pinned."""
     store = filled(host, 2)
-    pinned = asyncio.run(store.pin(PullRequest(tags(1, 2))))
-    _, (region, offset) = store.places(pinned)
+    with pinned(store, PullRequest(tags(1, 2))) as found:
+        _, (region, offset) = found.places
+        store.release([S], 0.0)
+        store.adopt(engine("other"))
+        store.offer(CheckpointClaim(T, 0, 1), PAGE_BYTES, ())
+        put(store, T, 0, tags(2, 1))
 
-    store.release([S], 0.0)
-    store.adopt(engine("other"))
-    store.offer(CheckpointClaim(T, 0, 1), PAGE_BYTES, ())
-    put(store, T, 0, tags(2, 1))
-
-    fd = region.open()
-    assert os.pread(fd, PAGE_BYTES, offset) == page(tags(1, 2)[1])
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.pwrite(fd, b"x", offset)
-    os.close(fd)
-    store.unpin(pinned)
+        fd = region.open()
+        assert os.pread(fd, PAGE_BYTES, offset) == page(tags(1, 2)[1])
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.pwrite(fd, b"x", offset)
+        os.close(fd)
 
 
 def test_what_is_reserved_are_whole_pages(host: StoreHost) -> None:
@@ -224,16 +228,13 @@ def test_who_reads_old_pages_keeps_them_until_he_is_done(host: StoreHost) -> Non
         return sum(str(target).startswith(f"{host.path}/slab") for target in found)
 
     before = open_slabs()
-    pinned: PinnedPages | None = asyncio.run(store.pin(PullRequest(tags(1, 2))))
-    store.release([S], LEASE_S)
+    with pinned(store, PullRequest(tags(1, 2))) as found:
+        store.release([S], LEASE_S)
+        store.adopt(engine("other"))
 
-    store.adopt(engine("other"))
-
-    assert pinned is not None
-    assert [bytes(view) for view in pinned.pages] == [page(tag) for tag in tags(1, 2)]
-    assert open_slabs() == 2 * before
-    store.unpin(pinned)
-    pinned = None
+        assert [bytes(view) for view in found.pages] == [page(tag) for tag in tags(1, 2)]
+        assert open_slabs() == 2 * before
+    del found
     assert open_slabs() == before
 
 

@@ -9,10 +9,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,6 @@ from kvrs.transfer.peers import (
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
-from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.shared_memory.regions import Region
 from kvrs.transfer.store.directory import StoreDirectory
 from kvrs.transfer.store.host import HostStore
@@ -125,13 +123,15 @@ async def node(
     kind: Identity = ENGINE,
 ) -> AsyncIterator[Node]:
     with StoreDirectory(tmp_path / "store") as directory:
-        store = store_class(directory, CAPACITY_PAGES * PAGE_BYTES, 3600.0, time.monotonic)
+        store = store_class(
+            AGENT, N0, directory, CAPACITY_PAGES * PAGE_BYTES, 3600.0, time.monotonic
+        )
         links = SendingLinks(settings, SendingFaults(), N0)
 
-        server = PageServer(partial(store.identity, AGENT, N0), store, SECRET, settings, links)
+        server = PageServer(store, SECRET, settings, links)
         server.keep(store)
         port = await server.start("127.0.0.1", 0)
-        server.lend(listen_in(directory.path, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
+        server.lend(directory.path)
         puller = PagePuller(lambda: engine, secret, SETTINGS, time.monotonic)
         peer = Peer(AGENT, N0, "127.0.0.1", port, directory.path)
         store.adopt(kind)
@@ -142,7 +142,6 @@ async def node(
             await server.close()
             store.check()
             store.clear()
-            directory.unlink(PAGES_SOCKET)
 
 
 async def test_pages_are_the_same_over_both_ways(tmp_path: Path) -> None:
@@ -238,9 +237,13 @@ async def test_a_page_that_is_evicted_while_it_is_copied_is_not_used(
     unpinned, evicted = threading.Event(), threading.Event()
 
     class Watched(HostStore):
-        def unpin(self, pinned: PinnedPages) -> None:
-            super().unpin(pinned)
-            unpinned.set()
+        @asynccontextmanager
+        async def pinned(self, request: PullRequest) -> AsyncIterator[PinnedPages]:
+            try:
+                async with super().pinned(request) as found:
+                    yield found
+            finally:
+                unpinned.set()
 
     def wait() -> None:
         assert evicted.wait(60)
@@ -320,14 +323,18 @@ async def test_sizes_are_checked_before_anything_is_mapped(
             self.size_bytes += more
 
     class LyingStore(HostStore):
-        def places(self, pinned: PinnedPages) -> list[PagePlace]:
-            places = super().places(pinned)
-            if lie == "page is behind the end":
-                file, _ = places[-1]
-                return [*places[:-1], (file, file.size_bytes - PAGE_BYTES + 1)]
-            more = PAGE_BYTES if lie == "file is larger" else -PAGE_BYTES
-            made = {file: LyingRegion(file, more) for file, _ in places}
-            return [(made[file], offset) for file, offset in places]
+        @asynccontextmanager
+        async def pinned(self, request: PullRequest) -> AsyncIterator[PinnedPages]:
+            async with super().pinned(request) as found:
+                yield replace(found, places=lies(found.places))
+
+    def lies(places: Sequence[PagePlace]) -> list[PagePlace]:
+        if lie == "page is behind the end":
+            file, _ = places[-1]
+            return [*places[:-1], (file, file.size_bytes - PAGE_BYTES + 1)]
+        more = PAGE_BYTES if lie == "file is larger" else -PAGE_BYTES
+        made = {file: LyingRegion(file, more) for file, _ in places}
+        return [(made[file], offset) for file, offset in places]
 
     async with node(tmp_path, store_class=LyingStore) as each:
         each.put(S)

@@ -3,6 +3,8 @@ set of ranks are read in parts by another.
 """
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
 
@@ -64,16 +66,17 @@ async def test_a_part_is_checked_by_its_cells_as_they_were_stored(layer: int) ->
     asked = PagePart(LAYERS, HEADS, Part(range(1, 3), range(2, 5)))
     async with agent_store(CELLED) as store:
         await store.pusher.store(store.peer, [range_of(A, 0, 1)])
-        pin = store.sink.pin
+        pinned = store.sink.pinned
         damaged_page = bytearray(content(A, 0))
         damaged_page[(layer * HEADS + 3) * CELL] ^= 1
 
-        async def damaged(request: PullRequest) -> PinnedPages:
+        @asynccontextmanager
+        async def damaged(request: PullRequest) -> AsyncIterator[PinnedPages]:
             stored = memoryview(cell_checksums(content(A, 0), LAYERS * HEADS))
-            pinned = await pin(request)
-            return replace(pinned, pages=[memoryview(damaged_page)], cells=[stored])
+            async with pinned(request) as found:
+                yield replace(found, pages=[memoryview(damaged_page)], cells=[stored])
 
-        store.sink.pin = damaged  # type: ignore[method-assign]
+        store.sink.pinned = damaged  # type: ignore[method-assign]
         result = await pulled(store, asked, [memoryview(bytearray(6 * CELL))])
 
     is_asked = layer in asked.part.layers

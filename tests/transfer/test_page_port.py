@@ -48,11 +48,12 @@ PAGE = b"kvrs" * (PAGE_BYTES // 4)
 class OnePage:
     """Holds every page that is asked for; they are all alike."""
 
-    async def pin(self, request: PullRequest) -> PinnedPages:
-        return PinnedPages([memoryview(PAGE)] * len(request.tags), None, None)
+    def identity(self) -> Identity:
+        return SERVER
 
-    def unpin(self, pinned: PinnedPages) -> None:
-        assert pinned.token is None
+    @asynccontextmanager
+    async def pinned(self, request: PullRequest) -> AsyncIterator[PinnedPages]:
+        yield PinnedPages([memoryview(PAGE)] * len(request.tags))
 
 
 def links() -> SendingLinks:
@@ -65,7 +66,7 @@ def peer_at(port: int) -> Peer:
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[int]:
-    server = PageServer(lambda: SERVER, OnePage(), SECRET, SETTINGS, links())
+    server = PageServer(OnePage(), SECRET, SETTINGS, links())
     try:
         yield await server.start("127.0.0.1", 0)
     finally:
@@ -248,7 +249,7 @@ async def test_a_connection_that_comes_while_the_server_closes_is_closed_too(tur
     """Whatever the loop was doing about it just then, no socket is left to the garbage
     collector.
     """
-    server = PageServer(lambda: SERVER, OnePage(), SECRET, SETTINGS, links())
+    server = PageServer(OnePage(), SECRET, SETTINGS, links())
     port = await server.start("127.0.0.1", 0)
     await asyncio.sleep(0.01)
     with warnings.catch_warnings(record=True) as warned:
@@ -423,10 +424,11 @@ async def test_a_page_that_is_not_of_the_agreed_size_never_leaves_the_server(
     """A source that hands out wrong views is our bug, and is loud; its peer only sees the end."""
 
     class WrongSize(OnePage):
-        async def pin(self, request: PullRequest) -> PinnedPages:
-            return PinnedPages([memoryview(PAGE)[1:]], None, None)
+        @asynccontextmanager
+        async def pinned(self, request: PullRequest) -> AsyncIterator[PinnedPages]:
+            yield PinnedPages([memoryview(PAGE)[1:]])
 
-    server = PageServer(lambda: SERVER, WrongSize(), SECRET, SETTINGS, links())
+    server = PageServer(WrongSize(), SECRET, SETTINGS, links())
     async with pulling() as puller:
         result = await pull(puller, await server.start("127.0.0.1", 0))
     await server.close()
@@ -444,13 +446,16 @@ async def test_pages_that_do_not_come_end_the_connection_and_nothing_else(
     asked = asyncio.Event()
 
     class Elsewhere(OnePage):
-        async def pin(self, request: PullRequest) -> PinnedPages:
+        @asynccontextmanager
+        async def pinned(self, request: PullRequest) -> AsyncIterator[PinnedPages]:
             asked.set()
             if how == "never comes":
                 await asyncio.get_running_loop().create_future()
-            raise TransferError("the worker died")
+            if how == "fails":
+                raise TransferError("the worker died")
+            yield PinnedPages([])
 
-    server = PageServer(lambda: SERVER, Elsewhere(), SECRET, SETTINGS, links())
+    server = PageServer(Elsewhere(), SECRET, SETTINGS, links())
     async with pulling() as puller, asyncio.timeout(60):
         pulled = asyncio.create_task(pull(puller, await server.start("127.0.0.1", 0)))
         await asked.wait()

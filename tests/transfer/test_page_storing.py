@@ -123,7 +123,7 @@ async def test_without_the_secret_nothing_is_offered_and_nothing_adopted() -> No
         with pytest.raises(TransferError, match="authentication failed"):
             await h.offer(A)
 
-        assert h.sink.identity == AGENT
+        assert h.sink.own == AGENT
 
 
 async def test_a_connection_for_another_agent_is_not_adopted() -> None:
@@ -132,7 +132,7 @@ async def test_a_connection_for_another_agent_is_not_adopted() -> None:
         with pytest.raises(TransferError, match="agent-n1"):
             await h.pusher.offer(replace(h.peer, instance=InstanceId("agent-n7")), claim(A), 1, ())
 
-        assert h.sink.identity == AGENT
+        assert h.sink.own == AGENT
 
 
 @pytest.mark.parametrize(
@@ -168,10 +168,8 @@ async def test_an_agent_takes_the_pages_of_its_first_engine_and_of_no_other(
 
 async def test_an_instance_takes_no_checkpoints(caplog: pytest.LogCaptureFixture) -> None:
     """It has no place for them: the connection ends."""
-    sink = Sink(identity=replace(AGENT, fingerprint=ENGINE.fingerprint, page_bytes=PAGE_BYTES))
-    server = PageServer(
-        lambda: sink.identity, sink, SECRET, SETTINGS, SendingLinks(SETTINGS, SendingFaults(), N1)
-    )
+    sink = Sink(own=replace(AGENT, fingerprint=ENGINE.fingerprint, page_bytes=PAGE_BYTES))
+    server = PageServer(sink, SECRET, SETTINGS, SendingLinks(SETTINGS, SendingFaults(), N1))
     async with agent_store() as h:
         peer = replace(h.peer, port=await server.start("127.0.0.1", 0))
         for question in (

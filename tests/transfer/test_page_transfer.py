@@ -68,11 +68,16 @@ class Pages:
 
     held: dict[Tag, bytearray] = field(default_factory=dict)
     tails: dict[tuple[StreamId, int], bytearray] = field(default_factory=dict)
-    pinned: int = 0
+    own: Identity = SERVER
+    in_use: int = 0
     requests: int = 0
 
-    async def pin(self, request: PullRequest) -> PinnedPages:
-        self.pinned += 1
+    def identity(self) -> Identity:
+        return self.own
+
+    @asynccontextmanager
+    async def pinned(self, request: PullRequest) -> AsyncIterator[PinnedPages]:
+        self.in_use += 1
         self.requests += 1
         run: list[memoryview] = []
         for wanted in request.tags:
@@ -82,11 +87,10 @@ class Pages:
         tail = None
         if request.handoff is not None and request.tail_index is not None:
             tail = self.tails.get((request.handoff, request.tail_index))
-        return PinnedPages(run, None if tail is None else memoryview(tail), token=self)
-
-    def unpin(self, pinned: PinnedPages) -> None:
-        assert pinned.token is self
-        self.pinned -= 1
+        try:
+            yield PinnedPages(run, None if tail is None else memoryview(tail))
+        finally:
+            self.in_use -= 1
 
 
 def holding(count: int) -> Pages:
@@ -181,7 +185,6 @@ class World:
     server: PageServer
     puller: PagePuller
     relay: Relay
-    identity: list[Identity]  # The server's, changeable.
 
     @property
     def peer(self) -> Peer:
@@ -206,9 +209,7 @@ async def world(
     client: Identity = CLIENT,
     secret: bytes = SECRET,
 ) -> AsyncIterator[World]:
-    identity = [SERVER]
     server = PageServer(
-        lambda: identity[0],
         pages,
         SECRET,
         settings,
@@ -219,7 +220,7 @@ async def world(
     listener = await asyncio.start_server(relay.handle, "127.0.0.1", 0)
     relay.port = listener.sockets[0].getsockname()[1]
     try:
-        yield World(pages, server, puller, relay, identity)
+        yield World(pages, server, puller, relay)
     finally:
         relay.release.set()
         await puller.close()
@@ -229,7 +230,7 @@ async def world(
         await asyncio.wait_for(
             asyncio.gather(*(handler for handler in relay.handlers if handler)), timeout=60
         )
-        assert pages.pinned == 0
+        assert pages.in_use == 0
 
 
 async def test_a_run_and_its_tail_arrive_whole() -> None:
@@ -320,7 +321,7 @@ async def test_a_connection_does_not_outlive_the_epoch_it_was_made_in() -> None:
     """A fenced instance is met again by a new hand-shake; the pull does not notice."""
     async with world(holding(2)) as w:
         await w.pull(2)
-        w.identity[0] = replace(SERVER, epoch=8)
+        w.pages.own = replace(SERVER, epoch=8)
 
         old = await w.pull(2, epoch=7)
         new = await w.pull(2, epoch=8)
@@ -521,7 +522,7 @@ async def test_after_a_cancelled_pull_nothing_writes_into_its_buffers() -> None:
         for page in into:
             page[:] = b"\xee" * PAGE_BYTES
         w.relay.release.set()
-        await until(lambda: w.pages.pinned == 0)
+        await until(lambda: w.pages.in_use == 0)
         again = await w.pull(8)
 
         assert pulling.cancelled()
@@ -538,7 +539,7 @@ async def test_a_server_that_closes_unpins_and_ends_its_pulls() -> None:
         await until(lambda: bytes(into[2]) == content(2))
 
         await w.server.close()
-        pins_left = w.pages.pinned
+        pins_left = w.pages.in_use
         result = await pulling
 
         assert pins_left == 0
@@ -615,7 +616,7 @@ from kvrs.transfer.server import PageServer
 async def main():
     settings = TransferSettings(link_bytes_per_s=1e6)
     links = SendingLinks(settings, SendingFaults(), SERVER.node)
-    server = PageServer(lambda: SERVER, holding(2000), SECRET, settings, links)
+    server = PageServer(holding(2000), SECRET, settings, links)
     print(await server.start("127.0.0.1", 0), flush=True)
     await asyncio.Event().wait()
 

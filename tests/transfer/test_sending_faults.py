@@ -30,14 +30,18 @@ class Pages:
 
     def __init__(self) -> None:
         self.memory = bytearray(PAGE_BYTES)
-        self.pinned = 0
+        self.in_use = 0
 
-    async def pin(self, request: PullRequest) -> PinnedPages:
-        self.pinned += 1
-        return PinnedPages([memoryview(self.memory) for _ in request.tags], None, None)
+    def identity(self) -> Identity:
+        return SERVER
 
-    def unpin(self, pinned: PinnedPages) -> None:
-        self.pinned -= 1
+    @asynccontextmanager
+    async def pinned(self, request: PullRequest) -> AsyncIterator[PinnedPages]:
+        self.in_use += 1
+        try:
+            yield PinnedPages([memoryview(self.memory) for _ in request.tags])
+        finally:
+            self.in_use -= 1
 
 
 class Pair:
@@ -58,9 +62,7 @@ async def pair(
 ) -> AsyncIterator[Pair]:
     pages = Pages()
     settings = TransferSettings(stall_timeout_s=server_s)
-    server = PageServer(
-        lambda: SERVER, pages, SECRET, settings, SendingLinks(settings, SendingFaults(), N0)
-    )
+    server = PageServer(pages, SECRET, settings, SendingLinks(settings, SendingFaults(), N0))
     puller = PagePuller(
         lambda: client,
         SECRET,
@@ -110,7 +112,7 @@ async def test_a_cut_link_carries_nothing_to_a_puller_that_waits_longer() -> Non
 
         result = await ends.pull(2)
 
-        assert (result.full_pages, ends.pages.pinned) == (0, 0)
+        assert (result.full_pages, ends.pages.in_use) == (0, 0)
 
 
 async def test_a_short_cut_ends_by_itself_within_one_pull() -> None:

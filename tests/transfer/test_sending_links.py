@@ -46,13 +46,11 @@ async def serving_too(
 ) -> AsyncIterator[tuple[PagePuller, Peer]]:
     """The engine of `h` holds pages of stream B, which a peer of the agent can pull."""
     held = Sink(
-        identity=ENGINE,
+        own=ENGINE,
         visible={tag: content(B, index) for index, tag in enumerate(tags(B, 0, 1000))},
     )
-    server = PageServer(lambda: ENGINE, held, SECRET, settings, h.links)
-    neighbour = PagePuller(
-        lambda: h.sink.identity, SECRET, settings, asyncio.get_running_loop().time
-    )
+    server = PageServer(held, SECRET, settings, h.links)
+    neighbour = PagePuller(lambda: h.sink.own, SECRET, settings, asyncio.get_running_loop().time)
     try:
         yield neighbour, Peer(ENGINE.instance, N0, "127.0.0.1", await server.start("127.0.0.1", 0))
     finally:

@@ -38,6 +38,12 @@ def bind_at(directory: int, name: str, listener: socket.socket) -> None:
     listener.bind(_path(directory, name))
 
 
+def remove_in(directory: Path, name: str) -> None:
+    """Unlink a socket, if it is there."""
+    with suppress(FileNotFoundError), opened(directory) as inside:
+        os.unlink(name, dir_fd=inside)
+
+
 def connect_in(directory: Path, name: str, connection: socket.socket) -> None:
     """Raises OSError: there is no such directory, or no process listens in it."""
     with opened(directory) as inside:

@@ -3,15 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, Identity, StoreCode
 from kvrs.protocol.tags import Tag
-from kvrs.transfer.peers import PagePlace, PinnedPages, PullRequest
+from kvrs.transfer.peers import PinnedPages, PullRequest
 from kvrs.transfer.store.book import CheckpointBook, IncomingRange
 from kvrs.transfer.store.directory import StoreDirectory
 from kvrs.transfer.store.slab import PageKind, Slab
@@ -78,17 +78,20 @@ class HostStore:
 
     def __init__(
         self,
+        holder: InstanceId,
+        node: NodeId,
         directory: StoreDirectory,
         capacity_bytes: int,
         lease_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """Take over the pages that an earlier process left in the directory; all are read and
-        verified.
+        """Takes over the pages that an earlier process left in the directory; all are read and
+        verified. `holder`: the agent of that node.
 
         Raises:
             OSError: the directory cannot be used.
         """
+        self._holder, self._node = holder, node
         self._directory = directory
         self._capacity_bytes = capacity_bytes
         self._lease_s = lease_s
@@ -111,11 +114,11 @@ class HostStore:
         """The kind of these pages; an empty one before the first engine has connected."""
         return self._shelf.slab.kind if self._shelf else _NO_PAGES
 
-    def identity(self, holder: InstanceId, node: NodeId) -> Identity:
-        """That of the agent which serves these pages, at this moment."""
+    def identity(self) -> Identity:
+        """The agent as peers see it, at this moment."""
         return Identity(
-            instance=holder,
-            node=node,
+            instance=self._holder,
+            node=self._node,
             epoch=self.epoch,
             fingerprint=self.kind.fingerprint,
             page_bytes=self.kind.page_bytes,
@@ -169,26 +172,22 @@ class HostStore:
             extra={"fingerprint": client.fingerprint, "page_bytes": client.page_bytes},
         )
 
-    async def pin(self, request: PullRequest) -> PinnedPages:
-        """Hard-pin the longest held prefix of the requested pages. Checkpoints have no partial
-        pages.
-        """
+    @asynccontextmanager
+    async def pinned(self, request: PullRequest) -> AsyncIterator[PinnedPages]:
+        """Pin the longest held prefix of the requested pages. Checkpoints have no partial pages."""
         shelf = self._shelf
         assert shelf is not None, "`adopt` comes before any request"
-        slots = shelf.book.match(request.tags)
-        slab = shelf.slab
-        views = [slab.view(slot) for slot in slots]
-        if request.part is not None:
-            cells = [slab.cells(slot) for slot in slots]
-            return PinnedPages(views, None, (shelf, slots), cells=cells)
-        checksums = [slab.page_checksum(slot) for slot in slots]
-        return PinnedPages(views, None, (shelf, slots), checksums)
-
-    def unpin(self, pinned: PinnedPages) -> None:
-        assert isinstance(pinned.token, tuple)
-        shelf, slots = pinned.token
-        assert isinstance(shelf, _Shelf)
-        shelf.book.unpin(slots)
+        slab, slots = shelf.slab, shelf.book.match(request.tags)
+        whole = request.part is None
+        try:
+            yield PinnedPages(
+                [slab.view(slot) for slot in slots],
+                checksums=[slab.page_checksum(slot) for slot in slots] if whole else (),
+                cells=() if whole else [slab.cells(slot) for slot in slots],
+                places=[slab.place(slot) for slot in slots],
+            )
+        finally:
+            shelf.book.unpin(slots)
 
     def offer(
         self, claim: CheckpointClaim, reserved_bytes: int, tags: tuple[Tag, ...]
@@ -227,11 +226,6 @@ class HostStore:
             for slot in slots:
                 shelf.slab.clear(slot)
         return _Incoming(self, shelf, incoming)
-
-    def places(self, pinned: PinnedPages) -> list[PagePlace]:
-        assert isinstance(pinned.token, tuple)
-        shelf, slots = pinned.token
-        return [shelf.slab.place(slot) for slot in slots]
 
     async def grow_ahead(self) -> None:
         """Allocate memory for pages before they arrive, off the event loop, until cancelled: the
