@@ -4,29 +4,14 @@ import asyncio
 from typing import Any
 
 import msgspec
-import pytest
 
 from kvrs.protocol.openai.chunks import error_body
 from kvrs_testkit.proxy_cluster import ProxyCluster
-from kvrs_testkit.scripted_model import expected_ids, text_of
 from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
 
 PROMPT = [1, 2, 3]
 REQUEST: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "stream": True}
-
-
-def text_in(events: bytes) -> str:
-    """The text of a stream that is whole."""
-    *parts, done = events_of(events)[:-1]
-    assert done == b"data: [DONE]", parts[-1]
-    return "".join(
-        choice["text"] for part in parts for choice in msgspec.json.decode(part[6:])["choices"]
-    )
-
-
-def whole(tokens: int) -> str:
-    return "".join(map(text_of, expected_ids(PROMPT, tokens)))
 
 
 def say_busy(system: ProxyCluster, names: list[str], status: int, retry_after: str | None) -> None:
@@ -35,39 +20,8 @@ def say_busy(system: ProxyCluster, names: list[str], status: int, retry_after: s
         system.instances[name].retry_after = retry_after
 
 
-async def tried(system: ProxyCluster, count: int) -> bool:
-    return calls(system) >= count
-
-
 def calls(system: ProxyCluster) -> int:
     return sum(len(instance.completions) for instance in system.instances.values())
-
-
-@pytest.mark.parametrize("status", [429, 503])
-async def test_streams_wait_while_every_survivor_is_busy(
-    build: ProxyClusterBuilder, status: int
-) -> None:
-    """Busy answers count as no attempt, and the survivors are not overrun by tries."""
-    system = await build(pairs=3, policy={"recovery": {"max_attempts": 2, "wait_s": 60.0}})
-    system.script.gate, system.script.gate_at = asyncio.Event(), 3
-    asked = [asyncio.create_task(system.complete(**REQUEST, max_tokens=9)) for _ in range(12)]
-    await system.until_streams_hold(3, count=12)
-    victims = sum(row["decode"] == "d0" for row in (await system.state())["streams"])
-    say_busy(system, ["p0", "p1", "p2", "d1", "d2"], status, None)
-    before = calls(system)
-
-    await system.instances["d0"].kill()
-    await system.until(lambda: tried(system, before + victims))
-    await asyncio.sleep(1.0)  # In which they may not try much more often.
-    tries = calls(system) - before
-    for instance in system.instances.values():
-        instance.refusal = None
-    system.script.gate.set()
-
-    answers = await asyncio.gather(*asked)
-    assert {(status, text_in(body)) for status, body in answers} == {(200, whole(9))}
-    assert victims == 4
-    assert victims <= tries <= victims + 12
 
 
 async def test_busy_is_passed_on_with_retry_after(build: ProxyClusterBuilder) -> None:

@@ -70,30 +70,6 @@ async def recoveries(system: ProxyCluster) -> list[Any]:
 # Decode instances.
 
 
-async def test_streams_that_break_before_their_instance_are_its_victims(
-    build: ProxyClusterBuilder,
-) -> None:
-    """Under load their connections are read long before the watch's: still one event, of which none
-    has used up two attempts.
-    """
-    system = await build(pairs=3, policy={"recovery": {"gather_s": 3.0}})
-    asked = await held_open(system, count=9)
-    on_it = {s["id"] for s in (await system.state())["streams"] if s["decode"] == "d0"}
-
-    system.instances["d0"].cut_streams()
-    await system.until(lambda: _fail_alone(system, "d0", len(on_it)))
-    early = await recoveries(system)
-    await system.instances["d0"].kill()
-    await system.until(lambda: _recovered(system, len(on_it)))
-    release(system)
-
-    assert await all_exact(asked)
-    rows = await recoveries(system)
-    assert early == []
-    assert {row["stream"] for row in rows} == on_it
-    assert {(row["attempt"], row["from"]) for row in rows} == {(2, "d0")}
-
-
 async def test_victims_of_one_death_call_a_few_in_each_turn_of_the_loop(
     build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,10 +323,6 @@ async def _have_a_line(system: ProxyCluster, count: int) -> bool:
 
 async def _recovered(system: ProxyCluster, count: int) -> bool:
     return len(await recoveries(system)) >= count
-
-
-async def _fail_alone(system: ProxyCluster, name: str, count: int) -> bool:
-    return await system.count("kvrs_attempts_failed_total", worker=name) == count
 
 
 async def _truth(value: bool) -> bool:
