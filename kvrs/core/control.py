@@ -60,6 +60,9 @@ class Shell(Protocol[_S]):
         it resumes.
         """
 
+    def can_give_end(self) -> bool:
+        """Return whether `give_end` needs no engine."""
+
     def give_end(self, live: _S, plan: act.Plan) -> None:
         """Send the end of a stream that has all its ids: no engine is needed for it."""
 
@@ -93,12 +96,10 @@ class Control(Generic[S]):
         *,
         run_id: str,
         shell: Shell[S],
-        can_give_end: Callable[[], bool],
         runs_self_tests: bool = False,
         trace: Trace | None = None,
     ) -> None:
-        """`run_id` names this run of this proxy. If `can_give_end` the shell can send the end of a
-        stream that has all its ids by itself; with `runs_self_tests` it carries those out.
+        """`run_id` names this run of this proxy. With `runs_self_tests` the shell carries out tests.
         `trace` gets every event with the policy's answer, before any of it is performed.
         """
         self.instances = Instances(config)
@@ -140,7 +141,6 @@ class Control(Generic[S]):
         self._links = LinkBounds()
         self._has_peers = bool(config.proxy.peers)
         self.gpus = Gpus(self.instances.known)
-        self._can_give_end = can_give_end
         self._shell = shell
         self._trace = trace
         self._events: deque[tuple[ev.Event, float]] = deque()
@@ -317,7 +317,7 @@ class Control(Generic[S]):
         if journal.finished:
             self.end(live, Complete(), now_s)
             return False
-        if self._can_give_end() and not journal.replayed and live.remaining_tokens == 0:
+        if self._shell.can_give_end() and not journal.replayed and live.remaining_tokens == 0:
             assert live.attempt.plan is not None
             self._shell.give_end(live, live.attempt.plan)
             return False

@@ -66,7 +66,6 @@ class SimProxy:
             run_id=name,
             shell=shell,
             trace=shell.trace,
-            can_give_end=lambda: False,
             runs_self_tests=config.proxy.self_test,
         )
         self.control.self_tests.changed = lambda: self.after(0.0, self._self_test)
@@ -298,6 +297,9 @@ class SimShell:
     def begin_attempt(self, live: SimStream, plan: act.Plan) -> None:
         live.run = attempt = SimAttempt(self.proxy, live, plan)
         attempt.begin()
+
+    def can_give_end(self) -> bool:
+        return False
 
     def end_attempt(self, live: SimStream) -> None:
         if live.run is None:

@@ -33,6 +33,7 @@ class Driver:
     def __init__(self, *, can_give_end: bool = False, gather_s: float = 0.0, **info: Any) -> None:
         policy = PolicySettings(recovery=RecoverySettings(gather_s=gather_s))
         config = make_config([P0, D0, P1, D1], policy, SloSettings(), BackupSettings())
+        self.gives_end = can_give_end
         self.performed: list[tuple[str, Any]] = []  # Names of the shell's methods, and arguments.
         self.events: list[ev.Event] = []
         self.control = Control[SimStream](
@@ -40,13 +41,15 @@ class Driver:
             run_id="test",
             shell=self,
             trace=self.trace,
-            can_give_end=lambda: can_give_end,
         )
         for name in (P0, D0, P1, D1):
             self.up(name, **info)
 
     def trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
         self.events.append(event)
+
+    def can_give_end(self) -> bool:
+        return self.gives_end
 
     def catch_up_soon(self) -> None:
         self.control.catch_up()

@@ -85,7 +85,6 @@ class Driver:
             config,
             run_id=self.run_id,
             shell=self,
-            can_give_end=lambda: self.tokenizer.available,
             runs_self_tests=config.proxy.self_test,
             trace=None if event_log is None else event_log.note,
         )
@@ -221,6 +220,9 @@ class Driver:
     def expect_token(self, live: OpenStream) -> None:
         if live.expect_token is not None:
             live.expect_token()
+
+    def can_give_end(self) -> bool:
+        return self.tokenizer.available
 
     def give_end(self, live: OpenStream, plan: act.Plan) -> None:
         self.begin_attempt(live, plan, gives_end=True)
