@@ -1,8 +1,8 @@
 """Reload of a running proxy's configuration without a restart.
 
-Each part that reloads is registered once. A reload reads the file, has every part check what it
-would take over, and only then has all of them do so: a fault anywhere changes nothing. The policy
-gets its settings as an event, so that an event log runs again with the settings of each time.
+Each reloading part is registered once. A reload reads the file, lets every part check its changes,
+and only then applies all of them: a fault anywhere changes nothing. The policy gets its settings as
+an event, so that an event log reruns with the settings of each time.
 """
 
 import asyncio
@@ -23,25 +23,26 @@ Apply = Callable[[], None]
 
 
 class ReloadingPart(msgspec.Struct, frozen=True):
-    """`prepare` reads and checks what the new configuration says or names, in a thread, without
-    any effect; what it returns has the effect, on the event loop. None: nothing has changed.
+    """A part of the proxy that reloads. `prepare` reads and checks the new configuration, in a
+    thread and without any effect, and returns a function that applies it on the event loop. None:
+    nothing has changed.
     """
 
     name: str
     prepare: Callable[[Config], Apply | None]  # Raises ConfigError.
-    sections: Sequence[str] = ()  # Of the file, or single keys, that take effect by it.
+    sections: Sequence[str] = ()  # Sections of the file, or single keys, that the part applies.
 
 
 class ReloadResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    applied: list[str]  # Settings by path, and parts beside the file, that have changed.
-    restart_needed: list[str]  # Settings by path that differ and cannot be reloaded.
-    file: str | None = None  # The one that was read.
-    note: str | None = None  # Why that is not the one that an operator edits.
+    applied: list[str]  # Changed settings by path, and changed parts outside the file.
+    restart_needed: list[str]  # Changed settings by path that need a restart.
+    file: str | None = None  # The file that was read.
+    note: str | None = None  # Reason why an operator edits another file.
 
 
 class Reloads:
-    """One per proxy. `config` is the configuration in use: the file's, with the addresses `found`
-    of its services over it.
+    """Reloads of one proxy. `config` is the configuration in use: the file's, plus the `found`
+    addresses of its services.
     """
 
     def __init__(self, config: Config, read: Callable[[], Config]) -> None:
@@ -55,13 +56,13 @@ class Reloads:
         self._turn = asyncio.Lock()
 
     def describe(self) -> dict[str, Any]:
-        """The proxy's row in the state, as far as it says which configuration is in use."""
+        """Part of the proxy's row in the state that identifies the configuration in use."""
         launch = None if self._origin is None else self._origin.launch
         line = None if self._origin is None else self._origin.command_line
         return {
             "policy": self.config.policy.name.value,
             "config_digest": config_digest(self.config),
-            # Of the file that an operator edits, without what was found since.
+            # Digest of the file that an operator edits, without found addresses.
             "source_digest": config_digest(self._file_config) if launch is None else launch.digest,
             "command_line": None if line is None else msgspec.to_builtins(line),
         }
@@ -70,7 +71,7 @@ class Reloads:
         self._parts.append(part)
 
     async def reload(self) -> ReloadResult:
-        """Read the file again and take over what can be.
+        """Read the file again and apply the changes that can be reloaded.
 
         Raises:
             ConfigError: the file, or what it names, has faults; nothing has changed.
@@ -92,10 +93,10 @@ class Reloads:
         return msgspec.structs.replace(result, file=file, note=origin.note)
 
     async def follow_services(self, found: Found) -> None:
-        """Take over the addresses of the services.
+        """Apply addresses of the services.
 
         Raises:
-            ConfigError: they cannot be; nothing has changed.
+            ConfigError: they cannot be applied; nothing changes.
         """
 
         def read() -> Config:
@@ -153,7 +154,7 @@ def nodes_of(config: Config) -> Nodes:
 
 
 def with_nodes(config: Config, nodes: Nodes) -> Config:
-    """Raises ConfigError: they have faults."""
+    """The configuration with these nodes. Raises ConfigError: they have faults."""
     document = _plain(config)
     if nodes == document["cluster"]["nodes"]:
         return config
@@ -166,7 +167,7 @@ def _plain(config: Config) -> dict[str, Any]:
 
 
 def _differing(before: dict[str, Any], after: dict[str, Any], above: str = "") -> Iterator[str]:
-    """Paths of the settings that differ; a list is one setting."""
+    """Paths of differing settings; a list is one setting."""
     for key in before:
         path, old, new = above + key, before[key], after[key]
         if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
@@ -180,11 +181,11 @@ def _is_in(path: str, sections: Sequence[str]) -> bool:
 
 
 def _merged(config: Config, found: Config, paths: Sequence[str]) -> Config:
-    """The configuration in use with these settings of the new one, checked as a whole: what was
-    checked together in the file is not all taken over together.
+    """The configuration in use with these settings of the new one, checked as a whole, since only a
+    part of the file's checked settings is applied.
 
     Raises:
-        ConfigError: they do not go together.
+        ConfigError: the settings do not fit together.
     """
     document, source = _plain(config), _plain(found)
     for path in paths:

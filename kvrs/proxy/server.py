@@ -1,4 +1,4 @@
-"""One proxy: its ports, watchers and leases, and its run as a process, to its end by signals."""
+"""A proxy: its ports, watchers and leases, and its run as a process until its end by signals."""
 
 import asyncio
 import errno
@@ -43,17 +43,20 @@ from kvrs.proxy.wire.certificates import TlsOfPorts
 
 log = logging.getLogger(__name__)
 
-# Idle connections of clients live longer than at load balancers (60 s at nginx and ALB, 600 s at
-# GCLB), which would otherwise send a request to one that is being closed.
+# Idle connections of clients live longer here than at load balancers (60 s at nginx and ALB, 600 s
+# at GCLB), which would otherwise send requests to closing connections.
 IDLE_TIMEOUT_S = 620.0
 _LOOK_AGAIN_S = 0.02
 _LOOK_AT_FILE_S = 1.0
-_SEEN_WITHIN_S = 2.0  # A worker takes requests after that, also if no instance is up.
-_FLUSH_TIMEOUT_S = 2.0  # For clients to read how their streams ended when the proxy stops.
+# Time after which a worker takes requests, even without an instance that is up.
+_SEEN_WITHIN_S = 2.0
+_FLUSH_TIMEOUT_S = 2.0  # Time for clients to read the end of their streams when the proxy stops.
 
 
 class Proxy:
-    """Start and close it on one event loop. `port` and `admin_port` are the bound ones."""
+    """A proxy, to be started and closed on one event loop. `port` and `admin_port` are the bound
+    ports.
+    """
 
     def __init__(
         self,
@@ -63,8 +66,8 @@ class Proxy:
         read: Callable[[], Config] | None = None,
         supervisor: Supervisor | None = None,
     ) -> None:
-        """`older`: secrets that are accepted besides the one in use; `read` reads the file of the
-        configuration again; `supervisor`: of this worker, one of several at the clients' port.
+        """`older`: further accepted secrets. `read` reads the configuration file again.
+        `supervisor`: of this worker, one of several at the clients' port.
         """
         self._config = config
         self._supervisor = supervisor
@@ -72,11 +75,11 @@ class Proxy:
         self._ring = [secret, *older]
         self._tls = TlsOfPorts()
         self._links: ProxyLinks | None = None
-        self._parts: Parts | None = None  # None: it could not be assembled.
+        self._parts: Parts | None = None  # None: not assembled.
         self._membership: Membership | None = None
         self._ports: list[HttpServer] = []
         self._background: list[asyncio.Task[None]] = []
-        self._told_s: float | None = None  # When the peers were told that this proxy is to end.
+        self._told_s: float | None = None  # Time when the peers learned that this proxy ends.
         self.port = 0
         self.admin_port = 0
 
@@ -118,19 +121,19 @@ class Proxy:
         await self._listen_to_operators(parts)
         if self._config.gossip.enabled:
             await self._join(parts.gossip_view)
-        # When all ports are bound: a second proxy started by mistake fails before it.
+        # Opened once all ports are bound: a second proxy, started by mistake, fails before.
         if parts.event_log is not None:
             parts.event_log.open()
         self._background = [asyncio.create_task(each) for each in self._work_of(parts)]
         if self._supervisor is not None:
-            # Once an instance is seen up: until then the other workers take requests.
+            # Wait for an instance that is up: until then the other workers take requests.
             until_s = time.monotonic() + _SEEN_WITHIN_S
             while not parts.driver.control.instances.ready() and time.monotonic() < until_s:
                 await asyncio.sleep(_LOOK_AGAIN_S)
             await self._listen_to_clients()
 
     def _work_of(self, parts: Parts) -> list[Coroutine[Any, Any, None]]:
-        """All that runs until the proxy closes."""
+        """All coroutines that run until the proxy closes."""
         driver, metrics = parts.driver, parts.metrics
         keep = partial(keep_running, failed=metrics.task_failed)
         return [
@@ -184,7 +187,7 @@ class Proxy:
         gossip_view.membership = membership
 
     async def reload(self) -> ReloadResult:
-        """Raises ConfigError: the file has faults; nothing has changed."""
+        """Reload the configuration. Raises ConfigError: the file has faults; nothing changes."""
         return await self.reloads.reload()
 
     async def run(self) -> None:
@@ -204,14 +207,14 @@ class Proxy:
             await asyncio.sleep(delay_s)
 
     async def drain(self) -> None:
-        """Admit no new streams, hand over those with a key that a peer can take, and wait for the
-        rest to end: where all proxies end together, for every one, and for clients that are about
-        to resume one here.
+        """Admit no new streams, hand over keyed streams that a peer can take, and wait for the rest
+        to end. If all proxies end together, wait for all streams, and for clients that are about to
+        resume one here.
         """
         if (parts := self._parts) is None:
             return
         if self._supervisor is not None:
-            await self._stop_taking_clients()  # Other workers, if they go on, take them.
+            await self._stop_taking_clients()  # Staying workers take them.
         parts.api.admissions.draining = True
         log.info("draining", extra={"streams": len(parts.driver.streams)})
         mirror, peers = parts.mirror, parts.mirror.peers
@@ -219,8 +222,7 @@ class Proxy:
         ending = Ending(self._tell_peers(mirror), until_s)
         while (step := ending.next_step(self._left(parts), time.monotonic())) is not EndStep.CLOSE:
             if step is EndStep.ASK:
-                # One that did not run meanwhile may answer before it has read its own signal, but
-                # only once.
+                # A paused peer may answer before it has read its own signal, but only once.
                 await peers.meet()
                 await peers.meet()
                 continue
@@ -240,7 +242,7 @@ class Proxy:
         )
 
     def _tell_peers(self, mirror: Mirror) -> float:
-        """Tell the other proxies that this one is about to end; the time when it did."""
+        """Tell the other proxies that this one is about to end; return the time."""
         if self._told_s is None:
             self._told_s = time.monotonic()
             mirror.peers.leave()
@@ -379,8 +381,9 @@ async def serve(
     watched: Path | None = None,
     supervisor: Supervisor | None = None,
 ) -> None:
-    """Run a proxy until SIGINT or SIGTERM, which a second one hastens; SIGHUP, or a change of the
-    `watched` file, has it `read` its configuration again. A worker ends with its `supervisor` too.
+    """Run a proxy until SIGINT or SIGTERM; a repeated signal hastens the end. SIGHUP, or a change
+    of the `watched` file, makes it `read` its configuration again. A worker also ends with its
+    `supervisor`.
     """
     proxy = Proxy(config, secret, older, read, supervisor)
     stop = Stop(config.proxy.drain_delay_s)

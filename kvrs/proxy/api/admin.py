@@ -1,4 +1,4 @@
-"""The operator's port, which is not the clients': state, metrics, reload."""
+"""The operator's port, separate from the clients': state, metrics, reload."""
 
 import math
 import os
@@ -45,7 +45,7 @@ from kvrs.proxy.watch.gossip_view import GossipView
 UI = "/ui"
 _LONGEST_DRAIN_S = 86_400.0
 _RANK = "/kvrs/v1/leave/{id}/{rank}"
-# The page holds no data: it asks for them, with the token that is typed in. It loads nothing else.
+# The page contains no data: it fetches them with the typed token, and loads nothing else.
 _UI_HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src "
@@ -58,7 +58,7 @@ _UI_HEADERS = {
 
 
 class AdminSource:
-    """The state and the operations that the port offers."""
+    """State and operations that the port offers."""
 
     def __init__(
         self,
@@ -83,7 +83,9 @@ class AdminSource:
         return describe_processes(self._driver, self._gossip_view, self._proxy(), now_s)
 
     async def drain_instance(self, order: DrainOrder) -> None:
-        """Raises RequestError: this proxy cannot obey; its other workers are not told."""
+        """Drain an instance. Raises RequestError: impossible at this proxy; its other workers get
+        no order.
+        """
         self._peers.drains.obey(order)
         await self._peers.pass_on(order)
 
@@ -97,7 +99,9 @@ class AdminSource:
 
 
 class _Collected(Collector):
-    """Families collected on the event loop, so that no value changes while they are rendered."""
+    """Metric families collected on the event loop, so that no value changes while they are
+    rendered.
+    """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = [*metrics]
@@ -114,8 +118,8 @@ class Admin:
         security: SecuritySettings,
         reloaded: Callable[[], None] | None,
     ) -> None:
-        """`reloaded` is called after each reload that was asked for here."""
-        # One of them is required; none: no token is.
+        """`reloaded` is called after each reload through this port."""
+        # One of these tokens is required; empty: no token is required.
         self._tokens = read_admin_tokens(security, os.environ)
         reloads.add(ReloadingPart("admin_token", self._prepare_tokens))
         self._source = source
@@ -164,7 +168,7 @@ class Admin:
         return Response(200, self._page, {**_UI_HEADERS})
 
     async def _reload(self, _: Request) -> Response:
-        """Take over what has changed in the file: 400 with every fault where it has any."""
+        """Reload the configuration file; 400 with every fault, if any."""
         response = await self._answer(self._reloads.reload())
         if response.status == HTTPStatus.OK and self._reloaded is not None:
             self._reloaded()
@@ -178,7 +182,7 @@ class Admin:
             return answer({"error": what | {"param": None, "code": None}}, 400)
 
     async def _drain(self, request: Request) -> Response:
-        """No new streams go to the instance; the others may end within `?drain_s=`."""
+        """Drain an instance: it gets no new streams; present ones may end within `?drain_s=`."""
         default_s = self._reloads.config.cluster.drain_s
         drain_s = _drain_s(request, default_s)
         return await self._order(DrainOrder(InstanceId(request.parameters["id"]), drain_s))
@@ -191,7 +195,7 @@ class Admin:
         return answer({"instance": order.instance, "drain_s": order.drain_s})
 
     async def _order_rank(self, request: Request, *, leaves: bool) -> Response:
-        """The rank gives what it has to the others of its instance and ends; or it comes back."""
+        """Order a rank to pass its work to its instance's other ranks and end, or to return."""
         name, given = InstanceId(request.parameters["id"]), request.parameters["rank"]
         if not re.fullmatch("[0-9]{1,9}", given, re.ASCII):
             raise RequestError(f"rank: got {given!r:.80}; allowed: its number", param="rank")
@@ -200,13 +204,13 @@ class Admin:
         return answer({"instance": name, "rank": rank, "leaves": leaves})
 
     async def _note_exit(self, request: Request) -> Response:
-        """A supervisor tells how the process of an instance ended."""
+        """Take a supervisor's report of how an instance's process ended."""
         exited = parse_exit(request.parameters["id"], await request.read())
         self._source.note_exit(exited)
         return answer({"instance": exited.instance, "start": exited.report.start})
 
     async def _show_metrics(self, request: Request) -> Response:
-        """In the text format, or in OpenMetrics where that is asked for."""
+        """Metrics in the text format, or in OpenMetrics if requested."""
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         collected = _Collected(self._source.registry.collect())
         body = await self._large.run_aside(partial(encode, collected))
@@ -217,7 +221,7 @@ class Admin:
 
 
 def _drain_s(request: Request, default_s: float) -> float:
-    """Raises RequestError: `?drain_s=` is no time."""
+    """Value of `?drain_s=`. Raises RequestError: not a time."""
     given = request.query.get("drain_s", str(default_s))
     try:
         drain_s = float(given)

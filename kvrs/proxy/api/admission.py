@@ -1,5 +1,5 @@
-"""Admission of a request at the clients' port: a row of steps over one record. Each step is passed,
-or refuses the request by a RequestError of one kind.
+"""Admission of a request at the clients' port, as a sequence of steps on one record. Each step
+passes the request, or refuses it by a RequestError of one kind.
 """
 
 import os
@@ -49,10 +49,11 @@ from kvrs.proxy.wire.requests import (
     salted,
 )
 
-# The highest value of each header, in seconds. The configuration has the same bounds.
+# Highest value of each header, in seconds, equal to the configuration's bounds.
 _LONGEST_S = {"x-kvrs-ttft-s": 86400, "x-kvrs-recovery-gap-s": 3600, "x-kvrs-deadline-s": 86400}
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?", re.ASCII)
-_EXACT, _INEXACT = "X-Kvrs-Exact", "X-Kvrs-Inexact"  # Headers; the latter has the reasons.
+# Response headers; X-Kvrs-Inexact has the reasons.
+_EXACT, _INEXACT = "X-Kvrs-Exact", "X-Kvrs-Inexact"
 _NO_HEADERS: Mapping[str, str] = {}
 _OWN_NAME = ServedName("")
 
@@ -60,35 +61,37 @@ Parsed = TypeVar("Parsed")
 
 
 class ClientCall(msgspec.Struct, eq=False):
-    """One request of a client: what the steps have found of it, which its response needs."""
+    """A client's request, with the results of the steps, which its response needs."""
 
     request: Request
     tenant: Tenant
     held: RequestUsage
-    body: bytes = b""  # Until it is parsed.
-    parsed: ParsedRequest = cast(ParsedRequest, None)  # Once the body is read.
-    # The field because of which one engine answers it whole; None: it is a stream.
+    body: bytes = b""  # Body, until it is parsed.
+    parsed: ParsedRequest = cast(ParsedRequest, None)  # Parsed request, once the body is read.
+    # The field that requires one engine for the whole request; None: a stream.
     whole: str | None = None
     resume: ResumeRequest | None = None
-    found: Record | None = None  # That of the stream to be resumed; None: the stream is new.
+    found: Record | None = None  # Record of the stream to be resumed; None: a new stream.
     name: ServedName = _OWN_NAME
-    inexact: tuple[str, ...] = ()  # What could not be continued exactly.
-    lacks_tokenizer: bool = False  # That is the cause, where it is the prompt's text.
-    replayed: tuple[str, ...] = ()  # As of `Journal`; so is `replays`.
+    inexact: tuple[str, ...] = ()  # Fields that could not be continued exactly.
+    # A missing tokenizer is the cause if the prompt's text is inexact.
+    lacks_tokenizer: bool = False
+    replayed: tuple[str, ...] = ()  # Copied to `Journal`, like `replays`.
     replays: Replays = Replays.NOWHERE
     deadlines: ev.Deadlines = ev.NO_DEADLINES
-    echoes: Sequence[str | None] = ()  # For each journal the prompt to send before the output.
+    echoes: Sequence[str | None] = ()  # Prompt to send before the output, for each journal.
     journals: list[Journal] = []
-    client: SseClient | None = None  # None: the client did not ask for a stream.
-    merger: Merger | None = None  # For the choices of a stream; None: the engine's one is all.
+    # Writer of the stream; None: the client did not ask for a stream.
+    client: SseClient | None = None
+    merger: Merger | None = None  # Merges the choices of a stream; None: a single choice.
 
     def head(self) -> Mapping[str, str]:
         return head_of(self.journals, lacks_tokenizer=self.lacks_tokenizer)
 
 
 def head_of(journals: Iterable[Journal], *, lacks_tokenizer: bool) -> Mapping[str, str]:
-    """Headers of the response beside the usual ones, which is about to begin: what they promise of
-    its streams holds from now on.
+    """Extra headers of the response that is about to begin. Their promises about its streams hold
+    from now on.
     """
     names: dict[str, None] = {}
     for journal in journals:
@@ -97,14 +100,14 @@ def head_of(journals: Iterable[Journal], *, lacks_tokenizer: bool) -> Mapping[st
             names |= dict.fromkeys(journal.inexact)
     if not names:
         return _NO_HEADERS
-    # In place of the prompt its tokenizer, where that is missing.
+    # Name the missing tokenizer instead of the prompt.
     texts = ("prompt", "messages") if lacks_tokenizer else ()
     reasons = ("tokenizer" if name in texts else name for name in names)
     return {_EXACT: "no", _INEXACT: ", ".join(reasons)}
 
 
 class Admissions:
-    """The steps, and what they look at. `draining`: no new streams are admitted."""
+    """The steps, and the objects they consult. `draining`: no new streams are admitted."""
 
     def __init__(
         self,
@@ -132,8 +135,8 @@ class Admissions:
         metrics.request_bytes.set_function(lambda: self._budget.held_bytes)
 
     def begin(self, request: Request) -> ClientCall:
-        """The record of a request, whose tenant is known. It holds nothing before its first step;
-        what it holds is given back by `held.end`, or at the end of `with call.held`.
+        """Begin a request, whose tenant is known. It holds nothing before its first step;
+        `held.end`, or the end of `with call.held`, releases what it holds.
         """
         tenant: Tenant = request.tenant
         held = RequestUsage(self._budget, tenant.meter)
@@ -142,8 +145,8 @@ class Admissions:
     async def admit(
         self, call: ClientCall, read: Callable[..., ParsedRequest] | None = None
     ) -> None:
-        """Take a request of a stream through all steps, in this order. `read` parses its body;
-        None: that is done.
+        """Take a stream's request through all steps, in order. `read` parses its body; None:
+        already parsed.
 
         Raises:
             RequestError: a step refuses it.
@@ -151,7 +154,7 @@ class Admissions:
         request, tenant = call.request, call.tenant
         if read is None:
             pass
-        elif request.coming is None:  # It is short, not compressed, and here.
+        elif request.coming is None:  # The body is short, uncompressed and complete.
             if self.draining or len(self._streams) >= self._settings.max_streams:
                 self._check_room(1, KEY in request.headers)
             call.body, request.body = request.body, b""
@@ -196,10 +199,12 @@ class Admissions:
         if read is not None:
             request.headers = NO_HEADERS
 
-    # The steps, in their order.
+    # The steps, in order.
 
     def _check_room(self, choices: int, resumes: bool) -> None:
-        """A stream that can be resumed nowhere else is, though this proxy shuts down."""
+        """Check for room. A stream that no other proxy can resume is admitted even while this proxy
+        shuts down.
+        """
         open_streams, allowed = len(self._streams), self._settings.max_streams
         if open_streams + choices > allowed:
             raise RequestError(f"{open_streams} of {allowed} streams are open", status=503)
@@ -207,23 +212,24 @@ class Admissions:
             raise RequestError("the proxy is shutting down", status=503, code="shutting_down")
 
     async def read_body(self, call: ClientCall) -> None:
-        """Read the body of a request, if there is room for it."""
+        """Read a request's body, if there is room for it."""
         request = call.request
         self._check_room(1, KEY in request.headers)
-        self._max_elements(request.content_length or 0)  # Too many bytes are not read at all.
+        # A body with too many bytes is not read at all.
+        self._max_elements(request.content_length or 0)
         call.body = await read_body(request, call.held)
 
     def _max_elements(self, size_bytes: int) -> int:
-        """How many elements a body may have for the model that is served.
+        """Most elements that a body may have for the served model.
 
         Raises:
-            RequestError: it has more bytes than the longest prompt.
+            RequestError: more bytes than the longest prompt has.
         """
         served = self._instances.max_model_len
         if served is None:
             return MAX_ELEMENTS
         longest_token = self._driver.tokenizer.longest_token
-        # vLLM's models may see pictures, which are no text.
+        # vLLM's models may accept pictures, which are not text.
         if longest_token is not None and self._backend != VLLM:
             most = bytes_within(served, longest_token)
             if size_bytes > most:
@@ -239,7 +245,7 @@ class Admissions:
         return await self._large.run(len(body), partial(read, body, max_elements=most))
 
     def _read_key(self, call: ClientCall) -> None:
-        """Read the headers of a stream that can be resumed."""
+        """Read the headers of a resumable stream."""
         request = call.request
         secret = partial(self._tenants.secret_of, request, call.tenant)
         call.resume = parse_resume_headers(
@@ -247,7 +253,7 @@ class Admissions:
         )
 
     async def _admit_unusual(self, call: ClientCall) -> None:
-        """Take a request through the steps that need nothing of a usual one."""
+        """Take an unusual request through its steps."""
         parsed, tenant, name = call.parsed, call.tenant, call.name
         if tenant.secret is not None or name.parent is not None:
             call.parsed = parsed = salted(parsed, tenant.secret, name.adapter)
@@ -261,11 +267,11 @@ class Admissions:
             self._take_streams(call, streams)
         if call.resume is not None:
             call.found = await self._mirror.find(call.resume)
-            # Again: that took a while.
+            # Check again, since the steps took a while.
             self._check_room(streams, call.found is not None)
 
     async def _check_exactness(self, call: ClientCall) -> None:
-        """Find what of the request the instances in use could not continue exactly."""
+        """Find features of the request that the instances in use could not continue exactly."""
         plain, (least, continues) = self._instances.plain, self._self_tests.least
         comparison, parsed = self._self_tests.comparison, call.parsed
         if plain is None and continues is Continues.SEEDED and not comparison.sampled_ties:
@@ -281,7 +287,7 @@ class Admissions:
                 penalises_prompt=not is_sglang,
             )
             call.inexact = await self._large.run(parsed.size_bytes, find)
-            if not (is_sglang and parsed.endpoint is CHAT):  # Chats of SGLang have no ids.
+            if not (is_sglang and parsed.endpoint is CHAT):  # SGLang's chats have no ids.
                 call.replays = self._driver.control.instances.replays(parsed.request.max_tokens)
             if call.replays is not Replays.NOWHERE:
                 call.replayed = replayable(call.inexact, parsed, has_generator=not is_sglang)
@@ -304,7 +310,7 @@ class Admissions:
             )
 
     async def _find_echoes(self, call: ClientCall) -> None:
-        """Find the prompts that are sent before the output."""
+        """Find prompts to send before the output."""
         call.echoes = [
             await self._echo(one) for one in call.parsed.prompts for _ in range(one.request.n)
         ]
@@ -312,7 +318,7 @@ class Admissions:
     async def _echo(self, parsed: ParsedRequest) -> str:
         assert isinstance(parsed.request, CompletionRequest)
         if self._backend == VLLM and parsed.request.return_token_ids:
-            return ""  # As vLLM has it: the ids of the prompt take the place of its text.
+            return ""  # Like vLLM: the prompt's ids replace its text.
         if isinstance(parsed.request.prompt, str):
             return parsed.request.prompt
         try:
@@ -321,8 +327,8 @@ class Admissions:
             raise RequestError(f"a prompt of ids cannot be echoed: {error}", param="echo") from None
 
     def _take_streams(self, call: ClientCall, streams: int) -> None:
-        """Take streams from the tenant's limit. A stream that goes on was admitted before: the
-        earlier connection of its client, if it is still open, is about to be closed.
+        """Take streams from the tenant's limit. A resumed stream was admitted before; its client's
+        earlier connection, if still open, is about to be closed.
         """
         resume = call.resume
         runs = resume is not None and any(key in self._mirror.streams for key in resume.keys)
@@ -331,7 +337,7 @@ class Admissions:
     def _reopen(self, record: Record, parsed: ParsedRequest) -> Journal:
         journal = reopened(record, parsed, self._clock())
         journal.is_strict = self._settings.inexact is Inexact.REFUSE
-        # By which instance its output began is not known here.
+        # The instance that began the output is not known here.
         comparison, is_drawn = self._self_tests.comparison, parsed.request.temperature > 0
         may_differ = comparison.has_other_weights or comparison.has_ties(sampled=is_drawn)
         if may_differ and "tokens" not in journal.inexact:
@@ -339,7 +345,7 @@ class Admissions:
         return journal
 
     def _open_journals(self, call: ClientCall) -> None:
-        """Open a journal for each choice of each prompt, or that of the stream that goes on."""
+        """Open a journal for each choice of each prompt, or the resumed stream's journal."""
         parsed, tenant, name = call.parsed, call.tenant, call.name.key
         if call.found is not None:
             call.journals = [self._reopen(call.found, parsed)]
@@ -381,22 +387,21 @@ class Admissions:
             call.merger = Merger()
 
     async def _find_prefixes(self, call: ClientCall) -> None:
-        """Hash the prompts of a large request beside the event loop, where that is asked for."""
+        """Hash a large request's prompts beside the event loop, if hashes are needed."""
         if not self._driver.control.policy.routes_by_prefix:
             return
         for journal in call.journals:
-            if journal.parsed.prefix is None:  # All choices of a prompt share it.
+            if journal.parsed.prefix is None:  # All choices of a prompt share the prefix.
                 size_bytes = journal.parsed.size_bytes
                 await self._large.run(size_bytes, partial(getattr, journal, "prefix"))
 
 
 def check_whole(call: ClientCall) -> None:
-    """Note a request that one engine answers whole: it asks for a result of the prompt, or for
-    several outputs at once, which a stream of tokens that goes from prefill to decode could not
-    give.
+    """Note a request that needs one engine: it wants results about the prompt, or several outputs
+    at once, which a handed-over stream of tokens cannot give.
 
     Raises:
-        RequestError: it is to be streamed or resumed.
+        RequestError: the request wants a stream, or to be resumable.
     """
     parsed = call.parsed
     fields, names = parsed.fields, whole(parsed.endpoint.api)
@@ -415,7 +420,7 @@ def check_whole(call: ClientCall) -> None:
 
 
 def whole_fields(parsed: ParsedRequest) -> Fields:
-    """The body for the engine that answers a request whole."""
+    """Fields for the engine that answers the whole request."""
     fields = dict(parsed.fields)
     if "messages" in fields:
         return fields
@@ -428,7 +433,7 @@ def whole_fields(parsed: ParsedRequest) -> Fields:
 
 
 def find_model(instances: Instances, model: str | None) -> ServedName:
-    """The model that a request names; before an instance is up, that may be any name.
+    """Find the model that a request names; before an instance is up, any name is accepted.
 
     Raises:
         RequestError: no instance serves this name.
@@ -451,8 +456,8 @@ def find_model(instances: Instances, model: str | None) -> ServedName:
 
 
 def deadlines_of(headers: CIMultiDictProxy[str]) -> ev.Deadlines:
-    """The deadlines in the headers, which take the place of section `slo` of the configuration: the
-    OpenAI API has no fields for them.
+    """Deadlines in the headers, which replace section `slo` of the configuration: the OpenAI API
+    has no fields for them.
 
     Raises:
         RequestError: a header is not a number of seconds, or out of range.
@@ -476,5 +481,5 @@ def _seconds(headers: CIMultiDictProxy[str], name: str) -> float:
 
 
 def _wrapped(seed: int) -> int:
-    """The seed wrapped to 64 bits."""
+    """Wrap a seed to 64 bits."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,4 +1,4 @@
-"""Responses that are no streams, and errors, in the form that OpenAI clients read."""
+"""Unstreamed responses and errors, in the form that OpenAI clients read."""
 
 import logging
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def refusal(failure: Failed) -> Response:
     if failure.retry_after_s is not None:
         headers = {"Retry-After": retry_after(failure.retry_after_s)}
     elif failure.rejected and failure.status >= 500:
-        headers = {"X-Should-Retry": "false"}  # OpenAI's clients repeat a 5xx otherwise.
+        headers = {"X-Should-Retry": "false"}  # OpenAI's clients would repeat a 5xx.
     return json_response(failure.body, failure.status, headers)
 
 
@@ -39,7 +39,7 @@ def error_response(error: RequestError) -> Response:
 
 
 def bug_response() -> Response:
-    """Answer to a request that ended by the exception being handled."""
+    """Response to a request that ended by the exception being handled."""
     log.exception("request ended by a bug")
     return json_response(
         error_body("the proxy failed; its log says more", kind="server_error"), 500

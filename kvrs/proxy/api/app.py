@@ -20,7 +20,7 @@ from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 
 
 class ClientApi:
-    """Routes requests to what serves them."""
+    """Routes requests to their handlers."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ClientApi:
         tenants: Tenants,
         large: LargeWork,
     ) -> None:
-        self.leaving = False  # It is not ready any more, and serves on.
+        self.leaving = False  # The proxy is no longer ready, but serves on.
         self._backend = backend
         self._driver = driver
         self.admissions = admissions = Admissions(

@@ -1,9 +1,9 @@
-"""Bodies of clients' requests are read. One that comes later than its head takes of the body budget
-as it comes, and is cut off if that takes too long.
+"""Reading of clients' bodies. A body that arrives after its head takes from the body budget as it
+arrives, and is cut off if it takes too long.
 
-A body is cut off when nothing of it comes for a time, however long it takes as a whole. A client
-that sends byte by byte could hold its connection and what it has sent for days by that, so a body
-that is not whole has to grow by a step within many such times: at a rate below that of any modem.
+A body is cut off when nothing arrives for a time, however long the whole body takes. A client that
+sends byte by byte could thus hold its connection and memory for days, so an incomplete body must
+also grow by a step within many such times: a rate below that of any modem.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from kvrs.net.http_request import Body
 from kvrs.net.routes import Request
 from kvrs.proxy.wire.requests import RequestUsage
 
-# A client that sends nothing of a body for this long is cut off.
+# Pause after which a client's body is cut off.
 BODY_TIMEOUT_S = 10.0
 STEP_BYTES = 64 << 10
-STEP_PAUSES = 30  # Of the longest pause: the time for a step.
+STEP_PAUSES = 30  # Time for a step, in longest pauses.
 
 
 @dataclass(slots=True, eq=False)
@@ -29,15 +29,15 @@ class _Reading:
     held: RequestUsage
     timeout: asyncio.Timeout
     pause_s: float
-    step_s: float  # When it began, or made its last step.
-    step_bytes: int = 0  # It had come so far then.
+    step_s: float  # Time of the start or the last step.
+    step_bytes: int = 0  # Received bytes at that time.
 
     def check(self) -> None:
-        """Some of it may have come; raises RequestError: it is too long, or there is no room."""
+        """Check the received part. Raises RequestError: too long, or no room."""
         received_bytes, now_s = self.body.received_bytes, asyncio.get_running_loop().time()
         self.held.take(received_bytes)
         if received_bytes - self.step_bytes >= STEP_BYTES:
-            # For the limits of connections it is idle since its last step.
+            # The limits of connections count it as idle since its last step.
             self.request.connection.idle_since_s = self.step_s = now_s
             self.step_bytes = received_bytes
         due_s = self.step_s + STEP_PAUSES * self.pause_s
@@ -45,14 +45,13 @@ class _Reading:
 
 
 async def read_body(request: Request, held: RequestUsage) -> bytes:
-    """The body of a request. A body that has no room among open requests is refused before it is
-    read.
+    """Read a request's body. A body without room among open requests is refused before reading.
 
     Raises:
-        RequestError: it is compressed, too long or too slow, or there is no room for it.
+        RequestError: compressed, too long, too slow, or no room.
     """
     held.allow(request.content_length or 0)
-    if (body := request.coming) is None or body.is_over:  # It came with the head.
+    if (body := request.coming) is None or body.is_over:  # The body arrived with the head.
         whole = await request.read()
     else:
         whole = await _read_rest(request, body, held)

@@ -1,4 +1,4 @@
-"""Several choices in one response: streams of their own that share a connection and a head."""
+"""Several choices in one response: separate streams that share a connection and a head."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,14 +12,14 @@ from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, cut_list, number_choice
 
 
 class Merger:
-    """The head that all choices of a response share: that of the first event."""
+    """The head that all choices of a response share, taken from the first event."""
 
     def __init__(self) -> None:
         self.head: bytes | None = None
 
 
 class ChoiceClient:
-    """Writes one choice to the common response under its own index, after the prompt if echoed."""
+    """Writes a choice to the common response under its own index, after the prompt if echoed."""
 
     direct = None
     take_token = None
@@ -49,7 +49,7 @@ class ChoiceClient:
             self._merger.head + number_choice(event[len(head) :], self._index) for event in events
         ]
         if self._echo is not None:
-            # The first event has the ids of the prompt.
+            # The first event has the prompt's ids.
             merged[0] = cut_list(merged[0], PROMPT_TOKEN_IDS)
             merged.insert(0, self._echoed(self._merger.head, self._echo))
             self._echo = None
@@ -70,7 +70,7 @@ class ChoiceClient:
 def run_together(
     run: Callable[[Journal, Client], Awaitable[Outcome]], streams: Sequence[tuple[Journal, Client]]
 ) -> Awaitable[Outcome]:
-    """Run all choices to their end; the first that fails ends the others and the response."""
+    """Run all choices to their end; the first failure ends the others and the response."""
     return run(*streams[0]) if len(streams) == 1 else _run_all(run, streams)
 
 

@@ -1,4 +1,4 @@
-"""Health of the proxy, in its own form and in that of vLLM, and how much it serves."""
+"""Health of the proxy in its own form and in vLLM's, and the number of open streams."""
 
 from collections.abc import Callable
 
@@ -36,7 +36,7 @@ def add_health(routes: Routes, backend: str, driver: Driver, draining: Callable[
         return _text(readiness(instances), 200 if instances.ready() else 503)
 
     async def health(_: Request) -> Response:
-        """Answer as `readyz`, without a text."""
+        """Answer like `readyz`, without a text."""
         return _text("", 200 if instances.ready() and not draining() else 503)
 
     async def load(_: Request) -> Response:
@@ -69,8 +69,8 @@ def _missing(instances: Instances) -> str:
 
 
 def _unready(instances: Instances) -> str:
-    """The cause that an operator has to mend comes first: an instance that is
-    refused does not come up by itself.
+    """Cause of unreadiness. A cause for the operator comes first: a refused instance does not come
+    up by itself.
     """
     refused = [
         f"{known.id}: {known.reason}\n"

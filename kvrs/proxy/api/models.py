@@ -1,4 +1,4 @@
-"""The model that is served, under all its names, and its adapters."""
+"""The served model, under all its names, and its adapters."""
 
 import time
 from typing import Any
@@ -15,7 +15,7 @@ from kvrs.proxy.api.answers import json_response
 
 def _described(instances: Instances, model: ServedName, created: int) -> dict[str, Any]:
     found = {"id": model.name, "object": "model", "created": created, "owned_by": "kvrs"}
-    # The rest as vLLM has it: clients fit their requests to the length.
+    # Like vLLM: clients fit their requests to the length.
     if instances.max_model_len is not None:
         found["max_model_len"] = instances.max_model_len
     if model.parent is not None:

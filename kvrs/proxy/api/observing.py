@@ -1,5 +1,5 @@
-"""Steps around the handler of every request at the client port: its id, its tenant, its errors, and
-its access line.
+"""Steps around every request's handler at the clients' port: its id, tenant, errors, and access
+line.
 """
 
 import logging
@@ -42,10 +42,10 @@ _TRACEPARENT = re.compile(
 
 
 def open_tracer(proxy: str, engine: str, environ: Mapping[str, str]) -> "RequestTracer | None":
-    """None: the environment asks for no traces.
+    """Open the tracer; None: the environment configures no traces.
 
     Raises:
-        ConfigError: what it asks for cannot be done.
+        ConfigError: the configured traces are impossible.
     """
     if (settings := trace_settings(environ)) is None:
         return None
@@ -78,9 +78,9 @@ class RequestObserver:
         self._tracer = tracer
 
     async def answer(self, request: Request, handler: Handler) -> Response:
-        """Answer a request, whose tenant is known before anything of its body is read. Every error
-        has the body that OpenAI clients read, and every response the id, also a refusal. An id that
-        could not stand in a log or a header is replaced, and a trace that is none is dropped.
+        """Answer a request, whose tenant is known before its body is read. Every error has a body
+        in OpenAI's form, and every response, even a refusal, has the id. An id that is unsafe in
+        logs or headers is replaced; an invalid trace is dropped.
         """
         given, trace = request.headers.get(REQUEST_ID, ""), request.headers.get(TRACEPARENT, "")
         context = RequestContext(
@@ -90,7 +90,7 @@ class RequestObserver:
         if self._tracer is not None:
             self._tracer.begin(context, request.method)
         CURRENT.set(context)
-        request.id = context.id  # For responses that write their head themselves.
+        request.id = context.id  # Needed by responses that write their head themselves.
         began_s, status, tenant = self._clock(), CLIENT_GONE, self._tenants.only
         try:
             try:
@@ -102,7 +102,7 @@ class RequestObserver:
             except RequestError as error:
                 response = error_response(error)
             except Exception:
-                # An internal error. After the headers only the end of the connection can signal it.
+                # After the headers, only the end of the connection can signal an internal error.
                 if request.is_begun:
                     raise
                 response = bug_response()
@@ -114,7 +114,7 @@ class RequestObserver:
             self._end(request, context, tenant, status, began_s)
 
     def note_refusal(self, status: int, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """Note a request that the HTTP server has refused by itself; the headers of its answer."""
+        """Note a request that the HTTP server itself has refused; return headers for the answer."""
         given = headers.get(REQUEST_ID, "")
         request_id = given if _ID.fullmatch(given) else os.urandom(16).hex()
         (
@@ -127,7 +127,7 @@ class RequestObserver:
         return {REQUEST_ID: request_id}
 
     async def close(self) -> None:
-        """Write the lines that wait, and send the spans."""
+        """Write waiting log lines, and send the spans."""
         if self._access is not None:
             self._access.write()
         if self._tracer is not None:
@@ -164,5 +164,5 @@ class RequestObserver:
 
 
 def _code(status: int) -> str:
-    """An engine may refuse with any number."""
+    """Status as a label: an engine may refuse with any number."""
     return str(status) if status in _CODES else f"{status // 100}xx"

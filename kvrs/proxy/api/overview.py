@@ -1,5 +1,5 @@
-"""`/kvrs/v1/overview`: the state in few bytes, for pages and terminals that show it every second.
-Pure.
+"""`/kvrs/v1/overview`: a short form of the state, for pages and terminals that show it every
+second. Pure.
 """
 
 from collections import Counter
@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrs.proxy.api.rows import AGENTS, INSTANCES, State, Table, words
 
-RECOVERIES = 50  # The newest ones.
+RECOVERIES = 50  # Number of recoveries shown, newest first.
 LINKS = 200
 _OF_RECOVERY = (
     *("at_s", "stream", "attempt", "option", "from", "to", "cause"),
@@ -17,7 +17,7 @@ _OF_RECOVERY = (
 
 
 def overview(state: State, policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Overview of a state of `/kvrs/v1/state`."""
+    """Make the overview of a state of `/kvrs/v1/state`."""
     streams: Sequence[State] = state["streams"]
     return {
         "proxies": [
@@ -45,7 +45,7 @@ def overview(state: State, policy: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(row: State, table: Table) -> dict[str, Any]:
-    """A process with the facts of its table, in words."""
+    """A process with the facts of its table, as text."""
     health, reason = row["health"], row.get("reason")
     state = row.get("state")
     if row.get("draining"):
@@ -64,7 +64,7 @@ def _shown(row: State, table: Table) -> dict[str, Any]:
 
 
 def _restart(row: State) -> str:
-    """Why it is not up: that it was found gone is of no use while it says what it does."""
+    """Reason why a process is not up, preferably by its own report rather than its absence."""
     ready_in_s, skipped = row.get("ready_in_s"), row.get("skipped")
     parts = ["it is being started again"]
     parts += [f"drafts for {row['paired_with']}"] if row.get("paired_with") else []
@@ -73,7 +73,7 @@ def _restart(row: State) -> str:
 
 
 def _notes(row: State) -> Iterator[str]:
-    """The stages of an instance of which any is borrowed, and what it lends."""
+    """Stages of an instance, if a stage is borrowed, and the pages it lends."""
     if any(each["donor"] for each in row["stages"]):
         places = (f"{each['stage']} at {each['node']}{_donor(each)}" for each in row["stages"])
         yield f"stages {', '.join(places)}"
@@ -92,7 +92,7 @@ def _recovery(row: State) -> dict[str, Any]:
 
 
 def _restorable(streams: Sequence[State]) -> dict[str, Any]:
-    """The streams of which an agent keeps pages, in all and by agent."""
+    """Number of streams whose pages an agent keeps, in total and by agent."""
     by_agent: Counter[str] = Counter()
     for row in streams:
         by_agent.update(agent for agent, pages in row["protected"].items() if pages)

@@ -1,6 +1,6 @@
-"""Endpoints beside streams: answered in one piece, and the same by any instance, so that a request
-whose instance dies is repeated at another one. vLLM answers all of them; before other engines the
-proxy's own tokenizer answers those about tokens.
+"""Endpoints without streams: any instance gives the same answer in one piece, so a request whose
+instance dies is repeated at another one. vLLM answers all of them; for other engines the proxy's
+own tokenizer answers those about tokens.
 """
 
 import asyncio
@@ -31,12 +31,13 @@ from kvrs.proxy.wire.requests import CURRENT
 from kvrs.proxy.wire.watchdog import Watchdog
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-# vLLM has others beside them, by which a client could stop an instance or load into it.
+# Only these: by vLLM's other endpoints a client could stop an instance, or load into it.
 PATHS = (
     *(TOKENIZE, DETOKENIZE, "/v1/messages/count_tokens", "/v1/embeddings", "/pooling"),
     *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
 )
-# As of streams: what names hosts, ranks or requests, or ranks a request before those of others.
+# Fields that clients may not set, as in streams: they name hosts, ranks or requests, or raise a
+# request's priority.
 _KEPT_FROM_ENGINES = frozenset(
     row.name
     for row in FIELDS
@@ -46,7 +47,7 @@ _FIELDS: msgspec.json.Decoder[Fields] = msgspec.json.Decoder(dict[str, msgspec.R
 
 
 class TokenizeRequest(msgspec.Struct):
-    """Body of `POST /tokenize`, as the proxy's own tokenizer answers it."""
+    """Body of `POST /tokenize` for the proxy's own tokenizer."""
 
     prompt: str
     model: str | None = None
@@ -76,7 +77,7 @@ _MODEL = msgspec.json.Decoder(str | None)
 
 
 class Passed:
-    """The routes of these endpoints."""
+    """Routes of the endpoints without streams."""
 
     def __init__(
         self, admissions: Admissions, backend: str, driver: Driver, large: LargeWork
@@ -99,10 +100,10 @@ class Passed:
             return await self._answer(path, call.body)
 
     async def _answer(self, path: str, body: bytes) -> Response:
-        """The answer to a request with this body.
+        """Answer a request with this body.
 
         Raises:
-            RequestError: the body is wrong, or no engine here has the endpoint.
+            RequestError: a wrong body, or an endpoint that no engine here has.
         """
         fields = await self._large.run(len(body), partial(_fields, body))
         model = decode_as(_MODEL, bytes(fields.get("model", b"null")), "model")
@@ -119,7 +120,7 @@ class Passed:
             status=404,
         )
 
-    # By the tokenizer here.
+    # Answers of the proxy's tokenizer.
 
     async def _tokenize(self, fields: Fields) -> Response:
         _check_known(fields, TokenizeRequest)
@@ -152,12 +153,10 @@ class Passed:
         except ConfigError as error:
             raise RequestError(f"there is no tokenizer: {error}", status=404) from None
 
-    # By an instance.
+    # Answers of an instance.
 
     async def ask(self, path: str, fields: Fields, key: str) -> Response:
-        """From one instance after the other that serves the name of this key, the least loaded
-        first, until one answers.
-        """
+        """Ask instances that serve the name of this key, least loaded first, until one answers."""
         limit_s = self._driver.request_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -181,7 +180,7 @@ class Passed:
             except RefusedError as error:
                 return json_response(error.body, error.status)
             except EngineError as error:
-                # Two instances that fail alike show that the request is the cause.
+                # Two instances that fail alike show that the request is at fault.
                 is_alike = (cause := str(error)) in failed_with
                 failure = Failed(error.status, error.body, rejected=is_alike)
                 if is_alike:
@@ -199,7 +198,7 @@ class Passed:
         context, progress = CURRENT.get(), self._control.progress
         headers = "" if context is None else context_headers(context, context.id)
         call = Call(path, dict(fields), headers, sum(map(len, fields.values())))
-        # How long it takes is not known: embeddings of a batch, or beams, may take minutes.
+        # The duration is unknown: embeddings of a batch, or beams, may take minutes.
         with Watchdog(lambda heard_s, _: progress.answer_s(name, heard_s)):
             return await self._driver.backends[name].ask(call)
 
@@ -208,7 +207,7 @@ _NO_INSTANCE = error_body("no instance is up", kind="server_error", code="no_ins
 
 
 def _fields(body: bytes) -> Fields:
-    """The fields of a body but for null ones: all that the engine may get, which checks them."""
+    """The fields of a body without nulls; the engine checks them."""
     if body.lstrip().startswith(b"{"):
         check_structure(body)
     given = decode_as(_FIELDS, body)
@@ -219,7 +218,7 @@ def _fields(body: bytes) -> Fields:
 
 
 def _check_known(fields: Fields, kind: type[msgspec.Struct]) -> None:
-    """Raises RequestError: the proxy's tokenizer does not know one of the fields."""
+    """Check fields. Raises RequestError: the proxy's tokenizer does not know a field."""
     known = kind.__struct_fields__
     if unknown := [name for name in fields if name not in known]:
         raise UnknownFieldError(unknown[0], known)

@@ -1,4 +1,4 @@
-"""Readers of a response while its stream runs: none, or one client that gets its events."""
+"""Readers of a response while its stream runs: none, or a client that gets its events."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -39,14 +39,14 @@ class ResponseReader:
 
 
 class ResponseClient:
-    """The client of the stream of a response: none while nothing reads it."""
+    """The client of a response's stream, with at most one reader."""
 
     direct = None
     take_token = None
 
     def __init__(self) -> None:
         self.reader: ResponseReader | None = None
-        self.stays = False  # The stream goes on without a reader.
+        self.stays = False  # The stream continues without a reader.
 
     @property
     def blocked(self) -> bool:

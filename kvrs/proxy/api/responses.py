@@ -1,5 +1,5 @@
-"""OpenAI's Responses API: each response is the stream of a chat with a key, which is its id, so
-that any proxy goes on with it and sends its events again.
+"""OpenAI's Responses API. Each response is a chat's keyed stream whose key is the response's id, so
+any proxy can continue it and send its events again.
 """
 
 import asyncio
@@ -47,18 +47,18 @@ from kvrs.proxy.streams.open_stream import Failed, Outcome
 from kvrs.proxy.wire.requests import CHAT, read
 
 _FLUSH_TIMEOUT_S = 1.0
-# A stream that waits for its first token begins after this time, so that its client has the id;
-# errors that come sooner have a status.
+# Delay after which a stream without a first token begins, so that its client has the id; earlier
+# errors have a status.
 _BEGIN_AFTER_S = 1.0
 _CONFLICT = "resume_conflict"
 _TRIES = 3
 _CANCELLED = Failed(499, error_body("the response was cancelled", code=CANCELLED))
-# Failures that do not end the response: it goes on elsewhere, or when it is asked for.
+# Failures that do not end the response: it continues elsewhere, or when it is requested.
 _TRANSIENT_CODES = ("shutting_down", "handed_over", "superseded")
 
 
 class BegunResponse(msgspec.Struct, frozen=True):
-    """The response that `_run` begins with, new or found."""
+    """The new or found response that `_run` begins with."""
 
     stored: Stored
     asked: ResponseRequest
@@ -84,7 +84,7 @@ class ResponsesApi:
         self._driver = driver
         self._mirror = mirror
         self._tenants = tenants
-        self._running: dict[str, RunningResponse] = {}  # By key of the record.
+        self._running: dict[str, RunningResponse] = {}  # Running responses by key of the record.
         self._tasks: set[asyncio.Task[Outcome]] = set()
 
     def add_to(self, routes: Routes) -> None:
@@ -140,14 +140,15 @@ class ResponsesApi:
         return self._answer(running.keyed.record)
 
     async def _take_over(self, request: Request, record: Record) -> RunningResponse:
-        """Go on here with a stream that may run at another proxy."""
+        """Continue a stream here that may run at another proxy."""
         for _ in range(_TRIES):
             try:
                 return await self._start(request, partial(self._again, request, record))
             except RequestError as error:
                 if error.code != _CONFLICT:
                     raise
-            await asyncio.sleep(CLAIM_S)  # It was granted just now, and is not granted again yet.
+            # The stream was just granted, and is not granted again for a moment.
+            await asyncio.sleep(CLAIM_S)
         return await self._start(request, partial(self._again, request, record))
 
     async def _cancel(self, request: Request) -> Response:
@@ -192,7 +193,7 @@ class ResponsesApi:
     # Streams.
 
     async def _start(self, request: Request, enter: Enter) -> RunningResponse:
-        """Run a response in a task of its own, up to where its record is at a mirror."""
+        """Start a response in a task of its own, and wait until its record is at a mirror."""
         started: asyncio.Future[RunningResponse] = asyncio.get_running_loop().create_future()
         task: asyncio.Task[Outcome] = asyncio.create_task(self._run(request, enter, started))
         self._tasks.add(task)
@@ -204,7 +205,7 @@ class ResponsesApi:
             task.cancel()
             raise
         if not started.done():
-            task.result()  # Raises.
+            task.result()  # Raises the task's error.
         return started.result()
 
     async def _run(
@@ -235,7 +236,7 @@ class ResponsesApi:
                 self._mirror.close(keyed)
 
     async def _end(self, running: RunningResponse, outcome: Outcome) -> Outcome:
-        """Record the end of a response; what has failed stays so."""
+        """Record the end of a response; a failed response stays failed."""
         keyed = running.keyed
         if isinstance(outcome, Failed) and outcome is not SUPERSEDED:
             is_final = outcome is _CANCELLED or (
@@ -256,7 +257,7 @@ class ResponsesApi:
         return outcome
 
     async def _stream(self, request: Request, running: RunningResponse, after: int) -> Response:
-        """Send the events behind a position, those to come too."""
+        """Send all present and future events behind a position."""
         sse = SseClient(request, dict)
         reader = ResponseReader(sse, self._translator(running.stored, running.asked), after)
         client, keyed, task = running.client, running.keyed, running.task
@@ -292,7 +293,7 @@ class ResponsesApi:
                 client.reader = None
 
     async def _stored(self, request: Request, found: StoredRecord, after: int | None) -> Response:
-        """Respond from a record alone; `after`: as a stream of its events."""
+        """Respond from a record alone; `after`: position from which its events are streamed."""
         record = found.record
         if after is None:
             return self._answer(record)
@@ -305,7 +306,7 @@ class ResponsesApi:
         except ClientGoneError:
             return _left(sse)
 
-    # What a response begins with.
+    # Start of responses.
 
     async def _new(self, request: Request, call: ClientCall) -> BegunResponse:
         await self._admissions.read_body(call)
@@ -320,7 +321,7 @@ class ResponsesApi:
         stored = Stored.decode(record.header.request)
         asked = await self._parse(call, stored.body)
         resume = self._resume(request, stored.id, record.header.request)
-        # The very stream that the client knows.
+        # Resume exactly the stream that the client knows.
         call.resume = replace(resume, stream=record.stream)
         await self._admissions.admit(call)
         return BegunResponse(stored, asked)
@@ -338,14 +339,14 @@ class ResponsesApi:
         digest = blake2b(f"{PATH}\0{name}".encode(), digest_size=32).digest()
         return ResumeRequest(keys, digest, tenant=secret.mark, request=kept)
 
-    # Forms.
+    # Forms of a response.
 
     def _translator(self, stored: Stored, asked: ResponseRequest) -> Translator:
         served = self._driver.control.instances.model
         return Translator(stored, asked, str(asked.fields.get("model") or served or ""))
 
     def _answer(self, record: Record) -> Response:
-        """The response as it is now."""
+        """The present state of a response."""
         stored = Stored.decode(record.header.request)
         translator = self._translator(stored, _asked(stored))
         for event in record.events:
@@ -362,7 +363,7 @@ def _left(sse: SseClient) -> Response:
 
 
 def _begin(reader: ResponseReader) -> None:
-    with suppress(ClientGoneError):  # The end of its connection ends its request.
+    with suppress(ClientGoneError):  # The end of the client's connection ends its request.
         reader.begin()
 
 
@@ -385,7 +386,7 @@ def _tokens(record: Record) -> Tokens:
 
 
 def _position(request: Request) -> tuple[bool, int]:
-    """The client wants events, and the number of the last that it has."""
+    """Whether the client wants events, and the number of its last event."""
     query = request.query
     streams = query.get("stream", "false").lower()
     if streams not in ("true", "false"):

@@ -1,7 +1,7 @@
-"""One table for each kind of rows of the state: what `/metrics`, the live page and `kvrs top` show
-of an instance, an agent and the proxy, and what it is called there. Pure.
+"""Tables of the facts that `/metrics`, the live page and `kvrs top` show of an instance, an agent
+and the proxy, with their names. Pure.
 
-A row reads the plain data of `/kvrs/v1/state`, which `state.py` makes of the objects of the core.
+A row reads the plain data of `/kvrs/v1/state`, which `state.py` makes from the core's objects.
 """
 
 from collections import Counter
@@ -16,23 +16,23 @@ from kvrs.protocol.instance import PREFIX
 from kvrs.protocol.page_messages import TrafficClass
 
 Labels = tuple[str, ...]  # Values of a row's own labels.
-State = Mapping[str, Any]  # Plain data: the whole state, or its row of an instance or an agent.
+State = Mapping[str, Any]  # Plain data: the whole state, or the row of an instance or an agent.
 
 KV_KINDS = (*(traffic.label for traffic in TrafficClass), PREFIX)
 
 
 class Row(NamedTuple):
-    """One fact, under its name in `/metrics`, where it has a help. There is neither a sample of it
-    nor a word where nothing is found.
+    """A fact under its name in `/metrics`, if it has a help text. A fact without a value is not
+    shown.
     """
 
-    # The path of a value in the data, or what finds it: a number, or numbers by labels.
+    # Path of the value in the data, or a function that finds it: a number, or numbers by labels.
     read: str | Callable[[State], Any]
     help: str = ""
-    labels: str = ""  # Their names.
-    heading: str = ""  # On the page and in `kvrs top`; of a fact without a help its name.
-    form: str = "{}"  # Of the value behind the heading.
-    from_start: tuple[Labels, ...] = ()  # A total is 0 for these before the first report.
+    labels: str = ""  # Names of the labels.
+    heading: str = ""  # Heading on the page and in `kvrs top`; the name of a fact without help.
+    form: str = "{}"  # Format of the value behind the heading.
+    from_start: tuple[Labels, ...] = ()  # Labels for which a total is 0 before the first report.
 
     def value(self, data: State) -> Any:
         return at(data, self.read) if isinstance(self.read, str) else self.read(data)
@@ -50,7 +50,7 @@ Table = Mapping[str, Row]
 
 
 def at(data: Any, path: str) -> Any:
-    """The value at a path; None: there is none."""
+    """The value at a path; None: no value."""
     for key in path.split("."):
         if data is None:
             return None
@@ -58,11 +58,11 @@ def at(data: Any, path: str) -> Any:
     return data
 
 
-# Values that are not one key of an instance's row.
+# Values that need more than one key of an instance's row.
 
 
 def _of_ranks(key: str) -> Callable[[State], Any]:
-    """A value of an instance of several ranks; None: it is one process, or not up."""
+    """A value of an instance with several ranks; None: one process, or not up."""
     return lambda row: at(row, f"load.{key}") if at(row, "load.full_degree") else None
 
 
@@ -71,7 +71,7 @@ def _in_group(count: Callable[[State], int]) -> Callable[[State], Any]:
 
 
 def _ring(row: State) -> dict[Labels, float]:
-    """Lag by stage, of those that bring parts of their pages to other instances, or should."""
+    """Replication lag by stage, for stages that replicate pages to other instances, or should."""
     return {
         (str(each["stage"]),): each["replica_lag_pages"]
         for each in row["stages"]
@@ -284,7 +284,7 @@ def _members(state: State) -> Any:
 
 
 def _by_key(path: str) -> Callable[[State], Any]:
-    """The values of a mapping, each by its key as the label."""
+    """Values of a mapping, with their keys as labels."""
     return lambda state: {(str(key),): value for key, value in (at(state, path) or {}).items()}
 
 
@@ -326,7 +326,7 @@ PROXY = {
         "gossip.unread", "Facts of other members that could not be read."
     ),
 }
-# The key of the state, and the label that names each of its rows.
+# Each table with its key in the state and the label that names its rows.
 TABLES: tuple[tuple[Table, str | None, Labels], ...] = (
     (INSTANCES, "instances", ("worker",)),
     (AGENTS, "agents", ("agent",)),
@@ -336,7 +336,7 @@ _TOTAL = "_total"
 
 
 def words(table: Table, data: State) -> dict[str, str]:
-    """The facts that the page and `kvrs top` show, by heading."""
+    """Facts for the page and `kvrs top`, by heading."""
     found = {}
     for name, row in table.items():
         heading = row.heading if row.help else name
@@ -346,13 +346,13 @@ def words(table: Table, data: State) -> dict[str, str]:
 
 
 class StateSeries(Collector):
-    """The series of all tables, read anew for each scrape: a gauge ends with what it shows. Totals
-    of other processes go on where the next process begins at 0, and stay when there is none.
+    """Series of all tables, read at each scrape. A gauge ends with its subject. A total of another
+    process continues when its next process begins at 0, and stays when there is none.
     """
 
     def __init__(self, state: Callable[[], State]) -> None:
         self._state = state
-        # The sum and the last report, by series and labels.
+        # Sum and last report, by series and labels.
         self._totals: dict[str, dict[Labels, tuple[float, float]]] = {}
 
     def collect(self) -> Iterator[Metric]:

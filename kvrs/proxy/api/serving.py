@@ -1,4 +1,4 @@
-"""Requests of streams are admitted, their streams run, and their clients get responses."""
+"""Serving of clients' streams: admission, running the streams, and responses."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -26,13 +26,13 @@ from kvrs.proxy.streams.responses import WholeClient, answer, total_usage
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import ParsedRequest
 
-_FLUSH_TIMEOUT_S = 1.0  # For the mirror to receive all events of a failed stream.
+_FLUSH_TIMEOUT_S = 1.0  # Time for the mirror to receive all events of a failed stream.
 
 Read = Callable[..., ParsedRequest]
 
 
 class Serving:
-    """Serves requests of streams; `passed` has those answered that one engine answers whole."""
+    """Serves streams; `passed` answers requests that one engine answers whole."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class Serving:
         return self._respond_whole(call)
 
     def _stream_choices(self, call: ClientCall, client: SseClient) -> Awaitable[Outcome]:
-        """Run the streams of a response whose events are not those of one engine. A coroutine of
-        its own would last as long as they do.
+        """Run the streams of a response with several choices or an echo. A coroutine would live as
+        long as the streams.
         """
         journals, merger = call.journals, call.merger
         assert merger is not None
@@ -121,7 +121,7 @@ class Serving:
         return outcome, whole_response(outcome, make, call.head())
 
     async def _respond_by_one(self, call: ClientCall) -> tuple[Outcome, Response]:
-        """One engine answers; another one where it dies."""
+        """Let one engine answer, and another if it dies."""
         path, fields = call.parsed.endpoint.path, whole_fields(call.parsed)
         answer = await self._passed.ask(path, fields, call.name.key)
         answer.headers.update(call.head())
@@ -133,7 +133,7 @@ class Serving:
     async def _respond_resumable(
         self, call: ClientCall, resume: ResumeRequest
     ) -> tuple[Outcome, Response]:
-        """Respond to a request with a key, whose stream is new or was found and taken over."""
+        """Respond to a keyed request, whose stream is new or was taken over."""
         (journal,), (echo,) = call.journals, call.echoes
         gathered = WholeClient()
         journal.marks = []
@@ -156,8 +156,9 @@ class Serving:
             self._mirror.close(keyed)
 
     async def run_keyed(self, keyed: KeyedStream, journal: Journal, echo: str | None) -> Outcome:
-        """Run a stream until its client has all of it."""
-        if keyed.failure is not None:  # It was cancelled, or went elsewhere, before it began here.
+        """Run a keyed stream until its client has everything."""
+        # The stream was cancelled, or moved away, before it began here.
+        if keyed.failure is not None:
             return keyed.failure
         outcome: Outcome = Complete()
         if not journal.finished and not keyed.record.state.complete:
@@ -172,7 +173,7 @@ class Serving:
 
 
 def missing_end(call: ClientCall) -> bytes:
-    """The events that a complete response still lacks."""
+    """Events that a complete response still lacks."""
     first, parsed, merger = call.journals[0], call.parsed, call.merger
     if len(call.journals) == 1:
         return b"".join(map(sse, first.missing_end())) + DONE if first.wants_usage else DONE
@@ -192,7 +193,8 @@ async def end_stream(client: SseClient, outcome: Outcome) -> Response:
         case Failed() if not client.has_begun:
             return refusal(outcome)
         case Failed():
-            return await client.finish(sse(outcome.body))  # Without the [DONE] of a complete one.
+            # An error ends without the [DONE] of a complete response.
+            return await client.finish(sse(outcome.body))
         case _:
             assert_never(outcome)
 

@@ -1,4 +1,4 @@
-"""The document of `/kvrs/v1/state`: plain data, for people and tests."""
+"""The document of `/kvrs/v1/state`: plain data for people and tests."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def describe(
 def describe_processes(
     driver: Driver, gossip_view: GossipView, proxy: dict[str, Any], now_s: float
 ) -> dict[str, Any]:
-    """The state without its streams and recoveries, of which metrics count those that end."""
+    """The state without streams and recoveries, which metrics count as they end."""
     control = driver.control
     policy, gossip = control.policy.snapshot(), gossip_view.describe()
     health = {row["id"]: row["health"] for row in policy["instances"]}
@@ -68,14 +68,12 @@ def describe_processes(
 
 
 def lacks_tokenizer(driver: Driver) -> bool:
-    """Streams of instances in use cannot be continued exactly for want of a tokenizer: their text
-    is then pieced together.
-    """
+    """Streams cannot be continued exactly without a tokenizer: their text is pieced together."""
     return not driver.tokenizer.available and driver.control.instances.plain is not None
 
 
 def _model(driver: Driver) -> dict[str, Any]:
-    """The model and where its files are; a vLLM may have named it, whose files need not be here."""
+    """The model and the place of its files; a model named by a vLLM may have no files here."""
     files = driver.tokenizer.files
     directory = None if files.directory is None else str(files.directory)
     return {"model": files.model, "model_directory": directory}
@@ -107,10 +105,10 @@ def _instance(
         "prefix_hits": _prefix_hits(known, driver),
         "hand_offs": _hand_offs(known, driver),
         "speculation": load.get("speculation"),
-        "experts": load.get("experts"),  # None: it has none, or is one process.
+        "experts": load.get("experts"),  # None: no experts, or one process.
         "batches_in_flight": load.get("batches_in_flight"),
-        "answers": answers,  # What the policy makes of its answers; None while it is not up.
-        "drain": control.drains.describe(known.id, now_s),  # By order of an operator.
+        "answers": answers,  # The policy's view of the instance's answers; None while not up.
+        "drain": control.drains.describe(known.id, now_s),  # Drain by an operator's order.
         "draining": control.drains.is_draining(known.id),
         "unprotected": control.checkpoints.are_missing(known),
         "self_test": control.self_tests.describe(known.id),
@@ -119,14 +117,14 @@ def _instance(
 
 
 def _differing(driver: Driver) -> set[InstanceId]:
-    """Instances that compute other tokens than another one that is up."""
+    """Instances whose tokens differ from those of another live instance."""
     weights, is_up = driver.control.self_tests.comparison.weights, driver.control.instances.is_up
     kinds = {its for name, its in weights.items() if is_up(name)}
     return {name for name, its in weights.items() if len(kinds) > 1 and its in kinds}
 
 
 def _reloads(driver: Driver) -> dict[InstanceId, Reload]:
-    """Instances that are being started again, as others have heard it from them."""
+    """Reloading instances, as other instances report them."""
     loads = (known.load for known in driver.control.instances.present())
     reports = (load.speculation for load in loads if load is not None)
     return {
@@ -138,7 +136,7 @@ def _reloads(driver: Driver) -> dict[InstanceId, Reload]:
 
 
 def _restart(known: Member, reload: Reload | None) -> dict[str, Any]:
-    """State and partner of an instance with drafts, which has no ranks that have a state."""
+    """State and partner of a reloading instance, which has no ranks yet."""
     if known.health is not Health.UP and reload is not None:
         shown: dict[str, Any] = msgspec.to_builtins(reload)
         return shown
@@ -150,9 +148,7 @@ def _restart(known: Member, reload: Reload | None) -> dict[str, Any]:
 
 
 def _hand_offs(known: Member, driver: Driver) -> dict[str, Any] | None:
-    """Format of hand-offs, and counts where the engine gives them; None: it says nothing of them,
-    or is not up.
-    """
+    """Format of hand-offs, and the engine's counts, if any; None: not reported, or not up."""
     report = None if known.load is None else known.load.hand_offs
     if known.load is None or (report is None and not known.info.hand_off_format):
         return None
@@ -165,7 +161,7 @@ def _hand_offs(known: Member, driver: Driver) -> dict[str, Any] | None:
 
 
 def _prefix_hits(known: Member, driver: Driver) -> dict[str, Any] | None:
-    """The share of prompts from here that its prefix cache had; None: it does not say."""
+    """Share of this proxy's prompts that the instance's prefix cache had; None: not reported."""
     hits = driver.control.policy.prefix_hits.get(known.id)
     if hits is None:
         return None
@@ -177,9 +173,9 @@ def _prefix_hits(known: Member, driver: Driver) -> dict[str, Any] | None:
 
 
 def _ranks(known: Member, now_s: float) -> dict[str, Any]:
-    """How many ranks compute, of an instance that has several; None: it has no parts, or is not up.
+    """Number of computing ranks of an instance with several; None: no ranks, or not up.
 
-    `ready_in_s`: by the prediction of the instance, while it re-forms.
+    `ready_in_s`: the instance's prediction while it re-forms.
     """
     load = known.load
     if load is None or not load.full_degree:

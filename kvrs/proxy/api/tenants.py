@@ -1,4 +1,4 @@
-"""The tenant of a request, by its API key."""
+"""Tenants of requests, by API key."""
 
 import asyncio
 import ipaddress
@@ -21,24 +21,24 @@ log = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
 _LONGEST_KEY_BYTES = 512
-# What is served without an API key.
+# Paths served without an API key.
 OPEN_PATHS = ("/healthz", "/readyz", "/health")
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """Without API keys everything is one tenant, which has no limit and no secret; but records of
-    streams belong to a value of `Authorization`.
+    """A tenant. Without API keys all requests belong to one tenant without limit and secret; only
+    records of streams belong to a value of `Authorization`.
     """
 
     name: str = ""
-    mark: str = ""  # That of the secret.
+    mark: str = ""  # The mark of the tenant's secret.
     meter: TenantMeter | None = None
     secret: TenantSecret | None = None
 
 
 class Tenants:
-    """`ring`: the cluster's secrets, the one in use first."""
+    """Tenants by API key. `ring`: the cluster's secrets, the current one first."""
 
     def __init__(
         self,
@@ -51,17 +51,17 @@ class Tenants:
         self._ring = ring
         self._clock = clock
         self._guesses = GuessLimit()
-        self.only: Tenant | None = Tenant()  # That of every request; None: there are API keys.
+        self.only: Tenant | None = Tenant()  # Tenant of every request; None: API keys are in use.
         self._by_name: dict[str, Tenant] = {}
         self._by_hash: dict[bytes, Tenant] = {}
         self._settings = read_tenants(config.security, os.environ)
         if self._settings is not None:
             self._apply(self._settings)
 
-    # Requests.
+    # Tenants of requests.
 
     def secret_of(self, request: Request, tenant: Tenant) -> TenantSecret:
-        """For records of streams."""
+        """Secret for a request's records of streams."""
         if tenant.secret is not None:
             return tenant.secret
         given = ", ".join(request.headers.getall("Authorization", ()))
@@ -69,7 +69,7 @@ class Tenants:
         return TenantSecret(self._ring, owner)
 
     def of(self, request: Request) -> Tenant:
-        """The tenant of the key, where there are keys.
+        """Tenant of a request, by its key if keys are in use.
 
         Raises:
             RequestError: the key is missing or unknown, or its tenant is not enabled.
@@ -79,7 +79,7 @@ class Tenants:
         if scheme.lower() != "bearer" or not given or len(given) > _LONGEST_KEY_BYTES:
             raise self._refused(request, "no API key; allowed: Authorization: Bearer KEY")
         digest = key_hash(given)
-        # What a search by the hash takes tells nothing of a key: hashes cannot be steered.
+        # The time of a look-up by hash reveals nothing of a key: hashes cannot be steered.
         tenant = self._by_hash.get(digest)
         if tenant is None:
             raise self._refused(request, "incorrect API key", "invalid_api_key")
@@ -93,8 +93,8 @@ class Tenants:
         return tenant
 
     def _refused(self, request: Request, message: str, code: str | None = None) -> RequestError:
-        """Beyond some failures an address gets 429. A right key is accepted from there still:
-        others may share the address, and a key is too long to be guessed.
+        """Refusal of a request: 429 for addresses with many failures. A right key is still accepted
+        from there, because others may share the address, and a key is too long to guess.
         """
         if wait_s := self._guesses.guess(_network(request.remote), self._clock()):
             return RequestError(
@@ -106,14 +106,14 @@ class Tenants:
             )
         return RequestError(message, status=401, code=code, headers={"WWW-Authenticate": "Bearer"})
 
-    # Keys.
+    # API keys.
 
     def prepare(self, config: Config) -> Callable[[], None] | None:
-        """Read the keys; what is returned uses them from now on, and open streams go on. None: they
-        are as they were.
+        """Read the keys, and return a function that puts them in use; open streams go on. None:
+        unchanged.
 
         Raises:
-            ConfigError: they cannot be read.
+            ConfigError: the keys cannot be read.
         """
         settings = read_tenants(config.security, os.environ)
         if settings is None or settings == self._settings:
@@ -121,8 +121,8 @@ class Tenants:
         return partial(self._apply, settings)
 
     async def run(self) -> None:
-        """Follow the file until cancelled. It is read a moment after it has changed, so that it is
-        whole.
+        """Follow the file until cancelled. It is read a moment after a change, so that it is
+        complete.
         """
         read = seen = self._file_version()
         while True:
@@ -178,7 +178,7 @@ class Tenants:
 
 
 def _network(address: str | None) -> str:
-    """The address; of IPv6 its network, since one host has all addresses of it."""
+    """The address; for IPv6 its network, since a host has all its addresses."""
     try:
         parsed = ipaddress.ip_address(address or "")
     except ValueError:
