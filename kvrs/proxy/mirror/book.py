@@ -1,12 +1,11 @@
-"""The records of one proxy: of the streams that run here, of those whose mirror it is, and copies.
-Pure.
+"""A proxy's records: of the streams that run here, of streams that it mirrors, and copies. Pure.
 
-An owner epoch is granted once, by a proxy whose role grants claims, and only rises. Updates of an
-owner with a lower epoch are refused. `roles.py` has the tables.
+A proxy whose role grants claims grants each owner epoch once, in rising order. Updates of an owner
+with a lower epoch are refused. `roles.py` has the tables.
 
-Finished records make room for any other, the oldest first. That of an interrupted stream, which its
-client may be about to resume, makes room only for a later one of its own tenant: no tenant ends a
-stream of another one.
+Finished records make room for any other, oldest first. The record of an interrupted stream, which
+its client may resume, makes room only for later records of its own tenant: no tenant ends another
+tenant's stream.
 """
 
 from typing import assert_never
@@ -40,10 +39,10 @@ from kvrs.proxy.mirror.roles import (
     UpdateStep,
 )
 
-# An unfinished stream is not evicted within this time of its last message.
+# Time after its last message within which an unfinished stream is not evicted.
 _EVICT_AFTER_S = 5.0
-_AWAY_S = 10.0  # A client that resumes a stream of a proxy that ends does so within this time.
-# Updates and copies of a record that a client has deleted may be on their way for so long.
+_AWAY_S = 10.0  # Time within which a client resumes a stream of a proxy that ends.
+# Time for which updates and copies of a deleted record may still arrive.
 _DROPPED_S = 30.0
 
 
@@ -51,12 +50,13 @@ class Received(msgspec.Struct, frozen=True):
     """Outcome of an update."""
 
     ack: UpdateAck
-    stops_local_stream: bool = False  # The stream that runs here under this key is superseded.
+    stops_local_stream: bool = False  # The stream that runs here under the key is superseded.
 
 
 class RecordBook:
-    """Bounded in number, bytes and time. Records of streams that run here are never evicted; where
-    they and interrupted streams of other tenants leave no room, new records are refused.
+    """Records, bounded in number, bytes and time. Records of streams that run here are never
+    evicted; if these and interrupted streams of other tenants leave no room, new records are
+    refused.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class RecordBook:
         self._keep_s = keep_s
         self.records: dict[str, Record] = {}
         self.size_bytes = 0
-        # Keys of records that were deleted, and when: at most as many as records.
+        # Time of deletion by key of a deleted record: at most as many as records.
         self._dropped: dict[str, float] = {}
 
     # Streams that run here.
 
     def own(self, record: Record, now_s: float) -> bool:
-        """Add the record of a stream that runs here from now on; False: there is no room."""
+        """Add the record of a stream that starts to run here; False: no room."""
         assert record.role.is_owner
         was_kept = record.key in self.records
         self._drop(record.key)
@@ -83,7 +83,7 @@ class RecordBook:
         return True
 
     def end(self, record: Record, now_s: float) -> None:
-        """The stream does not run here any more; its record is kept for `keep_s`."""
+        """Note that the stream has stopped running here; its record is kept for `keep_s`."""
         if self.records.get(record.key) is record:
             record.change_role(RoleChange.ENDED, record.peer)
             record.touched_s = now_s
@@ -94,17 +94,17 @@ class RecordBook:
     def set_prompt(self, record: Record, prompt_ids: bytes | None) -> None:
         self._note_growth(record, record.set_prompt(prompt_ids))
 
-    # Peers.
+    # Records and peers.
 
     def lose(self, peer: str) -> None:
-        """The records of this peer are gone, or cannot be claimed there."""
+        """Note that a peer's records are lost, or cannot be claimed there."""
         for record in self.records.values():
             if record.peer == peer:
                 record.change_role(RoleChange.PEER_LOST, None)
 
     def sole(self, peers: PresentPeers, now_s: float) -> list[Record]:
         """Records of streams that do not run here, and that no peer keeps. A stream that was just
-        granted is left out: its new owner is about to send an update.
+        granted is left out, because its new owner is about to send an update.
         """
         return [
             record
@@ -115,10 +115,10 @@ class RecordBook:
         ]
 
     def receive(self, update: Update, sender: str, now_s: float) -> Received:
-        """Apply an update of an owner, or a copy, as the table of `roles.py` says.
+        """Apply an owner's update, or a copy, by the table of `roles.py`.
 
         Raises:
-            RequestError: a copy that is not the whole record.
+            RequestError: an incomplete copy.
         """
         if update.key in self._dropped:
             return Received(UpdateAck(AckStatus.SUPERSEDED))
@@ -174,11 +174,11 @@ class RecordBook:
                 record.state = update.state
         record.touched_s, record.peer = now_s, sender
         if not self._make_room(record.tenant, now_s) or record.key not in self.records:
-            self._drop(record.key)  # A part would be taken for the whole record.
+            self._drop(record.key)  # An incomplete record would be taken for the whole.
             return UpdateAck(AckStatus.FULL)
         return UpdateAck(AckStatus.STORED, len(record.events))
 
-    # Claims.
+    # Claims of streams.
 
     def version(self, key: str) -> RecordVersion | None:
         record = self.records.get(key)
@@ -220,7 +220,7 @@ class RecordBook:
             return Refusal.BUSY
         return Refusal.BUSY if record.is_just_granted(now_s) and not state.released else None
 
-    # Room.
+    # Eviction.
 
     def expire(self, now_s: float) -> None:
         self._dropped = {
@@ -229,12 +229,14 @@ class RecordBook:
         for record in list(self.records.values()):
             if record.touched_s + self._keep_s < now_s and not record.role.is_owner:
                 self._drop(record.key)
-        # Streams that run here have grown.
+        # Streams that run here may have grown.
         for tenant in {each.tenant for each in self.records.values() if each.role.is_owner}:
             self._make_room(tenant, now_s)
 
     def forget(self, key: str, dropped_s: float | None = None) -> None:
-        """`dropped_s`: its client has deleted it at this time, so that no peer brings it back."""
+        """Forget a record. `dropped_s`: time at which its client deleted it, so that no peer brings
+        it back.
+        """
         self._drop(key)
         if dropped_s is not None:
             self._dropped[key] = dropped_s
@@ -248,9 +250,7 @@ class RecordBook:
         )
 
     def _make_room(self, tenant: str, now_s: float, new: Record | None = None) -> bool:
-        """Evict records for those of a tenant, and a new one of it, until there is room; False: too
-        few can be evicted.
-        """
+        """Evict records until those of a tenant, and a new one, fit; False: too few can go."""
         more_records, more_bytes = (0, 0) if new is None else (1, new.size_bytes)
         while not self._has_room(more_records, more_bytes):
             evicted = self._oldest_finished() or self._oldest_interrupted(tenant, now_s)
@@ -288,8 +288,8 @@ class RecordBook:
 
 
 def awaited(book: RecordBook, staying: frozenset[str], now_s: float) -> int:
-    """Number of unfinished streams that do not run here, whose records no proxy that stays has, and
-    whose clients may be about to resume them.
+    """Number of unfinished streams that do not run here, whose records no staying proxy has, and
+    which clients may be about to resume.
     """
     sole = book.sole(PresentPeers(staying, staying), now_s)
     return sum(not one.state.complete and one.touched_s + _AWAY_S > now_s for one in sole)
@@ -300,18 +300,18 @@ def _touched_s(record: Record) -> float:
 
 
 class CopyQueue:
-    """Assigns every record of which this proxy has the only copy to a live peer, until that peer
-    has acknowledged it.
+    """Assigns each record that only this proxy has to a live peer, until the peer has acknowledged
+    a copy.
     """
 
     def __init__(self, book: RecordBook) -> None:
         self._book = book
-        self._targets: dict[str, str] = {}  # The peer that gets a copy next, by key.
-        # Refused for want of room; they are tried again once a peer comes or goes.
+        self._targets: dict[str, str] = {}  # Peer that gets the next copy, by key.
+        # Keys that a peer had no room for; tried again when a peer comes or goes.
         self._no_room: set[str] = set()
 
     def plan(self, peers: PresentPeers, now_s: float) -> set[str]:
-        """Assign what is not assigned yet; return the peers that get something new."""
+        """Assign unassigned records; return the peers that get any."""
         added: set[str] = set()
         for record in self._book.sole(peers, now_s) if peers.live else []:
             if record.key not in self._targets and record.key not in self._no_room:
@@ -322,8 +322,8 @@ class CopyQueue:
         return added
 
     def records_for(self, peer: str) -> list[Record]:
-        """The records to copy to this peer. One that is gone, or whose stream runs here again, is
-        left out and forgotten.
+        """The records to copy to this peer. Records that are gone, or whose streams run here again,
+        are forgotten.
         """
         records = []
         for key in [key for key, target in self._targets.items() if target == peer]:
@@ -337,7 +337,7 @@ class CopyQueue:
     def take(
         self, record: Record, update: Update, peer: str, ack: UpdateAck, peers: PresentPeers
     ) -> None:
-        """Apply the answer of a peer to the copy of a record."""
+        """Apply a peer's answer to the copy of a record."""
         self._targets.pop(record.key, None)
         if self._book.records.get(record.key) is not record or record.role.is_owner:
             return

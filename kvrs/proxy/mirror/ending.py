@@ -1,4 +1,4 @@
-"""The decisions of a proxy that ends: whether it waits, and for what. Pure.
+"""Decisions of a proxy that ends: what it waits for, and when it hands over. Pure.
 
 WAIT ──▶ ASK ──▶ HAND_OVER ──▶ CLOSE
           ▲          │
@@ -8,44 +8,44 @@ WAIT ──▶ ASK ──▶ HAND_OVER ──▶ CLOSE
 from enum import Enum, auto
 from typing import NamedTuple
 
-# Proxies that are told to end within so long know it of each other before they hand anything over.
+# Proxies that are told to end within this time know it of each other before any hands over.
 TOGETHER_S = 0.5
-# Records that no peer has are copied for so long after the last stream, or the end of the drain.
+# Time after the last stream, or the end of the drain, for copying records that no peer has.
 COPIED_WITHIN_S = 2.0
 
 
 class EndStep(Enum):
-    """The next step of a proxy that ends. Behind each but the last it decides again."""
+    """Next step of a proxy that ends. After each step but the last the proxy decides again."""
 
-    WAIT = auto()  # Peers may have been told to end at the same moment.
-    ASK = auto()  # Each peer, whether it stays.
-    HAND_OVER = auto()  # Streams and records to peers that stay, while clients are served.
+    WAIT = auto()  # Peers may have been told to end at the same time.
+    ASK = auto()  # Ask each peer whether it stays.
+    HAND_OVER = auto()  # Hand streams and records over to staying peers, while clients are served.
     CLOSE = auto()
 
 
 class Left(NamedTuple):
-    """The streams and records of a proxy that ends, and the peers that could take them."""
+    """Streams and records of a proxy that ends, and the peers that could take them."""
 
-    streams: int  # Of clients that are served here.
+    streams: int  # Streams of clients that are served here.
     away: int  # Streams of clients that may be about to resume them here.
-    uncopied: int  # Records that no live peer has: they would be lost with this process.
+    uncopied: int  # Records that no live peer has, and that would be lost with this process.
     has_peers: bool
-    staying: frozenset[str]  # The peers that go on, as far as is known.
+    staying: frozenset[str]  # Peers that are not known to end.
 
 
 class Ending:
-    """The end of one proxy: `told_s` is when it told its peers, `until_s` the end of
+    """The end of one proxy. `told_s`: when it told its peers; `until_s`: the end of
     `proxy.drain_s`.
     """
 
     def __init__(self, told_s: float, until_s: float) -> None:
         self._together_until_s = told_s + TOGETHER_S
         self._until_s = until_s
-        self._used_s: float | None = None  # When a client was last waited for.
+        self._used_s: float | None = None  # Last time at which a client was waited for.
         self._asked: frozenset[str] = frozenset()
 
     def next_step(self, left: Left, now_s: float) -> EndStep:
-        """Return the step for what is left at this moment."""
+        """Return the next step for what is left now."""
         if self._used_s is None and left.has_peers and now_s < self._together_until_s:
             return EndStep.WAIT
         if self._used_s is None:

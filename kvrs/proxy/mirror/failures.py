@@ -1,4 +1,4 @@
-"""Errors of streams with a key, as their clients get them."""
+"""Errors of keyed streams, as their clients get them."""
 
 from kvrs.errors import RequestError
 from kvrs.protocol.mirror import Refusal
@@ -43,7 +43,7 @@ _REFUSALS = {
 
 
 def refused(refusal: Refusal | None) -> RequestError | None:
-    """None: the proxy has no such record any more, and another lookup is due."""
+    """Error for a refused claim; None: the proxy has lost the record: look it up again."""
     return _error(*_REFUSALS[refusal]) if refusal in _REFUSALS else None
 
 

@@ -23,16 +23,17 @@ _EVENT = re.compile(r"([0-9a-f]{1,64}):([0-9]{1,9})", re.ASCII)
 
 
 class ResumeRequest(msgspec.Struct, frozen=True):
-    """`keys` are those of the stream's record, which another tenant's client cannot have: under
-    the secret in use, and under those that are accepted besides.
+    """A request for a keyed stream. `keys` are the record's keys under the present and the former
+    secrets; another tenant's client cannot have them.
     """
 
     keys: tuple[str, ...]
     digest: bytes
-    stream: StreamId | None = None  # None: from the beginning.
+    stream: StreamId | None = None  # Stream to resume; None: from its beginning.
     after: int = -1
-    tenant: str = ""  # Its mark.
-    request: bytes = b""  # Kept in the record, for clients that do not send it again.
+    tenant: str = ""  # The tenant's mark.
+    # The request's body, kept in the record for clients that do not send it again.
+    request: bytes = b""
 
 
 def parse_resume_headers(
@@ -42,10 +43,10 @@ def parse_resume_headers(
     parsed: ParsedRequest,
     secret_of_tenant: Callable[[], TenantSecret],
 ) -> ResumeRequest | None:
-    """Parse the headers; None: the request has no key, as most.
+    """Parse the headers; None: no key, as in most requests.
 
     Raises:
-        RequestError: a header is malformed, or the request has a form that cannot be resumed.
+        RequestError: a malformed header, or a form of request that cannot be resumed.
     """
     if KEY not in headers:
         if LAST_EVENT in headers:
@@ -75,7 +76,7 @@ def parse_resume_headers(
 
 
 def reopened(record: Record, parsed: ParsedRequest, now_s: float) -> Journal:
-    """The journal of a found stream, for its next owner."""
+    """Journal of a found stream, for its next owner."""
     header, state = record.header_at(now_s), record.state
     return Journal(
         stream=record.stream,

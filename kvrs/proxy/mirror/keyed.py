@@ -1,7 +1,7 @@
-"""A stream with a key, while it runs at this proxy.
+"""A keyed stream that runs at this proxy.
 
-Its events go into its record, and from there to the client as far as the mirror has them: the
-record is what a client of this stream gets at any proxy.
+Its events go into its record, and from the record to the client, as far as the mirror has them. So
+the client gets the record's events, at whichever proxy.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ from kvrs.proxy.wire.journal import Journal
 
 log = logging.getLogger(__name__)
 
-# The engine waits for a client or mirror that lags so many events behind.
+# Events by which a client or mirror may lag before the engine waits.
 _MAX_UNSENT = 256
-# Events per write, so that a long record that is sent again waits for its client to read.
+# Most events per write: a repeated long record waits for its client to read.
 _MAX_AT_ONCE = 256
 
 
 class KeyedStream:
-    """The driver's client of a stream with a key. `stop` ends the stream for a reason that does not
-    come from an engine.
+    """The driver's client of a keyed stream. `stop` ends the stream for a reason that does not come
+    from an engine.
     """
 
     direct = None
@@ -63,11 +63,11 @@ class KeyedStream:
         self.failure: Failed | None = None
         self._inner = inner
         self._book = book
-        self.after = after  # Position of the client.
-        self.sync = sync  # The client gets only what the mirror has.
+        self.after = after  # The client's position.
+        self.sync = sync  # The client gets only events that the mirror has.
         self._clock = clock
         self._texts = texts
-        self._tokenizer: Tokenizer | None = None  # Loaded once it is needed.
+        self._tokenizer: Tokenizer | None = None  # Loaded on first use.
         self._changed = changed
         self._kept = kept
         self._stop = stop
@@ -76,12 +76,13 @@ class KeyedStream:
         self._cursor = 0
         self._progress = asyncio.Event()
         self._waiting: list[Callable[[], None]] = []
-        # All events from the cursor on lie behind the client's position.
+        # All events from the cursor on are new to the client.
         self._is_past_client = after < 0
-        self._gone: str | None = None  # Why the client gets nothing any more.
+        self._gone: str | None = None  # Reason why the client gets nothing any more.
         self._is_sending = False
         self._is_closed = False
-        self._loading: asyncio.Task[None] | None = None  # The tokenizer, to cut an event.
+        # Task that loads the tokenizer, which cuts an event.
+        self._loading: asyncio.Task[None] | None = None
 
     @property
     def record(self) -> Record:
@@ -97,15 +98,15 @@ class KeyedStream:
 
     @property
     def given(self) -> list[StreamEvent]:
-        """The events that the client has got, or has had before."""
+        """Events that the client has received, here or before."""
         return self.record.events[: self._cursor]
 
-    # Events of the driver.
+    # Calls of the driver.
 
     def send(self, events: Sequence[bytes]) -> None:
         journal = self.journal
         assert journal.marks is not None
-        # Events without a mark come first: an echo of the prompt, which has no tokens.
+        # Events without a mark come first: an echo of the prompt has no output tokens.
         marks = [0] * (len(events) - len(journal.marks)) + journal.marks
         journal.marks = []
         for event, mark in zip(events, marks, strict=True):
@@ -125,8 +126,8 @@ class KeyedStream:
         self._book.add(record, StreamEvent(mark, ids.tobytes(), event))
 
     def take_token(self, token_id: int, event: bytes, now_s: float) -> None:
-        """Send an event of one token as `send` does; directly where nothing stands between it and
-        the client.
+        """Send an event of one token as `send` does; directly if nothing stands between it and the
+        client.
         """
         record, outbox, inner = self.outbox.record, self.outbox, self._inner
         is_level = self._cursor == len(record.events) and self._is_past_client
@@ -152,7 +153,7 @@ class KeyedStream:
             raise ClientGoneError(self._gone)
 
     def note_state(self) -> None:
-        """Bring the state in the record up to date, before it goes anywhere."""
+        """Update the record's state before the record is sent."""
         journal, before = self.journal, self.record.state
         locations = tuple(KvLocation(each.holder, each.epoch, each.pages) for each in self._kept())
         self.record.state = msgspec.structs.replace(
@@ -176,7 +177,7 @@ class KeyedStream:
     # End of the stream.
 
     async def finish(self, missing: Sequence[bytes]) -> None:
-        """Append the last events, and wait until the client has everything.
+        """Append the last events, and wait until the client has received everything.
 
         Raises:
             ClientGoneError: the client is gone.
@@ -193,12 +194,12 @@ class KeyedStream:
             await self._progress.wait()
 
     def end_with(self, error: bytes) -> None:
-        """The stream has failed for good: an error is its last event."""
+        """End the stream with an error as its last event."""
         self._record_event(error, self.journal.seq)
         self._set_state(complete=True)
 
     def release(self) -> None:
-        """Let the next claim succeed at once."""
+        """Mark the stream as released, so that the next claim succeeds at once."""
         if not self.record.state.released:
             self._set_state(released=True)
 
@@ -209,7 +210,7 @@ class KeyedStream:
         self.mark_dirty()
 
     async def flushed(self, timeout_s: float) -> None:
-        """Wait until the mirror, if there is one, and the client have everything."""
+        """Wait until the client, and the mirror if any, have everything."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.outbox.settled or (
@@ -231,10 +232,10 @@ class KeyedStream:
         if self._loading is not None:
             self._loading.cancel()
 
-    # To the client.
+    # Sending to the client.
 
     def wake(self) -> None:
-        """Send what may be sent now, because events, acknowledgements or room have come."""
+        """Send what may be sent now: events, acknowledgements or room have come."""
         if not self._is_sending and self._cursor < len(self.record.events):
             self._is_sending = True
             try:
@@ -243,7 +244,7 @@ class KeyedStream:
                 self._gone = str(error)
                 self._stop(CLIENT_GONE)
             except Exception:
-                # An internal error: `finish` must not wait for a client that gets nothing any more.
+                # `finish` must not wait for a client that gets nothing any more.
                 log.exception("internal error while writing to a client")
                 self._gone = "the proxy failed"
                 self.fail(BROKEN)
@@ -286,7 +287,7 @@ class KeyedStream:
             self.wake()
 
     def _next_batch(self) -> list[StreamEvent] | None:
-        """Events that may go to the client now; None: the next one has to be cut, which needs the
+        """Events that may go to the client now; None: the next event must be cut, which needs the
         tokenizer.
         """
         events, batch = self.record.events, []
@@ -316,7 +317,7 @@ class KeyedStream:
         return _rest_of(event, unpack_ids(before_ids), has, self.journal, self._tokenizer)
 
     async def _load_tokenizer(self) -> None:
-        """Only events of kvrs engines can be cut, with a tokenizer of the model."""
+        """Load the model's tokenizer, by which events of kvrs engines can be cut."""
         if self.journal.text_sent is not None or not self._texts.available:
             return
         try:
@@ -330,11 +331,10 @@ class KeyedStream:
 def _rest_of(
     event: StreamEvent, ids: Sequence[int], has: int, journal: Journal, tokenizer: Tokenizer
 ) -> StreamEvent:
-    """The event that a kvrs engine would have sent after `ids`, the stream's output before this
-    event, and the first `has` ids of the event.
+    """The rest of an event behind its first `has` ids, as a kvrs engine would have sent it. `ids`
+    is the stream's output before the event.
 
-    The text is made by the code that made the event (`kvrs.text`), so that the two pieces join to
-    the whole.
+    The text comes from the code that made the event (`kvrs.text`), so both parts join to the whole.
     """
     assert journal.head is not None
     received = CHUNK.decode(event.data)

@@ -1,4 +1,6 @@
-"""Replication of one stream from its owner to its mirror, and what its client may get. Pure."""
+"""Replication of one stream from its owner to its mirror, and the events that its client may get.
+Pure.
+"""
 
 import math
 from dataclasses import dataclass
@@ -8,27 +10,27 @@ from kvrs.protocol.mirror import AckStatus, StreamEvent, Update, UpdateAck
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.roles import RoleChange
 
-# A longer stream is not mirrored any more: it would not fit into one message.
+# Longest mirrored stream: a longer one would not fit into one message.
 _MAX_RECORD_BYTES = 32 << 20
-# An owner without an answer of its mirror for so long may have been stopped, and its stream been
-# granted to another owner: until the next answer its client gets only what the mirror has.
+# Validity of a mirror's answer. An owner without one may have been paused, and its stream granted
+# to another owner: until the next answer its client gets only what the mirror has.
 _ACK_VALID_S = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class Outbox:
-    """The state of a stream at its mirror, and what is sent there next."""
+    """State of a stream at its mirror, and the next update to send."""
 
     record: Record
     mirror: str | None = None
-    acked: int | None = None  # Events that the mirror has; None: it lacks the header too.
+    acked: int | None = None  # Events that the mirror has; None: not even the header.
     full: bool = False  # The mirror has no room.
     dirty: bool = True
     _sent_s: float = -math.inf  # Time of the last update.
-    _acked_s: float = -math.inf  # Time of sending of the last update that was acknowledged.
+    _acked_s: float = -math.inf  # Sending time of the last acknowledged update.
 
     def assign(self, mirror: str | None) -> None:
-        """Replicate to another mirror from the beginning; None: the stream is unmirrored."""
+        """Replicate to a new mirror from the beginning; None: no mirror."""
         self.full = self.record.size_bytes > _MAX_RECORD_BYTES
         self.mirror = None if self.full else mirror
         self.acked, self.dirty = None, self.mirror is not None
@@ -53,7 +55,7 @@ class Outbox:
         if self.full:
             self.mirror = None
             self.record.change_role(RoleChange.PEER_LOST, None)
-            self.record.mirror_no += 1  # The mirror may keep a part of the stream.
+            self.record.mirror_no += 1  # The former mirror may keep a part of the stream.
         elif not self._is_level:
             self.dirty = True
 
@@ -63,7 +65,7 @@ class Outbox:
 
     @property
     def settled(self) -> bool:
-        """The mirror, if there is one, has everything."""
+        """The mirror, if any, has everything."""
         return self.mirror is None or (not self.dirty and self._is_level)
 
     def waits(self, now_s: float, *, sync: bool) -> bool:
@@ -73,20 +75,20 @@ class Outbox:
         )
 
     def sendable(self, now_s: float, *, sync: bool) -> int:
-        """Number of events that may go to the client: none before the mirror has the header."""
+        """Number of events that may go to the client; 0 before the mirror has the header."""
         return self.acked or 0 if self.waits(now_s, sync=sync) else len(self.record.events)
 
 
 class Delivery(Enum):
-    """Treatment of an event for a client that has everything up to some position."""
+    """Treatment of an event for a client at some position."""
 
     SKIP = "skip"
     SEND = "send"
-    CUT = "cut"  # The client has a part of it: only the rest may be sent.
+    CUT = "cut"  # The client has a part of the event: only the rest may be sent.
 
 
 def delivery_of(before: int, event: StreamEvent, after: int) -> Delivery:
-    """`before` is the position before the event, `after` the client's."""
+    """How to deliver an event. `before` is its start, `after` the client's position."""
     if event.seq <= after:
         return Delivery.SKIP
     return Delivery.CUT if max(before, 0) < after else Delivery.SEND

@@ -1,4 +1,4 @@
-"""The other proxies: requests to them, and which of them are up."""
+"""Requests to the other proxies, and knowledge of which are up."""
 
 import asyncio
 import logging
@@ -39,10 +39,11 @@ log = logging.getLogger(__name__)
 
 PATH = "/kvrs/v1/mirror"
 _TIMEOUT_S = 1.0
-# A long record over a slow link gets more time.
+# Rate by which the time limit grows with the size of a record.
 _SLOWEST_BYTES_PER_S = 4 << 20
 _RECONNECT_S = 0.5
-# A peer that is killed is noticed by the end of its connection, one that is stopped by its silence.
+# Interval of reports: a killed peer shows by the end of its connection, a paused one by its
+# silence.
 _REPORT_S = 0.25
 _SILENT_S = 0.75
 
@@ -50,19 +51,19 @@ Answer = TypeVar("Answer")
 
 
 class ProxyPeer(Peer):
-    """Client of one other proxy; `me` is the id of this one."""
+    """Client of another proxy; `me` is this proxy's id."""
 
     def __init__(self, links: EngineLinks, me: str, name: str, url: str) -> None:
         super().__init__(links.session, url)
         self._pool = links.pool(url)
         self.id = name
-        self.run: str | None = None  # Of its process; None while it does not answer.
-        self.ending: str | None = None  # Its run that was told to end.
+        self.run: str | None = None  # Run of the peer's process; None while it does not answer.
+        self.ending: str | None = None  # The peer's run that was told to end.
         self._me = me
 
     @property
     def leaving(self) -> bool:
-        """That process is about to end, also if it is out of reach in between."""
+        """The peer's process is about to end, even if it is unreachable for a while."""
         return self.run is not None and self.run == self.ending
 
     @property
@@ -71,7 +72,7 @@ class ProxyPeer(Peer):
         return are_workers_of_one(self.id, self._me)
 
     async def hello(self, hello: Hello) -> Hello:
-        """Announce this proxy; return the same of the peer."""
+        """Announce this proxy; return the peer's announcement."""
         return self._checked(await self._ask(f"{PATH}/hello", hello, Hello))
 
     def _checked(self, hello: Hello) -> Hello:
@@ -80,10 +81,10 @@ class ProxyPeer(Peer):
         return hello
 
     async def listen(self, heard: Callable[[Hello], None]) -> None:
-        """Call `heard` with every report, until the peer is silent.
+        """Call `heard` with every report of the peer.
 
         Raises:
-            UpstreamError: the connection is gone.
+            UpstreamError: the connection has ended, or the peer is silent.
         """
         async with self.watch(PATH, _REPORT_S, Hello) as reports:
             with suppress(TimeoutError):
@@ -127,7 +128,7 @@ class ProxyPeer(Peer):
             async with asyncio.timeout(timeout_s):
                 status, raw = await self._post(path, body)
         except TimeoutError:
-            # If much more time has passed, this process was stopped, and the timeout says nothing
+            # If much more time has passed, this process was paused, and the timeout says nothing
             # about the peer.
             if retry and time.monotonic() > sent_s + timeout_s + _TIMEOUT_S:
                 return await self._ask(path, message, kind, retry=False)
@@ -152,14 +153,14 @@ class ProxyPeer(Peer):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """Versions of a record at the peers, by peer, and the peers that did not answer."""
+    """Versions of a record by peer, and the peers that did not answer."""
 
     versions: dict[str, RecordVersion]
     unreachable: list[str]
 
 
 class Peers:
-    """All other proxies. `lost` is called for each run of a peer that ended or is out of reach,
+    """All other proxies. `lost` is called for each run of a peer that ended or is unreachable,
     `changed` for each that begins or is about to end.
     """
 
@@ -173,7 +174,8 @@ class Peers:
     ) -> None:
         self.me = me
         self.known = dict(peers)
-        self.news = News()  # Told where the hello has changed, which the others get at once.
+        # Signalled when the hello has changed, so that the others get it at once.
+        self.news = News()
         self._lost = lost
         self._changed = changed
         self.drains = drains
@@ -182,13 +184,13 @@ class Peers:
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
 
     def add(self, peer: ProxyPeer) -> None:
-        """Another proxy, from now on."""
+        """Add a proxy."""
         self.known[peer.id] = peer
         if self._group is not None:
             self._start(peer)
 
     def remove(self, name: str) -> None:
-        """It counts as lost, and is not asked or heard any more."""
+        """Remove a proxy: it counts as lost, and is no longer asked or heard."""
         self.fail(self.known[name], "removed from proxy.peers")
         for task in self._tasks.pop(name, []):
             task.cancel()
@@ -213,17 +215,19 @@ class Peers:
 
     @property
     def staying(self) -> set[str]:
-        """The live peers that go on when this proxy ends. Its own workers end with it."""
+        """Live peers that go on when this proxy ends; its own workers end with it."""
         return {peer.id for peer in self.live if not peer.leaving and not peer.is_own_worker}
 
     @property
     def present(self) -> PresentPeers:
-        """Records go to live peers that end before or with this proxy only if no other is there."""
+        """Live peers, and the peers that get records: those that end with this proxy only if there
+        is no other.
+        """
         live = frozenset(self.live_ids)
         return PresentPeers(live, frozenset(self.staying) or live)
 
     def check(self, name: str) -> ProxyPeer:
-        """Raises RequestError: no peer of ours has that name."""
+        """Return the peer of this name. Raises RequestError: no such peer."""
         if name not in self.known:
             allowed = ", ".join(map(repr, self.known)) or "none"
             raise RequestError(
@@ -231,10 +235,10 @@ class Peers:
             )
         return self.known[name]
 
-    # Requests.
+    # Requests to peers.
 
     async def answer(self, peer: ProxyPeer, asked: Awaitable[Answer]) -> Answer | None:
-        """The answer to a request; None: the peer did not answer, and counts as lost."""
+        """Await the answer to a request; None: the peer did not answer, and counts as lost."""
         try:
             return await asked
         except UpstreamError as error:
@@ -256,14 +260,14 @@ class Peers:
         return found
 
     async def claim(self, name: str, claim: Claim) -> ClaimAnswer | None:
-        """None: the peer did not answer, or is none any more."""
+        """Claim a stream at a peer; None: no answer, or the peer was removed."""
         peer = self.known.get(name)
         return None if peer is None else await self.answer(peer, peer.claim(claim))
 
-    # Liveness.
+    # Liveness of peers.
 
     def on_hello(self, hello: Hello) -> None:
-        """Raises RequestError: of a proxy that is no peer of ours."""
+        """Handle a peer's hello. Raises RequestError: the sender is no peer."""
         self._heard(self.check(hello.id), hello)
 
     def _heard(self, peer: ProxyPeer, hello: Hello) -> None:
@@ -289,13 +293,13 @@ class Peers:
             self._lost(peer.id)
 
     async def run(self, send: Callable[[ProxyPeer], Coroutine[Any, Any, None]]) -> None:
-        """Watch every peer, with `send` beside, until cancelled."""
+        """Watch every peer and run `send` for it, until cancelled."""
         self._send = send
         try:
             async with asyncio.TaskGroup() as self._group:
                 for peer in self.known.values():
                     self._start(peer)
-                await asyncio.Event().wait()  # Peers may be added to none.
+                await asyncio.Event().wait()  # The first peer may be added later.
         finally:  # CPython 3.11 never collects a cancelled task that refers to itself.
             self._group = None
             self._tasks.clear()
@@ -312,7 +316,7 @@ class Peers:
             try:
                 self._heard(peer, await peer.hello(self.hello()))
                 await peer.listen(partial(self._heard, peer))
-                continue  # The peer was silent, or this process was stopped: ask.
+                continue  # The peer was silent, or this process was paused: ask again.
             except UpstreamError as error:
                 cause = _cause(peer, error)
             self.fail(peer, cause)
@@ -322,8 +326,8 @@ class Peers:
             await asyncio.sleep(_RECONNECT_S)
 
     async def meet_first(self) -> None:
-        """Exchange hellos before the first request: this proxy knows by it which peers are up, and
-        begins the drains of another worker of its proxy.
+        """Exchange hellos before the first request, to learn which peers are up, and begin the
+        drains of other workers of this proxy.
         """
         found = await self.meet()
         own = (hello for peer, hello in found.items() if self.known[peer].is_own_worker)
@@ -331,15 +335,15 @@ class Peers:
             self.drains.begin(hello.drains)
 
     async def meet(self) -> dict[str, Hello]:
-        """Exchange hellos with every peer once, by which they know that this is another run. Before
-        the last one ends, this proxy knows by it which are to end too. Those that answered.
+        """Exchange hellos with every peer once, and return those of the peers that answered. The
+        peers learn of the new run, and this proxy, at its end, which peers are ending too.
         """
         peers = [*self.known.values()]
         found = zip(peers, await asyncio.gather(*map(self._meet, peers)), strict=True)
         return {peer.id: hello for peer, hello in found if hello is not None}
 
     async def pass_on(self, order: DrainOrder) -> None:
-        """Have the other workers of this proxy obey too."""
+        """Pass an order on to the other workers of this proxy."""
         own = [peer for peer in self.live if peer.is_own_worker]
         for answer in await asyncio.gather(
             *(peer.drain(order) for peer in own), return_exceptions=True
@@ -362,7 +366,7 @@ class Peers:
 
 
 def _cause(peer: ProxyPeer, error: UpstreamError) -> str:
-    """The error, with the likely mistake where a process answers that is not this peer."""
+    """The error, and the likely misconfiguration if another process than this peer answers."""
     cause = str(error)
     if WRONG_DOOR not in cause:
         return cause

@@ -1,8 +1,8 @@
-"""The record of one stream that can be resumed, and the comparison of two versions of it. Pure.
+"""The record of a resumable stream, and the comparison of two versions of it. Pure.
 
-A record holds a prefix of the events of its stream, in order and each once: from ids alone a proxy
-would need a tokenizer, and could not repeat log probabilities or tool calls. The owner epoch rises
-by one with each grant, the mirror number whenever the owner takes another mirror.
+A record holds a prefix of its stream's events, in order and each once. From ids alone a proxy would
+need a tokenizer, and could not repeat log probabilities or tool calls. The owner epoch rises by one
+with each grant, the mirror number whenever the owner takes another mirror.
 """
 
 from array import array
@@ -26,14 +26,14 @@ from kvrs.protocol.mirror import (
 )
 from kvrs.proxy.mirror.roles import ROLE_AFTER, Message, RecordRole, Relation, RoleChange
 
-CLAIM_S = 0.25  # For so long after a grant a second claim is refused: the two are simultaneous.
+CLAIM_S = 0.25  # Time after a grant in which a second claim is refused as simultaneous.
 # Bytes that CPython takes; a test compares the sums with what is allocated.
-_FIXED_BYTES = 1024  # Of a record, beside its events and its prompt.
-_BYTES_PER_EVENT = 160  # Beside its data and its ids.
+_FIXED_BYTES = 1024  # Memory of a record beside its events and its prompt.
+_BYTES_PER_EVENT = 160  # Memory of an event beside its data and its ids.
 
 
 class PresentPeers(NamedTuple):
-    """The peers that are up, and those of them that records go to."""
+    """Live peers, and those of them that records are sent to."""
 
     live: frozenset[str]
     mirrors: frozenset[str]
@@ -41,23 +41,23 @@ class PresentPeers(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """A stream as its owner, its mirror or the holder of a copy knows it."""
+    """A stream as known by its owner, its mirror or the holder of a copy."""
 
     key: str
     stream: StreamId
-    header: StreamHeader  # Its ages are those at `header_s`.
+    header: StreamHeader  # The header's ages are valid at `header_s`.
     header_s: float
     owner: str
     owner_epoch: int
     mirror_no: int = 0
     events: list[StreamEvent] = field(default_factory=list)
-    prompt_ids: bytes | None = None  # Packed.
-    reserved_bytes: int = 0  # For the prompt, until it is known.
+    prompt_ids: bytes | None = None  # Packed prompt ids.
+    reserved_bytes: int = 0  # Bytes reserved for the prompt until it is known.
     head: bytes | None = None
     state: StreamState = field(default_factory=StreamState)
     touched_s: float = 0.0
     role: RecordRole = RecordRole.UNMIRRORED
-    peer: str | None = None  # The other proxy with the record, as far as this one knows.
+    peer: str | None = None  # The other proxy with the record, as known here.
     copy_hops: int = 0
     size_bytes: int = _FIXED_BYTES
 
@@ -74,14 +74,14 @@ class Record:
         self.role, self.peer = role, peer
 
     def has_keeper(self, peers: PresentPeers) -> bool:
-        """A live peer has the record, and is to see to further copies if this proxy grants no
-        claims to it. Where this proxy does, a peer that is about to end is none.
+        """A live peer has the record, and makes further copies if this proxy grants no claims to
+        it. If this proxy does, a peer that is about to end does not count.
         """
         return self.peer in (peers.mirrors if self.role.grants else peers.live)
 
     @property
     def is_kept(self) -> bool:
-        """The stream does not run here, so that the record may be evicted."""
+        """The stream does not run here, so the record may be evicted."""
         return not self.role.is_owner
 
     def is_just_granted(self, now_s: float) -> bool:
@@ -89,7 +89,7 @@ class Record:
 
     @property
     def seq(self) -> int:
-        """Position of a client that has every event; -1: there is none."""
+        """Position of a client that has every event; -1: no event."""
         return self.events[-1].seq if self.events else -1
 
     @property
@@ -122,7 +122,7 @@ class Record:
         return grown
 
     def header_at(self, now_s: float) -> StreamHeader:
-        """The header with its ages as of now."""
+        """The header with its ages at `now_s`."""
         passed_s = now_s - self.header_s
         return msgspec.structs.replace(
             self.header,
@@ -131,7 +131,7 @@ class Record:
         )
 
     def copy(self, now_s: float) -> Update:
-        """The whole record, for another proxy to keep as well."""
+        """The whole record, for another proxy to keep too."""
         whole = self.update(now_s)
         whole.copy_hops, whole.idle_s = self.copy_hops + 1, now_s - self.touched_s
         return whole
@@ -160,7 +160,7 @@ def record_from(
     role: RecordRole = RecordRole.UNMIRRORED,
     peer: str | None = None,
 ) -> Record:
-    """The record that an update with a header holds."""
+    """Make the record of an update with a header."""
     assert update.header is not None
     record = Record(
         update.key,
@@ -182,7 +182,7 @@ def record_from(
 
 
 def merged(granted: Record, own: Record | None) -> Record:
-    """The granted record, with the events that this proxy has beyond it as the owner before."""
+    """The granted record, extended by later events that this proxy has as its former owner."""
     if own is None or own.stream != granted.stream or own.owner_epoch != granted.owner_epoch - 1:
         return granted
     if own.events[: len(granted.events)] != granted.events:
@@ -195,11 +195,11 @@ def merged(granted: Record, own: Record | None) -> Record:
     return granted
 
 
-# Sizes.
+# Sizes of messages.
 
 
 def size_of(update: Update) -> int:
-    """Estimated bytes of an update, on the wire as in memory."""
+    """Estimated bytes of an update, on the wire and in memory."""
     header_bytes = 0 if update.header is None else len(update.header.request)
     fixed_bytes = _FIXED_BYTES + header_bytes + len(update.prompt_ids or b"")
     return fixed_bytes + sum(map(_size_of, update.events))
@@ -209,11 +209,11 @@ def _size_of(event: StreamEvent) -> int:
     return len(event.data) + len(event.ids) + _BYTES_PER_EVENT
 
 
-# Comparison.
+# Comparison of versions.
 
 
 def message_of(update: Update) -> Message:
-    """Raises RequestError: a copy that is not the whole record."""
+    """Kind of an update. Raises RequestError: an incomplete copy."""
     is_whole = update.header is not None and update.first_event == 0
     if update.copy_hops:
         if not is_whole:
@@ -223,7 +223,7 @@ def message_of(update: Update) -> Message:
 
 
 def relation_of(update: Update, record: Record) -> Relation:
-    """How the version of an update compares with that of the record here."""
+    """Compare an update's version with that of the record here."""
     is_copy = update.copy_hops > 0
     same = (update.stream, update.owner_epoch) == (record.stream, record.owner_epoch)
     if not same or (update.owner != record.owner and not is_copy):
@@ -236,10 +236,10 @@ def relation_of(update: Update, record: Record) -> Relation:
 
 
 def _outranks(record: Record, update: Update) -> bool:
-    """The record's owner goes before that of the update.
+    """The record's owner takes precedence over the update's.
 
-    Owners of one epoch (two streams that began under one key at once, or on both sides of a cut
-    link) are ordered by stream and name, so that all proxies prefer the same one.
+    Owners of one epoch (two streams that began at once under one key, or on both sides of a cut
+    link) are ordered by stream and name, so that all proxies prefer the same owner.
     """
     if record.owner_epoch != update.owner_epoch:
         return record.owner_epoch > update.owner_epoch
@@ -250,11 +250,11 @@ def _content(one: Update | Record) -> tuple[bool, int]:
     return one.state.complete, len(one.events)
 
 
-# Choice of proxies.
+# Choice of a proxy for a stream.
 
 
 def best_of(versions: Iterable[tuple[str, RecordVersion]]) -> tuple[str, RecordVersion] | None:
-    """The proxy to claim a stream from: that with the latest owner, then the latest mirror."""
+    """The proxy to claim a stream from: the one with the latest owner, then the latest mirror."""
     return max(
         versions,
         key=lambda each: (
@@ -270,8 +270,8 @@ def best_of(versions: Iterable[tuple[str, RecordVersion]]) -> tuple[str, RecordV
 
 
 def mirror_for(key: str, peers: Iterable[str]) -> str | None:
-    """The mirror of a key by rendezvous hashing: all proxies with the same peers choose the same
-    one, and a peer that comes or goes moves few keys.
+    """The mirror of a key by rendezvous hashing: proxies with the same peers choose the same
+    mirror, and a peer that comes or goes moves few keys.
     """
     return max(
         peers,

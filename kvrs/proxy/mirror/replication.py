@@ -1,10 +1,10 @@
-"""Replicates the record of every stream that can be resumed to a peer, and finds those of others.
+"""Replication of the records of resumable streams to peers, and search for records at peers.
 
 Each stream that runs here has a mirror among the live peers. Updates of all streams go there in one
-message some milliseconds later; a header, an end, and with `mirror: sync` everything, goes at once.
-Prompts that were sent to instances go to all peers with these messages.
-Records of other streams, whose clients are away or have everything, are kept at two proxies too: a
-proxy that is the only one with a record sends a copy to a live peer.
+message some milliseconds later; headers, ends, and with `mirror: sync` all updates go at once. The
+messages also carry the prompts that were sent to instances. Records of other streams, whose clients
+are away or have everything, are kept at two proxies too: the only proxy with a record sends a copy
+to a live peer.
 """
 
 import asyncio
@@ -50,9 +50,11 @@ from kvrs.proxy.wire.journal import Journal
 
 log = logging.getLogger(__name__)
 
-_GATHER_S = 0.02  # Of streams whose clients can go on only with what the mirror has.
-_GATHER_EXACT_S = 0.1  # Of those of which an engine makes the same tokens again.
-# Silent streams are updated too, so that an owner learns that its stream was granted elsewhere.
+# Delay of updates of streams whose clients can continue only from the mirror's events.
+_GATHER_S = 0.02
+_GATHER_EXACT_S = 0.1  # Delay of updates of streams that an engine regenerates exactly.
+# Interval of updates of silent streams, by which an owner learns that its stream was granted
+# elsewhere.
 _HEARTBEAT_S = 1.0
 _MAX_BATCH_BYTES = 8 << 20
 _TRIES = 4
@@ -69,8 +71,8 @@ class _Outgoing(msgspec.Struct, frozen=True):
 
 
 class Pending(Generic[S]):
-    """Streams with something new, in the order in which they have had it: those whose clients wait
-    for the peer go at once, and alone; all go together when the first of them is due.
+    """Streams with news, in the order of the news. Urgent ones, whose clients wait for the peer, go
+    at once and alone; otherwise all go together when the first is due.
     """
 
     def __init__(self) -> None:
@@ -80,7 +82,7 @@ class Pending(Generic[S]):
         self._changed = asyncio.Event()
 
     def add(self, stream: S, within_s: float) -> None:
-        """0 seconds: it is urgent."""
+        """Add a stream that is due in `within_s`; 0: urgent."""
         self._all[stream] = None
         if within_s <= 0:
             self._urgent[stream] = None
@@ -89,7 +91,7 @@ class Pending(Generic[S]):
             self.hurry(within_s)
 
     def hurry(self, within_s: float = 0.0) -> None:
-        """Have all go in this time at the latest."""
+        """Make all due in this time at the latest."""
         due_s = asyncio.get_running_loop().time() + within_s
         if due_s < self._due_s:
             self._due_s = due_s
@@ -100,7 +102,7 @@ class Pending(Generic[S]):
         self._urgent.clear()
 
     async def next(self) -> bool:
-        """Wait until something is to be sent; whether all is, or what is urgent."""
+        """Wait until a stream is due; return whether all go, or only urgent ones."""
         loop = asyncio.get_running_loop()
         while not self._urgent and loop.time() < self._due_s:
             self._changed.clear()
@@ -113,7 +115,7 @@ class Pending(Generic[S]):
         return True
 
     def take(self, *, urgent_only: bool) -> Iterator[S]:
-        """Those that are to be sent, each removed as it is taken."""
+        """Streams to be sent, each removed as it is taken."""
         waiting = self._urgent if urgent_only else self._all
         while waiting:
             stream = next(iter(waiting))
@@ -150,10 +152,11 @@ class Mirror:
         self._kept = kept
         self._stop = stop
         self._count = count
-        self.streams: dict[str, KeyedStream] = {}  # Those that run here, by key of the record.
-        # Those that have ended, until their mirror has everything.
+        self.streams: dict[str, KeyedStream] = {}  # Streams that run here, by key of the record.
+        # Ended streams whose mirror does not have everything yet.
         self._closing: dict[str, KeyedStream] = {}
-        self._pending = defaultdict[str, Pending[KeyedStream]](Pending)  # By peer.
+        # Streams with news, by peer.
+        self._pending = defaultdict[str, Pending[KeyedStream]](Pending)
         self._copies = CopyQueue(self.book)
         self.sent = sent
 
@@ -168,11 +171,11 @@ class Mirror:
         *,
         sync: bool = False,
     ) -> KeyedStream:
-        """Start to replicate a stream: a new one, or one whose record was found.
+        """Start to replicate a stream, new or with a found record.
 
         Raises:
-            RequestError: there is no room for its record, or what its client has beyond the mirror
-                cannot be made again alike.
+            RequestError: no room for the record, or the client has events beyond the mirror that
+                cannot be regenerated exactly.
         """
         now_s = self.clock()
         if record is None:
@@ -218,8 +221,8 @@ class Mirror:
         return record
 
     def close(self, keyed: KeyedStream) -> None:
-        """The stream does not run here any more; its mirror gets the rest of it, and both keep the
-        record for a time.
+        """Note that a stream has stopped running here; its mirror gets the rest of it, and both
+        keep the record for a time.
         """
         keyed.close()
         record = keyed.record
@@ -234,15 +237,15 @@ class Mirror:
             self._changed(keyed)
 
     def forget(self, keyed: KeyedStream) -> None:
-        """The request was refused: the next one with its key starts a new stream."""
+        """Forget a refused request: the next one with its key starts a new stream."""
         keyed.close()
         if self.streams.get(keyed.record.key) is keyed:
             del self.streams[keyed.record.key]
             self.book.forget(keyed.record.key)
 
     def hand_over(self) -> None:
-        """End every stream here that a proxy which stays mirrors, because this one shuts down; its
-        client resumes it elsewhere.
+        """End every stream that a staying proxy mirrors, because this proxy shuts down; the clients
+        resume them elsewhere.
         """
         staying = self.peers.staying
         for keyed in list(self.streams.values()):
@@ -264,7 +267,7 @@ class Mirror:
 
     @property
     def uncopied(self) -> int:
-        """Number of records of streams that do not run here, and that no live peer has whole."""
+        """Number of records of streams not running here that no live peer has completely."""
         return len(self.book.sole(self.peers.present, self.clock())) + len(self._closing)
 
     def supersede(self, key: str) -> None:
@@ -295,7 +298,7 @@ class Mirror:
         mirrors, granter = self.peers.present.mirrors, keyed.record.peer
         if keyed.outbox.full:
             mirrors = frozenset()
-        # The proxy that granted the stream has its record already.
+        # The proxy that granted the stream already has its record.
         keyed.outbox.assign(
             granter if granter in mirrors else mirror_for(keyed.record.key, mirrors)
         )
@@ -336,7 +339,7 @@ class Mirror:
         for target in self._copies.plan(self.peers.present, self.clock()):
             self._pending[target].hurry()
 
-    # Sending.
+    # Sending of messages.
 
     async def run(self) -> None:
         """Replicate until cancelled."""
@@ -372,7 +375,8 @@ class Mirror:
             except UpstreamError as error:
                 self.peers.fail(peer, str(error))
                 continue
-            # Before the acks are read: another process at that address has no record of the last.
+            # Done before the acks are read: a new process at that address has no records of the
+            # former one.
             self.peers.on_answer(peer, answer.run)
             for each, ack in zip(batch, answer.acks, strict=True):
                 if isinstance(each.source, Record):
@@ -423,11 +427,10 @@ class Mirror:
 
     async def find(self, resume: ResumeRequest) -> Record | None:
         """Claim a stream, and return its record under the new owner epoch; None: no proxy knows the
-        key, so that the request may start a new stream.
+        key, so the request may start a new stream.
 
         Raises:
-            RequestError: the claim was refused, or the stream may be at a proxy that is out of
-                reach.
+            RequestError: the claim was refused, or the stream may be at an unreachable proxy.
         """
         for turn in range(_TRIES):
             if turn:
@@ -448,7 +451,7 @@ class Mirror:
                 )
                 granted = record_from(answer.granted, self.clock(), role=role, peer=peer)
                 if (keyed := self.streams.get(key)) is not None:
-                    keyed.note_state()  # Of the events that it has beyond the mirror.
+                    keyed.note_state()  # The state must include the events beyond the mirror.
                 return merged(granted, self.book.records.get(key))
             if version.grants and (error := failures.refused(answer.refusal)) is not None:
                 self._count(str(answer.refusal))
@@ -457,11 +460,11 @@ class Mirror:
         raise failures.unreachable("the proxy that grants the stream cannot be reached")
 
     async def _best_version(self, resume: ResumeRequest) -> tuple[str, str, RecordVersion] | None:
-        """The record's key, its holder and its version there."""
+        """The record's key, holder and version there."""
         unreachable: list[str] = []
         for key in resume.keys:
-            # A client that has a part needs the rest of this very stream: peers that were down a
-            # moment ago are asked too.
+            # A client with a part needs the rest of this very stream, so peers that were just down
+            # are asked too.
             found = await self.peers.lookup(key, live_only=resume.stream is None)
             if (own := self.book.version(key)) is not None:
                 found.versions[self._id] = own
@@ -479,7 +482,7 @@ class Mirror:
 
 
 def _is_in(keyed: KeyedStream, *books: Mapping[str, KeyedStream]) -> bool:
-    """The stream is that of its key in one of these, and not one before it."""
+    """The stream is in one of these mappings, and not replaced by a later one."""
     return any(book.get(keyed.record.key) is keyed for book in books)
 
 

@@ -1,7 +1,7 @@
-"""Roles of a proxy towards a record, and what each message does to a record in each role. Pure.
+"""Roles of a proxy towards a record, and the effect of each message on a record in each role. Pure.
 
-A record is kept at two proxies. Claims to it are granted in the roles UNMIRRORED and MIRROR only;
-the pairs that the protocol makes are MIRRORED + MIRROR and MIRROR + COPY, so one of the two grants.
+A record is kept at two proxies. Claims are granted only in the roles UNMIRRORED and MIRROR; the
+protocol makes the pairs MIRRORED + MIRROR and MIRROR + COPY, so one proxy of a pair grants.
 
     role        the stream           the peer of the record           grants claims
     UNMIRRORED  runs at this proxy   none                             yes
@@ -34,15 +34,15 @@ class RoleChange(Enum):
     """Events of this proxy that change the role of a record in place."""
 
     MIRROR_ASSIGNED = "mirror_assigned"  # The owner has chosen a mirror.
-    PEER_LOST = "peer_lost"  # The peer died, or has dropped or refused the record.
-    ENDED = "ended"  # The stream does not run here any more.
+    PEER_LOST = "peer_lost"  # The peer died, or dropped or refused the record.
+    ENDED = "ended"  # The stream has stopped running here.
     GRANTED = "granted"  # The stream goes to another owner.
     COPIED = "copied"  # A peer has stored the copy that this proxy sent.
 
 
 _UNMIRRORED, _MIRRORED, _MIRROR, _COPY = RecordRole
 
-# None: does not occur; a claim in such a role is refused.
+# None: does not occur; a claim in this role is refused.
 ROLE_AFTER: dict[RoleChange, dict[RecordRole, RecordRole | None]] = {
     change: dict(zip(RecordRole, row, strict=True))
     for change, row in {
@@ -59,17 +59,17 @@ ROLE_AFTER: dict[RoleChange, dict[RecordRole, RecordRole | None]] = {
 class Message(Enum):
     """The kinds of `Update`."""
 
-    HEADER = "header"  # From the owner: the record from its header on.
-    EVENTS = "events"  # From the owner: what follows.
-    COPY = "copy"  # From a proxy that is the only one with the record: all of it.
+    HEADER = "header"  # An owner's record from its header on.
+    EVENTS = "events"  # An owner's further events.
+    COPY = "copy"  # A whole record, from the only proxy that has it.
 
 
 class Relation(Enum):
-    """Version of an update compared with the record under the same key."""
+    """Comparison of an update's version with the record under the same key."""
 
     OUTRANKED = "outranked"  # The record has a later owner.
-    STALE = "stale"  # Same owner; the update was meant for an earlier mirror.
-    CURRENT = "current"  # Same owner and mirror. Of a copy: it has nothing that the record lacks.
+    STALE = "stale"  # Same owner; the update belongs to an earlier mirror.
+    CURRENT = "current"  # Same owner and mirror; a copy has nothing that the record lacks.
     AHEAD = "ahead"  # Same owner, later mirror; or a copy with more of the stream.
     NEWER = "newer"  # The update has a later owner.
 
@@ -82,7 +82,7 @@ class UpdateStep(Enum):
     ACKNOWLEDGE = "acknowledge"  # Keep the record.
     PAIR = "pair"  # Keep the record; the sender is its peer.
     ASK_HEADER = "ask_header"
-    SUPERSEDE = "supersede"  # The sender has to drop its record, or stop its stream.
+    SUPERSEDE = "supersede"  # The sender must drop its record, or stop its stream.
 
 
 _STORE, _APPEND, _ACK, _PAIR = (
@@ -112,7 +112,8 @@ STEPS: dict[tuple[Message, Relation], dict[RecordRole, UpdateStep]] = {
         (Message.EVENTS, Relation.CURRENT): (_ASK, _ASK, _APPEND, _APPEND),
         (Message.EVENTS, Relation.AHEAD): (_ASK, _ASK, _ASK, _ASK),
         (Message.EVENTS, Relation.NEWER): (_ASK, _ASK, _ASK, _ASK),
-        # A copy comes from no owner: one of the same owner never stops the stream that runs here.
+        # A copy does not come from an owner: a copy of the same owner never stops a stream that
+        # runs here.
         (Message.COPY, Relation.OUTRANKED): (_SUPERSEDE, _SUPERSEDE, _SUPERSEDE, _SUPERSEDE),
         (Message.COPY, Relation.STALE): (_SUPERSEDE, _SUPERSEDE, _SUPERSEDE, _SUPERSEDE),
         (Message.COPY, Relation.CURRENT): (_ACK, _ACK, _PAIR, _PAIR),

@@ -1,4 +1,4 @@
-"""Messages by which proxies, and the workers of one, tell each other what they have sent where."""
+"""Exchange of the prompts that were sent to instances, between proxies and between workers."""
 
 from collections.abc import Iterable
 
@@ -7,26 +7,22 @@ from kvrs.protocol.mirror import SentPrompt
 
 
 class SentPrompts:
-    """The prompts that go to each peer with the next message. A peer that has not taken the ones
-    before them misses those.
-    """
+    """Prompts for the next message to each peer. A missed message is not repeated."""
 
     def __init__(self, policy: RecoveryPolicy) -> None:
         self._policy = policy
         self._waiting: dict[str, list[SentPrompt]] = {}
 
     def gather(self, peers: Iterable[str]) -> bool:
-        """Have these peers told of the prompts that were sent since the last call; return whether
-        there are any.
-        """
+        """Queue the prompts sent since the last call for these peers; False: no prompts."""
         if sent := self._policy.take_sent():
             self._waiting = dict.fromkeys(peers, sent)
         return bool(sent)
 
     def take(self, peer: str) -> list[SentPrompt]:
-        """Return those for one peer."""
+        """Return the queued prompts of a peer."""
         return self._waiting.pop(peer, [])
 
     def heard(self, sent: list[SentPrompt]) -> None:
-        """Note the prompts that a peer has sent."""
+        """Note prompts that a peer has sent to instances."""
         self._policy.sent_elsewhere(sent)

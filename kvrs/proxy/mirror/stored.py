@@ -1,4 +1,4 @@
-"""Records as they lie at the proxies, read and deleted without taking their streams over."""
+"""Reading and deletion of records at the proxies, without taking over their streams."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from kvrs.proxy.mirror.replication import Mirror
 
 class StoredRecord(msgspec.Struct, frozen=True):
     record: Record
-    runs: bool  # Its stream, at the proxy that has it.
+    runs: bool  # The stream runs at the proxy that has the record.
 
 
 def own_record(mirror: Mirror, key: str) -> ReadAnswer:
-    """The record as it lies at this proxy."""
+    """The record at this proxy."""
     if (record := mirror.book.records.get(key)) is None:
         return ReadAnswer(None, runs=False)
     if (keyed := mirror.streams.get(key)) is not None:
@@ -26,7 +26,7 @@ def own_record(mirror: Mirror, key: str) -> ReadAnswer:
 
 
 def drop_own(mirror: Mirror, key: str) -> LookupAnswer:
-    """Forget the record here, and end its stream if it runs here; the version that there was."""
+    """Forget the record here, and end its stream if it runs here; return the record's version."""
     found = LookupAnswer(mirror.book.version(key))
     mirror.supersede(key)
     mirror.book.forget(key, dropped_s=mirror.clock())
@@ -34,7 +34,7 @@ def drop_own(mirror: Mirror, key: str) -> LookupAnswer:
 
 
 async def read_record(mirror: Mirror, keys: Sequence[str], now_s: float) -> StoredRecord | None:
-    """The record under one of the keys, from its owner or, if that is gone, its mirror."""
+    """The record under one of the keys, from its owner or else from its mirror."""
     for key in keys:
         found = (await mirror.peers.lookup(key, live_only=True)).versions
         answers = [(version, mirror.peers.known[name]) for name, version in found.items()]
@@ -54,13 +54,13 @@ async def read_record(mirror: Mirror, keys: Sequence[str], now_s: float) -> Stor
 
 
 def _rank(version: RecordVersion) -> tuple[int, int, bool, bool]:
-    """The latest owner first: it does not grant while it has a mirror."""
+    """Sort key: the latest owner first, even though it does not grant while it has a mirror."""
     is_first = version.copy_hops == 0
     return version.owner_epoch, version.mirror_no, is_first, not version.grants
 
 
 async def drop_record(mirror: Mirror, keys: Sequence[str]) -> bool:
-    """Forget the record at all proxies that are up; whether there was one."""
+    """Forget the record at all live proxies; return whether there was one."""
     answers: list[LookupAnswer | None] = [drop_own(mirror, key) for key in keys]
     peers = mirror.peers
     asked = [peers.answer(peer, peer.drop(key)) for key in keys for peer in peers.live]
