@@ -1,4 +1,4 @@
-"""Instances and agents that a running proxy adds and removes as its configuration says."""
+"""Addition and removal of instances and agents at a running proxy, by its configuration."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ _GPUS_INTERVAL_S = 0.5
 
 
 class FleetLinks(msgspec.Struct, frozen=True):
-    """Connections to instances and agents; both mappings are those of the driver."""
+    """Connections to instances and agents; the driver holds the same mappings."""
 
     secret: bytes
     engines: EngineLinks
@@ -46,7 +46,7 @@ class FleetLinks(msgspec.Struct, frozen=True):
 
 
 class Fleet:
-    """Runs the watches of all instances and agents of the configuration in use."""
+    """Runs the watches of all configured instances and agents."""
 
     def __init__(
         self,
@@ -100,11 +100,11 @@ class Fleet:
 
     @property
     def part(self) -> ReloadingPart:
-        """The part of the configuration that it takes over while streams run."""
+        """The part of the configuration that is applied while streams run."""
         return ReloadingPart("fleet", self._prepare, ("cluster.nodes", "cluster.services"))
 
     def _prepare(self, config: Config) -> Apply | None:
-        """Raises ConfigError: a change that cannot be carried out while streams run."""
+        """Prepare a change. Raises ConfigError: it cannot be applied while streams run."""
         before, after = self._config, config
         if before.cluster.nodes == after.cluster.nodes:
             return None
@@ -150,7 +150,7 @@ class Fleet:
         return before.url != after.url and known.health is Health.UP
 
     def _unserved(self, removed: list[InstanceId]) -> Iterator[str]:
-        """Streams that run need instances that are up, not such as may come up."""
+        """Faults of a removal that would leave running streams without an instance that is up."""
         instances, drains = self._driver.control.instances, self._driver.control.drains
         up = {known.id: known.role for known in instances.known.values() if drains.remains(known)}
         for role in (Role.PREFILL, Role.DECODE):
@@ -201,7 +201,7 @@ class Fleet:
         self._watch(self._topology.add(instance.id, node.id, instance.role, instance.group))
 
     def _move(self, config: Config, node: NodeSettings, instance: InstanceSettings) -> None:
-        """It is down, and comes back at another address."""
+        """Move an instance, which is down, to another address."""
         log.info("instance moved", extra={"instance": instance.id, "url": instance.url})
         known, links = self._driver.control.instances.known[instance.id], self._links
         self._leave(known)
@@ -219,7 +219,7 @@ class Fleet:
         self._watch(known)
 
     def _leave(self, known: Member | Agent) -> None:
-        if known.health is Health.UP:  # Since this was looked at.
+        if known.health is Health.UP:  # The instance has come up since the check.
             self._watchers[known.id].lose("it is at another address")
         self._unwatch(known.id)
 
@@ -238,11 +238,11 @@ class Fleet:
     def _unwatch(self, name: InstanceId) -> None:
         del self._watchers[name]
         self._gossip_view.leave(name)
-        if (watch := self._watches.pop(name, None)) is not None:  # It runs.
+        if (watch := self._watches.pop(name, None)) is not None:  # The watch is running.
             watch.cancel()
 
     async def _order_ranks(self) -> None:
-        """Have ranks leave their failing GPUs, and come back when these have recovered."""
+        """Order ranks to leave failing GPUs, and to return when these have recovered."""
         while True:
             await asyncio.sleep(_GPUS_INTERVAL_S)
             await asyncio.gather(*map(self._order, self._driver.control.gpus.take_due()))

@@ -1,9 +1,9 @@
-"""Gossip as a proxy uses it: a second source beside its own watches for deaths, links and GPUs; and
-what the proxy publishes.
+"""Gossip at a proxy: a second source, beside its own watches, on deaths, links and GPUs, and the
+facts that the proxy publishes.
 
 A gossiped death only shortens the report timeout. A node that others hold dead is given up as soon
-as its own report is overdue too, which is several times sooner than silence alone; one that goes on
-reporting stays in use, whatever is gossiped about its agent.
+as its own report is overdue too, several times sooner than by silence alone. A node that goes on
+reporting stays in use, whatever gossip says of its agent.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from kvrs.transfer.meter import Measurement
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 1.0  # How often links are looked at: their bounds sink with time.
+_LOOK_S = 1.0  # Interval of reading links, whose bounds fall with time.
 _MAX_CAUSE_CHARS = 128
 
 
@@ -33,11 +33,11 @@ class GossipView:
         gpus_seen: Callable[[NodeId, Sequence[GpuHealth], float], None],
         clock: Callable[[], float],
     ) -> None:
-        self.membership: Membership | None = None  # From when the proxy has joined.
+        self.membership: Membership | None = None  # Set once the proxy has joined.
         self._link_measured = link_measured
         self._gpus_seen = gpus_seen
         self._clock = clock
-        # The node of each watched process, and what checks its watch.
+        # Node of each watched process, and the function that checks its watch.
         self._watches: dict[str, tuple[NodeId, Callable[[], None]]] = {}
 
     def follow(self, name: InstanceId, node: NodeId, check: Callable[[], None]) -> None:
@@ -45,12 +45,12 @@ class GossipView:
         self._watches[name] = node, check
 
     def leave(self, name: InstanceId) -> None:
-        """Its process is no part of the cluster any more."""
+        """Stop following a removed process."""
         del self._watches[name]
         self.up(name)
 
     def heard(self, event: Event) -> None:
-        """At a gossiped death the watches there check at once whether a report is overdue."""
+        """Let the watches concerned check at once whether a report is overdue."""
         match event:
             case MemberChanged(id=node, status=Status.DEAD):
                 self._check_watches(node)
@@ -59,7 +59,7 @@ class GossipView:
             case RecordChanged(kind=FactKind.GPU):
                 self.look_at_gpus()
             case MemberChanged() | RecordChanged() | Superseded():
-                pass  # Read from the member table when it is needed.
+                pass  # Read from the member table on demand.
             case _:
                 assert_never(event)
 
@@ -69,7 +69,7 @@ class GossipView:
                 check()
 
     def is_dead(self, node: NodeId, name: InstanceId, epoch: int | None) -> bool:
-        """Others hold the node dead, or report the death of this process, in this epoch or a later
+        """Others hold the node dead, or report the death of this process in this epoch or a later
         one.
         """
         if self.membership is None:
@@ -82,7 +82,7 @@ class GossipView:
             for (reporter, about), report in self.membership.facts.failures.items()
         )
 
-    # What this proxy has seen itself.
+    # Facts that this proxy publishes.
 
     def lost(self, name: InstanceId, node: NodeId, epoch: int, cause: str) -> None:
         if self.membership is None:
@@ -98,10 +98,10 @@ class GossipView:
             self.membership.withdraw(FactKind.FAILURE, name)
 
     async def run(self) -> None:
-        """Pass links and GPUs of the member table on, until cancelled."""
+        """Pass on links and GPUs of the member table, until cancelled."""
         while True:
             self.look_at_links()
-            # An instance that has just come up runs on one that was judged before.
+            # A new instance may run on a GPU that was judged before.
             self.look_at_gpus()
             await asyncio.sleep(_LOOK_S)
 

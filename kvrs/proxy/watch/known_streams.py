@@ -1,4 +1,4 @@
-"""Short streams of known tokens, by the calls of a recovery: what self-tests ask of instances."""
+"""Short streams of known tokens for self-tests, made by the calls of a recovery."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -22,15 +22,15 @@ from kvrs.proxy.wire.peer import UNREADABLE
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.proxy.wire.upstream import EventReader
 
-NAME = "selftest-"  # Of the streams, before a number as long as that of any stream.
+NAME = "selftest-"  # Prefix of the streams' ids, before a number as long as in any stream's id.
 TOKENS = 12
 CUT = 5
 SEED = 20_26
-# No special ids of usual vocabularies, and few enough for the smallest.
+# Ids that are not special in usual vocabularies, and exist in the smallest.
 PROMPT_IDS = range(3, 35)
-_PAGES = 2  # Full ones of the prompt, where the model has room for them.
-_LISTED = 5  # Log probabilities at each position, of the likeliest tokens.
-_ID_PREFIX = "token_id:"  # Before the number of a token, in the place of its text.
+_PAGES = 2  # Full pages of the prompt, if the model has room for them.
+_LISTED = 5  # Number of log probabilities at each position.
+_ID_PREFIX = "token_id:"  # Prefix of a token's number in place of its text.
 
 
 class KnownStreams:
@@ -40,7 +40,7 @@ class KnownStreams:
         self._clock = clock
 
     def backend(self, instance: InstanceId) -> Backend:
-        """Raises UpstreamError: the instance has been removed meanwhile."""
+        """Backend of an instance. Raises UpstreamError: it was removed meanwhile."""
         found = self._driver.backends.get(instance)
         if found is None:
             raise UpstreamError("removed")
@@ -62,8 +62,8 @@ class KnownStreams:
         salt: str = "",
         lists: bool = False,
     ) -> Journal:
-        """A stream of the known prompt. Its salt keeps it out of the caches of others.
-        `prompt_tokens`: 0 for some pages. `lists`: with log probabilities.
+        """Journal of a stream of the known prompt, with a salt that keeps it out of other streams'
+        caches. `prompt_tokens`: 0 for some pages. `lists`: with log probabilities.
         """
         info = self.info(instance)
         length = prompt_tokens or _PAGES * info.geometry.page_size_tokens + 1
@@ -90,8 +90,8 @@ class KnownStreams:
             seed=seed,
             prompt_ids=prompt,
         )
-        # Later attempts are recoveries, which the embedded engine puts before new requests. Behind
-        # long prompts a test would take minutes, in which no KV is fetched.
+        # The first attempt: later ones are recoveries, which the embedded engine puts before new
+        # requests. Behind long prompts a test would take minutes, during which no KV is fetched.
         journal.attempt = 1
         return journal
 
@@ -115,9 +115,9 @@ class KnownStreams:
         in_store: bool = False,
         beside: InstanceId | None = None,
     ) -> tuple[Mapping[int, float], ...]:
-        """Have the rest of a stream computed, whose ids are added to the journal; return the log
-        probabilities of the likeliest tokens at each position, as far as they are given. `beside`:
-        the prefill instance, where both are called together; None: any.
+        """Compute the rest of a stream and add its ids to the journal; return the log probabilities
+        of the likeliest tokens at each position, if given. `beside`: the prefill instance called
+        together with decode; None: any.
         """
         journal.attempt += 1
         exact = self._control.instances.known[instance].resumes_exactly
@@ -146,7 +146,7 @@ class KnownStreams:
         return tuple(likeliest)
 
     def _beside(self, instance: InstanceId) -> Backend:
-        """The backend of a prefill instance that takes part in its streams."""
+        """Backend of a prefill instance that joins the instance's decode calls."""
         known = self._control.instances.known
         for other in known.values():
             if other.prefills and other.health is Health.UP and known[instance].takes_from(other):
@@ -165,11 +165,11 @@ def _choices_of(payload: bytes) -> list[ReceivedChoice]:
 
 
 def _likeliest(choice: ReceivedChoice) -> list[Mapping[int, float]]:
-    """The likeliest tokens at each position of an event, by their ids."""
+    """Likeliest tokens at each position of an event, by id."""
     try:
         listed = choice.logprob_lists().get("top_logprobs") or []
         found = [msgspec.json.decode(each, type=dict[str, float] | None) or {} for each in listed]
-    except UNREADABLE:  # Later positions keep their places.
+    except UNREADABLE:  # An empty entry keeps the later positions in place.
         return [{} for _ in choice.token_ids or ()]
     return [
         {

@@ -1,5 +1,5 @@
-"""Tests of rows: an instance goes on with a stream behind rows of another one's engine, which an
-agent serves or a store has.
+"""Tests of rows: an instance continues a stream from rows of another engine, which an agent serves
+or a store has.
 """
 
 import asyncio
@@ -19,30 +19,31 @@ from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.watch.known_streams import CUT, TOKENS, KnownStreams
 from kvrs.proxy.wire.journal import Journal
 
-_ROWS = 2  # Full ones of the prompt, where the model has room for them.
-_LOADS = 2  # Tries to load them: the last ones are there a moment after the answer.
-# The most that stores keep in one piece, and by when that is stored and counted.
+_ROWS = 2  # Full rows of the prompt, if the model has room for them.
+_LOADS = 2  # Attempts to load the rows: the last ones are available only a moment after the answer.
+# Largest piece of a store, and the time within which it is stored and counted.
 _CHUNK_TOKENS = 256
 _STORED_WITHIN_S = 1.0
-# Counters of an engine may be published a moment after the answer.
+# Time within which an engine publishes its counters.
 COUNTED_WITHIN_S = 3.0
 COUNT_PAUSE_S = 0.1
 
 
 class ShowsNothing(Exception):  # noqa: N818 - it is no error.
-    """A test of rows has shown nothing, and is to be carried out later."""
+    """A test of rows has shown nothing, and must be repeated later."""
 
 
 class _Place(NamedTuple):
-    """Where the target finds what the holder has computed."""
+    """Place where the target finds the holder's KV."""
 
-    what: str  # For people.
+    what: str  # Description for people.
     row_tokens: int
-    agent: InstanceId | None = None  # None: it finds them in a store by itself.
+    # Agent that serves the rows; None: the target finds them in a store.
+    agent: InstanceId | None = None
 
 
 class _Whole(NamedTuple):
-    """A stream that the target has computed by itself."""
+    """A stream that the target has computed without loaded KV."""
 
     journal: Journal
     likeliest: tuple[Mapping[int, float], ...]
@@ -54,16 +55,16 @@ class RestoreTester:
         self._control = driver.control
         self._tests = driver.control.self_tests
         self._clock = clock
-        # Salts of what was stored last for the tests of these targets.
+        # Salt of the latest stored prompt, by target of the test.
         self._stored: dict[InstanceId, str] = {}
 
     async def outcome(self, test: RestoreTest) -> tuple[str, bool]:
-        """Why the target does not go on rightly with rows that the holder's agent serves, or that
-        a store has, by the server's own count of them and by the tokens (empty: it does), and
-        whether that is for the tokens.
+        """Reason why the target does not continue correctly from rows of the holder's agent or of a
+        store, by the server's count of loads and by the tokens (empty: it does); and whether the
+        tokens are the reason.
 
-        What is in a store from before is looked at first: stores were seen to be wrong about that
-        after a restart, and right about all that was new.
+        A store's older contents are tested first: stores have been wrong about these after a
+        restart, and right about everything new.
         """
         holder, target = test.holder, test.target
         place = self._store_of(test) if test.in_store else self._rows_of(holder)
@@ -90,13 +91,13 @@ class RestoreTester:
         return "", False
 
     async def _save(self, test: RestoreTest, length: int, salt: str) -> None:
-        """Have the holder compute the prompt."""
+        """Let the holder compute the prompt."""
         holder, target, has_rows = test.holder, test.target, not test.in_store
         saved = self._streams.journal(target, None, prompt_tokens=length, salt=salt)
         if self._streams.info(holder).role is not Role.PREFILL:
             await self._streams.stream(holder, saved, has_rows=has_rows)
         elif transfer := await self._streams.prefill(holder, saved, has_rows=has_rows):
-            with suppress(UpstreamError, RefusedError):  # The hand-off ends by itself, later.
+            with suppress(UpstreamError, RefusedError):  # The hand-off's lease ends later anyway.
                 await self._streams.backend(target).free_hand_off(transfer, saved.prompt_ids or ())
         if test.in_store:
             self._stored[target] = salt
@@ -104,9 +105,9 @@ class RestoreTester:
     async def _behind(
         self, test: RestoreTest, place: _Place, whole: _Whole, salt: str
     ) -> tuple[int, bool]:
-        """Tokens that the target loads of the prompt, and whether it goes on behind them as it did
-        by itself. With a holder of which it is not known to go on exactly, tokens of rows are not
-        compared: their namespace says that they are of the same weights. A store says nothing.
+        """Tokens of the prompt that the target loads, and whether it continues them as it did
+        without loading. Tokens are not compared if the holder is not known to continue exactly: the
+        rows' namespace guarantees equal weights, but a store guarantees nothing.
         """
         target, journal, in_store = test.target, whole.journal, test.in_store
         prompt_tokens, runs = len(journal.prompt_ids or ()), list[act.PageRange]()
@@ -121,7 +122,8 @@ class RestoreTester:
             lists=bool(whole.likeliest),
         )
         cut.output_ids[:] = journal.output_ids[:CUT]
-        if in_store:  # What the requests before this one asked for is counted as such.
+        # Read the counters first, so that loads of earlier requests do not count for this one.
+        if in_store:
             await asyncio.sleep(_STORED_WITHIN_S)
             await self._streams.backend(target).load()
         found = await self._streams.stream(
@@ -141,7 +143,7 @@ class RestoreTester:
         return loaded, computed.likeness(behind) is not Likeness.OTHER
 
     def _seen(self, target: InstanceId) -> Generated:
-        """Tokens of the target, whose test comes before those of rows."""
+        """Tokens of the target, which are tested before rows."""
         generated = self._tests.seen(target).generated
         assert generated is not None
         return generated
@@ -163,7 +165,9 @@ class RestoreTester:
         raise ShowsNothing(f"no agent serves rows of {holder}")
 
     async def _loaded_tokens(self, target: InstanceId, journal: Journal) -> int:
-        """Raises ShowsNothing: the server's counters are still shared with other streams."""
+        """Tokens that the target has loaded. Raises ShowsNothing: other streams share the server's
+        counters.
+        """
         until_s = self._clock() + COUNTED_WITHIN_S
         while True:
             for fetch in (await self._streams.backend(target).load()).fetches:

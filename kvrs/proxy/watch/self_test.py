@@ -1,8 +1,8 @@
-"""Carries the resume self-tests out: short streams by the calls of a recovery, straight at the
+"""Runs the resume self-tests: short streams by the calls of a recovery, sent directly to the
 backends.
 
-They are no streams of the driver, so that no metric, quota or record of failures counts them, and
-none of them can delay a client's stream but by a few tokens' work at an instance.
+The driver does not know these streams, so no metric, quota or record of failures counts them, and
+they delay clients' streams only by a few tokens' work at an instance.
 """
 
 import asyncio
@@ -36,12 +36,11 @@ from kvrs.proxy.wire.upstream import EventReader
 
 log = logging.getLogger(__name__)
 
-_TIMEOUT_S = 60.0  # The first request of a vLLM may take half a minute.
+_TIMEOUT_S = 60.0  # Time limit of a request: the first of a vLLM may take half a minute.
 _AT_ONCE = 4
 
-# Requests of what engines compile or load on first use, each by itself, since a server may refuse
-# one of them. Without them a client's stream would wait for that, and all others of the instance
-# too.
+# Requests for what engines compile or load on first use, each separate, since a server may refuse
+# one. Otherwise a client's stream would wait for it, and all others of the instance.
 _WARM_UPS: Sequence[dict[str, Any]] = (
     {"logprobs": 1},
     {
@@ -73,7 +72,7 @@ class SelfTester:
         self._tests.changed = self._wake.set
 
     async def run(self) -> None:
-        """Test what comes up, until cancelled."""
+        """Test instances that come up, until cancelled."""
         running: set[asyncio.Task[None]] = set()
         wakes = asyncio.create_task(self._wake.wait())
         try:
@@ -88,7 +87,7 @@ class SelfTester:
                 )
                 for task in done & running:
                     running.discard(task)
-                    task.result()  # A bug ends this task, which is started again.
+                    task.result()  # A bug ends this task, which is then restarted.
                 if wakes in done:
                     self._wake.clear()
                     wakes = asyncio.create_task(self._wake.wait())
@@ -151,13 +150,13 @@ class SelfTester:
             case _:
                 assert_never(test)
 
-    # Tokens.
+    # Tests of tokens.
 
     async def _generate(self, instance: InstanceId) -> Generated:
-        """Whole streams first: the seeded one warms the sampler's kernels up. Then both are
-        continued at once, in one batch, as after the loss of an instance. An engine that refuses to
-        draw answers all that it takes as the greedy one. One that has a source of drafts gets some
-        for what it continues, of which one is wrong.
+        """Generate uncut streams first: the seeded one warms up the sampler's kernels. Then
+        continue both at once, in one batch, as after the loss of an instance. An engine that
+        refuses sampling counts as answering like the greedy stream. An engine with a source of
+        drafts gets some drafts, one of them wrong.
         """
         if self._driver.engine is Engine.VLLM:
             await self._warm_up(instance)
@@ -168,7 +167,7 @@ class SelfTester:
         ]
         try:
             likeliest = await self._streams.stream(instance, journals[0])
-        except RefusedError:  # It gives fewer log probabilities, as of `--max-logprobs`.
+        except RefusedError:  # The server gives fewer log probabilities (`--max-logprobs`).
             journals[0] = self._streams.journal(instance, None)
             likeliest = await self._streams.stream(instance, journals[0])
         try:
@@ -193,8 +192,8 @@ class SelfTester:
         return Generated(whole[0], whole[-1], continues, drafts, likeliest)
 
     async def _warm_up(self, instance: InstanceId) -> None:
-        """Have what is compiled on its first use be compiled now. A server that refuses any of it
-        has none of it to compile.
+        """Let the server compile now what it compiles on first use. A server that refuses a request
+        has nothing to compile for it.
         """
         fields = {
             "model": self._streams.info(instance).model,
@@ -226,10 +225,10 @@ class SelfTester:
                 return found
             await asyncio.sleep(COUNT_PAUSE_S)
 
-    # KV.
+    # Tests of KV.
 
     async def _transfer(self, holder: InstanceId, target: InstanceId) -> bool | None:
-        """Test that KV of a history really comes from the holder to the target."""
+        """Test that the holder's KV of a history really reaches the target."""
         joins = self._control.instances.known[target].info.joins_prefill
         counts = holder if joins else target
         before = await self._streams.backend(counts).kv_received()
@@ -249,9 +248,7 @@ class SelfTester:
         return await self._counts_more(counts, before)
 
     async def _migrate(self, holder: InstanceId, target: InstanceId, journal: Journal) -> None:
-        """Bring back a stream that was prefilled at the holder, as a target that fetches pages
-        does.
-        """
+        """Continue a stream that was prefilled at the holder, at a target that fetches pages."""
         await self._streams.prefill(holder, journal)
         journal.output_ids.extend(list(PROMPT_IDS)[:CUT])
         info = self._streams.info(holder)
@@ -259,9 +256,7 @@ class SelfTester:
         await self._streams.stream(target, journal, [act.PageRange(holder, 0, pages, info.epoch)])
 
     async def _hand_off(self, holder: InstanceId, target: InstanceId, journal: Journal) -> None:
-        """Bring back a stream as an engine that fetches no pages does: the history goes to prefill
-        once more.
-        """
+        """Continue a stream at an engine that fetches no pages: prefill gets the history again."""
         transfer = await self._streams.prefill(holder, journal)
         await self._streams.stream(target, journal, transfer=transfer)
         del journal.output_ids[CUT:]
@@ -285,7 +280,7 @@ class SelfTester:
 
 
 def _with_a_wrong_one(ids: Sequence[int]) -> list[int]:
-    """In the middle, so that drafts before and behind it may be right."""
+    """Replace an id in the middle, so that drafts before and behind it may be right."""
     drafts, middle = [*ids], len(ids) // 2
     if drafts:
         drafts[middle] = next(each for each in PROMPT_IDS if each != drafts[middle])

@@ -1,5 +1,5 @@
-"""Watch processes, each over one long-lived connection, whose end is the first sign of the
-process's death. What follows from it, `kvrs/core/watch.py` decides.
+"""Watches of processes over one long-lived connection each, whose end is the first sign of a death.
+`kvrs/core/watch.py` decides what follows.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 log = logging.getLogger(__name__)
 
-# A longer stall of a process's event loop is logged.
+# Stall of a process's event loop that is logged.
 STALL_SHOWN_S = 1.0
 
 
 class Watcher:
-    """Carries out the watch of one process."""
+    """Runs the watch of one process."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Watcher:
         self._gossip_view = gossip_view
         self._interval_s = settings.load_interval_s
         self._watchdog: Watchdog | None = None
-        self._tokens = 0  # That the instance had delivered when it was last looked at.
+        self._tokens = 0  # Tokens that the instance had delivered at the last look.
         self._peer: Backend | AgentBackend
         self._watch_reports: Callable[[float], AbstractAsyncContextManager[AsyncIterator[Any]]]
         self._watch: Watch[Any, Any, Any]
@@ -87,26 +87,26 @@ class Watcher:
             await asyncio.sleep(pause_s)
 
     def _is_awaited(self) -> bool:
-        """Streams run at the instance, of which no token has come since the last look: a token is
-        a sign of life.
+        """Streams run at the instance, and none has had a token since the last look: a token is a
+        sign of life.
         """
         before, self._tokens = self._tokens, self._delivered.tokens
         assert isinstance(self._watch.known, Member)
         return before == self._tokens and bool(self._watch.known.running)
 
     def look(self) -> None:
-        """Gossip reports the process dead: end the watch if its own report is overdue too."""
+        """End the watch if gossip reports the process dead and its own report is overdue too."""
         if self._watchdog is not None:
             self._watchdog.look()
 
     def lose(self, cause: str) -> None:
-        """The process, which is up, is not watched any more."""
+        """Stop watching a process that is up."""
         session = self._watch.session
         assert session is not None
         self._watch.ended(session, cause, DeathCause.FAILED, self._driver.clock())
 
     async def _follow(self, session: int) -> None:
-        """Watch the process until the connection ends, or UpstreamError."""
+        """Watch the process until the connection ends. Raises UpstreamError."""
         await self._perform(session, WatchStep.IDENTIFY)
         watch, clock, end_watch = self._watch, self._driver.clock, self._driver.context.end_watch
         silence = watch.silence
@@ -125,10 +125,10 @@ class Watcher:
             finally:
                 self._watchdog = None
                 del end_watch[self.id]
-                beats.cancel()  # Not awaited: a loss is to be known at once.
+                beats.cancel()  # The end of the task is not awaited: a loss must be known at once.
 
     async def _perform(self, session: int, step: WatchStep | End | None) -> None:
-        """Carry out this step and those that follow, until only reports are to be read."""
+        """Carry out this step and its successors, until only reports remain to be read."""
         while step is not None and step is not WatchStep.LISTEN:
             if isinstance(step, End):
                 is_unusable = step.death is DeathCause.UNUSABLE
@@ -144,14 +144,14 @@ class Watcher:
     async def _ask(self, step: WatchStep) -> InstanceInfo | AgentInfo:
         if step is not WatchStep.FENCE:
             info = await self._peer.info()
-            # It may have named the model: what is promised to clients needs its tokenizer.
+            # The instance may have named the model, whose tokenizer promises to clients depend on.
             await self._driver.tokenizer.found()
             return info
         assert not isinstance(self._peer, AgentBackend)
         return await self._peer.fence(self._driver.control.fences.numbers(self.id))
 
     async def _follow_heartbeats(self) -> None:
-        """Note the heartbeats of the process, if it has any: its death is the end of the watch."""
+        """Note the process's heartbeats, if any: the end of the watch ends them."""
         is_stalled = False
         while True:
             try:
@@ -164,9 +164,9 @@ class Watcher:
             except ConnectionLostError:
                 await asyncio.sleep(LONGEST_PAUSE_S)
             except UpstreamError:
-                return  # It has none.
+                return  # The process has no heartbeats.
 
-    # The surroundings of its watch.
+    # Callbacks of the watch.
 
     @property
     def url(self) -> str:
@@ -199,7 +199,7 @@ class Watcher:
 
 
 def _death_cause(fault: UpstreamError) -> DeathCause:
-    """The label under which a loss by this fault is counted."""
+    """Label that counts a loss by this fault."""
     match fault:
         case ConnectionLostError():
             return DeathCause.CONNECTION_LOST
