@@ -1,4 +1,4 @@
-"""Reading of clients' bodies. A body that arrives after its head takes from the body budget as it
+"""Limits on the time and memory of clients' bodies. A body that arrives after its head takes from the body budget as it
 arrives, and is cut off if it takes too long.
 
 A body is cut off when nothing arrives for a time, however long the whole body takes. A client that

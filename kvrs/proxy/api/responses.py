@@ -386,7 +386,7 @@ def _tokens(record: Record) -> Tokens:
 
 
 def _position(request: Request) -> tuple[bool, int]:
-    """Whether the client wants events, and the number of its last event."""
+    """Return whether the client wants events, and the number of its last event."""
     query = request.query
     streams = query.get("stream", "false").lower()
     if streams not in ("true", "false"):

@@ -1,4 +1,4 @@
-"""Serving of clients' streams: admission, running the streams, and responses."""
+"""The service of clients' streams: admission, running the streams, and responses."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping

@@ -1,4 +1,4 @@
-"""Reading and deletion of records at the proxies, without taking over their streams."""
+"""Records at the proxies, read and deleted without taking over their streams."""
 
 import asyncio
 from collections.abc import Sequence
