@@ -1,5 +1,5 @@
-"""The admin port of a proxy: its state, and orders to the cluster behind it that only instances can
-carry out.
+"""Client of a proxy's admin port: it reads the proxy's state, and sends orders to instances and
+agents.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where one is 
 
 
 class AdminError(KvrsError):
-    """The admin port, or an instance, did not answer as expected; the message names the URL.
+    """The admin port or an instance did not answer as expected; the message names the URL.
 
-    `is_taken`: something listens there. `status`: of HTTP, None without an answer of it.
+    `is_taken`: something listens at the port. `status`: the HTTP status; None: no HTTP answer.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class AdminError(KvrsError):
 
 
 class AdminClient:
-    """Reads the admin port of a proxy, over a new connection each time; a call blocks."""
+    """Client of a proxy's admin port with a new connection per call; calls block."""
 
     def __init__(
         self, url: str, token: bytes | None = None, tls: CertificateFiles | None = None
     ) -> None:
-        """`tls`: the port's own files, for an https:// URL; None: the server's certificate is of a
-        CA of the system, or of SSL_CERT_FILE.
+        """`tls`: the port's own files, for an https:// URL; None: trust the CAs of the system, or
+        of SSL_CERT_FILE.
 
         Raises:
-            ConfigError: the URL is none of HTTP.
+            ConfigError: not an HTTP URL.
         """
         self.url = url.rstrip("/")
         if not has_origin(self.url):
@@ -75,8 +75,8 @@ class AdminClient:
 
     @classmethod
     def of(cls, config: Config, environ: Mapping[str, str], url: str | None = None) -> Self:
-        """With the admin token and the certificate of a configuration; without a URL, of the proxy
-        that runs with it on this machine.
+        """Make a client with a configuration's admin token and certificate; without a URL, for the
+        proxy with this configuration on this machine.
 
         Raises:
             ConfigError: the URL or the token cannot be used.
@@ -109,7 +109,7 @@ class AdminClient:
         return self.read("overview", "instances", "streams", "recoveries", "policy")
 
     def reload(self) -> None:
-        """Have the proxy read its file again.
+        """Tell the proxy to reload its configuration file.
 
         Raises:
             AdminError: there is no answer, or it refuses.
@@ -126,7 +126,7 @@ class AdminClient:
         self._ask("POST", path, _TIMEOUT_S, msgspec.json.encode(report))
 
     def read(self, what: str, *keys: str) -> Any:
-        """`/kvrs/v1/WHAT`, which has these keys.
+        """Read `/kvrs/v1/WHAT`, which must have these keys.
 
         Raises:
             AdminError: as `state`.
@@ -143,10 +143,10 @@ class AdminClient:
         return found
 
     def get(self, path: str, timeout_s: float = _TIMEOUT_S) -> bytes:
-        """The body of an answer 200.
+        """Get the body of a 200 answer.
 
         Raises:
-            AdminError: there is no answer, or another one.
+            AdminError: no answer, or another status.
         """
         return self._ask("GET", path, timeout_s)
 
@@ -157,10 +157,10 @@ class AdminClient:
                 connection.request(method, self._path + path, body, headers=self._headers)
                 response = connection.getresponse()
                 body = response.read()
-            except ssl.SSLError as error:  # The server asks for a certificate.
+            except ssl.SSLError as error:  # The server requires a client certificate.
                 raise _tls_error(url, error) from None
             except (OSError, HTTPException) as error:
-                # A server that asks for a certificate closes the connection without one.
+                # A server that requires a client certificate closes the connection without one.
                 is_bare = self._is_secure and (self._tls is None or self._tls.client_ca is None)
                 allowed = "a certificate of proxy.admin_tls.client_ca, if any" if is_bare else ""
                 raise AdminError(url, f"no HTTP: {type(error).__name__}", allowed) from None
@@ -180,7 +180,7 @@ class AdminClient:
         if self._is_secure:
             try:
                 context = None if self._tls is None else pinned_client(self._tls)
-            except OSError as error:  # Those of TLS too.
+            except OSError as error:  # OSError includes TLS errors.
                 cause = f"proxy.admin_tls cannot be used: {error.strerror or error}"
                 raise AdminError(url, cause, is_taken=False) from None
             connection = HTTPSConnection(self._host, self._port, timeout=timeout_s, context=context)
@@ -204,9 +204,9 @@ def _tls_error(url: str, error: ssl.SSLError) -> AdminError:
 
 
 class AdminPort:
-    """An async context manager: what a client of the admin port reads, and orders to the instances
-    and agents that it names. Without the cluster's secret it only reads; `tls` is of the cluster's
-    `security.tls`.
+    """Asynchronous client of an admin port, which also sends orders to the instances and agents
+    that the port names. An async context manager. Without the cluster's secret it only reads; `tls`
+    is for the cluster's `security.tls`.
     """
 
     def __init__(
@@ -215,7 +215,8 @@ class AdminPort:
         self.client = client
         self.secret = secret
         self._tls = tls
-        self._keys: dict[Address, ScopedKey] = {}  # Of the instances and agents that were named.
+        # Keys of the named instances and agents, by address.
+        self._keys: dict[Address, ScopedKey] = {}
 
     async def __aenter__(self) -> Self:
         self._to_members = aiohttp.ClientSession(
@@ -243,11 +244,11 @@ class AdminPort:
     async def wait_all_up(
         self, timeout_s: float, look_again_s: float, *, tested: bool = False
     ) -> None:
-        """Wait until every instance is up, and every agent; with `tested` also until no self-test
-        is left that would send requests and KV of its own.
+        """Wait until every instance and agent is up; with `tested`, also until no self-test is
+        left, which would send requests and KV of its own.
 
         Raises:
-            AdminError: after `timeout_s` some are not; the message names them.
+            AdminError: some are not up after `timeout_s`; the message names them.
         """
         down: list[str] = []
         try:
@@ -271,7 +272,7 @@ class AdminPort:
         return True
 
     async def inject(self, name: str, url: str, fault: FaultRequest) -> None:
-        """Have the instance or agent of this name carry out a fault of its own sending side."""
+        """Let the named instance or agent inject a fault into what it sends."""
         await self._post(name, url, "/kvrs/v1/faults", msgspec.json.encode(fault))
 
     async def _post(self, name: str, base: str, path: str, body: bytes) -> None:
@@ -304,8 +305,8 @@ def _down(state: Any) -> list[str]:
 
 
 def _in_tests(state: Any, tested: bool) -> list[str]:
-    """Instances with a self-test that is not done, where `tested` asks for it; a row's `self_test`
-    is null at a proxy that makes none.
+    """Instances with an unfinished self-test, if `tested`; `self_test` is null at a proxy without
+    self-tests.
     """
     tests = {row["id"]: row["self_test"] for row in state["instances"]} if tested else {}
     return [name for name, test in tests.items() if test is not None and not test["done"]]

@@ -1,4 +1,4 @@
-"""A port's limit of connections, and the choice of the one that is closed in favour of another."""
+"""Limits on a port's connections, and the choice of a connection to close for a new one."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -10,37 +10,38 @@ from kvrs.process.descriptors import descriptors_left
 from kvrs.protocol.secrets import Scope
 
 _MAX_CONNECTIONS = 8192
-_PAGE_PORT = 512  # Connections of peers and strangers there.
+_PAGE_PORT = 512  # Descriptors of the page port's connections.
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How many connections a port has at a time, in all and from one address."""
+    """Most connections that a port has at a time, in total and from one address."""
 
     total: int
     per_address: int
 
     @classmethod
     def of_peers(cls) -> "ConnectionLimits":
-        """Limits of an instance or an agent: half of the descriptors beside those of its page port.
-        Its peers are few, and may share an address, which leaves a quarter to the others.
+        """Limits of an instance or an agent: half of the descriptors that its page port leaves. Its
+        few peers may share an address, which leaves a quarter to others.
         """
         total = min(_MAX_CONNECTIONS, descriptors_left(_PAGE_PORT) // 2)
         return cls(total, max(1, total * 3 // 4))
 
 
 class PortConnection(asyncio.Protocol, ABC):
-    """A connection of a port, as those that limit it and the handlers of its requests use it.
+    """A connection of a port, as its limits and the handlers of its requests see it.
 
-    `scope` is what its client has proved, None for a stranger. `room_changed` is called with
-    whether the client reads as fast as is written to it. `watches` are the port's tasks of watches.
+    `scope` is the scope that the client has proved; None: a stranger. `room_changed` is called with
+    whether the client reads as fast as the port writes. `watches` are the tasks of the port's watch
+    streams.
     """
 
     __slots__ = ("address", "idle_since_s", "room_changed", "scope", "transport", "watches")
 
     def __init__(self, watches: set[asyncio.Task[Any]]) -> None:
         self.address = ""
-        self.idle_since_s: float | None = None  # None: it has a request.
+        self.idle_since_s: float | None = None  # None: a request is being served.
         self.room_changed: Callable[[bool], None] | None = None
         self.scope: Scope | None = None
         self.transport: asyncio.Transport | None = None
@@ -48,17 +49,16 @@ class PortConnection(asyncio.Protocol, ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End it at once."""
+        """Close the connection at once."""
 
     @abstractmethod
     def want_body(self) -> None:
-        """The handler of its request reads the body now."""
+        """Note that the request's handler reads the body now."""
 
 
 class Connections:
-    """The connections of one port. In place of a new one beyond a limit, the one is closed that
-    has been without a request for longest, of a stranger if there is one; where all have one, the
-    new one is refused.
+    """The connections of one port. Beyond a limit, a new connection replaces the one that has been
+    idle for longest, strangers first; if none is idle, the new one is refused.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
@@ -79,7 +79,9 @@ class Connections:
         return True
 
     def _most_idle(self, address: str | None) -> PortConnection | None:
-        """The one that is idle for longest, strangers first; `address`: of this one only."""
+        """The connection that is idle for longest, strangers first; `address`: only from this
+        address.
+        """
         idle = [
             (each.scope is not None, each.idle_since_s, number, each)
             for number, each in enumerate(self._open)
@@ -92,7 +94,7 @@ class Connections:
         return sum(each.idle_since_s is None for each in self._open)
 
     def abort(self) -> None:
-        """Close all."""
+        """Close all connections."""
         for connection in list(self._open):
             connection.abort()
 

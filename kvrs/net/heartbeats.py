@@ -1,9 +1,9 @@
-"""Heartbeats of a server from a thread of its own: they go on while its event loop stalls, and end
-with the process, also with one that is stopped.
+"""Heartbeats of a server, sent by a thread: they go on while the event loop stalls, and end when
+the process ends or is stopped.
 
 `GET /kvrs/v1/heartbeat?watch=SECONDS` is accepted and authenticated like any other request. Then
-its connection is the thread's: the event loop writes nothing to it any more. Over TLS it does not
-even read it: two threads may not use one TLS connection.
+the thread owns the connection, and the event loop no longer writes to it; over TLS it does not read
+either, because two threads may not use one TLS connection.
 """
 
 import asyncio
@@ -23,8 +23,9 @@ from kvrs.net.tls import ServerSide
 from kvrs.protocol.instance import Heartbeat
 
 PATH = "/kvrs/v1/heartbeat"
-_TICK_S = 0.05  # How often the event loop shows that it runs, and the thread looks.
-# Watches over TLS, which the limit of connections does not count any more.
+# Interval at which the event loop shows that it runs, and at which the thread looks.
+_TICK_S = 0.05
+# Most watches over TLS, which the limit on connections no longer counts.
 _MAX_OVER_TLS = 256
 
 
@@ -44,7 +45,7 @@ class _Watch:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, data: bytes) -> bool:
-        """Send the data; False: the connection has ended."""
+        """Send data; False: the connection has ended."""
         if self.tls is not None:
             if _has_left(self.connection):
                 return False
@@ -56,14 +57,14 @@ class _Watch:
 class _Heartbeats:
     def __init__(self) -> None:
         self._ticked_s = time.monotonic()
-        self._lock = threading.Lock()  # For `_watches`.
+        self._lock = threading.Lock()  # Guards `_watches`.
         self._watches: set[_Watch] = set()
         self._over_tls: set[asyncio.Task[None]] = set()
         self._stopped = threading.Event()
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        """The thread and the ticks that it reports."""
+        """Run the thread, and the ticks of the event loop that it reports."""
         ticking = asyncio.create_task(self._tick())
         loop = asyncio.get_running_loop()
         thread = threading.Thread(target=self._beat, args=[loop], name="heartbeats", daemon=True)
@@ -76,7 +77,7 @@ class _Heartbeats:
             await asyncio.to_thread(thread.join)
 
     async def watch(self, request: Request) -> Response:
-        """Hand the connection to the thread until the watcher leaves."""
+        """Pass the connection to the thread until the watcher leaves."""
         interval_s = watch_interval_s(request)
         if len(self._over_tls) >= _MAX_OVER_TLS:
             return error(503, "too many watches are open", kind="server_error")
@@ -86,7 +87,8 @@ class _Heartbeats:
             transport = writer.transport
             tls = transport.get_extra_info("ssl_object")
             if tls is not None:
-                await asyncio.sleep(_TICK_S)  # Not all that waits counts as the buffer's size.
+                # Some waiting data does not count in the buffer's size.
+                await asyncio.sleep(_TICK_S)
             while transport.get_write_buffer_size():
                 await asyncio.sleep(_TICK_S)
             number = os.dup(transport.get_extra_info("socket").fileno())
@@ -95,7 +97,7 @@ class _Heartbeats:
                 keeping = asyncio.create_task(self._keep_over_tls(watch, request))
                 self._over_tls.add(keeping)
                 keeping.add_done_callback(self._over_tls.discard)
-                # The event loop forgets the connection, which stays open by its other descriptor.
+                # The event loop forgets the connection, which stays open by a second descriptor.
                 transport.abort()
             else:
                 with self._lock:
@@ -110,7 +112,7 @@ class _Heartbeats:
     async def _keep_over_tls(self, watch: _Watch, request: Request) -> None:
         try:
             with watching(request):
-                # Until then the event loop may use it.
+                # The event loop may use the connection until then.
                 while request.connection.transport is not None:
                     await asyncio.sleep(_TICK_S)
                 with self._lock:
@@ -148,19 +150,19 @@ class _Heartbeats:
 
 
 def _send(connection: socket.socket, chunk: bytes) -> bool:
-    """Send a chunk whole or end the connection: a watcher that does not read is not waited for."""
+    """Send a whole chunk or end the connection: the thread does not wait for slow watchers."""
     try:
         if connection.send(chunk, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) == len(chunk):
             return True
     except OSError:
         pass
-    with contextlib.suppress(OSError):  # It has ended already.
+    with contextlib.suppress(OSError):  # The connection has ended already.
         connection.shutdown(socket.SHUT_RDWR)
     return False
 
 
 def _has_left(connection: socket.socket) -> bool:
-    """The watcher has sent something, which can only be its end."""
+    """The watcher has sent something, which can only mean its end."""
     try:
         connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
     except BlockingIOError:

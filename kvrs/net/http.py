@@ -1,4 +1,4 @@
-"""HTTP common to the ports that are not for clients: authentication, error bodies, responses in
+"""Common HTTP of all ports except the clients' port: authentication, error bodies, responses in
 pieces, and watch streams.
 """
 
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHORTEST_WATCH_S = 0.02
-HEALTHZ = "/healthz"  # Answers to everyone, and says nothing but that.
+HEALTHZ = "/healthz"  # Open to everyone; it only answers.
 
-# What only experiments and tests may do to a process.
+# Paths for experiments and tests.
 _OF_ADMIN = frozenset(("/kvrs/v1/faults", "/reset_prefix_cache"))
 
 
@@ -45,8 +45,8 @@ def inner_server(
     keys: Sequence[ScopedKey] = (),
     tls: Certificates | None = None,
 ) -> HttpServer:
-    """The server of a port within the cluster, or for operators. `names`: of this machine, where
-    requests of web pages are refused; None: they are not.
+    """Make the server of a port within the cluster, or for operators. `names`: names of this
+    machine, by which requests of web pages are recognised and refused; None: not refused.
     """
     steps = routes.steps
     if names is not None:
@@ -97,9 +97,7 @@ def _refuse_pages(names: Collection[str]) -> Step:
 
 
 def authenticated(scope: Scope, *steps: Step) -> Routes:
-    """Routes that take requests, all but `/healthz`, from clients that have proved the key of this
-    scope.
-    """
+    """Routes that serve only clients that have proved the key of this scope, except `/healthz`."""
 
     async def authenticate(request: Request, handler: Handler) -> Response:
         due = Scope.ADMIN if request.path in _OF_ADMIN else scope
@@ -117,7 +115,9 @@ def authenticated(scope: Scope, *steps: Step) -> Routes:
 def require_token(
     tokens: Sequence[bytes], what: str, open_paths: Container[str] = (HEALTHZ,)
 ) -> Step:
-    """One of the tokens is required for all but `open_paths`; they may change."""
+    """Make a step that requires one of the tokens for all paths except `open_paths`. The tokens may
+    change.
+    """
 
     async def step(request: Request, handler: Handler) -> Response:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
@@ -138,7 +138,7 @@ def error(
     param: str | None = None,
     code: str | None = None,
 ) -> Response:
-    """An error in the form of the OpenAI API."""
+    """An error response in OpenAI's form."""
     body = error_body(message, kind=kind, param=param, code=code)
     return Response(status, body, {"Content-Type": JSON})
 
@@ -148,7 +148,7 @@ def answer(value: object, status: int = 200) -> Response:
 
 
 def decode(body: bytes, what: type[T]) -> T:
-    """Raises RequestError."""
+    """Decode a body. Raises RequestError."""
     try:
         return msgspec.json.decode(body, type=what)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
@@ -157,7 +157,7 @@ def decode(body: bytes, what: type[T]) -> T:
 
 @contextmanager
 def naming_port(owner: str, key: str, host: str, port: int) -> Iterator[None]:
-    """Name the port in the error when it cannot be bound.
+    """Name the port in the error if it cannot be bound.
 
     Raises:
         ConfigError: the block raised OSError.
@@ -170,7 +170,7 @@ def naming_port(owner: str, key: str, host: str, port: int) -> Iterator[None]:
 
 
 class News:
-    """A signal that lets watch streams send a report before its time."""
+    """A signal that makes watch streams send a report early."""
 
     def __init__(self) -> None:
         self._told: asyncio.Future[None] | None = None
@@ -181,7 +181,7 @@ class News:
             self._told = None
 
     async def wait(self, timeout_s: float) -> None:
-        """Until something is told, but not longer than that."""
+        """Wait for the signal, at most `timeout_s`."""
         if self._told is None:
             self._told = asyncio.get_running_loop().create_future()
         # All watch streams wait for one future, so none may cancel it.
@@ -192,7 +192,7 @@ class PieceWriter:
     """Writes a response piece by piece."""
 
     def __init__(self, request: Request, content_type: str) -> None:
-        """Send the head; raises ConnectionResetError: the client has gone."""
+        """Send the head. Raises ConnectionResetError: the client has left."""
         if (transport := request.connection.transport) is None:
             raise ConnectionResetError("the client closed its connection")
         self.transport = transport
@@ -229,8 +229,8 @@ class PieceWriter:
 async def watch(
     request: Request, report: Callable[[], msgspec.Struct], news: News | None = None
 ) -> Response:
-    """Send a report as a line of JSON every `?watch=SECONDS`, and whenever there are news,
-    endlessly: the end of the stream means that this process is gone.
+    """Send a report as a line of JSON every `?watch=SECONDS` and at every news, without end: the
+    end of the stream means that this process has ended.
     """
     interval_s = watch_interval_s(request)
     with watching(request):
@@ -241,7 +241,7 @@ async def watch(
 
 
 def watch_interval_s(request: Request) -> float:
-    """Raises RequestError: `?watch=` is no time."""
+    """Value of `?watch=`. Raises RequestError: not a time."""
     given = request.query.get("watch", "")
     try:
         interval_s = max(float(given), SHORTEST_WATCH_S)
@@ -254,7 +254,7 @@ def watch_interval_s(request: Request) -> float:
 
 @contextmanager
 def watching(request: Request) -> Iterator[None]:
-    """A watch stream, which `Routes.cut_watches` ends."""
+    """Register a watch stream, which `Routes.cut_watches` ends."""
     task, watches = asyncio.current_task(), request.connection.watches
     assert task is not None
     watches.add(task)

@@ -1,11 +1,11 @@
-"""One HTTP/1 request, read from the bytes of its connection as they come. No I/O.
+"""Parser of an HTTP/1 request from the bytes of its connection. No I/O.
 
-The usual head is found again by its bytes: POST, HTTP/1.1, a body with its length. Every other one
-is parsed by aiohttp's parser, up to its end and no further, so that each body is found here: by its
-length, or by its chunks.
+A usual head (POST, HTTP/1.1, Content-Length) is looked up by its bytes. aiohttp's parser parses
+every other head, up to the head's end, so all bodies are found here, by their length or their
+chunks.
 
-What is refused here is refused in words of its own. The errors of aiohttp's parser quote the bytes
-that they found, which may be of a prompt or a key.
+Refusals have messages of their own, because errors of aiohttp's parser quote the bytes, which may
+belong to a prompt or a key.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from aiohttp.http_exceptions import (
 from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
 from multidict import CIMultiDict, CIMultiDictProxy
 
-# Of all headers together: names, values, and four bytes for each line. 32 kB are for those of the
-# client and of gateways (tokens, cookies), the rest is for what every request has.
+# Limit on all headers: names, values, and four bytes per line. 32 kB are for headers of the client
+# and of gateways (tokens, cookies), the rest for those of every request.
 MOST_HEAD_BYTES = 33 << 10
 MOST_HEADERS = 128
 MOST_URL_BYTES = 8190
 
-# Notes a request with this status and these headers, which are none where they are not known;
-# returns headers for its answer.
+# Callback that notes a request by its status and its headers (empty if unknown), and returns
+# headers for the answer.
 NoteRefusal = Callable[[int, Mapping[str, str]], Mapping[str, str]]
 
 
@@ -56,25 +56,25 @@ _BAD_HEADER = HttpRefusal(400, "a header is not valid HTTP")
 BAD_REQUEST = HttpRefusal(400, "the request is not valid HTTP")
 
 _END_OF_HEAD = b"\r\n\r\n"
-# A path with a query or an escape is for the parser.
+# Paths with a query or an escape go to the parser.
 _REQUEST_LINE = re.compile(r"POST (/[!\"$&->@-~]*) HTTP/1\.1(?=\r\n)")
-# To the end of its line, without the blanks around the value: one with a control character is for
-# the parser.
+# A field up to the end of its line, without blanks around the value; values with control characters
+# go to the parser.
 _FIELD = re.compile(
     r"\r\n([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*+([!-~]*+(?: ++[!-~]++)*+) *+(?=\r\n|\Z)"
 )
 _LENGTH_LINE = re.compile(rb"\r\n(?i:Content-Length):[ \t]*([0-9]{1,9}) *\r\n")
 _LENGTH = re.compile(r"[0-9]{1,15}", re.ASCII)
 _UNUSUAL = ("Transfer-Encoding", "Content-Encoding", "Expect", "Upgrade")
-IN_CHUNKS: Final = -1  # In place of the length of a body.
+IN_CHUNKS: Final = -1  # Length of a body in chunks.
 NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
 _NO_QUERY: Mapping[str, str] = {}
 
 _CHUNK = re.compile(rb"([0-9a-fA-F]{1,15})(?:;[\t -~\x80-\xff]*)?")
 _USUAL_CHUNK = re.compile(rb"([0-9a-fA-F]{1,7})\r\n")
 _TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t -~\x80-\xff]*")
-_MOST_LINE_BYTES = 4096  # Of the line before a chunk, or of one behind the last.
-# Smaller pieces of a body are put together to such parts.
+_MOST_LINE_BYTES = 4096  # Longest line before a chunk, or after the last chunk.
+# Pieces of a body are joined up to this size.
 _PART_BYTES = 16 << 10
 
 
@@ -83,20 +83,20 @@ def no_note(status: int, headers: Mapping[str, str]) -> Mapping[str, str]:
 
 
 class Head(msgspec.Struct, frozen=True):
-    """A request's head, but for the length of its body."""
+    """A request's head, without the length of its body."""
 
     method: str
     path: str
     headers: CIMultiDictProxy[str]
     keep_alive: bool
     query: Mapping[str, str] = _NO_QUERY
-    minor_version: int = 1  # Of HTTP/1.
-    expects: bool = False  # The client sends its body when it is told to go on.
+    minor_version: int = 1  # Minor version of HTTP/1.
+    expects: bool = False  # The client waits for 100 Continue before it sends its body.
 
 
 class BrokenRequestError(Exception):
-    """A request that is not HTTP, or not served. `headers`: those of its head, where it has one;
-    `cause`: for the log.
+    """A request that is not HTTP, or not served. `headers` are those of a readable head; `cause` is
+    for the log.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class BrokenRequestError(Exception):
         self.cause = cause
 
 
-# Usual heads so far, by their bytes without the digits of the length: a client sends few different
-# ones, unless it or a gateway names each request.
+# Known usual heads by their bytes without the digits of the length: a client sends few different
+# heads, unless it or a gateway names each request.
 _KNOWN_HEADS: dict[bytes, Head] = {}
 _MOST_KNOWN = 256
 _MOST_KNOWN_BYTES = 2048
@@ -120,8 +120,8 @@ _OF_ONE_REQUEST = ("X-Request-Id", "traceparent", "Idempotency-Key")
 
 
 def parse_usual(data: bytes) -> tuple[Head, int, int] | None:
-    """The head of a usual request at the beginning of `data`, and how many bytes it and its body
-    have; None: it is another, or not whole.
+    """The head of a usual request at the start of `data`, and the lengths of head and body; None:
+    another head, or an incomplete one.
     """
     end = data.find(_END_OF_HEAD, 0, MOST_HEAD_BYTES)
     if end < 0 or (length := _LENGTH_LINE.search(data, 0, end + 2)) is None:
@@ -147,7 +147,7 @@ def _read_usual(data: bytes) -> Head | None:
     if (line := _REQUEST_LINE.match(text)) is None:
         return None
     fields = _FIELD.findall(text, line.end())
-    # A line that is no field, or a bare CR or LF, is for the parser.
+    # Other lines, and a bare CR or LF, go to the parser.
     if len(fields) != text.count("\n") or len(fields) != text.count("\r"):
         return None
     headers = CIMultiDict[str](fields)
@@ -165,7 +165,7 @@ def _read_usual(data: bytes) -> Head | None:
 
 
 class HeadReader:
-    """Reads one head that is not usual, or not whole."""
+    """Reads a head that is not usual, or not complete."""
 
     __slots__ = ("_last", "_parser", "_size_bytes")
 
@@ -179,15 +179,15 @@ class HeadReader:
             max_headers=MOST_HEADERS,
             auto_decompress=False,
         )
-        self._last = b""  # The last bytes, which may be the beginning of the end.
+        self._last = b""  # Last bytes so far, which may begin the end of the head.
         self._size_bytes = 0
 
     def feed(self, data: bytes) -> tuple[Head, int, int] | None:
-        """The head, how many bytes of `data` are its own, and the length of its body or
-        `IN_CHUNKS`; None: its end has not come.
+        """The head, the number of bytes of `data` that belong to it, and the length of its body or
+        `IN_CHUNKS`; None: the head is incomplete.
 
         Raises:
-            BrokenRequestError: it is not HTTP, or not served.
+            BrokenRequestError: not HTTP, or not served.
         """
         at = 0
         while at < len(data):
@@ -206,7 +206,8 @@ class HeadReader:
                 refusal = _refusal_of(error)
                 raise BrokenRequestError(refusal, cause=type(error).__name__) from None
             if messages:
-                # None begins in what the parser takes for the body, or for a further request.
+                # No request begins in bytes that the parser takes for a body or for a second
+                # request.
                 if found < 0 or len(messages) > 1 or messages[0][1].total_bytes:
                     raise BrokenRequestError(BAD_REQUEST)
                 head, length = _read(messages[0][0])
@@ -218,7 +219,7 @@ class HeadReader:
 
 
 def _refusal_of(error: HttpProcessingError) -> HttpRefusal:
-    """The refusal of what aiohttp's parser could not read."""
+    """Refusal of a head that aiohttp's parser could not read."""
     match error:
         case LineTooLong():
             return _URL_TOO_LONG if error.args[1] == MOST_URL_BYTES else TOO_LARGE
@@ -235,14 +236,14 @@ def _refusal_of(error: HttpProcessingError) -> HttpRefusal:
 
 
 def _read(message: RawRequestMessage) -> tuple[Head, int]:
-    """The head, and the length of its body; raises BrokenRequestError."""
+    """The head, and the length of its body. Raises BrokenRequestError."""
     headers, minor_version = message.headers, message.version.minor
     if message.version.major != 1 or minor_version > 1:
         raise BrokenRequestError(BAD_LINE, headers)
     if sum(len(name) + len(value) + 4 for name, value in message.raw_headers) > MOST_HEAD_BYTES:
         raise BrokenRequestError(TOO_LARGE, headers)
     if not minor_version and "Transfer-Encoding" in headers:
-        # Other servers read it in another way: a request could be smuggled in its body.
+        # Other servers interpret it differently: a request could be smuggled in its body.
         raise BrokenRequestError(OLD_CHUNKS, headers)
     if headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
         raise BrokenRequestError(BAD_CODING, headers)
@@ -262,10 +263,10 @@ def _read(message: RawRequestMessage) -> tuple[Head, int]:
 
 
 class Body:
-    """The body of a request, as far as it has come. It is kept in the parts in which it came: one
-    buffer would be moved about in memory as it grows, beside those of others, and leave holes.
+    """The received part of a request's body, kept in the received pieces: one growing buffer would
+    be moved in memory beside others, and leave holes.
 
-    `changed` is called when some of it, or its end, has come.
+    `changed` is called when a part of the body, or its end, has arrived.
     """
 
     __slots__ = (
@@ -278,8 +279,9 @@ class Body:
         self.is_whole = length == 0
         self.is_broken = False
         self.received_bytes = 0
-        self._left = max(length, 0)  # Of the body, or of a chunk.
-        self._line: bytes | None = b"" if length == IN_CHUNKS else None  # The part that has come.
+        self._left = max(length, 0)  # Missing bytes of the body, or of a chunk.
+        # Received part of a line between chunks; None: not at a line.
+        self._line: bytes | None = b"" if length == IN_CHUNKS else None
         self._is_behind_chunk = self._in_trailers = False
         self._trailers_bytes = 0
         self._parts: list[bytes] = []
@@ -290,9 +292,7 @@ class Body:
         return self.is_whole or self.is_broken
 
     def feed(self, data: bytes) -> bytes:
-        """Take what belongs to the body; return what is behind it. Nothing is behind a broken
-        one.
-        """
+        """Take bytes of the body; return the bytes behind it. Nothing is behind a broken body."""
         if self._line is not None:
             at = self._feed_chunks(self._line + data if self._line else data)
             return b"" if self.is_broken else data[len(data) - at :] if at else b""
@@ -303,12 +303,12 @@ class Body:
         return rest
 
     def take(self) -> bytes:
-        """All of it, which is held here no longer."""
+        """Return the body, and drop it here."""
         parts, self._parts = self._parts, []
         return b"".join((*parts, self._small))
 
     def drop(self) -> None:
-        """Forget all of it: the body is not needed."""
+        """Drop the body, which is not needed."""
         self._parts, self._small = [], bytearray()
 
     def _add(self, piece: bytes) -> None:
@@ -325,7 +325,7 @@ class Body:
             self._parts.append(piece)
 
     def _feed_chunks(self, data: bytes) -> int:
-        """How many bytes are behind the end of the body."""
+        """Number of bytes behind the end of the body."""
         at, self._line = 0, b""
         while not self.is_over:
             if self._left:
@@ -347,7 +347,7 @@ class Body:
         return len(data) - at if self.is_over else 0
 
     def _feed_whole_chunks(self, data: bytes, at: int) -> int:
-        """Take the usual chunks that begin here and are whole; return where the last one ends."""
+        """Take complete usual chunks from `at` on; return the end of the last one."""
         pieces = []
         while (match := _USUAL_CHUNK.match(data, at)) is not None:
             end = (start := match.end()) + int(match[1], 16)
@@ -359,7 +359,7 @@ class Body:
         return at
 
     def _take_line(self, line: bytes) -> None:
-        """A whole line between chunks."""
+        """Take a complete line between chunks."""
         if self._is_behind_chunk:
             self._is_behind_chunk, self.is_broken = False, bool(line)
         elif self._in_trailers:

@@ -1,4 +1,4 @@
-"""Addresses of host names, looked up beside the event loop."""
+"""Look-up of host names' addresses, beside the event loop."""
 
 import asyncio
 import ipaddress
@@ -8,10 +8,10 @@ from kvrs.config.settings import is_numeric
 
 
 async def first_address(host: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
-    """A numeric address of the host; at once, where it is one.
+    """A numeric address of the host, without a look-up if the host is one.
 
     Raises:
-        OSError: it has none of this family.
+        OSError: no address of this family.
     """
     if is_numeric(host):
         return host
@@ -21,13 +21,13 @@ async def first_address(host: str, family: socket.AddressFamily = socket.AF_UNSP
 
 
 async def all_addresses(host: str) -> frozenset[str]:
-    """The numeric addresses of a host, of both families.
+    """All numeric addresses of a host, of both families.
 
     Raises:
-        OSError: it has none, or there is no answer.
+        OSError: no address, or no answer.
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    # One with a scope is of this machine's links only, and no part of DNS.
+    # Addresses with a scope belong to this machine's links, and are not part of DNS.
     written = {str(address[0]) for *_, address in found}
     return frozenset(str(ipaddress.ip_address(each)) for each in written if "%" not in each)

@@ -1,6 +1,6 @@
-"""Origins (scheme, host and port): those of URLs, and those of requests that a web page in a
-browser makes to a port that is not for clients, by DNS rebinding (a foreign name in `Host` that
-resolves to this machine) or across sites.
+"""Origins (scheme, host and port) of URLs, and refusal of requests that a web page makes in a
+browser to an internal port: by DNS rebinding (a foreign name in `Host` that resolves to this
+machine), or across sites.
 """
 
 import ipaddress
@@ -8,13 +8,13 @@ import re
 from collections.abc import Collection, Mapping
 from urllib.parse import urlsplit
 
-# What a page of another site can send without being allowed to (the CORS-safelisted types).
+# Content types that a page of another site may send without permission (CORS-safelisted).
 _SIMPLE_TYPES = {"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"}
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::[0-9]*)?")
 
 
 def has_origin(url: str) -> bool:
-    """The URL is of http or https and names a host, with a port that can be."""
+    """The URL is http or https, and names a host and a valid port."""
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018  # It is parsed when it is read.
@@ -26,9 +26,9 @@ def has_origin(url: str) -> bool:
 def refusal(
     method: str, headers: Mapping[str, str], local: str, names: Collection[str]
 ) -> tuple[int, str] | None:
-    """Status and message for such a request; None for any other.
+    """Status and message of the refusal of a web page's request; None: not refused.
 
-    `local`: the address at which it arrived; `names`: the other names of this machine.
+    `local`: the address at which the request arrived; `names`: other names of this machine.
     """
     host = headers.get("Host", "")
     if not _is_ours(host, local, names):

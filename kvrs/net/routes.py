@@ -1,4 +1,4 @@
-"""Requests and responses of the HTTP server, and the table of what serves them."""
+"""Requests and responses of the HTTP server, and the table of handlers."""
 
 import asyncio
 import math
@@ -21,42 +21,41 @@ from kvrs.process.eager_task import Signal
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.openai.structure import BYTE_ORDER_MARK
 
-SERVER = "kvrs"  # In every response, without versions.
+SERVER = "kvrs"  # Value of the Server header, without a version.
 JSON = "application/json"
-UNKNOWN_ROUTE = "other"  # The path of what is served at none.
+UNKNOWN_ROUTE = "other"  # Route of requests to unknown paths.
 MAX_BODY_BYTES = 64 << 20
 NO_PARAMETERS: Mapping[str, str] = {}
 
 
 class Request(msgspec.Struct, eq=False):
-    """A request. `body` is that of a usual one, which is whole and short; `coming` that of any
-    other.
-    """
+    """A request. `body` is a short, complete body; `coming` any other body."""
 
     method: str
     path: str
-    headers: CIMultiDictProxy[str]  # None once it is admitted: nothing reads them any more.
+    # Replaced by an empty value at admission, since nothing reads them afterwards.
+    headers: CIMultiDictProxy[str]
     keep_alive: bool
-    minor_version: int  # Of HTTP/1.
+    minor_version: int  # Minor version of HTTP/1.
     query: Mapping[str, str]
-    content_length: int | None  # None: in chunks.
+    content_length: int | None  # Length of the body; None: in chunks.
     body: bytes
     coming: Body | None
     remote: str
     connection: PortConnection
-    route: str  # The path as it is served, which a client cannot make up.
-    parameters: Mapping[str, str]  # Parts of the path.
-    expects: bool  # The client sends its body when it is told to go on.
+    route: str  # Path pattern of the route, which a client cannot invent.
+    parameters: Mapping[str, str]  # Values of the path's parameters.
+    expects: bool  # The client waits for 100 Continue before it sends its body.
     is_begun: bool = False  # The head of the response has been written.
     id: str = ""
     tenant: Any = None
 
     async def read(self, check: Callable[[], None] | None = None) -> bytes:
-        """The whole body. `check` is called when some of it has come; by default no more is taken
-        than `MAX_BODY_BYTES`.
+        """Read the whole body. `check` is called when a part has arrived; by default it limits the
+        body to `MAX_BODY_BYTES`.
 
         Raises:
-            RequestError: it is compressed or malformed, or `check` raises it.
+            RequestError: a compressed or malformed body, or an error of `check`.
         """
         body, over = self.coming, Signal[RequestError | None]()
         if body is None:
@@ -79,7 +78,7 @@ class Request(msgspec.Struct, eq=False):
 
 
 def _came(body: Body, over: Signal[RequestError | None], check: Callable[[], None]) -> None:
-    """Some of the body, or its end, may have come."""
+    """Handle a new part of the body, or its end."""
     fault = None
     try:
         if body.is_broken:
@@ -88,7 +87,7 @@ def _came(body: Body, over: Signal[RequestError | None], check: Callable[[], Non
             check()
     except RequestError as error:
         fault = error
-    # The check may have ended it: a body is cut for what it takes itself.
+    # The check itself may have ended the wait, by cutting the body.
     if (fault is not None or body.is_whole) and not over.done():
         over.set_result(fault)
 
@@ -100,7 +99,7 @@ def _check_size(request: Request) -> None:
 
 
 class Response(msgspec.Struct, eq=False):
-    """A response; `body` is None where all of it has been written already."""
+    """A response; `body` is None if everything has been written already."""
 
     status: int = 200
     body: bytes | None = b""
@@ -110,7 +109,7 @@ class Response(msgspec.Struct, eq=False):
 WRITTEN = Response(body=None)
 
 Handler = Callable[[Request], Awaitable[Response]]
-Step = Callable[[Request, Handler], Awaitable[Response]]  # Around a handler.
+Step = Callable[[Request, Handler], Awaitable[Response]]  # Function that wraps a handler.
 
 
 class ServedRoute(NamedTuple):
@@ -119,26 +118,26 @@ class ServedRoute(NamedTuple):
 
 
 class Routes:
-    """The handlers of a port by method and path. In a path `{name}` is a part of it, and
-    `{name:.+}` may be several. `steps` are taken around each handler, in this order, and `beside`
-    is entered while the port is open.
+    """The handlers of a port by method and path. A path contains `{name}` for one part of it, or
+    `{name:.+}` for several. `steps` wrap each handler, in this order; `beside` is entered while the
+    port is open.
     """
 
     def __init__(self, *steps: Step) -> None:
         self.steps = steps
         self.beside: list[AbstractAsyncContextManager[None]] = []
-        # Streams of reports, which never end by themselves.
+        # Tasks of watch streams, which never end by themselves.
         self.watches: set[asyncio.Task[Any]] = set()
         self.exact: dict[tuple[str, str], ServedRoute] = {}
         self._patterns: list[tuple[str, re.Pattern[str], ServedRoute]] = []
 
     @property
     def served(self) -> set[tuple[str, str]]:
-        """Methods and paths."""
+        """Methods and paths of all handlers."""
         return {*self.exact, *((method, route.path) for method, _, route in self._patterns)}
 
     def add(self, method: str, path: str, handler: Handler) -> None:
-        """A handler of GET serves HEAD too, whose response is sent without its body."""
+        """Add a handler. A GET handler also serves HEAD, whose response has no body."""
         parts = re.split(r"\{(\w+)(?::([^}]+))?\}", path)
         pattern, shown = re.escape(parts[0]), parts[0]
         for name, part, behind in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
@@ -152,7 +151,7 @@ class Routes:
                 self._patterns.append((each, re.compile(pattern), route))
 
     def cut_watches(self) -> None:
-        """End all watch streams: to the watchers, what served here is gone."""
+        """End all watch streams: for their watchers, this process has ended."""
         for watch in self.watches:
             watch.cancel()
 
@@ -183,7 +182,7 @@ def _not_served(allowed: Collection[str]) -> Handler:
 def head_of(
     status: int, fields: Mapping[str, str], request: Request | None, *, keeps_open: bool
 ) -> bytes:
-    """The head of a response; `request`: None, where it has not been read."""
+    """The head of a response; `request`: None if it could not be read."""
     is_old = request is not None and not request.minor_version
     lines = [f"HTTP/1.{0 if is_old else 1} {status} {responses.get(status, '')}"]
     lines += [f"{name}: {value}" for name, value in fields.items()]
@@ -196,7 +195,7 @@ def head_of(
 
 
 def written(response: Response, request: Request | None = None, *, keeps_open: bool) -> bytes:
-    """The bytes of a response; `request`: as of `head_of`."""
+    """The bytes of a response; `request` as in `head_of`."""
     body, fields = response.body or b"", response.headers
     if response.status != 204:
         fields = {**fields, "Content-Length": str(len(body))}
@@ -205,14 +204,14 @@ def written(response: Response, request: Request | None = None, *, keeps_open: b
 
 
 def refused(refusal: HttpRefusal, headers: Mapping[str, str]) -> Response:
-    """The response to a request that no handler sees."""
+    """The response to a request that reaches no handler."""
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
     body = error_body(refusal.message, kind=kind)
     return Response(refusal.status, body, {"Content-Type": JSON, **headers})
 
 
 def retry_after(seconds: float) -> str:
-    """A value for `Retry-After`: so long, or up to 2 s longer, so that clients that were refused
-    together do not come back together.
+    """`Retry-After` in seconds, with up to 2 s of jitter so that refused clients do not return at
+    once.
     """
     return str(max(1, math.ceil(seconds)) + secrets.randbelow(3))

@@ -1,5 +1,5 @@
-"""The server of one HTTP port. A request that is whole is served in the callback that brings its
-last byte; a body that is still coming is read by its handler.
+"""Server of one HTTP port. A complete request is served in the callback with its last byte; an
+incomplete body is read by the request's handler.
 """
 
 import asyncio
@@ -42,16 +42,16 @@ from kvrs.protocol.secrets import ScopedKey
 
 log = logging.getLogger(__name__)
 
-# The time of a new connection for its TLS hand-shake, and again for the whole head of its first
-# request; and for each further head, from its first byte.
+# Time limit of a new connection's TLS hand-shake, of its first request's head, and of each further
+# head from its first byte.
 HEAD_S = 20.0
-LINGERING_S = 2.0  # For the rest of a request that was answered before it was whole.
+LINGERING_S = 2.0  # Time limit for the rest of a request that was answered early.
 
 _BACKLOG = 1024
-_MAX_PIPELINED_BYTES = 64 << 10  # Of requests behind the one that is served.
-_UNREAD_BYTES = 128 << 10  # Of a body for which its handler has not asked.
-# A stranger's connection that has brought so much of a body in one read waits for its turn before
-# the next one, of which there are so many in each turn of the event loop: a millisecond's work.
+_MAX_PIPELINED_BYTES = 64 << 10  # Most bytes of requests behind the one being served.
+_UNREAD_BYTES = 128 << 10  # Most bytes of a body before its handler reads.
+# After reading this many bytes of a body at once, a stranger's connection waits for its turn. Each
+# turn of the event loop has this many reads: a millisecond's work.
 _MUCH_BYTES = 16 << 10
 _READS_AT_ONCE = 4
 
@@ -61,8 +61,8 @@ _GO_ON = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class ClosingLine(dict["HttpConnection", float]):
-    """Connections without a request, each with the time when it is closed, the next one first: each
-    is added with a later time than those before it. One that has a request is removed.
+    """Idle connections by the time of their closing, earliest first: each is added with a later
+    time than those before. A connection with a request is removed.
     """
 
     look: asyncio.TimerHandle | None = None
@@ -73,7 +73,7 @@ class ClosingLine(dict["HttpConnection", float]):
             self.begin()
 
     def begin(self) -> None:
-        """Close those that are due, now and later on."""
+        """Close due connections, now and later on."""
         loop = asyncio.get_running_loop()
         self.look, now_s = None, loop.time()
         for connection, until_s in list(self.items()):
@@ -89,8 +89,8 @@ class ClosingLine(dict["HttpConnection", float]):
 
 
 class ReadingTurns:
-    """The turns of a port's connections that bring much: what they bring together would otherwise
-    keep all others from the event loop.
+    """Turns of connections with much data, which together would keep all others from the event
+    loop.
     """
 
     def __init__(self) -> None:
@@ -110,9 +110,9 @@ class ReadingTurns:
 
 
 class HttpServer:
-    """The server of one port. `serve` runs a handler; `note_refusal` is told of each request that
-    no handler sees. A connection may be without a request for `idle_s` after one. `keys`: of the
-    scopes that clients may prove at the start of a connection. `tls`: nothing but TLS is spoken.
+    """The server of one port. `serve` runs a handler; `note_refusal` notes requests that reach no
+    handler. A connection may idle for `idle_s` after a request. `keys`: of the scopes that clients
+    may prove at the start of a connection. `tls`: the port speaks only TLS.
     """
 
     def __init__(
@@ -133,8 +133,9 @@ class HttpServer:
         self.turns = ReadingTurns()
         self.is_closing = False
         self.connections: set[HttpConnection] = set()
-        self.new, self.kept = ClosingLine(), ClosingLine()  # For a head, and between requests.
-        self.port = 0  # The one that is bound.
+        # Connections that wait for a head, and between requests.
+        self.new, self.kept = ClosingLine(), ClosingLine()
+        self.port = 0  # The bound port.
         self._shutdown_timeout_s = shutdown_timeout_s
         self._tls = tls
         self._listening: asyncio.Server | TlsServer | None = None
@@ -142,11 +143,11 @@ class HttpServer:
         self._quiet: asyncio.Future[None] | None = None
 
     async def open(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Serve; return the port that was bound. `shared`: other processes of this user may listen
-        on it too, and connections are spread over them.
+        """Serve; return the bound port. `shared`: other processes of this user may listen on the
+        port, and connections are spread over them.
 
         Raises:
-            OSError: it cannot be bound.
+            OSError: the port cannot be bound.
         """
         for each in self.routes.beside:
             await self._beside.enter_async_context(each)
@@ -157,7 +158,7 @@ class HttpServer:
         return self.port
 
     async def stop_listening(self) -> None:
-        """Take no further connections; those that are open go on."""
+        """Accept no further connections; open ones go on."""
         if self._listening is not None:
             self._listening.close()
 
@@ -166,10 +167,10 @@ class HttpServer:
         self.among.abort()
 
     async def close(self) -> None:
-        """End all requests, after the time for the last words of each."""
+        """Shut down: give each request a grace period to finish its response, then cancel it."""
         await self.stop_listening()
         self.is_closing = True
-        self.routes.cut_watches()  # They never end by themselves.
+        self.routes.cut_watches()  # Watch streams never end by themselves.
         for connection in list(self.connections):
             connection.close_if_idle()
         if self.connections:
@@ -196,7 +197,7 @@ async def listen(
     *,
     shared: bool,
 ) -> asyncio.Server | TlsServer:
-    """Raises OSError: the port cannot be bound."""
+    """Listen at a port. Raises OSError: it cannot be bound."""
     if tls is not None:
         sockets = await bind(host, port, _BACKLOG, shared=shared)
         in_plain = partial(written, refused(_TLS_ONLY, {}), keeps_open=False)
@@ -207,7 +208,7 @@ async def listen(
 
 
 class HttpConnection(PortConnection):
-    """A connection of a port for HTTP; `scope` is that of which its client has proved the key."""
+    """An HTTP connection; `scope` is the scope whose key its client has proved."""
 
     __slots__ = (
         *("_abort", "_behind", "_body", "_is_full", "_is_over", "_is_paused", "_is_wanted"),
@@ -223,19 +224,19 @@ class HttpConnection(PortConnection):
             self._proof = ServerProof(server.keys, secrets.token_bytes(NONCE_BYTES))
         self._line = server.new
         self._abort: Callable[[], object] | None = None
-        self._reader: HeadReader | None = None  # A head has come in part.
-        self._request: Request | None = None  # The one that is served.
+        self._reader: HeadReader | None = None  # Reader of an incomplete head.
+        self._request: Request | None = None  # Request being served.
         self._work: EagerTask[Response] | None = None
-        self._body: Body | None = None  # That of the request, while it is coming.
-        self._behind = b""  # What came while a request was served.
-        self._is_wanted = False  # The body is being read.
-        self._waits = False  # For its turn to read.
-        self._is_paused = False  # Nothing is read.
-        self._is_full = False  # The client does not read as fast as is written to it.
-        self._is_over = False  # What comes is no request any more.
+        self._body: Body | None = None  # Body of the request, while it is arriving.
+        self._behind = b""  # Bytes received behind the request being served.
+        self._is_wanted = False  # The handler reads the body.
+        self._waits = False  # The connection waits for its turn to read.
+        self._is_paused = False  # Reading is paused.
+        self._is_full = False  # The client does not read as fast as the port writes.
+        self._is_over = False  # Further bytes are no requests.
 
     def reserve(self, address: str, abort: Callable[[], object]) -> bool:
-        """Count it while it has no transport yet, until `connection_lost`; False: it is refused.
+        """Count the connection before it has a transport, until `connection_lost`; False: refused.
         `abort` ends it until then.
         """
         self.address, self._abort = address, abort
@@ -248,14 +249,14 @@ class HttpConnection(PortConnection):
         elif self._abort is not None:
             self._abort()
 
-    def close_if_idle(self) -> None:  # Unread bytes would keep one that is only closed.
+    def close_if_idle(self) -> None:  # Abort: unread bytes would keep a closing connection open.
         if self._request is None and self.transport is not None:
             (self.transport.abort if self._is_full else self.transport.close)()
 
-    # What the event loop calls.
+    # Callbacks of the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports do what asyncio's do, and descend from none of them.
+        # uvloop's transports have the interface of asyncio's, but not their base class.
         transport = cast(asyncio.Transport, transport)
         if self._abort is None and not self.reserve(address_of(transport), transport.abort):
             refuse(transport)
@@ -333,7 +334,7 @@ class HttpConnection(PortConnection):
             self._read_on()
 
     def _prove(self, proof: ServerProof, data: bytes) -> bytes:
-        """Feed the proof; return the data that is left when it is over."""
+        """Feed the proof; return the data behind it once it is over."""
         assert self.transport is not None
         try:
             answer, data = proof.receive(data)
@@ -348,10 +349,10 @@ class HttpConnection(PortConnection):
             self.scope = None if proof.scope is None else proof.scope.scope
         return data
 
-    # With a part of a request.
+    # Handling of an incomplete request.
 
     def _read_head(self, data: bytes) -> tuple[Head, int, int] | None:
-        """None: it is not whole, or refused."""
+        """Read a head; None: incomplete, or refused."""
         server, loop = self.server, asyncio.get_running_loop()
         if self._reader is None:
             self._reader = HeadReader(loop)
@@ -369,8 +370,8 @@ class HttpConnection(PortConnection):
         return found
 
     def _refuse(self, error: BrokenRequestError) -> None:
-        """Answer what no handler sees, and end the connection."""
-        # Without the bytes, which may be of a prompt or a key.
+        """Answer a request that reaches no handler, and end the connection."""
+        # Leave out the bytes, which may belong to a prompt or a key.
         log.warning("broken HTTP: %s", error.cause)
         headers = self.server.note_refusal(error.refusal.status, error.headers)
         assert self.transport is not None
@@ -379,8 +380,8 @@ class HttpConnection(PortConnection):
         self._linger()
 
     def _linger(self) -> None:
-        """Read on until the client closes, for a moment at most: a socket that is closed with
-        unread bytes in it is reset, and the client loses the answer.
+        """Read until the client closes, at most `LINGERING_S`: closing a socket with unread bytes
+        resets it, and the client loses the answer.
         """
         self._is_over, self._behind, self._body = True, b"", None
         transport = self.transport
@@ -390,10 +391,10 @@ class HttpConnection(PortConnection):
             transport.write_eof()
         asyncio.get_running_loop().call_later(LINGERING_S, self.close_if_idle)
 
-    # With a request.
+    # Handling of a complete request.
 
     def want_body(self) -> None:
-        """Its handler reads the body now."""
+        """Note that the handler reads the body now."""
         request, body, self._is_wanted = self._request, self._body, True
         if self.transport is None or request is None or body is None:
             return
@@ -402,12 +403,12 @@ class HttpConnection(PortConnection):
         self._adjust_reading()
 
     def has_turn(self) -> None:
-        """Its turn to read has come."""
+        """Read on: it is the connection's turn."""
         self._waits = False
         self._adjust_reading()
 
     def _take_more(self, data: bytes) -> None:
-        """Take more of the body of the request, or of what follows it."""
+        """Take more bytes of the request's body, or of the next request."""
         if (body := self._body) is not None and not body.is_over:
             size_bytes, data = len(data), body.feed(data)
             self._behind += data
@@ -421,12 +422,12 @@ class HttpConnection(PortConnection):
         self._adjust_reading()
 
     def _answered(self, task: EagerTask[Response], error: BaseException | None) -> None:
-        """Write the response, if that is not done, and go on with the next request."""
+        """Write the response, if not written yet, and go on with the next request."""
         self._work = None
         if error is not None:
             if not isinstance(error, asyncio.CancelledError):
                 log.error("request ended by a bug", exc_info=error)
-            self.abort()  # What is written already cannot be taken back.
+            self.abort()  # Written bytes cannot be taken back.
             return
         request, self._request, self.room_changed = self._request, None, None
         body, self._body = self._body, None
@@ -458,10 +459,10 @@ class HttpConnection(PortConnection):
             self._read_on()
 
     def _read_on(self) -> None:
-        """The client has room for the next response."""
+        """Go on: the client has room for the next response."""
         self._adjust_reading()
         if self._behind:
-            # Not within this call: as many may follow as fit into a read.
+            # Not within this call: a read may hold many requests, and recursion is limited.
             asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
@@ -470,7 +471,7 @@ class HttpConnection(PortConnection):
             self.data_received(data)
 
     def _adjust_reading(self) -> None:
-        """Read only while there is room for what comes."""
+        """Read only while there is room for more bytes."""
         unread_bytes = 0
         if self._body is not None and not self._is_wanted:
             unread_bytes = self._body.received_bytes
@@ -489,6 +490,6 @@ def address_of(transport: asyncio.Transport) -> str:
 
 
 def refuse(transport: asyncio.Transport) -> None:
-    """The port has no room for the connection."""
+    """Refuse a connection: the port has no room."""
     transport.write(written(refused(_FULL, {"Retry-After": retry_after(1.0)}), keeps_open=False))
     transport.close()

@@ -1,8 +1,8 @@
-"""TLS of the ports for HTTP: certificate files that are loaded again when they change, connections
-that are accepted, and connections to other processes of the cluster.
+"""TLS of the HTTP ports: certificate files that are reloaded when they change, accepted
+connections, and connections to other processes of the cluster.
 
 A port accepts its sockets itself, so that a hand-shake counts as a connection. A reload makes new
-contexts: one that is changed in place still trusts a CA that was removed, and resumes its sessions.
+contexts: a context changed in place would still trust a removed CA, and resume its sessions.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ from kvrs.process.private_files import fault_of_mode
 
 log = logging.getLogger(__name__)
 
-LOOK_INTERVAL_S = 2.0  # How often files are looked at.
-_HANDSHAKE = b"\x16"  # The first byte of TLS; that of HTTP is a letter.
+LOOK_INTERVAL_S = 2.0  # Interval of checks for changed files.
+_HANDSHAKE = b"\x16"  # First byte of TLS; HTTP begins with a letter.
 _PAUSE_S = 0.1
 _CLOSING_S = 2.0
 _LOG_INTERVAL_S = 1.0
-_NAME_S = 1  # For how long an address of a name counts for new connections.
+_NAME_S = 1  # Time for which a name's address serves new connections.
 
 
 class ServerSide(ssl.SSLObject):
-    """The server's end of a connection, with the bytes that are to be sent."""
+    """The server's end of a connection, with its outgoing bytes."""
 
     outgoing: ssl.MemoryBIO
 
@@ -60,8 +60,8 @@ class CertificateFiles(Protocol):
 
 
 class Certificates:
-    """The files of one section as contexts for new connections. `client` is for connections within
-    the cluster, where both ends are of one CA.
+    """Contexts for new connections, made of the files of one section. `client` is for connections
+    within the cluster, where both ends use one CA.
     """
 
     def __init__(self, section: str, files: CertificateFiles) -> None:
@@ -74,11 +74,11 @@ class Certificates:
         apply()
 
     def prepare(self) -> Callable[[], None] | None:
-        """Load the files if they have changed; what is returned puts them in use. Connections that
-        are open keep what they have begun with.
+        """Load changed files, and return a function that puts them in use. Open connections keep
+        their contexts.
 
         Raises:
-            ConfigError: a file cannot be used; nothing has changed.
+            ConfigError: a file cannot be used; nothing changes.
         """
         if (found := self._signature()) == self._seen:
             return None
@@ -91,14 +91,12 @@ class Certificates:
         return apply
 
     async def run(self) -> None:
-        """Look at the files until cancelled. A file that cannot be used is named once, and changes
-        nothing.
-        """
+        """Watch the files until cancelled. An unusable file is logged once, and changes nothing."""
         refused: object = None
         while True:
             before = self._signature()
             await asyncio.sleep(LOOK_INTERVAL_S)
-            # Certificate and key are not replaced at the same moment.
+            # Wait for the next look: certificate and key are not replaced at the same moment.
             if (found := self._signature()) != before or found == refused:
                 continue
             try:
@@ -160,10 +158,10 @@ class Certificates:
             raise self._fault(name, file, "no certificate in PEM") from None
 
     def _rehearse(self, server: ssl.SSLContext) -> str:
-        """A hand-shake in memory; returns until when the certificate is valid.
+        """Test the context by a hand-shake in memory; return the end of the certificate's validity.
 
         Raises:
-            ConfigError: it is not valid now.
+            ConfigError: the certificate is not valid now.
         """
         cert = self._files.cert
         try:
@@ -186,7 +184,7 @@ class _PasswordNeededError(Exception):
 
 
 def _no_password() -> NoReturn:
-    # Without this, OpenSSL asks at the terminal.
+    # OpenSSL would ask for the password at the terminal.
     raise _PasswordNeededError
 
 
@@ -199,7 +197,7 @@ def _signature(file: str) -> object:
 
 
 def pinned_context(cert: str) -> ssl.SSLContext:
-    """For connections to the server that has this very certificate."""
+    """Context for connections to the server with exactly this certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -208,8 +206,8 @@ def pinned_context(cert: str) -> ssl.SSLContext:
 
 
 def pinned_client(files: CertificateFiles) -> ssl.SSLContext:
-    """For connections to a server with these files. It has the server's own certificate to show,
-    where the server asks for one.
+    """Context for connections to a server with these files. It can present the server's own
+    certificate, if the server requires one.
 
     Raises:
         OSError: a file cannot be used; ssl.SSLError is one.
@@ -221,10 +219,10 @@ def pinned_client(files: CertificateFiles) -> ssl.SSLContext:
 
 
 def hand_shake(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> str:
-    """Connect the two in memory; returns until when the server's certificate is valid.
+    """Connect two contexts in memory; return the end of the server certificate's validity.
 
     Raises:
-        ssl.SSLError: one refuses the other.
+        ssl.SSLError: an end refuses the other.
     """
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context.wrap_bio(to_client, to_server)
@@ -238,7 +236,7 @@ def hand_shake(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -
 
 
 class CountedProtocol(Protocol):
-    """The protocol of a connection that is counted before its hand-shake."""
+    """Protocol of a connection that is counted before its hand-shake."""
 
     def reserve(self, address: str, abort: Callable[[], object]) -> bool: ...
     def connection_made(self, transport: asyncio.BaseTransport) -> None: ...
@@ -246,8 +244,8 @@ class CountedProtocol(Protocol):
 
 
 class TlsServer:
-    """Listening sockets whose connections begin with a hand-shake, within a bounded time. What
-    speaks plain HTTP is told so.
+    """Listening sockets whose connections begin with a hand-shake, within a time limit. Clients
+    that speak plain HTTP get an answer that says so.
     """
 
     def __init__(
@@ -258,7 +256,7 @@ class TlsServer:
         timeout_s: float,
         in_plain: Callable[[], bytes],
     ) -> None:
-        """`in_plain` makes the answer to what is not TLS."""
+        """`in_plain` makes the answer to clients without TLS."""
         self._in_plain = in_plain
         self.sockets = sockets
         self._certificates = certificates
@@ -279,7 +277,7 @@ class TlsServer:
         while True:
             try:
                 sock, address = await loop.sock_accept(listening)
-            except OSError:  # No descriptor is left, or the client has gone.
+            except OSError:  # No free descriptor, or the client has left.
                 await asyncio.sleep(_PAUSE_S)
                 continue
             greeting = asyncio.create_task(self._greet(sock, str(address[0])))
@@ -296,7 +294,7 @@ class TlsServer:
         try:
             if await self._hand_shake(sock, guest):
                 return
-        except OSError as error:  # Those of TLS and timeouts too.
+        except OSError as error:  # OSError includes TLS errors and timeouts.
             self._note(address, error)
         except BaseException:
             guest.connection_lost(None)
@@ -306,7 +304,7 @@ class TlsServer:
         sock.close()
 
     async def _hand_shake(self, sock: socket.socket, guest: CountedProtocol) -> bool:
-        """False: the client speaks no TLS, and has been told."""
+        """Shake hands; False: the client does not speak TLS, and was answered."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._timeout_s):
             first = await _first_byte(sock)
@@ -323,7 +321,7 @@ class TlsServer:
             async with asyncio.timeout(_CLOSING_S):
                 await loop.sock_sendall(sock, self._in_plain())
                 sock.shutdown(socket.SHUT_WR)
-                # A socket with unread bytes would be reset, and the answer lost.
+                # Closing a socket with unread bytes would reset it, and lose the answer.
                 while await loop.sock_recv(sock, 1 << 16):
                     pass
         return False
@@ -338,7 +336,7 @@ class TlsServer:
 
 
 async def bind(host: str, port: int, backlog: int, *, shared: bool) -> list[socket.socket]:
-    """Listening sockets at all addresses of a host. `shared`: other processes of this user may
+    """Bind listening sockets at all addresses of a host. `shared`: other processes of this user may
     listen there too.
 
     Raises:
@@ -366,7 +364,7 @@ async def bind(host: str, port: int, backlog: int, *, shared: bool) -> list[sock
 
 
 async def _first_byte(sock: socket.socket) -> bytes:
-    """Without taking it out of the socket; nothing if the client closes before."""
+    """Peek at the first byte; empty if the client closes before."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(sock, readable.set)
@@ -378,8 +376,8 @@ async def _first_byte(sock: socket.socket) -> bytes:
 
 
 class TlsConnector(aiohttp.TCPConnector):
-    """A connection pool that shows the certificate in use, and trusts the CA in use, at every new
-    connection to an https:// URL.
+    """A connection pool that uses the present certificate and CA at every new connection to an
+    https:// URL.
     """
 
     def __init__(self, certificates: Certificates | None, **options: Any) -> None:
