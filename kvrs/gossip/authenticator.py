@@ -1,10 +1,10 @@
-"""Authentication of gossip packets: HMAC and a replay window. A packet that was not sealed with the
+"""Authentication of gossip packets: HMAC and a replay window. A packet not sealed with the
 cluster's secret, recently and for this process, is rejected before its payload is parsed.
 
     magic  version  key  epoch   run  echo  counter  name of the sender   payload   mac
       4       1      8     8      8     8      8     2 + up to 256 bytes              32
 
-The mac is an HMAC-SHA-256 over all before it. Three fields prevent replay:
+The MAC is an HMAC-SHA-256 over everything before it. Three fields prevent replay:
 
 - `counter` rises with every packet of a process run. Per sender a window of the last 4,096 is
   kept; older packets are rejected.
@@ -45,19 +45,19 @@ from kvrs.gossip.wire import MAX_PACKET_BYTES
 from kvrs.ids import NodeId
 from kvrs.protocol.secrets import MIN_SECRET_BYTES, derive
 
-Address = tuple[str, int]  # Numeric: no name is looked up.
+Address = tuple[str, int]  # Numeric host and port: no name is looked up.
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES
 # Length of the replay window: packets may be overtaken by this many.
 WINDOW_PACKETS = 4096
-MAX_SENDERS = 4096  # Bounds the memory: about 700 bytes for each.
+MAX_SENDERS = 4096  # Bound of the memory: about 700 bytes per sender.
 RUN_BYTES = 8
 
 _MAGIC = b"KVRG"
 _VERSION = 2
 _MAC_BYTES = 32
 _HEADER = struct.Struct("!4sB8sQ8s8sQH")
-_MAX_NAME_BYTES = 256  # 64 characters.
+_MAX_NAME_BYTES = 256  # Room for 64 characters.
 _MIN_BYTES = _HEADER.size + 1 + _MAC_BYTES
 # Bytes of a packet beyond its payload, with the longest name.
 MAX_OVERHEAD_BYTES = _HEADER.size + _MAX_NAME_BYTES + _MAC_BYTES
@@ -73,10 +73,10 @@ class Rejection(StrEnum):
     TRUNCATED = "truncated"
     NOT_GOSSIP = "not_gossip"
     VERSION = "version"
-    KEY = "key"  # Sealed with a key that is not in the keyring, of another cluster for example.
-    FORGED = "forged"  # Wrong mac: made without the key, or changed on its way.
+    KEY = "key"  # The key is not in the keyring, for example of another cluster.
+    FORGED = "forged"  # Wrong MAC: made without the key, or changed on the way.
     NAME = "name"  # The sender's name is not UTF-8.
-    # From this node's own name: reflected, or two processes have one name.
+    # The sender has this node's name: a reflection, or two processes with one name.
     OWN = "own"
     TOO_MANY_SENDERS = "too_many_senders"
     OLD_EPOCH = "old_epoch"
@@ -84,8 +84,8 @@ class Rejection(StrEnum):
         "twin"  # Another process with the same name and epoch is in use; the first one counts.
     )
     REPLAYED = "replayed"
-    BEHIND_WINDOW = "behind_window"  # Older than the replay window.
-    UNPROVEN = "unproven"  # Without the right echo.
+    BEHIND_WINDOW = "behind_window"  # The packet is older than the replay window.
+    UNPROVEN = "unproven"  # The echo is missing or wrong.
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -95,7 +95,7 @@ class Opened(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Unproven:
-    """Authentic, but perhaps a replay: the sender has to learn this process's run first."""
+    """An authentic packet that may be a replay: the sender must learn this process's run first."""
 
     sender: NodeId
     reason: ClassVar = Rejection.UNPROVEN
@@ -103,7 +103,7 @@ class Unproven:
 
 @dataclass(frozen=True, slots=True)
 class Outdated:
-    """From a run of `sender` that another with a higher `epoch` has replaced."""
+    """A packet of a run of `sender` that a run with a higher `epoch` has replaced."""
 
     sender: NodeId
     run: bytes
@@ -135,7 +135,7 @@ class _Sender:
     run: bytes
     newest: int
     window: int  # Bit i: packet `newest - i` was accepted.
-    older_run: bytes = b""  # The last older run of which a packet came, and its newest.
+    older_run: bytes = b""  # Latest older run that sent a packet, and its newest packet.
     older_counter: int = 0
 
 
@@ -149,10 +149,10 @@ class PacketAuthenticator:
         assert 0 < len(self._own_name) <= _MAX_NAME_BYTES, f"a name of {len(self._own_name)} bytes"
         assert len(run) == RUN_BYTES, f"a run's number of {len(run)} bytes"
         assert run != _NO_ECHO, "a run's number of zeros means none"
-        self.epoch = epoch  # Only raised.
+        self.epoch = epoch  # Epoch, which only rises.
         self._own, self._run, self._keys = own, run, keys
         self._counter = 0
-        # Nodes of which a packet was accepted, so that their runs can be echoed.
+        # Nodes with an accepted packet, whose runs can be echoed.
         self.senders: dict[NodeId, _Sender] = {}
         self.rejected: Counter[Rejection] = Counter()
 
@@ -175,8 +175,8 @@ class PacketAuthenticator:
         return sealed + hmac.digest(self._keys.sending_key, sealed, sha256)
 
     def is_answer(self, packet: bytes | memoryview) -> bool:
-        """The packet echoes the run of this process, which is random: it comes from a node that has
-        had a packet of it, or was made by an attacker who reads those. Costs no hash.
+        """The packet echoes this process's random run: it comes from a node that has received a
+        packet of it, or from an attacker who reads packets. Costs no hash.
         """
         if len(packet) < _MIN_BYTES:
             return False
@@ -300,15 +300,15 @@ class ReceiveRates:
         self._members: OrderedDict[Address, TokenBucket] = OrderedDict()
 
     def admit(self, source: Address, is_answer: bool, now_s: float) -> bool:
-        """One more packet from this source may be authenticated; `is_answer`: it echoes the run of
-        this process.
+        """Allow one more packet of this source to be authenticated; `is_answer`: it echoes this
+        process's run.
         """
         own = self._members.get(source) if is_answer else None
         return (own or self._unknown).take(now_s) and self._total.take(now_s)
 
     def on_authentic(self, source: Address, now_s: float) -> None:
-        """Give this source a bucket of its own, in place of that which is silent for longest when
-        there are too many.
+        """Give this source a bucket of its own, replacing the longest-silent bucket if there are
+        too many.
         """
         if source in self._members:
             self._members.move_to_end(source)

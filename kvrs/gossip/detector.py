@@ -27,19 +27,19 @@ from kvrs.gossip.wire import (
 )
 from kvrs.ids import NodeId
 
-# Length of a suspicion that `CONFIRMATIONS` others confirm, in intervals, times log10(members); an
-# unconfirmed one lasts so many times as long.
+# Length of a suspicion confirmed by `CONFIRMATIONS` others, in intervals times log10(members), and
+# the factor for an unconfirmed one.
 SUSPICION_MULT = 2.0
 SUSPICION_MAX_MULT = 6.0
 CONFIRMATIONS = 3
-MEMBERS_MAX = 4096  # Members beyond it are refused.
-# Expected number of peers that probe a suspect at once when the suspicion reaches them. Without
-# these probes a suspicion would wait for its confirmations until the suspect's turn in the rounds
-# of other nodes.
+MEMBERS_MAX = 4096  # Most members; further ones are refused.
+# Expected number of peers that probe a suspect as soon as they learn of the suspicion. Otherwise a
+# suspicion would wait for confirmations until the suspect's turn in other nodes' rounds.
 _EXPECTED_PROBERS = 8
-# With fewer peers, fewer probes per second reach each of them: nodes probe up to twice as often.
+# Number of peers below which nodes probe more often, up to twice, because fewer probes per second
+# reach each.
 _FULL_RATE_PEERS = 8
-# After its first packet a node accepts updates about the process before it for so many intervals.
+# Intervals after a node's first packet in which it accepts updates about the process before it.
 _STARTUP_INTERVALS = 20.0
 
 
@@ -56,13 +56,14 @@ class Suspicion:
         self.since_s = since_s
         self.least_s = SUSPICION_MULT * max(1.0, log10(members)) * interval_s
         self.max_s = self.least_s * SUSPICION_MAX_MULT
-        # All but the suspect and the first suspector may confirm.
+        # All except the suspect and the first suspector can confirm.
         self.confirmations = max(0, min(CONFIRMATIONS, members - 2))
         self.own_probe_failed = False
-        self.probing = False  # Its time is over, and a probe of this node is in progress.
+        # The suspicion's time is over, and a probe by this node is in progress.
+        self.probing = False
 
     def ends_s(self, suspectors: int) -> float:
-        """The end, after `most - (most - least) * log(c + 1) / log(k + 1)` with c of k
+        """End of the suspicion, after `most - (most - least) * log(c + 1) / log(k + 1)` with c of k
         confirmations (Lifeguard, LHA-Suspicion).
         """
         if self.confirmations == 0:
@@ -79,7 +80,7 @@ class Detector:
         self.members = Members(self.me, random)
         self.sender = PacketSender(self.me, self.members, interval_s)
         self.prober = Prober(self.me, self.members, self.sender, interval_s)
-        self.facts = Facts()  # Of reachable members, and of their present epochs.
+        self.facts = Facts()  # Facts of reachable members, for their present epochs.
         self.events: list[Event] = []
         self.over = False  # Another process has this node's name, or this node has left.
         self._random = random
@@ -205,7 +206,7 @@ class Detector:
     def _probe_succeeded(self, target: NodeId, now_s: float) -> None:
         suspicion = self._suspicions.get(target)
         if suspicion is not None:
-            # It is alive and has learned of the suspicion: wait for its refutation, anew if the
+            # The suspect is alive and knows of the suspicion: wait for its refutation, again if the
             # suspicion had run out.
             if suspicion.probing:
                 suspicion.since_s = now_s
@@ -259,8 +260,8 @@ class Detector:
     # The table.
 
     def _has_room(self) -> bool:
-        """Make room for one more member: if the table is full, forget the one that is dead for
-        longest. False: all are reachable.
+        """Make room for a member: if the table is full, forget the member that is dead for longest.
+        False: all are reachable.
         """
         if len(self.members.table) >= MEMBERS_MAX:
             lost = [member for member in self.members.table.values() if not member.reachable]
@@ -309,6 +310,6 @@ class Detector:
         self.sender.broadcast(self.me, now_s)
 
     def _end(self, epoch: int) -> None:
-        """A newer process has this node's name."""
+        """Stop: a newer process has this node's name."""
         self.over = True
         self.events.append(Superseded(epoch))

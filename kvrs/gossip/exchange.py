@@ -23,14 +23,14 @@ from kvrs.gossip.wire import (
 )
 from kvrs.ids import NodeId
 
-# In probe intervals: between exchanges with a random member, and with a dead one.
+# Intervals between exchanges with a random member, and with a dead one, in probe intervals.
 _SYNC_INTERVALS = 2.0
 RECONNECT_INTERVALS = 10.0
-FORGET_S = 3600.0  # A dead member is remembered for so long.
-_DELTAS = 16  # Packets that answer one digest; what they leave is for the next exchange.
+FORGET_S = 3600.0  # Time for which a dead member is remembered.
+_DELTAS = 16  # Most packets that answer a digest; the next exchange brings the rest.
 _WANTS_SHARE = 0.5  # Maximum share of `wants` in a delta.
-# After an exchange that brought records the next ones follow after this share of an interval, for
-# two intervals. Two, because an exchange that brings nothing may have been lost.
+# Share of an interval after which exchanges repeat, for two intervals, once one has brought
+# records. Two, because an exchange that brings nothing may have been lost.
 _BUSY_SHARE = 0.2
 _BUSY_INTERVALS = 2.0
 
@@ -61,7 +61,7 @@ class Exchange:
         return min(self._sync_at_s, self._reconnect_at_s)
 
     def tick(self, now_s: float) -> None:
-        """`now_s` is the node's own time."""
+        """Exchange with peers when due; `now_s` is the node's own time."""
         if now_s >= self._sync_at_s:
             self._synced_s = now_s
             share = _BUSY_SHARE if now_s < self._busy_until_s else 1.0
@@ -117,13 +117,13 @@ class Exchange:
         me = self._detector.me
         known, until = self._digest_part(ROOM_BYTES - me.update_bytes)
         after, self._after = self._after, until
-        # With this node's address, for the answer.
+        # The digest includes this node's address, for the answer.
         digest = Digest(me.epoch, me.incarnation, after, until, known, (me.update,))
         self._detector.sender.send(node, digest)
 
     def _digest_part(self, room: int) -> tuple[tuple[KnownMember, ...], str]:
-        """Entries from the end of the last digest on, as many as fit, and the last id; "" for the
-        end of the table.
+        """Entries from the end of the last digest on, as many as fit, and the last id; "": the end
+        of the table.
         """
         table, found = self._members.table, list[KnownMember]()
         room -= text_bytes(self._after)
@@ -144,7 +144,7 @@ class Exchange:
     # Deltas.
 
     def on_digest(self, sender: NodeId, digest: Digest, now_s: float, clock_s: float) -> None:
-        """`clock_s` is the caller's clock, which ages are computed by."""
+        """Answer a digest; ages are computed by `clock_s`, the caller's clock."""
         lacking, wants, matched = self._compare(digest.known, now_s)
         ids = self._members.between(digest.after, digest.until)
         if matched < len(ids):
@@ -220,7 +220,7 @@ class Exchange:
     ) -> None:
         """Send what the other lacks, and request what it has, in a bounded number of packets."""
         me = self._detector.me
-        # From a random start: where not everything fits, all get their turn.
+        # Start at a random member, so that all get their turn if not everything fits.
         first = int(self._random() * len(lacking)) if lacking else 0
         left = deque(lacking[first:] + lacking[:first])
         for _ in range(_DELTAS):
@@ -233,12 +233,12 @@ class Exchange:
                 packet = Delta(me.epoch, me.incarnation, tuple(updates), tuple(records), asked)
                 self._detector.sender.send(to, packet)
             elif left:
-                left.popleft()  # It fits into no packet.
+                left.popleft()  # The record fits into no packet.
 
     def _fill(
         self, left: deque[tuple[Member, KnownMember | None]], room: int, clock_s: float
     ) -> tuple[list[MemberUpdate], list[RecordDelta]]:
-        """Take what fits into one packet from `left`, where a record that fits in part stays."""
+        """Take from `left` what fits into a packet; a record that fits partly stays."""
         updates, records = list[MemberUpdate](), list[RecordDelta]()
         while left:
             member, known = left[0]

@@ -38,16 +38,16 @@ from kvrs.protocol.instance import Role, Seconds
 
 Rate = Annotated[float, msgspec.Meta(ge=0)]
 Cause = Annotated[str, msgspec.Meta(max_length=128)]
-Key = tuple[int, str]  # Kind and name.
+Key = tuple[int, str]  # Kind and name of an entry.
 
 
 class FactKind(IntEnum):
     INSTANCE = 1  # Name: the instance.
-    LINK = 2  # Into this node. Name: the node at the other end.
+    LINK = 2  # Link into this node. Name: the node at the other end.
     SLOTS = 3  # Name: the target instance.
     HOLDER = 4  # Name: the agent.
-    FAILURE = 5  # Name: the instance or agent that failed.
-    GPU = 6  # Name: the board's uuid.
+    FAILURE = 5  # Death. Name: the failed instance or agent.
+    GPU = 6  # Health of a GPU. Name: the board's uuid.
 
 
 class InstanceFact(msgspec.Struct, frozen=True, array_like=True):
@@ -60,9 +60,9 @@ class InstanceFact(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LinkFact(msgspec.Struct, frozen=True, array_like=True):
-    bytes_per_s: Rate  # EWMA.
-    spread: Rate  # Its mean deviation, in the same unit.
-    age_s: Seconds  # Since the last measured transfer, when this was written.
+    bytes_per_s: Rate  # Bandwidth as an EWMA.
+    spread: Rate  # Mean deviation of the bandwidth, in the same unit.
+    age_s: Seconds  # Time from the last measured transfer to the writing of the fact.
 
 
 class SlotsFact(msgspec.Struct, frozen=True, array_like=True):
@@ -76,11 +76,11 @@ class HolderFact(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FailureFact(msgspec.Struct, frozen=True, array_like=True):
-    """A death, as observed by the node whose record this is in."""
+    """A death, observed by the node whose record contains the fact."""
 
-    epoch: Natural  # Of the process that died.
+    epoch: Natural  # Epoch of the dead process.
     cause: Cause
-    age_s: Seconds  # Since it failed, when this was written.
+    age_s: Seconds  # Time from the death to the writing of the fact.
 
 
 Fact = InstanceFact | LinkFact | SlotsFact | HolderFact | FailureFact | GpuHealth
@@ -130,7 +130,8 @@ class MemberChanged(NamedTuple):
     epoch: int
     incarnation: int
     status: Status
-    suspectors: tuple[NodeId, ...]  # Of a suspicion and a death: the nodes that could not reach it.
+    # Nodes that could not reach the member, at a suspicion or a death.
+    suspectors: tuple[NodeId, ...]
 
 
 class RecordChanged(NamedTuple):
@@ -154,7 +155,7 @@ Event = MemberChanged | RecordChanged | Superseded
 
 
 def start_for(version: int, floor: int, other_version: int, other_floor: int) -> int | None:
-    """The version from which a copy needs the other's entries; None: they would not help it."""
+    """Version from which a copy needs the other's entries; None: they do not help."""
     if version < other_floor and floor < other_floor:
         return 0
     if version < floor and other_floor < floor:
@@ -165,8 +166,8 @@ def start_for(version: int, floor: int, other_version: int, other_floor: int) ->
 @dataclass(slots=True, eq=False)
 class VersionedValue:
     version: int
-    written_s: float  # By the clock of this node.
-    value: bytes | None  # None: a tombstone.
+    written_s: float  # Time of writing by this node's clock.
+    value: bytes | None  # Value; None: a tombstone.
 
 
 class FactRecord:
@@ -175,7 +176,7 @@ class FactRecord:
     def __init__(self) -> None:
         self.version = 0
         self.floor = 0
-        self.entries: dict[Key, VersionedValue] = {}  # In the order of their versions.
+        self.entries: dict[Key, VersionedValue] = {}  # Entries in the order of their versions.
 
     def write(self, key: Key, value: bytes | None, now_s: float) -> None:
         """Write an entry as the owner; None removes it. The caller has checked that it fits."""
@@ -191,9 +192,9 @@ class FactRecord:
     def delta(
         self, node: NodeId, epoch: int, start: int, room: int, now_s: float
     ) -> RecordDelta | None:
-        """Changes since `start`, as many as fit; None: none fits."""
+        """Changes since `start`, as many as fit; None: no change fits."""
         whole = RecordDelta(node, epoch, start, self.version, self.floor, ())
-        # The header of a longer list takes two bytes more.
+        # The header of a long list takes two more bytes.
         room -= encoded_bytes(whole) + 2
         entries, end = list[Entry](), start
         for (kind, name), held in self._since(start):
@@ -219,7 +220,7 @@ class FactRecord:
         return found[::-1]
 
     def apply(self, delta: RecordDelta, now_s: float) -> list[Key]:
-        """Apply the changes that are new; return their keys."""
+        """Apply new changes; return their keys."""
         if delta.start > self.version or (delta.floor < self.floor and self.version < self.floor):
             return []
         changed = list[Key]()
@@ -277,7 +278,8 @@ class Facts:
         self.holders: Table[HolderFact] = {}
         self.failures: Table[FailureFact] = {}
         self.gpus: Table[GpuHealth] = {}
-        self.unread = 0  # Values that could not be decoded: malformed, or of a newer release.
+        # Number of values that could not be decoded: malformed, or of a newer release.
+        self.unread = 0
         self._tables: dict[FactKind, Table[Any]] = {
             FactKind.INSTANCE: self.instances,
             FactKind.LINK: self.links,
@@ -304,7 +306,7 @@ class Facts:
             yield from ((kind, node, name, report) for (node, name), report in table.items())
 
     def show(self, node: NodeId, record: FactRecord | None) -> None:
-        """Replace the facts of a node by those of its record; None: by nothing."""
+        """Replace a node's facts by those of its record; None: remove them."""
         for table in self._tables.values():
             for key in [key for key in table if key[0] == node]:
                 del table[key]

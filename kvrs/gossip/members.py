@@ -7,7 +7,7 @@ from kvrs.gossip.facts import FactRecord
 from kvrs.gossip.wire import KnownMember, MemberUpdate, Status, encoded_bytes
 from kvrs.ids import NodeId
 
-Random = Callable[[], float]  # Uniform in [0, 1).
+Random = Callable[[], float]  # Random numbers, uniform in [0, 1).
 
 
 class Member:
@@ -48,9 +48,9 @@ class Members:
     def __init__(self, me: Member, random: Random) -> None:
         self._random = random
         self.table: dict[NodeId, Member] = {me.id: me}
-        self.ids: list[NodeId] = [me.id]  # Sorted: a digest covers a range.
-        self.peers: list[Member] = []  # Alive or suspected, without this node.
-        self._round: list[Member] = []  # Members that are still to be probed in this round.
+        self.ids: list[NodeId] = [me.id]  # Sorted ids: a digest covers a range.
+        self.peers: list[Member] = []  # Members alive or suspected, without this node.
+        self._round: list[Member] = []  # Members still to be probed in this round.
 
     def add(self, member: Member) -> None:
         self.table[member.id] = member
@@ -75,7 +75,7 @@ class Members:
             self.peers.remove(member)
 
     def random_peers(self, count: int, but: tuple[NodeId, ...] = ()) -> list[Member]:
-        """Up to `count` distinct peers, none of `but`."""
+        """Up to `count` distinct random peers, none of them in `but`."""
         found = list[Member]()
         peers, random = self.peers, self._random
         if len(peers) <= count + len(but):

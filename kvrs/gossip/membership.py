@@ -50,7 +50,7 @@ from kvrs.net.names import first_address
 log = logging.getLogger(__name__)
 
 _MAX_PORT = 65535
-_FIRST_LOOK_UP_S = 2.0  # Limit of the start; later answers count when they come.
+_FIRST_LOOK_UP_S = 2.0  # Time limit of look-ups at the start; later answers count when they arrive.
 
 
 class Membership:
@@ -67,10 +67,10 @@ class Membership:
         *,
         epoch: int | None = None,
     ) -> None:
-        """`ring`: the cluster's secrets, the one in use first."""
+        """`ring`: the cluster's secrets, the current one first."""
         self.id = me
-        self.malformed = 0  # Authentic packets that could not be decoded.
-        self.sent: Counter[str] = Counter()  # Packets and bytes, before they are sealed.
+        self.malformed = 0  # Number of authentic packets that could not be decoded.
+        self.sent: Counter[str] = Counter()  # Sent packets and bytes, before sealing.
         self._interval_s = probe_interval_s
         self._on_event = on_event
         self._clock = time.monotonic
@@ -89,15 +89,15 @@ class Membership:
         self._timer_due_s = 0.0
         self._gossip: Gossip | None = None
         self._named_seeds: dict[NodeId, tuple[str, int]] = {}
-        # Addresses of named seeds, from the last look-up that had an answer.
+        # Addresses of named seeds, by the last successful look-up.
         self._found_seeds: dict[NodeId, Address] = {}
         self._look_ups: asyncio.Task[None] | None = None
 
     async def start(
         self, host: str, port: int, seeds: Mapping[NodeId, str], bind: str | None = None
     ) -> int:
-        """Join through the seeds, and return the port that it listens on: at `bind`, or else at
-        `host`, of which the other members are told an address.
+        """Join through the seeds, and return the bound port: at `bind`, or else at `host`, whose
+        address the other members learn.
 
         Raises:
             OSError: the port is not available, or a name has no address.
@@ -134,10 +134,10 @@ class Membership:
         self._transport.close()
         self._gossip = None
 
-    # Facts of this node.
+    # Facts that this node publishes.
 
     def publish(self, name: str, fact: Fact) -> None:
-        """Raises GossipError: the record is full, or the fact cannot be encoded."""
+        """Publish a fact. Raises GossipError: the record is full, or the fact cannot be encoded."""
         self._running.publish(name, fact, self._clock())
 
     def withdraw(self, kind: FactKind, name: str) -> None:
@@ -147,7 +147,7 @@ class Membership:
         """Probe a node out of turn: a broken connection, for example, indicates its death."""
         self._execute(self._running.probe_now(node, self._clock()))
 
-    # Known state; none of these calls waits.
+    # Reading of the known state, without waiting.
 
     @property
     def members(self) -> Mapping[NodeId, Member]:
@@ -163,7 +163,7 @@ class Membership:
         return self._running.facts
 
     def is_dead(self, node: NodeId) -> bool:
-        """The node is declared dead; False for an unknown one."""
+        """The node is declared dead; False for an unknown node."""
         member = self._running.members.get(node)
         return member is not None and member.status is Status.DEAD
 
@@ -222,7 +222,7 @@ class Membership:
     async def _look_up(self, seeds: Iterable[NodeId], family: socket.AddressFamily) -> None:
         async def look_up(seed: NodeId) -> None:
             host, port = self._named_seeds[seed]
-            with suppress(OSError):  # The last answer stays.
+            with suppress(OSError):  # The last answer stays valid.
                 self._found_seeds[seed] = await first_address(host, family), port
 
         await asyncio.gather(*map(look_up, seeds))
@@ -238,8 +238,8 @@ class Membership:
         self._execute(self._gossip.handle(packet, sender, self._clock()))
 
     def _outdated_reply(self, node: NodeId, epoch: int) -> bytes:
-        """The answer to an outdated run: the epoch that replaced it. A newer process that began
-        with too low an epoch takes a higher one, an older process stops.
+        """Answer to an outdated run: the epoch that replaced it. A newer process that began with
+        too low an epoch takes a higher one; an older process stops.
         """
         me = self._running.members[self.id]
         return encode(
@@ -268,12 +268,12 @@ class Membership:
             return
         loop = asyncio.get_running_loop()
         due_s = loop.time() + max(0.0, gossip.next_tick_s - self._clock())
-        # An early tick does no harm, so the timer is replaced only if it would fire too late.
+        # Early ticks do no harm, so the timer is replaced only if it would fire too late.
         if self._timer is not None:
             if self._timer_due_s <= due_s:
                 return
             self._timer.cancel()
-        # Kept beside the handle: what uvloop returns for a time that has come has no `when`.
+        # Kept separately: uvloop's handle for a past time has no `when`.
         self._timer_due_s = due_s
         self._timer = loop.call_at(due_s, self._tick)
 
@@ -295,15 +295,15 @@ def _log_event(event: Event) -> None:
                 extra={"epoch": epoch},
             )
         case RecordChanged():
-            pass  # Too many to log.
+            pass  # Too frequent to log.
         case _:
             assert_never(event)
 
 
 @lru_cache(4096)
 def parse_address(text: str) -> Address | None:
-    """`host:port` with a numeric host; None for anything else, so that no packet of a member causes
-    a name lookup.
+    """Parse `host:port` with a numeric host; None for anything else, so that no member's packet
+    causes a name look-up.
     """
     host, _, port = text.rpartition(":")
     if not is_numeric(host) or not port.isascii() or not port.isdecimal():

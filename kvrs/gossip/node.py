@@ -41,8 +41,8 @@ from kvrs.gossip.wire import (
 )
 from kvrs.ids import NodeId
 
-TOMBSTONE_S = 60.0  # For so long a deleted entry is remembered.
-# Share of an interval; smaller delays of a busy event loop do not stop the node's own time.
+TOMBSTONE_S = 60.0  # Time for which a deleted entry is remembered.
+# Share of an interval; smaller delays, of a busy event loop, do not stop the node's own time.
 _LATE_SHARE = 0.1
 
 
@@ -77,16 +77,16 @@ class Gossip:
         self._exchange = Exchange(self._detector, probe_interval_s, self._seeds, random, now_s)
         self._record = self._detector.me.record = FactRecord()
         self._own_s = now_s
-        self._missed_s = 0.0  # now_s less this is the node's own time.
+        self._missed_s = 0.0  # The node's own time is now_s minus this.
         self._late_s = probe_interval_s * _LATE_SHARE
         self._due_s = now_s
         self._collect_at_s = now_s + tombstone_s
 
-    # Driven by the transport.
+    # Calls of the transport.
 
     @property
     def next_tick_s(self) -> float:
-        """Infinite for a node that is `over`."""
+        """Time of the next tick; infinite for a node that is `over`."""
         return self._due_s + self._missed_s
 
     def handle(self, packet: Packet, sender: NodeId, now_s: float) -> list[Send]:
@@ -116,7 +116,7 @@ class Gossip:
             case Delta():
                 self._exchange.on_delta(sender, packet, own_s, now_s)
             case Push():
-                pass  # Its updates are applied.
+                pass  # The packet's updates are applied below.
             case _:
                 assert_never(packet)
         return self._take_sends()
@@ -135,7 +135,7 @@ class Gossip:
         return self._take_sends()
 
     def take_events(self) -> list[Event]:
-        """The events since the last call."""
+        """Take the events since the last call."""
         events, self._detector.events = self._detector.events, []
         return events
 
@@ -144,7 +144,7 @@ class Gossip:
         member = self._detector.members.table.get(node)
         return member.address if member is not None else self._seeds.get(node)
 
-    # Driven by the node.
+    # Calls of this node.
 
     def publish(self, name: str, fact: Fact, now_s: float) -> None:
         """Write a fact into this node's record.
@@ -191,7 +191,7 @@ class Gossip:
 
     @property
     def epoch(self) -> int:
-        """The epoch that was given at the start, or a higher one if an earlier process had that."""
+        """The epoch given at the start, or a higher one if an earlier process had that epoch."""
         return self._detector.me.epoch
 
     @property
@@ -201,14 +201,14 @@ class Gossip:
 
     @property
     def over(self) -> bool:
-        """The node has left, or another process has its name: it sends nothing any more."""
+        """The node has left, or another process has its name: it no longer sends anything."""
         return self._detector.over
 
     def _advance(self, now_s: float) -> float:
         own_s = now_s - self._missed_s
-        if now_s >= self.next_tick_s:  # Despite rounding the tick is never too early.
+        if now_s >= self.next_tick_s:  # The tick is never too early, despite rounding.
             own_s = max(own_s, self._due_s)
-        if own_s < self._own_s:  # The clock went back.
+        if own_s < self._own_s:  # The clock was set back.
             self._missed_s -= self._own_s - own_s
             own_s = self._own_s
         elif own_s > self._due_s + self._late_s:

@@ -21,7 +21,7 @@ RELAYS = 3  # Members asked for an indirect ping, with the second and the third 
 HEALTH_MAX = 8
 # Share of the requester's timeout after which a relay sends a nack (Lifeguard, LHA-Probe).
 _NACK_SHARE = 0.8
-_MAX_RELAYED = 1024  # At a time; the oldest is dropped.
+_MAX_RELAYED = 1024  # Most relayed pings at a time; the oldest is dropped.
 
 
 @dataclass(slots=True, eq=False)
@@ -42,13 +42,13 @@ class _Relayed(NamedTuple):
 
     target: NodeId
     requester: NodeId
-    seq: int  # Of the requester.
+    seq: int  # Number of the requester's probe.
     nack_s: float
 
 
 class Prober:
-    """Sends pings, ping-reqs, acks and nacks. The detector learns the outcome of a probe from what
-    `on_ack`, `on_indirect_ack` and `next_wave` return.
+    """Sends pings, ping-reqs, acks and nacks. The results of `on_ack`, `on_indirect_ack` and
+    `next_wave` tell the detector the outcome of a probe.
     """
 
     def __init__(
@@ -61,8 +61,9 @@ class Prober:
         self._members = members
         self._sender = sender
         self._interval_s = interval_s
-        self._probes: dict[int, Probe] = {}  # By number; at most one per target.
-        self._relayed: dict[int, _Relayed] = {}  # By number, in the order of their nacks.
+        self._probes: dict[int, Probe] = {}  # Probes by number; at most one per target.
+        # Relayed pings by number, in the order of their nacks.
+        self._relayed: dict[int, _Relayed] = {}
         self._seq = 0
 
     @property
@@ -75,7 +76,7 @@ class Prober:
         self.health = min(HEALTH_MAX, self.health + by)
 
     def probe(self, target: Member, now_s: float) -> None:
-        """Begin a probe, unless one of this member is in progress."""
+        """Begin a probe of a member, unless one is in progress."""
         if any(probe.target == target.id for probe in self._probes.values()):
             return
         gap_s = self._interval_s * (1 + self.health) / _WAVES
@@ -153,7 +154,7 @@ class Prober:
 
     def on_nack(self, sender: NodeId, nack: Nack) -> None:
         probe = self._probes.get(nack.seq)
-        # Counted once per relay: a duplicated PingReq is answered twice, and more nacks than relays
+        # Counted once per relay: a duplicated PingReq gets two answers, and more nacks than relays
         # would raise the health score above its maximum.
         if probe is not None and sender in probe.relays:
             probe.nacks.add(sender)

@@ -19,25 +19,25 @@ from kvrs.gossip.wire import (
 )
 from kvrs.ids import NodeId
 
-# Rounds in which a new update is pushed. Nodes that these miss get it by piggybacking, and then by
+# Rounds in which a new update is pushed. Missed nodes get it by piggybacking, and then by
 # anti-entropy.
 _PUSHES = 2
-_PUSH_SHARE = 0.2  # Pushes per probe interval are five.
+_PUSH_SHARE = 0.2  # Share of a probe interval between two pushes.
 FANOUT = 3  # Members per push.
 _RETRANSMIT_MULT = 4  # An update is piggybacked on this many packets, times log10(members).
 ROOM_BYTES = MAX_PACKET_BYTES - HEADER_BYTES
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
-    to: NodeId  # `Gossip.address_of` has its address.
+    to: NodeId  # Receiver; `Gossip.address_of` has its address.
     packet: Packet
 
 
 @dataclass(slots=True, eq=False)
 class _Broadcast:
     member: Member
-    pushes: int = _PUSHES  # Still to be made.
-    sent: int = 0  # Number of packets that it was piggybacked on.
+    pushes: int = _PUSHES  # Remaining pushes.
+    sent: int = 0  # Number of packets that carried the update.
 
 
 class PacketSender:
@@ -52,7 +52,7 @@ class PacketSender:
         self._members = members
         self._push_interval_s = interval_s * _PUSH_SHARE
         self._broadcasts: dict[NodeId, _Broadcast] = {}
-        self._limit = 0  # Packets that an update is piggybacked on.
+        self._limit = 0  # Number of packets that an update is piggybacked on.
 
     def send(self, to: NodeId, packet: Packet) -> None:
         self.sends.append(Send(to, packet))
@@ -100,7 +100,7 @@ class PacketSender:
         self.push_at_s = now_s + self._push_interval_s if waits else inf
 
     def _fitting(self, broadcasts: Iterable[_Broadcast], room: int) -> list[_Broadcast]:
-        """Those that fit, the least often sent first."""
+        """Broadcasts that fit, least often sent first."""
         found = list[_Broadcast]()
         for broadcast in sorted(broadcasts, key=lambda broadcast: broadcast.sent):
             room -= broadcast.member.update_bytes

@@ -32,10 +32,10 @@ from kvrs.gossip.authenticator import (
 )
 from kvrs.ids import NodeId
 
-_DATAGRAMS_PER_TURN = 64  # Then other callbacks of the event loop run.
-_SOCKET_BUFFER_BYTES = 1 << 20  # About a thousand datagrams.
-_MAX_PENDING = 1024  # Nodes of which no packet was accepted yet: the last packet to each is kept.
-_PENDING_S = 1.0  # Older packets are not sent again.
+_DATAGRAMS_PER_TURN = 64  # Datagrams before other callbacks of the event loop run.
+_SOCKET_BUFFER_BYTES = 1 << 20  # Room for about a thousand datagrams.
+_MAX_PENDING = 1024  # Most nodes without an accepted packet; the last packet to each is kept.
+_PENDING_S = 1.0  # Age up to which a kept packet is sent again.
 
 
 class Drop(StrEnum):
@@ -43,7 +43,7 @@ class Drop(StrEnum):
     `PacketAuthenticator.rejected` counts the others.
     """
 
-    RATE = "rate"  # Above the limits of `ReceiveRates`.
+    RATE = "rate"  # The packet exceeds the limits of `ReceiveRates`.
     NO_ADDRESS = "no_address"  # The address of the node is unknown.
     SOCKET = "socket"  # The kernel refused a datagram.
 
@@ -67,7 +67,7 @@ class Transport:
         self._authenticator, self._address_of, self._receive = authenticator, address_of, receive
         self._clock, self._outdated = clock, outdated
         self._rates = ReceiveRates(rates, clock())
-        # One byte more than allowed: a longer datagram is recognised as oversized.
+        # One byte more than allowed, so that an oversized datagram is recognised.
         self._buffer = bytearray(MAX_PAYLOAD_BYTES + MAX_OVERHEAD_BYTES + 1)
         self._pending: dict[NodeId, tuple[bytes, float]] = {}
         self.dropped: Counter[Drop] = Counter()
@@ -100,7 +100,7 @@ class Transport:
         if (address := self._address_of(to)) is None:
             self.dropped[Drop.NO_ADDRESS] += 1
             return
-        # The answer is not to be crowded out by unknown sources.
+        # Unknown sources must not crowd out the answer.
         self._rates.on_authentic(address, self._clock())
         if to not in self._authenticator.senders and len(self._pending) < _MAX_PENDING:
             self._pending[to] = payload, self._clock()
@@ -109,7 +109,7 @@ class Transport:
     def _send_datagram(self, address: Address, packet: bytes) -> None:
         try:
             self._udp.sendto(packet, address)
-        except OSError:  # Buffer full or no route: as a lost packet.
+        except OSError:  # A full buffer or a missing route counts as a lost packet.
             self.dropped[Drop.SOCKET] += 1
 
     def _read_datagrams(self) -> None:
@@ -119,7 +119,7 @@ class Transport:
                 size, source = self._udp.recvfrom_into(self._buffer)
             except BlockingIOError:
                 return
-            except OSError:  # An error of an earlier send, reported here.
+            except OSError:  # An earlier send reports its error here.
                 self.dropped[Drop.SOCKET] += 1
                 continue
             self._take(view[:size], source[:2])
@@ -144,7 +144,7 @@ class Transport:
                 answer = self._authenticator.seal(sender, self._outdated(sender, epoch), run)
                 self._send_datagram(source, answer)
             case Rejection():
-                pass  # Counted by the authenticator.
+                pass  # The authenticator counts the rejection.
             case never:
                 assert_never(never)
 

@@ -23,29 +23,31 @@ from kvrs.ids import NodeId
 MAX_NAME_CHARS = 64
 MAX_ADDRESS_CHARS = 128
 MAX_SUSPECTORS = 8
-MAX_ENTRIES = 256  # Of one node's record.
+MAX_ENTRIES = 256  # Most entries of a node's record.
 MAX_VALUE_BYTES = 512
-# Of a datagram: with addresses and authentication below 1,400, which fits the usual MTU. It bounds
-# the length of every list.
+# Bound of a datagram: below 1,400 with addresses and authentication, which fits the usual MTU. It
+# bounds every list's length.
 MAX_PACKET_BYTES = 1280
 
-MAX_NUMBER = (1 << 63) - 1  # What msgspec can compare.
+MAX_NUMBER = (1 << 63) - 1  # Highest number that msgspec can compare.
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Node = Annotated[NodeId, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Address = Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARS)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
-Epoch = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]  # Of a process run.
+Epoch = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]  # Epoch of a process run.
 Value = Annotated[bytes, msgspec.Meta(max_length=MAX_VALUE_BYTES)]
 
 
 class Status(IntEnum):
-    """In order of precedence: of two updates with equal epoch and incarnation the higher holds."""
+    """Status in order of precedence: of two updates with equal epoch and incarnation the higher one
+    holds.
+    """
 
     ALIVE = 0
     SUSPECT = 1
     DEAD = 2
-    LEFT = 3  # Announced by the node itself.
+    LEFT = 3  # The node itself announced its leave.
 
 
 State = tuple[int, int, Status]  # Epoch, incarnation, status: the larger is the newer.
@@ -59,7 +61,7 @@ class MemberUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     incarnation: Natural
     status: Status
     address: Address
-    # Nodes that could not reach it, in the order of their suspicions.
+    # Nodes that could not reach the member, in the order of their suspicions.
     suspectors: Annotated[tuple[Node, ...], msgspec.Meta(max_length=MAX_SUSPECTORS)] = ()
 
     @property
@@ -71,11 +73,11 @@ class KnownMember(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Entry of a digest: a member's newest state and record version at the sender."""
 
     id: Node
-    epoch: Natural  # 0: the member is unknown.
+    epoch: Natural  # Epoch; 0: the member is unknown.
     incarnation: Natural
     status: Status
     version: Natural
-    floor: Natural  # Tombstones up to this version are forgotten.
+    floor: Natural  # Version up to which tombstones are forgotten.
 
     @property
     def state(self) -> State:
@@ -83,13 +85,13 @@ class KnownMember(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    kind: Natural  # Of `facts.FactKind`; unknown kinds are passed on undecoded.
+    kind: Natural  # Value of `facts.FactKind`; unknown kinds are passed on undecoded.
     name: Name
     version: Natural
-    # Since its owner wrote it, summed over the clocks of the nodes that passed it on: no two clocks
-    # are compared.
+    # Time since its owner wrote it, summed over the clocks of the nodes that passed it on: no two
+    # clocks are compared.
     age_ms: Natural
-    value: Value | None  # None: a tombstone.
+    value: Value | None  # Encoded fact; None: a tombstone.
 
 
 class RecordDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -104,7 +106,7 @@ class RecordDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class _Packet(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    epoch: Natural  # Of the sender.
+    epoch: Natural  # Epoch of the sender.
     incarnation: Natural
 
 
@@ -142,7 +144,7 @@ class Push(_Packet, frozen=True, tag=6):
 
 
 class Digest(_Packet, frozen=True, tag=7):
-    """Covers every node whose id lies in (after, until]; an empty bound is open."""
+    """A digest of every node whose id lies in (after, until]; an empty bound is open."""
 
     after: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
     until: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
@@ -167,7 +169,7 @@ def encode(packet: Packet) -> bytes:
 
 
 def decode(data: bytes) -> Packet:
-    """Raises GossipError: the data is too long, not MessagePack, of another shape, or exceeds a
+    """Decode a packet. Raises GossipError: too long, not MessagePack, of another shape, or beyond a
     bound.
     """
     if len(data) > MAX_PACKET_BYTES:
@@ -179,11 +181,11 @@ def decode(data: bytes) -> Packet:
     return packet
 
 
-HEADER_BYTES = 64  # Of any packet, without its texts and the entries of its lists.
+HEADER_BYTES = 64  # Largest size of a packet without its texts and its lists' entries.
 
 
 def encoded_bytes(part: MemberUpdate | KnownMember | Entry | RecordDelta) -> int:
-    """Size of one entry of a packet's lists, by which packets are filled before encoding."""
+    """Size of an entry of a packet's lists, by which packets are filled before encoding."""
     return len(_encoder.encode(part))
 
 
