@@ -1,4 +1,4 @@
-"""Fences transfers whose slot leases have expired: the proxy that owns the stream died, or did not
+"""Fences of transfers whose slot leases have expired, because the stream's proxy died or did not
 renew for a whole lease.
 """
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 1.0
 _RETRY_S = 0.5
-# An instance that does not answer by then is dead, or is fenced as a whole when it runs again.
+# Attempts per fence: a silent instance is dead, or is fenced completely when it runs again.
 _TRIES = 5
 
 
@@ -34,8 +34,8 @@ class FenceSender:
         *,
         can_fence: bool,
     ) -> None:
-        """`urls` and `keys`: of the instances. `can_fence`: they have fences. vLLM has none: a load
-        that comes late is of its own request, by keys of its content.
+        """`urls` and `keys` are the instances'. `can_fence`: the engines have fences. vLLM has
+        none: a late load belongs to its own request, by keys of its content.
         """
         self._can_fence = can_fence
         self._urls = dict(urls)
@@ -48,7 +48,7 @@ class FenceSender:
         return self._urls.keys()
 
     def learn(self, urls: Mapping[InstanceId, str], keys: Keys) -> None:
-        """Further instances of the node."""
+        """Add instances of the node."""
         self._urls.update(urls)
         self._keys.update(keys)
 
@@ -60,7 +60,7 @@ class FenceSender:
             self._waiting.put_nowait(by_target)
 
     async def run(self) -> None:
-        """Send until cancelled."""
+        """Send fence requests until cancelled."""
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
         async with (
             aiohttp.ClientSession(

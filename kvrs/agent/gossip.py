@@ -1,5 +1,5 @@
-"""Gossip of an agent: watches the instances of its node over loopback, and publishes their
-state.
+"""Gossip of an agent. It watches its node's instances over loopback, and publishes their deaths,
+links, and the health of GPUs.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _MAX_LINE_BYTES = 1 << 20
 
 
 class NodeGossip:
-    """Runs from `start` to `close`."""
+    """An agent's gossip, from `start` to `close`."""
 
     def __init__(self, config: Config, agent: NodeAgent, ring: Sequence[bytes]) -> None:
         self._agent = agent
@@ -47,12 +47,12 @@ class NodeGossip:
         self._group: asyncio.TaskGroup | None = None
         self._http: aiohttp.ClientSession | None = None
         self.membership = Membership(agent.node.id, config.gossip.probe_interval_s, ring)
-        # The health of GPUs is read at every publication.
+        # No callback: the health of GPUs is read at every publication.
         self._monitor = GpuMonitor(open_sensor, lambda _: None, time.monotonic)
         self._failed = False
 
     async def start(self) -> None:
-        """Raises ConfigError: its port is in use."""
+        """Start. Raises ConfigError: the port is in use."""
         settings, me = self._agent.node.agent, self.membership.id
         host, port = settings.host, settings.gossip_port
         bind, config = settings.bound(host), self._config
@@ -75,13 +75,13 @@ class NodeGossip:
             self._group.create_task(self._publish())
 
     def learn(self) -> None:
-        """Watch the agent's instances that are new; others may have come back elsewhere."""
+        """Watch new instances of the agent, and follow moved ones to their address."""
         self._keys.update(instance_keys(self._secret, self._agent.node.instances))
         self._instances.update({each.id: each for each in self._agent.node.instances})
         if self._group is None or self._http is None:
             return
         if self._config.cluster.backend.is_stock:
-            return  # Without the instance protocol its load and its end are the proxies' to see.
+            return  # Proxies watch the load and the end of instances without the instance protocol.
         for instance in self._agent.node.instances:
             if self._publisher.add(instance.id):
                 self._group.create_task(self._watch(self._http, instance.id))
@@ -95,7 +95,7 @@ class NodeGossip:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     def publish(self) -> None:
-        """Bring the node's record up to date."""
+        """Update the node's record."""
         agent, now_s = self._agent, time.monotonic()
         slots = {name: agent.slots.availability(name, now_s) for name in agent.targets}
         holder = agent.node.agent_id, HolderFact(agent.capacity_bytes, agent.store.reserved_bytes)

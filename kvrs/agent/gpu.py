@@ -26,9 +26,9 @@ from kvrs.protocol.gpus import GpuHealth, GpuState
 log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-_NVML_TIMEOUT_S = 2.0  # A reading of all GPUs takes milliseconds.
-_EVENT_PAUSE_S = 0.1  # After an event, so that a flood of them does not keep a core busy.
-_MAX_EVENTS = 1000  # Per reading.
+_NVML_TIMEOUT_S = 2.0  # Time limit of a reading, which usually takes milliseconds for all GPUs.
+_EVENT_PAUSE_S = 0.1  # Pause after an event, so that a flood of events does not keep a core busy.
+_MAX_EVENTS = 1000  # Most events per reading.
 
 _RESETS = {
     "GPU_RESET": "a reset",
@@ -124,10 +124,11 @@ class GpuSensor:
             handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
             return _Gpu(index, self._nvml.nvmlDeviceGetUUID(handle), handle)
         except self._nvml.NVMLError:
-            return _Gpu(index, f"index {index}", None)  # Lost already; its readings report it.
+            # The GPU is lost already, as its readings will report.
+            return _Gpu(index, f"index {index}", None)
 
     def _register(self) -> Any | None:
-        """An event set for all GPUs that support events; None: no GPU does."""
+        """Event set for all GPUs that support events; None: no GPU does."""
         nvml, wanted, registered = self._nvml, self._nvml.nvmlEventTypeXidCriticalError, False
         try:
             events = nvml.nvmlEventSetCreate()
@@ -147,9 +148,7 @@ class GpuSensor:
         return events
 
     def _take_event(self, timeout_s: float) -> bool | None:
-        """Wait for an event and take it; False: none came, None: waiting failed or is not
-        supported.
-        """
+        """Wait for an event and take it; False: no event; None: failed or unsupported."""
         if self._events is None:
             return None
         nvml = self._nvml
@@ -157,7 +156,7 @@ class GpuSensor:
             event = nvml.nvmlEventSetWait_v2(self._events, int(timeout_s * 1000))
         except nvml.NVMLError as error:
             return False if error.value == nvml.NVML_ERROR_TIMEOUT else None
-        # If not even the uuid can be read, the reading reports the GPU.
+        # The next reading reports a GPU whose uuid cannot be read.
         with contextlib.suppress(nvml.NVMLError):
             if event.eventType & nvml.nvmlEventTypeXidCriticalError:
                 self._xids[nvml.nvmlDeviceGetUUID(event.device)].append(int(event.eventData))
@@ -292,10 +291,10 @@ class GpuMonitor:
             try:
                 sensor = sensor or self._find()
                 readings = None if sensor is None else sensor.read()
-            except Exception as error:  # An internal error: `run` raises it.
+            except Exception as error:  # `run` raises this internal error.
                 readings = error
                 self._stop.set()
-            # The loop may be closed by now.
+            # The event loop may be closed already.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._readings.put_nowait, readings)
             if sensor is None:

@@ -28,7 +28,7 @@ PROGRAM_XIDS = frozenset({8, 11, 13, 31, 32, 37, 39, 41, 43, 45, 68, 69})
 FAILING_XIDS = frozenset(
     {46, 48, 62, 64, 79, 94, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158}
 )
-# The recovery action has changed, which each reading has.
+# XID of a changed recovery action, which each reading contains anyway.
 RECOVERY_XID = 154
 
 _ORDER = list(GpuState)
@@ -40,10 +40,10 @@ class Reading:
 
     uuid: str
     index: int
-    lost: str | None = None  # The driver reports it gone, or unusable before a reset.
-    silent: str | None = None  # No answer, for another reason.
-    xids: tuple[int, ...] = ()  # Since the reading before.
-    ecc_uncorrected: int | None = None  # A counter.
+    lost: str | None = None  # The driver reports the GPU gone, or unusable before a reset.
+    silent: str | None = None  # Other reason for a missing answer.
+    xids: tuple[int, ...] = ()  # XIDs since the reading before.
+    ecc_uncorrected: int | None = None  # Counter of uncorrected errors.
     remap_pending: bool = False  # A memory row is replaced at the next reset.
     remap_failed: bool = False
     reset_due: str | None = None  # Recovery action that the driver demands at once.
@@ -62,8 +62,8 @@ class Thresholds:
 @dataclass(slots=True)
 class _Watched:
     health: GpuHealth
-    ecc_uncorrected: int | None = None  # Of the last reading that has it.
-    # Times of the last symptoms of at least this severity.
+    ecc_uncorrected: int | None = None  # Counter in the last reading that has it.
+    # Time of the last symptom of at least each severity.
     symptoms_s: dict[GpuState, float] = field(default_factory=dict)
     silent_since_s: float | None = None
 
@@ -86,7 +86,7 @@ class GpuClassifier:
         ]
 
     def no_answer(self, cause: str, now_s: float) -> list[GpuHealth]:
-        """Apply the lack of any reading, because NVML is blocked."""
+        """Apply the absence of readings, because NVML is blocked."""
         return self.update(
             [Reading(uuid=gpu.uuid, index=gpu.index, silent=cause) for gpu in self.health], now_s
         )
@@ -161,7 +161,7 @@ def _xid_symptoms(xids: Sequence[int]) -> Iterator[tuple[GpuState, str]]:
 
 
 def _has_more_errors(gpu: _Watched, count: int | None) -> bool:
-    """The counter has risen; not if it is unsupported, read for the first time, or was reset."""
+    """The counter has risen. False if it is unsupported, read for the first time, or was reset."""
     if count is None:
         return False
     before, gpu.ecc_uncorrected = gpu.ecc_uncorrected, count

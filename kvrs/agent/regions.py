@@ -1,9 +1,9 @@
-"""Host memory of the engines of a node: rows are read out of living and dead engines' regions.
+"""Host memory of a node's engines: rows are read from the regions of living and dead engines.
 
-An engine passes two descriptors: of the memory, which it alone writes, and of the ledger that says
-what each row holds (`transfer/rows/ledger.py`). Both are open for reading only, so that an agent
-can damage no engine. The memory is read by `pread`: a file that is cut short gives a short row,
-where a mapped one would end the agent.
+An engine passes descriptors of its memory, which only it writes, and of the ledger with the
+contents of each row (`transfer/rows/ledger.py`). Both are open for reading only, so an agent cannot
+damage an engine. The memory is read by `pread`: a truncated file gives a short row, where a mapping
+would kill the agent.
 
 An engine is dead when its lock on the ledger is gone. The kernel takes that lock away with the
 engine's process, also where a child of it still has its sockets and descriptors open.
@@ -25,9 +25,9 @@ from kvrs.transfer.rows.tags import RowTagger
 
 log = logging.getLogger(__name__)
 
-# The index of a living engine is brought up to date at most this often.
+# Least interval between updates of a living engine's index.
 _FRESH_S = 0.02
-# Memory of a dead engine that nothing has read for this long is given back.
+# Time without reads after which a dead engine's memory is released.
 ADOPTED_S = 30.0
 _FLOCK = struct.Struct("hhqqi4x")
 
@@ -38,10 +38,10 @@ class EngineRegion:
     """
 
     def __init__(self, info: RegionInfo, memory: int, ledger: int, tagger: RowTagger) -> None:
-        """Takes the descriptors over, also where it raises.
+        """Take over the descriptors, even at an error.
 
         Raises:
-            TransferError: they are no region and ledger of this size.
+            TransferError: not a region and a ledger of this size.
         """
         self.info = info
         self._memory, self._ledger_file = memory, ledger
@@ -52,7 +52,7 @@ class EngineRegion:
         self._rows: dict[bytes, tuple[int, int]] = {}
         self._sequences: list[int] = [0] * info.rows
         self._keys: list[bytes] = [b""] * info.rows
-        # By row, each with the sequence that it was made at: at the first read.
+        # Tag of each row since its first read, with the sequence it was made at.
         self._tagger, self._known_tags = tagger, dict[int, tuple[int, bytes]]()
         self._fresh_until_s = 0.0
         self._lock = threading.Lock()
@@ -65,7 +65,7 @@ class EngineRegion:
 
     @property
     def is_closed(self) -> bool:
-        """None of its rows is served any more."""
+        """The region's rows are no longer served."""
         return self._ledger.is_closed
 
     @property
@@ -82,13 +82,13 @@ class EngineRegion:
         return kind != fcntl.F_UNLCK
 
     def is_over(self, now_s: float) -> bool:
-        """The engine is dead, and nothing reads its rows any more, or there are none."""
+        """The engine is dead, and its rows are no longer read, or it has none."""
         if self.died_s is None:
             return False
         return not self._rows or now_s - max(self.died_s, self.used_s or 0.0) > ADOPTED_S
 
     def adopt(self, now_s: float) -> int:
-        """Note that the engine is dead, so that no row changes any more; return how many rows its
+        """Note the engine's death, after which no row changes; return the number of rows that its
         ledger vouches for.
         """
         with self._lock:
@@ -112,8 +112,8 @@ class EngineRegion:
     def read(
         self, key: bytes, buffer: memoryview, now_s: float, *, tagged: bool = True
     ) -> tuple[bytes, memoryview] | None:
-        """Read a row into the buffer; return its tag, if it is to have one, and its bytes. None: it
-        is not held, or was given to another key meanwhile.
+        """Read a row into the buffer; return its tag, if `tagged`, and its bytes. None: not held,
+        or given to another key meanwhile.
         """
         with self._lock:
             self._look(now_s)
@@ -122,7 +122,8 @@ class EngineRegion:
             return None
         self.used_s = now_s
         size = os.preadv(self._memory, [buffer], row * self.info.row_bytes)
-        # Also of a dead engine: it may have died behind the first look and begun the row before.
+        # Checked for dead engines too: the engine may have died after the first look, with this row
+        # half written.
         if size != self.info.row_bytes or not self._ledger.still(row, sequence):
             return None
         if not tagged:
@@ -136,8 +137,8 @@ class EngineRegion:
         return known[1], buffer
 
     def place(self, key: bytes, now_s: float) -> tuple[bytes, int, int] | None:
-        """Return tag, descriptor and offset of a row that does not change any more: that of a dead
-        engine, which was read before.
+        """Return tag, descriptor and offset of a row that cannot change any more: a row of a dead
+        engine that was read before.
         """
         row, sequence = self._rows.get(key, (0, 0))
         made_at, tag = self._known_tags.get(row, (0, b""))
@@ -158,7 +159,7 @@ class EngineRegion:
                 self._fresh_until_s = now_s + _FRESH_S
 
     def _refresh(self) -> None:
-        """Rows whose sequence is another one than before, whatever their number."""
+        """Update the index by the rows whose sequence has changed."""
         sequences = self._ledger.sequences()
         for row in changed(self._sequences, sequences):
             if self._rows.get(old := self._keys[row], (-1, 0))[0] == row:
@@ -192,11 +193,11 @@ def _check(info: RegionInfo, memory: int, ledger: LedgerView) -> None:
 
 
 class Regions:
-    """All regions of a node. Its methods may be called by any thread."""
+    """All regions of a node. Any thread may call its methods."""
 
     def __init__(self) -> None:
         self._regions: list[EngineRegion] = []
-        self._told: set[frozenset[bytes]] = set()  # Pairs of namespaces that differ.
+        self._told: set[frozenset[bytes]] = set()  # Logged pairs of differing namespaces.
         self._lock = threading.Lock()
 
     @property
@@ -204,10 +205,10 @@ class Regions:
         return bool(self._regions)
 
     def add(self, region: EngineRegion) -> None:
-        """Serve a region. One with the same epoch is replaced: its engine has dialled again.
+        """Serve a region, which replaces one with the same epoch: its engine has connected again.
 
         Raises:
-            TransferError: there are too many.
+            TransferError: too many regions.
         """
         with self._lock:
             known = [each for each in self._regions if each.epoch == region.epoch]
@@ -219,7 +220,7 @@ class Regions:
             self._regions.append(region)
 
     def of(self, space: Space) -> list[EngineRegion]:
-        """Return the regions of a space, those of dead engines first: they change no more."""
+        """Return the regions of a space, dead engines' first: these no longer change."""
         with self._lock:
             found = [each for each in self._regions if each.info.space == space]
         return sorted(found, key=lambda each: each.died_s is None)
@@ -234,13 +235,13 @@ class Regions:
         return {space: list(keys) for space, keys in found.items()}
 
     def reports(self) -> list[RegionReport]:
-        """Return those whose rows may be served."""
+        """Return reports of the regions whose rows may be served."""
         with self._lock:
             held = list(self._regions)
         return [each.report for each in held if not each.is_closed]
 
     def settle(self, now_s: float) -> None:
-        """Adopt the regions of engines that have died; give back what nothing reads any more."""
+        """Adopt regions of dead engines; release regions that are no longer read."""
         with self._lock:
             regions = list(self._regions)
         for region in regions:
@@ -253,7 +254,7 @@ class Regions:
                     self._regions = [each for each in self._regions if each is not region]
 
     def _tell_differences(self, region: EngineRegion) -> None:
-        """Say once which fields keep engines of one model from sharing their rows."""
+        """Log once which fields keep engines of one model from sharing rows."""
         info = region.info
         for other in (each.info for each in self._regions):
             pair = frozenset({info.namespace, other.namespace})

@@ -25,7 +25,7 @@ def make_routes(agent: NodeAgent, membership: Membership | None = None) -> Route
 
 
 class Handlers:
-    """Translate between HTTP and the agent."""
+    """Translates between HTTP and the agent."""
 
     def __init__(self, agent: NodeAgent, membership: Membership | None) -> None:
         self._agent = agent

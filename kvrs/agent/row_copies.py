@@ -1,9 +1,9 @@
-"""Second copies of rows: an agent reads those that running streams need from the agent of another
-node, and serves them after the loss of that node.
+"""Second copies of rows: an agent reads rows that running streams need from another node's agent,
+and serves them after the loss of that node.
 
-A thread asks the other agent which rows are protected, and loads what is new of them, behind all
-that either agent serves. What is not protected any more is dropped at once. Rows keep the tag that
-the other agent made, so that the server that loads them verifies the whole way.
+A thread asks the other agent which rows are protected, and loads new ones with lower priority than
+all serving. Rows that are no longer protected are dropped at once. Rows keep the other agent's tag,
+so the loading server verifies the whole way.
 """
 
 import logging
@@ -22,16 +22,16 @@ from kvrs.transfer.rows.stream import RowStream
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.25  # Between two questions for what is protected: how far copies may be behind.
+_LOOK_S = 0.25  # Interval of asking for protected rows, and so the lag of copies.
 _RETRY_S = 1.0
 _TIMEOUT_S = 30.0
-_QUESTION_BYTES = 1 << 20  # Of rows, at least one.
+_QUESTION_BYTES = 1 << 20  # Bytes of rows per question, at least one row.
 
-Row = tuple[bytes, memoryview]  # Its tag and its bytes.
+Row = tuple[bytes, memoryview]  # Tag and bytes of a row.
 
 
 class CopiedRows:
-    """Rows of one space. Its methods may be called by any thread."""
+    """Copied rows of one space. Any thread may call its methods."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
@@ -42,18 +42,18 @@ class CopiedRows:
         return [key in self.rows for key in keys]
 
     def place(self, key: bytes, now_s: float) -> None:
-        """Return nothing: no row lies in a file."""
+        """Return None: copies are not in a file."""
 
     def read(
         self, key: bytes, buffer: memoryview, now_s: float, *, tagged: bool = True
     ) -> Row | None:
-        """Return the row where it lies, with its tag: it came from another node."""
+        """Return a row in place, with its tag, since it came from another node."""
         self.used_s = now_s
         return self.rows.get(key)
 
 
 class RowCopies:
-    """Second copies at one agent, of the rows of one other node. `room_bytes` is their memory."""
+    """Second copies, at one agent, of one other node's rows. `room_bytes` limits their memory."""
 
     def __init__(self, room_bytes: Callable[[], int]) -> None:
         self._room_bytes = room_bytes
@@ -67,7 +67,7 @@ class RowCopies:
 
     @property
     def spaces(self) -> list[Space]:
-        """Return those of which it has rows."""
+        """Spaces with copied rows."""
         return [each.space for each in list(self._spaces.values()) if each.rows]
 
     @property
@@ -76,7 +76,7 @@ class RowCopies:
         return sum(len(each.rows) * each.space.row_bytes for each in copies)
 
     def keep(self, protected: dict[Space, list[bytes]]) -> None:
-        """Drop what the other agent names no more."""
+        """Drop rows that the other agent no longer names."""
         with self._lock:
             self._lost_s = None
             spaces = {space: self._spaces.get(space, CopiedRows(space)) for space in protected}
@@ -86,7 +86,7 @@ class RowCopies:
             copies.rows = {key: row for key, row in copies.rows.items() if key in wanted}
 
     def missing(self, space: Space, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the first of the keys that are not held, as many as there is room for."""
+        """Return the first missing keys, as many as there is room for."""
         room = max(0, self._room_bytes() - self.held_bytes) // space.row_bytes
         held = self._spaces[space].rows
         return [key for key in keys if key not in held][:room]
@@ -95,12 +95,12 @@ class RowCopies:
         self._spaces[space].rows[key] = row
 
     def lose(self, now_s: float) -> None:
-        """The other agent cannot be asked any more."""
+        """Note that the other agent is lost."""
         if self._lost_s is None:
             self._lost_s = now_s
 
     def settle(self, now_s: float) -> None:
-        """Give back what nothing reads after the loss of the other node."""
+        """Release copies that nothing reads after the loss of the other node."""
         with self._lock:
             used_s = max((each.used_s for each in self._spaces.values()), default=0.0)
             lost_s = self._lost_s
@@ -110,7 +110,7 @@ class RowCopies:
 
 
 class RowCopier:
-    """The thread that brings copies."""
+    """The thread that loads copies."""
 
     def __init__(
         self,

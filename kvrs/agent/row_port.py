@@ -1,5 +1,5 @@
-"""The row port of an agent: a thread for each connection serves rows of the node's engines, so that
-none of their bytes passes the agent's event loop.
+"""The row port of an agent. A thread per connection serves rows of the node's engines, so their
+bytes do not pass the agent's event loop.
 """
 
 import logging
@@ -23,12 +23,12 @@ from kvrs.transfer.stream import tune
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 256  # Of those that have proved the secret.
-MAX_UNPROVEN = 64  # For one more the oldest is ended.
-_ANSWER_S = 30.0  # For a question that has begun, and for each row of the answer.
-# Between two attempts to accept a connection: doubled up to the second.
+MAX_CONNECTIONS = 256  # Most connections with a proved secret.
+MAX_UNPROVEN = 64  # Most unproven connections; a further one ends the oldest.
+_ANSWER_S = 30.0  # Time limit of a begun question, and of each row of the answer.
+# First and longest pause between attempts to accept a connection; it doubles.
 _PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
-_COPY_WAITS_S = 1.0  # A copy waits for loads at most so long before each row.
+_COPY_WAITS_S = 1.0  # Longest wait of a copy for loads, before each row.
 
 
 class RowPort:
@@ -46,19 +46,19 @@ class RowPort:
         self._keys = keys
         self._listeners: list[socket.socket] = []
         self._proven: set[socket.socket] = set()
-        self._unproven: dict[socket.socket, None] = {}  # The oldest first.
+        self._unproven: dict[socket.socket, None] = {}  # Unproven connections, oldest first.
         self._lock = threading.Lock()
         self._closing = False
         self._loads, self._idle = 0, threading.Condition()
 
     def listen(self, listener: socket.socket) -> None:
-        """Accept connections until `close`; takes the listener over."""
+        """Accept connections until `close`, and take over the listener."""
         with self._lock:
             self._listeners.append(listener)
         threading.Thread(target=self._accept, args=(listener,), name="rows", daemon=True).start()
 
     def close(self) -> None:
-        """End all connections. Engines dial the next agent of their node."""
+        """End all connections. Engines connect to their node's next agent."""
         with self._lock:
             self._closing = True
             ends = [*self._listeners, *self._unproven, *self._proven]
@@ -67,7 +67,7 @@ class RowPort:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Let copies wait meanwhile."""
+        """Let copies wait during the block."""
         with self._idle:
             self._loads += 1
         try:
@@ -78,7 +78,9 @@ class RowPort:
                 self._idle.notify_all()
 
     def wait_idle(self) -> None:
-        """Wait until no rows are being loaded, for a copy: it makes some progress all the same."""
+        """Let a copy wait until no rows are being loaded, for a limited time, so that it makes
+        progress.
+        """
         with self._idle:
             self._idle.wait_for(lambda: not self._loads, _COPY_WAITS_S)
 
@@ -91,7 +93,7 @@ class RowPort:
                     connection, _ = listener.accept()
                     self._begin(connection)
                     pause_s = _PAUSE_S
-                except (OSError, RuntimeError) as error:  # No descriptor, or no thread is left.
+                except (OSError, RuntimeError) as error:  # No free descriptor or thread.
                     if connection is not None:
                         self._ended(connection)
                     if self._closing:
@@ -102,7 +104,7 @@ class RowPort:
                     pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _begin(self, connection: socket.socket) -> None:
-        """Raises RuntimeError: there is no thread for it."""
+        """Serve a connection. Raises RuntimeError: no thread for it."""
         with self._lock:
             if len(self._unproven) >= MAX_UNPROVEN:
                 oldest = next(iter(self._unproven))
@@ -141,7 +143,7 @@ class RowPort:
 
 
 class _Questions:
-    """The questions of one client, one after the other."""
+    """Serves the questions of one client in order."""
 
     def __init__(self, stream: RowStream, port: RowPort) -> None:
         self._stream, self._port = stream, port
@@ -150,7 +152,7 @@ class _Questions:
         self._is_copy = False
 
     def run(self) -> None:
-        """Raises TransferError: the connection is lost, or the client made a mistake."""
+        """Serve until the end. Raises TransferError: a lost connection, or a client's mistake."""
         while True:
             self._stream.until(None)
             head, descriptors = self._stream.receive_head_with(2)
@@ -252,6 +254,6 @@ class _Questions:
 
 
 def _end(end: socket.socket) -> None:
-    """Wake the thread that waits at it."""
+    """Shut a socket down, which wakes the thread that waits for it."""
     with suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)

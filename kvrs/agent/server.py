@@ -31,9 +31,9 @@ async def serve(
     older: Sequence[bytes] = (),
     read: Callable[[], Config] | None = None,
 ) -> None:
-    """Serve until `stop` is set, then remove all pages; `ready` is called once pages and requests
-    are served. `older`: secrets that are accepted beside the one in use. At SIGHUP the node's
-    instances of the configuration that `read` returns are served, too.
+    """Serve until `stop` is set, then remove all pages. `ready` is called once pages and requests
+    are served. `older`: further accepted secrets. At SIGHUP, also serve new instances of the node
+    in the configuration that `read` returns.
 
     After any other end the pages stay for the next agent of this node.
 

@@ -26,11 +26,11 @@ from itertools import takewhile
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Slot, SlotAnswer, SlotCounts, SlotRequest, SlotUpdate
 
-SHORTEST_WAIT_S = 0.05  # Least wait of a denial, also if a transfer is overdue.
-QUEUE_TIMEOUT_S = 1.0  # An attempt that asks later than this has lost its place in the queue.
-ENDED_KEEP_S = 60.0  # No message of an ended attempt is later than that.
-_WEIGHT = 0.2  # Of the last transfer in the mean duration (EWMA).
-# Without a call of `expire` for so long this process was stopped, and renewals are still unread:
+SHORTEST_WAIT_S = 0.05  # Shortest wait after a denial, even if a transfer is overdue.
+QUEUE_TIMEOUT_S = 1.0  # Delay after which an attempt loses its place in the queue.
+ENDED_KEEP_S = 60.0  # Longest delay of a message about an ended attempt.
+_WEIGHT = 0.2  # Weight of the last transfer in the mean duration (EWMA).
+# Time without a call of `expire` after which this process counts as paused, with unread renewals:
 # the leases are prolonged by the grace period.
 _STALL_S = 2.0
 _GRACE_S = 2.0
@@ -55,15 +55,17 @@ class _Lease:
 class _QueueEntry:
     """A denied attempt in the queue of one target."""
 
-    due_s: float  # Time of its next request. From then on none behind it is served before it.
+    # Time of the attempt's next request. From then on none behind it is served before it.
+    due_s: float
     until_s: float
 
 
 @dataclass(slots=True)
 class _Target:
-    held: dict[StreamId, _Lease] = field(default_factory=dict)  # By age.
-    queue: dict[StreamId, _QueueEntry] = field(default_factory=dict)  # By first denial.
-    duration_s: float | None = None  # Of a transfer (EWMA); None: none has ended yet.
+    held: dict[StreamId, _Lease] = field(default_factory=dict)  # Leases by age.
+    # Queue entries by first denial.
+    queue: dict[StreamId, _QueueEntry] = field(default_factory=dict)
+    duration_s: float | None = None  # Mean duration of a transfer (EWMA); None: none has ended yet.
     peak: int = 0
     granted: int = 0
     denied: int = 0
@@ -78,13 +80,13 @@ class SlotTable:
         self._targets: dict[InstanceId, _Target] = {}
         self._leased: dict[StreamId, InstanceId] = {}
         self._queued: dict[StreamId, InstanceId] = {}
-        # The last attempt of each stream that has ended, and until when it is kept.
+        # Last ended attempt of each stream, and the time until which it is kept.
         self._ended: OrderedDict[StreamId, tuple[Number, float]] = OrderedDict()
-        self._superseded: list[SlotRequest] = []  # Transfers of former owners, to be fenced.
+        self._superseded: list[SlotRequest] = []  # Transfers of former owners that must be fenced.
         self._checked_s: float | None = None
 
     def apply(self, update: SlotUpdate, now_s: float) -> SlotAnswer:
-        """Release, renew and acquire, in this order: what ends makes room."""
+        """Release, renew and acquire, in this order: ended leases make room."""
         owner, lease_s = update.owner, update.lease_s
         for asked in update.release:
             self.release(owner, asked, now_s)
@@ -106,7 +108,7 @@ class SlotTable:
         if self._has_ended(asked) or (
             lease is not None and number_of(lease.asked) >= number_of(asked)
         ):
-            return Slot(0, SHORTEST_WAIT_S)  # Too late: the answer is not read.
+            return Slot(0, SHORTEST_WAIT_S)  # The request comes too late: its answer is not read.
         if lease is not None:
             self._end(lease, now_s)
             if lease.owner != owner:
@@ -124,8 +126,8 @@ class SlotTable:
         return Slot(self._grant(owner, asked, target, now_s, now_s + lease_s))
 
     def renew(self, owner: str, asked: SlotRequest, lease_s: float, now_s: float) -> bool:
-        """Prolong a lease; False: the transfer has none. An unknown one is granted if there is
-        room: its lease comes from an earlier process.
+        """Prolong a lease; False: the transfer has none. An unknown lease, of an earlier process,
+        is granted if there is room.
         """
         lease = self._lease(asked.stream)
         if lease is not None:
@@ -140,9 +142,7 @@ class SlotTable:
         return True
 
     def release(self, owner: str, asked: SlotRequest, now_s: float) -> None:
-        """End the lease of an attempt, or keep it from getting one: its request may arrive later
-        than this.
-        """
+        """End the lease of an attempt, or prevent one: its request may arrive later than this."""
         lease = self._lease(asked.stream)
         if (
             lease is not None
@@ -156,8 +156,8 @@ class SlotTable:
             self._leave_queue(asked.stream)
 
     def expire(self, now_s: float) -> list[SlotRequest]:
-        """End the leases that were not renewed. Return them, and those that another owner has
-        replaced: their transfers have to be fenced.
+        """End leases that were not renewed. Return these and leases replaced by another owner:
+        their transfers must be fenced.
         """
         checked_s, self._checked_s = self._checked_s, now_s
         if checked_s is not None and now_s - checked_s > _STALL_S:
@@ -228,7 +228,8 @@ class SlotTable:
         if entry is None:
             entry = target.queue[asked.stream] = _QueueEntry(now_s + wait_s, 0.0)
         else:
-            # Once it is due the next free slot is kept for it, and is idle until it asks again.
+            # From the due time on the next free slot is reserved for the entry, and idle until it
+            # asks again.
             wait_s = min(wait_s, max(entry.due_s - now_s, QUEUE_TIMEOUT_S))
         entry.until_s = now_s + wait_s + QUEUE_TIMEOUT_S
         self._queued[asked.stream] = asked.target
@@ -238,7 +239,8 @@ class SlotTable:
         """Time until the oldest transfer ends and the entries ahead are served."""
         oldest = next(iter(target.held.values()), None)
         lasted_s = 0.0 if oldest is None else now_s - oldest.since_s
-        # Before the first has ended, one that has lasted so long is expected to last as long again.
+        # Before the first transfer has ended, a transfer is expected to last as long again as it
+        # has lasted.
         duration_s = 2 * lasted_s if target.duration_s is None else target.duration_s
         return max(SHORTEST_WAIT_S, duration_s - lasted_s) + ahead * duration_s / self._slots_max
 
