@@ -1,5 +1,5 @@
-"""Orders of an operator about instances, and reports of supervisors about processes that have
-ended, as the admin port takes them.
+"""An operator's orders about instances, and supervisors' reports of ended processes, as the admin
+port accepts them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,7 +18,7 @@ from kvrs.proxy.wire.peer import UNREADABLE
 
 
 class RankOrder(msgspec.Struct, frozen=True):
-    """A rank of the instance leaves, or comes back."""
+    """An order to a rank to leave or to return."""
 
     instance: InstanceId
     rank: int
@@ -26,8 +26,8 @@ class RankOrder(msgspec.Struct, frozen=True):
 
 
 def obey(control: Control[Any], order: DrainOrder, now_s: float) -> None:
-    """Raises RequestError: there is no such instance, it is being removed, or its streams would
-    have nowhere to go.
+    """Carry out a drain order. Raises RequestError: no such instance, or one that is being removed,
+    or its streams would have nowhere to go.
     """
     name = order.instance
     check_named(name, [known.id for known in control.instances.present()])
@@ -48,7 +48,7 @@ def obey(control: Control[Any], order: DrainOrder, now_s: float) -> None:
 
 
 class ProxyDrains:
-    """The drains of a proxy by its clock, as the workers of one proxy exchange them."""
+    """A proxy's drains by its clock, as its workers exchange them."""
 
     def __init__(self, control: Control[Any], clock: Callable[[], float]) -> None:
         self._control = control
@@ -59,11 +59,11 @@ class ProxyDrains:
         return [DrainOrder(name, drain_s) for name, drain_s in moves_in_s.items()]
 
     def obey(self, order: DrainOrder) -> None:
-        """Raises RequestError, as the function."""
+        """Carry out an order. Raises RequestError, like the function `obey`."""
         obey(self._control, order, self._clock())
 
     def begin(self, orders: Iterable[DrainOrder]) -> None:
-        """Begin those of another worker, before this one serves."""
+        """Begin drains of another worker, before this one serves."""
         for order in orders:
             if order.drain_s is not None and self._control.instances.is_present(order.instance):
                 self._control.drains.begin(order.instance, order.drain_s, self._clock())
@@ -72,10 +72,10 @@ class ProxyDrains:
 async def pass_on(
     order: RankOrder, control: Control[Any], backends: Mapping[InstanceId, Backend]
 ) -> None:
-    """Have the instance carry it out.
+    """Send an order to the instance.
 
     Raises:
-        RequestError: there is no such instance, it does not answer, or it refuses.
+        RequestError: no such instance, no answer, or a refusal.
     """
     name, instances = order.instance, control.instances
     check_named(name, [known.id for known in instances.present()])
@@ -91,7 +91,7 @@ async def pass_on(
 
 
 def check_named(instance: str, names: Collection[str]) -> None:
-    """Raises RequestError."""
+    """Check that an instance exists. Raises RequestError."""
     if instance not in names:
         raise RequestError(
             f"no instance {instance!r:.80}; allowed: {', '.join(names)}", param="id", status=404
@@ -99,14 +99,14 @@ def check_named(instance: str, names: Collection[str]) -> None:
 
 
 class Exited(msgspec.Struct, frozen=True):
-    """A report and the instance that it is about."""
+    """A report about an instance's ended process."""
 
     instance: InstanceId
     report: ExitReport
 
 
 def parse_exit(instance: str, body: bytes) -> Exited:
-    """Raises RequestError: the body is no report."""
+    """Decode a report. Raises RequestError: the body is not a report."""
     try:
         report = msgspec.json.decode(body, type=ExitReport)
     except UNREADABLE as fault:
@@ -117,10 +117,10 @@ def parse_exit(instance: str, body: bytes) -> Exited:
 
 
 def note_exit(control: Control[Any], exited: Exited, now_s: float) -> None:
-    """Tell the policy.
+    """Pass a report to the policy.
 
     Raises:
-        RequestError: there is no such instance, or no such start of it was up here.
+        RequestError: no such instance, or no such start of it was up here.
     """
     name, report = exited.instance, exited.report
     check_named(name, [known.id for known in control.instances.present()])

@@ -1,7 +1,7 @@
 """Watches the pods of `cluster.services` by the API of Kubernetes, through kubernetes-asyncio.
 
-A watch begins with a list, and begins again with one where it ends or fails; meanwhile the
-addresses stay. The client is imported where a service has pods: that takes a second.
+A watch begins with a list, and again after its end or failure; meanwhile the addresses stay. The
+client is imported only if a service has pods, because the import takes a second.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from kvrs.errors import ConfigError, MissingExtraError, check_extras
 
 log = logging.getLogger(__name__)
 
-_WATCH_S = 300  # Then the API ends a watch, and the next one begins with a list.
-_LATE_S = 30.0  # An API that is silent for longer than this is gone.
-_WAIT_S = (1.0, 30.0)  # After a failure: the first time, and at most.
-_CLUSTER_ENV = "KUBERNETES_SERVICE_HOST"  # In pods.
+_WATCH_S = 300  # Time after which the API ends a watch, and the next one begins with a list.
+_LATE_S = 30.0  # Silence after which the API counts as lost.
+_WAIT_S = (1.0, 30.0)  # First and longest pause after failures.
+_CLUSTER_ENV = "KUBERNETES_SERVICE_HOST"  # Environment variable that pods have.
 
 
 class PodsUnknownError(Exception):
@@ -31,7 +31,7 @@ class PodsUnknownError(Exception):
 
 
 class PodWatch:
-    """One service's pods, from a task until `close`. `changed` is set with each change."""
+    """Watch of one service's pods by a task, until `close`. `changed` is set at each change."""
 
     def __init__(self, service: ServiceSettings, changed: asyncio.Event) -> None:
         self._namespace, self._selector = service.namespace, service.pods
@@ -42,13 +42,13 @@ class PodWatch:
         self._task = asyncio.create_task(self._run())
 
     async def addresses(self, within_s: float) -> frozenset[str]:
-        """Those known now; the first list is waited for.
+        """Known addresses, after the first list.
 
         Raises:
-            PodsUnknownError: it has not come within this time.
+            PodsUnknownError: no list within this time.
         """
         if self._task.done():
-            self._task.result()  # A bug, which ends the caller too.
+            self._task.result()  # Raises a bug of the task.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._is_listed.wait()
@@ -117,7 +117,7 @@ class PodWatch:
 
 
 class PodWatches:
-    """The watches of all services that have pods, which may change at a reload."""
+    """Watches of all services with pods, which may change at a reload."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
@@ -132,11 +132,11 @@ class PodWatches:
             await self._watches.pop(service).close()
 
     async def addresses(self, service: ServiceSettings, within_s: float) -> frozenset[str]:
-        """Raises PodsUnknownError: the API has not answered within this time."""
+        """Addresses of a service's pods. Raises PodsUnknownError: no answer within this time."""
         return await self._watches[service].addresses(within_s)
 
     async def wait(self, within_s: float) -> None:
-        """Until pods come or go, or this time has passed."""
+        """Wait until pods come or go, at most this time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._changed.wait()
@@ -149,7 +149,7 @@ class PodWatches:
 
 
 def check_pods(services: Iterable[ServiceSettings]) -> None:
-    """Raises ConfigError: a service has pods, and their client is not installed."""
+    """Raises ConfigError: a service has pods, and the client is not installed."""
     if any(service.pods is not None for service in services):
         try:
             check_extras("kubernetes")
@@ -158,7 +158,7 @@ def check_pods(services: Iterable[ServiceSettings]) -> None:
 
 
 def _imported() -> Any:
-    """The parts of the client's package that are used here, under one name."""
+    """The used parts of the client's package, under one name."""
     from types import SimpleNamespace
 
     from kubernetes_asyncio import client, config
@@ -175,7 +175,7 @@ def _imported() -> Any:
 
 
 async def _api_client(client: Any) -> Any:
-    """By the pod's own account, or elsewhere by the file of KUBECONFIG."""
+    """Make a client with the pod's own account, or outside pods by the file of KUBECONFIG."""
     configuration = client.Configuration()
     if os.environ.get(_CLUSTER_ENV):
         client.load_incluster_config(client_configuration=configuration)

@@ -1,4 +1,4 @@
-"""Looks up names and pods of `cluster.services`, and has the fleet follow their addresses."""
+"""Look-up of names and pods of `cluster.services`, whose addresses the fleet follows."""
 
 import asyncio
 import logging
@@ -12,22 +12,22 @@ from kvrs.proxy.reload import Reloads
 
 log = logging.getLogger(__name__)
 
-LOOK_UP_S = 5.0  # Between look-ups, and the longest time that one is waited for.
+LOOK_UP_S = 5.0  # Interval of look-ups, and the time limit of each.
 
 
 class ServiceNames:
-    """A name that is not answered keeps its addresses. A change that cannot be carried out, since
-    it would take the last instance of a role that is up, or an instance of that id is still being
-    removed, is tried again with the next look-up.
+    """Follows the addresses of services. A name without an answer keeps its addresses. A change
+    that cannot be applied (it would remove the last live instance of a role, or an instance of that
+    id is still being removed) is tried again at the next look-up.
     """
 
     def __init__(self, reloads: Reloads) -> None:
         self._reloads = reloads
-        self._faults: dict[str, str] = {}  # That were logged, by service; "": of changes.
+        self._faults: dict[str, str] = {}  # Logged faults by service; "": faults of changes.
         self._pods = PodWatches()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Look up repeatedly until cancelled."""
         while True:
             await self._pods.wait(LOOK_UP_S)
             await self.look_up()
@@ -36,7 +36,7 @@ class ServiceNames:
         await self._pods.close()
 
     async def look_up(self) -> None:
-        """Once, and follow what is found."""
+        """Look up once, and follow the found addresses."""
         services = self._reloads.config.cluster.services
         if not (services or self._reloads.found):
             return
@@ -48,7 +48,7 @@ class ServiceNames:
             self._log("", await self._follow(wanted), "addresses not followed yet")
 
     async def _addresses(self, service: ServiceSettings) -> frozenset[str]:
-        """Empty: it has none now."""
+        """Addresses of a service; empty: none now."""
         fault: str | None = None
         found: frozenset[str] = frozenset()
         try:
@@ -65,7 +65,7 @@ class ServiceNames:
         return found
 
     async def _follow(self, wanted: Found) -> str | None:
-        """All at once, or else each change that can be carried out; why one cannot."""
+        """Apply all changes at once, or else each possible one; return why one is impossible."""
         if await self._take(wanted) is None:
             return None
         cause = None
@@ -74,7 +74,7 @@ class ServiceNames:
         return cause
 
     async def _take(self, found: Found) -> str | None:
-        """Why it cannot be."""
+        """Apply addresses; return why that is impossible."""
         try:
             await self._reloads.follow_services(found)
         except ConfigError as error:
@@ -82,7 +82,7 @@ class ServiceNames:
         return None
 
     def _log(self, name: str, cause: str | None, message: str) -> None:
-        """Once, while it stays the same."""
+        """Log a cause once while it stays the same."""
         if cause is None:
             self._faults.pop(name, None)
         elif self._faults.get(name) != cause:

@@ -1,4 +1,4 @@
-"""Carries requests for slots to agents, all of one turn of the event loop in one message."""
+"""Sender of slot requests to agents; requests of one turn of the event loop share a message."""
 
 import asyncio
 import logging
@@ -35,10 +35,11 @@ class SlotSender:
         self._has_asked = asyncio.Event()
 
     async def acquire(self, asked: SlotRequest) -> int:
-        """The slot's token; 0: the target's node has no agent, or none that answers.
+        """Acquire a slot and return its token; 0: the target's node has no answering agent.
 
         Raises:
-            SlotDeniedError: none is left, or this proxy has its share of them and no agent answers.
+            SlotDeniedError: no slot is left, or without an answering agent this proxy has its share
+                of them.
         """
         loop = asyncio.get_running_loop()
         outcome = self._slots.request(asked, loop.time())
@@ -52,7 +53,7 @@ class SlotSender:
         return outcome.token
 
     async def run(self) -> None:
-        """Send renewals until cancelled, while agents have been asked for slots."""
+        """Send renewals until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             if not self._slots.has_asked:
@@ -64,7 +65,7 @@ class SlotSender:
                 self._begin(self._send(agent, update))
 
     async def close(self) -> None:
-        """Send the last releases, as far as that takes no time."""
+        """Send the last releases without waiting for answers."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLOSE_TIMEOUT_S)
         for task in self._tasks:

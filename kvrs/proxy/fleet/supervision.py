@@ -1,4 +1,4 @@
-"""Tasks that are started again after a bug in one of them."""
+"""Restart of tasks after a bug."""
 
 import asyncio
 import logging
@@ -21,13 +21,13 @@ class TaskKind(StrEnum):
     LEASES = "leases"
     CHECKPOINT_LEASES = "checkpoint_leases"
     SLOTS = "slots"
-    FLEET = "fleet"  # Follows names and pods of services.
-    KEYS = "keys"  # Follows the file of API keys.
+    FLEET = "fleet"  # The task that follows names and pods of services.
+    KEYS = "keys"  # The task that follows the file of API keys.
     SELF_TESTS = "self_tests"
 
 
 async def observe_lag(observe: Callable[[float], None]) -> None:
-    """Observe how much later than asked for the event loop runs, until cancelled."""
+    """Observe the event loop's delay until cancelled."""
     clock = asyncio.get_running_loop().time
     while True:
         due_s = clock() + _LAG_INTERVAL_S
@@ -38,11 +38,11 @@ async def observe_lag(observe: Callable[[float], None]) -> None:
 async def keep_running(
     kind: TaskKind, work: Callable[[], Awaitable[None]], failed: Callable[[TaskKind], None]
 ) -> None:
-    """Run a task until it is cancelled. One bug costs no stream: it is logged and counted, and the
-    task begins anew.
+    """Run a task until it is cancelled. A bug costs no stream: it is logged and counted, and the
+    task is restarted.
 
     Raises:
-        Exception: that of the task, at its third failure within a minute.
+        Exception: the task's error, at its third failure within a minute.
     """
     clock = asyncio.get_running_loop().time
     failures: deque[float] = deque(maxlen=_MAX_FAILURES)

@@ -1,4 +1,4 @@
-"""The clients and streams for which a proxy's descriptors are enough."""
+"""The numbers of clients and streams for which a proxy's descriptors suffice."""
 
 import logging
 
@@ -11,25 +11,26 @@ from kvrs.process.descriptors import descriptors_left
 
 log = logging.getLogger(__name__)
 
-_PER_PROCESS = 3  # The watches of an instance or an agent, reports and heartbeats, and one call.
+# Connections per instance or agent: watches of reports and heartbeats, and a call.
+_PER_PROCESS = 3
 _PER_PEER = 8
 _GOSSIP = 18
 _MORE_CLIENTS = 64
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """Bounds that leave descriptors to requests that the proxy itself makes."""
+    """Bounds that leave descriptors for the proxy's own requests."""
 
-    settings: ProxySettings  # With no more streams than fit.
+    settings: ProxySettings  # The settings with at most as many streams as fit.
     clients: ConnectionLimits
-    others: ConnectionLimits  # Of the admin port, and of the port for other proxies.
+    others: ConnectionLimits  # Limits of the admin port, and of the port for other proxies.
 
 
 def capacity_of(config: Config) -> Capacity:
-    """The bounds of a proxy.
+    """Compute the bounds of a proxy.
 
-    Half of the descriptors is for clients. A quarter is for streams, each of which has one
-    request to an instance at a time; the rest is for connections that are kept for the next one.
+    Half of the descriptors are for clients. A quarter is for streams, each with one request to an
+    instance at a time; the rest is for connections kept for later requests.
     """
     settings = config.proxy
     left = descriptors_left(_own_descriptors(config))
@@ -38,9 +39,9 @@ def capacity_of(config: Config) -> Capacity:
         log.warning(
             "the limit of descriptors lowers proxy.max_streams", extra={"max_streams": streams}
         )
-    # More than there can be streams: the others are refused by name.
+    # More clients than streams: the excess is refused by name.
     clients = min(2 * settings.max_streams + _MORE_CLIENTS, left // 2)
-    # One address leaves some to the others; a gateway in front may be the only one.
+    # One address leaves some connections to others; a gateway may be the only address.
     return Capacity(
         settings.model_copy(update={"max_streams": streams}),
         ConnectionLimits(clients, max(1, clients * 3 // 4)),
@@ -49,7 +50,7 @@ def capacity_of(config: Config) -> Capacity:
 
 
 def _own_descriptors(config: Config) -> int:
-    """Those of connections that are there without clients."""
+    """Descriptors of connections that exist without clients."""
     processes = sum(1 for _ in config.cluster.instances())
     if config.agents_run:
         processes += len(config.cluster.nodes)

@@ -1,4 +1,4 @@
-"""The certificates of a proxy's ports, and those of its connections to the cluster."""
+"""Certificates of a proxy's ports, and of its connections to the cluster."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,7 +10,7 @@ from kvrs.net.tls import Certificates, load_certificates
 
 
 class TlsOfPorts(msgspec.Struct, frozen=True):
-    """By the key of the port; None: plain HTTP."""
+    """Certificates by the configuration key of the port; None: plain HTTP."""
 
     port: Certificates | None = None
     admin_port: Certificates | None = None
@@ -18,7 +18,7 @@ class TlsOfPorts(msgspec.Struct, frozen=True):
 
     @classmethod
     def load(cls, config: Config) -> "TlsOfPorts":
-        """Raises ConfigError: a file cannot be used."""
+        """Load all files. Raises ConfigError: a file cannot be used."""
         return cls(
             load_certificates("proxy.tls", config.proxy.tls),
             load_certificates("proxy.admin_tls", config.proxy.admin_tls),
@@ -35,10 +35,11 @@ class TlsOfPorts(msgspec.Struct, frozen=True):
         return (each for each in (self.port, self.admin_port, self.peer_port) if each is not None)
 
     def prepare(self, _: Config) -> Callable[[], None] | None:
-        """Load all files that have changed; what is returned puts them in use. None: none has.
+        """Load changed files, and return a function that puts them in use. None: no file has
+        changed.
 
         Raises:
-            ConfigError: with the faults of all files; nothing has changed.
+            ConfigError: with the faults of all files; nothing changes.
         """
         faults: list[str] = []
         changes: list[Callable[[], None]] = []

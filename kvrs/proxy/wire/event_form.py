@@ -1,9 +1,9 @@
-"""The usual form of an engine's events, in which the relay searches bytes, and the way into it.
+"""The usual form of an engine's events, which the relay searches as bytes, and conversion to it.
 
-In the usual form an event begins with its head (id, object, time of creation, model), its choices
-follow, every list of ids stands behind a comma, and there are no blanks. vLLM and engines of kvrs
-write nothing else, so that one comparison and one search are all that an event costs here. JSON of
-the same meaning in another form is decoded and written anew: once for each such event.
+In the usual form an event begins with its head (id, object, time of creation, model), followed by
+its choices; a comma precedes every list of ids, and there are no blanks. vLLM and kvrs's engines
+write only this form, so an event costs one comparison and one search here. Events in another form
+are decoded and encoded again.
 """
 
 from collections.abc import Sequence
@@ -26,24 +26,24 @@ from kvrs.proxy.wire.sse import (
 
 _HEAD = ("id", "object", "created", "model")
 _NEEDED = frozenset(("id", "created", "model"))
-# Others that are the same in all events, and may stand in the head as well.
+# Further fields that are equal in all events, and may stand in the head.
 _OF_THE_STREAM = frozenset((*_HEAD, "system_fingerprint", "service_tier"))
 _LISTS = ("prompt_token_ids", "token_ids")
-_IDS_END = b'token_ids"'  # Of the keys of both lists.
+_IDS_END = b'token_ids"'  # End of the keys of both lists.
 _KEYS = (b',"token_ids"', b',"prompt_token_ids"')
 _BLANKS = tuple(before + blank for before in (b"", b":") for blank in (b" ", b"\t", b"\n", b"\r"))
 
 
 class EventForm:
-    """The form of the events of one response."""
+    """The form of one response's events."""
 
     __slots__ = ("_head",)
 
     def __init__(self) -> None:
-        self._head = b""  # Of the first event, for all; empty: none has come.
+        self._head = b""  # Head of the first event, for all events; empty: no event yet.
 
     def usual(self, data: bytes) -> bytes:
-        """The event in the usual form; what is no event with choices, as it is."""
+        """The event in the usual form; data without choices stays unchanged."""
         if not self._head:
             self._head = _usual_head(data)
         at = len(self._head)
@@ -51,7 +51,7 @@ class EventForm:
         return data if has_head and _has_usual_ids(data) else self.rewritten(data)
 
     def rewritten(self, data: bytes) -> bytes:
-        """The event, decoded and written anew; what is no event with choices, as it is."""
+        """The event, decoded and encoded again; data without choices stays unchanged."""
         try:
             event = msgspec.json.decode(data)
         except UNREADABLE:
@@ -75,7 +75,7 @@ class EventForm:
 
 
 class LacksIdsError(UpstreamError):
-    """A stream came without a list of ids, which this name has."""
+    """A stream lacks a list of ids; the error has the list's name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"sent a stream without {name}")
@@ -83,10 +83,10 @@ class LacksIdsError(UpstreamError):
 
 
 def check_events(payloads: Sequence[bytes]) -> None:
-    """Read the events of one stream as a relay does.
+    """Check that a relay can read the events of a stream.
 
     Raises:
-        UpstreamError: a relay could not pass the stream on, or not continue it.
+        UpstreamError: a relay could not pass the stream on, or could not continue it.
     """
     form, has_begun, has_ids, is_finished = EventForm(), False, False, False
     for payload in payloads:
@@ -121,7 +121,7 @@ def check_events(payloads: Sequence[bytes]) -> None:
 
 
 def _usual_head(data: bytes) -> bytes:
-    """The head of an event in the usual form; empty: it has another form."""
+    """The head of an event in the usual form; empty: another form."""
     at = data.find(CHOICES) if data.startswith(b'{"id":') else -1
     try:
         head = msgspec.json.decode(data[:at] + b"}") if at > 0 else None
@@ -132,9 +132,8 @@ def _usual_head(data: bytes) -> bytes:
 
 
 def _has_usual_ids(data: bytes) -> bool:
-    """Every key of a list of ids, of which there may be none, has the form that is searched for. A
-    text may be of the same letters, and so may a token in log probabilities, whose value is a
-    number.
+    """Every key of a list of ids, if any, has the form that is searched for. A text may contain the
+    same letters, and so may a token in log probabilities, whose value is a number.
     """
     end = 0
     while (at := data.find(_IDS_END, end)) >= 0:
@@ -146,7 +145,7 @@ def _has_usual_ids(data: bytes) -> bool:
 
 
 def _ordered(choice: Any) -> Any:
-    """The choice with its index first and the lists of ids last."""
+    """The choice with its index first and its lists of ids last."""
     if not isinstance(choice, dict):
         return choice
     first = {"index": choice.pop("index")} if "index" in choice else {}

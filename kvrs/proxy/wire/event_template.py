@@ -1,9 +1,8 @@
-"""The usual token event of a stream: all of it but its text and its one id is as in others of its
-kind. Pure functions over bytes.
+"""Templates of a stream's token events, which differ only in their text and their one id. Pure
+functions over bytes.
 
-An event that fits a template is read without decoding it whole: two comparisons, one search, and
-the text as a JSON string of its own, whose characters are thereby counted. What does not fit to the
-byte is left to the exact reader.
+An event that fits a template needs no full decoding: two comparisons, one search, and decoding of
+its text, to count the characters. Any other event goes to the exact reader.
 """
 
 import re
@@ -16,36 +15,36 @@ from kvrs.proxy.wire.message_parts import all_parts
 from kvrs.proxy.wire.peer import UNREADABLE
 from kvrs.proxy.wire.sse import CHOICES, PROMPT_TOKEN_IDS, TOKEN_IDS, UNFINISHED
 
-# The first one of an event is the text that it adds, or one of two; what it means is tried out.
+# The first string of an event is its text, or one of its two texts; a trial shows which.
 _STRING = re.compile(
     rb'[{,]"(?:text|content|reasoning|reasoning_content|arguments)":"((?:[^"\\]|\\.)*)"'
 )
 _TEXT = msgspec.json.Decoder(str)
 _ZERO = ord("0")
-# They are put into a template to see what they mean there.
+# Text that is put into a template to see its meaning there.
 _TRIED_TEXT = b"of 17 characters."
 _TRIED_ID = b"12345"
 
 
 @lru_cache(maxsize=128)
 def shared(piece: bytes) -> bytes:
-    """One object for a piece of the events that most streams have in common."""
+    """Return one object for equal pieces of events, which most streams share."""
     return piece
 
 
 class _Kind(msgspec.Struct, frozen=True):
-    """The common part of the events of all streams of one kind, behind their heads."""
+    """Common part, behind the head, of the events of all streams of one kind."""
 
-    before: bytes  # Up to the text's first character.
-    between: bytes  # From the text's last quote to the id; empty: it has no text.
-    after: bytes  # From the end of the list of ids.
+    before: bytes  # Bytes up to the text's first character.
+    between: bytes  # Bytes from the text's last quote to the id; empty: no text.
+    after: bytes  # Bytes from the end of the list of ids.
 
 
 class EventTemplate:
-    """One kind of token event of one stream.
+    """A kind of token event of one stream.
 
-    `part` is the part of the message to which the text adds, by its name in `message_parts.py`;
-    None: an event of this kind has an id and no text, as tokens that a parser holds back.
+    `part` is the part of the message that the text adds to, by its name in `message_parts.py`;
+    None: the event has an id and no text, like tokens that a parser holds back.
     """
 
     __slots__ = ("_between_bytes", "_text_at", "after", "before", "between", "ids_bytes", "part")
@@ -55,21 +54,21 @@ class EventTemplate:
         self.between = kind.between
         self.after = kind.after
         self.part = part
-        # From the text's end to the ids' key.
+        # Bytes from the text's end to the ids' key.
         self.ids_bytes = len(kind.between) - len(TOKEN_IDS)
         self._text_at = len(self.before)
         self._between_bytes = len(kind.between)
 
     @classmethod
     def of(cls, data: bytes, head_bytes: int) -> "EventTemplate | None":
-        """The template of an event in the usual form (`event_form.py`), whose head is so long;
-        None: it is no plain token event.
+        """Make the template of an event in the usual form (`event_form.py`) with a head of
+        `head_bytes`; None: not a plain token event.
         """
         if (ids_at := data.find(TOKEN_IDS)) < 0 or (end := data.find(b"]", ids_at)) < 0:
             return None
         if not data.startswith(CHOICES, head_bytes) or data.rfind(UNFINISHED, 0, ids_at) < 0:
             return None
-        if PROMPT_TOKEN_IDS in data:  # Only the first event has them.
+        if PROMPT_TOKEN_IDS in data:  # Only the first event has prompt ids.
             return None
         id_at = ids_at + len(TOKEN_IDS)
         found = _STRING.search(data, head_bytes, ids_at)
@@ -78,33 +77,33 @@ class EventTemplate:
         return None if part is _NOT_PLAIN else cls(data[:head_bytes], kind, part or None)
 
     def read(self, data: bytes, at: int, end: int) -> tuple[int, int, int] | None:
-        """Read the event `data[at:end]`: its id, where its text ends, and how many characters that
-        has; None: it does not fit.
+        """Read the event `data[at:end]`: its id, the end of its text, and the number of characters;
+        None: the event does not fit.
         """
         if not (data.startswith(self.before, at) and data.endswith(self.after, at, end)):
             return None
-        # Within a JSON string every quote is escaped: no text has these bytes.
+        # Quotes are escaped within a JSON string, so no text contains these bytes.
         text_at = at + self._text_at
         text_end = data.find(self.between, text_at, end)
         digits = data[text_end + self._between_bytes : end - len(self.after)]
-        # JSON numbers that need no further check: natural, below 2^32.
+        # JSON numbers that need no further check: natural numbers below 2^32.
         if text_end < 0 or not digits.isdigit() or len(digits) > 9 or digits[0] == _ZERO:
             return None
         if self.part is None:
             return int(digits), text_end, 0
         try:
             text = _TEXT.decode(data[text_at - 1 : text_end + 1])
-        except UNREADABLE:  # Another field, a line's end, or no characters.
+        except UNREADABLE:  # Another field, a line end, or invalid characters.
             return None
         return int(digits), text_end, len(text)
 
 
-_NOT_PLAIN = "not plain"  # Instead of the name of a part.
+_NOT_PLAIN = "not plain"  # Replaces the name of a part.
 
 
 @lru_cache(maxsize=256)
 def _known(kind: _Kind) -> tuple[_Kind, str]:
-    """The kind as one object, and the part that texts add to: empty where it has no text."""
+    """The shared object of a kind, and the part that its texts add to; empty: no text."""
     if _tried(kind, b"") != []:
         return kind, _NOT_PLAIN
     if not kind.between:
@@ -116,7 +115,7 @@ def _known(kind: _Kind) -> tuple[_Kind, str]:
 
 
 def _tried(kind: _Kind, text: bytes) -> list[tuple[str, int]] | None:
-    """Decode an event with this text whole: what it adds; None: it is no plain token event."""
+    """Decode an event with this text; return what it adds. None: not a plain token event."""
     data = b"".join((b"{" + kind.before[1:], text, kind.between, _TRIED_ID, kind.after))
     try:
         choices = CHUNK.decode(data).choices or []

@@ -1,7 +1,7 @@
-"""One HTTP/1.1 response, read from the bytes of its connection as they come. No I/O.
+"""Parser of an HTTP/1.1 response from the bytes of its connection. No I/O.
 
-The head is parsed by aiohttp's parser. The body of a usual response, in plain chunks or of a given
-length, is found by offset; every other body is left to the same parser, to its end.
+aiohttp's parser parses the head. The body of a usual response, in plain chunks or with a length, is
+found by offset; the parser takes every other body.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _LAST_CHUNK = b"0\r\n\r\n"
 _CHUNK = re.compile(rb"([0-9a-fA-F]{1,7})\r\n")
 _BEGUN_CHUNK = re.compile(rb"[0-9a-fA-F]{0,7}\r?")
 _LENGTH = re.compile(r"[0-9]{1,15}")
-# The parser's buffer is emptied after every read, so that its limit is never reached.
+# The parser's buffer is emptied after every read, so it never reaches its limit.
 _UNLIMITED_BYTES = 1 << 30
 
 
@@ -47,20 +47,20 @@ class _Framing(Enum):
     HEAD = "head"
     CHUNKS = "chunks"
     LENGTH = "length"
-    PARSER = "parser"  # The parser takes the body.
+    PARSER = "parser"  # aiohttp's parser takes the body.
 
 
 class _UsualHead(msgspec.Struct, frozen=True):
-    """A head with a body in plain chunks, or of a given length."""
+    """A head with a body in plain chunks, or with a length."""
 
     status: int
     headers: Mapping[str, str]
     framing: _Framing
-    size_bytes: int  # Of the body; 0 in chunks.
+    size_bytes: int  # Size of the body; 0: in chunks.
     keeps_open: bool
 
 
-# Those of whole answers so far, by their bytes: an instance sends few different ones.
+# Known heads of answers by their bytes: an instance sends few different ones.
 _KNOWN_HEADS: dict[bytes, _UsualHead] = {}
 _MOST_KNOWN = 256
 _MOST_KNOWN_BYTES = 512
@@ -73,7 +73,7 @@ def _know(head: bytes, usual: _UsualHead) -> None:
 
 
 def _usual_head(message: RawResponseMessage) -> _UsualHead | None:
-    """None: the parser is to take the body."""
+    """The usual head of a message; None: the parser takes the body."""
     length = message.headers.get("Content-Length")
     if message.code < 200 or message.code in (204, 304):
         return None
@@ -89,27 +89,27 @@ def _usual_head(message: RawResponseMessage) -> _UsualHead | None:
 
 @dataclass(slots=True, eq=False)
 class HttpResponse:
-    """`status` is None until the head is complete; informational responses (1xx) are skipped. What
-    comes before a `fault` counts, wherever the bytes were cut; nothing counts after it.
+    """A response. `status` is None until the head is complete; informational responses (1xx) are
+    skipped. Data before a `fault` counts, wherever the bytes were cut; nothing after it counts.
     """
 
     loop: asyncio.AbstractEventLoop
     status: int | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)  # Of what is refused.
+    headers: Mapping[str, str] = field(default_factory=dict)  # Headers of a refusal.
     is_complete: bool = False
     fault: Fault | None = None
-    keeps_open: bool = False  # Its connection, once the response is complete.
+    keeps_open: bool = False  # The connection stays open after the response.
     _framing: _Framing = _Framing.HEAD
-    _left: int = 0  # Bytes of the body, or of the current chunk, that are still to come.
-    _is_closing: bool = False  # A chunk's bytes have come, the end of its line has not.
-    _rest: bytes = b""  # The last bytes, if they may be the beginning of a mark.
-    # None: none of its state is needed, because the head is known or the framing a usual one.
+    _left: int = 0  # Missing bytes of the body, or of the current chunk.
+    _is_closing: bool = False  # A chunk's bytes are complete, but not the end of its line.
+    _rest: bytes = b""  # Last bytes, if they may begin a mark.
+    # None: not needed, because the head is known or the framing usual.
     _parser: HttpResponseParser | None = None
     _payload: StreamReader | None = None
 
     @property
     def is_between_chunks(self) -> bool:
-        """The next byte is the first one of a chunk."""
+        """The next byte begins a chunk."""
         return (
             self._framing is _Framing.CHUNKS
             and not self._left
@@ -118,9 +118,9 @@ class HttpResponse:
         )
 
     def feed(self, data: bytes) -> bytes:
-        """The bytes of the body in `data`."""
+        """Take received bytes; return the part that belongs to the body."""
         if self._framing is _Framing.CHUNKS:
-            # The usual read: one chunk, and all of it.
+            # The usual read is one whole chunk.
             is_begun = self._left or self._rest or self._is_closing
             if not is_begun and (match := _CHUNK.match(data)) is not None:
                 start = match.end()
@@ -141,7 +141,7 @@ class HttpResponse:
         return self._feed_head(data)
 
     def feed_eof(self) -> None:
-        """The connection has ended."""
+        """Note the end of the connection."""
         if self.is_complete or self.fault is not None:
             return
         self.keeps_open = False
@@ -157,10 +157,10 @@ class HttpResponse:
         if not self.is_complete:
             self.fault = BrokenBody()
 
-    # The head.
+    # Reading of the head.
 
     def _feed_head(self, data: bytes) -> bytes:
-        """The parser gets the head to its last byte and nothing else, if its end is where it
+        """Give the parser the head up to its last byte and nothing else, if the end is where it
         usually is.
         """
         if is_first := self._parser is None:
@@ -189,7 +189,7 @@ class HttpResponse:
         try:
             messages, _, _ = self._parser.feed_data(head)
         except HttpProcessingError as error:
-            # Its other lines quote the bytes of this read.
+            # The message's other lines quote received bytes.
             self.fault = NotHttp(error.message.partition("\n")[0])
             return None
         for message, payload in messages:
@@ -210,11 +210,11 @@ class HttpResponse:
             return self._feed_length(data)
         return self._feed_chunks(data) if data else b""
 
-    # The body.
+    # Reading of the body.
 
     def _feed_length(self, data: bytes) -> bytes:
         if len(data) > self._left:
-            self.keeps_open = False  # More than was asked for.
+            self.keeps_open = False  # The server sent more than the response.
             data = data[: self._left]
         self._left -= len(data)
         self.is_complete = self._left == 0
@@ -249,9 +249,7 @@ class HttpResponse:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _feed_unusual(self, data: bytes) -> bytes:
-        """At the beginning of what is no usual chunk: the end, a part of a mark, or the parser's
-        affair.
-        """
+        """Handle the start of an unusual chunk: the end, a partial mark, or the parser's data."""
         if data == _LAST_CHUNK:
             self.is_complete = True
             self._framing = _Framing.PARSER
@@ -261,7 +259,7 @@ class HttpResponse:
             return b""
         self.keeps_open = False
         self._framing = _Framing.PARSER
-        # A new parser at the same place: behind a head, or behind a chunk, which is the same.
+        # Start a new parser at the same state: behind a head, which equals behind a chunk.
         self._parser = _new_parser(self.loop)
         ((_, self._payload),), _, _ = self._parser.feed_data(_HEAD_OF_CHUNKS)
         return self._feed_parser(data)
@@ -281,7 +279,7 @@ class HttpResponse:
             is_broken = True
         body = b"" if payload is EMPTY_PAYLOAD else payload.read_nowait()
         self.is_complete = payload.is_eof()
-        # After the last byte of the body, what follows does not count.
+        # Bytes behind the end of the body do not count.
         if is_broken and not self.is_complete:
             self._fail()
         return body
@@ -293,7 +291,7 @@ class HttpResponse:
 
 
 def end_of_chunk(data: bytes) -> int:
-    """Where the chunk at the beginning of `data` ends; 0: it is not whole, or no usual one."""
+    """End of the chunk at the start of `data`; 0: incomplete, or unusual."""
     match = _CHUNK.match(data)
     size = 0 if match is None else int(match[1], 16)
     if match is None or not size:

@@ -1,4 +1,4 @@
-"""The record of one stream: enough to continue it at any instance, and to end it without one.
+"""Journal of one stream: enough to continue the stream at any instance, and to end it without one.
 
 The journal is the reference for what the client has. Ids are appended in the same iteration of the
 event loop in which their bytes are written to the client's socket, so the two never differ.
@@ -21,73 +21,71 @@ from kvrs.protocol.token_ids import packed
 from kvrs.proxy.wire.prefix import prefix_of
 from kvrs.proxy.wire.requests import ParsedRequest, RequestContext
 
-# For the estimated length of a text prompt, until prefill has counted its tokens.
+# Estimates the length of a text prompt until prefill has counted its tokens.
 _BYTES_PER_TOKEN = 4
 
 
 @dataclass(slots=True, eq=False)
 class Journal:
-    """One stream: one choice of one request. (`owner_epoch`, `attempt`) is the only writer; attempt
-    0 while there is none.
+    """One stream: one choice of one request. Only (`owner_epoch`, `attempt`) writes it; attempt 0:
+    no writer.
     """
 
     stream: StreamId
     parsed: ParsedRequest
     arrived_s: float
-    seed: int | None = None  # What every attempt samples with; None: as greedy needs none.
-    wants_usage: bool = False  # Of several choices none does: theirs is counted together.
-    asks_usage: bool = False  # The client gets a usage, in its own events or with others.
-    facts: EngineFacts | None = None  # Of the one engine that has seen the whole stream.
-    # The server's own limit for a request that names none; None: the context, or it is not known.
+    seed: int | None = None  # Seed of every attempt's sampling; None: greedy needs none.
+    # The stream has a usage event. False for several choices, whose usage is counted together.
+    wants_usage: bool = False
+    asks_usage: bool = False  # The client gets a usage, of this stream or of several.
+    facts: EngineFacts | None = None  # Facts of the only engine, which has seen the whole stream.
+    # The server's own limit for a request without one; None: the context, or unknown.
     default_tokens: int | None = None
     prompt_ids: Sequence[int] | None = None  # None until an engine has tokenised the prompt.
-    # Tokens of the prompt found in a prefix cache by the first attempt that says so; None: none
-    # has.
+    # Prompt tokens from a prefix cache, by the first attempt that reports them; None: not reported.
     cached_tokens: int | None = None
     output_ids: "array[int]" = field(default_factory=partial(array, "I"))
     owner_epoch: int = (
-        0  # How often the stream has gone from one proxy, or one request of its client, to another.
+        0  # Number of moves of the stream between proxies, or between requests of its client.
     )
     attempt: int = 0
-    # The last attempt whose logits were no numbers; 0: none. Pages of the stream from before may
-    # be the cause, so none of them is looked up any more.
+    # Last attempt whose logits were not numbers; 0: none. Earlier pages of the stream may be the
+    # cause, so they are not looked up any more.
     spoilt_attempt: int = 0
     head: bytes | None = (
-        None  # `{"id":..,"created":..,"model":..` of the first event; every later one begins alike.
+        # `{"id":..,"created":..,"model":..` of the first event, with which every later event
+        # begins.
+        None
     )
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     usage_sent: bool = False
-    # Characters that the client has, counted once a plain engine has written some, since it is not
-    # known what such an engine holds back. None: exactly the text of `kvrs.text` for the output
-    # ids.
+    # Characters that the client has, counted once a plain engine has written some, because such an
+    # engine may hold text back. None: the text of `kvrs.text` for the output ids.
     text_sent: int | None = None
     deadlines: ev.Deadlines = ev.NO_DEADLINES
     request: RequestContext | None = None
-    tenant: str = ""  # Its mark; without API keys empty.
+    tenant: str = ""  # The tenant's mark; empty without API keys.
     name: str = ""  # As of `StreamJournal`.
-    # For a stream that can be resumed elsewhere: where the client stands after each event that it
-    # has not been given yet.
+    # For a resumable stream: the client's position after each event that is not yet passed on.
     marks: list[int] | None = None
-    kept: tuple[ev.Kept, ...] = ()  # Its holders, as the former owner knew them.
-    inexact: tuple[str, ...] = ()  # What cannot be continued exactly, should the stream be cut.
-    # What can be only by an engine that generates the output again, and how sure that is.
+    kept: tuple[ev.Kept, ...] = ()  # Holders of its KV, as known by the former owner.
+    inexact: tuple[str, ...] = ()  # Features that cannot be continued exactly if the stream is cut.
+    # Features that only a replay continues exactly, and how certain a replay is.
     replayed: tuple[str, ...] = ()
     replays: Replays = Replays.NOWHERE
     is_predictable: bool = True  # As of `StreamJournal`.
-    is_strict: bool = False  # Nothing is continued inexactly: `proxy.inexact` is `refuse`.
-    # The head of the response went out without the mark that a continuation might be inexact; None:
-    # it is not out.
+    is_strict: bool = False  # Inexact continuations are forbidden: `proxy.inexact` is `refuse`.
+    # The response's head was sent without the mark of possible inexactness; None: not sent yet.
     is_promised: bool | None = None
-    # Engines get the ids of a chat's messages, and not these; its events are made here.
+    # Engines get a chat's messages as ids, and the proxy makes its events.
     is_rendered: bool = False
-    # Its engine has sent text without ids (vLLM with `include_reasoning: false`): the client gets
-    # that, and no other attempt can follow it.
+    # The engine has sent text without ids (vLLM with `include_reasoning: false`): the client gets
+    # the text, and no other attempt can follow.
     lacks_ids: bool = False
-    counted: Usage | None = None  # By the engine, of such a stream.
-    textual: int = 0  # Events of such a stream, which have no ids to count.
-    # Characters that the client has of a message that the engine has parsed, by part of it, beside
-    # its text.
+    counted: Usage | None = None  # Usage by the engine of a stream without ids.
+    textual: int = 0  # Number of events of a stream without ids.
+    # Characters that the client has of a parsed message, by part of the message, beside its text.
     parsed_sent: Counter[str] | None = None
     first_write_s: float | None = None
     last_write_s: float | None = None
@@ -95,22 +93,22 @@ class Journal:
 
     @property
     def seed_is_needed(self) -> bool:
-        """An engine that does not continue sampling by itself gets the seed: the client's own
-        always, one of this proxy only where it makes the continuation exact. Others draw at random,
-        since with the seed they would draw the same numbers again after a cut.
+        """The engine needs the seed if it does not continue sampling itself: the client's seed
+        always, the proxy's only if it makes the continuation exact. Otherwise engines draw at
+        random, because a seed would repeat the same numbers after a cut.
         """
         return self.parsed.request.seed is not None or "temperature" not in self.inexact
 
     @property
     def inexact_elsewhere(self) -> tuple[str, ...]:
-        """Features that cannot be continued exactly at another proxy, which does not know how much
-        of a parsed message the client has.
+        """Features that another proxy cannot continue exactly, because it does not know how much of
+        a parsed message the client has.
         """
         return (*self.inexact, *(each for each in self.replayed if each not in self.inexact))
 
     def commit_head(self) -> None:
-        """The head of the response is about to be written, if it is not: what it says of the stream
-        holds from now on. A whole answer has its head at its end.
+        """Note that the response's head is about to be written: its statements hold from now on. A
+        whole answer has its head at its end.
         """
         if self.is_promised is None and self.parsed.request.stream:
             self.is_promised = not self.inexact
@@ -133,12 +131,14 @@ class Journal:
                 self.inexact = (*self.inexact, "token_ids")
 
     def cannot_replay(self) -> None:
-        """It goes on in another way, for good: what comes then is no output of its request."""
+        """Note a continuation without replay: further output does not belong to the original
+        request.
+        """
         self.inexact, self.replayed = self.inexact_elsewhere, ()
 
     @property
     def prefix(self) -> Prefix:
-        """The blocks of the prompt, which all choices of a request share."""
+        """Blocks of the prompt, which all choices of a request share."""
         if self.parsed.prefix is None:
             media = not self.is_predictable
             self.parsed.prefix = prefix_of(self.parsed, has_media=media)
@@ -150,13 +150,13 @@ class Journal:
 
     @property
     def resumable(self) -> bool:
-        """The client may go on with the stream at another proxy."""
+        """The client may continue the stream at another proxy."""
         return self.marks is not None and not self.finished
 
     @property
     def holds_text_back(self) -> bool:
-        """The engine holds back the last characters, in which a stop string may begin. One that
-        makes tokens again after others divides the text among its events in another way.
+        """The engine holds back last characters that may begin a stop string. An engine that
+        replays output divides the text differently among its events.
         """
         stops = self.parsed.request.stop_strings
         return self.text_sent is not None and any(len(stop) > 1 for stop in stops)
@@ -167,18 +167,18 @@ class Journal:
 
     @property
     def max_tokens(self) -> int | None:
-        """None: as many as the engine has room for."""
+        """Output limit; None: as many as the engine has room for."""
         return self.parsed.request.max_tokens
 
     @property
     def prompt(self) -> "array[int] | None":
-        """To be read only; None while it is not tokenised."""
+        """Ids of the prompt, read-only; None: not tokenised yet."""
         ids = self.prompt_ids
         return ids if ids is None or isinstance(ids, array) else packed(ids)
 
     @property
     def history(self) -> "array[int] | None":
-        """Prompt and all output so far, to be read only; None while the prompt is not tokenised."""
+        """Ids of the prompt and all output, read-only; None: prompt not tokenised yet."""
         prompt = self.prompt_ids
         if prompt is None:
             return None
@@ -192,33 +192,32 @@ class Journal:
 
     @property
     def remaining_tokens(self) -> int | None:
-        """How many more the client wants; None: as many as the engine has room for."""
+        """Tokens that the client still wants; None: as many as the engine has room for."""
         return None if self.max_tokens is None else self.max_tokens - len(self.output_ids)
 
     @property
     def default_left(self) -> int | None:
-        """How many more tokens the server's own limit allows, which counts from the beginning of
-        the output; None: there is none. A stream that has reached it and goes on is of a server
-        that does not have it.
+        """Tokens left within the server's own limit, which counts from the start of the output;
+        None: no limit. A stream that continues beyond it is at a server without the limit.
         """
         left = 0 if self.default_tokens is None else self.default_tokens - len(self.output_ids)
         return left if left > 0 and self.max_tokens is None else None
 
     @property
     def token_interval_s(self) -> float | None:
-        """Mean time between two tokens of the stream; None: it has fewer than two."""
+        """Mean time between two tokens; None: fewer than two tokens."""
         return mean_interval_s(self.first_write_s, self.last_write_s, len(self.output_ids))
 
     @property
     def seq(self) -> int:
-        """The position of the stream: its output tokens, then its finish and its usage as one step
-        each. Where tokens have no ids, events count.
+        """Position of the stream: its output tokens, then its finish and its usage as one step
+        each. Events count if tokens have no ids.
         """
         return len(self.output_ids) + self.textual + self.finished + self.usage_sent
 
     @property
     def finished(self) -> bool:
-        """The client has all text, so that only the formal end can be missing.
+        """The client has all text, so only the formal end can be missing.
 
         max_tokens ids are not enough: an engine may hold text back after its last id.
         """
@@ -232,7 +231,7 @@ class Journal:
 
     @property
     def usage_so_far(self) -> Usage:
-        """Usage in events within the stream: cached tokens are counted at its end."""
+        """Usage in events within the stream, without cached tokens, which the end counts."""
         return usage_of(self.prompt_tokens, len(self.output_ids), None)
 
     def wrote(self, now_s: float) -> None:
@@ -244,7 +243,7 @@ class Journal:
         self.last_write_s = now_s
 
     def missing_end(self) -> list[bytes]:
-        """The events that a complete stream still lacks; they count as sent afterwards."""
+        """Events that a complete stream still lacks; they count as sent afterwards."""
         assert self.finished
         assert self.head is not None
         if not self.wants_usage or self.usage_sent:

@@ -1,4 +1,4 @@
-"""The lines of a response that goes on, as they come: reports of a process."""
+"""Lines of a long response, such as reports of a process, as they arrive."""
 
 import asyncio
 from collections import deque
@@ -11,10 +11,10 @@ from kvrs.proxy.wire.upstream import Flow, Need, Upstream
 
 
 class Lines(AsyncIterator[bytes]):
-    """The lines of one answer, which one task reads as they come.
+    """Lines of one answer, read by one task as they arrive.
 
     Raises:
-        UpstreamError: the connection has ended, or never brought lines.
+        UpstreamError: the connection has ended, or brought no lines.
     """
 
     shortcut = None
@@ -37,13 +37,13 @@ class Lines(AsyncIterator[bytes]):
         return Need.MORE
 
     def until(self, ended: Awaitable[Need]) -> None:
-        """The call of these lines runs until then."""
+        """Wait for the end of the call, and then end the lines."""
         self._ended = cast("asyncio.Future[Need]", ended)
         self._ended.add_done_callback(self._wake)
 
     def _wake(self, ended: asyncio.Future[Need] | None = None) -> None:
         if ended is not None and not ended.cancelled():
-            ended.exception()  # asyncio logs an error that no reader has fetched.
+            ended.exception()  # Mark the error as retrieved, so that asyncio does not log it.
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 

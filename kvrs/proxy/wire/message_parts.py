@@ -1,4 +1,4 @@
-"""The parts of a message that one event adds to, and how many characters of each."""
+"""Parts of a message that an event adds to, and the characters added to each."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ class _Function(msgspec.Struct, gc=False):
 
 
 class _Call(msgspec.Struct, gc=False):
-    """A part of a tool call. Its id comes with its name."""
+    """A part of a tool call. Its id arrives with its name."""
 
     index: int = 0
     function: _Function = msgspec.field(default_factory=_Function)
@@ -26,7 +26,7 @@ _CALL = msgspec.json.Decoder(_Call)
 
 
 def parsed_parts(choice: ReceivedChoice) -> Iterator[tuple[str, int]]:
-    """The parts beside its text.
+    """Yield the parts beside the choice's text.
 
     Raises:
         msgspec.DecodeError: a tool call has another form.
@@ -41,7 +41,7 @@ def parsed_parts(choice: ReceivedChoice) -> Iterator[tuple[str, int]]:
 
 
 def all_parts(choice: ReceivedChoice) -> Iterator[tuple[str, int]]:
-    """Its text, and the parts beside it; raises as `parsed_parts`."""
+    """Yield the choice's text and the parts beside it; raises like `parsed_parts`."""
     yield TEXT, len(choice.plain_text)
     yield from parsed_parts(choice)
 

@@ -1,5 +1,5 @@
-"""The blocks of a client's prompt, by which the core finds prompts that begin alike
-(`kvrs/core/model/prefixes.py`). They are hashes of the bytes as they came: nothing is decoded.
+"""Block hashes of a client's prompt, by which the core finds prompts with a common beginning
+(`kvrs/core/model/prefixes.py`). The bytes are hashed as received, without decoding.
 """
 
 import re
@@ -10,7 +10,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 from kvrs.core.model.prefixes import NO_PREFIX, Prefix, chain
 from kvrs.proxy.wire.requests import ParsedRequest
 
-# Fields on which the KV of every token depends. The salt is that of the tenant and the adapter.
+# Fields on which every token's KV depends. The salt is that of the tenant and the adapter.
 _OF_ALL = (
     *("model", "cache_salt", "chat_template", "chat_template_kwargs", "reasoning_effort"),
     *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
@@ -18,16 +18,16 @@ _OF_ALL = (
 )
 # Chat templates write tools and documents before the messages.
 _TEXTS = ("tools", "documents", "messages", "prompt")
-# A picture or a sound in the text of a request has as many bytes as a book, and few tokens.
+# A picture or sound in the body: as many bytes as a book, but few tokens.
 _BLOB = re.compile(rb'"(?:data:[\w.+/;=-]*,)?[A-Za-z0-9+/=_-]{512,}"')
 
 
 def prefix_of(parsed: ParsedRequest, *, has_media: bool = False) -> Prefix:
-    """The chain of a prompt; none where no cache is read for it. O(bytes). `has_media`: a message
-    may hold more than text.
+    """The hash chain of a prompt; empty if no cache is read for it. O(bytes). `has_media`: a
+    message may hold more than text.
     """
     fields = dict(parsed.fields.items())
-    # Engines answer these without their prefix caches.
+    # Engines bypass their prefix caches for these.
     if parsed.echo or "prompt_logprobs" in fields:
         return NO_PREFIX
     kinds = [parsed.endpoint.object, *map(fields.get, _OF_ALL, repeat(b""))]

@@ -1,5 +1,5 @@
-"""The two endpoints of the OpenAI API, a client's request at one of them with its context in the
-cluster (its id and trace), and what it holds of the memory for bodies and of its tenant's streams.
+"""The two endpoints of the OpenAI API; a client's request with its id and trace; and the request's
+share of the memory for bodies and of its tenant's streams.
 """
 
 from array import array
@@ -36,7 +36,7 @@ from kvrs.text.output import TextDelta
 
 _BYTES_PER_ID = 4
 
-# The list of requests that are admitted, whose own lists are in their fields.
+# Replaces the lists of admitted requests, which remain in their fields.
 _NO_IDS: list[int] = []
 _NO_WORDS: list[str] = []
 _NO_BIASES: dict[int, float] = {}
@@ -50,11 +50,11 @@ REQUEST_ID = "X-Request-Id"
 
 class RequestContext(msgspec.Struct, eq=False):
     id: str
-    traceparent: str | None = None  # Of the client, or of the span that it has here.
-    trace: Any = None  # Its RequestTrace (kvrs/proxy/streams/spans.py), if it has one.
+    traceparent: str | None = None  # Trace parent of the client, or of the request's own span.
+    trace: Any = None  # RequestTrace (kvrs/proxy/streams/spans.py), if traced.
 
 
-# The context of the request that the running task works on.
+# Context of the running task's request.
 CURRENT: ContextVar[RequestContext | None] = ContextVar("CURRENT", default=None)
 
 
@@ -77,11 +77,11 @@ class Endpoint(msgspec.Struct, frozen=True):
         usage: Usage | Mapping[str, Any] | None = None,
         beside: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """An event with a stream's head, with its keys in the order of the embedded engine;
-        `beside`: further fields.
+        """Make an event with a stream's head and its keys in the embedded engine's order; `beside`:
+        further fields.
         """
         parts = [head, b',"choices":', msgspec.json.encode(choices)]
-        # The head of other engines contains the object.
+        # Other engines have the object in the head.
         if b',"object":"' not in head:
             parts.append(b',"object":"' + self.object + b'"')
         if usage is not None:
@@ -106,7 +106,7 @@ CHAT = Endpoint(
 
 
 class ByteBudget:
-    """Bytes of all requests that are open. No body is longer than `max_body_bytes`."""
+    """Budget of bytes for all open requests. No body is longer than `max_body_bytes`."""
 
     def __init__(self, total_bytes: int, max_body_bytes: int) -> None:
         self.held_bytes = 0
@@ -115,8 +115,8 @@ class ByteBudget:
 
 
 class RequestUsage(msgspec.Struct, eq=False):
-    """Bytes of the budget, and streams of its tenant's limit, that one request holds until its
-    block is left. `meter`: of the tenant; None: it has no limit.
+    """Bytes of the budget and streams of the tenant's limit that one request holds until its block
+    ends. `meter`: the tenant's; None: no limit.
     """
 
     budget: ByteBudget
@@ -132,17 +132,17 @@ class RequestUsage(msgspec.Struct, eq=False):
         self.end()
 
     def end(self) -> None:
-        """Give all of it back."""
+        """Return everything."""
         self.budget.held_bytes -= self.size_bytes
         self.size_bytes, self.is_over = 0, True
         if self.meter is not None:
             self.meter.give(self.streams)
 
     def allow(self, size_bytes: int) -> None:
-        """Check that the body may have this size now.
+        """Check that a body of this size is allowed now.
 
         Raises:
-            RequestError: it is too long, or there is no room for it.
+            RequestError: too long, or no room.
         """
         budget = self.budget
         if size_bytes > budget.max_body_bytes:
@@ -158,7 +158,7 @@ class RequestUsage(msgspec.Struct, eq=False):
             )
 
     def take(self, size_bytes: int) -> None:
-        """Hold a body of this size; raises RequestError: as `allow`."""
+        """Hold a body of this size. Raises RequestError, like `allow`."""
         budget = self.budget
         if (
             size_bytes > budget.max_body_bytes
@@ -169,7 +169,7 @@ class RequestUsage(msgspec.Struct, eq=False):
         self.size_bytes = size_bytes
 
     def open(self, streams: int) -> None:
-        """Take streams of the tenant's limit; raises RequestError: there are none left."""
+        """Take streams of the tenant's limit. Raises RequestError: none are left."""
         if self.meter is None:
             return
         if not self.meter.take(streams):
@@ -185,7 +185,7 @@ class RequestUsage(msgspec.Struct, eq=False):
 
 @dataclass(slots=True, eq=False)
 class PackedFields(Mapping[str, msgspec.Raw]):
-    """Fields as one JSON object, where each by itself would take two objects."""
+    """Fields stored as one JSON object, where a mapping would have two objects per field."""
 
     text: bytes
 
@@ -206,30 +206,31 @@ class PackedFields(Mapping[str, msgspec.Raw]):
 
 
 class ParsedRequest(msgspec.Struct, eq=False):
-    """A client's request, and undecoded those of its fields that engines get, which lie in the
-    body. Of several prompts each has its own, of which the first is the request.
+    """A client's request, and the undecoded fields for engines, which lie in the body. Of several
+    prompts, each has a request of its own; the first is this one.
     """
 
     endpoint: Endpoint
     request: CompletionRequest | ChatRequest
     fields: Mapping[str, msgspec.Raw]
     size_bytes: int
-    prompt_ids: "array[int] | None" = None  # None until the client or an engine has given them.
-    more: "tuple[ParsedRequest, ...]" = ()  # Those of the prompts behind the first one.
-    held: RequestUsage | None = None  # Follows what is kept.
-    counted_bytes: int = 0  # What is kept, as far as the budget knows.
-    fields_bytes: int = 0  # Of the values in `fields`, or more.
-    is_packed: bool = False  # What is kept is no more than is needed.
+    # Ids of the prompt; None until the client or an engine gives them.
+    prompt_ids: "array[int] | None" = None
+    more: "tuple[ParsedRequest, ...]" = ()  # Requests of the prompts behind the first.
+    held: RequestUsage | None = None  # Budget that follows the kept size.
+    counted_bytes: int = 0  # Kept size as counted in the budget.
+    fields_bytes: int = 0  # Upper bound of the size of the values in `fields`.
+    is_packed: bool = False  # Everything unneeded has been dropped.
     echo: bool = False
-    prefix: Prefix | None = None  # Of the prompt, once it was asked for.
+    prefix: Prefix | None = None  # Block hashes of the prompt, once computed.
 
     @property
     def prompts(self) -> "tuple[ParsedRequest, ...]":
         return self, *self.more
 
     def tokenised(self, ids: "array[int]") -> "array[int]":
-        """The ids of the prompt, once for all choices. Of a completion they take the place of the
-        text, which is kept until `pack`.
+        """Set the prompt's ids, once for all choices. In a completion they replace the text, which
+        is kept until `pack`.
         """
         if self.prompt_ids is None:
             self.prompt_ids = ids
@@ -237,14 +238,14 @@ class ParsedRequest(msgspec.Struct, eq=False):
         return self.prompt_ids if self.prompt_ids == ids else ids
 
     def pack(self) -> None:
-        """Keep no text of a prompt that is tokenised: the next call is made already."""
+        """Drop the text of a tokenised prompt: the next call is already made."""
         if self.is_packed or self.prompt_ids is None:
             return
         self.is_packed = True
         if isinstance(self.request, CompletionRequest) and self.request.n == 1:
             self._drop_prompt()
         held = self.held
-        if held is not None and not held.is_over:  # The budget follows what is kept.
+        if held is not None and not held.is_over:  # The budget follows the kept size.
             grown_bytes = self.fields_bytes + _BYTES_PER_ID * len(self.prompt_ids)
             grown_bytes -= self.counted_bytes
             self.counted_bytes += grown_bytes
@@ -252,11 +253,11 @@ class ParsedRequest(msgspec.Struct, eq=False):
             held.budget.held_bytes += grown_bytes
 
     def hold(self, held: RequestUsage) -> None:
-        """Keep no more of the body than is needed, and have the budget follow that."""
+        """Drop unneeded parts of the body, and let the budget follow."""
         kept_bytes = 0
         for one in (self, *self.more):
             one.held, request = held, one.request
-            # What was decoded to be checked is in `fields` as well.
+            # Decoded lists are also in `fields`.
             request.stop_token_ids, request.bad_words = _NO_IDS, _NO_WORDS
             request.response_format = _NO_FORMAT
             request.allowed_token_ids, request.logit_bias = None, _NO_BIASES
@@ -274,7 +275,7 @@ class ParsedRequest(msgspec.Struct, eq=False):
         held.size_bytes = kept_bytes
 
     def _drop_prompt(self) -> None:
-        # The others are copied: one that lies in the body keeps all of it.
+        # The remaining values are copied: a slice of the body would keep the whole body.
         others = dict(self.fields.items())
         others.pop("prompt", None)
         self.fields = PackedFields(msgspec.json.encode(others))
@@ -302,7 +303,7 @@ def read(
 
 
 def _with_prompt(first: ParsedRequest, prompt: msgspec.Raw) -> ParsedRequest:
-    """The request of one of the prompts behind the first one."""
+    """The request of a prompt behind the first."""
     given, fields = read_prompt(prompt), dict(first.fields) | {"prompt": prompt}
     size_bytes = first.size_bytes - len(first.fields["prompt"]) + len(prompt)
     return replace(
@@ -320,13 +321,13 @@ def _given_ids(ids: list[int], fields: Mapping[str, msgspec.Raw]) -> "array[int]
         given = packed(ids)
     except ValueError:
         raise RequestError("token ids must be below 2^32", param="prompt") from None
-    # Which ids are left of those that are truncated, the engine reports.
+    # The engine reports which ids a truncation leaves.
     return None if "truncate_prompt_tokens" in fields else given
 
 
 def salted(parsed: ParsedRequest, secret: TenantSecret | None, adapter: str = "") -> ParsedRequest:
-    """The request with the salt of its adapter and of its tenant, so that neither another adapter
-    nor another tenant finds its pages in a cache.
+    """The request with the salt of its adapter and tenant, so that no other adapter or tenant finds
+    its pages in a cache.
     """
     if secret is None and not adapter:
         return parsed

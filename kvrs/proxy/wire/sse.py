@@ -1,8 +1,8 @@
-"""Server-sent events as bytes: split and trimmed by offset, never re-encoded.
+"""Server-sent events as bytes, split and trimmed by offset without re-encoding.
 
 A plain byte search is enough: inside a JSON string every quote is escaped, so the bytes `,"name":[`
 with unescaped quotes can only be a key of an object. This holds for compact JSON, as engines write
-it; events of another form are given that one first (`event_form.py`).
+it; other events are converted first (`event_form.py`).
 """
 
 import re
@@ -16,21 +16,21 @@ from kvrs.protocol.instance import TokenId
 from kvrs.protocol.openai.chunks import Usage
 from kvrs.protocol.token_ids import packed
 
-# The first event of a plain engine holds the ids of the whole prompt, of up to 7 bytes each: two
-# million ids fit.
+# The first event of a plain engine holds the ids of the whole prompt, with up to 7 bytes each: room
+# for two million ids.
 MAX_EVENT_BYTES = 16 << 20
 
 TOKEN_IDS = b',"token_ids":['
 PROMPT_TOKEN_IDS = b',"prompt_token_ids":['
-# The first match is the choice's own index, where that stands before a tool call's. In a text its
-# quotes are escaped.
+# The first match is the choice's own index, if that precedes a tool call's. Quotes in texts are
+# escaped.
 _INDEX = re.compile(rb'(?<=[{,]"index":)0')
 _INDEX_FIRST = b'{"index":'
 _TOOL_CALLS = b'"tool_calls"'
 UNFINISHED = b',"finish_reason":null'
 CHOICES = b',"choices":['
 _IDS = msgspec.json.Decoder(list[TokenId])
-# Lines may end with CR alone; CRLF is one end.
+# Lines may end with CR alone; CRLF is one line end.
 _BOUNDARY = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _BOM = b"\xef\xbb\xbf"
@@ -41,11 +41,11 @@ class EventSplitter:
     """Splits a byte stream, in chunks of any size, into the payloads of its `data:` events."""
 
     max_event_bytes: int = MAX_EVENT_BYTES
-    rest: bytes = b""  # Of an event whose end has not come.
-    has_begun: bool = False  # A byte order mark may come before.
+    rest: bytes = b""  # Bytes of an incomplete event.
+    has_begun: bool = False  # A byte order mark may come first.
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The payloads that `chunk` completes.
+        """Payloads of the events that `chunk` completes.
 
         Raises:
             UpstreamError: an event exceeds the limit.
@@ -57,7 +57,7 @@ class EventSplitter:
             and chunk.find(b"\n") == len(chunk) - 2
             and chunk.endswith(b"}\n\n")
         ):
-            return [chunk[6:-2]]  # The usual read: one event, and all of it.
+            return [chunk[6:-2]]  # The usual read is one whole event.
         if not self.has_begun:
             if len(chunk) < len(_BOM) and _BOM.startswith(chunk):
                 self.rest = chunk
@@ -75,18 +75,18 @@ class EventSplitter:
 
 
 def _payload(part: bytes) -> bytes | None:
-    """The data of an event; None: it is a comment, or empty."""
+    """Data of an event; None: a comment, or empty."""
     if b"\n" not in part and b"\r" not in part:
         return part[5:].strip() if part.startswith(b"data:") else None
-    # Beside its data it has a name, an id or a comment, or blank lines before it.
+    # The event also has a name, an id, a comment, or blank lines before it.
     lines = [line[5:].strip() for line in _LINE_END.split(part) if line.startswith(b"data:")]
-    # A line's end within JSON is white space.
+    # Line ends within JSON are white space.
     return b" ".join(lines) if lines else None
 
 
 def next_token_ids(data: bytes) -> tuple[list[int], bytes] | None:
-    """The ids of a plain token event, and the event without them; None for every rarer kind (no
-    ids, a finish, usage, an error).
+    """Ids of a plain token event, and the event without them; None for rarer kinds (no ids, a
+    finish, usage, an error).
     """
     at = data.find(TOKEN_IDS)
     if at < 0 or data.rfind(UNFINISHED, 0, at) < 0:
@@ -95,7 +95,7 @@ def next_token_ids(data: bytes) -> tuple[list[int], bytes] | None:
     try:
         end = data.index(b"]", start) + 1
         ids = _IDS.decode(data[start:end])
-    except ValueError:  # msgspec's errors are ValueErrors too.
+    except ValueError:  # Includes msgspec's errors.
         raise UpstreamError("sent token ids that are not a list of integers") from None
     return (ids, data[:at] + data[end:]) if ids else None
 
@@ -112,7 +112,7 @@ def cut_list(data: bytes, key: bytes) -> bytes:
 
 
 def prompt_ids_of(data: bytes) -> "array[int]":
-    """The prompt's ids in a stream's first event."""
+    """Prompt ids in a stream's first event."""
     at = data.find(PROMPT_TOKEN_IDS)
     if at < 0:
         raise UpstreamError(
@@ -126,7 +126,7 @@ def prompt_ids_of(data: bytes) -> "array[int]":
 
 
 def head_of(data: bytes) -> bytes:
-    """The part of an event before its choices: id, time of creation, model."""
+    """Part of an event before its choices: id, time of creation, model."""
     at = data.find(CHOICES)
     if at < 0:
         raise UpstreamError("sent an event without choices")
@@ -134,7 +134,7 @@ def head_of(data: bytes) -> bytes:
 
 
 def with_usage(data: bytes, usage: Usage) -> bytes:
-    """An event with token counts at its end, in place of any that the engine gives."""
+    """The event with these token counts at its end, replacing the engine's."""
     if b',"usage":' in data:
         event = msgspec.json.decode(data)
         event.pop("usage", None)
@@ -143,14 +143,16 @@ def with_usage(data: bytes, usage: Usage) -> bytes:
 
 
 def number_choice(data: bytes, index: int) -> bytes:
-    """The event `data` without its head, whose one choice has the index 0, with another index."""
+    """The event `data` without its head, with another index of its one choice, which has the index
+    0.
+    """
     if index == 0:
         return data
     if data.startswith(_INDEX_FIRST, data.find(b"{")) or _TOOL_CALLS not in data:
         numbered, count = _INDEX.subn(b"%d" % index, data, count=1)
         if count:
             return numbered
-    # A tool call may have its own index before that, or there are blanks.
+    # A tool call's index may come first, or there are blanks.
     if (at := data.find(CHOICES)) < 0:
         raise UpstreamError("sent an event without choices")
     match event := msgspec.json.decode(b"{" + data[at + 1 :]):

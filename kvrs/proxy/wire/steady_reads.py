@@ -1,10 +1,10 @@
-"""Reads of many streams in one turn of the event loop, so that their tokens share its wake-up.
+"""Shared reads of many streams in one turn of the event loop, so that their tokens share its
+wake-up.
 
-Connections over which tokens come steadily lie in an epoll of their own, below that of the event
-loop, as `proxy.coalesce_ms` says. While tokens are far apart it wakes the loop as any connection
-does. Once two wake-ups follow each other closely, the loop looks at it once a tick instead: a token
-waits for half a tick on average, and so does the end of its stream. Requests and first tokens never
-wait.
+With `proxy.coalesce_ms`, connections with steady tokens are registered in an epoll of their own,
+nested in the event loop's. While tokens are far apart the epoll wakes the loop like any connection.
+Once two wake-ups are close together, the loop reads it once per tick instead: a token, or a
+stream's end, waits half a tick on average. Requests and first tokens never wait.
 """
 
 import asyncio
@@ -13,16 +13,16 @@ from contextlib import suppress
 from typing import Protocol
 
 _MOST_AT_ONCE = 1024
-# So few streams share no wake-up, and each read costs a little more here than on the loop itself.
+# Fewer streams share no wake-up, and each read costs a little more here than on the loop.
 LEAST_STREAMS = 16
 
 
 class SteadySource(Protocol):
     def read(self) -> None:
-        """Take the next bytes, or the end, which have come."""
+        """Read received bytes, or the end."""
 
     def end_steady(self) -> None:
-        """Call `SteadyReads.end`, and be read by the event loop from then on."""
+        """Call `SteadyReads.end`, and let the event loop read from then on."""
 
 
 class SteadyReads:
@@ -32,16 +32,16 @@ class SteadyReads:
         self._tick_s = tick_s
         self._loop = asyncio.get_running_loop()
         self._epoll = select.epoll()
-        self._sources: dict[int, SteadySource] = {}  # By descriptor.
-        self._streams = 0  # Steady ones, of which the first few are left to the loop.
+        self._sources: dict[int, SteadySource] = {}  # Sources by descriptor.
+        self._streams = 0  # Number of steady streams, of which the first few stay on the loop.
         self._woken_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None  # None: the epoll wakes the loop.
+        self._timer: asyncio.TimerHandle | None = None  # Tick; None: the epoll wakes the loop.
         self._loop.add_reader(self._epoll.fileno(), self._woken)
 
     def begin(self, transport: asyncio.Transport, source: SteadySource) -> int | None:
-        """A stream is steady: read its connection here, and the loop no more. Return its
-        descriptor; None: the loop is to go on, with one of the first few streams, a connection
-        with TLS, or one for which the system has no room in the epoll.
+        """Read a steady stream's connection here instead of on the loop. Return its descriptor;
+        None: the loop reads on, for one of the first few streams, for TLS, or if the epoll has no
+        room.
         """
         self._streams += 1
         sock = transport.get_extra_info("socket")
@@ -62,17 +62,17 @@ class SteadyReads:
         return descriptor
 
     def end(self, descriptor: int | None, source: SteadySource) -> None:
-        """The stream of `begin` is over, or not steady any more, or its client has to read first:
-        its connection stays as it is, paused if it has a descriptor.
+        """Stop reading a stream that is over, no longer steady, or whose client must read first.
+        Its connection stays as it is, paused if it has a descriptor.
         """
         self._streams -= 1
         if descriptor is not None and self._sources.get(descriptor) is source:
             del self._sources[descriptor]
-            with suppress(OSError):  # It is closed.
+            with suppress(OSError):  # The descriptor is closed.
                 self._epoll.unregister(descriptor)
 
     def close(self) -> None:
-        """Leave all connections to the loop: calls that run go on to their end."""
+        """Return all connections to the loop; running calls go on."""
         if self._epoll.closed:
             return
         for source in [*self._sources.values()]:
@@ -83,7 +83,7 @@ class SteadyReads:
         self._epoll.close()
 
     def _woken(self) -> None:
-        """Bytes have come, and no tick runs."""
+        """Handle received bytes while no tick runs."""
         before_s, self._woken_s = self._woken_s, self._loop.time()
         self._read()
         if self._woken_s - before_s < 2 * self._tick_s:
@@ -98,15 +98,16 @@ class SteadyReads:
         self._loop.add_reader(self._epoll.fileno(), self._woken)
 
     def _read(self) -> int:
-        """Read what has come; return how many streams had something to read."""
+        """Read all received bytes; return the number of streams that had some."""
         found = self._epoll.poll(0, _MOST_AT_ONCE)
         for descriptor, _ in found:
-            # One before it may have ended this one.
+            # An earlier source may have ended this one.
             if (source := self._sources.get(descriptor)) is None:
                 continue
             try:
                 source.read()
-            except Exception as bug:  # The loop is to treat it, without the other streams.
+            # Let the loop handle the bug, without affecting other streams.
+            except Exception as bug:
                 context = {"message": "a steady stream was not read", "exception": bug}
                 self._loop.call_exception_handler(context)
                 source.end_steady()

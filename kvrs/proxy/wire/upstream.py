@@ -1,6 +1,6 @@
-"""One connection to an instance: a request in one write, and a response whose bytes are passed on
-in the very callback that brings them: no task, future, lock or timer per token, so what runs for a
-token must neither block nor await.
+"""Connection to an instance. It sends a request in one write, and passes the response's bytes on
+within the callback that receives them. There is no task, future, lock or timer per token, so code
+that runs per token must neither block nor await.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ from kvrs.proxy.wire.sse import EventSplitter
 from kvrs.proxy.wire.steady_reads import SteadyReads
 
 _MAX_REFUSAL_BYTES = 8 << 20
-_READ_BYTES = 8 << 10  # Of a steady stream at a time.
-_FEW_BYTES = 64  # Less than an event of a token: the end of a stream.
+_READ_BYTES = 8 << 10  # Bytes read of a steady stream at a time.
+_FEW_BYTES = 64  # Fewer bytes than a token's event: the end of a stream.
 
 
 class Need(Enum):
-    """The rest of a response that its reader still needs."""
+    """Rest of a response that its reader still needs."""
 
     MORE = "more"
-    END = "end"  # Only that it ends, so that its connection can be used again.
+    END = "end"  # Only the end, so that the connection can be reused.
     NOTHING = "nothing"
 
 
@@ -44,26 +44,26 @@ class Flow(Protocol):
     def resume(self) -> None: ...
 
 
-# Takes the beginning of a read, as it lies on the connection: whole chunks; returns the rest.
+# Takes whole chunks from the start of a read; returns the rest.
 Shortcut = Callable[[bytes], bytes]
 
 
 class Reader(Protocol):
     """The destination of a response's bytes."""
 
-    flow: Flow | None  # From where they come, once the request is sent.
+    flow: Flow | None  # Source of the bytes, once the request is sent.
 
     @property
     def shortcut(self) -> Shortcut | None:
-        """The function that is asked first about reads from now on; None: there is none."""
+        """Function that gets reads first from now on; None: no function."""
 
     def feed(self, data: bytes) -> Need:
-        """Take the next bytes; what this raises, the call raises."""
+        """Take the next bytes. The call raises the errors of this method."""
 
 
 @dataclass(slots=True, eq=False)
 class WholeReader:
-    """Gathers a response of at most so many bytes."""
+    """Collects a response up to a size."""
 
     max_bytes: int
     size_bytes: int = 0
@@ -86,7 +86,7 @@ class WholeReader:
 
 @dataclass(slots=True, eq=False)
 class EventReader:
-    """Gathers the events of a short stream."""
+    """Collects the events of a short stream."""
 
     payloads: list[bytes] = field(default_factory=list)
     splitter: EventSplitter = field(default_factory=EventSplitter)
@@ -100,8 +100,8 @@ class EventReader:
 
 
 class Upstream(asyncio.Protocol):
-    """Serves one call at a time. `lost` is called once the connection has ended; if it had a call,
-    with that and its error, which it is to raise. `steady` reads a connection whose tokens take the
+    """Serves one call at a time. `lost` is called when the connection has ended, with its call, if
+    any, and the error that the call must raise. `steady` reads a connection whose tokens take the
     reader's shortcut; None: the event loop does.
     """
 
@@ -111,7 +111,7 @@ class Upstream(asyncio.Protocol):
         *("status", "transport"),
     )
 
-    transport: asyncio.Transport  # From `connection_made` on, which comes before any call.
+    transport: asyncio.Transport  # Set by `connection_made`, before any call.
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, lost: "Lost", steady: SteadyReads | None = None
@@ -120,29 +120,31 @@ class Upstream(asyncio.Protocol):
         self._lost = lost
         self._steady = steady
         self._is_steady = False
-        self._descriptor: int | None = None  # While `steady` reads it.
-        # The response of the call that runs, if one does.
+        self._descriptor: int | None = None  # Descriptor while `steady` reads the connection.
+        # Response of the running call, if any.
         self._response: HttpResponse | None = None
         self._reader: Reader | None = None
-        self._take: Callable[[bytes], Need] | None = None  # None: the head has not come yet.
+        # Consumer of the body; None: no head yet.
+        self._take: Callable[[bytes], Need] | None = None
         self._shortcut: Shortcut | None = None
         self._refusal: WholeReader | None = None
         self._ended: Signal[Need] | None = None
-        self._room: asyncio.Future[None] | None = None  # For more of a large body.
+        self._room: asyncio.Future[None] | None = None  # Set while a large body waits for room.
         self._is_sent = True
         self._is_paused = False
-        self.status = 0  # Of the response, once its head has come.
-        self.proof = b""  # Of this end, which is sent with the first request.
+        self.status = 0  # Status of the response, once its head is complete.
+        self.proof = b""  # This end's proof, sent with the first request.
 
     # Calls.
 
     async def send(self, head: bytes, body: bytes, reader: Reader) -> Awaitable[Need]:
-        """Send a request, and pass the body of its response on to the reader from now on. What is
-        refused, with another status than 200, is kept instead. Returns a future of the call's end:
-        the response has ended, or the reader needs no more of it.
+        """Send a request, and pass its response's body to the reader from now on. The body of a
+        refusal, with another status than 200, is kept instead. Returns a future of the call's end:
+        the response has ended, or the reader needs no more.
 
         Raises:
-            UpstreamError: from the future: the connection was lost, or what came is no response.
+            UpstreamError: from the future: the connection was lost, or the bytes are not a
+                response.
         """
         self._response, self._reader = HttpResponse(self._loop), reader
         self._take = self._refusal = None
@@ -166,7 +168,7 @@ class Upstream(asyncio.Protocol):
         return ended
 
     async def read_rest(self, timeout_s: float) -> None:
-        """Read to the end of a response of which nothing else is needed, at most so long."""
+        """Read an otherwise unneeded response to its end, within a time limit."""
         response = self._response
         if response is None or response.is_complete:
             return
@@ -183,11 +185,11 @@ class Upstream(asyncio.Protocol):
 
     @property
     def refusal(self) -> bytes:
-        """The body of a response with another status than 200."""
+        """Body of a response with another status than 200."""
         return b"" if self._refusal is None else self._refusal.body
 
     def leave(self) -> bool:
-        """The call is over; whether another one may follow. If not, the connection is closed, which
+        """End the call; return whether another may follow. If not, the connection is closed, which
         ends the request in the engine.
         """
         response, self._response = self._response, None
@@ -206,7 +208,7 @@ class Upstream(asyncio.Protocol):
             self.end_steady(reads_on=False)
         self.transport.abort()
 
-    # Flow.
+    # Flow control.
 
     def pause(self) -> None:
         if not self._is_paused and not self.transport.is_closing():
@@ -221,7 +223,7 @@ class Upstream(asyncio.Protocol):
             if not self.transport.is_closing():
                 self.transport.resume_reading()
 
-    # Steady streams.
+    # Reading of steady streams.
 
     def _use_shortcut(self, shortcut: Shortcut, response: HttpResponse) -> None:
         is_read = self._refusal is None and self._take is not _drop
@@ -234,7 +236,7 @@ class Upstream(asyncio.Protocol):
             self._descriptor = self._steady.begin(self.transport, self)
 
     def read(self) -> None:
-        """Take the bytes that have come to a steady stream."""
+        """Read the received bytes of a steady stream."""
         assert self._descriptor is not None
         try:
             data = os.read(self._descriptor, _READ_BYTES)
@@ -245,20 +247,20 @@ class Upstream(asyncio.Protocol):
         if data:
             self.data_received(data)
         else:
-            self.end_steady()  # The event loop finds the end by itself.
+            self.end_steady()  # The event loop will find the end.
 
     def end_steady(self, *, reads_on: bool = True) -> None:
-        """Have the event loop read the connection again, unless nothing is to be read for now."""
+        """Let the event loop read the connection again, unless reading is paused."""
         assert self._steady is not None
         descriptor, self._descriptor, self._is_steady = self._descriptor, None, False
         self._steady.end(descriptor, self)
         if reads_on and descriptor is not None and not self.transport.is_closing():
             self.transport.resume_reading()
 
-    # What the event loop calls.
+    # Callbacks of the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports do what asyncio's do, and descend from none of them.
+        # uvloop's transports have the interface of asyncio's, but not their base class.
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -271,7 +273,7 @@ class Upstream(asyncio.Protocol):
             except Exception as error:
                 self._fail(error)
                 return
-            # Behind one unusual event usual ones may follow; behind a second one the rest is alike.
+            # Usual events may follow one unusual event; after a second one the rest is alike.
             end = end_of_chunk(data)
             if (is_rest and len(data) == size) or not 0 < end < len(data) - _FEW_BYTES:
                 break
@@ -280,9 +282,9 @@ class Upstream(asyncio.Protocol):
         self._take_read(data)
 
     def _take_read(self, data: bytes) -> None:
-        """Take bytes that no shortcut takes."""
+        """Take bytes that the shortcut leaves."""
         response, self._shortcut, need = self._response, None, Need.MORE
-        if response is None:  # Nothing was asked for.
+        if response is None:  # No call is running.
             self.close()
             return
         try:
@@ -299,15 +301,14 @@ class Upstream(asyncio.Protocol):
                 assert take is not None
                 need = take(body)
         except Exception as error:
-            # An error of the reader, which may be a bug of ours: the task that awaits the call
-            # raises it.
+            # The reader's error, which may be a bug: the task that awaits the call raises it.
             self._fail(error)
             return
         if need is not Need.MORE:
             self._take = _drop
             if response.fault is not None:
                 self.close()
-            # Of a response that has come whole nothing is left to be read.
+            # A complete response leaves nothing to read.
             self._end(Need.NOTHING if response.is_complete else need)
         elif response.is_complete:
             self._end(Need.MORE)
@@ -360,7 +361,7 @@ class Upstream(asyncio.Protocol):
             self._ended.set_exception(error)
 
 
-# Takes the connection, its call and the error of that.
+# Callback with the connection, its call and the call's error.
 Lost = Callable[[Upstream, Signal[Need] | None, UpstreamError | None], None]
 
 

@@ -1,6 +1,4 @@
-"""Ends a block in which nothing is heard for too long, at the price of one clock reading per
-token.
-"""
+"""Watchdogs that end a block after too long a silence, for one clock reading per token."""
 
 import asyncio
 import heapq
@@ -12,11 +10,11 @@ from weakref import WeakKeyDictionary
 from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.errors import UpstreamError
 
-_TICK_S = 0.02  # A look is at most this late.
-_LAG_S = 0.05  # Stalls of the event loop count from about this length on.
-_PATIENT_LAG_S = 0.25  # Where only patient watchdogs watch.
-_STOP_S = 1.0  # A lag from which on this process was stopped, and not only busy.
-_FIRST_LOOK_S = 0.1  # No limit is asked for before that: most calls have been answered by then.
+_TICK_S = 0.02  # Interval of looks, and so their greatest delay.
+_LAG_S = 0.05  # Shortest stall of the event loop that is measured.
+_PATIENT_LAG_S = 0.25  # Shortest measured stall if all watchdogs are patient.
+_STOP_S = 1.0  # Lag from which on the process counts as paused, not only busy.
+_FIRST_LOOK_S = 0.1  # Time before the first look: most calls have been answered by then.
 
 
 class SilentError(UpstreamError):
@@ -24,24 +22,25 @@ class SilentError(UpstreamError):
 
 
 class _TimerWheel:
-    """One timer for all watchdogs of an event loop, with the time at which each looks next."""
+    """One timer for all watchdogs of an event loop, with the time of each one's next look."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        # By tick; some have moved on since.
+        # Watchdogs by tick; some have moved to a later tick since.
         self._due: dict[int, list[Watchdog]] = {}
-        self.blocks: dict[asyncio.Task[Any], Watchdog] = {}  # The innermost of each task.
-        self.patient = 0  # Blocks of patient watchdogs.
-        self._ticks: list[int] = []  # Those of `_due`, as a heap.
+        self.blocks: dict[asyncio.Task[Any], Watchdog] = {}  # Innermost watchdog of each task.
+        self.patient = 0  # Number of blocks with patient watchdogs.
+        self._ticks: list[int] = []  # Ticks of `_due`, as a heap.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
-        # By how much timers of the event loop were late, in all: a process that lacks a processor
-        # has heard nothing in that time.
+        # Total delay of the event loop's timers: a process without a CPU has heard nothing
+        # meanwhile.
         self.lag_s = 0.0
-        self._stop: tuple[float, float] | None = None  # The last one: from, to.
+        # Start and end of the last pause of this process.
+        self._stop: tuple[float, float] | None = None
 
     def add(self, watchdog: "Watchdog", at_s: float) -> int:
-        """Have it look at this time, or a little later; returns the tick."""
+        """Schedule a watchdog's look for this time or slightly later; return the tick."""
         tick = math.ceil(at_s / _TICK_S)
         if (due := self._due.get(tick)) is not None:
             due.append(watchdog)
@@ -54,13 +53,13 @@ class _TimerWheel:
         return tick
 
     def _arm(self) -> None:
-        """For the next tick, and often enough to measure the lag of this event loop: a stall that
-        was over before a look was due would count as silence.
+        """Arm the timer for the next tick, and often enough to measure the event loop's lag: a
+        stall that was over before a look would count as silence.
         """
         now_s = self._loop.time()
         if self._timer is not None:
             if self._timer_s <= now_s:
-                return  # It is due, perhaps after a stall, and arms the next one.
+                return  # The timer is due, perhaps after a stall, and arms the next one.
             self._timer.cancel()
         lag_s = _LAG_S if len(self.blocks) > self.patient else _PATIENT_LAG_S
         self._timer_s = min(self._ticks[0] * _TICK_S, now_s + lag_s)
@@ -72,8 +71,8 @@ class _TimerWheel:
         self.lag_s += max(0.0, now_s - self._timer_s)
         if now_s - self._timer_s > _STOP_S:
             self._stop = self._timer_s - _LAG_S, now_s
-        # A timer may fire a moment before its time. Watchdogs that look too early look next at the
-        # same tick, so that all that are due are taken before the first of them looks.
+        # A timer may fire slightly early. Watchdogs that look too early look again at the same
+        # tick, so all due ones are taken before the first looks.
         due = []
         while self._ticks and self._ticks[0] * _TICK_S <= now_s + _TICK_S / 2:
             tick = heapq.heappop(self._ticks)
@@ -85,7 +84,7 @@ class _TimerWheel:
             self._arm()
 
     def awake_since_s(self) -> float:
-        """While watchdogs look: now, or the beginning of a stop that has just ended."""
+        """During the looks: now, or the start of a pause that has just ended."""
         now_s = self._loop.time()
         if self._timer is not None and now_s - self._timer_s > _STOP_S:
             return self._timer_s - _LAG_S
@@ -98,10 +97,10 @@ _wheels: WeakKeyDictionary[asyncio.AbstractEventLoop, _TimerWheel] = WeakKeyDict
 
 
 class Watchdog:
-    """A block that may not go without `heard()` for `limit_s(heard_s, now_s)`, save while
-    `paused()`. Leaving it raises SilentError if it did. The lag of the own event loop counts as no
-    silence; a patient watchdog, whose limit is of seconds, needs no short stall left out. (As
-    `asyncio.timeout`, without its timer and its coroutines.)
+    """A block that must call `heard()` within `limit_s(heard_s, now_s)`, except while `paused()`;
+    otherwise leaving it raises SilentError. The own event loop's lag does not count as silence; a
+    patient watchdog, with a limit of seconds, ignores short stalls. (Like `asyncio.timeout`,
+    without its timer and coroutines.)
     """
 
     __slots__ = (
@@ -125,8 +124,8 @@ class Watchdog:
         if (wheel := _wheels.get(self._loop)) is None:
             wheel = _wheels[self._loop] = _TimerWheel(self._loop)
         self._wheel = wheel
-        self._lag_s = wheel.lag_s  # At the last look.
-        self._tick: int | None = None  # Of the next look.
+        self._lag_s = wheel.lag_s  # Total lag at the last look.
+        self._tick: int | None = None  # Tick of the next look.
         self._is_over = False
         self.has_expired = False
         self.exceeded_s = 0.0  # The limit that ended the block.
@@ -152,7 +151,7 @@ class Watchdog:
             del self._wheel.blocks[task]
         else:
             self._wheel.blocks[task] = self._before
-        # A look may be due that has this watchdog: what belongs to a stream is let go here.
+        # A due look may still hold this watchdog, so release the stream's objects here.
         del self._limit_s, self._paused, self._task, self._before
         if not self.has_expired or task.uncancel() > self._cancelling:
             return
@@ -163,7 +162,7 @@ class Watchdog:
         self.silence.heard_s = self._loop.time()
 
     def look(self) -> None:
-        """End the block if the limit is passed; else look again in time for it."""
+        """End the block if the limit has passed; otherwise schedule the next look."""
         now_s, lag_s = self._loop.time(), self._wheel.lag_s
         self.silence.stalled(lag_s - self._lag_s, now_s)
         self._lag_s = lag_s
@@ -176,13 +175,13 @@ class Watchdog:
         self._tick = self._wheel.add(self, next_s)
 
     def look_in_turn(self, tick: int) -> None:
-        if self._tick == tick:  # Else its block was left, or it looks at another time.
+        if self._tick == tick:  # Otherwise the block has ended, or the look was moved.
             self._tick = None
             self.look()
 
     def expire_if_silent(self) -> bool:
-        """End the block now, as if the limit were passed, unless something was heard a moment ago;
-        whether it ends.
+        """End the block now, as if the limit had passed, unless something was heard just before;
+        return whether it ends.
         """
         now_s = self._loop.time()
         if not self.silence.may_be_suspected(now_s):
@@ -192,7 +191,7 @@ class Watchdog:
         return True
 
     def _expire(self) -> None:
-        # Not at once: the task itself may be the one that calls this.
+        # Cancel in the next turn: the task itself may be the caller.
         self._loop.call_soon(self._cancel)
 
     def _cancel(self) -> None:
@@ -202,15 +201,14 @@ class Watchdog:
 
 
 def loop_lag_s() -> float:
-    """By how much timers of the running event loop were late, in all blocks of watchdogs so far."""
+    """Total delay of the running event loop's timers, during all watchdogs' blocks so far."""
     wheel = _wheels.get(asyncio.get_running_loop())
     return 0.0 if wheel is None else wheel.lag_s
 
 
 def awake_since_s() -> float:
-    """The time, on the clock of the running event loop, since which this process has run without a
-    stop, asked within a watchdog's block: data that is read right after a stop may have arrived at
-    its beginning.
+    """Time, by the running event loop's clock, since which this process has run without a pause;
+    call within a watchdog's block. Data read right after a pause may have arrived at its start.
     """
     loop = asyncio.get_running_loop()
     wheel = _wheels.get(loop)
@@ -218,7 +216,7 @@ def awake_since_s() -> float:
 
 
 def reset_timeout() -> None:
-    """Count the silence of the block that the task is in from now on: this process is its cause."""
+    """Restart the silence of the task's block: this process caused it."""
     task = asyncio.current_task()
     assert task is not None
     wheel = _wheels.get(task.get_loop())
