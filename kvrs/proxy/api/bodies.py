@@ -1,5 +1,7 @@
-"""Limits on the time and memory of clients' bodies. A body that arrives after its head takes from the body budget as it
-arrives, and is cut off if it takes too long.
+"""Limits on the time and memory of clients' bodies.
+
+A body that arrives after its head takes from the body budget as it arrives, and is cut off if it
+takes too long.
 
 A body is cut off when nothing arrives for a time, however long the whole body takes. A client that
 sends byte by byte could thus hold its connection and memory for days, so an incomplete body must
