@@ -14,7 +14,7 @@ from kvrs.net.connections import ConnectionLimits
 from kvrs.net.http import inner_server
 from kvrs.net.proving import ProvingConnector, address_of
 from kvrs.net.routes import Routes
-from kvrs.protocol.proof import END, MAX_MESSAGE_BYTES, NONCE_BYTES, ClientProof, ProofError
+from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key, scoped_keys
 
 
@@ -63,12 +63,10 @@ def _prove_on(sock: socket.socket, key: ScopedKey) -> None:
     """
     proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))
     sock.sendall(proof.hello)
-    reply = b""
-    while END not in reply and len(reply) <= MAX_MESSAGE_BYTES:
-        if not (data := sock.recv(MAX_MESSAGE_BYTES)):
+    while not (data := sock.recv(proof.wanted_bytes)) or not (answer := proof.receive(data)):
+        if not data:
             raise ConnectionResetError("closed without a proof")
-        reply += data
-    sock.sendall(proof.answer(reply))
+    sock.sendall(answer)
 
 
 class ProvenConnection(http.client.HTTPConnection):
@@ -124,7 +122,7 @@ async def proven(port: int, key: ScopedKey) -> tuple[asyncio.StreamReader, async
     proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))
     writer.write(proof.hello)
     try:
-        writer.write(proof.answer(await reader.readuntil(END)))
+        writer.write(proof.receive(await reader.readuntil(END)))
     except ProofError:
         writer.close()
         raise

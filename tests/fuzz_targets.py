@@ -84,7 +84,6 @@ def _header(data: bytes) -> object:
 
 _FRAME_DECODERS = (
     _header,
-    frames.decode_challenge,
     frames.decode_hello,
     frames.decode_welcome,
     frames.decode_refused,
@@ -148,8 +147,6 @@ _PROBE = frames.encode_probe(ProbeFrame(1, 4096))
 _FRAMES = [
     bytes([_AT[_header]]) + _PROBE[: frames.HEADER_BYTES],
     bytes([_AT[frames.decode_probe]]) + _PROBE[frames.HEADER_BYTES : -frames.CHECKSUM_BYTES],
-    bytes([_AT[frames.decode_challenge]])
-    + frames.encode_challenge(bytes(frames.NONCE_BYTES))[frames.HEADER_BYTES :],
     bytes([_AT[frames.decode_refused]]) + frames.encode_refused("no")[frames.HEADER_BYTES :],
 ]
 TARGETS = (

@@ -16,7 +16,7 @@ from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.settings import netloc
 from kvrs.net.tls import Certificates, TlsConnector
 from kvrs.process.eager_task import Signal
-from kvrs.protocol.proof import END, MAX_MESSAGE_BYTES, NONCE_BYTES, ClientProof, ProofError
+from kvrs.protocol.proof import NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 
 # A process whose event loop is busy proves itself late.
@@ -111,34 +111,28 @@ class HandshakeProtocol(asyncio.Protocol):
 
     def __init__(self, key: ScopedKey) -> None:
         self._proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))
-        self.reply: Signal[bytes] = Signal()
-        self._buffer = b""
+        self.proved: Signal[bytes] = Signal()  # The client's proof, for its first request.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         cast(asyncio.Transport, transport).write(self._proof.hello)
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        is_whole = END in self._buffer or len(self._buffer) > MAX_MESSAGE_BYTES
-        if is_whole and not self.reply.done():
-            self.reply.set_result(self._buffer)
+        if self.proved.done():
+            return
+        try:
+            if answer := self._proof.receive(data):
+                self.proved.set_result(answer)
+        except ProofError as error:
+            self._fail(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self.reply.done():
-            self.reply.set_exception(
-                exc if isinstance(exc, OSError) else ConnectionResetError("closed without a proof")
-            )
-            # The task that waited may have been cancelled.
-            self.reply.exception()
+        if not self.proved.done():
+            lost = ConnectionResetError("closed without a proof")
+            self._fail(exc if isinstance(exc, OSError) else lost)
 
-    def own_proof(self) -> bytes:
-        """The client's proof, which is sent before its first request, once the reply is there.
-
-        Raises:
-            ProofError: the process at the far end did not prove itself.
-            OSError: the connection was lost.
-        """
-        return self._proof.answer(self.reply.result())
+    def _fail(self, error: Exception) -> None:
+        self.proved.set_exception(error)
+        self.proved.exception()  # The task that waited may have been cancelled.
 
 
 async def _prove(transport: asyncio.Transport, greeter: HandshakeProtocol) -> None:
@@ -149,11 +143,11 @@ async def _prove(transport: asyncio.Transport, greeter: HandshakeProtocol) -> No
         ProofError: the process at the far end did not prove itself.
         OSError: the connection was lost, TimeoutError included.
     """
-    reply = greeter.reply
+    reply = greeter.proved
     await asyncio.wait({reply}, timeout=PROOF_TIMEOUT_S)
     if not reply.done():
         # After a stall of the event loop its timers come first: the reply may lie there, unread.
         await asyncio.sleep(0)
     if not reply.done():
         raise TimeoutError
-    transport.write(greeter.own_proof())
+    transport.write(reply.result())

@@ -2,7 +2,8 @@
 
 The rules of a connection:
 
-    server: CHALLENGE, client: HELLO, server: WELCOME, or REFUSED and the end.
+    Both ends prove the key of the server (`proof.py`), then
+    client: HELLO, server: WELCOME, or REFUSED and the end.
     Then the client asks and the server answers, one question at a time:
 
     question   answer
@@ -16,8 +17,8 @@ The rules of a connection:
                HELD and one `HeldPages` for each range (agents only)
 
 A frame is a header of 8 bytes (magic, version, type, length of the body) and a body; the body of a
-question ends with a checksum, because a flipped bit in a tag would ask for another page. After the
-hand-shake each message has a MAC besides (`session.py`). No field is an address, and every length
+question ends with a checksum, because a flipped bit in a tag would ask for another page. Each
+message has a MAC besides (`session.py`). No field is an address, and every length
 is compared with a bound before memory is allocated for it or its bytes are awaited. Any mistake
 raises `TransferError` that names it; the connection is then closed, since what follows cannot be
 trusted to be a frame.
@@ -35,14 +36,12 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.mapped_pages import FILE_BYTES, MAX_FILES, PLACE_BYTES
 from kvrs.protocol.page_messages import (
     CheckpointClaim,
-    ClientHello,
     HeldPages,
     Identity,
     OfferFrame,
     ProbeFrame,
     PullFrame,
     PullRequest,
-    ServerWelcome,
     StoreCode,
     StoredRange,
     StoreFrame,
@@ -51,9 +50,7 @@ from kvrs.protocol.page_messages import (
 from kvrs.protocol.parts import PagePart, Part
 from kvrs.protocol.tags import TAG_BYTES, Tag
 
-VERSION = 7
-NONCE_BYTES = 32
-MAC_BYTES = 32
+VERSION = 8
 MAX_NAME_BYTES = 255
 MAX_REASON_BYTES = 512
 MAX_TAGS = 1 << 16  # Most tags of one frame: a million tokens in pages of 16.
@@ -87,7 +84,6 @@ ANSWER_BYTES = HEADER_BYTES + _ANSWER.size
 
 
 class FrameType(IntEnum):
-    CHALLENGE = 1
     HELLO = 2
     WELCOME = 3
     REFUSED = 4
@@ -113,9 +109,8 @@ _MAX_IDENTITY_BYTES = _IDENTITY.size + 3 * (1 + MAX_NAME_BYTES)
 _MAX_CLAIM_BYTES = _CLAIM.size + 1 + MAX_NAME_BYTES
 _MAX_RANGE_BYTES = _MAX_CLAIM_BYTES + _RANGE.size  # Size of a range without its tags and checksums.
 _MAX_BODY_BYTES = {
-    FrameType.CHALLENGE: NONCE_BYTES,
-    FrameType.HELLO: NONCE_BYTES + _MAX_IDENTITY_BYTES + 2 * (1 + MAX_NAME_BYTES) + MAC_BYTES,
-    FrameType.WELCOME: _MAX_IDENTITY_BYTES + MAC_BYTES,
+    FrameType.HELLO: _MAX_IDENTITY_BYTES,
+    FrameType.WELCOME: _MAX_IDENTITY_BYTES,
     FrameType.REFUSED: MAX_REASON_BYTES,
     FrameType.PULL: _PULL.size
     + MAX_TAGS * TAG_BYTES
@@ -191,49 +186,27 @@ def _checked(
     return frame_type, length
 
 
-def encode_challenge(nonce: bytes) -> bytes:
-    return _frame(FrameType.CHALLENGE, nonce)
+def encode_hello(client: Identity) -> bytes:
+    return _frame(FrameType.HELLO, _identity(client))
 
 
-def decode_challenge(body: bytes) -> bytes:
-    reader = _Reader(body, "CHALLENGE")
-    nonce = reader.take(NONCE_BYTES)
+def decode_hello(body: bytes) -> Identity:
+    return _decoded_identity(body, "HELLO")
+
+
+def encode_welcome(server: Identity) -> bytes:
+    return _frame(FrameType.WELCOME, _identity(server))
+
+
+def decode_welcome(body: bytes) -> Identity:
+    return _decoded_identity(body, "WELCOME")
+
+
+def _decoded_identity(body: bytes, what: str) -> Identity:
+    reader = _Reader(body, what)
+    identity = reader.identity()
     reader.finish()
-    return nonce
-
-
-def hello_claims(hello: ClientHello) -> bytes:
-    """Bytes that the client's MAC covers beside the server's nonce."""
-    names = _name(hello.server_instance) + _name(hello.server_node)
-    return hello.nonce + identity_bytes(hello.client) + names
-
-
-def encode_hello(hello: ClientHello) -> bytes:
-    return _frame(FrameType.HELLO, hello_claims(hello) + hello.mac)
-
-
-def decode_hello(body: bytes) -> ClientHello:
-    reader = _Reader(body, "HELLO")
-    hello = ClientHello(
-        nonce=reader.take(NONCE_BYTES),
-        client=reader.identity(),
-        server_instance=InstanceId(reader.name()),
-        server_node=NodeId(reader.name()),
-        mac=reader.take(MAC_BYTES),
-    )
-    reader.finish()
-    return hello
-
-
-def encode_welcome(welcome: ServerWelcome) -> bytes:
-    return _frame(FrameType.WELCOME, identity_bytes(welcome.server) + welcome.mac)
-
-
-def decode_welcome(body: bytes) -> ServerWelcome:
-    reader = _Reader(body, "WELCOME")
-    welcome = ServerWelcome(server=reader.identity(), mac=reader.take(MAC_BYTES))
-    reader.finish()
-    return welcome
+    return identity
 
 
 def encode_refused(reason: str) -> bytes:
@@ -241,7 +214,7 @@ def encode_refused(reason: str) -> bytes:
 
 
 def decode_refused(body: bytes) -> str:
-    """The reason of a refusal, made printable: the refusing peer has not proved its identity."""
+    """The reason of a refusal, made printable."""
     text = body.decode("utf-8", "replace")
     return "".join(character if character.isprintable() else "?" for character in text)
 
@@ -408,7 +381,7 @@ def decode_answer(prologue: Bytes, *expected: FrameType) -> AnswerHeader:
     return AnswerHeader(frame_type, request_id, index, checksum, length - _ANSWER.size)
 
 
-def identity_bytes(identity: Identity) -> bytes:
+def _identity(identity: Identity) -> bytes:
     assert 0 < identity.page_bytes <= MAX_PAGE_BYTES, f"pages of {identity.page_bytes} bytes"
     names = _name(identity.instance) + _name(identity.node) + _name(identity.fingerprint)
     return _IDENTITY.pack(identity.epoch, identity.page_bytes, identity.page_cells) + names

@@ -46,23 +46,6 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class ClientHello:
-    """The client's identity and the addressed server: the proof is void at another server."""
-
-    nonce: bytes
-    client: Identity
-    server_instance: InstanceId
-    server_node: NodeId
-    mac: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ServerWelcome:
-    server: Identity
-    mac: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class PullRequest:
     """A request for pages by tag, in order, then optionally page `tail_index` of the history
     retained for the hand-off `handoff`. `part`: only these cells of each page.

@@ -1,13 +1,14 @@
-"""Mutual proof at the start of an HTTP connection between processes of the cluster: before the
-first request, each end proves that it has the key of one scope of the server.
+"""Mutual proof at the start of a connection between processes of the cluster: before anything else
+is sent, each end proves that it has the key of one scope of the server.
 
     client: HELLO   the id of its key, a nonce
     server: PROOF   a nonce, a MAC; or REFUSED and the end
-    client: PROOF   a MAC; its requests follow at once
+    client: PROOF   a MAC; what it sends next follows at once
 
 Each MAC is an HMAC-SHA256 over both nonces under the key of the scope, derived for this server; a
-label differs between the two, so neither can be replayed as the other. A message is a line of ASCII
-and an empty line: a server without this protocol answers it as broken HTTP.
+label differs between the two, so neither can be replayed as the other. A third HMAC is the secret
+of the session, for connections whose messages have MACs. A message is a line of ASCII and an empty
+line: a server without this protocol answers it as broken HTTP.
 """
 
 import hmac
@@ -15,14 +16,18 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from kvrs.errors import KvrsError
-from kvrs.protocol.secrets import ScopedKey
+from kvrs.protocol.secrets import KEY_ID_BYTES, ScopedKey
 
 NONCE_BYTES = 32
 END = b"\r\n\r\n"
 MAX_MESSAGE_BYTES = 256
 
 _PREFIX = b"KVRS-PROOF/1 "
-_REFUSED = _PREFIX + b"refused" + END
+_MAC_HEX = 2 * sha256().digest_size
+_HELLO_BYTES = len(_PREFIX) + 2 * KEY_ID_BYTES + 1 + 2 * NONCE_BYTES + len(END)
+_REPLY_BYTES = len(_PREFIX) + 2 * NONCE_BYTES + 1 + _MAC_HEX + len(END)
+_PROOF_BYTES = len(_PREFIX) + _MAC_HEX + len(END)
+_REFUSED = (_PREFIX + b"refused").ljust(_REPLY_BYTES - len(END)) + END
 # The error of a server that knows the protocol and has no such scope.
 WRONG_DOOR = "it is another process, or was started with another secret"
 
@@ -40,12 +45,18 @@ class ServerProof:
         self._buffer = b""
         self._claimed: ScopedKey | None = None
         self._expected = b""  # MAC that the client must send.
+        self.session_secret = b""
         self.is_over = False
         self.scope: ScopedKey | None = None
 
+    @property
+    def wanted_bytes(self) -> int:
+        """How many bytes to read at most where nothing behind the proof may be read with it."""
+        return _wanted(self._buffer, _HELLO_BYTES if self._claimed is None else _PROOF_BYTES)
+
     def receive(self, data: bytes) -> tuple[bytes, bytes]:
         """Parse received bytes; return the answer to send and, once the hand-shake is over, the
-        bytes for the HTTP server. A connection that does not begin with HELLO has proved nothing.
+        bytes behind it. A connection that does not begin with HELLO has proved nothing.
 
         Raises:
             ProofError: a malformed message or a wrong MAC; the caller ends the connection.
@@ -79,35 +90,55 @@ class ServerProof:
         self._claimed = key
         nonces = fields[1] + self._nonce
         self._expected = _mac(key, b"client", nonces)
+        self.session_secret = _mac(key, b"session", nonces)
         return _message(self._nonce, _mac(key, b"server", nonces))
 
 
 class ClientProof:
-    """The client's part: `hello` is sent first."""
+    """The client's part: `hello` is sent first, and then what `receive` returns."""
 
     def __init__(self, key: ScopedKey, nonce: bytes) -> None:
         self._key = key
         self._nonce = nonce
+        self._buffer = b""
+        self.session_secret = b""
         self.hello = _message(key.id, nonce)
 
-    def answer(self, reply: bytes) -> bytes:
-        """The client's proof, after the server's complete reply.
+    @property
+    def wanted_bytes(self) -> int:
+        """How many bytes to read at most."""
+        return _wanted(self._buffer, _REPLY_BYTES)
+
+    def receive(self, data: bytes) -> bytes:
+        """Parse received bytes; return the client's proof, once the reply is complete.
 
         Raises:
             ProofError: the server did not prove its key; the message names what it is instead.
         """
-        if reply.startswith(b"HTTP/"):
-            raise ProofError("another server answers there")
+        self._buffer += data
+        reply = self._buffer
+        if not reply.startswith(_PREFIX[: len(reply)]):
+            is_http = reply.startswith(b"HTTP/")
+            raise ProofError("another server answers there" if is_http else "its proof is nonsense")
+        message, end, rest = reply.partition(END)
+        if not end and len(reply) <= MAX_MESSAGE_BYTES:
+            return b""
         if reply == _REFUSED:
             raise ProofError(WRONG_DOOR)
-        message, end, rest = reply.partition(END)
-        fields = _fields(message) if end and not rest and message.startswith(_PREFIX) else []
+        fields = _fields(message) if end and not rest else []
         if len(fields) != 2 or len(fields[0]) != NONCE_BYTES:
             raise ProofError("its proof is nonsense")
         nonces = self._nonce + fields[0]
         if not hmac.compare_digest(fields[1], _mac(self._key, b"server", nonces)):
             raise ProofError("its proof is wrong")
+        self.session_secret = _mac(self._key, b"session", nonces)
         return _message(_mac(self._key, b"client", nonces))
+
+
+def _wanted(received: bytes, message_bytes: int) -> int:
+    # What does not begin like a message is not waited for to its end.
+    whole = message_bytes if len(received) >= len(_PREFIX) else len(_PREFIX)
+    return max(1, whole - len(received))
 
 
 def _mac(key: ScopedKey, label: bytes, nonces: bytes) -> bytes:

@@ -16,6 +16,8 @@ class Scope(StrEnum):
     INSTANCE = "instance"  # Requests, load, leases and fences of an instance.
     AGENT = "agent"  # Holdings, leases and slots of an agent.
     ROWS = "rows"  # Rows of engines' host memory at an agent.
+    PAGES = "pages"  # The page port of an instance or agent.
+    STAGES = "stages"  # A host of a stage.
     PROXY = "proxy"  # The port of a proxy for the other proxies.
     ADMIN = "admin"  # Faults and the cache of an instance, faults of an agent.
 

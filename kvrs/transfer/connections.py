@@ -52,10 +52,10 @@ class ConnectionPool:
     """
 
     def __init__(
-        self, identity: Callable[[], Identity], key: bytes, stall_timeout_s: float
+        self, identity: Callable[[], Identity], secret: bytes, stall_timeout_s: float
     ) -> None:
         self._identity = identity
-        self._key = key
+        self._secret = secret
         self._stall_timeout_s = stall_timeout_s
         self._idle: dict[InstanceId, list[PageConnection]] = {}
         self._streams: set[SocketStream] = set()
@@ -159,7 +159,7 @@ class ConnectionPool:
         try:
             async with asyncio.timeout(self._stall_timeout_s):
                 await self._reach(sock, at)
-                server = await introduce(stream, self._key, own, peer)
+                server = await introduce(stream, self._secret, own, peer)
         except TimeoutError:
             self._discard(stream)
             raise StalledError(

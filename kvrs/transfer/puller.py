@@ -18,7 +18,6 @@ from kvrs.protocol.instance import LinkReport
 from kvrs.protocol.page_messages import ProbeFrame, PullFrame, TrafficClass
 from kvrs.protocol.session import SEALED_ANSWER_BYTES
 from kvrs.transfer.connections import ConnectionPool, PageConnection
-from kvrs.transfer.handshake import page_key
 from kvrs.transfer.mapped import PageMapper
 from kvrs.transfer.meter import PROBE_BYTES, LinkMeter, Measurement
 from kvrs.transfer.peers import Identity, Peer, PullRequest, PullResult
@@ -77,10 +76,8 @@ class PagePuller:
         self._settings = settings
         self._clock = clock
         self._meter = LinkMeter(min(PROBE_BYTES, _MIN_SAMPLE_BYTES))
-        self._pool = ConnectionPool(identity, page_key(secret), settings.stall_timeout_s)
-        self._mapper = PageMapper(
-            identity, page_key(secret), settings.stall_timeout_s, self._meter, clock
-        )
+        self._pool = ConnectionPool(identity, secret, settings.stall_timeout_s)
+        self._mapper = PageMapper(identity, secret, settings.stall_timeout_s, self._meter, clock)
         self._unmapped = ""  # Why the last pages of this host came through a socket.
         self.damaged_pages = 0  # That ever came.
         self.pulled_bytes = dict.fromkeys(TrafficClass, 0)  # Of pages with a right checksum.

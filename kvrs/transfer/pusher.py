@@ -14,7 +14,6 @@ from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType
 from kvrs.protocol.page_messages import OfferFrame, StoredRange, StoreFrame, TrafficClass
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.connections import ConnectionPool, PageConnection, Question
-from kvrs.transfer.handshake import page_key
 from kvrs.transfer.links import SendingLinks, groups
 from kvrs.transfer.peers import CheckpointClaim, HeldPages, Identity, Peer, StoredPages
 
@@ -29,7 +28,7 @@ class PagePusher:
         settings: TransferSettings,
         links: SendingLinks,
     ) -> None:
-        self._pool = ConnectionPool(identity, page_key(secret), settings.stall_timeout_s)
+        self._pool = ConnectionPool(identity, secret, settings.stall_timeout_s)
         self._links = links
         self.pushed_bytes = 0  # Of pages that an agent has answered for.
 

@@ -18,7 +18,7 @@ from kvrs.protocol.cell_checksums import checksum_of
 from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType
 from kvrs.protocol.page_messages import HeldPages, ProbeFrame, PullFrame, StoredRange, TrafficClass
 from kvrs.protocol.session import SESSION_MAC_BYTES, Session
-from kvrs.transfer.handshake import admit, page_key
+from kvrs.transfer.handshake import admit
 from kvrs.transfer.lending import LentFiles
 from kvrs.transfer.links import Sender, SendingLink, SendingLinks, groups
 from kvrs.transfer.peers import (
@@ -62,7 +62,7 @@ class PageServer:
     ) -> None:
         """`older`: the cluster's other secrets, which a client may prove as well."""
         self._source = source
-        self._key, self._older_keys = page_key(secret), [page_key(each) for each in older]
+        self._ring = secret, *older
         self._settings = settings
         self._links = links
         self._sink: PageSink | None = None  # None: nothing can be stored here.
@@ -196,9 +196,7 @@ class PageServer:
             stream = SocketStream(sock, self._settings.stall_timeout_s)
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 adopt = (lambda client: None) if self._sink is None else self._sink.adopt
-                own, client = await admit(
-                    stream, self._key, self._source.identity, adopt, self._older_keys
-                )
+                own, client = await admit(stream, self._ring, self._source.identity, adopt)
                 return own, client, stream
         except TimeoutError:
             raise TransferError(f"no hand-shake within {HANDSHAKE_TIMEOUT_S} s") from None

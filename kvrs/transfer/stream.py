@@ -126,22 +126,27 @@ class SocketStream:
         """Fill `view`."""
         await Filling(self, [view]).next()
 
-    async def receive_frame(self, *expected: FrameType) -> tuple[FrameType, bytes]:
-        """The next frame, which must be one of `expected` and within its bounds."""
-        frame_type, length = decode_header(await self._receive(HEADER_BYTES), *expected)
-        return frame_type, await self._receive(length)
+    async def receive(self, size: int) -> bytes:
+        """So many bytes; the caller has checked how many."""
+        piece = memoryview(bytearray(min(size, _PIECE_BYTES)))
+        body = bytearray()
+        while len(body) < size:
+            part = piece[: size - len(body)]
+            received = await self._attempt(partial(self._read, part), self._readable)
+            body += part[: _or_closed(received)]
+        return bytes(body)
 
     async def receive_question(self, *expected: FrameType) -> tuple[FrameType, bytes]:
         """The next frame and its mac."""
-        header = await self._receive(HEADER_BYTES)
+        header = await self.receive(HEADER_BYTES)
         frame_type, length = decode_header(header, *expected)
-        body = await self._receive(length)
-        self.session.check(await self._receive(SESSION_MAC_BYTES), header + body)
+        body = await self.receive(length)
+        self.session.check(await self.receive(SESSION_MAC_BYTES), header + body)
         return frame_type, body
 
     async def receive_answer(self, *expected: FrameType) -> tuple[AnswerHeader, bytes]:
         """The start of the next answer, and the mac, which is checked with the payload."""
-        start = await self._receive(SEALED_ANSWER_BYTES)
+        start = await self.receive(SEALED_ANSWER_BYTES)
         return decode_answer(start[:ANSWER_BYTES], *expected), start[ANSWER_BYTES:]
 
     async def wait_for_data(self) -> None:
@@ -169,15 +174,6 @@ class SocketStream:
         received = self._sock.recvmsg_into(views)[0]
         self._received_bytes += received
         return _or_closed(received)
-
-    async def _receive(self, size: int) -> bytes:
-        piece = memoryview(bytearray(min(size, _PIECE_BYTES)))
-        body = bytearray()
-        while len(body) < size:
-            part = piece[: size - len(body)]
-            received = await self._attempt(partial(self._read, part), self._readable)
-            body += part[: _or_closed(received)]
-        return bytes(body)
 
     def _read(self, part: memoryview) -> int:
         if not self._is_local:

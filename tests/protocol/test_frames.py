@@ -14,14 +14,12 @@ from kvrs.protocol import frames
 from kvrs.protocol.frames import AnswerHeader, FrameType
 from kvrs.protocol.page_messages import (
     CheckpointClaim,
-    ClientHello,
     HeldPages,
     Identity,
     OfferFrame,
     ProbeFrame,
     PullFrame,
     PullRequest,
-    ServerWelcome,
     StoreCode,
     StoredRange,
     StoreFrame,
@@ -41,9 +39,6 @@ IDENTITIES = st.builds(
     fingerprint=NAMES,
     page_bytes=st.integers(1, frames.MAX_PAGE_BYTES),
 )
-NONCES = st.binary(min_size=frames.NONCE_BYTES, max_size=frames.NONCE_BYTES)
-MACS = st.binary(min_size=frames.MAC_BYTES, max_size=frames.MAC_BYTES)
-HELLOS = st.builds(ClientHello, NONCES, IDENTITIES, NAMES.map(InstanceId), NAMES.map(NodeId), MACS)
 TAGS = st.binary(min_size=TAG_BYTES, max_size=TAG_BYTES).map(Tag)
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -81,10 +76,9 @@ STORES = st.builds(StoreFrame, U32, st.lists(RUNS, min_size=1, max_size=5).map(t
 KINDS: list[
     tuple[st.SearchStrategy[Any], FrameType, Callable[[Any], bytes], Callable[[bytes], Any]]
 ] = [
-    (NONCES, FrameType.CHALLENGE, frames.encode_challenge, frames.decode_challenge),
-    (HELLOS, FrameType.HELLO, frames.encode_hello, frames.decode_hello),
+    (IDENTITIES, FrameType.HELLO, frames.encode_hello, frames.decode_hello),
     (
-        st.builds(ServerWelcome, IDENTITIES, MACS),
+        IDENTITIES,
         FrameType.WELCOME,
         frames.encode_welcome,
         frames.decode_welcome,
@@ -345,10 +339,10 @@ def test_the_start_of_an_answer_has_one_size(answer: AnswerHeader) -> None:
     ("header", "fault"),
     [
         (b"PK\x01\x05\0\0\0\0", "not a frame"),
-        (b"KV\x05\x05\0\0\0\0", "frame version 5, this end has 7"),
-        (b"KV\x07\x63\0\0\0\0", "type 99"),
-        (b"KV\x07\x02\0\0\0\0", "type 2"),
-        (b"KV\x07\x05\xff\xff\xff\xff", "at most"),
+        (b"KV\x05\x05\0\0\0\0", "frame version 5, this end has 8"),
+        (b"KV\x08\x63\0\0\0\0", "type 99"),
+        (b"KV\x08\x02\0\0\0\0", "type 2"),
+        (b"KV\x08\x05\xff\xff\xff\xff", "at most"),
     ],
 )
 def test_a_wrong_header_is_refused_with_what_is_wrong(header: bytes, fault: str) -> None:

@@ -269,7 +269,7 @@ async def test_a_page_that_is_evicted_while_it_is_copied_is_not_used(
     [
         (replace(ENGINE, fingerprint="other"), SECRET, "fingerprints differ"),
         (replace(ENGINE, page_bytes=4096), SECRET, "page_bytes differ"),
-        (ENGINE, OTHER_SECRET, "authentication failed"),
+        (ENGINE, OTHER_SECRET, "another secret"),
     ],
     ids=["model", "page size", "secret"],
 )

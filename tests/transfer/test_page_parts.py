@@ -16,7 +16,7 @@ from kvrs.protocol.cell_checksums import cell_checksums, checksum_of
 from kvrs.protocol.frames import AnswerHeader, FrameType
 from kvrs.protocol.page_messages import HeldPages, StoreCode
 from kvrs.protocol.parts import PagePart, Part
-from kvrs.transfer.handshake import admit, page_key
+from kvrs.transfer.handshake import admit
 from kvrs.transfer.peers import PinnedPages, PullRequest, PullResult
 from kvrs.transfer.stream import SocketStream
 from tests.transfer.storing import (
@@ -122,9 +122,7 @@ async def test_another_rectangle_than_was_asked_for_is_refused(sent: Part, error
     right = checksum_of(b"".join(due.runs(page)), due)
 
     async def answer_wrongly(stream: SocketStream) -> None:
-        await admit(
-            stream, page_key(SECRET), lambda: replace(CELLED, instance=AGENT.instance, node=N1)
-        )
+        await admit(stream, [SECRET], lambda: replace(CELLED, instance=AGENT.instance, node=N1))
         await stream.receive_question(FrameType.PULL)
         answer = AnswerHeader(FrameType.PAGE, 1, 0, right, len(payload))
         await stream.send(stream.session.answer(answer, payload), payload)

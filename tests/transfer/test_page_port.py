@@ -4,6 +4,7 @@ that send nonsense.
 
 import asyncio
 import gc
+import logging
 import re
 import select
 import socket
@@ -22,10 +23,12 @@ from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol import frames
 from kvrs.protocol.frames import AnswerHeader, FrameType
-from kvrs.protocol.page_messages import Identity, PullFrame, PullRequest, ServerWelcome
+from kvrs.protocol.page_messages import Identity, PullFrame, PullRequest
+from kvrs.protocol.proof import END, NONCE_BYTES, ServerProof
+from kvrs.protocol.secrets import ScopedKey
 from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES
 from kvrs.protocol.tags import TAG_BYTES, Tag
-from kvrs.transfer.handshake import admit, introduce, page_key
+from kvrs.transfer.handshake import admit, introduce, key_of
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Peer, PinnedPages, PullResult
 from kvrs.transfer.puller import PagePuller
@@ -112,10 +115,9 @@ async def all_that_comes(sock: socket.socket) -> bytes:
     [
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"\x80\x04\x95pickle me",
-        KV + b"\x02\xff\xff\xff\xff",  # A HELLO of four gigabytes.
-        KV + b"\x02\x00\x00\x00\x04abcd",  # A HELLO that is too short for what it must hold.
-        KV + b"\x05\x00\x00\x00\x00",  # A question before the hand-shake.
-        b"KV\x09\x02\x00\x00\x00\x00",
+        KV + b"\x02\xff\xff\xff\xff" + bytes(8),  # A HELLO before the proof.
+        b"KVRS-PROOF/1 " + b"f" * 300,
+        b"KVRS-PROOF/1 " + b"g" * 81 + END,
         bytes(64),
     ],
 )
@@ -130,7 +132,7 @@ async def test_nonsense_from_a_stranger_closes_its_connection_and_no_other(nonse
         after = await pull(puller, port)
 
         sock.close()
-        assert len(received) <= frames.HEADER_BYTES + frames.NONCE_BYTES
+        assert received == b""
         assert (before.full_pages, after.full_pages, after.error) == (1, 1, None)
 
 
@@ -154,7 +156,7 @@ async def test_nonsense_from_a_peer_closes_its_connection_and_no_other(nonsense:
         await pull(puller, port)
         sock = await connect(port)
         stream = SocketStream(sock, 5.0)
-        await introduce(stream, page_key(SECRET), CLIENT, peer_at(port))
+        await introduce(stream, SECRET, CLIENT, peer_at(port))
 
         await stream.send(nonsense, stream.session.seal(nonsense))
         received = await all_that_comes(sock)
@@ -172,15 +174,13 @@ async def test_a_stranger_that_says_nothing_is_closed_in_time(
     monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT_S", 0.1)
     async with serving() as port:
         silent, dripping = await connect(port), await connect(port)
-        await asyncio.get_running_loop().sock_sendall(dripping, KV)
+        await asyncio.get_running_loop().sock_sendall(dripping, b"KVRS")
 
-        challenges = await asyncio.gather(all_that_comes(silent), all_that_comes(dripping))
+        received = tuple(await asyncio.gather(all_that_comes(silent), all_that_comes(dripping)))
 
         silent.close()
         dripping.close()
-        assert [len(challenge) for challenge in challenges] == [
-            frames.HEADER_BYTES + frames.NONCE_BYTES
-        ] * 2
+        assert received == (b"", b"")
 
 
 async def test_handshakes_take_a_bounded_number_of_connections_and_none_of_the_peers(
@@ -194,17 +194,14 @@ async def test_handshakes_take_a_bounded_number_of_connections_and_none_of_the_p
     async with serving() as port, pulling() as puller:
         await pull(puller, port)
         strangers = [await connect(port) for _ in range(8)]
-        for stranger in strangers:
-            await loop.sock_recv(stranger, 1 << 10)
         one_more = await connect(port)
 
         served = await pull(puller, port)
         async with asyncio.timeout(60):
-            challenge = await loop.sock_recv(one_more, 1 << 10)
             closed = await loop.sock_recv(strangers[0], 1)
-        others = [stranger for stranger in strangers[1:] if is_readable(stranger)]
+        others = [each for each in (*strangers[1:], one_more) if is_readable(each)]
 
-        assert (served.full_pages, len(challenge) > 0, closed, others) == (1, True, b"", [])
+        assert (served.full_pages, closed, others) == (1, b"", [])
         for sock in (*strangers, one_more):
             sock.close()
 
@@ -265,31 +262,42 @@ async def test_a_connection_that_comes_while_the_server_closes_is_closed_too(tur
     received = await all_that_comes(sock)
     sock.close()
     assert [str(warning.message) for warning in warned] == []
-    assert len(received) <= frames.HEADER_BYTES + frames.NONCE_BYTES
+    assert received == b""
 
 
-async def test_a_hello_that_was_overheard_is_worth_nothing() -> None:
+async def test_a_clients_proof_that_was_overheard_is_worth_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """The server's nonce is in the proof, and never the same."""
-    heard: list[bytes] = []
-
-    async def overhear(stream: SocketStream) -> None:
-        nonce = bytes(frames.NONCE_BYTES)
-        await stream.send(frames.encode_challenge(nonce))
-        _, body = await stream.receive_frame(FrameType.HELLO)
-        heard.append(body)
-
-    async with serving() as port, pulling() as puller:
-        async with impostor(overhear) as impostor_port:
-            await pull(puller, impostor_port)
+    caplog.set_level(logging.INFO)
+    async with serving() as port:
+        between = Between(port, "nothing")
+        async with impostor(between) as between_port, pulling() as puller:
+            passed_on = await pull(puller, between_port)
         sock = await connect(port)
-        stream = SocketStream(sock, 5.0)
-        await stream.receive_frame(FrameType.CHALLENGE)
+        loop = asyncio.get_running_loop()
+        hello, _, proof = between.passed[:3]
+        await loop.sock_sendall(sock, hello)
+        await loop.sock_recv(sock, 1 << 10)
+        await loop.sock_sendall(sock, proof)
 
-        await stream.send(frames.encode_hello(frames.decode_hello(heard[0])))
-        _, body = await stream.receive_frame(FrameType.REFUSED)
+        received = await all_that_comes(sock)
 
-        stream.close()
-        assert frames.decode_refused(body) == "authentication failed"
+        sock.close()
+        assert (passed_on.full_pages, received) == (1, b"")
+        assert "refused: wrong mac" in caplog.text
+
+
+async def test_a_proof_for_another_server_is_worth_nothing() -> None:
+    """The key is of the server's instance and node, so no server can pass proofs on."""
+    async with serving() as port, pulling() as puller:
+        elsewhere = replace(peer_at(port), instance=InstanceId("p1"))
+
+        result = await puller.pull(elsewhere, PULL, [memoryview(bytearray(PAGE_BYTES))], None)
+
+    assert result.full_pages == 0
+    assert result.error is not None
+    assert "another process" in result.error
 
 
 @asynccontextmanager
@@ -323,48 +331,38 @@ async def test_a_server_without_the_secret_is_refused() -> None:
     """Both ends prove themselves: pages of an impostor would become tokens."""
 
     async def pretend(stream: SocketStream) -> None:
-        await stream.send(frames.encode_challenge(bytes(frames.NONCE_BYTES)))
-        await stream.receive_frame(FrameType.HELLO)
-        await stream.send(frames.encode_welcome(ServerWelcome(SERVER, bytes(frames.MAC_BYTES))))
+        key = key_of(SECRET, SERVER)
+        unlike = ScopedKey(key.scope, bytes(32), key.id)
+        proof = ServerProof([unlike], bytes(NONCE_BYTES))
+        answer, _ = proof.receive(await stream.receive(proof.wanted_bytes))
+        answer, _ = proof.receive(await stream.receive(proof.wanted_bytes))
+        await stream.send(answer)
 
     async with impostor(pretend) as port, pulling() as puller:
         result = await pull(puller, port)
 
-    assert (result.full_pages, result.error) == (0, "the peer does not know the secret")
-
-
-class Recording(SocketStream):
-    def __init__(self, stream: SocketStream, sent: list[bytes]) -> None:
-        super().__init__(stream._sock, 5.0)
-        self._sent = sent
-
-    async def send(self, *buffers: frames.Bytes) -> None:
-        self._sent.append(b"".join(buffers))
-        await super().send(*buffers)
+    assert result.full_pages == 0
+    assert result.error is not None
+    assert "its proof is wrong" in result.error
 
 
 async def test_a_servers_proof_from_another_meeting_is_not_believed() -> None:
     """The client's nonce is in the proof, and never the same."""
-    recorded: list[bytes] = []
+    async with serving() as port, pulling() as puller:
+        between = Between(port, "nothing")
+        async with impostor(between) as between_port:
+            honest = await pull(puller, between_port)
 
-    async def honest_once_then_play_back(stream: SocketStream) -> None:
-        if not recorded:
-            await admit(Recording(stream, recorded), page_key(SECRET), lambda: SERVER)
-            return
-        challenge, welcome = recorded
-        await stream.send(challenge)
-        await stream.receive_frame(FrameType.HELLO)
-        await stream.send(welcome)
+        async def play_back(stream: SocketStream) -> None:
+            await stream.receive(len(between.passed[0]))
+            await stream.send(between.passed[1])
 
-    async with impostor(honest_once_then_play_back) as port, pulling() as puller:
-        honest = await pull(puller, port)
-        played_back = await pull(puller, port)
+        async with impostor(play_back) as impostor_port:
+            played_back = await pull(puller, impostor_port)
 
-    assert honest.error in (
-        "connection closed by the peer",
-        "connection lost: Connection reset by peer",
-    )
-    assert played_back.error == "the peer does not know the secret"
+    assert (honest.full_pages, played_back.full_pages) == (1, 0)
+    assert played_back.error is not None
+    assert "its proof is wrong" in played_back.error
 
 
 GOOD_PAGE = AnswerHeader(FrameType.PAGE, 1, 0, frames.checksum(PAGE), PAGE_BYTES)
@@ -391,7 +389,7 @@ async def test_answers_out_of_turn_end_the_pull(answers: list[AnswerHeader]) -> 
     """
 
     async def answer_wrongly(stream: SocketStream) -> None:
-        await admit(stream, page_key(SECRET), lambda: SERVER)
+        await admit(stream, [SECRET], lambda: SERVER)
         await stream.receive_question(FrameType.PULL)
         for answer in answers:
             payload = PAGE if answer.payload_bytes else b""
@@ -473,7 +471,7 @@ async def test_a_pull_encodes_what_its_server_decodes() -> None:
     async with serving() as port:
         sock = await connect(port)
         stream = SocketStream(sock, 5.0)
-        await introduce(stream, page_key(SECRET), CLIENT, peer_at(port))
+        await introduce(stream, SECRET, CLIENT, peer_at(port))
         pull = frames.encode_pull(PullFrame(41, PULL))
         await stream.send(pull, stream.session.seal(pull))
         page = memoryview(bytearray(PAGE_BYTES))
@@ -496,12 +494,17 @@ class Between:
         self._port = port
         self._attack = attack
         self.stolen = b""
+        self.passed: list[bytes] = []  # HELLO, the server's proof, the client's.
 
     async def __call__(self, client: SocketStream) -> None:
         server = SocketStream(await connect(self._port), 5.0)
         try:
-            for sender, receiver in ((server, client), (client, server), (server, client)):
-                await receiver.send(*await whole_frame(sender))
+            for sender, receiver in ((client, server), (server, client), (client, server)):
+                self.passed.append(await whole_message(sender))
+                await receiver.send(self.passed[-1])
+            for sender, receiver in ((client, server), (server, client)):
+                frame = await whole_frame(sender)
+                await receiver.send(*frame, await server_bytes(sender, SESSION_MAC_BYTES))
             await self._answer(client, server)
         finally:
             server.close()
@@ -537,6 +540,14 @@ async def server_bytes(stream: SocketStream, size: int) -> bytes:
     view = memoryview(bytearray(size))
     await stream.receive_into(view)
     return bytes(view)
+
+
+async def whole_message(stream: SocketStream) -> bytes:
+    """Receive one message of a proof."""
+    message = b""
+    while not message.endswith(END):
+        message += await server_bytes(stream, 1)
+    return message
 
 
 async def whole_frame(stream: SocketStream) -> tuple[bytes, bytes]:

@@ -335,8 +335,7 @@ async def _proved(transport: asyncio.Transport, greeter: HandshakeProtocol) -> b
         OSError: the connection was lost.
     """
     try:
-        await greeter.reply
-        return greeter.own_proof()
+        return await greeter.proved
     except ProofError as error:
         transport.abort()
         raise _unproven(str(error)) from None

@@ -10,14 +10,7 @@ from contextlib import suppress
 
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.proof import (
-    END,
-    MAX_MESSAGE_BYTES,
-    NONCE_BYTES,
-    ClientProof,
-    ProofError,
-    ServerProof,
-)
+from kvrs.protocol.proof import NONCE_BYTES, ClientProof, ProofError, ServerProof
 from kvrs.protocol.rows import RowFrame, RowHead, Space
 from kvrs.protocol.secrets import ScopedKey
 from kvrs.transfer.shared_memory.passing import close_all, receive
@@ -60,15 +53,13 @@ class RowStream:
         """
         proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))
         self.send(proof.hello)
-        reply = b""
-        while END not in reply:
-            if len(reply) > MAX_MESSAGE_BYTES:
-                raise TransferError("row port: its proof has no end")
-            reply += self._receive_some()
+        answer = b""
         try:
-            self.send(proof.answer(reply))
+            while not answer:
+                answer = proof.receive(self.receive_exactly(proof.wanted_bytes))
         except ProofError as error:
             raise TransferError(f"row port: {error}") from None
+        self.send(answer)
 
     def admit(self, keys: Sequence[ScopedKey]) -> None:
         """The server's part.
@@ -77,16 +68,15 @@ class RowStream:
             TransferError: the client has proved nothing.
         """
         self.until(PROOF_S)
-        proof, rest = ServerProof(keys, secrets.token_bytes(NONCE_BYTES)), b""
-        while not proof.is_over:
-            try:
+        proof = ServerProof(keys, secrets.token_bytes(NONCE_BYTES))
+        try:
+            while not proof.is_over:
                 # No byte more than the proof: descriptors come with the first of the next frame.
-                answer, rest = proof.receive(self.receive_exactly(1))
-            except ProofError as error:
-                raise TransferError(f"row port: {error}") from None
-            if answer:
+                answer, _ = proof.receive(self.receive_exactly(proof.wanted_bytes))
                 self.send(answer)
-        if proof.scope is None or rest:
+        except ProofError as error:
+            raise TransferError(f"row port: {error}") from None
+        if proof.scope is None:
             raise TransferError("row port: the client has proved nothing")
 
     # Frames.
@@ -215,15 +205,6 @@ class RowStream:
                 view = view[size:]
         except OSError as error:
             raise self._lost(error) from None
-
-    def _receive_some(self) -> bytes:
-        try:
-            self._wait()
-            if data := self._connection.recv(MAX_MESSAGE_BYTES):
-                return data
-        except OSError as error:
-            raise self._lost(error) from None
-        raise TransferError("row port: connection lost: closed by the other end")
 
     def _wait(self) -> float | None:
         """Set the time that the next call may take, and return it."""

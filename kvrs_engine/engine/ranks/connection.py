@@ -17,6 +17,7 @@ from kvrs.ids import InstanceId
 from kvrs.net.names import first_address
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell, Part
+from kvrs.protocol.secrets import Scope
 from kvrs.transfer.handshake import PeerRefusedError, introduce
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer
@@ -89,7 +90,7 @@ class StageAt:
 
     peer: Peer
     own: Identity  # Has the epoch of the sessions.
-    key: bytes
+    secret: bytes
     transfer: TransferSettings
     lender: InstanceId | None = None  # The instance that owns the host; None: this instance.
 
@@ -116,7 +117,7 @@ async def open_link(
     try:
         async with asyncio.timeout(at.stall_timeout_s):
             await asyncio.get_running_loop().sock_connect(sock, (peer.host, peer.port))
-            await introduce(stream, at.key, at.own, peer)
+            await introduce(stream, at.secret, at.own, peer, Scope.STAGES)
         link = StageLink(stream, FromStage, max_payload_bytes)
         await link.send(begin)
         # The host answers when the previous session has ended.

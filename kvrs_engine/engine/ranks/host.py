@@ -38,6 +38,7 @@ from kvrs.net.http import naming_port
 from kvrs.process.garbage import collect_nothing_yet, keep_what_is_there
 from kvrs.process.logs import log_to_stderr
 from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.secrets import Scope
 from kvrs.transfer.handshake import admit
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer
@@ -56,7 +57,6 @@ from kvrs_engine.engine.ranks.link import (
     StageRefused,
     ToStage,
     facts_digest,
-    stage_key,
 )
 from kvrs_engine.engine.ranks.orders import StageOrders
 from kvrs_engine.engine.ranks.replicate import PartsReceiver, PartsSender
@@ -110,7 +110,7 @@ class StageHost:
         layout = layout_of(instance, model.units, config.elastic)
         assert layout is not None, "an instance with stage_hosts has several ranks"
         self._place, self._instance = place, instance
-        self._keys = [stage_key(each) for each in (secret, *older)]
+        self._ring = secret, *older
         self._stall_timeout_s = config.transfer.stall_timeout_s
         self._identity = Identity(
             instance.stage_host_id(stage),
@@ -144,7 +144,7 @@ class StageHost:
             name: Peer(stage_host_id(name, stage), at.node, at.host, at.port)
             for name, at in hosts.items()
         }
-        own = partial(StageAt, own=self._identity, key=self._keys[0], transfer=config.transfer)
+        own = partial(StageAt, own=self._identity, secret=secret, transfer=config.transfer)
         self._links = SendingLinks(config.transfer, SendingFaults(), place.node)
         self._sender = PartsSender(
             self.group, {name: own(peer) for name, peer in peers.items()}, self._links
@@ -240,8 +240,9 @@ class StageHost:
         stream = SocketStream(sock, self._stall_timeout_s)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                key, *older = self._keys
-                _, client = await admit(stream, key, lambda: self._identity, older=older)
+                _, client = await admit(
+                    stream, self._ring, lambda: self._identity, scope=Scope.STAGES
+                )
                 link = StageLink(stream, ToStage, self._orders.max_payload_bytes)
                 begin, _ = await link.receive()
         except (TransferError, TimeoutError, OSError) as error:

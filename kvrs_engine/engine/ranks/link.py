@@ -26,7 +26,6 @@ from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell
-from kvrs.protocol.secrets import derive
 from kvrs.protocol.session import SESSION_MAC_BYTES
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer.links import Sender, SendingLink
@@ -394,10 +393,6 @@ FromStage = (
     | PartsHeld
     | PartsRefused
 )
-
-
-def stage_key(secret: bytes) -> bytes:
-    return derive(secret, b"kvrs-stages")
 
 
 def facts_digest(config: ModelConfig, settings: EngineSettings, layout: Layout) -> str:

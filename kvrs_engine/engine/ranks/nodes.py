@@ -40,7 +40,7 @@ from kvrs_engine.engine.models.digests import root_of
 from kvrs_engine.engine.ranks.connection import StageAt
 from kvrs_engine.engine.ranks.formation import Predict
 from kvrs_engine.engine.ranks.group import RankGroup
-from kvrs_engine.engine.ranks.link import StageFacts, StageUse, facts_digest, stage_key
+from kvrs_engine.engine.ranks.link import StageFacts, StageUse, facts_digest
 from kvrs_engine.engine.ranks.reformed import RanksNow, ReformingNow
 from kvrs_engine.engine.ranks.remote import RemoteStage
 from kvrs_engine.engine.ranks.returning import StageLoan
@@ -164,7 +164,7 @@ class RanksOnNodes(StepHook):
                 )
             for stage, host in instance.remote_stages.items():
                 peer = Peer(instance.stage_host_id(stage), host.node, host.host, host.port)
-                at = StageAt(peer, own, stage_key(secret), config.transfer)
+                at = StageAt(peer, own, secret, config.transfer)
                 donors = []
                 for _, other in config.cluster.donors(instance.id):
                     there = other.remote_stages[stage]

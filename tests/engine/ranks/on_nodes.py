@@ -13,12 +13,13 @@ from typing import Any
 
 from kvrs.config.file import ENV_NAME, Config, dump_config, parse_config
 from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.secrets import Scope
 from kvrs.transfer.handshake import introduce
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.stream import SocketStream, page_socket
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.engine.model_config import ModelConfig
-from kvrs_engine.engine.ranks.link import Begin, FromStage, StageLink, facts_digest, stage_key
+from kvrs_engine.engine.ranks.link import Begin, FromStage, StageLink, facts_digest
 from kvrs_engine.engine.ranks.nodes import RanksOnNodes
 from kvrs_engine.engine.ranks.settings import layout_of
 from kvrs_engine.engine.worker import geometry_of
@@ -128,7 +129,7 @@ async def opened(
     peer = Peer(InstanceId(f"{of}-stage-1"), at.node, at.host, at.port)
     try:
         await asyncio.get_running_loop().sock_connect(sock, (at.host, at.port))
-        await introduce(stream, stage_key(SECRET), own, peer)
+        await introduce(stream, SECRET, own, peer, Scope.STAGES)
         link = StageLink(stream, FromStage, 1 << 24)
         await link.send(begin)
         answer, _ = await link.receive(PATIENCE_S)

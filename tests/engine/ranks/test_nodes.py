@@ -38,7 +38,6 @@ from kvrs_engine.engine.ranks.link import (
     StageLink,
     ToStage,
     facts_digest,
-    stage_key,
 )
 from kvrs_engine.engine.ranks.nodes import StageGroup
 from kvrs_engine.engine.ranks.remote import RemoteStage
@@ -89,7 +88,7 @@ def connected(config: Config) -> RemoteStage:
     )
     (host,) = config.cluster.nodes[0].instances[0].stage_hosts
     peer = Peer(InstanceId("d0-stage-1"), host.node, host.host, host.port)
-    return RemoteStage(StageAt(peer, own, stage_key(SECRET), TRANSFER), model, settings, layout, 1)
+    return RemoteStage(StageAt(peer, own, SECRET, TRANSFER), model, settings, layout, 1)
 
 
 # The contract of a group of stages.
@@ -397,7 +396,7 @@ def test_what_does_not_belong_together_is_refused_by_name(tiny_model: Path, tmp_
     Worker(tiny_model, config.cluster.engine)
     (host,) = config.cluster.nodes[0].instances[0].stage_hosts
     with hosting(config, tmp_path):
-        with pytest.raises(KvrsError, match=r"stage 1 on node 'n1' .* authentication failed"):
+        with pytest.raises(KvrsError, match=r"stage 1 on node 'n1' .* another secret"):
             head_of(config, b"another secret, as long as that one")
         with pytest.raises(KvrsError, match=r"fingerprints differ: .*; allowed: the same secret"):
             head_of(config_of(tiny_model, host.port, pages=65))

@@ -14,6 +14,7 @@ import pytest
 from kvrs.config.file import Config
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.secrets import Scope
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.handshake import admit
 from kvrs.transfer.peers import Identity
@@ -31,7 +32,6 @@ from kvrs_engine.engine.ranks.link import (
     StageLink,
     ToStage,
     facts_digest,
-    stage_key,
 )
 from kvrs_engine.engine.worker import geometry_of
 from kvrs_engine.scheduling.sequences import Chunk
@@ -121,7 +121,7 @@ async def brought(config: Config, listener: socket.socket) -> AsyncIterator[Stag
     sock, _ = await asyncio.get_running_loop().sock_accept(listener)
     stream = SocketStream(sock, PATIENCE_S)
     try:
-        await admit(stream, stage_key(SECRET), lambda: own)
+        await admit(stream, [SECRET], lambda: own, scope=Scope.STAGES)
         yield StageLink(stream, ToStage, 1 << 24)
     finally:
         stream.close()
