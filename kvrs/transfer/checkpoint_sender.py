@@ -7,21 +7,19 @@ time in which checkpoints wait for hand-offs and recoveries to the same node.
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Protocol
 
 from kvrs.config.backup import BackupSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
-from kvrs.protocol.tags import Tag
 from kvrs.transfer.checkpoint_backlog import (
     RETRY_MOST_S,
     RETRY_S,
     CheckpointBacklog,
     CheckpointDelivery,
 )
-from kvrs.transfer.peers import CheckpointClaim, HeldPages, Peer, StoredPages
+from kvrs.transfer.peers import HeldPages, Peer
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +32,42 @@ class HolderMovedError(TransferError):
     """Another one stands in the holder's place from now on."""
 
 
-class PageCarrier(Protocol):
-    """The engine whose pages are sent."""
+class CheckpointSender(ABC):
+    """Sends the pages of one instance to those that keep them. All methods run on its event
+    loop.
+    """
 
+    def __init__(
+        self,
+        page_size_tokens: int,
+        agents: Mapping[InstanceId, Peer],
+        settings: BackupSettings,
+        staging_pages: int,
+        clock: Callable[[], float],
+        retry_most_s: float = RETRY_MOST_S,
+    ) -> None:
+        """`staging_pages`: at most so many are lent. `retry_most_s`: until a holder that does not
+        answer is asked again.
+        """
+        self.lent_pages = 0
+        self.backlog = CheckpointBacklog(page_size_tokens)
+        self.clock = clock
+        self._agents = dict(agents)
+        self._settings, self._staging_pages = settings, staging_pages
+        self._retry_most_s = retry_most_s
+        self._senders: asyncio.TaskGroup | None = None
+        self._wakes = {agent: asyncio.Event() for agent in agents}
+        self._room = asyncio.Event()
+
+    @abstractmethod
     def is_over(self, delivery: CheckpointDelivery) -> bool:
         """The stream of a sequence that has ended needs no checkpoint any more."""
-        ...
 
+    @abstractmethod
     async def offer(self, agent: Peer, delivery: CheckpointDelivery) -> HeldPages:
         """Raises TransferError: the agent does not answer."""
-        ...
 
+    @abstractmethod
     async def send(
         self, agent: Peer, ranges: Sequence[DueRange]
     ) -> list[tuple[int, HeldPages] | None]:
@@ -55,84 +78,6 @@ class PageCarrier(Protocol):
             HolderMovedError: nothing was sent; the offers are to be made again at once.
             TransferError: they cannot be read, or the agent does not answer.
         """
-        ...
-
-
-class Pusher(Protocol):
-    """`kvrs.transfer.pusher.PagePusher`. Both raise TransferError."""
-
-    async def offer(
-        self, peer: Peer, claim: CheckpointClaim, reserved_bytes: int, tags: Sequence[Tag]
-    ) -> HeldPages: ...
-
-    async def store(self, peer: Peer, batch: Sequence[StoredPages]) -> list[HeldPages]: ...
-
-
-class PageLender(Protocol):
-    """An engine whose pages are sent out of its own memory."""
-
-    def is_over(self, delivery: CheckpointDelivery) -> bool:
-        """`PageCarrier.is_over`."""
-        ...
-
-    def lend(
-        self, ranges: Sequence[DueRange]
-    ) -> AbstractAsyncContextManager[list[list[memoryview]]]:
-        """For each range the bytes of its leading pages, as far as they are there. They do not
-        change while they are lent.
-
-        Raises:
-            TransferError: they cannot be read.
-        """
-        ...
-
-
-class PushedPages:
-    """The `PageCarrier` of such an engine."""
-
-    def __init__(self, lender: PageLender, pusher: Pusher) -> None:
-        self._lender, self._pusher = lender, pusher
-        self.is_over = lender.is_over
-
-    async def offer(self, agent: Peer, delivery: CheckpointDelivery) -> HeldPages:
-        return await self._pusher.offer(
-            agent, delivery.claim, delivery.reserved_bytes, delivery.known_tags
-        )
-
-    async def send(
-        self, agent: Peer, ranges: Sequence[DueRange]
-    ) -> list[tuple[int, HeldPages] | None]:
-        async with self._lender.lend(ranges) as lent:
-            batch = [
-                StoredPages(delivery.claim, first, tags, views)
-                for (delivery, first, _), views in zip(ranges, lent, strict=True)
-                if (tags := delivery.tags(first, first + len(views)))
-            ]
-            answers = iter(await self._pusher.store(agent, batch) if batch else ())
-            return [(len(views), next(answers)) if views else None for views in lent]
-
-
-class CheckpointSender:
-    """One per instance. All methods run on its event loop."""
-
-    def __init__(
-        self,
-        backlog: CheckpointBacklog,
-        carrier: PageCarrier,
-        agents: Mapping[InstanceId, Peer],
-        settings: BackupSettings,
-        staging_pages: int,
-        clock: Callable[[], float],
-        retry_most_s: float = RETRY_MOST_S,
-    ) -> None:
-        self.lent_pages = 0
-        self._backlog, self._carrier = backlog, carrier
-        self._agents = dict(agents)
-        self._settings, self._staging_pages, self._clock = settings, staging_pages, clock
-        self._retry_most_s = retry_most_s
-        self._senders: asyncio.TaskGroup | None = None
-        self._wakes = {agent: asyncio.Event() for agent in agents}
-        self._room = asyncio.Event()
 
     @property
     def agents(self) -> Mapping[InstanceId, Peer]:
@@ -153,7 +98,7 @@ class CheckpointSender:
 
     def check(self) -> None:
         """Assert that the backlog is consistent, and that at most the allowed pages are lent."""
-        self._backlog.check()
+        self.backlog.check()
         assert 0 <= self.lent_pages <= self._staging_pages
 
     async def run(self) -> None:
@@ -174,11 +119,11 @@ class CheckpointSender:
             try:
                 sent, more = await self._round(self._agents[agent])
             except HolderMovedError:
-                self._backlog.lost(agent)
+                self.backlog.lost(agent)
                 more = True
             except TransferError as error:
                 log.info("checkpoints wait for %s: %s", agent, error)
-                self._backlog.lost(agent)
+                self.backlog.lost(agent)
                 more = False
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, self._retry_most_s)
@@ -189,7 +134,7 @@ class CheckpointSender:
     async def _due(self, agent: InstanceId) -> None:
         """Wait until there is something to do for that agent."""
         wake = self._wakes[agent]
-        while (due_in_s := self._backlog.due_in_s(agent, self._clock())) != 0:
+        while (due_in_s := self.backlog.due_in_s(agent, self.clock())) != 0:
             wake.clear()
             timer = (
                 asyncio.get_running_loop().call_later(due_in_s, wake.set)
@@ -205,14 +150,14 @@ class CheckpointSender:
         whether there were more.
         """
         agent = peer.instance
-        for delivery in self._backlog.endings(agent):
-            if self._carrier.is_over(delivery):
-                self._backlog.drop(delivery)
-        for delivery in self._backlog.offers(agent, self._clock()):
-            held = await self._carrier.offer(peer, delivery)
-            self._backlog.offered(delivery, held, self._clock())
+        for delivery in self.backlog.endings(agent):
+            if self.is_over(delivery):
+                self.backlog.drop(delivery)
+        for delivery in self.backlog.offers(agent, self.clock()):
+            held = await self.offer(peer, delivery)
+            self.backlog.offered(delivery, held, self.clock())
         budget = await self._budget()
-        ranges = list(self._backlog.ranges(agent, self._clock(), budget))
+        ranges = list(self.backlog.ranges(agent, self.clock(), budget))
         pages = sum(end - first for _, first, end in ranges)
         if not pages:
             return 0, False
@@ -225,13 +170,13 @@ class CheckpointSender:
 
     async def _send(self, peer: Peer, ranges: Sequence[DueRange]) -> int:
         """Send what there is of these ranges; returns how many pages that were."""
-        answers = await self._carrier.send(peer, ranges)
-        now_s, sent = self._clock(), 0
+        answers = await self.send(peer, ranges)
+        now_s, sent = self.clock(), 0
         for (delivery, first, _), answer in zip(ranges, answers, strict=True):
             if answer is None:
-                self._backlog.missed(delivery)
+                self.backlog.missed(delivery)
             else:
-                self._backlog.stored(delivery, first, answer[1], now_s)
+                self.backlog.stored(delivery, first, answer[1], now_s)
                 sent += answer[0]
         return sent
 
@@ -240,4 +185,4 @@ class CheckpointSender:
         while self.lent_pages == self._staging_pages:
             self._room.clear()
             await self._room.wait()
-        return self._backlog.budget_pages(self._staging_pages, self.lent_pages)
+        return self.backlog.budget_pages(self._staging_pages, self.lent_pages)

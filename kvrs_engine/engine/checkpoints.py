@@ -12,26 +12,17 @@ from itertools import islice
 from kvrs.config.backup import BackupSettings
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import CheckpointTarget
-from kvrs.transfer.checkpoint_backlog import (
-    RETRY_MOST_S,
-    CheckpointBacklog,
-    CheckpointDelivery,
-)
-from kvrs.transfer.checkpoint_sender import (
-    CheckpointSender,
-    DueRange,
-    PageCarrier,
-    PushedPages,
-    Pusher,
-)
-from kvrs.transfer.peers import Peer
+from kvrs.transfer.checkpoint_backlog import RETRY_MOST_S, CheckpointDelivery
+from kvrs.transfer.checkpoint_sender import CheckpointSender, DueRange
+from kvrs.transfer.peers import HeldPages, Peer, StoredPages
+from kvrs.transfer.pusher import PagePusher
 from kvrs_engine.engine.hooks import StepHook
 from kvrs_engine.engine.requests import GenerationRun
-from kvrs_engine.engine.staging import PagePool, StagedPages
+from kvrs_engine.engine.staging import PagePool
 from kvrs_engine.scheduling.pages import PageManager
 
 
-class PageSending(StepHook):
+class PageSending(CheckpointSender, StepHook):
     """Sends the pages of streams away as they are filled. All methods run on the event loop; those
     that the batch loop calls return at once.
     """
@@ -39,7 +30,6 @@ class PageSending(StepHook):
     def __init__(
         self,
         pages: PageManager,
-        carrier: PageCarrier,
         holders: Mapping[InstanceId, Peer],
         settings: BackupSettings,
         clock: Callable[[], float],
@@ -47,21 +37,13 @@ class PageSending(StepHook):
         retry_most_s: float = RETRY_MOST_S,
     ) -> None:
         """`released`: called when pages that were being sent have lost their pins: a sequence may
-        be waiting for them. `retry_most_s`: until a holder that does not answer is asked again.
+        be waiting for them.
         """
-        self.pages, self.clock = pages, clock
-        self._released = released
-        self.backlog = CheckpointBacklog(pages.page_size_tokens)
         # At most a quarter of a small pool is lent.
         most = min(settings.staging_pages, max(1, pages.pages // 4))
-        self.sender = CheckpointSender(
-            self.backlog, carrier, holders, settings, most, clock, retry_most_s
-        )
-        self.run, self.check = self.sender.run, self.sender.check
-
-    @property
-    def pinned_pages(self) -> int:
-        return self.sender.lent_pages
+        super().__init__(pages.page_size_tokens, holders, settings, most, clock, retry_most_s)
+        self.pages = pages
+        self._released = released
 
     @property
     def lag_pages(self) -> int:
@@ -74,7 +56,7 @@ class PageSending(StepHook):
         return self.backlog.unprotected
 
     def filled(self, run: GenerationRun) -> None:
-        self.sender.wake(self.backlog.filled(run.sequence, self.clock()))
+        self.wake(self.backlog.filled(run.sequence, self.clock()))
 
     def ended(self, run: GenerationRun) -> None:
         """Nothing more is computed. Pages of a prefill are still sent, because its stream has only
@@ -109,16 +91,15 @@ class Checkpointer(PageSending):
         self,
         pages: PageManager,
         pool: PagePool,
-        pusher: Pusher,
+        pusher: PagePusher,
         agents: Mapping[InstanceId, Peer],
         settings: BackupSettings,
         *,
         clock: Callable[[], float],
         released: Callable[[], None],
     ) -> None:
-        self._pool = pool
-        super().__init__(pages, PushedPages(self, pusher), agents, settings, clock, released)
-        self.learn = self.sender.learn
+        super().__init__(pages, agents, settings, clock, released)
+        self._pool, self._pusher = pool, pusher
 
     # What the batch loop calls.
 
@@ -132,7 +113,7 @@ class Checkpointer(PageSending):
         checkpoints = [
             CheckpointTarget(checkpoint.agent, max(checkpoint.reserved_bytes, need_bytes))
             for checkpoint in run.checkpoints
-            if checkpoint.agent in self.sender.agents
+            if checkpoint.agent in self.agents
         ]
         # A prefill instance that hands a history over sends the history's pages itself.
         handed_over = any(source.handoff is not None for source in run.sources)
@@ -143,16 +124,30 @@ class Checkpointer(PageSending):
 
     # What the sender calls.
 
-    @asynccontextmanager
-    async def lend(self, ranges: Sequence[DueRange]) -> AsyncIterator[list[list[memoryview]]]:
-        """The bytes of these pages, which do not change meanwhile."""
+    async def offer(self, agent: Peer, delivery: CheckpointDelivery) -> HeldPages:
+        return await self._pusher.offer(
+            agent, delivery.claim, delivery.reserved_bytes, delivery.known_tags
+        )
+
+    async def send(
+        self, agent: Peer, ranges: Sequence[DueRange]
+    ) -> list[tuple[int, HeldPages] | None]:
         async with self.pinned(ranges) as found:
-            staged: StagedPages | None = None
+            staged = self._pool.stage([page for pages in found for page in pages])
             try:
-                staged = self._pool.stage([page for pages in found for page in pages])
                 await staged.save()
                 views = iter(staged.views)
-                yield [list(islice(views, len(pages))) for pages in found]
+                batch = [
+                    StoredPages(
+                        delivery.claim,
+                        first,
+                        delivery.tags(first, first + len(pages)),
+                        [*islice(views, len(pages))],
+                    )
+                    for (delivery, first, _), pages in zip(ranges, found, strict=True)
+                    if pages
+                ]
+                answers = iter(await self._pusher.store(agent, batch) if batch else ())
+                return [(len(pages), next(answers)) if pages else None for pages in found]
             finally:
-                if staged is not None:
-                    staged.free()
+                staged.free()

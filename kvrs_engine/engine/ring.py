@@ -109,7 +109,7 @@ class StageRing(PageSending):
             most = max(1, int(rate * transfer.stall_timeout_s / part_bytes))
             pinned = min(settings.staging_pages, most)
             settings = settings.model_copy(update={"staging_pages": pinned})
-        super().__init__(pages, self, holders, settings, clock, released, _RETRY_MAX_S)
+        super().__init__(pages, holders, settings, clock, released, _RETRY_MAX_S)
         # What arrives, by the stage and the number of its offer.
         self._arriving: dict[tuple[int, int], list[ReplicaRun]] = {}
         self._is_draining: Callable[[], bool] = lambda: False

@@ -26,6 +26,7 @@ from kvrs.transfer.peers import (
     StoreCode,
     StoredPages,
 )
+from kvrs.transfer.pusher import PagePusher
 from kvrs_engine.engine.checkpoints import Checkpointer
 from kvrs_engine.engine.kv_pool import KvPool
 from kvrs_engine.engine.requests import GenerationRun
@@ -38,8 +39,8 @@ A, B = InstanceId("agent-a"), InstanceId("agent-b")
 AGENTS = {name: Peer(name, NodeId("n"), "127.0.0.1", 1) for name in (A, B)}
 
 
-class Agents:
-    """The peers of a `PagePusher`; they switch tasks between the pages that they copy."""
+class Agents(PagePusher):
+    """The peers of a pusher; they switch tasks between the pages that they copy."""
 
     def __init__(self) -> None:
         self.mood: dict[InstanceId, str] = {A: "well", B: "well"}
@@ -129,7 +130,7 @@ class World:
         return asyncio.get_running_loop().time()
 
     def _look(self) -> None:
-        self.most_pinned = max(self.most_pinned, self.checkpointer.pinned_pages)
+        self.most_pinned = max(self.most_pinned, self.checkpointer.lent_pages)
 
     def _count(self) -> None:
         self.released += 1
@@ -229,12 +230,12 @@ async def working(world: World) -> AsyncIterator[World]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    assert world.checkpointer.pinned_pages == 0
+    assert world.checkpointer.lent_pages == 0
     for sequence in world.sequences:
         world.pages.release(sequence.pages)
     world.pages.check()
     assert world.pages.free_pages == world.pages.pages
-    assert world.most_pinned <= world.checkpointer.sender._staging_pages
+    assert world.most_pinned <= world.checkpointer._staging_pages
 
 
 @pytest.fixture(autouse=True)
@@ -272,7 +273,7 @@ async def test_an_agent_that_stalls_with_all_that_may_be_pinned_is_waited_for() 
         other = world.begin("other", B)
         world.fill(other, 3)
         await eventually(lambda: (B, other.stream) in world.agents.reserved)
-        assert (world.checkpointer.pinned_pages, world.agents.received) == (4, [])
+        assert (world.checkpointer.lent_pages, world.agents.received) == (4, [])
 
         assert world.agents.stall is not None
         world.agents.stall.set_exception(TransferError("stalled"))
@@ -304,7 +305,7 @@ async def test_a_small_pool_is_not_held_up_by_its_staging() -> None:
         await eventually(lambda: world.agents.stalled == 1)
         world.end(sequence)
 
-        assert world.checkpointer.pinned_pages == 4
+        assert world.checkpointer.lent_pages == 4
         assert world.pages.free_pages == 12
 
 

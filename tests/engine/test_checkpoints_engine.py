@@ -122,7 +122,7 @@ async def engine(
             instance.checkpointer.check()
         finally:
             await instance.close()
-    assert instance.checkpointer.pinned_pages == 0
+    assert instance.checkpointer.lent_pages == 0
     instance.pages.check()
     assert instance.pages.free_pages == instance.pages.pages
 

@@ -76,7 +76,7 @@ def test_no_more_parts_go_at_a_time_than_a_link_carries_in_time(
     bytes_per_s: float | None, pages: int
 ) -> None:
     """In the time of one stall, by the stage with most layers; its host gives up after three."""
-    assert ring_of(bytes_per_s).sender._staging_pages == pages
+    assert ring_of(bytes_per_s)._staging_pages == pages
 
 
 class Neighbours:

@@ -115,7 +115,7 @@ class Member:
         ring = self.instance._ring
         assert ring is not None
         held = ring.backlog.held(run.sequence)
-        return min((held.get(name, 0) for name in ring.sender.agents), default=0)
+        return min((held.get(name, 0) for name in ring.agents), default=0)
 
 
 @dataclass
