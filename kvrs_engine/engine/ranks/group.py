@@ -1,8 +1,8 @@
-"""The ranks below one process: all of an instance's, as one worker, or those of some stages.
+"""The ranks of one process: all ranks of an instance, as one worker, or the ranks of some stages.
 
-The process keeps no weights and computes nothing: it sends each batch to all ranks and reads the
-logits, or the rows of its last stage. It owns the memory of their KV cells and of their units, so
-both outlive a rank's process, and pages are sent and received without a rank.
+The process has no weights and computes nothing: it sends each batch to all ranks and reads the
+logits, or the rows of its last stage. The process owns the memory of the KV cells and of the units,
+which so outlives a rank's process; pages are transferred without a rank.
 """
 
 import os
@@ -43,7 +43,9 @@ def describe_ranks(
     *,
     re_forms: bool,
 ) -> tuple[list[RankInfo], LayoutInfo]:
-    """The ranks as others see them. `nodes`: of each stage that is not lent by others."""
+    """Describe the ranks and the layout for reports. `nodes` has each stage's node, for stages
+    whose host is the own one.
+    """
     stages = [(stage.first, stage.last) for stage in layout.stages]
     ranks = []
     for rank in layout.ranks:
@@ -70,11 +72,11 @@ def describe_ranks(
 
 
 class RankGroup(StageRanks, StepHook):
-    """The face of a `Worker` where all stages are here, and a `StageGroup` where some are.
-    `execute` may be called by as many threads at a time as there are stages.
+    """The ranks of one process, with the interface of `Worker` if it has all stages, else that of
+    `StageGroup`. As many threads as stages may call `execute` at a time.
     """
 
-    fingerprint: str  # Of the whole model, where all stages are here.
+    fingerprint: str  # Fingerprint of the whole model; set only if all stages are here.
 
     def __init__(
         self,
@@ -87,9 +89,10 @@ class RankGroup(StageRanks, StepHook):
         *,
         yields: bool = False,
     ) -> None:
-        """Start the ranks and wait until all can compute. `lookahead_tokens`: as of the policy;
-        `stages`: that have their ranks here, None: all; `yields`: the start yields to whatever else
-        runs on the machine.
+        """Start the ranks and wait until all can compute.
+
+        `lookahead_tokens` is that of the policy. `stages` are the local stages; None: all.
+        `yields`: the start runs at a lowered priority.
 
         Raises:
             ConfigError: directory or settings are wrong.
@@ -138,7 +141,7 @@ class RankGroup(StageRanks, StepHook):
 
     @property
     def reforming(self) -> ReformingNow | None:
-        """None: all ranks of the layout compute."""
+        """The current re-forming; None: all ranks of the layout compute."""
         return None if self._reformer is None else self._reformer.now
 
     @property
@@ -152,7 +155,7 @@ class RankGroup(StageRanks, StepHook):
         return RanksNow(self.layout, self.pids, deaths, number, self.reforming)
 
     def use(self, session: int | None = None) -> dict[int, StageUse]:
-        """Work and reads of each stage, in a session of a host or without one."""
+        """Return the compute time and the reads of each stage. `session` is a host's session."""
         formation, read = self.formation, self.processes.read_bytes
         lines = {} if formation is None else formation.memory.lines
         return {
@@ -167,7 +170,7 @@ class RankGroup(StageRanks, StepHook):
         }
 
     def factors(self, layout: Layout) -> tuple[float, float]:
-        """Step times of decode and of prefill over those of the full layout."""
+        """Return the step times of decode and prefill relative to the full layout."""
         return self.reformer.factors(layout)
 
     def order(self, rank: int, *, leaves: bool) -> "Future[str | None]":
@@ -177,17 +180,18 @@ class RankGroup(StageRanks, StepHook):
         self.pool.mended()
 
     async def read(self, pages: Sequence[int]) -> Tensor:
-        """The part of these pages that is here, as bytes `[pages, part of a page]`.
+        """Read the local stages' part of pages, as bytes `[pages, part of a page]`.
 
         Raises:
-            TransferError: cells of it are lost.
+            TransferError: cells of the pages are lost.
         """
         staged = self.pool.stage(pages)
         await staged.save()
         return staged.buffer
 
     async def write(self, pages: Sequence[int], parts: Tensor, cells: Part | None = None) -> None:
-        """The other way round; `cells`: those that `parts` has of each page, None: all.
+        """Write the local stages' part of pages. `cells` are the cells of a page in `parts`; None:
+        all.
 
         Raises:
             TransferError: cells were lost meanwhile.
@@ -201,11 +205,11 @@ class RankGroup(StageRanks, StepHook):
             sequence.base = base_beside(self.layout, others)
 
     def lose_device(self, rank: int, bases: Sequence[int] = ()) -> dict[int, frozenset[Cell]]:
-        """Kill a rank and drop the memory of its cells and its units; `bases`: of each page.
-        Returns the cells of a page by its base, of bases with any: a model may have fewer KV heads
-        than ranks.
+        """Kill a rank and drop the memory of its cells and units. `bases` has the base of each
+        page. Returns the lost cells by base, without bases that have none (a model may have fewer
+        KV heads than ranks).
         """
-        # Before the kill: the survivors may have their layout a moment after it.
+        # Compute the cells before the kill, because the layout may change right after it.
         by_base = {base: cells_of(self.layout, rank, base) for base in {0, *bases}}
         cells = {base: own for base, own in by_base.items() if own}
         self.lost_devices.add(rank)
@@ -215,7 +219,7 @@ class RankGroup(StageRanks, StepHook):
         return cells
 
     def close(self) -> None:
-        """End all ranks, however far they are."""
+        """End all ranks, also ranks that are starting."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -224,10 +228,8 @@ class RankGroup(StageRanks, StepHook):
         self.end()
         self.end_ranks(0.0 if self.lost else END_S)
 
-    # The start.
-
     def _start(self) -> Costs:
-        """Raises ConfigError, KvrsError. Returns the costs of what was done."""
+        """Start the ranks; return the measured costs. Raises ConfigError, KvrsError."""
         formation, times = self.start_ranks()
         self.probed = self.probe(formation)
         self.formation = formation
@@ -235,7 +237,7 @@ class RankGroup(StageRanks, StepHook):
         most = max(layout.weight_bytes(rank, self.units) for rank in layout.ranks)
         rate = most / max(times.fetched_s - times.loaded_s, 1e-3)
         return Costs(
-            # A copy within memory is several times as fast as a read and a hash.
+            # A conservative guess: a copy in memory is several times as fast as a read with a hash.
             rates=LinkRates(rate, 2 * rate),
             kept_is_readable=True,
             join_s=time.monotonic() - times.fetched_s,
@@ -245,7 +247,9 @@ class RankGroup(StageRanks, StepHook):
         )
 
     def _facts(self, directory: Path) -> StageFacts:
-        """Note the root of a whole model beside its files; returns what was loaded."""
+        """Return the facts about the loaded weights; save the root of a whole model beside its
+        files.
+        """
         arithmetic, hashes = self.processes.arithmetic, self.processes.hashes
         assert arithmetic is not None, "all ranks have answered"
         note = Note(directory, Weights(directory).files)

@@ -1,12 +1,11 @@
-"""The host of a stage: a process that has the ranks of one stage of an instance.
+"""The host of a stage: a process that runs the ranks of one stage of an instance.
 
 `python -m kvrs_engine.engine.ranks.host --config FILE --instance ID --stage N` loads the stage and
-then serves the processes of the instance at the port of `stage_hosts`, one after another
-(`sessions.py`): it outlives them, and keeps weights and ranks. It ends with any of its ranks; what
-started it starts it again.
+then serves the instance's processes, one after the other, at the port in `stage_hosts`
+(`sessions.py`). The host outlives these processes and keeps weights and ranks. The host ends when
+one of its ranks ends; its supervisor must restart it.
 
-At SIGTERM or Ctrl-C it ends when the process that it serves has ended, and at a second signal at
-once.
+At SIGTERM or Ctrl-C the host ends when the served process has ended, at a second signal at once.
 """
 
 import argparse
@@ -68,12 +67,12 @@ from kvrs_engine.scheduling.pace import Pace
 log = logging.getLogger(__name__)
 
 _BACKLOG = 64
-_MAX_STRANGERS = 32  # Connections in their hand-shake; for one more the oldest is closed.
-_EPOCH = 1  # Of every host: by it nothing is distinguished.
+_MAX_STRANGERS = 32  # Limit of connections in their hand-shake; the oldest is closed.
+_EPOCH = 1  # The epoch of every host, which is not used.
 
 
 def find_stage(config: Config, host: InstanceId) -> tuple[InstanceId, int]:
-    """The instance and the number of the stage of a host."""
+    """Return the instance and the stage of a host."""
     return next(
         (instance.id, stage)
         for _, instance in config.cluster.instances()
@@ -119,7 +118,7 @@ class StageHost:
             facts_digest(model, settings, layout),
             geometry_of(model, settings).page_bytes,
         )
-        self._strangers: list[asyncio.Task[None]] = []  # In their hand-shake, the oldest first.
+        self._strangers: list[asyncio.Task[None]] = []  # Tasks of hand-shakes, the oldest first.
         self._connections: set[asyncio.Task[None]] = set()
         others = [each for _, each in config.cluster.donors(instance_id)]
         self._sessions = StageSessions(instance_id, settings.pages, [each.id for each in others])
@@ -132,7 +131,7 @@ class StageHost:
             config.elastic,
             LOOKAHEAD_TOKENS,
             range(stage, stage + 1),
-            yields=True,  # Other instances of the node compute meanwhile.
+            yields=True,  # Other instances on the node may compute meanwhile.
         )
         ranks, units = layout.stages[stage].ranks, model.units_of_ranks
         own_bytes = sum(units.bytes_of(unit) for rank in ranks for unit in layout.held(rank))
@@ -158,8 +157,8 @@ class StageHost:
         stop: asyncio.Event,
         at_once: asyncio.Event | None = None,
     ) -> None:
-        """Until `stop` and the end of the session that is open then, or until `at_once` or the end
-        of a rank. `ready` is called once connections are accepted.
+        """Serve until `stop` and the end of the open session, or until `at_once`, or until a rank
+        ends. `ready` is called when the port accepts connections.
 
         Raises:
             ConfigError: the port is in use.
@@ -218,7 +217,7 @@ class StageHost:
         while True:
             sock, _ = await loop.sock_accept(listener)
             if self._is_stopping:
-                sock.close()  # The host that follows is waited for.
+                sock.close()  # Clients then wait for the next host.
                 continue
             if len(self._strangers) >= _MAX_STRANGERS:
                 self._strangers.pop(0).cancel()
@@ -273,7 +272,6 @@ class StageHost:
                 case StageChannel.BATCHES:
                     await self._orders.batches(link, session)
                 case StageChannel.PAGES:
-                    # An instance waits for its pages.
                     link.limit(self._links.to(client.node), TrafficClass.HANDOFF)
                     await self._orders.pages(link, session)
                 case _:
@@ -281,7 +279,7 @@ class StageHost:
 
 
 def _load_s(directory: Path, config: Config, instance: InstanceSettings) -> float:
-    """The least that a whole model takes, by the rate of the disk or the pace."""
+    """Return the least time to load a whole model, by the disk's rate or the profile's."""
     rate, pace = config.cluster.engine.disk_bytes_per_s, config.cluster.engine.pace
     if rate is not None:
         return reading_of(directory, rate, pace).expected_s

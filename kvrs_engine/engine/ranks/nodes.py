@@ -1,16 +1,15 @@
 """An instance with stages in hosts, on this node or on others, as one worker.
 
-The first stages may have their ranks below the instance's own process. A batch goes from stage to
-stage as rows, which are the float32 that ranks of one node hand on in memory, so no bit changes;
-the instance's process passes them on. A page is put together from the parts of all stages.
+The first stages may have their ranks in the instance's own process. A batch passes from stage to
+stage as float32 rows, through the instance's process, so that no bit changes. A page consists of
+the parts of all stages.
 
-Each group of ranks re-forms where it is: a batch is given up meanwhile, and computed again when all
-groups serve. A batch that is given up has been answered by every stage that it was sent to, so none
-of them writes into its pages any more. Where a host is lost, or the connection to it, another
-instance of the group lends the host that it has of this stage, and until then it is waited for: all
-cells of the stage are lost, and are computed or fetched again by the same attempts, unless their
-streams leave. If none comes, the instance's process ends; hosts that are left serve the next one,
-with the weights that they have.
+Each group of ranks re-forms by itself; a running batch is abandoned and computed again when all
+groups serve. Every stage of an abandoned batch has answered, so that none writes into its pages any
+more. If a host or its connection is lost, another instance of the group lends its host of the same
+stage, or a new own host takes over. All cells of the stage are lost, and the same attempts compute
+or fetch them again, unless their streams leave. If no host comes, the instance's process ends; the
+remaining hosts serve the next process with their loaded weights.
 """
 
 import asyncio
@@ -66,60 +65,60 @@ class StageGroup(Protocol):
     def use(self) -> dict[int, StageUse]: ...
 
     def execute(self, chunks: Sequence[Chunk], rows: Tensor | None, limit_s: float) -> Tensor:
-        """Compute a batch: from the rows `[padded rows, hidden]` of the stage before to those
-        behind the last stage, or to logits where that is the model's last.
+        """Compute a batch from the previous stage's rows `[padded rows, hidden]`; return the output
+        rows, or the logits of the model's last stage.
 
         Raises:
-            RanksLostError: it is not computed.
+            RanksLostError: the batch has failed.
         """
         ...
 
     def on_lost(self) -> None:
-        """Wait until the ranks compute again, and none of them an earlier batch.
+        """Wait until the ranks can compute again, and none computes an earlier batch.
 
         Raises:
-            RanksLostError: they do not any more.
+            RanksLostError: the ranks are lost for good.
         """
         ...
 
     def on_restart(self) -> None:
-        """No book has pages any more that were there when cells were lost."""
+        """Note that the page tables have dropped all pages that lost cells."""
         ...
 
     async def read(self, pages: Sequence[int]) -> Tensor:
-        """These layers' part of pages, as bytes `[pages, part of a page]`.
+        """Read these stages' part of pages, as bytes `[pages, part of a page]`.
 
         Raises:
-            TransferError: the stages, or cells of them, are lost.
+            TransferError: the stages or cells of the pages are lost.
         """
         ...
 
     async def write(self, pages: Sequence[int], parts: Tensor, cells: Part | None = None) -> None:
-        """`cells`: those that `parts` has of each page, None: all.
+        """Write these stages' part of pages. `cells` are the cells of a page in `parts`; None: all.
 
         Raises:
-            TransferError: the stages are lost, or cells were meanwhile.
+            TransferError: the stages are lost, or cells were lost meanwhile.
         """
         ...
 
     def lose_device(self, rank: int, bases: Sequence[int] = ()) -> dict[int, frozenset[Cell]]:
-        """`RankGroup.lose_device`. Raises TransferError: the stages are lost."""
+        """Do as `RankGroup.lose_device`; raises TransferError if the stages are lost."""
         ...
 
     def order(self, rank: int, *, leaves: bool) -> "Future[str | None]":
-        """`Reformer.order`."""
+        """Do as `Reformer.order`."""
         ...
 
     def end(self) -> None:
-        """Let a batch that is computed end in RanksLostError."""
+        """End the stages; a running batch fails with RanksLostError."""
         ...
 
     def close(self) -> None: ...
 
 
 class RanksOnNodes(StepHook):
-    """The face of a `Worker`, over groups of stages. `execute` may be called by as many threads at
-    a time as there are stages.
+    """Groups of stages with the interface of `Worker`. As many threads as stages may call `execute`
+    at a time.
     """
 
     def __init__(
@@ -131,8 +130,8 @@ class RanksOnNodes(StepHook):
         secret: bytes,
         epoch: int,
     ) -> None:
-        """Start the ranks of the first stages, and wait until those in hosts can compute. `epoch`:
-        of the sessions with these, which rises with every start of the instance.
+        """Start the ranks of the local stages, and wait until all stages can compute. `epoch` is
+        that of the sessions with hosts; it must rise with every start of the instance.
 
         Raises:
             ConfigError: directory or settings are wrong.
@@ -148,7 +147,7 @@ class RanksOnNodes(StepHook):
         self.gpus: list[str] | None = []
         self._has_bases = config.elastic.spread_heads
         self.predict: Predict | None = None
-        # Called from another thread: the instance cannot go on; something of the ranks is new.
+        # Called from another thread: the instance cannot go on; the state of the ranks has changed.
         self.on_end: Callable[[RanksLostError], object] | None = None
         self.on_change: Callable[[], object] | None = None
         self._ending = threading.Lock()
@@ -194,17 +193,17 @@ class RanksOnNodes(StepHook):
 
     @property
     def remote(self) -> list[RemoteStage]:
-        """The stages in hosts."""
+        """The groups of stages in hosts."""
         return [group for group in self.groups if isinstance(group, RemoteStage)]
 
     @property
     def loans(self) -> dict[int, StageLoan]:
-        """Loans of other instances, by stage."""
+        """The loans of other instances' hosts, by stage."""
         found = {group.stages.start: group.loan for group in self.remote}
         return {stage: loan for stage, loan in found.items() if loan is not None}
 
     def factors(self, layout: Layout) -> tuple[float, float]:
-        """Step times of decode and of prefill over those of the full layout."""
+        """Return the step times of decode and prefill relative to the full layout."""
         return step_factors(layout, self.full, self.units)
 
     def use(self) -> dict[int, StageUse]:
@@ -214,7 +213,7 @@ class RanksOnNodes(StepHook):
         """Compute a batch as `Worker.execute` does.
 
         Raises:
-            RanksLostError: the batch is not computed; no stage computes it any more.
+            RanksLostError: the batch has failed, and no stage computes it any more.
         """
         assert chunks, "a batch has at least one chunk"
         limit_s = limit_s_of(self.predict, chunks)
@@ -228,10 +227,10 @@ class RanksOnNodes(StepHook):
         return rows
 
     def on_lost(self) -> None:
-        """Sleep until all stages compute again.
+        """Sleep until all stages can compute again.
 
         Raises:
-            RanksLostError: they do not any more.
+            RanksLostError: a stage is lost for good.
         """
         try:
             for group in self.groups:
@@ -259,7 +258,7 @@ class RanksOnNodes(StepHook):
         return self._group_of(rank).order(rank, leaves=leaves)
 
     def close(self) -> None:
-        """End the ranks of this process, and the sessions with hosts, which stay."""
+        """End the ranks of this process and the sessions with hosts; the hosts go on."""
         with self._ending:
             self._end = self._end or RanksLostError(self.full.ranks, "has ended")
         for group in self.groups:
@@ -284,10 +283,10 @@ class RanksOnNodes(StepHook):
             self.on_change()
 
     def _fingerprint(self, model: ModelConfig) -> str:
-        """Fingerprint of the units of all stages, equal to that of one process.
+        """Return the model's fingerprint, which is the same as for a single process.
 
         Raises:
-            KvrsError: the nodes do not compute alike, or have other weights.
+            KvrsError: the nodes have different arithmetic or weights.
         """
         first = self.groups[0].facts
         for group in self.groups:
@@ -299,7 +298,7 @@ class RanksOnNodes(StepHook):
         hashes = {name: leaf for each in self.groups for name, leaf in each.facts.hashes.items()}
         root = root_of(hashes, model.layers)
         for group in self.groups:
-            # Each node has read its own layers only: what was noted there is of the whole model.
+            # A node has read only its own layers; its saved root is that of the whole model.
             if group.facts.root not in (None, root):
                 raise KvrsError(
                     f"stage {group.stages.start} has the weights of another model than the other "
@@ -309,8 +308,8 @@ class RanksOnNodes(StepHook):
 
 
 def together(parts: Sequence[tuple[range, RanksNow]]) -> RanksNow:
-    """The ranks of all parts, which re-form until the last one serves, and pause if one of them
-    does. Each part has these consecutive stages; they follow each other.
+    """Combine the states of consecutive parts. Together they re-form until the last part serves,
+    and pause if any part pauses.
     """
     each = [now for _, now in parts]
     number = sum(now.number for now in each)
@@ -338,15 +337,13 @@ def together(parts: Sequence[tuple[range, RanksNow]]) -> RanksNow:
 
 
 def joined(parts: Sequence[tuple[range, Layout]]) -> Layout:
-    """The layout of which each part has these consecutive stages; the parts follow each other, and
-    are of one model and of the same layers in each stage.
-    """
+    """Combine the layouts of consecutive parts of one model, each with its own stages."""
     _, last = parts[-1]
     by_layer = [(layer, layout) for stages, layout in parts for layer in layout.layers(stages)]
     joined_stages = tuple(layout.stages[stage] for stages, layout in parts for stage in stages)
     turns: Turns = ()
     if any(layout.turns for _, layout in parts):
-        # A part without spread heads has no turns, and any do for it.
+        # A part without spread heads has no turns; any turns are valid there.
         fresh = fresh_turns(joined_stages)
         turns = tuple((layout.turns or fresh)[layer] for layer, layout in by_layer)
     copies = tuple(layout.copies_of(layer) for layer, layout in by_layer)
@@ -369,14 +366,12 @@ class PartedPool:
         self.geometry, self.groups = geometry, groups
 
     def stage(self, pages: Sequence[int], part: Part | None = None) -> "PartedPages":
-        """Stage pages as `PagePool.stage` does; with `part` these cells of each page."""
+        """Stage pages as `PagePool.stage` does, or with `part` only these cells of each page."""
         return PartedPages(self, pages, part)
 
 
 class PartedPages:
-    """Copies of pages, or of some of their cells, on their way between the groups of an instance
-    and sockets.
-    """
+    """Copies of pages, or of some of their cells, between an instance's groups and sockets."""
 
     def __init__(self, pool: PartedPool, pages: Sequence[int], part: Part | None) -> None:
         self._pool, self._pages, self._part = pool, list(pages), part
@@ -409,17 +404,17 @@ class PartedPages:
         await _all([write(group) for group in self._pool.groups])
 
     def free(self) -> None:
-        """The views stay valid for their holders, as any memory does."""
+        """Do nothing: the memory lives as long as its views."""
 
     def _columns(self, layers: range, count: int) -> Tensor:
-        """The bytes of these layers in the first pages."""
+        """Return the bytes of these layers in the first `count` pages."""
         first = layers.start - self._layers.start
         stop = first + len(layers)
         return self._buffer[:count, first * self._layer_bytes : stop * self._layer_bytes]
 
 
 async def _all(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """A cancelled call returns only when all have ended."""
+    """Run all parts; a cancelled call returns only when all have ended."""
     work = asyncio.gather(*parts, return_exceptions=True)
     try:
         found = await asyncio.shield(work)

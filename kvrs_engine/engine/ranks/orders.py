@@ -1,9 +1,9 @@
-"""Orders of a session, carried out with the ranks of a stage.
+"""The execution of a session's orders by the ranks of a stage.
 
-Each batch is answered once no rank of the stage computes it any more: with its result, or, where
-ranks were lost, with `StageStopped` at once and `StageServes` once those that are left have joined
-the next formation. So the pages of a batch that is given up are not used by another one, nor by
-another session, while a rank that lives may still write into them.
+A batch is answered when no rank of the stage computes it any more: with its result, or, if ranks
+were lost, with `StageStopped` at once and `StageServes` when the remaining ranks have joined the
+next formation. So no other batch or session uses the pages of an abandoned batch while a living
+rank may still write into them.
 """
 
 import asyncio
@@ -65,31 +65,31 @@ class StageOrders:
     def __init__(
         self, group: RankGroup, sessions: StageSessions, config: ModelConfig, load_s: float
     ) -> None:
-        """`group`: the ranks of one stage, of which the start took `load_s`. Needs a running event
-        loop.
-        """
+        """`group` has the ranks of one stage, whose start took `load_s`."""
         self._load_s, self._sessions = load_s, sessions
         self._group, (self._stage,) = group, group.stages
         self._limits = BatchLimits.of(config, group.settings)
         self._geometry = group.pool.geometry
-        # Floats of a row that comes from the stage before.
+        # Floats per input row; 0 for the first stage, which has no input rows.
         self._width = config.hidden if self._stage else 0
         rows_bytes = padded_rows(group.settings.max_batch_tokens) * config.hidden * FLOAT_BYTES
         self.max_payload_bytes = max(rows_bytes, max_page_payload(self._geometry.page_bytes))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
-        self._changes: set[asyncio.Event] = set()  # Since it was told, of each session.
+        self._changes: set[asyncio.Event] = set()  # One event per session.
 
     def changed(self) -> None:
-        """Something of the ranks is new."""
+        """Tell all sessions that the state of the ranks has changed."""
         for change in self._changes:
             change.set()
 
     def close(self) -> None:
-        """The group has been closed."""
+        """End the thread, after the group was closed."""
         self._thread.shutdown()
 
     async def batches(self, link: StageLink, session: StageSession) -> None:
-        """Raises TransferError, RanksLostError: the link, or the ranks, are lost."""
+        """Serve a link of batches; raises TransferError or RanksLostError when the link or the
+        ranks are lost.
+        """
         group = self._group
         use = group.use(session.number)[self._stage]
         pages = None
@@ -116,7 +116,7 @@ class StageOrders:
             telling.cancel()
 
     async def pages(self, link: StageLink, session: StageSession) -> None:
-        """Raises TransferError: the link is lost."""
+        """Serve a link of pages; raises TransferError when the link is lost."""
         await link.send(PagesDone())
         while True:
             order, payload = await link.receive()
@@ -176,7 +176,7 @@ class StageOrders:
             if isinstance(lost := computed.exception(), RanksLostError):
                 await link.send(StageStopped(order.batch, list(lost.ranks), lost.reason))
         finally:
-            # The session is not over before.
+            # The session ends only after this.
             await self._barred(computed)
         if lost is None:
             use = group.use(session.number)[self._stage]
@@ -190,7 +190,7 @@ class StageOrders:
         """Wait until no rank computes the batch any more.
 
         Raises:
-            RanksLostError: the ranks compute nothing any more.
+            RanksLostError: the ranks are lost for good.
         """
         await _ended(computed)
         if isinstance(computed.exception(), RanksLostError):
@@ -231,7 +231,7 @@ class StageOrders:
             await link.send(PagesDone(), found)
 
     def _part_of(self, order: WritePages) -> Part | None:
-        """The cells that are written of each page; None: all of the stage."""
+        """Return the cells of each page that the order writes; None: all cells of the stage."""
         if order.layers is None or order.heads is None:
             return None
         part = Part(range(*order.layers), range(*order.heads))
@@ -252,7 +252,7 @@ class StageOrders:
             )
         if order.rank not in self._group.pids:
             return {}
-        # A borrower's pages lose these cells as well: it begins again, as with another host.
+        # A borrower's pages lose cells too; the borrower must begin a new loan.
         await self._sessions.end_loan()
         lost = await asyncio.to_thread(self._group.lose_device, order.rank, bases)
         return {base: sorted(cells) for base, cells in lost.items()}
@@ -282,17 +282,17 @@ class StageOrders:
                 pass
         if self._sessions.answered(order):
             return PagesDone()
-        return PagesLost("the other one does not wait any more")
+        return PagesLost("the other instance does not wait any more")
 
     async def _copy(self, order: LendPages) -> None:
-        """Copy what is lent and in use. Raises TransferError: cells are lost."""
+        """Copy the used parts into lent pages; raises TransferError if cells are lost."""
         if order.copies:
             sources, targets = zip(*order.copies, strict=True)
             await self._group.write(targets, await self._group.read(sources))
 
 
 def _check_copies(order: LendPages, last: int) -> None:
-    """Raises StageRefusedError: they are not from what stays into what is lent."""
+    """Raises StageRefusedError if a copy is not from an own page into a lent page."""
     for source, target in order.copies:
         if not 0 <= source <= last or source in order.pages or target not in order.pages:
             raise StageRefusedError(
@@ -311,7 +311,7 @@ def _check(session: StageSession, order: object) -> None:
 
 
 async def _ended(work: "asyncio.Future[Any]") -> None:
-    """Wait for the end of work in a thread, however often this is cancelled."""
+    """Wait for the end of work in a thread, also after cancellations."""
     while not work.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait({work})

@@ -1,4 +1,4 @@
-"""The processes of an instance's ranks: their start, the weights that they get, and formations."""
+"""The processes of an instance's ranks: their start, their weights, and their formations."""
 
 import logging
 import time
@@ -46,9 +46,9 @@ from kvrs_engine.engine.ranks.wire import (
 
 log = logging.getLogger(__name__)
 
-_MAX_SOURCES = 200  # Memories that one order names; units of others are read from the files.
+_MAX_SOURCES = 200  # Limit of source memories per order; other units are read from files.
 
-# The ranks of this process are forked by one nursery, which ends with it.
+# The process that forks the ranks of this process, and ends with this process.
 RANKS = Nursery(["kvrs_engine.engine.ranks.rank"])
 
 RankMessage = Answered | Ended | RankOrdered
@@ -56,16 +56,18 @@ RankMessage = Answered | Ended | RankOrdered
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """A unit that a rank was told to get."""
+    """A unit that a rank was ordered to fetch."""
 
     at: UnitAt
     size_bytes: int
-    source: int  # A rank, or HOST.
-    is_there: bool  # Where the source had it, which is gone.
+    source: int  # A rank or HOST.
+    is_there: bool  # The unit stays in place, in the memory of a lost rank.
 
 
 class RankProcesses:
-    """All that is there of an instance's ranks. Used by one thread at a time."""
+    """The processes of an instance's ranks and their memory. Only one thread at a time may use
+    it.
+    """
 
     def __init__(
         self,
@@ -77,39 +79,39 @@ class RankProcesses:
         spreads: bool,
         yields: bool = False,
     ) -> None:
-        """`yields`: first starts yield to whatever else runs on the machine."""
+        """`yields`: the first starts run at a lowered priority."""
         self.seats: dict[int, RankSeat] = {}
         self.told: SimpleQueue[RankMessage | None] = SimpleQueue()
         self.hashes: dict[str, bytes] = {}
         self.arithmetic: bytes | None = None
-        # Bytes of weights, by the epoch of the order: `host`, `peer` and `kept` (left where a lost
-        # rank had it) as they are in memory, and what was `read` of files; `damaged` counts units.
+        # Moved weights by epoch, in bytes: from `host`, from a `peer`, `kept` in the memory of a
+        # lost rank, and `read` from files; `damaged` counts units.
         self.moved: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        self.read_bytes: Counter[int] = Counter()  # Of weights from files, by rank.
+        self.read_bytes: Counter[int] = Counter()  # Bytes of weights read from files, by rank.
         self._directory, self._settings = directory, settings
         self._config, self._cells, self._spreads = config, cells, spreads
         self._start_yields = yields
-        self._fetch_nice = 0  # Of the newest order.
+        self._fetch_nice = 0  # Niceness of the newest order.
         self._blocks = UnitBlocks(config, Weights(directory))
         self._coming: dict[tuple[int, int, Unit], _Coming] = {}
-        # Ranks that copy a unit from a rank that is to read it, by epoch, rank and unit.
+        # Ranks that wait to copy a unit from its reader, by epoch, reading rank and unit.
         self._behind: defaultdict[tuple[int, int, Unit], list[int]] = defaultdict(list)
-        # Units that a rank computes with where a lost one had them, which has them until the next
-        # layout serves: of a rank and a unit, that other rank.
+        # Lost rank in whose memory a rank uses a unit, by rank and unit, until the next layout
+        # serves.
         self._lent: dict[tuple[int, Unit], int] = {}
 
     def begun(self) -> None:
-        """The ranks compute: what is started from now on is waited for."""
+        """End the lowered priority of starts, because later starts are awaited."""
         self._start_yields = False
 
     def start(
         self, rank: int, layout: Layout, stage: int, *, proves_ahead: bool = True
     ) -> RankSeat:
-        """A new process for a rank of that stage, in no seat yet; `proves_ahead`: what it may need
-        after losses too, for which it takes longer.
+        """Start a process for a rank of the stage. `proves_ahead`: prove forms for layouts after
+        losses too, which makes the start longer.
 
         Raises:
-            KvrsError: there can be none.
+            KvrsError: the process cannot be started.
         """
         seat = RankSeat(rank, RANKS, self.told.put)
         layers = layout.stages[stage].layers
@@ -129,7 +131,7 @@ class RankProcesses:
         return seat
 
     def loaded(self, seat: RankSeat, answer: Loaded) -> None:
-        """Raises KvrsError: the rank computes with other results, or has other weights."""
+        """Note that a rank has loaded; raises KvrsError if its arithmetic or weights differ."""
         if self.arithmetic is None:
             self.arithmetic = answer.arithmetic
         if answer.arithmetic != self.arithmetic:
@@ -142,7 +144,7 @@ class RankProcesses:
         seat.watch()
 
     def fetched(self, seat: RankSeat, answer: Fetched) -> bool:
-        """Note a unit that has arrived; False: no memory was kept for it.
+        """Note an arrived unit; return False if its order was dropped.
 
         Raises:
             KvrsError: the rank has other weights.
@@ -154,7 +156,7 @@ class RankProcesses:
             return False
         before = seat.units.get(answer.unit)
         seat.units[answer.unit] = coming.at
-        if before is not None:  # It was ordered again before its first arrival was told.
+        if before is not None:  # The unit was ordered twice, and both arrivals are reported.
             self._replaced(seat.rank, answer.unit, before)
         if coming.is_there:
             self._lent[seat.rank, answer.unit] = coming.source
@@ -171,11 +173,11 @@ class RankProcesses:
         return True
 
     def fetch(self, epoch: int, moves: Collection[Move], *, nice: int = 0) -> None:
-        """Let each target get its units, those first that others copy from it; each has room for
-        all of them before the first moves. `nice`: by which their priority is lower than usual.
+        """Order each target to fetch its units, first those that other ranks copy from it. All
+        memory is allocated before the first move. `nice` lowers the priority.
 
         Raises:
-            KvrsError: there is not so much memory.
+            KvrsError: there is not enough memory.
         """
         self._behind.clear()
         self._fetch_nice = nice
@@ -188,7 +190,7 @@ class RankProcesses:
         }
         rooms = {}
         left = {rank for rank, seat in self.seats.items() if seat.has_died}
-        taken: set[tuple[int, Unit]] = set()  # Of ranks that are gone, and used where they are.
+        taken: set[tuple[int, Unit]] = set()  # Units of lost ranks that are used in place.
         try:
             for target, own in of_targets.items():
                 there = {
@@ -210,8 +212,7 @@ class RankProcesses:
         self, epoch: int, target: int, moves: list[Move], kept: Collection[Unit]
     ) -> tuple[FetchUnits, list[int]]:
         seat = self.seats[target]
-        # One rank uses in place the memory that a process has left; the descriptors for that come
-        # first.
+        # Units in the memory of lost ranks stay in place; their descriptors come first.
         there = [move for move in moves if move.unit in kept]
         others = [move for move in moves if move.unit not in kept]
         places, size = self._blocks.places([move.unit for move in others])
@@ -219,7 +220,7 @@ class RankProcesses:
         if others:
             memory = Region.anonymous(f"kvrs-units-{target}", size)
             descriptors = [memory.descriptor]
-        else:  # No new memory is needed, and the first descriptor not used.
+        else:  # Without new memory, the first descriptor is not used.
             descriptors = [self.seats[there[0].source].units[there[0].unit].memory.descriptor]
         sources: dict[int, int] = {}
         wire = []
@@ -256,8 +257,8 @@ class RankProcesses:
     def _source(
         self, move: Move, sources: dict[int, int], descriptors: list[int]
     ) -> tuple[int, int]:
-        """Which of the descriptors a unit is copied from, and where it lies there; 0: it is read
-        from the files.
+        """Return the index of the descriptor and the offset from which a unit is copied; index 0:
+        the unit is read from files.
         """
         if move.source == HOST:
             return 0, 0
@@ -269,7 +270,7 @@ class RankProcesses:
         return sources.get(key, 0), theirs.offset
 
     def _pass_on(self, seat: RankSeat, answer: Fetched, theirs: UnitAt) -> None:
-        """Let those copy a unit that have waited until this rank has it."""
+        """Order the waiting ranks to copy a unit that this rank has now."""
         for target in self._behind.pop((answer.epoch, seat.rank, answer.unit), ()):
             waiting = self.seats[target]
             at = self._coming[waiting.pid, answer.epoch, answer.unit].at
@@ -279,8 +280,8 @@ class RankProcesses:
             _order(waiting, order, [at.memory.descriptor, theirs.memory.descriptor])
 
     def drop_coming(self, of_epoch: int | None = None) -> None:
-        """Give back the memory of units that have not come, of one order or of all: those that a
-        further loss has broken off.
+        """Free the memory of units that have not arrived, of the order of one epoch or of all
+        orders.
         """
         gone = [key for key in self._coming if of_epoch in (None, key[1])]
         coming = [self._coming.pop(key) for key in gone]
@@ -289,7 +290,7 @@ class RankProcesses:
         _close_unused([each.at for each in coming if each.is_there], held)
 
     def settle(self, layout: Layout) -> None:
-        """The ranks of the layout have its units; all other memory of theirs is given back."""
+        """Free all memory that the serving layout does not use."""
         self.drop_coming()
         held = {rank: layout.held(rank) for rank in layout.ranks if rank in self.seats}
         for (rank, unit), owner in list(self._lent.items()):
@@ -304,15 +305,15 @@ class RankProcesses:
             _order(seat, Settle(), [])
 
     def lose_memory(self, rank: int) -> None:
-        """Drop the memory of a rank that is lost with its device; what it had from others stays
-        theirs.
+        """Free the memory of a rank that is lost with its device, but not the units that the rank
+        used in other ranks' memory.
         """
         self._return(rank)
         seat = self.seats[rank]
         seat.release(list(seat.units))
 
     def _return(self, rank: int) -> None:
-        """Return the units that a rank has in another one's memory to that one."""
+        """Return the units that a rank uses in other ranks' memory."""
         lent = [unit for of, unit in self._lent if of == rank]
         units = self.seats[rank].units
         returned = []
@@ -331,7 +332,7 @@ class RankProcesses:
             _close_unused([before], used)
 
     def attach(self, rank: int, units: dict[Unit, UnitAt]) -> None:
-        """Give a new process the memory that an earlier one of its rank has left."""
+        """Give a new process the memory of its rank's previous process."""
         seat = self.seats[rank]
         seat.units = units
         memories = {id(at.memory): at.memory for at in units.values()}
@@ -342,11 +343,11 @@ class RankProcesses:
             _order(seat, Attach(places), [memory.descriptor])
 
     def form(self, epoch: int, layout: Layout, stages: range, areas: Areas) -> RankFormation:
-        """Let the ranks of these stages, which are on this node, compute together, in memory of
-        their own; each answers when it can.
+        """Order the ranks of the local stages to join a formation with new shared memory; each rank
+        answers when it has joined.
 
         Raises:
-            KvrsError: there is not so much memory.
+            KvrsError: there is not enough memory.
         """
         shared = Region.anonymous("kvrs-formation", areas.size_bytes)
         try:
@@ -369,7 +370,9 @@ class RankProcesses:
 
 
 class SpareRanks:
-    """Starts and ends them as `RankWaits` says. Used by one thread at a time."""
+    """Starts and ends processes of missing ranks as `RankWaits` says. Only one thread at a time may
+    use it.
+    """
 
     def __init__(self, processes: RankProcesses, full: Layout, waiting: RankWaits) -> None:
         self._processes, self._full, self._waiting = processes, full, waiting
@@ -389,20 +392,21 @@ class SpareRanks:
             self._waiting.started(rank, now_s)
 
     def take(self, rank: int) -> RankSeat | None:
-        """The process for a rank that is to join now, if there is one."""
+        """Take the spare process for a rank that joins now; None: there is none."""
         seat = self.seats.pop(rank, None)
         if seat is not None:
-            self._waiting.missing[rank].put_off(time.monotonic())  # Should it die before it serves.
+            # Delay the next start, in case the process dies before it serves.
+            self._waiting.missing[rank].put_off(time.monotonic())
         return seat
 
     def end(self, rank: int) -> None:
-        """Another one is started in place of this one."""
+        """End a rank's process, so that another one is started later."""
         seat = self.seats.pop(rank)
         self._waiting.missing[rank].put_off(time.monotonic())
         seat.close()
 
     def drop(self, rank: int) -> None:
-        """The rank computes, or is not to come back."""
+        """Stop starting a rank that computes, or that must not come back."""
         self._waiting.missing.pop(rank, None)
         if (seat := self.seats.pop(rank, None)) is not None:
             seat.close()
@@ -417,7 +421,7 @@ def stage_of(layout: Layout, rank: int) -> int:
 
 
 def _order(seat: RankSeat, order: Order, descriptors: list[int]) -> None:
-    """A rank that takes no orders is ended, which is told as every end is."""
+    """Send an order; kill a rank that takes no orders, which is then reported like any end."""
     try:
         seat.order(order, descriptors)
     except RanksLostError as lost:
@@ -426,7 +430,7 @@ def _order(seat: RankSeat, order: Order, descriptors: list[int]) -> None:
 
 
 def _close_unused(units: Iterable[UnitAt], kept: Iterable[UnitAt]) -> None:
-    """Close memory that others own; the units in it are left as they are."""
+    """Close unused mappings of other owners' memory, without freeing the units in it."""
     used = {id(at.memory) for at in kept}
     for memory in {id(at.memory): at.memory for at in units if id(at.memory) not in used}.values():
         memory.close()

@@ -1,11 +1,10 @@
-"""One rank of an instance: a process that has some units of the model, and the cells of its KV
-heads.
+"""One rank of an instance: a process with some units of the model and the cells of its KV heads.
 
-It obeys the instance at the other end of a socket until that closes. The memory of its cells
-belongs to the instance, so it outlives the process.
+The rank obeys the orders of the instance's process, over a socket, until the socket closes. The
+memory of its cells belongs to the instance's process, and outlives the rank.
 
-`python -m kvrs_engine.engine.ranks.rank` forks such processes for an instance
-(`kvrs_engine.engine.nursery`): each request brings the end of the rank's socket.
+`python -m kvrs_engine.engine.ranks.rank` forks ranks for an instance
+(`kvrs_engine.engine.nursery`); each request carries the rank's end of its socket.
 """
 
 import argparse
@@ -77,7 +76,7 @@ from kvrs_engine.engine.ranks.yielding import LOAD_NICE, yielding
 from kvrs_engine.engine.worker import arithmetic_of, check_attention, geometry_of
 from kvrs_engine.scheduling.sequences import Chunk
 
-# A rank that loads proves the layouts of so many losses, the first ones of those.
+# A loading rank proves the forms for layouts after this many losses, up to `_LAYOUTS_AHEAD`.
 _LOSSES_AHEAD = 2
 _LAYOUTS_AHEAD = 150
 
@@ -110,7 +109,7 @@ class ShareWorker:
         self._columns = _runs([tiles[place] for place in layout.vocabulary_tiles(rank)])
 
     def execute(self, chunks: Sequence[Chunk], batch: int) -> None:
-        """Raises FormationEndedError: another rank is lost."""
+        """Compute the share of a batch; raises FormationEndedError if another rank is lost."""
         step = build_step(chunks, self._pool)
         self._exchange.begin(step.token_ids.shape[0], self._hidden)
         if self._spread is not None:
@@ -131,15 +130,15 @@ class ShareWorker:
         self._line.done.set(batch)
 
     def _write_logits(self, columns: Tensor, batch: int) -> None:
-        """Into the columns of this rank's tiles, run by run."""
+        """Write the logits of this rank's tiles into their columns of the shared memory."""
         whole = self._memory.logits(columns.shape[0], batch)
         for first, count, own in self._columns:
             whole[:, first : first + count] = columns[:, own : own + count]
 
 
 def _runs(columns: Sequence[range]) -> list[tuple[int, int, int]]:
-    """Columns that lie beside each other both in all and among these: first of all, number, first
-    of these.
+    """Merge adjacent ranges of columns; return (first column of all, number of columns, first own
+    column) of each run.
     """
     runs: list[tuple[int, int, int]] = []
     offset = 0
@@ -154,7 +153,7 @@ def _runs(columns: Sequence[range]) -> list[tuple[int, int, int]]:
 
 
 class _Rank:
-    """The process: orders in, answers out."""
+    """The main loop of a rank's process, which receives orders and sends answers."""
 
     def __init__(self, pair: socket.socket) -> None:
         self._pair = pair
@@ -166,7 +165,7 @@ class _Rank:
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="mover")
 
     def run(self) -> None:
-        """Obey until the instance closes its end."""
+        """Carry out orders until the instance's process closes the socket."""
         while True:
             try:
                 order = self._orders.receive()
@@ -184,7 +183,7 @@ class _Rank:
         match order:
             case Load():
                 lives, cells = map(map_file, self._descriptors())
-                # Of this thread, which outlives one that loads.
+                # The main thread must hold the mutex: a loading thread ends earlier.
                 life = Life(lives, 0)
                 life.begin()
                 torch.set_num_threads(1)
@@ -219,7 +218,7 @@ class _Rank:
         return found
 
     def _fetch(self, loaded: "_Loaded", order: FetchUnits, memories: list[Tensor]) -> None:
-        """On a thread of its own, while batches are computed."""
+        """Fetch units in a separate thread, while batches are computed."""
 
         def fetch() -> None:
             for answer in loaded.fetch(order, memories):
@@ -260,11 +259,11 @@ class _Rank:
 
 
 class _Loaded:
-    """The state of a rank: the parts that all ranks of its layers have, its units, all cells."""
+    """The loaded state of a rank: the common weights of its layers, its units, and its cells."""
 
     def __init__(self, order: Load, life: Life, cells: mmap.mmap) -> None:
-        """Raises ConfigError, KvrsError: as `Worker`."""
-        self._life = life  # Mapped as long as this is there.
+        """Load the common weights; raises ConfigError and KvrsError as `Worker` does."""
+        self._life = life  # Keeps the memory mapped.
         settings, directory = settings_of(order), Path(order.model)
         device = torch.device(settings.device)
         torch.set_float32_matmul_precision("highest")
@@ -280,9 +279,9 @@ class _Loaded:
         self._weights = Weights(directory)
         self._unit_blocks = UnitBlocks(self._config, self._weights)
         self._blocks: dict[Unit, UnitBlock] = {}
-        self._held: frozenset[Unit] = frozenset()  # By the layout of the last formation.
-        self._proofs = Proofs()  # Of all formations: most shapes are those of the one before.
-        self.fetching = 0  # The epoch of the newest order; what an older one was to bring is not.
+        self._held: frozenset[Unit] = frozenset()  # Units by the layout of the last formation.
+        self._proofs = Proofs()  # Shared by all formations, which have mostly equal shapes.
+        self.fetching = 0  # Epoch of the newest order; older orders are abandoned.
         with torch.inference_mode():
             self._common = read_decoder(self._config, self._weights, positions, device, nothing)
             check_attention(self._config, settings.page_size_tokens, device)
@@ -298,8 +297,8 @@ class _Loaded:
             self.answer = msgspec.structs.replace(self.answer, ahead_s=took_s)
 
     def _prove_ahead(self, layout: Layout, *, spreads: bool) -> None:
-        """The forms of a layout, and of those that losses make of it: so that a re-forming does not
-        wait for them. Proofs are of shapes, so any numbers do for weights.
+        """Prove the forms for a layout and for the layouts after losses, so that a re-forming need
+        not. Proofs depend on shapes only, so arbitrary weights are used.
         """
         units = self._config.units_of_ranks
         blocks = [unit for unit in units.all() if unit.kind != UnitKind.COMMON]
@@ -321,7 +320,9 @@ class _Loaded:
                         proven(whole, self._proofs)
 
     def fetch(self, order: FetchUnits, memories: Sequence[Tensor]) -> Iterator[Fetched]:
-        """Raises ConfigError: files have changed, or cannot be read."""
+        """Fetch units, yielding an answer for each; raises ConfigError if files have changed or
+        cannot be read.
+        """
         reader = RangeReader(self._weights)
         try:
             for move in order.moves:
@@ -360,8 +361,8 @@ class _Loaded:
             self._blocks[place.unit] = block
 
     def settle(self) -> None:
-        """Keep what the layout of the last formation gives this rank."""
-        # An older order may still bring a unit meanwhile, of which nothing is wanted any more.
+        """Drop the units outside the layout of the last formation."""
+        # An older order may add an unwanted unit meanwhile.
         self._blocks = {unit: self._blocks[unit] for unit in self._held if unit in self._blocks}
 
     def worker(self, order: Join, memory: mmap.mmap) -> ShareWorker:
@@ -397,13 +398,13 @@ def _bytes_of(memory: mmap.mmap) -> Tensor:
 
 
 def obey(pair: socket.socket, _name: str) -> NoReturn:
-    """Be a rank, in a process of its own."""
+    """Run a rank in this process, and exit."""
     try:
         rank = _Rank(pair)
         rank.run()
     except BaseException:
         traceback.print_exc()
-    # `rank` is there until now: its end is told by the memory of its life, while that is mapped.
+    # `rank` keeps the memory of its mutex mapped until here, which reports the end.
     os._exit(0)
 
 

@@ -1,7 +1,7 @@
-"""Carries out what `kvrs_engine.elastic.reforming` decides, with the processes of ranks.
+"""The driver of `kvrs_engine.elastic.reforming`: carries out its actions with the ranks' processes.
 
-One thread takes what ranks and their watchers tell, one thing after another, and gives orders. The
-thread that computes waits meanwhile, or goes on where nothing is lost.
+One thread handles the messages of ranks and watchers in order, and sends orders. The computing
+thread waits meanwhile, or goes on if no unit or KV is lost.
 """
 
 import logging
@@ -71,7 +71,7 @@ class Reformer:
             lookahead_tokens=lookahead_tokens,
             step_s=self._step_s,
         )
-        self.deaths = 0  # Of ranks that computed.
+        self.deaths = 0  # Number of deaths of computing ranks.
         self.now: ReformingNow | None = None
         self.done: list[Reformed] = []
         self._begun: ReformingBegun | None = None
@@ -79,7 +79,7 @@ class Reformer:
         self._waiting = machine.waiting
         self._spares = SpareRanks(group.processes, group.full, self._waiting)
         self.loads = loads_of(machine.units, settings.experts, group.full)
-        self._left: set[int] = set()  # On purpose; those of the layout are about to.
+        self._left: set[int] = set()  # Ranks that have left, or are leaving, on purpose.
         self._first_lost_s = 0.0
         self._is_stopping = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="reformer", daemon=True)
@@ -90,26 +90,27 @@ class Reformer:
     def stop(self) -> None:
         self._is_stopping = True
         if self._formation is not None:
-            self._formation.end()  # A probe may be under way.
+            self._formation.end()  # Ends a running probe.
         self._processes.told.put(None)
         self._thread.join()
 
     def order(self, rank: int, *, leaves: bool) -> "Future[str | None]":
-        """Let a rank leave on purpose, which serves until the others have what it had, or which is
-        lost and would be started again; or have one back that has left. The result says why not;
-        None: it is carried out.
+        """Let a rank leave on purpose, or take back a rank that has left. The result is the reason
+        of a refusal; None: carried out.
+
+        A leaving rank serves until the others have its units; a lost rank is not restarted.
         """
         refused: Future[str | None] = Future()
         self._processes.told.put(RankOrdered(rank, leaves, refused))
         return refused
 
     def factors(self, layout: Layout) -> tuple[float, float]:
-        """Step times of decode and of prefill over those of the full layout."""
+        """Return the step times of decode and prefill relative to the full layout."""
         tiles = () if self.loads is None else self.loads.tiles
         return step_factors(layout, self._group.full, self._machine.units, tiles)
 
     def _step_s(self, layout: Layout) -> float:
-        """Predicted of a decode step."""
+        """Return the predicted time of a decode step."""
         predict = self._group.predict
         step_s = 0.0 if predict is None else predict([Chunk([0], 0, [0], logits=1)])
         return step_s * self.factors(layout)[0]
@@ -135,7 +136,7 @@ class Reformer:
         self._spares.close()
 
     def _patience_s(self) -> float | None:
-        """Until `_look` has something to do."""
+        """Return the time until `_look` must be called; None: no limit."""
         if self._has_ended:
             return None
         moments_s = [self._waiting.next_s(), None if self.loads is None else self.loads.next_s]
@@ -152,12 +153,12 @@ class Reformer:
             case RankOrdered():
                 if told.refused.set_running_or_notify_cancel():
                     carry_out = self._leave if told.leaves else self._have_back
-                    # Each of several proxies may order the same.
+                    # Several proxies may send the same order.
                     is_done = told.leaves and told.rank in self._left
                     refused = None if is_done or self._has_ended else carry_out(told.rank)
                     told.refused.set_result(_ENDED if self._has_ended else refused)
             case None:
-                pass  # It is time to look.
+                pass  # The timeout has ended.
 
     def _leave(self, rank: int) -> str | None:
         if not self._settings.enabled:
@@ -209,7 +210,7 @@ class Reformer:
             log.error("a rank cannot be used", extra={"rank": seat.rank, "cause": str(error)})
             seat.kill()
             return
-        # That rank is not to blame for the consequences.
+        # Outside the `try`: a failure here is not this rank's.
         if news is not None:
             self._handle(news)
         elif isinstance(answer, Loaded):
@@ -222,7 +223,7 @@ class Reformer:
             self._spares.end(seat.rank)
             return
         if seat.rank in self._group.lost:
-            return  # Reported before, by another witness.
+            return  # Already reported, by another thread.
         seat.kill()
         now_s = time.monotonic()
         self._group.lost[seat.rank] = now_s
@@ -240,7 +241,7 @@ class Reformer:
         streams = (StreamAtRisk(0.0),) * self._group.streams
         self._handle(RanksLost(frozenset({seat.rank}), is_kept, streams))
 
-    # What is done.
+    # Actions.
 
     def _handle(self, event: Event) -> None:
         is_loss = isinstance(event, RanksLost)
@@ -294,7 +295,8 @@ class Reformer:
             if not self._seat(rank, action):
                 return
         try:
-            nice = 0 if action.way.pauses or action.fresh else COPY_NICE  # Nothing waits then.
+            # Copies of a resize without new ranks are not urgent.
+            nice = 0 if action.way.pauses or action.fresh else COPY_NICE
             self._processes.fetch(action.epoch, action.plan.moves, nice=nice)
         except KvrsError as error:
             self._handle(RoomMissing(action.epoch, str(error)))
@@ -302,7 +304,7 @@ class Reformer:
                 self._call_off(action, str(error))
 
     def _call_off(self, action: CarryOut, reason: str) -> None:
-        """The ranks that serve go on without a change that nothing has begun of."""
+        """Cancel a change that has not begun; the ranks go on serving."""
         log.warning("the ranks stay as they are", extra={"way": action.way, "cause": reason})
         for rank in action.fresh:
             self._processes.seats.pop(rank).close()
@@ -313,14 +315,16 @@ class Reformer:
         self._group.changed()
 
     def _seat(self, rank: int, action: CarryOut) -> bool:
-        """A new process in a rank's seat: one that is ready, or else another one."""
+        """Give a rank a new process, a spare one if there is one; return False if the rank has been
+        started too often.
+        """
         seat = self._spares.take(rank)
         if seat is None:
             if not self._waiting.may_start(rank):
                 self._end(f"was started {MAX_STARTS} times and has died each time", [rank])
                 return False
             stage = stage_of(self._group.full, rank)
-            # At once: the others wait for it.
+            # The other ranks wait, so skip the proofs for later losses.
             seat = self._processes.start(rank, self._group.full, stage, proves_ahead=False)
         old = self._processes.seats.pop(rank, None)
         self._group.lost.pop(rank, None)
@@ -338,17 +342,17 @@ class Reformer:
             self._formation = self._group.form(action.epoch, action.layout)
         except KvrsError as error:
             log.error("the ranks cannot join", extra={"cause": str(error)})
-            # Those that were to leave stay, and are not let go again and again.
+            # Leaving ranks stay; otherwise they would be released again and again.
             self._left.difference_update(self._group.layout.ranks)
             self._handle(RoomMissing(action.epoch, str(error)))
 
     def _probe(self, action: ProbeStep) -> None:
         assert self._formation is not None, "the ranks have joined"
         try:
-            # One that hangs in it is killed there, as in any batch.
+            # `probe` kills a hanging rank, as in any batch.
             found = self._group.probe(self._formation)
         except RanksLostError:
-            self._formation.end()  # The others wait in it for those that are gone.
+            self._formation.end()  # The other ranks wait for the lost ones.
             return
         _note(self._begun, "probe")
         self._handle(ProbeEnded(action.epoch, same_bytes(found, self._group.probed)))
@@ -360,13 +364,13 @@ class Reformer:
         self._processes.settle(action.layout)
         for rank in action.layout.ranks:
             self._spares.drop(rank)
-        # In this order: a reader of `done` finds the layout that serves, and one that finds no
-        # re-forming under way finds both.
+        # The order matters: a reader of `done` must see the new layout, and a reader that sees no
+        # re-forming must see both.
         self._group.serve(self._formation)
         self._note_cost(action)
         self._begun, self.now = None, None
         self._waiting.end()
-        # The end of a process takes its time, in which the others compute again.
+        # Ending a process takes time, during which the other ranks already compute.
         for rank in [rank for rank in seats if rank not in action.layout.ranks]:
             seats.pop(rank).close()
             self._group.lost.pop(rank, None)
@@ -377,11 +381,11 @@ class Reformer:
         self._offer()
 
     def _note_cost(self, action: Serve) -> None:
-        """Note the cost of a re-forming, by which the next one is predicted."""
+        """Record the course and the cost of a re-forming, for later predictions."""
         assert self._begun is not None, "a re-forming has begun"
         begun, now_s = self._begun, time.monotonic()
         moved = dict(self._processes.moved.pop(action.epoch, {}))
-        # Bytes of plans that a further loss has broken off count for none if they arrived late.
+        # Late bytes of abandoned plans do not count.
         self._processes.moved.clear()
         way, plan = begun.action.way, begun.action.plan
         done = Reformed(
@@ -416,10 +420,10 @@ class Reformer:
         self._group.give_up(RanksLostError(ranks, reason, status))
         self._group.changed()
 
-    # Back to the full degree.
+    # Missing ranks.
 
     def _look(self) -> None:
-        """Start and end ranks whose time has come."""
+        """Start and end ranks that are due, and re-balance the copies of experts."""
         if self._has_ended:
             return
         due = self._waiting.due(time.monotonic())
@@ -435,7 +439,7 @@ class Reformer:
         if self.loads is None or self._machine.phase is not ReformingPhase.SERVING:
             return
         group, is_balanced = self._group, self._settings.enabled
-        # Its prefill is measured first, at its start, and no change may come between.
+        # The layout must not change before the prefill is measured, at the start.
         is_balanced &= group.predict is not None
         layout = self.loads.look(group.layout, group.formation, time.monotonic())
         if layout is not None and is_balanced:
@@ -443,8 +447,8 @@ class Reformer:
             self._handle(LoadShifted(layout))
 
     def _offer(self) -> None:
-        """Let ranks leave that were told to, and then one that is ready join, where nothing else
-        is under way.
+        """Begin the next pending change, if the phase is SERVING: first of leaving ranks, then of
+        ranks that are ready to join.
         """
         for rank in sorted(self._left.intersection(self._group.layout.ranks)):
             self._leave(rank)
@@ -462,14 +466,16 @@ def _note(begun: ReformingBegun | None, part: str) -> None:
 
 
 def _room_of(layout: Layout, units: Units) -> Room:
-    """Each rank may take its part of what is free beside the most that one has now."""
+    """Return the memory limit of a rank: the most that a rank has now, plus its share of the free
+    memory.
+    """
     most = max(layout.weight_bytes(rank, units) for rank in layout.ranks)
     each = free_bytes() // len(layout.ranks)
     return Room(capacity_bytes=most + each, cell_bytes=0, pages=0)
 
 
 def cells_of(layout: Layout, rank: int, base: int) -> frozenset[Cell]:
-    """The cells of a page of that base that a rank has; none: it has no part in the layout, or no
-    KV head, since a model may have fewer than ranks.
+    """Return a rank's cells of a page with this base; empty if the rank is outside the layout or
+    has no KV head.
     """
     return frozenset(layout.cells(rank, base)) if rank in layout.ranks else frozenset()

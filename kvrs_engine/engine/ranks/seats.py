@@ -1,6 +1,4 @@
-"""The processes of ranks as the process of their instance sees them, and the memory of their
-units.
-"""
+"""A rank's process and the memory of its units, as objects of the instance's process."""
 
 import socket
 import struct
@@ -19,14 +17,14 @@ from kvrs_engine.engine.ranks.futex import Life
 from kvrs_engine.engine.ranks.settings import rank_name
 from kvrs_engine.engine.ranks.wire import Answer, Order, RankGoneError, Receiver, encode, send
 
-_ORDER_TIMEOUT_S = 5.0  # Until a rank that takes no order has gone.
-_STATUS_S = 0.5  # Until one that computes nothing any more has ended, and its status is known.
-END_S = 1.0  # Until a rank that is told to end has ended.
+_ORDER_TIMEOUT_S = 5.0  # A rank that takes no order for this time counts as lost.
+_STATUS_S = 0.5  # Time limit for the exit status of a dead rank.
+END_S = 1.0  # Time limit for the end of a rank that was told to end.
 
 
 @dataclass(frozen=True, slots=True)
 class UnitAt:
-    """Where a unit lies."""
+    """The place of a unit in memory."""
 
     memory: Region
     offset: int
@@ -34,7 +32,7 @@ class UnitAt:
 
 
 def give_back(units: Iterable[UnitAt], kept: Iterable[UnitAt]) -> None:
-    """Give back the memory of units; what has none of those that are kept is closed."""
+    """Free the memory of units, and close memories without any unit in `kept`."""
     memories: dict[int, Region] = {}
     for at in units:
         at.memory.drop(at.offset, at.stop)
@@ -53,18 +51,18 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process has died. Each is told at least once."""
+    """A rank's process has died. Each death is reported at least once."""
 
     seat: "RankSeat"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankOrdered:
-    """A rank leaves on purpose, or comes back, by order of an operator."""
+    """An operator's order that a rank leave on purpose or come back."""
 
     rank: int
     leaves: bool
-    refused: "Future[str | None]"  # Why; None: it is carried out.
+    refused: "Future[str | None]"  # The reason of a refusal; None: carried out.
 
 
 class RankSeat:
@@ -73,7 +71,7 @@ class RankSeat:
     def __init__(
         self, rank: int, nursery: Nursery, tell: Callable[[Answered | Ended], object]
     ) -> None:
-        """Have it forked. `tell` is called from other threads.
+        """Fork the process. `tell` is called from other threads.
 
         Raises:
             KvrsError: there is no memory, or no process can be forked.
@@ -81,8 +79,9 @@ class RankSeat:
         self.rank, self._tell = rank, tell
         self.units: dict[Unit, UnitAt] = {}
         self.is_loaded = False
-        self._is_ending = self._was_killed = False  # By itself or from outside; because it hung.
-        self.has_died = False  # It computes nothing any more; its memory is perhaps still freed.
+        self._is_ending = False  # The process is ending by itself or by a kill from outside.
+        self._was_killed = False  # This object has killed the process because it hung.
+        self.has_died = False  # The process computes no more; the kernel may still free memory.
         self._sending = threading.Lock()
         self.lives = Region.anonymous("kvrs-life", Life.BYTES)
         with ExitStack() as undo:
@@ -97,7 +96,7 @@ class RankSeat:
             with theirs:
                 self.process = nursery.fork(theirs, rank_name(rank))
             undo.pop_all()
-        # A nursery that had to begin for it is there for the next one.
+        # The time excludes the start of the nursery, which is needed only once.
         self.began_s = time.monotonic()
         self._threads = [self._run(self._read)]
 
@@ -106,7 +105,7 @@ class RankSeat:
         return self.process.pid
 
     def order(self, message: Order, descriptors: Sequence[int] = ()) -> None:
-        """Raises RanksLostError: it has ended, or takes no orders."""
+        """Send an order; raises RanksLostError if the rank has ended or takes no orders."""
         self.send(encode(message), descriptors)
 
     def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
@@ -117,14 +116,12 @@ class RankSeat:
             raise RanksLostError([self.rank], str(error)) from None
 
     def watch(self) -> None:
-        """Tell its death at once from now on; it has begun its life."""
+        """Report the rank's death at once from now on, by its mutex, which the rank holds now."""
         self.is_loaded = True
         self._threads.append(self._run(self._await_end))
 
     def kill(self, *, with_device: bool = False) -> None:
-        """End it, which hangs or is lost with its device; it computes nothing any more when this
-        returns.
-        """
+        """Kill a rank that hangs or is lost with its device, and wait until it computes no more."""
         self._was_killed |= not (with_device or self._is_ending or self.process.poll())
         self.process.kill()
         if not self.has_died:
@@ -132,12 +129,12 @@ class RankSeat:
             self.has_died = True
 
     def status(self) -> int | None:
-        """How it has ended, as `exit_status`; None: it hung, or that is not known."""
+        """Return the status of the end, as `exit_status`; None: the rank hung, or not known."""
         self.process.wait(_STATUS_S)
         return None if self._was_killed else self.process.status
 
     def close(self, patience_s: float = 0.0) -> None:
-        """End it, and give its memory back."""
+        """End the process, and free the memory of its units."""
         with suppress(OSError):
             self._pair.shutdown(socket.SHUT_RDWR)
         self.process.wait(patience_s)
@@ -149,7 +146,7 @@ class RankSeat:
         self.release(list(self.units))
 
     def release(self, units: Sequence[Unit]) -> None:
-        """Give back the memory of units that it does not have any more."""
+        """Free the memory of units that the rank no longer has."""
         gone = [self.units.pop(unit) for unit in units]
         give_back(gone, self.units.values())
 
@@ -175,6 +172,6 @@ class RankSeat:
 
 
 def status_of(seats: Iterable[RankSeat]) -> int | None:
-    """How all of them have ended; None: differently, or that is not known of one."""
+    """Return the common exit status; None: the statuses differ, or one is not known."""
     found = {seat.status() for seat in seats}
     return found.pop() if len(found) == 1 else None

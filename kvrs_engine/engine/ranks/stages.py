@@ -1,5 +1,5 @@
-"""The ranks of consecutive stages of an instance on one node: their processes, the memory of their
-KV cells, their start, and the batches that they compute.
+"""The ranks of consecutive stages on one node: their processes, the memory of their KV cells, their
+start, and their batches.
 """
 
 import os
@@ -44,9 +44,8 @@ _PROBE_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class StartTimes:
-    """How long each part of the slowest process of a rank took to start: `alone_s` without what it
-    may need after losses, `whole_s` with that; and the moments at which all were loaded and had
-    their units.
+    """The start times of the slowest rank: `alone_s` without proofs for later losses, `whole_s`
+    with them; and the times at which all ranks were loaded and had fetched their units.
     """
 
     alone_s: float
@@ -56,7 +55,7 @@ class StartTimes:
 
 
 class StageRanks:
-    """Ranks of these stages: their start, their batches, and their formations."""
+    """The ranks of some stages: their start, their batches, and their formations."""
 
     def __init__(
         self,
@@ -68,9 +67,8 @@ class StageRanks:
         spreads: bool = False,
         yields: bool = False,
     ) -> None:
-        """`stages`: those of the layout that are on this node; `spreads`: heads that are left over
-        are spread, also after a loss; `yields`: the start yields to whatever else runs on the
-        machine.
+        """`stages` are the local stages of the layout. `spreads`: remaining heads are spread, also
+        after a loss. `yields`: the start runs at a lowered priority.
 
         Raises:
             ConfigError: directory or settings are wrong.
@@ -83,22 +81,21 @@ class StageRanks:
             )
         self.settings, self.stages = settings, stages
         self.full = self.layout = layout
-        # Predicted seconds of a batch, once that is known.
-        self.predict: Predict | None = None
-        # Called from another thread: the instance cannot go on; something of the ranks is new.
+        self.predict: Predict | None = None  # Predicts the time of a batch, once measured.
+        # Called from another thread: the instance cannot go on; the state of the ranks has changed.
         self.on_end: Callable[[RanksLostError], object] | None = None
         self.on_change: Callable[[], object] | None = None
-        self.lost: dict[int, float] = {}  # Ranks that have died, and when that was noticed.
-        self.lost_devices: set[int] = set()  # Of them, those that lost their memory as well.
-        self.streams = 0  # Of the batches that were computed when the last one began.
+        self.lost: dict[int, float] = {}  # Dead ranks, with the time of detection.
+        self.lost_devices: set[int] = set()  # Dead ranks whose memory is lost too.
+        self.streams = 0  # Number of streams in running batches when the last batch began.
         self._serving = threading.Condition()
-        # Streams of each batch that is computed; under `_serving`.
+        # Number of streams of each running batch; guarded by `_serving`.
         self._under_way: list[int] = []
         self.formation: RankFormation | None = None
         self._end: RanksLostError | None = None
-        self.probed = torch.empty(0)  # What `probe` must yield.
-        self._began_s = self._heard_s = 0.0  # Of the start: its beginning, and the last answer.
-        self._alone_s = self._whole_s = 0.0  # As `StartTimes`.
+        self.probed = torch.empty(0)  # The expected result of `probe`.
+        self._began_s = self._heard_s = 0.0  # Times of the start, and of the last answer.
+        self._alone_s = self._whole_s = 0.0  # As in `StartTimes`.
         self._yields = yields
         self.layers = layout.layers(stages)
         self._config = ModelConfig.from_directory(model_directory)
@@ -108,7 +105,6 @@ class StageRanks:
         self.gpus: list[str] | None = []
         geometry = of_layers(self.geometry, self.layers)
         self._cells = Region.anonymous("kvrs-cells", memory_bytes(geometry, settings.pages))
-        # The part of each page that these layers have.
         memory = torch.frombuffer(self._cells.memory, dtype=torch.uint8)
         self.pool = WholePages(geometry, settings.pages, memory, self.layers.start)
         self.processes = RankProcesses(
@@ -139,7 +135,7 @@ class StageRanks:
         return formation, StartTimes(self._alone_s, self._whole_s, loaded_s, fetched_s)
 
     def form(self, epoch: int, layout: Layout) -> RankFormation:
-        """A formation that is not computed in yet."""
+        """Create a formation that does not serve yet."""
         areas = Areas.of(
             layout,
             self.stages,
@@ -151,13 +147,14 @@ class StageRanks:
     def execute(
         self, chunks: Sequence[Chunk], rows: Tensor | None = None, limit_s: float | None = None
     ) -> Tensor:
-        """Compute a batch as `Worker.execute` does, one at a time where some stages are elsewhere:
-        from the rows `[padded rows, hidden]` of the stage before to those behind the last stage
-        here, or to logits where that is the model's last. `limit_s`: for so long no rank may come
-        further; None: as it is predicted.
+        """Compute a batch as `Worker.execute` does, one at a time if some stages are elsewhere.
+
+        `rows` is the previous stage's output `[padded rows, hidden]`. The result is the output of
+        the last local stage, or the logits of the model's last stage. `limit_s` limits the time
+        without progress; None: by prediction.
 
         Raises:
-            RanksLostError: the batch is not computed; KV of its positions may be written in part.
+            RanksLostError: the batch has failed; KV of its positions may be partially written.
         """
         assert chunks, "a batch has at least one chunk"
         tokens = sum(len(chunk.token_ids) for chunk in chunks)
@@ -171,7 +168,7 @@ class StageRanks:
         try:
             limit_s = limit_s or limit_s_of(self.predict, chunks)
             logits = formation.execute(chunks, self.geometry.page_size_tokens, limit_s, rows)
-            # A rank that was killed may have read its cells when these were gone.
+            # A killed rank may have read its cells after they were lost.
             if losses != self.pool.losses:
                 raise RanksLostError(sorted(self.lost), "has lost cells meanwhile")
             return logits
@@ -187,10 +184,10 @@ class StageRanks:
                 self._serving.notify_all()
 
     def on_lost(self) -> None:
-        """Sleep until the ranks compute again.
+        """Sleep until the ranks can compute again.
 
         Raises:
-            RanksLostError: they do not any more.
+            RanksLostError: the ranks are lost for good.
         """
         with self._serving:
             self._serving.wait_for(lambda: self.formation is not None or self._end is not None)
@@ -198,7 +195,7 @@ class StageRanks:
             raise self._end
 
     def end(self) -> None:
-        """Let batches, and calls that wait for the ranks, end in RanksLostError."""
+        """End the ranks: batches and waiting calls fail with RanksLostError."""
         with self._serving:
             self._end = self._end or RanksLostError(self.layout.ranks, "has ended")
             formation, self.formation = self.formation, None
@@ -206,10 +203,10 @@ class StageRanks:
         if formation is not None:
             formation.end()
 
-    # For the thread that re-forms.
+    # Called by the reformer's thread.
 
     def freeze(self, *, at_once: bool) -> None:
-        """Compute nothing more in this formation; `at_once`: not even the batches under way."""
+        """End the current formation after its running batches; `at_once`: abandon these."""
         with self._serving:
             formation, self.formation = self.formation, None
             if at_once and formation is not None:
@@ -219,7 +216,7 @@ class StageRanks:
             formation.end()
 
     def probe(self, formation: RankFormation) -> Tensor:
-        """Results that are the same in every formation."""
+        """Compute a fixed probe, whose results must be the same in every formation."""
         count = min(_PROBE_TOKENS, self.geometry.page_size_tokens, self.max_positions)
         ids = [(7 * at + 3) % self.vocab_size for at in range(count)]
         chunk = Chunk(ids, 0, [probe_page(self.settings.pages)], logits=1)
@@ -245,12 +242,12 @@ class StageRanks:
             self.on_change()
 
     def end_ranks(self, patience_s: float = END_S) -> None:
-        """End all processes, however far they are, and give the memory back."""
+        """End all processes, also starting ones, and free the memory."""
         self.processes.close(patience_s)
         self._cells.close()
 
     def _collect(self, ranks: Iterable[int]) -> None:
-        """An answer of each."""
+        """Wait for one answer per entry in `ranks`."""
         awaited = Counter(ranks)
         while awaited.total():
             told = self._next_told(awaited)
@@ -273,10 +270,10 @@ class StageRanks:
                     pass
 
     def _take_last_words(self, seat: RankSeat) -> None:
-        """Its end may be told before what it said last, by another thread.
+        """Look for the last message of an ended rank, which may arrive after the report of its end.
 
         Raises:
-            ConfigError: that is why it has ended.
+            ConfigError: the message names the cause of the end.
         """
         until_s = time.monotonic() + END_S
         while seat.is_loaded and (left_s := until_s - time.monotonic()) > 0:
@@ -291,7 +288,7 @@ class StageRanks:
                     return
 
     def _next_told(self, awaited: Counter[int]) -> RankMessage | None:
-        """Raises RanksLostError: those hang. None is heard as long as all load."""
+        """Return the next message; raises RanksLostError if the awaited ranks hang."""
         limit_s = start_limit_s(self._heard_s - self._began_s)
         try:
             told = self.processes.told.get(timeout=limit_s)
@@ -305,7 +302,7 @@ class StageRanks:
 
 
 def base_beside(layout: Layout, others: Iterable[sequences.Sequence]) -> int:
-    """The base of a new sequence beside others (RaidServe's routing)."""
+    """Return the base for a new sequence beside the other sequences (RaidServe's routing)."""
     pending = dict.fromkeys(range(layout.bases), 0)
     for other in others:
         pending[other.base % len(pending)] += other.uncomputed_tokens
@@ -315,9 +312,11 @@ def base_beside(layout: Layout, others: Iterable[sequences.Sequence]) -> int:
 def step_factors(
     layout: Layout, full: Layout, units: Units, tiles: Tiles = ()
 ) -> tuple[float, float]:
-    """Step times of decode and of prefill over those of the full layout, of ranks that are all on
-    this node. Each computes with one thread: where they are more than the processors, no part of a
-    step is shorter than what each processor has of it. `tiles`: of experts, as far as counted.
+    """Return the step times of decode and prefill relative to the full layout, for ranks on this
+    node.
+
+    Each rank computes with one thread; if ranks outnumber processors, a processor's share bounds
+    the time. `tiles` is the load of the experts; empty: not known.
     """
     least = 1 / len(os.sched_getaffinity(0))
 
@@ -329,5 +328,5 @@ def step_factors(
 
 
 def limit_s_of(predict: Predict | None, chunks: Sequence[Chunk]) -> float:
-    """How long a batch may take without any progress."""
+    """Return the limit of a batch's time without progress."""
     return batch_limit_s(None if predict is None else predict(chunks))

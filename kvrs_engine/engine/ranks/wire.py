@@ -1,4 +1,4 @@
-"""Messages between the process of an instance and its ranks, over a pair of sockets."""
+"""The messages between an instance's process and its ranks, over socket pairs."""
 
 import socket
 from collections.abc import Sequence
@@ -15,74 +15,73 @@ from kvrs_engine.scheduling.sequences import Chunk
 
 _LENGTH_BYTES = 4
 _MAX_BYTES = 1 << 28
-_MAX_DESCRIPTORS = 250  # The kernel takes 253 in one message.
+_MAX_DESCRIPTORS = 250  # The kernel's limit is 253 per message.
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """Load what a rank of these layers has beside units. With it come the memory of its life, and
-    that of KV cells.
+    """Load the common weights of a rank's layers. The descriptors are the memory of its mutex
+    (`Life`) and that of the KV cells.
     """
 
     rank: int
     model: str
-    settings: dict[str, Any]  # Of the engine.
+    settings: dict[str, Any]  # Settings of the engine.
     first: int  # The layers of its stage: [first, last).
     last: int
-    is_first: bool  # Whether it begins with the embeddings.
-    is_last: bool  # Whether it ends with the head.
-    # In which it will compute: what it and those that losses make of it need is proven first.
+    is_first: bool  # The stage begins with the embeddings.
+    is_last: bool  # The stage ends with the LM head.
+    # The first layout; the rank proves the forms for it and for later losses. None: no proofs.
     layout: Layout | None
-    spreads: bool = False  # Whether heads that are left over are spread after a loss.
-    yields: bool = False  # To whatever else runs on the machine.
+    spreads: bool = False  # Remaining heads are spread after a loss.
+    yields: bool = False  # Load at a lowered priority.
 
 
 class UnitPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where a unit lies in a memory of this rank."""
+    """The place of a unit in a memory of this rank."""
 
     unit: Unit
     offset: int
 
 
 class UnitMove(msgspec.Struct, frozen=True, array_like=True):
-    """Where a unit comes from, and where it goes to."""
+    """The source and the destination of a unit."""
 
     unit: Unit
-    # Among the descriptors that come with the order; 0: new memory.
-    memory: int
+    memory: int  # Index of the destination in the order's descriptors; 0: new memory.
     offset: int
-    # As `memory`; 0: from the files. In the same memory it lies where it is to be.
+    # Index of the source; 0: the files. Equal to `memory`: the unit is already in place.
     source: int
     source_offset: int
 
 
 class FetchUnits(msgspec.Struct, frozen=True, tag="fetch"):
-    """Get units, one after another, and answer each. With it come the memory for them, and those
-    of other ranks; some of what ranks had that are gone stays where it is.
+    """Fetch units one after the other, with an answer for each. The descriptors are the destination
+    memory and the source memories; units of lost ranks may stay in place.
     """
 
     epoch: int
     moves: list[UnitMove]
-    hashes: dict[str, bytes]  # Of those with known weights, by name.
-    nice: int = 0  # By which the priority is lower than usual.
+    hashes: dict[str, bytes]  # Known hashes of units, by name.
+    nice: int = 0  # Reduction of the priority.
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """Units that lie in a memory already, which comes with it: an earlier process got them."""
+    """Use units that an earlier process has fetched. The descriptor is their memory."""
 
     units: list[UnitPlace]
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Compute in a formation from now on. With it comes the formation's memory."""
+    """Join a formation. The descriptor is the formation's memory."""
 
     epoch: int
     layout: Layout
-    stages: tuple[int, int]  # [first, end): their cells and rows are in memory of this node.
+    stages: tuple[int, int]  # The local stages [first, end).
 
 
 class Settle(msgspec.Struct, frozen=True, tag="settle"):
-    """The last formation serves: what its layout does not give this rank is gone. Until then a
-    further loss may lead back to an earlier layout.
+    """Drop the units outside the layout of the last formation, which serves now. Before this order,
+    a further loss may lead back to an earlier layout.
     """
 
 
@@ -95,7 +94,7 @@ class WireChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Compute(msgspec.Struct, frozen=True, tag="compute"):
-    """Compute a batch. The answer is a count in the formation's memory."""
+    """Compute a batch. The answer is a counter in the formation's memory."""
 
     epoch: int
     batch: int
@@ -106,19 +105,18 @@ Order = Load | FetchUnits | Attach | Join | Settle | Compute
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    arithmetic: bytes  # Equal for ranks exactly when their results are, of the same weights.
-    leaves: dict[str, bytes]  # Hashes of what is no unit.
-    read_bytes: int = 0  # From files.
-    ahead_s: float = 0.0  # Of the start, for what it may need after losses.
+    arithmetic: bytes  # Equal for ranks whose results are equal for equal weights.
+    leaves: dict[str, bytes]  # Hashes of the common weights.
+    read_bytes: int = 0  # Bytes read from files.
+    ahead_s: float = 0.0  # The part of the start for proofs for later losses.
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
     epoch: int
     unit: Unit
     hash: bytes
-    read_bytes: int  # From files.
-    # It came from another rank's memory with other bytes than it must have, and was read instead.
-    was_damaged: bool = False
+    read_bytes: int  # Bytes read from files.
+    was_damaged: bool = False  # The copy from another rank was wrong, and the unit was read.
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
@@ -126,7 +124,7 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Faults of the configuration or of this machine. The rank ends."""
+    """The rank ends because of faults of the configuration or of the machine."""
 
     faults: list[str]
 
@@ -135,7 +133,7 @@ Answer = Loaded | Fetched | Joined | Refused
 
 
 class RankGoneError(KvrsError):
-    """The other end of a pair has closed, or does not take messages any more."""
+    """The other end of a socket pair has closed, or takes no messages."""
 
 
 def batch_of(epoch: int, batch: int, chunks: Sequence[Chunk], page_size_tokens: int) -> Compute:
@@ -171,7 +169,9 @@ def settings_of(order: Load) -> EngineSettings:
 
 
 def send(pair: socket.socket, frame: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Raises RankGoneError: the other end is closed, or took nothing for the socket's timeout."""
+    """Send a frame; raises RankGoneError if the other end is closed or takes nothing within the
+    socket's timeout.
+    """
     try:
         if descriptors:
             frame = frame[pair.sendmsg([frame], rights(descriptors)) :]
@@ -181,7 +181,7 @@ def send(pair: socket.socket, frame: bytes, descriptors: Sequence[int] = ()) -> 
 
 
 class Receiver:
-    """Messages from one end of a pair, with the descriptors that came with them."""
+    """Receives messages from one end of a socket pair, and their descriptors."""
 
     def __init__(self, pair: socket.socket, kinds: Any) -> None:
         self._pair = pair
@@ -189,10 +189,10 @@ class Receiver:
         self.descriptors: list[int] = []
 
     def receive(self) -> Any:
-        """The next message.
+        """Receive the next message.
 
         Raises:
-            RankGoneError: the other end is closed, or sent nothing for the socket's timeout.
+            RankGoneError: the other end is closed, or sent nothing within the socket's timeout.
         """
         length = int.from_bytes(self._read(_LENGTH_BYTES), "little")
         assert length <= _MAX_BYTES, "both ends are ours"
