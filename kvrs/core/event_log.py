@@ -13,7 +13,7 @@ new proxy.
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -46,15 +46,14 @@ _UNSAID: dict[str, Any] = dict(
     ]
 )
 
-_SectionT = TypeVar("_SectionT", bound=Settings)
 _Row = Annotated[list[Seconds], msgspec.Meta(min_length=2)]
 
 
 class Header(msgspec.Struct, frozen=True):
-    part: int  # From 1.
     policy: PolicySettings
     slo: SloSettings
     backup: BackupSettings
+    part: Positive = 1
 
 
 class LogEntry(msgspec.Struct, frozen=True):
@@ -117,12 +116,8 @@ def header_line(
     """The first line of a file, without its end. `part` goes up when a log goes on in another
     file.
     """
-    settings = {
-        "policy": policy.model_dump(),
-        "slo": slo.model_dump(),
-        "backup": backup.model_dump(),
-    }
-    return json.dumps({"kvrs_event_log": VERSION, "part": part, **settings})
+    header = msgspec.to_builtins(Header(policy, slo, backup, part), enc_hook=_as_plain)
+    return json.dumps({"kvrs_event_log": VERSION} | header)
 
 
 def event_line(
@@ -293,20 +288,7 @@ def _public(fields: dict[str, Any]) -> dict[str, Any]:
 def _header(found: dict[str, Any]) -> Header:
     if found["kvrs_event_log"] != VERSION:
         raise ValueError(f"kvrs_event_log: got {found['kvrs_event_log']!r}; allowed: {VERSION}")
-    part = found.get("part", 1)
-    if not isinstance(part, int) or part < 1:
-        raise ValueError(f"part: got {part!r}; allowed: 1 or more")
-    policy, slo = _section(PolicySettings, found, "policy"), _section(SloSettings, found, "slo")
-    return Header(part, policy, slo, _section(BackupSettings, found, "backup"))
-
-
-def _section(kind: type[_SectionT], found: dict[str, Any], name: str) -> _SectionT:
-    try:
-        return kind.model_validate(found.get(name))
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        path = ".".join(map(str, (name, *fault["loc"])))
-        raise ValueError(f"{path}: got {fault['input']!r}; {fault['msg']}") from None
+    return msgspec.convert(found, Header, dec_hook=_as_settings)
 
 
 def _entry(number: int, found: Any) -> LogEntry:
@@ -324,9 +306,14 @@ def _as_settings(kind: type, found: Any) -> Any:
     """The hook of msgspec for fields of types that are not its own; by its contract it raises
     NotImplementedError for those that it cannot make.
     """
-    if issubclass(kind, Settings):
-        return _section(kind, {kind.__name__: found}, kind.__name__)
-    raise NotImplementedError(f"{kind.__name__} has no place in an event log")
+    if not issubclass(kind, Settings):
+        raise NotImplementedError(f"{kind.__name__} has no place in an event log")
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        path = ".".join(map(str, fault["loc"]))
+        raise ValueError(f"{path}: got {fault['input']!r}; {fault['msg']}") from None
 
 
 def _table(found: _Table) -> PrefillTable:

@@ -179,7 +179,7 @@ def test_the_settings_come_back(policy: PolicySettings, slo: SloSettings) -> Non
     """Also those of another part."""
     backup = BackupSettings(mode=BackupMode.REMOTE, alpha=0.1)
 
-    assert [*read([header_line(policy, slo, backup, part=3)])] == [Header(3, policy, slo, backup)]
+    assert [*read([header_line(policy, slo, backup, part=3)])] == [Header(policy, slo, backup, 3)]
 
 
 def test_a_line_is_one_line_whatever_the_text_of_a_cause() -> None:
@@ -334,8 +334,8 @@ GOOD = event_line(
             HEADER.replace('"kvrs_event_log": 2', '"kvrs_event_log": 99'),
             "kvrs_event_log: got 99; allowed: 2",
         ),
-        (HEADER.replace('"slots_max": 32', '"slots_max": 0'), "policy.slots_max: got 0"),
-        (HEADER.replace('"part": 1', '"part": 0'), "part: got 0"),
+        (HEADER.replace('"slots_max": 32', '"slots_max": 0'), "slots_max: got 0"),
+        (HEADER.replace('"part": 1', '"part": 0'), "`int` >= 1 - at `$.part`"),
     ],
 )
 def test_a_bad_line_is_named(line: str, said: str) -> None:
