@@ -99,7 +99,7 @@ class Control(Generic[S]):
         runs_self_tests: bool = False,
         trace: Trace | None = None,
     ) -> None:
-        """`run_id` names this run of this proxy. With `runs_self_tests` the shell runs self-tests.
+        """`run_id` names this run of the proxy. With `runs_self_tests` the shell carries out tests.
         `trace` gets every event with the policy's answer, before any of it is performed.
         """
         self.instances = Instances(config)

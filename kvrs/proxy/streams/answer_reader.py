@@ -1,4 +1,4 @@
-"""State that every reader of an engine's answer has, whether that is a stream or one piece."""
+"""Common state of the readers of an engine's answer, streamed or whole."""
 
 from collections.abc import Callable
 from typing import TypedDict
@@ -9,7 +9,7 @@ from kvrs.proxy.wire.upstream import Flow, Shortcut
 
 
 class Told(TypedDict):
-    """Functions and records of an attempt that its reader tells of what comes."""
+    """Functions and records of an attempt that its reader informs of received data."""
 
     clock: Callable[[], float]
     resumed: Callable[[], None]
@@ -19,8 +19,8 @@ class Told(TypedDict):
 
 
 class AnswerReader:
-    """Reads the answer of one attempt. `resumed` is called before the client gets the first part of
-    it, `completed` when the client has all of it, and `silence` is told of every read.
+    """Reads the answer of one attempt. `resumed` is called before the client gets its first part,
+    `completed` when the client has all of it; `silence` notes every read.
     """
 
     __slots__ = (
@@ -52,5 +52,5 @@ class AnswerReader:
 
     @property
     def is_over(self) -> bool:
-        """A later attempt has taken the stream over."""
+        """A later attempt has taken over the stream."""
         return self._attempt != self._journal.attempt

@@ -1,4 +1,4 @@
-"""The calls of one attempt at a stream, which `kvrs.core.attempt` decides."""
+"""Calls of one attempt at a stream, as `kvrs.core.attempt` decides them."""
 
 import asyncio
 import time
@@ -47,7 +47,7 @@ _NO_SPAN = nullcontext()
 
 
 class AttemptCalls:
-    """Runs in a task of its own, which is cancelled when a later attempt takes over."""
+    """The calls of one attempt, in a task that is cancelled when a later attempt takes over."""
 
     __slots__ = (
         *("_attempt", "_context", "_hand_off", "_instances", "_live", "_relay", "_rows"),
@@ -61,15 +61,16 @@ class AttemptCalls:
         self._instances = context.control.instances
         request = live.journal.request
         self._trace: RequestTrace | None = None if request is None else request.trace
-        self._span: CallSpan | None = None  # That of the decode call, if it is traced.
-        # The relay of the decode call, while it runs.
+        self._span: CallSpan | None = None  # Span of the decode call, if traced.
+        # Reader of the decode call's answer, while the call runs.
         self._relay: Relay | WholeAnswer | None = None
-        self._hand_off: HandOff | None = None  # Of an engine without leases, until it is fetched.
-        self._rows: RowLoad | None = None  # Of the decode call.
+        # Hand-off of an engine without leases, until it is fetched.
+        self._hand_off: HandOff | None = None
+        self._rows: RowLoad | None = None  # Rows that the decode call loads.
 
     async def run(self, *, gives_end: bool = False) -> None:
-        """With `gives_end`, give the client what is missing of a stream that has all its ids: no
-        engine is needed for it.
+        """Run the attempt. With `gives_end`, send the client the missing end of a stream that has
+        all its ids, which needs no engine.
         """
         attempt, live, context = self._attempt, self._live, self._context
         try:
@@ -90,7 +91,8 @@ class AttemptCalls:
         except UpstreamError as error:
             self._blame_prefill(error)
             if self._hand_off is not None and isinstance(error, BusyError | DeniedError):
-                self._hand_off.is_sent = False  # Perhaps by a gateway in front of the engine.
+                # A gateway may have answered, before any engine had the hand-off.
+                self._hand_off.is_sent = False
             fault, is_silent = _fault_of(error), isinstance(error, SilentError)
             is_given_up = is_silent and context.suspect_instance(attempt.failed_at)
             has_waited = isinstance(error, ConnectionLostError) and error.has_waited
@@ -110,7 +112,7 @@ class AttemptCalls:
             self._give_up_hand_off()
 
     def _give_up_hand_off(self) -> None:
-        """Have the KV freed that the attempt leaves at prefill."""
+        """Free the KV that the attempt leaves at prefill."""
         hand_off, self._hand_off = self._hand_off, None
         if hand_off is None or hand_off.is_sent:
             return
@@ -129,8 +131,8 @@ class AttemptCalls:
             self._context.attempt_over(self._live, event)
 
     async def _produce(self) -> "_Work | None":
-        """Everything before the decode call, which is returned: while it lasts, nothing of this is
-        kept.
+        """Do everything before the decode call, and return that call: while it lasts, nothing of
+        this frame is kept.
         """
         attempt, live = self._attempt, self._live
         goes_on = live.journal.output_ids or live.journal.is_rendered
@@ -147,7 +149,8 @@ class AttemptCalls:
         if prefill is not None:
             answer = await self._prefill(prefill)
             transfer = answer.transfer if plan.prefill is not None else None
-            if live.journal.prompt_ids is answer.prompt_ids:  # Else a client's ids count.
+            # Otherwise the client's own ids count.
+            if live.journal.prompt_ids is answer.prompt_ids:
                 ids_text = answer.ids_text
             if transfer is not None and answer.good_until_s is not None:
                 self._hand_off = HandOff(
@@ -161,7 +164,8 @@ class AttemptCalls:
             if not attempt.prefilled(self._context.clock(), answer.reused_tokens):
                 return None
             live.enter(StreamPhase.DECODE, attempt.plan.decode)
-            if attempt.plan is not plan:  # Redirected, to an engine that may need other text.
+            # The attempt was redirected to an engine that may need other text.
+            if attempt.plan is not plan:
                 continuation = await self._continuation()
             if (
                 transfer is not None
@@ -185,9 +189,9 @@ class AttemptCalls:
         self._context.completed(self._live)
 
     async def _continuation(self) -> Continuation | EngineText | None:
-        """The maker of the client's text, where the decode instance's own would not fit the text
-        before it. Without a tokenizer it is the engine's own all the same, unless `proxy.inexact:
-        refuse` forbids that.
+        """The maker of the client's text, if the decode instance's text would not fit the text
+        before it. Without a tokenizer the engine's text is used, unless `proxy.inexact: refuse`
+        forbids it.
         """
         journal, tokenizer = self._live.journal, self._context.tokenizer
         resumes_exactly = self._instances.known[self._attempt.plan.decode].resumes_exactly
@@ -201,9 +205,8 @@ class AttemptCalls:
         return Continuation(journal, await tokenizer.load())
 
     async def _rendered(self) -> Continuation | None:
-        """Have the engine make the ids of a chat's messages, and return the maker of its text.
-        None: the stream goes without ids, as its engine parses the output, or there is no
-        tokenizer.
+        """Let the engine tokenise a chat's messages, and return the maker of the stream's text.
+        None: the stream has no ids, because its engine parses the output, or there is no tokenizer.
         """
         journal, tokenizer = self._live.journal, self._context.tokenizer
         if not (tokenizer.available and is_plain_chat(journal.parsed)):
@@ -293,7 +296,8 @@ class AttemptCalls:
                 self._mark(call, relay)
                 live.journal.parsed.pack()
                 decoded = backend.decode(call, relay)
-                del call, transfer, continuation, ids_text  # The answer may take minutes.
+                # Freed now: the answer may take minutes.
+                del call, transfer, continuation, ids_text
                 await decoded
                 relay.check_end()
         except ErrorEventError as error:
@@ -307,13 +311,13 @@ class AttemptCalls:
                 live.expect_token = None
 
     def _avoid_store(self) -> None:
-        """Have the call find nothing in a store that is not known to be right."""
+        """Keep the call from finding anything in an untested store."""
         if self._context.control.self_tests.stores.distrusts(self._attempt.plan.decode):
             self._live.journal.spoilt_attempt = self._attempt.number
 
     def _blame_load(self, *, is_handed_off: bool) -> None:
-        """The instance could not load KV. What a store promised is looked up no more: it may go on
-        to promise it.
+        """Note that the instance could not load KV. The store is not asked again, because it may
+        repeat a wrong promise.
         """
         if is_handed_off:
             self._attempt.blame_hand_off()
@@ -323,15 +327,15 @@ class AttemptCalls:
 
     @property
     def _asks_store(self) -> bool:
-        """The decode instance has a store, in which the call may find something: with a salt of its
-        own, since an earlier attempt, it finds what this stream itself has stored there at most.
+        """The decode instance has a store in which the call may find something: with the stream's
+        own salt, since an earlier attempt, only what this stream has stored.
         """
         known = self._instances.known[self._attempt.plan.decode]
         return bool(known.store) and not self._live.journal.spoilt_attempt
 
     async def _turn(self) -> None:
-        """Have the victims of one death call a few in each turn of the event loop: in between,
-        tokens of other streams and other models are passed on.
+        """Let only a few victims of one death call in each turn of the event loop, so that tokens
+        of other streams and news of other models pass in between.
         """
         async with self._context.turns:
             await asyncio.sleep(0)
@@ -343,11 +347,11 @@ class AttemptCalls:
         ) or self._attempt.is_excused(self._context.clock())
 
     def _check_exactness(self, target: InstanceId) -> None:
-        """Mark a stream that this instance cannot go on with exactly, as self-tests have seen, or
-        that a replay alone could go on with.
+        """Mark a stream that this instance cannot continue exactly, by its self-tests, or only by a
+        replay.
 
         Raises:
-            ConfigError: what the client was promised forbids to go on.
+            ConfigError: a promise to the client forbids continuing.
         """
         live = self._live
         replays = self._attempt.plan.replays
@@ -363,7 +367,7 @@ class AttemptCalls:
             live.journal.inexact = (*live.journal.inexact, "tokens")
 
     def _end_replays(self) -> None:
-        """Raises ConfigError: what the client was promised forbids to go on in another way."""
+        """Continue without replay. Raises ConfigError: a promise to the client forbids it."""
         journal = self._live.journal
         is_promised = journal.promise is not ev.Promise.NONE
         journal.cannot_replay()
@@ -383,11 +387,12 @@ class AttemptCalls:
                 self._span.first_token()
             live.decoded_by = self._context.control.self_tests.processes.get(attempt.plan.decode)
         self._context.resumed(attempt)
-        if live.phase is StreamPhase.PREFILL and attempt.is_current:  # It is one call.
+        # Prefill and decode are one call.
+        if live.phase is StreamPhase.PREFILL and attempt.is_current:
             live.enter(StreamPhase.DECODE, attempt.plan.decode)
 
     def _mark(self, call: Call, reader: Relay | WholeAnswer) -> None:
-        """Note in the decode call, which is about to be sent, what it is besides."""
+        """Complete the decode call before it is sent."""
         plan = self._attempt.plan
         known = self._instances.known[plan.decode]
         if known.info.joins_prefill and plan.prefill is not None:
@@ -408,7 +413,7 @@ class AttemptCalls:
     def _new_reader(
         self, continuation: Continuation | EngineText | None, exact: bool, silence: SilenceTimer
     ) -> Relay | WholeAnswer:
-        """A relay, or what takes the answer in one piece where the engine is to parse that."""
+        """Make the reader: a relay, or a reader of whole answers if the engine must parse these."""
         live, context = self._live, self._context
         if (
             not context.is_vllm
@@ -464,5 +469,5 @@ def _fault_of(error: UpstreamError) -> CallFault:
             return CallFault.WRONG
 
 
-# What an attempt does, and what it goes over to; None: that was all.
+# Work of an attempt, which returns the work to go on with; None: done.
 _Work = Coroutine[Any, Any, "_Work | None"]

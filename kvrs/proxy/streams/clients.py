@@ -1,6 +1,5 @@
-"""The client's side of a stream: events are written as they come, straight to the transport of its
-connection. The head and the framing of the body are made here, so that a write is one call and
-needs no task.
+"""The client's side of a stream. Events are written as they arrive, directly to the transport of
+the connection. Head and framing are made here, so a write is one call and needs no task.
 """
 
 import asyncio
@@ -17,14 +16,14 @@ from kvrs.net.routes import SERVER, WRITTEN, Request, Response
 from kvrs.protocol.mirror import StreamEvent
 from kvrs.proxy.wire.requests import REQUEST_ID
 
-# More than this unsent: the client does not read as fast as the engine writes.
+# Unsent bytes from which the client counts as slower than the engine.
 UNSENT_BYTES = 64 << 10
 
-# Its one line has no empty line behind it: many decoders dispatch an event at each empty line, some
-# only once they have seen an `id:`. The next event follows it as a further line.
+# A comment of one line without an empty line behind it: many decoders dispatch an event at each
+# empty line, some only after an `id:`. The next event follows as a further line.
 _COMMENT = b": keep-alive\n"
 _LAST_CHUNK = b"0\r\n\r\n"
-# The head of a stream of events, but for what each has of its own.
+# Common part of the head of event streams.
 _EVENT_STREAM = (
     " 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
     f"Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\nServer: {SERVER}\r\n"
@@ -32,13 +31,13 @@ _EVENT_STREAM = (
 _CHUNKED = "Transfer-Encoding: chunked\r\n"
 _LAST_OF_CONNECTION = "Connection: close\r\n"
 
-# The longest silence: load balancers cut what sends nothing for a minute.
+# Longest silence: load balancers cut connections that send nothing for a minute.
 KEEP_ALIVE_S = 10.0
-# Each look finds the streams that were silent since the one before, so the longest silence is two.
+# Looks per longest silence: each look finds streams that were silent since the look before.
 _LOOKS = 2
 
 
-# The token, its event, the time.
+# Function of a token, its event, and the time.
 TakeToken = Callable[[int, bytes, float], None]
 
 
@@ -51,41 +50,41 @@ class Client(Protocol):
 
     @property
     def blocked(self) -> bool:
-        """The client has to read before it is given more, which excuses the engine's silence."""
+        """The client must read before it gets more, which excuses the engine's silence."""
 
     @property
     def direct(self) -> "SseClient | None":
-        """The client on whose connection an event may lie as it is, in a chunk of its own."""
+        """The client to whose connection an event may be written unchanged, as a chunk."""
 
     @property
     def take_token(self) -> "TakeToken | None":
-        """Takes an event of one token, which is in the journal, as `send` would."""
+        """Function that takes an event of one journaled token, like `send`."""
 
     def send(self, events: Sequence[bytes]) -> None:
-        """Send JSON payloads; raises ClientGoneError."""
+        """Send JSON payloads. Raises ClientGoneError."""
 
     def when_free(self, resume: Callable[[], None]) -> None:
-        """Call this once, when a client that is blocked is so no more."""
+        """Call `resume` once, when a blocked client is no longer blocked."""
 
 
-# A client that does not read for this long is cut off.
+# Time without reading after which a client is cut off.
 WRITE_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
 class SseClient:
     """A client that gets a stream. Headers are sent with the first event, or with a comment that
-    keeps the connection open, so that earlier errors have a status.
+    keeps the connection open, so earlier errors have a status.
     """
 
     request: Request
-    head: Callable[[], Mapping[str, str]]  # Headers beside the usual ones, asked for as it begins.
+    head: Callable[[], Mapping[str, str]]  # Makes the extra headers at the start of the response.
     blocked: bool = False
-    was_silent: bool = False  # Since the last look at it.
-    # Of the response, once it has begun.
+    was_silent: bool = False  # Nothing was sent since the last look.
+    # Transport of the response, once it has begun.
     transport: asyncio.Transport | None = None
     _is_chunked: bool = False
-    _head: bytes = b""  # Until the first bytes are written.
+    _head: bytes = b""  # Head, until the first bytes are written.
     _waiting: tuple[Callable[[], None], ...] = ()
     _patience: asyncio.TimerHandle | None = None
     _gone: str | None = None
@@ -107,11 +106,11 @@ class SseClient:
         return self if self.request.minor_version else None
 
     def send(self, events: Sequence[bytes]) -> None:
-        """Send events, of which there is at least one."""
+        """Send events, at least one."""
         self.send_framed(b"data: %b\n\n" % b"\n\ndata: ".join(events))
 
     def send_numbered(self, stream: StreamId, events: Sequence[StreamEvent]) -> None:
-        """Send events as `send` does, with event ids, which a client that resumes sends back."""
+        """Send events like `send`, with event ids, which a resuming client sends back."""
         name = stream.encode()
         self.send_framed(
             b"".join([b"id: %b:%d\ndata: %b\n\n" % (name, each.seq, each.data) for each in events])
@@ -123,12 +122,12 @@ class SseClient:
     def break_silence(self) -> None:
         """Send a comment, which clients ignore, if nothing was sent since the last call."""
         if self.was_silent and not self.blocked and not self._is_over:
-            with suppress(ClientGoneError):  # The end of its connection ends its stream.
+            with suppress(ClientGoneError):  # The end of the client's connection ends its stream.
                 self.send_framed(_COMMENT)
         self.was_silent = True
 
     async def finish(self, data: bytes) -> Response:
-        """Send the last events, which are framed already, and end the response."""
+        """Send the last, already framed events, and end the response."""
         self._is_over = True
         self.send_framed(data or _COMMENT, is_last=True)
         if self.blocked:
@@ -138,7 +137,7 @@ class SseClient:
         return WRITTEN
 
     def send_framed(self, data: bytes, *, is_last: bool = False) -> None:
-        """Send events that are framed already."""
+        """Send already framed events."""
         transport = self.transport or self._open()
         if transport.is_closing():
             raise ClientGoneError(self._gone or "the client closed its connection")
@@ -170,7 +169,7 @@ class SseClient:
         version = f"HTTP/1.{request.minor_version}"
         date = rfc822_formatted_time()
         self._head = f"{version}{_EVENT_STREAM}{lines}Date: {date}\r\n\r\n".encode()
-        request.is_begun = True  # No error is sent after this.
+        request.is_begun = True  # From now on no error response is possible.
         return transport
 
     def _room_changed(self, has_room: bool) -> None:
@@ -187,21 +186,20 @@ class SseClient:
             resume()
 
     def _give_up(self) -> None:
-        # The loss of its connection cancels the request, and with it the stream.
+        # The loss of the connection cancels the request, and so the stream.
         assert self.transport is not None
         self._gone = f"the client did not read for {WRITE_TIMEOUT_S} s"
         self.transport.abort()
 
 
 class KeepAlives:
-    """Comments for streams that wait or recover: a proxy in front of this one cuts what is silent
-    for too long. Where nothing was sent yet the head goes before the first comment, so an error
-    before that has a status of its own. One timer for all streams that are open, while there are
-    any.
+    """Sends comments to streams that wait or recover, because a proxy in front may cut silent
+    connections. The head precedes the first comment, so an earlier error has a status. One timer
+    runs while any streams are open.
     """
 
     def __init__(self) -> None:
-        self.open: set[SseClient] = set()  # Until they are discarded from it.
+        self.open: set[SseClient] = set()  # Clients to keep alive, until they are discarded.
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, client: SseClient) -> None:

@@ -1,6 +1,4 @@
-"""The context of attempts: the core that attempts report to, and the engines and agents that
-attempts call.
-"""
+"""Context of attempts: the core that they report to, and the engines and agents that they call."""
 
 import asyncio
 import logging
@@ -27,8 +25,8 @@ from kvrs.proxy.streams.tokenizer import LazyTokenizer
 
 log = logging.getLogger(__name__)
 
-# Victims of one death that call in one turn of the event loop: about a millisecond's work. With
-# one in a turn, the last one would call when nearly all answers to the others are handled.
+# Victims of one death that call in one turn of the event loop: about a millisecond's work. With one
+# per turn, the last would call when nearly all answers to the others are handled.
 CALLS_IN_TURN = 8
 
 
@@ -51,29 +49,30 @@ class AttemptContext:
         self._files = files
         self.tokenizer = LazyTokenizer(files)
         self.parsers = Parsers()
-        # Its parsers of streams and of whole answers differ.
+        # vLLM's parsers of streams and of whole answers differ.
         self.is_vllm = config.cluster.backend is Engine.VLLM
         self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE
         self.slots = SlotSender(control.slots, agent_backends)
         self.hand_offs = GivenUpHandOffs(control.instances, backends, metrics.hand_offs, clock)
         self.turns = asyncio.Semaphore(CALLS_IN_TURN)
-        # Takes silence for the end; False: it has not lasted for long.
+        # Treats an instance's silence as its end; False: the silence is too short.
         self.end_watch: dict[InstanceId, Callable[[], bool]] = {}
-        self.busy_status = 503  # Of the last busy answer of any instance.
+        self.busy_status = 503  # Status of the last busy answer of any instance.
         self.clock = clock
         self._recoveries = recoveries
         self._metrics = metrics
 
     @property
     def penalises_chats(self) -> bool:
-        """A chat that names no `repetition_penalty` has one, by its model's own defaults."""
+        """The model's own defaults give chats a `repetition_penalty`."""
         return self._files.default_sampling.get("repetition_penalty", 1) != 1
 
     def suspect_instance(self, instance: InstanceId) -> bool:
-        """It was silent for too long, perhaps not only for one stream; whether it is given up.
+        """Handle an instance's long silence, perhaps to more than one stream; return whether it is
+        given up.
 
-        From an instance that hangs nothing comes at all. So its streams are decided together, and
-        it is fenced when it wakes.
+        A hanging instance sends nothing at all. So its streams are decided together, and it is
+        fenced when it wakes.
         """
         end_watch = self.end_watch.get(instance)
         if end_watch is None or self.control.instances.is_reporting(instance, self.clock()):
@@ -105,12 +104,11 @@ class AttemptContext:
                 else:
                     log.warning("attempt failed", extra=extra)
                     self._metrics.failures.labels(instance).inc()
-        live.task = None  # It is the task that reports this.
+        live.task = None  # The reporting task is the stream's own.
         self.control.attempt_over(live, event, self.clock())
 
     def completed(self, live: OpenStream) -> None:
-        # Its task still reads the last bytes of the response, so that the connection can be used
-        # again.
+        # The task still reads the last bytes of the response, so that the connection can be reused.
         live.task = None
         self.control.end(live, Complete(), self.clock())
 
@@ -121,7 +119,7 @@ class AttemptContext:
 
 
 def blame_refusers(metrics: Metrics, live: OpenStream) -> None:
-    """The request is not at fault, as far as is known: its refusals count as failures."""
+    """Count the refusals of a request that is not known to be at fault as failures."""
     for instance in live.refused_by:
         extra = {"stream": live.id, "instance": instance}
         log.warning("refused a request that is not at fault", extra=extra)

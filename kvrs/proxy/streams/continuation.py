@@ -1,5 +1,5 @@
-"""Text of a stream that a plain engine continues, which lacks the state of the text before the
-cut: made by the proxy from the ids or, without a tokenizer, the engine's own.
+"""Text of a stream that a plain engine continues without the state of the text before the cut: made
+by the proxy from the ids or, without a tokenizer, by the engine.
 """
 
 from collections.abc import Sequence
@@ -12,33 +12,31 @@ from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.proxy.wire.journal import Journal
 from kvrs.text.output import OutputText, StopStrings, TextDelta
 
-# More than an engine's detokeniser and ours can differ by, beside what either holds back for a stop
-# string.
+# Upper bound of the difference between an engine's detokeniser and kvrs's, beyond text held back
+# for a stop string.
 _MOST_CHARACTERS_HELD = 8
 
-# Characters that the client has, where it is not known: more than any output, so that a text
-# machine of another proxy skips nothing.
+# Number of the client's characters if unknown: more than any output, so that another proxy's text
+# machine skips nothing.
 _UNKNOWN_SENT = 1 << 40
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """The addition of some output ids to the stream; `token_ids` are those up to its end."""
+    """Text and ids that some output ids add to the stream; `token_ids` are those up to its end."""
 
     token_ids: list[int]
     delta: TextDelta
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    offsets: Sequence[
-        int
-    ] = ()  # Of each id: how many characters of the whole output are before it.
+    offsets: Sequence[int] = ()  # Number of characters of the whole output before each id.
 
 
 class Continuation:
     """The text machine of one stream, positioned at the end of the client's text.
 
     A plain engine may hold back more or less than this machine at the same id. So characters are
-    counted: those that the client has are skipped, those that it lacks of the ids before the cut
-    come first.
+    counted: those that the client has are skipped, and missing ones of the ids before the cut come
+    first.
     """
 
     def __init__(self, journal: Journal, tokenizer: Tokenizer) -> None:
@@ -49,12 +47,13 @@ class Continuation:
             max(map(len, journal.parsed.request.stop_strings), default=0) + _MOST_CHARACTERS_HELD
         )
         sent = written if journal.text_sent is None else journal.text_sent
-        # If an engine has sent text that is not of these ids (vLLM the prompt's, if that ends
-        # within a character), nothing is skipped: a wrong piece is better than a missing one.
-        self.sent = sent if sent <= written + held_back else written  # Characters, before the cut.
+        # If an engine has sent text that does not belong to these ids (vLLM the prompt's, if that
+        # ends within a character), nothing is skipped: a wrong piece is better than a missing one.
+        # Characters sent before the cut.
+        self.sent = sent if sent <= written + held_back else written
         self._lacks = replayed.delta.text[self.sent :]
         self._skips = max(0, self.sent - written)
-        # The engine found the end and died before it could send it.
+        # The engine found the end, and died before sending it.
         self.ended = replayed.finish_reason is not None
         self._ended_by = replayed.stop_reason
 
@@ -65,12 +64,12 @@ class Continuation:
         stop_reason: str | int | None,
         text: str = "",
     ) -> Piece:
-        """Continue with an engine's next ids and its reasons for their end. Its `text` of them is
-        not used: the ids have all of it.
+        """Continue with an engine's next ids and its reasons for their end. The engine's `text` is
+        not used: the ids determine the text.
         """
         piece = self._feed(token_ids, is_end=finish_reason == "stop")
         if piece.finish_reason is None and finish_reason is not None:
-            # The token that ends a stream has no text, and belongs to the output all the same.
+            # The token that ends a stream has no text, but belongs to the output.
             delta = piece.delta.then(self._text.finish())
             piece = msgspec.structs.replace(
                 piece,
@@ -81,7 +80,7 @@ class Continuation:
         return msgspec.structs.replace(piece, delta=self._unsent(piece.delta))
 
     def end(self) -> Piece:
-        """The end of a stream that has all its ids: what was held back, and why it ends."""
+        """The end of a stream that has all its ids: held-back text, and the reason of the end."""
         if self.ended:
             return Piece([], self._unsent(TextDelta("")), "stop", self._ended_by)
         return Piece([], self._unsent(self._text.finish()), "length")
@@ -126,8 +125,8 @@ class EngineText:
         stop_reason: str | int | None,
         text: str = "",
     ) -> Piece:
-        """Pass `text` on, up to a stop string: an engine that counts from the cut is not given
-        any.
+        """Pass `text` on, up to a stop string, because an engine that counts from the cut gets no
+        stop strings.
         """
         offsets = [self._characters] * len(token_ids)
         self._characters += len(text)

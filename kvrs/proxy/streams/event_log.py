@@ -1,7 +1,4 @@
-"""The log of the policy's events and actions, written off the event loop.
-
-`kvrs.core.event_log` defines the format.
-"""
+"""Log of the policy's events and actions, written off the event loop."""
 
 import asyncio
 import fcntl
@@ -22,29 +19,29 @@ from kvrs.process.logs import old_parts
 
 log = logging.getLogger(__name__)
 
-_WRITE_INTERVAL_S = 0.5  # Events of this time are lost when the process is killed.
-_MOST_PENDING = 200_000  # Beyond this the disk is taken for dead.
+_WRITE_INTERVAL_S = 0.5  # Interval of writes: a killed process loses this time's events.
+_MOST_PENDING = 200_000  # Number of waiting lines from which the disk counts as dead.
 
-EVENT_LOG_BYTES = 1 << 30  # Of a proxy's log with its older parts.
-_PARTS = 16  # At least so many fit into the log.
-_MOST_PART_BYTES = 32 << 20  # Compressed in about half a second.
+EVENT_LOG_BYTES = 1 << 30  # Most bytes of a proxy's log with its older parts.
+_PARTS = 16  # Least number of parts that fit into the log.
+_MOST_PART_BYTES = 32 << 20  # Most bytes of a part, compressed in about half a second.
 COMPRESS_LEVEL = 1
 
 _Record = tuple[float, float, ev.Event, Sequence[act.Action]]
 
 
 def part_bytes(max_bytes: int) -> int:
-    """How long a part is at most, of a log that may take so much."""
+    """Most bytes of a part, for a log of `max_bytes`."""
     return min(max_bytes // _PARTS, _MOST_PART_BYTES)
 
 
 class EventLog:
     """A file of JSON lines, in parts; part 1 begins with the proxy.
 
-    A part that is long enough is compressed to `<name>.<number>.gz`, with a number above those
-    there, also those of the proxy before; the oldest are removed when all take more than
-    `max_bytes`. The lock on `<name>.lock` is held from `open` to the end of the process, so that
-    no second proxy touches a file of the log meanwhile.
+    A full part is compressed to `<name>.<number>.gz`, with a number above all present ones,
+    including those of an earlier proxy; the oldest are removed when all exceed `max_bytes`. The
+    lock on `<name>.lock` is held from `open` to the process's end, so that no other proxy touches
+    the log.
     """
 
     def __init__(
@@ -62,16 +59,16 @@ class EventLog:
         self._part = 0
         self._size_bytes = 0
         self._lock: TextIO | None = None
-        self._file: TextIO | None = None  # Once it is open, used by the writer's thread alone.
+        self._file: TextIO | None = None  # Open file, used only by the writer's thread.
         self._given_up = False
         self._pending: list[_Record] = []
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="event-log")
 
     def open(self) -> None:
-        """Lock the log and begin part 1; events noted before are written to it.
+        """Lock the log and begin part 1; earlier noted events are written to it.
 
         Raises:
-            ConfigError: another process writes this log, or it cannot be written.
+            ConfigError: another process writes this log, or the log cannot be written.
         """
         try:
             self._lock = self._path.with_name(f"{self._path.name}.lock").open("a")
@@ -104,7 +101,8 @@ class EventLog:
     async def flush(self) -> None:
         pending, self._pending = self._pending, []
         if pending and self._file is not None and not self._given_up:
-            # Shielded, since cancelling a future cancels work that the writer has not begun.
+            # Shielded, because cancelling the future would cancel work that the writer has not
+            # begun.
             await asyncio.shield(
                 asyncio.get_running_loop().run_in_executor(self._writer, self._write, pending)
             )
@@ -113,7 +111,7 @@ class EventLog:
         await self.flush()
         self._writer.shutdown()
         if self._file is not None:
-            with suppress(OSError):  # Logged already.
+            with suppress(OSError):  # The error is logged already.
                 self._file.close()
         if self._lock is not None:
             self._lock.close()
@@ -127,7 +125,7 @@ class EventLog:
             assert self._file is not None
             self._file.flush()
         except OSError as error:
-            # A log with a gap cannot be run again.
+            # A log with a gap cannot be rerun.
             self._give_up(str(error.strerror))
 
     def _begin_part(self) -> None:

@@ -1,9 +1,9 @@
-"""Hand-offs that no stream fetches, and the blocks at prefill that these hold.
+"""Release of the blocks that unfetched hand-offs hold at prefill.
 
-vLLM keeps the blocks of a hand-off until a decode instance has fetched them or their lease ends.
-Where an attempt gives a hand-off up before any engine has its decode call (its client has left, its
-decode instance is busy or gone), a request in the background has them freed. It delays no stream,
-and there are few of these requests at a time.
+vLLM keeps the blocks of a hand-off until a decode instance has fetched them or their lease ends. If
+an attempt gives up a hand-off before an engine has its decode call (the client has left, the decode
+instance is busy or gone), a background request frees them. It delays no stream, and only few such
+requests run at a time.
 
 | the decode call             | the blocks                                            |
 | --------------------------- | ----------------------------------------------------- |
@@ -30,26 +30,26 @@ from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.proxy.backends.backend import Backend, RefusedError
 
-# Bounds of the work in the background: requests at a time, and hand-offs that wait.
+# Bounds of the background work: requests at a time, and waiting hand-offs.
 AT_A_TIME = 16
 MOST_WAITING = 256
-# The default of `kv_lease_duration`: then nothing is left to be freed.
+# Default of `kv_lease_duration`, after which nothing remains to be freed.
 LEASE_S = 30.0
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 1.0
 
 
 class Freed(StrEnum):
-    """The end of a hand-off that was given up."""
+    """End of a given-up hand-off."""
 
     FREED = "freed"
-    EXPIRED = "expired"  # No decode instance took the request before the lease ended.
-    GONE = "gone"  # The prefill instance was lost, and its blocks with it.
-    DROPPED = "dropped"  # Too many waited.
+    EXPIRED = "expired"  # No decode instance accepted the request before the lease ended.
+    GONE = "gone"  # The prefill instance was lost with its blocks.
+    DROPPED = "dropped"  # Too many hand-offs were waiting.
 
 
 def given_up_counter(registry: CollectorRegistry) -> Counter:
-    """The series of hand-offs that were given up; each begins at 0."""
+    """Counter of given-up hand-offs, with all series at 0."""
     counter = Counter(
         "kvrs_hand_offs_given_up",
         "Hand-offs of vLLM that no stream fetched, by what became of their blocks at prefill.",
@@ -63,14 +63,14 @@ def given_up_counter(registry: CollectorRegistry) -> Counter:
 
 class GivenUp(NamedTuple):
     source: InstanceId
-    epoch: int  # Of the prefill instance.
+    epoch: int  # Epoch of the prefill instance.
     transfer: msgspec.Raw
     history: "array[int]"
     until_s: float
 
 
 class GivenUpHandOffs:
-    """Has the blocks of hand-offs freed that were given up."""
+    """Frees the blocks of given-up hand-offs."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class GivenUpHandOffs:
     def add(
         self, source: InstanceId, transfer: msgspec.Raw, history: "array[int]", prefilled_s: float
     ) -> None:
-        """An attempt has given up what prefill handed over at `prefilled_s`."""
+        """Add a hand-off of `prefilled_s` that an attempt has given up."""
         if len(self._waiting) >= MOST_WAITING:
             self._counter.labels(Freed.DROPPED).inc()
             return
@@ -124,7 +124,7 @@ class GivenUpHandOffs:
                         given_up.transfer, given_up.history
                     )
                     return Freed.FREED
-                except RefusedError:  # vLLM frees the blocks of what it refuses.
+                except RefusedError:  # vLLM frees the blocks of a refused request.
                     return Freed.FREED
                 except UpstreamError:
                     pass
@@ -133,8 +133,8 @@ class GivenUpHandOffs:
         return Freed.EXPIRED
 
     def _target(self, source: Member, tried: InstanceId | None) -> Member | None:
-        """The least loaded decode instance that can fetch from there, rather not the one that was
-        tried last.
+        """The least loaded decode instance that can fetch from `source`, preferably not the last
+        tried one.
         """
         now_s = self._clock()
         able = [

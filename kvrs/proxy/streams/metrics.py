@@ -36,14 +36,14 @@ from kvrs.proxy.streams.stream_metrics import (
     durations_of,
 )
 
-# Without a series `_created` for each counter and histogram.
+# Omit a `_created` series for each counter and histogram.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # The library has no annotation.
 
 OUTCOMES_OF_REQUESTS = ("complete", "failed", "client_gone", "rejected")
 
 
 def _requests(registry: CollectorRegistry) -> dict[str, Tally]:
-    """The series of one counter, looked up once because every request counts."""
+    """The series of one counter, looked up once, because every request counts."""
     counter = TallySeries(
         "kvrs_requests", "Requests of clients by outcome.", registry=registry, labels=["outcome"]
     )
@@ -51,7 +51,7 @@ def _requests(registry: CollectorRegistry) -> dict[str, Tally]:
 
 
 class Metrics:
-    """All series. Those whose labels are known at the start exist from the start."""
+    """All series. Series with known labels exist from the start."""
 
     def __init__(
         self, workers: Iterable[InstanceId] = (), agents: Iterable[InstanceId] = ()
@@ -59,7 +59,7 @@ class Metrics:
         self.registry = process_registry()
         counter = partial(Counter, registry=self.registry)
         durations = partial(durations_of, self.registry, buckets=SECONDS)
-        self.requests = _requests(self.registry)  # By outcome.
+        self.requests = _requests(self.registry)  # Requests by outcome.
         self.resumes = counter(
             "kvrs_resumes", "Requests that resume a stream, by outcome.", ["outcome"]
         )
@@ -119,7 +119,7 @@ class Metrics:
         self._task_failures.labels(kind).inc()
 
     def worker_lost(self, worker: InstanceId, cause: DeathCause, silent_s: float) -> None:
-        """`silent_s`: since its last sign of life."""
+        """Count a lost process. `silent_s`: time since its last sign of life."""
         self._deaths.labels(worker, cause).inc()
         self._notice.observe(silent_s)
 
@@ -128,7 +128,7 @@ class Metrics:
 
 
 def process_registry() -> CollectorRegistry:
-    """A registry with what is known of this process: its version, memory and CPU."""
+    """A registry with this process's version, memory and CPU."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     build = Info("kvrs_build", "Version of kvrs that runs, and of Python.", registry=registry)

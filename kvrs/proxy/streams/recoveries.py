@@ -1,6 +1,4 @@
-"""The record of recoveries: what was decided and why, what it was predicted to cost, what it did
-cost.
-"""
+"""Records of recoveries: the decision and its reason, its predicted cost, and its real cost."""
 
 import logging
 from collections import deque
@@ -23,13 +21,14 @@ from kvrs.proxy.wire.requests import RequestContext
 log = logging.getLogger(__name__)
 
 KEPT = 1000
-# Its first token came; decided again; no slot at the target; the stream ended before.
+# In order: the first token came; the stream was decided again; no slot at the target; the stream
+# ended before.
 OUTCOMES = ("resumed", "failed", "denied", "ended")
 
 
 @dataclass(slots=True, eq=False)
 class Recovery:
-    at_s: float  # Wall clock, for people.
+    at_s: float  # Unix time, for people.
     stream: StreamId
     attempt: int
     option: Option
@@ -39,31 +38,31 @@ class Recovery:
     predicted_s: float
     estimates: tuple[Estimate, ...]
     produced_tokens: int
-    decided_s: float  # Monotonic, as `last_write_s`.
+    decided_s: float  # Monotonic time, like `last_write_s`.
     last_write_s: float | None
-    raw_s: float | None = None  # As predicted, before the correction; known once it has resumed.
-    regret_s: float | None = None  # What it did cost beyond the best other prediction.
-    real_s: float | None = None  # From the decision to the first new token.
+    raw_s: float | None = None  # Predicted time before correction; known once resumed.
+    regret_s: float | None = None  # Real cost beyond the best other prediction.
+    real_s: float | None = None  # Time from the decision to the first new token.
     gap_s: float | None = (
-        None  # From the last token before to the first one after; none before the first token.
+        None  # Time from the last token before to the first after; None: no earlier token.
     )
-    source: InstanceId | None = None  # From which KV is fetched first, or loaded out of a store.
-    outcome: str = "running"  # Then one of `OUTCOMES`.
+    source: InstanceId | None = None  # First source of fetched KV, or STORE.
+    outcome: str = "running"  # "running", then one of `OUTCOMES`.
     owner_epoch: int = 0
-    # By the target's own count, of the history: fetched and used; and computed. None: nothing was
-    # fetched, or it does not count.
+    # Tokens of the history that the target fetched and used, and that it computed, by its own
+    # count. None: nothing fetched, or not counted.
     loaded_tokens: int | None = None
     computed_tokens: int | None = None
-    # Where the attempt stayed and began again: pages of which a donor had a replica, and what of
-    # the history was computed once more.
+    # For an attempt that restarted in place: pages taken from a donor's replica, and recomputed
+    # tokens of the history.
     adopted_pages: int | None = None
     recomputed_tokens: int | None = None
     request_id: str | None = None
-    request: RequestContext | None = None  # While it runs.
+    request: RequestContext | None = None  # Context of the request while the recovery runs.
 
     def facts(self) -> dict[str, Any]:
-        """For its line in the log: the decision, what it was predicted to cost, what came of it."""
-        others: dict[str, float] = {}  # By option, at the best target.
+        """Facts for the log: the decision, its predicted cost, and its result."""
+        others: dict[str, float] = {}  # Estimates by option, at the best target.
         for estimate in self.estimates:
             if estimate.option != self.option:
                 best = others.get(estimate.option, inf)
@@ -95,9 +94,7 @@ def _short(seconds: float) -> float:
 
 
 class RecoveryLog:
-    """The last recoveries, oldest first. `settled` hears of each once, when its outcome is
-    known.
-    """
+    """The latest recoveries, oldest first. `settled` is called once for each known outcome."""
 
     def __init__(
         self,
@@ -108,17 +105,17 @@ class RecoveryLog:
         self._clock = clock
         self._wall_clock = wall_clock
         self._settled = settled
-        # Written later: victims of one death that resume are in the way of others that have not.
+        # Lines are written later, because a write would delay the other victims of a death.
         self._lines = RowLog(log, "recovery", wall_clock)
         self.running: dict[StreamId, Recovery] = {}
         self.entries: deque[Recovery] = deque(maxlen=KEPT)
 
     def close(self) -> None:
-        """Write the lines that wait."""
+        """Write waiting lines."""
         self._lines.write()
 
     def decided(self, action: act.Recovered, live: OpenStream) -> None:
-        """Note a recovery whose attempt has just been started."""
+        """Note a recovery whose attempt has just begun."""
         if action.stream in self.running:
             self.settle(action.stream, "failed")
         plan = live.attempt.plan
@@ -132,7 +129,7 @@ class RecoveryLog:
             source=plan.runs[0].holder if plan is not None and plan.runs else None,
             cause=action.cause,
             predicted_s=action.predicted_s,
-            # Estimates of all targets would take megabytes in a large cluster; the event log has
+            # Estimates for all targets would take megabytes in a large cluster; the event log has
             # them.
             estimates=best_by_option(action.estimates),
             produced_tokens=len(live.journal.output_ids),
@@ -146,12 +143,12 @@ class RecoveryLog:
         self.entries.append(recovery)
 
     def redirected(self, live: OpenStream) -> None:
-        """The recovery's hand-off goes elsewhere."""
+        """Note another decode instance of the recovery."""
         if (recovery := self.running.get(live.id)) is not None and (plan := live.attempt.plan):
             recovery.target = plan.decode
 
     def predicted(self, action: act.Settled) -> None:
-        """Note the policy's prediction of a recovery that is about to be `resumed`."""
+        """Note the policy's prediction for a recovery that is about to be `resumed`."""
         recovery = self.running.get(action.stream)
         if recovery is not None and recovery.attempt == action.attempt:
             recovery.raw_s, recovery.regret_s = action.raw_s, action.regret_s
@@ -160,7 +157,7 @@ class RecoveryLog:
         recovery = self.running.get(stream)
         if recovery is None or recovery.attempt != attempt:
             return
-        # A token from before a re-forming, which settles nothing.
+        # A token from before a re-forming settles nothing.
         if recovery.option.stays and recovery.raw_s is None:
             return
         now_s = self._clock()
@@ -170,7 +167,7 @@ class RecoveryLog:
         self.settle(stream, "resumed")
 
     def fetched(self, fetches: Iterable[FetchReport]) -> None:
-        """Targets report what they have fetched, each several times, before or after `resumed`."""
+        """Note targets' reports of fetches, which are repeated, before or after `resumed`."""
         for fetch in fetches:
             name = fetch.stream, fetch.owner_epoch, fetch.attempt
             for each in reversed(self.entries):
@@ -180,7 +177,7 @@ class RecoveryLog:
                     break
 
     def restarted(self, restarts: Iterable[RestartReport]) -> None:
-        """Instances report what attempts that stayed have computed again, as `fetched`."""
+        """Note instances' reports of restarted attempts, repeated like those of `fetched`."""
         for restart in restarts:
             name = restart.stream, restart.owner_epoch, restart.attempt
             for each in reversed(self.entries):
@@ -190,13 +187,13 @@ class RecoveryLog:
                     break
 
     def rejected(self, stream: StreamId) -> None:
-        """The stream was tried again only to learn that its request is at fault."""
+        """Note that the stream was retried only to learn that its request is at fault."""
         if (recovery := self.running.pop(stream, None)) is not None:
-            with suppress(ValueError):  # It may be older than all that are kept.
+            with suppress(ValueError):  # The recovery may be too old to be kept.
                 self.entries.remove(recovery)
 
     def settle(self, stream: StreamId, outcome: str) -> None:
-        """Note the outcome of a recovery that runs; a stream without one is left alone."""
+        """Note the outcome of a running recovery; does nothing for other streams."""
         if (recovery := self.running.pop(stream, None)) is not None:
             recovery.outcome = outcome
             self._settled(recovery)

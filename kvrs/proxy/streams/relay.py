@@ -1,4 +1,4 @@
-"""Copies the events of one attempt to the client.
+"""Relay of one attempt's events to the client.
 
 The healthy path of a token: one search, one small list decoded, one append, one write.
 """
@@ -49,11 +49,11 @@ from kvrs.proxy.wire.sse import (
 )
 from kvrs.proxy.wire.upstream import Need, Shortcut
 
-# Events from which a template is tried to be learnt, at the beginning and in so many tokens: a chat
-# goes from its reasoning to its text and to one tool call after the other.
+# Most attempts to derive a template, at the start and within so many tokens: a chat moves from its
+# reasoning to its text and to its tool calls.
 _MOST_LESSONS = 4
 _TOKENS_PER_LESSON = 16
-_MOST_TEMPLATES = 4  # Of a stream at a time; the oldest goes.
+_MOST_TEMPLATES = 4  # Most templates of a stream; the oldest is dropped.
 
 
 class ErrorEventError(EngineError):
@@ -74,10 +74,9 @@ class ErrorEventError(EngineError):
 class Relay(AnswerReader):
     """Writes the events of one attempt to the journal and to the client.
 
-    `resumed` is called at the first new token or at the end that the attempt adds, and once more
-    after each `expect_token`. With a `continuation` the client's events are made here, from the
-    engine's ids or its text; otherwise they are the engine's own, with `replays` behind those that
-    the client has.
+    `resumed` is called at the attempt's first new token or end, and again after each
+    `expect_token`. With a `continuation` the relay makes the client's events from the engine's ids
+    or text; otherwise they are the engine's own, with `replays` without those that the client has.
     """
 
     __slots__ = (
@@ -120,14 +119,15 @@ class Relay(AnswerReader):
         self._wants_ids = request.return_token_ids
         self._most_tokens = inf if request.max_tokens is None else request.max_tokens
         self._splitter, self._form = EventSplitter(), EventForm()
-        self._templates: list[EventTemplate] = []  # The last one that was learnt first.
-        self._path: TokenPath | None = None  # Of events that fit them, to which `shortcut` leads.
+        self._templates: list[EventTemplate] = []  # Templates, newest first.
+        # Path of events that fit the templates, reached by `shortcut`.
+        self._path: TokenPath | None = None
         self._counts_each = request.stream_options is not None and request.wants_each_usage
-        self._lessons = 0  # So many events have been tried.
+        self._lessons = 0  # Number of events tried as templates.
         self._is_first = not journal.output_ids
         self._sees_all = continuation is None and (self._is_first or replays)
         self._first_event = True
-        # A later attempt's events carry another time of creation: exchange it.
+        # Events of a later attempt have another time of creation, which must be exchanged.
         self._foreign_head = False
         self._head_bytes = 0
         self._noted = False
@@ -148,7 +148,7 @@ class Relay(AnswerReader):
             ClientGoneError: the client is gone.
         """
         self.silence.heard_s = self._clock()
-        # Superseded attempt: drop its late tokens.
+        # Drop late tokens of a superseded attempt.
         if self._attempt != self._journal.attempt:
             return Need.NOTHING
         if not self._pass_on(self._splitter.feed(data)):
@@ -157,12 +157,12 @@ class Relay(AnswerReader):
             return Need.MORE
         self.is_complete = True
         self.shortcut = None
-        # The client need not wait for the rest, and a failure in it is none of the stream's.
+        # The client need not wait for the rest, whose failure does not concern the stream.
         self._completed()
         return Need.END if self._continuation is None else Need.NOTHING
 
     def _find_shortcut(self) -> Shortcut | None:
-        """The path of the usual tokens, whose forms are known."""
+        """The path of usual tokens, with known templates."""
         if self._splitter.rest or self._journal.last_write_s is None:
             return None
         if self._path is None:
@@ -180,35 +180,35 @@ class Relay(AnswerReader):
         return self._path.take
 
     def check_end(self) -> None:
-        """The response has ended, or is needed no more.
+        """Check the end of a response that has ended, or is no longer needed.
 
         Raises:
-            UpstreamError: it ended before the stream.
+            UpstreamError: the response ended before the stream.
         """
         if not self.is_complete and not self.is_over:
             raise UpstreamError("ended without a finish reason and [DONE]")
 
     def wait_for_room(self) -> None:
-        """The client has to read before the engine's connection is read on."""
+        """Pause reading from the engine until the client has read."""
         if self.flow is not None:
             self.flow.pause()
             self._client.when_free(self._resume)
 
     def _resume(self) -> None:
-        # The connection of an attempt that is over may serve another one.
+        # The connection of a finished attempt may serve another one.
         if self.flow is not None and not self.is_complete:
-            self.silence.heard_s = self._clock()  # Its silence until now was this proxy's.
+            self.silence.heard_s = self._clock()  # The silence until now was this proxy's fault.
             self.flow.resume()
 
     def expect_token(self) -> None:
-        """Report the next token by `resumed` once more."""
+        """Report the next token by `resumed` again."""
         self._noted = False
         if self._path is not None:
             self._path.close()
             self._path = self.shortcut = None
 
     def leave(self) -> None:
-        """The call is over."""
+        """Note the end of the call."""
         self.flow = self._path = self.shortcut = None
 
     def end_alone(self) -> None:
@@ -221,14 +221,14 @@ class Relay(AnswerReader):
         self._client.send([self._counted(event) if self._counts_each else event])
 
     def _counted(self, event: bytes) -> bytes:
-        """The event with the stream's counts up to it, of all attempts; the last one has its
-        own.
+        """The event with the stream's counts so far over all attempts; the last event has counts of
+        its own.
         """
         journal = self._journal
         return event if journal.usage_sent else with_usage(event, journal.usage_so_far)
 
     def _pass_on(self, payloads: list[bytes]) -> bool:
-        """Relay the events of one chunk in one write; whether the stream is complete."""
+        """Relay the events of one chunk in one write; return whether the stream is complete."""
         journal = self._journal
         had_tokens = len(journal.output_ids)
         events: list[bytes] = []
@@ -246,7 +246,7 @@ class Relay(AnswerReader):
                     journal.textual += journal.lacks_ids
                     if journal.marks is not None:
                         journal.marks.append(journal.seq)
-                # The proxy found the end itself; the rest of the engine's events is not needed.
+                # The proxy itself found the end, so the engine's other events are not needed.
                 if self._continuation is not None and journal.finish_reason is not None:
                     done = True
                     break
@@ -261,8 +261,8 @@ class Relay(AnswerReader):
             if self._client.blocked:
                 self.wait_for_room()
         if not self._noted and (is_new or journal.finish_reason is not None):
-            # The client has its token before the core hears of it, which measures the gap since the
-            # write before.
+            # The client gets its token before the core is informed, which measures the gap since
+            # the write before.
             self._noted = True
             self._resumed()
         if is_new:
@@ -275,7 +275,7 @@ class Relay(AnswerReader):
         return done
 
     def _take(self, data: bytes) -> bytes | None:
-        """Append one event to the journal; returns the client's form of it, if it gets any."""
+        """Append one event to the journal; return the client's form of it, if any."""
         usual = self._form.usual(data)
         found = None if self._reads_all else next_token_ids(usual)
         if found is None:
@@ -290,8 +290,8 @@ class Relay(AnswerReader):
         return event
 
     def _may_learn(self) -> bool:
-        """The event may be of a kind that the token path is to know: it is passed on as the engine
-        sends it.
+        """The event may become a template of the token path: it is passed on as the engine sends
+        it.
         """
         journal = self._journal
         most = _MOST_LESSONS + len(journal.output_ids) // _TOKENS_PER_LESSON
@@ -306,18 +306,18 @@ class Relay(AnswerReader):
     def _learn(self, data: bytes) -> None:
         for known in self._templates:
             if known.read(data, 0, len(data)) is not None:
-                return  # It came in several reads.
+                return  # The event arrived in several reads.
         self._lessons += 1
-        # Its head may have another length than that of the first event.
+        # The head may differ in length from the first event's.
         template = EventTemplate.of(data, self._head_bytes)
-        # Parts beside the text are counted from the first event on that has characters of one.
+        # Parts beside the text are counted from the first event with characters of one.
         is_begun = not self._counts_text or self._journal.parsed_sent is not None
         if template is not None and (is_begun or template.part in (None, TEXT)):
             self._templates = [template, *self._templates[: _MOST_TEMPLATES - 1]]
             self._path = None
 
     def _take_rare(self, data: bytes) -> bytes | None:
-        """Take first, last and unusual events as `_take` does; they are decoded whole."""
+        """Take first, last and unusual events like `_take`, with full decoding."""
         try:
             event = CHUNK.decode(data)
         except UNREADABLE:
@@ -326,7 +326,7 @@ class Relay(AnswerReader):
             _raise_error_event(event.error)
         if not event.choices:
             return self._take_usage(data, event)
-        if event.choices[0].token_ids and TOKEN_IDS not in data:  # In a key with escapes.
+        if event.choices[0].token_ids and TOKEN_IDS not in data:  # The key is written with escapes.
             data = self._form.rewritten(data)
         return self._take_choice(data, event.choices[0])
 
@@ -344,7 +344,7 @@ class Relay(AnswerReader):
             if self._replayed.is_over:
                 self._replayed = None
         ids = choice.token_ids or []
-        # A later attempt may open with an empty event; the client has the opening already.
+        # A later attempt may open with an empty event, whose contents the client already has.
         says = ids or choice.plain_text or choice.is_parsed or choice.finish_reason is not None
         if not says and self._journal.head is not None:
             return None
@@ -371,13 +371,13 @@ class Relay(AnswerReader):
             self._count_parsed(choice)
 
     def _count_parsed(self, choice: ReceivedChoice) -> None:
-        """Only an engine's own parser can continue a parsed message."""
+        """Count characters of a parsed message, which only the engine's parser can continue."""
         journal = self._journal
         if journal.parsed_sent is None:
             journal.parsed_sent = Counter()
             if journal.replays is not Replays.NOWHERE and "messages" not in journal.replayed:
                 journal.replayed = (*journal.replayed, "messages")
-                self._noted = False  # The policy is told with the next token.
+                self._noted = False  # The policy learns this with the next token.
             if journal.replays is not Replays.ALWAYS and "messages" not in journal.inexact:
                 journal.inexact = (*journal.inexact, "messages")
         try:
@@ -403,7 +403,7 @@ class Relay(AnswerReader):
         if self._wants_ids:
             choice.token_ids = piece.token_ids
         event = journal.parsed.endpoint.event(journal.head, [choice])
-        # Only what the client gets is in the journal.
+        # The journal contains only what the client gets.
         self._append(piece.token_ids)
         journal.finish_reason, journal.stop_reason = piece.finish_reason, piece.stop_reason
         assert journal.text_sent is not None
@@ -411,13 +411,13 @@ class Relay(AnswerReader):
         return event
 
     def _take_usage(self, data: bytes, event: ReceivedChunk) -> bytes | None:
-        """The proxy's own count: a decode instance does not know what prefill had cached. What else
-        an engine says of a stream is kept, if it has seen all of it.
+        """The usage event, with the proxy's own counts: a decode instance does not know prefill's
+        cached tokens. Other facts of an engine are kept if it has seen the whole stream.
         """
         journal = self._journal
         if event.usage is None or not journal.finished:
             return None
-        if journal.lacks_ids:  # Only the engine has counted.
+        if journal.lacks_ids:  # Only the engine has counted these tokens.
             journal.counted = event.usage
         if self._is_first and journal.cached_tokens is None:
             journal.cached_tokens = event.usage.cached_tokens
@@ -434,9 +434,7 @@ class Relay(AnswerReader):
         journal.output_ids.extend(ids)
 
     def _trim(self, data: bytes) -> bytes:
-        """The client's form of an event, which has ids only if it wants them: with the stream's
-        head.
-        """
+        """The client's form of an event: with the stream's head, and with ids only if wanted."""
         journal = self._journal
         if self._first_event:
             self._first_event = False
@@ -446,8 +444,7 @@ class Relay(AnswerReader):
             elif journal.prompt_ids is None:
                 journal.prompt_ids = journal.parsed.tokenised(prompt_ids_of(data))
                 journal.parsed.pack()
-            # Prompt ids belong to the first event of the stream; those of a later attempt are the
-            # history.
+            # Prompt ids belong to the stream's first event; a later attempt's are the history.
             if journal.head is not None or not self._wants_ids:
                 data = cut_list(data, PROMPT_TOKEN_IDS)
             journal.head = journal.head or head
@@ -460,7 +457,7 @@ class Relay(AnswerReader):
 
 
 def _continued(received: ReceivedChoice, piece: Piece) -> Any:
-    """The log probabilities of the ids that count, with their offsets in the whole output."""
+    """Log probabilities of the counted ids, with their offsets in the whole output."""
     try:
         found = received.logprob_lists()
     except UNREADABLE:
@@ -474,7 +471,7 @@ def _continued(received: ReceivedChoice, piece: Piece) -> Any:
 def _raise_error_event(error: Any) -> None:
     match error:
         case {"message": str(), "code": int(code)} if is_the_clients_fault(code):
-            # vLLM sends it when it finds the fault after the status.
+            # vLLM sends this error if it finds the fault after the status.
             raise RefusedError(code, refusal_body(error))
         case {"code": str(code)} if code == NOT_A_NUMBER:
             raise NotANumberError(f"sent an error event{error_kind({'error': error})}")

@@ -1,4 +1,4 @@
-"""The output of an engine that generates what the client has once more, before anything new."""
+"""Filter of a replay's output: it removes what the client already has."""
 
 from collections import Counter
 from typing import Any
@@ -11,21 +11,18 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.message_parts import REASONING, TEXT, all_parts, arguments_of, name_of
 from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, prompt_ids_of
 
-_REASONING = (REASONING, "reasoning_content")  # Two names of the same.
+_REASONING = (REASONING, "reasoning_content")  # Two names of one field.
 
 
 class ReplayedOutput:
-    """Takes away what the client has from the events of one attempt.
-
-    Ids are compared. Characters are counted for each part of the message, because engines divide
-    the same text among events in more than one way.
-    """
+    """Removes from one attempt's events what the client already has."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._known = journal.output_ids[:]
         self._at = 0
-        self._owed = Counter(journal.parsed_sent or {})  # Characters that are still to come again.
+        # Characters that the replay still repeats, by part.
+        self._owed = Counter(journal.parsed_sent or {})
         self._owed[TEXT] = journal.text_sent or 0
 
     @property
@@ -33,10 +30,10 @@ class ReplayedOutput:
         return self._at == len(self._known) and not any(self._owed.values())
 
     def take(self, data: bytes, choice: ReceivedChoice) -> tuple[bytes, ReceivedChoice] | None:
-        """The new part of an event; None: there is none.
+        """The new part of an event; None: nothing new.
 
         Raises:
-            UpstreamError: the engine generates something else.
+            UpstreamError: the engine generates different output.
         """
         self._check_prompt(data)
         ids = choice.token_ids or []
@@ -59,12 +56,12 @@ class ReplayedOutput:
         return (data, rest) if is_new else None
 
     def _check_prompt(self, data: bytes) -> None:
-        """A template that has the time of day in it renders another prompt."""
+        """Check the prompt: a template that contains the time of day renders another one."""
         if PROMPT_TOKEN_IDS in data and prompt_ids_of(data) != self._journal.prompt_ids:
             raise UpstreamError("renders another prompt than that of the stream")
 
     def _cut(self, choice: dict[str, Any], again: int) -> None:
-        """Take from a decoded choice the first `again` ids and the characters that are owed."""
+        """Remove from a decoded choice the first `again` ids and the repeated characters."""
         if choice.get("token_ids"):
             choice["token_ids"] = choice["token_ids"][again:]
         if logprobs := choice.get("logprobs"):
@@ -76,7 +73,7 @@ class ReplayedOutput:
         delta = choice.get("delta") or {}
         if delta.get("content"):
             delta["content"] = self._rest(TEXT, delta["content"])
-        # Where both names are there, they have the same text.
+        # Both names, if present, have the same text.
         if names := [name for name in _REASONING if delta.get(name)]:
             rest = self._rest(_REASONING[0], delta[names[0]])
             delta.update(dict.fromkeys(names, rest))
@@ -87,11 +84,11 @@ class ReplayedOutput:
                 del delta["tool_calls"]
 
     def _cut_call(self, call: dict[str, Any]) -> bool:
-        """Cut a part of a tool call; true if something of it is left."""
+        """Cut a part of a tool call; return whether something is left."""
         index, function = call.get("index", 0), call.get("function") or {}
         if name := function.get("name"):
             if self._rest(name_of(index), name):
-                return True  # It is new, with its id.
+                return True  # A call with an id is new.
             for each in ("id", "type"):
                 call.pop(each, None)
             function["name"] = None

@@ -1,4 +1,4 @@
-"""Whole responses made of the events of streams, for clients that do not stream."""
+"""Whole responses made from streams' events, for clients that do not stream."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,14 +36,14 @@ _HEAD = msgspec.json.Decoder(_Head)
 
 
 class Parsers:
-    """Parsers that engines have shown so far, beside those that requests name."""
+    """Parsers that engines have shown to use, beyond those that requests imply."""
 
     reasoning = False
 
 
 class WholeClient:
-    """Gathers one choice. Its request is streamed by the engine, so that it can recover too, or
-    answered in one piece (`whole_answers.py`).
+    """Collects one choice. The engine streams it, so that it can recover too, or answers in one
+    piece (`whole_answers.py`).
     """
 
     blocked = False
@@ -55,14 +55,14 @@ class WholeClient:
 
     def __init__(self, parsers: Parsers | None = None) -> None:
         self._parsers = parsers or Parsers()
-        self._whole: dict[str, Any] | None = None  # As the engine gave it in one piece.
+        self._whole: dict[str, Any] | None = None  # The choice as the engine gave it in one piece.
         self._texts: list[str] = []
         self._reasoning: dict[str, list[str]] = {"reasoning_content": [], "reasoning": []}
         self._calls: dict[int, _Call] = {}
         self._logprobs: dict[str, list[msgspec.Raw]] | None = None
 
     def take_whole(self, choice: dict[str, Any]) -> None:
-        """Take the choice in one piece, as an engine that was asked without a stream gives it."""
+        """Take the choice in one piece, from an engine that was asked without a stream."""
         self._whole = choice
 
     def send(self, events: Sequence[bytes]) -> None:
@@ -144,7 +144,7 @@ def answer(
     clients: Sequence[WholeClient],
     echoes: Sequence[str | None],
 ) -> bytes:
-    """The body of a response whose choices are all complete."""
+    """Body of a response whose choices are all complete."""
     first = journals[0]
     assert first.head is not None
     head = _HEAD.decode(first.head + b"}")
@@ -170,8 +170,8 @@ def answer(
 
 
 def total_usage(journals: Sequence[Journal]) -> tuple[Mapping[str, Any], EngineFacts]:
-    """Usage of all choices together, with what engines say of them; a prompt that several have in
-    common counts once, as its first choice has it.
+    """Usage of all choices together, with the engines' facts; a prompt shared by several choices
+    counts once, by its first choice.
     """
     firsts = list({id(journal.parsed): journal for journal in reversed(journals)}.values())
     prompt = sum(journal.usage.prompt_tokens for journal in firsts)

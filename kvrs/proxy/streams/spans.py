@@ -1,9 +1,9 @@
 """Traces of requests, with the names of OpenTelemetry's conventions for generative AI.
 
-A request is a span of its own trace or of its client's, the calls to instances and the recoveries
-are its children, and engines get the span of their call as `traceparent`.
+A request is a span of its own or its client's trace; calls to instances and recoveries are its
+children; engines get the span of their call as `traceparent`.
 
-Imported only where traces are asked for: OpenTelemetry is in the extra `tracing`.
+The module is imported only if traces are configured: OpenTelemetry is in the extra `tracing`.
 """
 
 from typing import TYPE_CHECKING, Self
@@ -28,9 +28,7 @@ _extract = TraceContextTextMapPropagator().extract
 
 
 class CallSpan:
-    """The span of one call to an instance, which ends with its block: by an error where that
-    does.
-    """
+    """Span of a call to an instance, which ends with its block, with an error if the block does."""
 
     __slots__ = ("_span", "traceparent")
 
@@ -48,7 +46,7 @@ class CallSpan:
         if isinstance(error, KvrsError):
             self._span.set_attribute("error.type", type(error).__name__)
             self._span.set_status(StatusCode.ERROR, str(error))
-        elif error is not None:  # Another attempt takes over, or the client is gone.
+        elif error is not None:  # Another attempt takes over, or the client has left.
             self._span.set_attribute("error.type", "cancelled")
             self._span.set_status(StatusCode.ERROR)
         self._span.end()
@@ -67,7 +65,7 @@ class RequestTrace:
         self._journals: list[Journal] = []
 
     def opened(self, journal: Journal) -> None:
-        """A stream of the request has begun."""
+        """Note a begun stream of the request."""
         self._journals.append(journal)
 
     def call(self, name: str, instance: InstanceId, journal: Journal) -> CallSpan:
@@ -81,7 +79,7 @@ class RequestTrace:
         )
 
     def recovered(self, recovery: "Recovery", now_s: float) -> None:
-        """A recovery has ended. `now_s` is of its clock."""
+        """Note an ended recovery. `now_s` is by the recovery's clock."""
         begun_ns = round(recovery.at_s * _NS)
         facts: dict[str, AttributeValue] = {
             f"kvrs.recovery.{name}": value for name, value in recovery.facts().items()
@@ -95,7 +93,7 @@ class RequestTrace:
         ).end(begun_ns + round(max(0.0, now_s - recovery.decided_s) * _NS))
 
     def end(self, path: str, status: int) -> None:
-        # Calls that are being cancelled still have the trace; it needs their streams no more.
+        # Release the streams: calls being cancelled still hold the trace.
         journals, self._journals = self._journals, []
         span = self._span
         span.set_attributes({"http.route": path, "http.response.status_code": status})
@@ -111,7 +109,7 @@ class RequestTrace:
 
 
 class RequestTracer:
-    """Begins the traces of one proxy. `engine`: their kind, in the words of the conventions."""
+    """Begins the traces of one proxy. `engine`: the engines' kind, in the conventions' words."""
 
     def __init__(self, sender: SpanSender, engine: str) -> None:
         self._tracer = sender.tracer
@@ -119,8 +117,8 @@ class RequestTracer:
         self.close = sender.close
 
     def begin(self, context: RequestContext, method: str) -> None:
-        """Begin the span of a request, to which its calls belong from now on; or say to its engines
-        that it has none.
+        """Begin the span of a request, the parent of its calls, or tell its engines that it has
+        none.
         """
         above = _extract({} if context.traceparent is None else {TRACEPARENT: context.traceparent})
         facts = {"http.request.method": method, "kvrs.request.id": context.id}

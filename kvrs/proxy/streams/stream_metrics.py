@@ -1,6 +1,6 @@
-"""Prometheus metrics of streams: how long they took, what they counted, and how they ended.
+"""Prometheus metrics of streams: durations, counts and outcomes.
 
-All are taken when a stream ends, so that a token costs nothing.
+All are updated when a stream ends, so that a token costs nothing.
 """
 
 from bisect import bisect_left
@@ -27,12 +27,12 @@ _TOKEN_SECONDS = (
     *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5),
 )
 
-# `other`: one that engines may have beside these; `none`: the stream ended without one.
+# `other`: any further reason of an engine; `none`: the stream ended without a reason.
 FINISH_REASONS = ("stop", "length", "tool_calls", "other", "none")
 
 
 class Durations:
-    """Observations of one series, by buckets of which these are the upper bounds."""
+    """Observations of one series, in buckets with these upper bounds."""
 
     __slots__ = ("bounds", "counts", "sum_s")
 
@@ -56,7 +56,7 @@ class Tally:
 
 
 class TallySeries(Collector):
-    """A counter, or a gauge, that is changed without locks: every stream does so six times."""
+    """A counter or gauge without locks: every stream changes it six times."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class TallySeries(Collector):
         registry.register(self)
 
     def of(self, *values: str) -> Tally:
-        """The series with these values of the labels, which exists from now on."""
+        """The series with these label values, which exists from now on."""
         return self._tallies.setdefault(values, Tally())
 
     def collect(self) -> Iterator[Metric]:
@@ -88,7 +88,7 @@ class TallySeries(Collector):
 
 
 class DurationSeries(Collector):
-    """A histogram that observes without locks: every stream ends with seven observations."""
+    """A histogram without locks: every stream ends with seven observations."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class StreamMetrics:
         interval_s = mean_interval_s(first_s, journal.last_write_s, len(journal.output_ids))
         if interval_s is not None:
             found.append((self._tpot, interval_s))
-        # A stream resumed from another proxy has arrived there, and had its first token there.
+        # A stream resumed from another proxy arrived there, and had its first token there.
         if not journal.owner_epoch:
             self._prompt_tokens.value += len(journal.prompt_ids or ())
             if first_s is not None:
@@ -196,7 +196,7 @@ class StreamMetrics:
 def durations_of(
     registry: CollectorRegistry, name: str, documentation: str, *, buckets: Sequence[float]
 ) -> Durations:
-    """Those of a histogram without labels."""
+    """Durations of a histogram without labels."""
     series = DurationSeries(name, documentation, buckets=buckets, registry=registry)
     (found,) = series.by_value.values()
     return found

@@ -1,6 +1,6 @@
-"""The way of the usual tokens: a read of whole chunks, each with one event with one id, goes from
-the engine's connection to the client's in one write. It is the work of `Relay` and of both framings
-for events that fit a template of the stream; everything else is left to them.
+"""Fast path of usual tokens: a read of whole chunks, each with one event of one id, goes from the
+engine's connection to the client's in one write. It does the work of `Relay` and both framings for
+events that fit a template; all other events are left to them.
 """
 
 import re
@@ -12,18 +12,18 @@ from kvrs.proxy.wire.event_template import EventTemplate, shared
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.message_parts import TEXT
 
-_MOST_BYTES = 2048  # Of a chunk with its frame; an event of one token has a few hundred.
-_MOST_TOKENS = 1 << 32  # Where the client names no number.
+_MOST_BYTES = 2048  # Largest chunk with its frame; an event of one token has a few hundred bytes.
+_MOST_TOKENS = 1 << 32  # Limit if the client names none.
 _DATA = b"data: "
 _END_OF_EVENT = b"\n\n"
 _END_OF_CHUNK = b"\r\n"
 _END = _END_OF_EVENT + _END_OF_CHUNK
-_NO_HEAD = b"\n"  # With which no chunk begins.
+_NO_HEAD = b"\n"  # Bytes that no chunk begins with.
 _BEGINNING = re.compile(rb"([1-9a-f][0-9a-f]{0,2})\r\n" + _DATA)
 
 
 def _heads() -> tuple[list[bytes], list[bytes]]:
-    """The heads of chunks: by the size of the chunk, and, with the beginning of an event, by that
+    """Heads of chunks by the size of the chunk; and heads with the start of an event, by the size
     of the chunk with its frame.
     """
     by_size, by_whole = [_NO_HEAD] * (_MOST_BYTES + 1), [_NO_HEAD] * (_MOST_BYTES + 1)
@@ -39,7 +39,7 @@ _HEAD_BY_SIZE, _BEGINNING_BY_WHOLE = _heads()
 
 
 class _Form:
-    """The client's form of the events of one template."""
+    """The client's form of one template's events."""
 
     __slots__ = ("end", "framing_bytes", "ids_bytes", "opening", "part", "read", "skipped_bytes")
 
@@ -49,7 +49,7 @@ class _Form:
         assert journal.head is not None
         self.read = template.read
         self.part = template.part
-        # The opening, what lies between that and the ids, and the end.
+        # Opening of the event, bytes between it and the ids, and end.
         data = _DATA if is_framed else b""
         self.opening, self.skipped_bytes = b"", -len(data)
         if template.before[:head_bytes] != journal.head:
@@ -82,8 +82,8 @@ class TokenPath:
         clock: Callable[[], float],
         wait_for_room: Callable[[], None],
     ) -> None:
-        """`head_bytes`: of the events' head, in the place of which the client gets the stream's;
-        `direct`: as of `client`; `wait_for_room`: of the relay, once the client is blocked.
+        """`head_bytes`: size of the events' head, which the stream's head replaces. `direct`: as in
+        `client`. `wait_for_room`: the relay's, called once the client is blocked.
         """
         self._journal = journal
         self._attempt = journal.attempt
@@ -102,17 +102,17 @@ class TokenPath:
         self._forms = [
             _Form(each, journal, head_bytes, is_framed=direct is not None) for each in templates
         ]
-        self._form = self._forms[0]  # Of the last event.
+        self._form = self._forms[0]  # Form of the last event.
         self._is_only_form = len(self._forms) == 1
-        # Bytes for the client, while the chunks of one read are taken; None: each is written.
+        # Bytes for the client while the chunks of one read are taken; None: each chunk is written.
         self._gathered: list[bytes] | None = None
 
     def close(self) -> None:
-        """Relay nothing more: what comes next is read by the relay itself."""
+        """Relay nothing more: the relay itself handles further reads."""
         self._most_tokens = 0
 
     def take(self, data: bytes) -> bytes:
-        """Relay the usual tokens at the beginning of a read; returns what is left of it."""
+        """Relay the usual tokens at the start of a read; return the rest."""
         size, form = len(data), self._form
         if size > _MOST_BYTES or not data.startswith(beginning := _BEGINNING_BY_WHOLE[size]):
             return self._take_others(data)
@@ -151,7 +151,7 @@ class TokenPath:
             self._wait_for_room()
         self._silence.heard_s = self._delivered.last_s = now_s
         self._delivered.tokens += 1
-        # As `Journal.wrote`. An event before those of the template has been written.
+        # Like `Journal.wrote`. An event before those of the template has been written.
         last_s, journal.last_write_s = journal.last_write_s, now_s
         assert last_s is not None
         if now_s - last_s > journal.longest_gap_s:
@@ -159,7 +159,7 @@ class TokenPath:
         return b""
 
     def _take_others(self, data: bytes) -> bytes:
-        """A read of several chunks, or one event of another form."""
+        """Take a read of several chunks, or one event of another form."""
         if self._gathered is not None:
             return data
         done, size = 0, len(data)
@@ -181,7 +181,7 @@ class TokenPath:
         return data[done:]
 
     def _take_any(self, chunk: bytes) -> bool:
-        """Take a chunk of whichever form."""
+        """Take a chunk of any known form."""
         if not self.take(chunk):
             return True
         before = self._form

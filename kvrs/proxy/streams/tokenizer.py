@@ -1,4 +1,4 @@
-"""The model's tokenizer, for the text that a proxy makes itself."""
+"""The model's tokenizer, for text that the proxy makes."""
 
 import asyncio
 import logging
@@ -16,25 +16,25 @@ _CONVERT = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transform
 
 
 class LazyTokenizer:
-    """Loads the model's tokenizer once, off the event loop: a large one takes a second. A proxy
-    does so when it starts, or when the first vLLM has named the model.
+    """Loads the model's tokenizer once, off the event loop, because a large one takes a second: at
+    the proxy's start, or when the first vLLM has named the model.
     """
 
     def __init__(self, files: ModelFiles) -> None:
         self.files = files
-        self.longest_token: int | None = None  # In characters; None: not known yet.
+        self.longest_token: int | None = None  # Length in characters; None: not known yet.
         self._loading: asyncio.Task[Tokenizer] | None = None
 
     @property
     def available(self) -> bool:
-        """The tokenizer is here. Where a vLLM names the model, it may be found later."""
+        """The tokenizer is available. If a vLLM names the model, it may be found later."""
         return self.files.has_tokenizer
 
     async def check(self) -> None:
-        """Load the tokenizer; where there is none, log what is missing and what follows.
+        """Load the tokenizer; without one, log what is missing and the consequences.
 
         Raises:
-            ConfigError: its file cannot be read, or is none.
+            ConfigError: its file cannot be read, or is not a tokenizer.
         """
         if self.available:
             await self.load()
@@ -45,8 +45,8 @@ class LazyTokenizer:
             )
 
     async def found(self) -> None:
-        """Load a tokenizer that was found since the proxy started; without one, do nothing. A file
-        that cannot be read is none.
+        """Load a tokenizer that was found since the proxy's start; without one, or if it is
+        unreadable, do nothing.
         """
         if not self.available or self._loading is not None:
             return
@@ -57,10 +57,10 @@ class LazyTokenizer:
             log.warning("the tokenizer that was found is not used", extra={"cause": str(error)})
 
     async def load(self) -> Tokenizer:
-        """The tokenizer.
+        """Load and return the tokenizer.
 
         Raises:
-            ConfigError: there is none, or it cannot be read.
+            ConfigError: no tokenizer, or an unreadable one.
         """
         directory = self.files.directory
         if directory is None:

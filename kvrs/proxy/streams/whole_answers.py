@@ -1,13 +1,13 @@
-"""Answers that an engine gives in one piece, to requests of clients that do not stream.
+"""Answers that an engine gives in one piece, for clients that do not stream.
 
 vLLM has two parsers for tool calls and reasoning, one for streams and one for whole answers, and
-they do not always agree (docs/guide/vllm.md). A client that asks for a whole answer gets that of
-the whole parser: the engine is asked without a stream. Nothing of such an answer is known before
-its end, so that after a death all of it is computed again.
+they do not always agree (docs/guide/vllm.md). A client that wants a whole answer gets the whole
+parser's: the engine is asked without a stream. Nothing of such an answer is known before its end,
+so after a death it is computed again.
 
-Chats with tools are asked for so, and those that may have reasoning in them once the engine has
-shown that it parses it. Requests with an `Idempotency-Key` are streamed all the same: a proxy that
-takes one over goes on with what it has.
+Chats with tools are requested this way, and chats that may have reasoning, once the engine has been
+seen to parse it. Requests with an `Idempotency-Key` are streamed anyway: a proxy that takes over a
+stream continues with its record.
 """
 
 from array import array
@@ -53,8 +53,8 @@ _ABSENT = (b"", b"null")
 
 
 def is_asked_whole(journal: Journal, *, parses_reasoning: bool) -> bool:
-    """The engine's two parsers may answer this request in two ways, and nothing of it is with the
-    client yet.
+    """The engine's two parsers may answer this request differently, and the client has nothing of
+    the answer yet.
     """
     request = journal.parsed.request
     if not isinstance(request, ChatRequest) or journal.output_ids:
@@ -63,13 +63,13 @@ def is_asked_whole(journal: Journal, *, parses_reasoning: bool) -> bool:
 
 
 def ask_whole(call: Call) -> None:
-    """Have a decode call answered in one piece."""
+    """Request the answer of a decode call in one piece."""
     call.fields["stream"] = False
     call.fields.pop("stream_options", None)
 
 
 class WholeAnswer(AnswerReader):
-    """Reads the answer of one attempt, in the place of a `Relay`."""
+    """Reads the whole answer of one attempt, instead of a `Relay`."""
 
     __slots__ = ("_client", "_pieces", "_size_bytes")
 
@@ -90,17 +90,17 @@ class WholeAnswer(AnswerReader):
         return Need.MORE
 
     def expect_token(self) -> None:
-        """Its only news is its end."""
+        """Do nothing: a whole answer reports only its end."""
 
     def leave(self) -> None:
         self.flow = None
         self._pieces.clear()
 
     def check_end(self) -> None:
-        """The response has ended: give it to the client.
+        """Pass the ended response to the client.
 
         Raises:
-            UpstreamError: it is no whole answer.
+            UpstreamError: not a whole answer.
         """
         journal = self._journal
         if self.is_over:
@@ -126,7 +126,9 @@ class WholeAnswer(AnswerReader):
         self._completed()
 
     def _note(self, answer: _Answer, choice: _Choice) -> None:
-        """Write it to the journal; raises UpstreamError, or what an unreadable list raises."""
+        """Write the answer to the journal. Raises UpstreamError, or the error of an unreadable
+        list.
+        """
         journal, usage = self._journal, answer.usage
         if choice.finish_reason is None or choice.finish_reason in BROKEN_REASONS:
             raise UpstreamError(f"finished with {str(choice.finish_reason)[:40]!r}")
@@ -135,7 +137,7 @@ class WholeAnswer(AnswerReader):
             ids = decode(bytes(choice.token_ids))
         elif usage is None:
             raise UpstreamError("answered without token ids and without usage")
-        else:  # vLLM leaves the ids out with `include_reasoning: false`.
+        else:  # vLLM omits the ids with `include_reasoning: false`.
             journal.counted = usage
         if journal.prompt_ids is None:
             journal.prompt_ids = journal.parsed.tokenised(decode(bytes(answer.prompt_token_ids)))
