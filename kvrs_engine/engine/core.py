@@ -94,6 +94,7 @@ class EngineCore(RunCore):
         self.recent_fetches = RecentReports[FetchReport](clock)
         # Lease on the pages of an aborted run: its stream may fetch them from elsewhere.
         self.keep_aborted_s = 0.0
+        self.is_draining = False  # The instance reports that it is about to end.
         self._bug: BaseException | None = None  # To be raised by `run`.
         self._thread = ThreadPoolExecutor(batches, thread_name_prefix="worker")
 

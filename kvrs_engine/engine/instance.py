@@ -35,7 +35,7 @@ from kvrs.transfer.send_faults import SendingFaults
 from kvrs_engine.engine.anchored import AnchoredMemory, AnchoredPool
 from kvrs_engine.engine.chat import load_chat_template
 from kvrs_engine.engine.core import EngineCore
-from kvrs_engine.engine.hooks import PaceHook, StepHook
+from kvrs_engine.engine.hooks import PaceHook
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.models.reading import WeightReading, reading_of
 from kvrs_engine.engine.page_port import InstancePlace
@@ -171,7 +171,6 @@ class EngineInstance(ServedInstance):
             if self.ranks is not None:
                 self.ranks.close()
             raise
-        self.draining = False
         self.skipped = ""  # Why its start made no drafts for others.
 
     def _make_core(self, pace: Pace | None) -> EngineCore:
@@ -205,15 +204,7 @@ class EngineInstance(ServedInstance):
         )
         # One in each stage of a pipeline.
         depth = 1 if self.ranks is None else len(self.ranks.full.stages)
-        self._loans: StageLoans | None = None
-        if isinstance(self.ranks, RanksOnNodes) and config.elastic.enabled:
-            self._loans = StageLoans(self.ranks, config.elastic, pages)
-        self._ring = self._make_ring(pages)
-        hooks: list[StepHook] = [self.checkpointer, *filter(None, [self._ring, self._loans])]
-        hooks += [hook for hook in (self.ranks, kept) if hook is not None]
-        if pace is not None:
-            hooks.append(PaceHook(pace))
-        return EngineCore(
+        core = EngineCore(
             self.worker,
             BatchScheduler(engine, pages, share, depth),
             pages,
@@ -221,27 +212,27 @@ class EngineInstance(ServedInstance):
             clock=time.monotonic,
             lease_s=config.transfer.lease_s,
             prefill=prefill.shared(*chunks),
-            hooks=hooks,
             drafts=self.drafts,
             batches=depth,
         )
+        self._loans: StageLoans | None = None
+        self._ring: StageRing | None = None
+        if isinstance(self.ranks, RanksOnNodes) and config.elastic.enabled:
+            self._loans = StageLoans(self.ranks, config.elastic, core, self.news)
+            self._ring = self._make_ring(self.ranks, core)
+        paced = None if pace is None else PaceHook(pace)
+        hooks = self.checkpointer, self._ring, self._loans, self.ranks, kept, paced
+        core.hooks[:0] = [hook for hook in hooks if hook is not None]
+        return core
 
-    def _make_ring(self, pages: PageManager) -> StageRing | None:
+    def _make_ring(self, ranks: RanksOnNodes, core: EngineCore) -> StageRing | None:
         """None: no part of its pages goes to the hosts of others."""
         config, replicas = self._place.config, self.port.replicas
-        if self._loans is None or replicas is None or self.settings.group is None:
+        if replicas is None or self.settings.group is None:
             return None
-        assert isinstance(self.ranks, RanksOnNodes), "it lends stages"
-        return StageRing(
-            self.ranks,
-            [other.id for _, other in config.cluster.donors(self.settings.id)],
-            pages,
-            replicas.book,
-            config.backup,
-            config.transfer,
-            clock=time.monotonic,
-            released=lambda: self.core.wake(),
-        )
+        others = [other.id for _, other in config.cluster.donors(self.settings.id)]
+        book, clock = replicas.book, time.monotonic
+        return StageRing(ranks, others, core, book, config.backup, config.transfer, clock)
 
     def _make_reports(self) -> RankReports | None:
         if self.ranks is None:
@@ -312,7 +303,7 @@ class EngineInstance(ServedInstance):
             fetched_pages=self.core.fetched_pages,
             fetches=self.core.recent_fetches.reports(),
             kv_bytes=self._kv_bytes(),
-            draining=self.draining,
+            draining=self.core.is_draining,
             batches_in_flight=self.core.batches_in_flight,
             speculation=self._speculation(),
             progress=self.core.computed_tokens,
@@ -348,9 +339,9 @@ class EngineInstance(ServedInstance):
             self.ranks.on_end = lambda lost: loop.call_soon_threadsafe(self.core.fail, lost)
             self.ranks.on_change = lambda: loop.call_soon_threadsafe(self._ranks_changed)
             if self._loans is not None:
-                self._loans.start(self.core, lambda: self.draining, self.news.tell)
+                self._loans.start()
             if self._ring is not None:
-                self._ring.start(lambda: self.draining)
+                self._ring.start()
         works = [self.core.run(), self.port.probe(), self.checkpointer.run()]
         if self._ring is not None:
             works.append(self._ring.run())
@@ -405,7 +396,7 @@ class EngineInstance(ServedInstance):
         """Report from now on that this instance is about to end. The pages of streams that are
         moved away can still be fetched for a moment.
         """
-        self.draining = True
+        self.core.is_draining = True
         self.core.keep_aborted_s = MOVED_KEPT_S
         if self.drafts is not None:
             self.drafts.end()

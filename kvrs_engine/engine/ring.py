@@ -25,6 +25,7 @@ from kvrs.transfer.checkpoint_backlog import CheckpointDelivery
 from kvrs.transfer.checkpoint_sender import DueRange, HolderMovedError
 from kvrs.transfer.peers import Peer
 from kvrs_engine.engine.checkpoints import PageSending
+from kvrs_engine.engine.core import EngineCore
 from kvrs_engine.engine.ranks.connection import PartsRefusedError
 from kvrs_engine.engine.ranks.link import (
     IS_HERE,
@@ -40,7 +41,6 @@ from kvrs_engine.engine.ranks.nodes import RanksOnNodes
 from kvrs_engine.engine.ranks.remote import RemoteStage
 from kvrs_engine.engine.requests import GenerationRun
 from kvrs_engine.engine.stage_loans import in_loop
-from kvrs_engine.scheduling.pages import PageManager
 from kvrs_engine.scheduling.replicas import ReplicaBook, ReplicaRun
 
 log = logging.getLogger(__name__)
@@ -89,19 +89,18 @@ class StageRing(PageSending):
         self,
         ranks: RanksOnNodes,
         others: Sequence[InstanceId],
-        pages: PageManager,
+        core: EngineCore,
         book: ReplicaBook,
         settings: BackupSettings,
         transfer: TransferSettings,
         clock: Callable[[], float],
-        released: Callable[[], None],
     ) -> None:
         """`others`: members of the group, along the ring from this one on."""
-        self._others, self._book = others, book
+        self._others, self._book, self._core = others, book, core
         own = {stage.at.instance: RingStage(stage) for stage in ranks.remote}
         self._stages = own
         holders: dict[InstanceId, Peer] = {name: each.stage.at for name, each in own.items()}
-        self._max_arriving = min(settings.staging_pages, max(1, pages.pages // 4))
+        self._max_arriving = min(settings.staging_pages, max(1, core.pages.pages // 4))
         if (rate := transfer.link_bytes_per_s) is not None:
             # A link carries them in a third of the time after which their host gives up.
             layers = max(len(stage.layers) for stage in ranks.remote)
@@ -109,14 +108,12 @@ class StageRing(PageSending):
             most = max(1, int(rate * transfer.stall_timeout_s / part_bytes))
             pinned = min(settings.staging_pages, most)
             settings = settings.model_copy(update={"staging_pages": pinned})
-        super().__init__(pages, holders, settings, clock, released, _RETRY_MAX_S)
+        super().__init__(core.pages, holders, settings, clock, core.wake, _RETRY_MAX_S)
         # What arrives, by the stage and the number of its offer.
         self._arriving: dict[tuple[int, int], list[ReplicaRun]] = {}
-        self._is_draining: Callable[[], bool] = lambda: False
 
-    def start(self, is_draining: Callable[[], bool]) -> None:
+    def start(self) -> None:
         """Take parts of others from now on."""
-        self._is_draining = is_draining
         for each in self._stages.values():
             each.stage.on_offered = in_loop(partial(self._offered, each.stage))
             each.stage.on_brought = in_loop(partial(self._brought, each.stage))
@@ -238,7 +235,7 @@ class StageRing(PageSending):
 
     def _offered(self, stage: RemoteStage, offered: PartsOffered) -> None:
         offer, cells = offered.offer, stage.cells
-        if self._is_draining():
+        if self._core.is_draining:
             self._answer(stage, RefuseParts(0, 0, offer, "it is draining"))
             return
         if not offered.are_sent:
@@ -307,7 +304,7 @@ class StageRing(PageSending):
                     self._book.arrived(run, index)
             place += len(run.taken)
             self._book.end(run)
-        self._released()
+        self._core.wake()
 
 
 def _note(told: "asyncio.Future[None]") -> None:

@@ -17,6 +17,7 @@ from typing import ParamSpec
 from kvrs.config.engine import ElasticSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
+from kvrs.net.http import News
 from kvrs.protocol.stages import RestartReport, StageLent
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.puller import RecentReports
@@ -31,7 +32,6 @@ from kvrs_engine.engine.ranks.returning import StageLoan
 from kvrs_engine.engine.requests import GenerationRun
 from kvrs_engine.scheduling import sequences
 from kvrs_engine.scheduling.fair_queue import order
-from kvrs_engine.scheduling.pages import PageManager
 
 log = logging.getLogger(__name__)
 
@@ -98,12 +98,13 @@ class RestartedRuns:
 class StageLoans(StepHook):
     """Belongs to the event loop of the instance. As a hook it comes before the ranks."""
 
-    def __init__(self, ranks: RanksOnNodes, elastic: ElasticSettings, pages: PageManager) -> None:
-        self._ranks, self._elastic, self._pages = ranks, elastic, pages
-        self.restarts = RestartedRuns(pages.page_size_tokens, time.monotonic)
-        self._core: EngineCore | None = None
-        self._is_draining: Callable[[], bool] = lambda: False
-        self._on_change: Callable[[], object] = lambda: None
+    def __init__(
+        self, ranks: RanksOnNodes, elastic: ElasticSettings, core: EngineCore, news: News
+    ) -> None:
+        """`news`: of load reports, which are due when what is lent has changed."""
+        self._ranks, self._elastic, self._core, self._news = ranks, elastic, core, news
+        self._pages = core.pages
+        self.restarts = RestartedRuns(core.pages.page_size_tokens, time.monotonic)
         # The borrower and the pages of each loan, by the stage and the loan's number.
         self._lent: dict[tuple[int, int], tuple[InstanceId, list[int]]] = {}
         self._unused: list[int] = []  # Pages for which a borrowed stage has no memory.
@@ -124,14 +125,8 @@ class StageLoans(StepHook):
         found = (pages for (at, _), (_, pages) in lent if stage in (None, at))
         return Counter(page for pages in found for page in pages)
 
-    def start(
-        self,
-        core: EngineCore,
-        is_draining: Callable[[], bool],
-        on_change: Callable[[], object],
-    ) -> None:
-        """Lend, borrow and wait from now on; `on_change`: called when what is lent has changed."""
-        self._core, self._is_draining, self._on_change = core, is_draining, on_change
+    def start(self) -> None:
+        """Lend, borrow and wait from now on."""
         loop = asyncio.get_running_loop()
         for stage in self._ranks.remote:
             stage.on_tags = lambda: asyncio.run_coroutine_threadsafe(self._tags(), loop)
@@ -143,13 +138,11 @@ class StageLoans(StepHook):
     # A stage of ours is lost, or another instance's.
 
     def _lose(self, stage: RemoteStage, loss: int) -> None:
-        assert self._core is not None, "it has started"
         self._core.lose_cells(dict.fromkeys({0, *self._pages.bases}, stage.cells))
         stage.noted(loss)
 
     async def _tags(self) -> list[Tag]:
         """Tags of the full pages that runs have, computed or not, in the order of their turns."""
-        assert self._core is not None, "it has started"
         sequences = sorted((run.sequence for run in self._core.under_way), key=order)
         return [tag for sequence in sequences for tag in sequence.tags]
 
@@ -164,7 +157,6 @@ class StageLoans(StepHook):
         """While no stream has a page: give up those without memory, and go on with what lenders
         have of ours.
         """
-        assert self._core is not None, "it has started"
         self.restarts.begin(self._core.under_way, self._adopt())
 
     async def after_logits(self, batch: Batch, took_s: float) -> None:
@@ -230,8 +222,7 @@ class StageLoans(StepHook):
         if not self._ranks.loans and self._unused:
             self._pages.release(self._unused)
             self._unused = []
-            if self._core is not None:
-                self._core.wake()
+            self._core.wake()
 
     # Another instance would use a stage of ours.
 
@@ -287,7 +278,7 @@ class StageLoans(StepHook):
 
     def _lender(self, stage: RemoteStage) -> Lender:
         refusal = None
-        if self._is_draining():
+        if self._core.is_draining:
             refusal = "it is draining"
         elif self._ranks.now.reforming is not None or self._ranks.loans or not stage.is_whole:
             refusal = "it lacks a stage itself"
@@ -322,9 +313,8 @@ class StageLoans(StepHook):
 
     def _changed(self) -> None:
         self.changes += 1
-        if self._core is not None:
-            self._core.wake()
-        self._on_change()
+        self._core.wake()
+        self._news.tell()
 
 
 def in_loop(call: Callable[Arguments, object]) -> Callable[Arguments, None]:

@@ -12,6 +12,7 @@ from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.tags import root_tag
 from kvrs.transfer.peers import Peer
+from kvrs_engine.engine.core import EngineCore
 from kvrs_engine.engine.ranks.connection import PartsRefusedError
 from kvrs_engine.engine.ranks.link import PartsHeld, PartsRange
 from kvrs_engine.engine.ranks.nodes import RanksOnNodes
@@ -49,6 +50,10 @@ def test_where_none_takes_parts_all_reasons_are_told() -> None:
     assert lane.unprotected is None
 
 
+def core_of(pages: PageManager) -> EngineCore:
+    return cast(EngineCore, SimpleNamespace(pages=pages, is_draining=False, wake=lambda: None))
+
+
 def ring_of(bytes_per_s: float | None = None) -> StageRing:
     """The ring of d0, with two stages of one and of three layers, 1000 bytes of a page each."""
     pages = PageManager(400, 16)
@@ -60,12 +65,11 @@ def ring_of(bytes_per_s: float | None = None) -> StageRing:
     return StageRing(
         ranks,
         RING,
-        pages,
+        core_of(pages),
         ReplicaBook(pages, 0.5, lambda: 0.0),
         BackupSettings(staging_pages=64),
         TransferSettings(link_bytes_per_s=bytes_per_s, stall_timeout_s=2.0),
         clock=lambda: 0.0,
-        released=lambda: None,
     )
 
 
@@ -117,12 +121,11 @@ class World:
         self.ring = StageRing(
             cast(RanksOnNodes, SimpleNamespace(remote=[stage])),
             RING,
-            self.pages,
+            core_of(self.pages),
             ReplicaBook(self.pages, 0.5, lambda: 0.0),
             BackupSettings(),
             TransferSettings(),
             clock=virtual_loop().time,
-            released=lambda: None,
         )
         self._running = asyncio.create_task(self.ring.run())
         self._runs: dict[str, GenerationRun] = {}

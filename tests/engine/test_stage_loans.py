@@ -12,6 +12,7 @@ import pytest
 from kvrs.config.engine import ElasticSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.net.http import News
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.stages import StageLent
 from kvrs.protocol.tags import page_tags, root_tag
@@ -87,6 +88,8 @@ class ScriptedRanks:
 
 class ScriptedCore:
     def __init__(self) -> None:
+        self.pages = PageManager(PAGES, 16)
+        self.is_draining = False
         self.lost: list[dict[int, frozenset[Cell]]] = []
         self.woken = 0
 
@@ -101,20 +104,26 @@ class ScriptedCore:
         self.woken += 1
 
 
+class CountedNews(News):
+    told = 0
+
+    def tell(self) -> None:
+        self.told += 1
+
+
 class World:
     def __init__(self, **elastic: float) -> None:
-        self.pages, self.core = PageManager(PAGES, 16), ScriptedCore()
+        self.core = ScriptedCore()
+        self.pages = self.core.pages
         self.stage = ScriptedStage()
         self.first_stage = ScriptedStage(range(1), frozenset({(0, 0)}))
         self.ranks = ScriptedRanks([self.first_stage, self.stage])
         settings = ElasticSettings.model_validate(elastic)
-        self.loans = StageLoans(cast(RanksOnNodes, self.ranks), settings, self.pages)
-        self.is_draining = False
-        self.changes = 0
-        self.loans.start(cast(EngineCore, self.core), lambda: self.is_draining, self._changed)
-
-    def _changed(self) -> None:
-        self.changes += 1
+        self.news = CountedNews()
+        self.loans = StageLoans(
+            cast(RanksOnNodes, self.ranks), settings, cast(EngineCore, self.core), self.news
+        )
+        self.loans.start()
 
     async def ask(
         self, loan: int = 1, wanted: LoanWanted = WANTED, stage: ScriptedStage | None = None
@@ -169,7 +178,7 @@ async def test_pages_that_are_lent_are_used_by_no_stream_until_the_loan_is_over(
     await world.over(1)
     assert world.pages.free_pages == PAGES // 2
     assert world.loans.lends == []
-    assert (world.loans.changes, world.changes) == (2, 2)
+    assert (world.loans.changes, world.news.told) == (2, 2)
     world.pages.check()
 
 
@@ -207,7 +216,7 @@ async def test_a_loan_takes_the_cache_and_no_page_of_a_stream(
 async def test_a_refusal_changes_nothing(state: str, reason: str) -> None:
     world = World()
     if state == "draining":
-        world.is_draining = True
+        world.core.is_draining = True
     elif state == "reforming":
         world.ranks.now.reforming = object()
     elif state == "borrowing":
@@ -220,7 +229,7 @@ async def test_a_refusal_changes_nothing(state: str, reason: str) -> None:
 
     assert await world.ask() == reason
     assert world.pages.free_pages == before
-    assert (world.loans.lends, world.changes) == ([], 0)
+    assert (world.loans.lends, world.news.told) == ([], 0)
 
 
 async def test_a_loan_without_a_borrower_that_waits_is_over() -> None:
