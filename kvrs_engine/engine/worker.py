@@ -3,9 +3,9 @@ requests.
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -32,32 +32,33 @@ from kvrs_engine.scheduling.sequences import Chunk
 _DTYPE_BYTES = 4  # Everything is computed and kept in float32.
 
 
-class ModelWorker(Protocol):
+class ModelWorker(ABC):
     """The computing side of an engine: a `Worker`, or the ranks of an instance together."""
 
-    settings: EngineSettings
-    geometry: KvGeometry
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    max_positions: int
-    gpus: list[str] | None  # The boards' NVML uuids; None where torch does not report them.
+    pool: PagePool
     fingerprint: str
+    gpus: list[str] | None  # The boards' NVML uuids; None where torch does not report them.
 
-    @property
-    def pool(self) -> PagePool: ...
+    def __init__(self, config: ModelConfig, settings: EngineSettings) -> None:
+        self.settings, self.geometry = settings, geometry_of(config, settings)
+        self.vocab_size, self.eos_token_ids = config.vocab, end_tokens_of(config)
+        self.max_positions = min(settings.max_model_len, config.max_positions)
+        self.gpus = []
 
+    @abstractmethod
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute a batch as `Worker.execute` does; several ranks may raise RanksLostError."""
-        ...
 
 
-class Worker:
+class Worker(ModelWorker):
     """One copy of a model with its KV pages.
 
     The logits of a token depend on the tokens before it in its own sequence and on nothing else, to
     the last bit: not on the batch, not on how a prompt was cut into chunks, not on whether KV was
     computed here or brought in as pages.
     """
+
+    pool: KvPool
 
     def __init__(
         self,
@@ -73,7 +74,6 @@ class Worker:
             ConfigError: the directory or the settings are wrong.
             KvrsError: this machine's matrix library cannot compute exactly.
         """
-        self.settings = settings
         device = _device(settings.device)
         keep_freed_memory()
         # Four engines share a machine; and a loop split between threads would end in other SIMD
@@ -82,9 +82,7 @@ class Worker:
         torch.set_float32_matmul_precision("highest")
         config = ModelConfig.from_directory(model_directory)
         weights = Weights(model_directory, reading)
-        self.geometry = geometry_of(config, settings)
-        self.vocab_size, self.eos_token_ids = config.vocab, end_tokens_of(config)
-        self.max_positions = min(settings.max_model_len, config.max_positions)
+        super().__init__(config, settings)
         self.gpus = _gpus(device)
         with torch.inference_mode():
             shared = None

@@ -76,8 +76,6 @@ class RankGroup(StageRanks, StepHook):
     `StageGroup`. As many threads as stages may call `execute` at a time.
     """
 
-    fingerprint: str  # Fingerprint of the whole model; set only if all stages are here.
-
     def __init__(
         self,
         model_directory: Path,

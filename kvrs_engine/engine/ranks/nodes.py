@@ -44,7 +44,7 @@ from kvrs_engine.engine.ranks.reformed import RanksNow, ReformingNow
 from kvrs_engine.engine.ranks.remote import RemoteStage
 from kvrs_engine.engine.ranks.returning import StageLoan
 from kvrs_engine.engine.ranks.stages import base_beside, limit_s_of, step_factors
-from kvrs_engine.engine.worker import end_tokens_of, fingerprint_of, geometry_of
+from kvrs_engine.engine.worker import ModelWorker, fingerprint_of
 from kvrs_engine.scheduling import sequences
 from kvrs_engine.scheduling.sequences import Chunk
 
@@ -116,7 +116,7 @@ class StageGroup(Protocol):
     def close(self) -> None: ...
 
 
-class RanksOnNodes(StepHook):
+class RanksOnNodes(ModelWorker, StepHook):
     """Groups of stages with the interface of `Worker`. As many threads as stages may call `execute`
     at a time.
     """
@@ -140,11 +140,8 @@ class RanksOnNodes(StepHook):
         assert config.cluster.model is not None, "the caller has looked"
         directory, settings = Path(config.cluster.model), config.cluster.engine
         model = ModelConfig.from_directory(directory)
-        self.settings, self.full = settings, layout
-        self.units, self.geometry = model.units_of_ranks, geometry_of(model, settings)
-        self.vocab_size, self.eos_token_ids = model.vocab, end_tokens_of(model)
-        self.max_positions = min(settings.max_model_len, model.max_positions)
-        self.gpus: list[str] | None = []
+        super().__init__(model, settings)
+        self.full, self.units = layout, model.units_of_ranks
         self._has_bases = config.elastic.spread_heads
         self.predict: Predict | None = None
         # Called from another thread: the instance cannot go on; the state of the ranks has changed.

@@ -35,7 +35,7 @@ from kvrs_engine.engine.ranks.processes import RankMessage, RankProcesses
 from kvrs_engine.engine.ranks.seats import END_S, Answered, Ended, RankSeat
 from kvrs_engine.engine.ranks.wire import Fetched, Joined, Loaded, Refused
 from kvrs_engine.engine.ranks.yielding import LOAD_NICE
-from kvrs_engine.engine.worker import end_tokens_of, geometry_of
+from kvrs_engine.engine.worker import ModelWorker
 from kvrs_engine.scheduling import sequences
 from kvrs_engine.scheduling.sequences import Chunk
 
@@ -54,8 +54,10 @@ class StartTimes:
     fetched_s: float
 
 
-class StageRanks:
+class StageRanks(ModelWorker):
     """The ranks of some stages: their start, their batches, and their formations."""
+
+    pool: WholePages
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class StageRanks:
             raise ConfigError(
                 f"cluster.engine.device: got {settings.device!r}; allowed with several ranks: 'cpu'"
             )
-        self.settings, self.stages = settings, stages
+        self.stages = stages
         self.full = self.layout = layout
         self.predict: Predict | None = None  # Predicts the time of a batch, once measured.
         # Called from another thread: the instance cannot go on; the state of the ranks has changed.
@@ -99,10 +101,8 @@ class StageRanks:
         self._yields = yields
         self.layers = layout.layers(stages)
         self._config = ModelConfig.from_directory(model_directory)
-        self.units, self.geometry = self._config.units_of_ranks, geometry_of(self._config, settings)
-        self.vocab_size, self.eos_token_ids = self._config.vocab, end_tokens_of(self._config)
-        self.max_positions = min(settings.max_model_len, self._config.max_positions)
-        self.gpus: list[str] | None = []
+        super().__init__(self._config, settings)
+        self.units = self._config.units_of_ranks
         geometry = of_layers(self.geometry, self.layers)
         self._cells = Region.anonymous("kvrs-cells", memory_bytes(geometry, settings.pages))
         memory = torch.frombuffer(self._cells.memory, dtype=torch.uint8)

@@ -134,7 +134,7 @@ async def losing(
 ) -> AsyncIterator[tuple[Losing, aiohttp.ClientSession]]:
     # An engine measures itself when it starts: up to its longest stream.
     config = cluster(model, agent_port, engine={"pages": 64, "max_model_len": 256})
-    ranks = LosingRanks(model, config.cluster.engine, count)
+    ranks: Any = LosingRanks(model, config.cluster.engine, count)  # By its face a `ModelWorker`.
     loaded = LoadedModel(ranks, describe_model(config, model, ranks))
     instance = EngineInstance(config, InstanceId("d0"), 1, SECRET, loaded=loaded)
     instance.core.hooks.append(ranks)
