@@ -46,8 +46,6 @@ from kvrs_engine.engine.ranks.link import (
     PartsRefused,
     RankMoved,
     ReadPages,
-    RefuseLoan,
-    RefuseParts,
     StageChanged,
     StageChannel,
     StageComputed,
@@ -75,7 +73,6 @@ _ON_THE_WAY_S = 0.25  # Time for sending a batch and its answer, beside the comp
 # Limit of the wait for parts to be sent, in stall timeouts. The sending host gives up one timeout
 # earlier, so that pages are not read after their pins have ended.
 BRINGING = 4
-_NOT_YET = "its instance does not serve yet"
 
 Answer = TypeVar("Answer", StageReady, PagesDone)
 
@@ -159,7 +156,6 @@ class StageConnection:
         self._listening: asyncio.Task[None] | None = None
         self._asking, self._bringing = asyncio.Lock(), asyncio.Lock()
         self._replicas: StageLink | None = None
-        self._refusing: set[asyncio.Task[None]] = set()
         self.error: RanksLostError | None = None  # The final error; None: the session is open.
         self.is_refused = False  # The host has refused the session for good.
         # The ranks lost in a batch, until the other ranks compute again.
@@ -168,11 +164,12 @@ class StageConnection:
         self.on_stopped: Callable[[], object] = lambda: None
         self.on_error: Callable[[RanksLostError], object] = lambda lost: None
         self.on_change: Callable[[], object] = lambda: None
-        # Called when another instance asks for a loan, and when a loan has ended.
-        self.on_asked: Callable[[LoanAsked], object] = self._lend_nothing
+        # Called when another instance asks for a loan, and when a loan has ended. The host refuses
+        # in time what is not answered.
+        self.on_asked: Callable[[LoanAsked], object] = lambda asked: None
         self.on_over: Callable[[int], object] = lambda loan: None
         # Called when another host offers parts of pages, and when an offer has ended.
-        self.on_offered: Callable[[PartsOffered], object] = self._take_nothing
+        self.on_offered: Callable[[PartsOffered], object] = lambda offered: None
         self.on_brought: Callable[[PartsOver], object] = lambda over: None
 
     async def open(self, wait_s: float = HOST_WAIT_S, loan: LoanWanted | None = None) -> StageReady:
@@ -418,22 +415,6 @@ class StageConnection:
         link, self._replicas = self._replicas, None
         if link is not None:
             link.stream.close()
-
-    def _lend_nothing(self, asked: LoanAsked) -> None:
-        self._refuse(RefuseLoan(0, 0, asked.loan, _NOT_YET))
-
-    def _take_nothing(self, offered: PartsOffered) -> None:
-        self._refuse(RefuseParts(0, 0, offered.offer, _NOT_YET))
-
-    def _refuse(self, order: OwnerAnswer) -> None:
-        task = asyncio.get_running_loop().create_task(self.answer(order))
-        self._refusing.add(task)
-        task.add_done_callback(self._refused)
-
-    def _refused(self, task: "asyncio.Task[None]") -> None:
-        self._refusing.discard(task)
-        if not task.cancelled():
-            task.exception()  # `_listen` handles the loss of the connection.
 
     async def _ask(
         self, order: ToStage, payload: Tensor | None, answer_bytes: int = 0

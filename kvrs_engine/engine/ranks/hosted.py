@@ -58,13 +58,13 @@ class StageCalls:
         # callback the loss of a host ends the stage.
         self.on_cells: Callable[[int], object] | None = None
         # An instance asks for a loan; a loan has ended (None: all loans); the own host is back.
-        self.on_asked: Callable[[LoanAsked], object] | None = None
+        self.on_asked: Callable[[LoanAsked], object] = lambda asked: None
         self.on_over: Callable[[int | None], object] = lambda loan: None
         self.on_home: Callable[[], object] | None = None
         # Returns the tags of the streams' full pages, for the request of a loan.
         self.on_tags: Callable[[], Future[list[Tag]]] | None = None
         # Another host offers parts of pages; an offer has ended (None: all offers).
-        self.on_offered: Callable[[PartsOffered], object] | None = None
+        self.on_offered: Callable[[PartsOffered], object] = lambda offered: None
         self.on_brought: Callable[[PartsOver | None], object] = lambda over: None
 
 
@@ -229,11 +229,9 @@ class HostedStage:
         connection.on_stopped, connection.on_error = self._update, self._lost
         connection.on_change = self._changed
         connection.on_over = lambda loan: self._calls.on_over(loan)
-        lends_nothing = connection.on_asked
-        connection.on_asked = lambda asked: (self._calls.on_asked or lends_nothing)(asked)
+        connection.on_asked = lambda asked: self._calls.on_asked(asked)
         if self.loan is None:
-            takes_nothing = connection.on_offered
-            connection.on_offered = lambda each: (self._calls.on_offered or takes_nothing)(each)
+            connection.on_offered = lambda each: self._calls.on_offered(each)
             connection.on_brought = lambda over: self._calls.on_brought(over)
         self._update()
         if connection.error is not None:  # Lost before the callbacks were set.
