@@ -7,9 +7,7 @@ forbids tokens.
 
 import json
 import threading
-from decimal import Decimal
 from functools import cached_property
-from math import lcm
 from typing import Any, Literal
 
 import msgspec
@@ -27,9 +25,6 @@ _SHOWN_CHARACTERS = 300  # Of what is wrong with a schema, or with its output.
 # llguidance follows references by recursion. Twice as many levels overflow a stack of 8 MB, which
 # ends the process.
 _MAX_LEVELS = 2000
-# A number that is a multiple of n has an automaton of n states, which llguidance makes whole, with
-# none of its limits; the time grows faster than n.
-_MAX_STATES = 20_000
 
 
 class _JsonSchema(msgspec.Struct):
@@ -112,32 +107,18 @@ class Grammars:
             if asked.json_schema is None:
                 raise RequestError("json_schema is missing", param=f"{_PARAM}.json_schema")
             schema = asked.json_schema.schema
-        if (levels := _levels(schema)) > _MAX_LEVELS:
-            raise RequestError(
-                f"different $ref, and one, times its depth are {levels}; allowed: at most "
-                f"{_MAX_LEVELS}",
-                param=f"{_PARAM}.json_schema.schema",
-            )
-        if (states := _states(schema)) > _MAX_STATES:
-            raise RequestError(
-                f"multipleOf: the least common multiple of all, as whole numbers without the point "
-                f"(1.25 is 125), times how many of them and $ref there are, is "
-                f"{min(states, 10**18)}; allowed: at most {_MAX_STATES}",
-                param=f"{_PARAM}.json_schema.schema",
-            )
+        _check_schema(schema)
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
         with self._lock:
             matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
             cause = matcher.get_error()[:_SHOWN_CHARACTERS]
-            raise RequestError(
-                f"the schema is not supported: {cause}", param=f"{_PARAM}.json_schema.schema"
-            )
+            raise _refused(f"the schema is not supported: {cause}")
         return Grammar(matcher)
 
 
-def _levels(schema: dict[str, Any]) -> int:
-    """How deep a schema can be at most where its references are followed, each once."""
+def _check_schema(schema: dict[str, Any]) -> None:
+    """Raises RequestError: llguidance would take long, or all of the stack."""
     references, depth, level = set(), 0, list[Any]([schema])
     while level:
         depth += 1
@@ -147,38 +128,18 @@ def _levels(schema: dict[str, Any]) -> int:
                 below += value.values()
                 if isinstance(reference := value.get("$ref"), str):
                     references.add(reference)
+                # An automaton of n states for multiples of n, which is made whole.
+                if isinstance(value.get("multipleOf"), int | float):
+                    raise _refused("multipleOf is not supported")
             elif isinstance(value, list):
                 below += value
         level = below
-    return depth * (len(references) + 1)
+    # How deep it can be at most where its references are followed, each once.
+    if (levels := depth * (len(references) + 1)) > _MAX_LEVELS:
+        raise _refused(
+            f"different $ref, and one, times its depth are {levels}; allowed: at most {_MAX_LEVELS}"
+        )
 
 
-def _states(schema: dict[str, Any]) -> int:
-    """How many the numbers of a schema that are to be multiples of others can have at most: of two
-    that are both to hold, the least common multiple, and each reference may add others.
-    """
-    common, number, references = 1, 0, 0
-    values: list[Any] = [schema]
-    while values:
-        value = values.pop()
-        if isinstance(value, list):
-            values += value
-        elif isinstance(value, dict):
-            values += value.values()
-            references += isinstance(value.get("$ref"), str)
-            of = value.get("multipleOf")
-            if isinstance(of, int | float) and of > 0:
-                number += 1
-                common = lcm(common, of if isinstance(of, int) else _without_point(of))
-                if common > _MAX_STATES:
-                    return common
-    return common * (number + references) if number else 0
-
-
-def _without_point(number: float) -> int:
-    """1.25 is 125, and 100.0 is 100."""
-    exact = Decimal(repr(number))
-    _, digits, exponent = exact.normalize().as_tuple()
-    assert isinstance(exponent, int)
-    zeros: int = 10 ** max(0, exponent)
-    return int("".join(map(str, digits))) * zeros
+def _refused(message: str) -> RequestError:
+    return RequestError(message, param=f"{_PARAM}.json_schema.schema")
