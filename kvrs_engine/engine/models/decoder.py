@@ -6,7 +6,6 @@ share of a model: some layers, and some units of each layer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -69,6 +68,17 @@ class Forms:
 
 
 @dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass over a batch, which all layers share."""
+
+    step: BatchStep
+    tables: tuple[Tensor, Tensor] | None  # Of rotations.
+    pool: KvStore
+    forms: Forms
+    exchange: SumExchange
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     # Columns of each unit: its query heads, then its key, then its value.
     qkv: ColumnUnits
@@ -76,25 +86,18 @@ class Attention:
     head_norm: RmsNorm | None  # Over a unit's queries and its key, weights `[heads + 1, head_dim]`.
     head_dim: int
 
-    def sums(
-        self,
-        rows: Tensor,
-        layer: int,
-        tables: tuple[Tensor, Tensor] | None,
-        step: BatchStep,
-        pool: KvStore,
-        forms: Forms,
-    ) -> list[Tensor]:
+    def sums(self, rows: Tensor, layer: int, batch: Pass) -> list[Tensor]:
         """Write the units' KV into the pool; return the sums of their results, as `RowUnits`
         does.
         """
         if not self.qkv.weights:
             return []
-        by_unit = self.qkv.side_by_side(rows, forms.qkv)
+        step, pool = batch.step, batch.pool
+        by_unit = self.qkv.side_by_side(rows, batch.forms.qkv)
         heads = by_unit.view(*by_unit.shape[:2], -1, self.head_dim)
-        queries, keys, values = self.split(heads, tables)
+        queries, keys, values = self.split(heads, batch.tables)
         pool.write(layer, step.pages, step.slots, keys[: step.real_rows], values[: step.real_rows])
-        return self.output.sums(attend(queries, pool, layer, step), forms.output)
+        return self.output.sums(attend(queries, pool, layer, step), batch.forms.output)
 
     def split(
         self, heads: Tensor, tables: tuple[Tensor, Tensor] | None
@@ -118,26 +121,17 @@ class Layer:
     mlp: Mlp
     experts: Experts | None = None  # None: a dense layer, whose units take all rows.
 
-    def attend(
-        self,
-        rows: Tensor,
-        layer: int,
-        tables: tuple[Tensor, Tensor] | None,
-        step: BatchStep,
-        pool: KvStore,
-        forms: Forms,
-        exchange: SumExchange,
-    ) -> Tensor:
-        sums = self.attention.sums(rows, layer, tables, step, pool, forms)
-        return self.attention.output.biased(exchange.total(sums, UnitKind.ATTENTION, layer))
+    def attend(self, rows: Tensor, layer: int, batch: Pass) -> Tensor:
+        total = batch.exchange.total(
+            self.attention.sums(rows, layer, batch), UnitKind.ATTENTION, layer
+        )
+        return self.attention.output.biased(total)
 
-    def feed(
-        self, rows: Tensor, layer: int, step: BatchStep, forms: Forms, exchange: SumExchange
-    ) -> Tensor:
+    def feed(self, rows: Tensor, layer: int, batch: Pass) -> Tensor:
+        forms, exchange = batch.forms, batch.exchange
         if self.experts is not None:
-            return self.experts.total(
-                self.mlp, rows, step.real_rows, layer, forms.experts, exchange
-            )
+            real_rows = batch.step.real_rows
+            return self.experts.total(self.mlp, rows, real_rows, layer, forms.experts, exchange)
         sums = self.mlp.sums(rows, forms.mlp) if self.mlp.down.weights else []
         return self.mlp.down.biased(exchange.total(sums, UnitKind.MLP, layer))
 
@@ -165,23 +159,15 @@ class Decoder:
     ) -> Tensor:
         """Pass rows through these layers and write their KV into the pool."""
         pool.begin(step.begun_pages)
-        tables = None if self.rotary is None else self.rotary.at(step.positions)
+        batch = self.passing(step, pool, exchange)
         for index, layer in enumerate(self.layers, self.first_layer):
-            attend_units = partial(
-                layer.attend,
-                layer=index,
-                tables=tables,
-                step=step,
-                pool=pool,
-                forms=self.forms,
-                exchange=exchange,
-            )
-            feed_units = partial(
-                layer.feed, layer=index, step=step, forms=self.forms, exchange=exchange
-            )
-            hidden = hidden + attend_units(layer.attention_norm(hidden))
-            hidden = hidden + feed_units(layer.mlp_norm(hidden))
+            hidden = hidden + layer.attend(layer.attention_norm(hidden), index, batch)
+            hidden = hidden + layer.feed(layer.mlp_norm(hidden), index, batch)
         return hidden
+
+    def passing(self, step: BatchStep, pool: KvStore, exchange: SumExchange) -> Pass:
+        tables = None if self.rotary is None else self.rotary.at(step.positions)
+        return Pass(step, tables, pool, self.forms, exchange)
 
     def logits(self, hidden: Tensor, step: BatchStep) -> Tensor:
         """Return the logits of the LM head's units, `[step.logits, their columns]`."""

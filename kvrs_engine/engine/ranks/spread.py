@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, tensor
 
 from kvrs_engine.elastic.layouts import Layout
-from kvrs_engine.engine.kv_pool import KvStore
-from kvrs_engine.engine.layers.step import BatchStep, build_step
-from kvrs_engine.engine.models.decoder import Attention, Decoder, Forms
+from kvrs_engine.engine.layers.step import build_step
+from kvrs_engine.engine.models.decoder import Attention, Decoder, Pass
 from kvrs_engine.engine.ranks.cells import CellPool
 from kvrs_engine.engine.ranks.exchange import SharedMemory
 from kvrs_engine.scheduling.sequences import Chunk
@@ -34,9 +33,8 @@ class RankPart:
 class _Part:
     """The sequences of a batch whose turn is on this rank in some layers."""
 
-    step: BatchStep
+    batch: Pass
     rows: Tensor  # [rows of the step]: row numbers in the whole batch.
-    tables: tuple[Tensor, Tensor] | None  # Rotary tables.
 
 
 class SpreadHeads:
@@ -68,11 +66,11 @@ class SpreadHeads:
             self._parts[bases] = self._part(bases)
         if (part := self._parts[bases]) is None:
             return
-        step = part.step
+        step = part.batch.step
         # Only in this layer: in another layer these pages' cells may belong to another rank.
         self._pool.begin_layer(layer, step.begun_pages)
         own = rows.index_select(0, part.rows)
-        sums = attention.sums(own, layer, part.tables, step, self._pool, decoder.forms)
+        sums = attention.sums(own, layer, part.batch)
         real = part.rows[: step.real_rows]
         for number, values in enumerate(sums):
             place = self._exchange.spread_sum(number)
@@ -92,8 +90,8 @@ class SpreadHeads:
             return None
         step = build_step(chunks, self._pool)
         rows += [rows[0]] * (step.token_ids.shape[0] - len(rows))
-        rotary = self._decoder.rotary
-        return _Part(step, tensor(rows), None if rotary is None else rotary.at(step.positions))
+        batch = self._decoder.passing(step, self._pool, self._exchange)
+        return _Part(batch, tensor(rows))
 
 
 def hybrid(decoder: Decoder, spread: SpreadHeads) -> Decoder:
@@ -117,14 +115,6 @@ class HybridAttention(Attention):
     def of(cls, own: Attention, spread: SpreadHeads) -> "HybridAttention":
         return cls(own.qkv, own.output, own.head_norm, own.head_dim, spread)
 
-    def sums(
-        self,
-        rows: Tensor,
-        layer: int,
-        tables: tuple[Tensor, Tensor] | None,
-        step: BatchStep,
-        pool: KvStore,
-        forms: Forms,
-    ) -> list[Tensor]:
+    def sums(self, rows: Tensor, layer: int, batch: Pass) -> list[Tensor]:
         self.spread.compute(rows, layer)
-        return Attention.sums(self, rows, layer, tables, step, pool, forms)
+        return Attention.sums(self, rows, layer, batch)
