@@ -13,7 +13,6 @@ from typing import Any, Self
 import msgspec
 
 from kvrs.config.file import Config
-from kvrs.config.policy import LOOKAHEAD_TOKENS
 from kvrs.config.speculation import DraftSourceName
 from kvrs.errors import ConfigError, RequestError, TransferError
 from kvrs.ids import InstanceId
@@ -111,7 +110,7 @@ class LoadedModel:
             reading.begin()
             worker = RanksOnNodes(config, node.id, settings, layout, secret, epoch)
         else:
-            worker = RankGroup(directory, engine, layout, config.elastic, LOOKAHEAD_TOKENS)
+            worker = RankGroup(directory, engine, layout, config.elastic)
         reads = layout is None or bool(settings.own_stages)  # Hosts read at that pace themselves.
         left_s = Pace(pace).load_s if reads and pace is not None else 0.0
         if engine.disk_bytes_per_s is None:

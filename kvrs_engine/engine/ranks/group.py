@@ -82,15 +82,14 @@ class RankGroup(StageRanks, StepHook):
         settings: EngineSettings,
         layout: Layout,
         elastic: ElasticSettings | None = None,
-        lookahead_tokens: int = 0,
         stages: range | None = None,
         *,
         yields: bool = False,
     ) -> None:
         """Start the ranks and wait until all can compute.
 
-        `lookahead_tokens` is that of the policy. `stages` are the local stages; None: all.
-        `yields`: the start runs at a lowered priority.
+        `stages` are the local stages; None: all. `yields`: the start runs at
+        a lowered priority.
 
         Raises:
             ConfigError: directory or settings are wrong.
@@ -119,7 +118,7 @@ class RankGroup(StageRanks, StepHook):
             in_pieces=False,
             stages=stages,
         )
-        self._reformer = Reformer(self, machine, elastic, lookahead_tokens)
+        self._reformer = Reformer(self, machine, elastic)
         self._reformer.start()
 
     @property

@@ -24,7 +24,6 @@ from typing import Any
 
 from kvrs.config.cluster import InstanceSettings, stage_host_id
 from kvrs.config.file import Config, load_config, read_secrets
-from kvrs.config.policy import LOOKAHEAD_TOKENS
 from kvrs.errors import (
     ConfigError,
     KvrsError,
@@ -129,7 +128,6 @@ class StageHost:
             settings,
             layout,
             config.elastic,
-            LOOKAHEAD_TOKENS,
             range(stage, stage + 1),
             yields=True,  # Other instances on the node may compute meanwhile.
         )

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config
-from kvrs.config.policy import LOOKAHEAD_TOKENS
 from kvrs.errors import KvrsError, RanksLostError
 from kvrs.ids import NodeId
 from kvrs.protocol.geometry import KvGeometry
@@ -155,9 +154,7 @@ class RanksOnNodes(ModelWorker, StepHook):
         try:
             if local := instance.own_stages:
                 elastic = config.elastic
-                self.groups.append(
-                    RankGroup(directory, settings, layout, elastic, LOOKAHEAD_TOKENS, local)
-                )
+                self.groups.append(RankGroup(directory, settings, layout, elastic, local))
             for stage, host in instance.remote_stages.items():
                 peer = Peer(instance.stage_host_id(stage), host.node, host.host, host.port)
                 at = StageAt(peer, own, secret, config.transfer)

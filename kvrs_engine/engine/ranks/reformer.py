@@ -13,6 +13,7 @@ from queue import Empty
 from typing import assert_never
 
 from kvrs.config.engine import ElasticSettings
+from kvrs.config.policy import LOOKAHEAD_TOKENS
 from kvrs.errors import KvrsError, RanksLostError
 from kvrs.process.memory import free_bytes
 from kvrs.protocol.parts import Cell
@@ -61,14 +62,13 @@ class Reformer:
         group: StageRanks,
         machine: Reforming,
         settings: ElasticSettings,
-        lookahead_tokens: int,
     ) -> None:
         self._group, self._processes, self._machine = group, group.processes, machine
         self._settings = settings
         machine.costs = replace(
             machine.costs,
             back_s=AGAIN_S + machine.costs.back_s,
-            lookahead_tokens=lookahead_tokens,
+            lookahead_tokens=LOOKAHEAD_TOKENS,
             step_s=self._step_s,
         )
         self.deaths = 0  # Number of deaths of computing ranks.

@@ -172,7 +172,7 @@ class ScriptedGroup:
         self.machine = Reforming(
             UNITS, self.layout, room, costs, min_ranks=settings.min_ranks, spread=False
         )
-        self.reformer = Reformer(self, self.machine, settings, 32)  # type: ignore[arg-type]
+        self.reformer = Reformer(self, self.machine, settings)  # type: ignore[arg-type]
 
     def freeze(self, *, at_once: bool) -> None:
         self.freezes.append(at_once)

@@ -18,15 +18,11 @@ import torch
 
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.engine import ElasticSettings, EngineSettings
-from kvrs.config.file import parse_config
-from kvrs.config.policy import LOOKAHEAD_TOKENS
 from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 from kvrs_engine.elastic import waiting
 from kvrs_engine.elastic.ways import Way
-from kvrs_engine.engine import instance as instances
-from kvrs_engine.engine.instance import LoadedModel
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.nursery import AdoptedChild, Nursery
@@ -243,27 +239,6 @@ def test_a_restart_is_predicted_without_what_the_start_did_once(
         seats, costs = group.processes.seats, group._machine.costs
         assert [seats[rank].began_s >= done for rank, done in enumerate(begun_s)] == [True, True]
         assert 0 < costs.restart_s < costs.back_s - waiting.AGAIN_S
-
-
-def test_an_instance_looks_as_far_ahead_as_the_policy(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One number for both."""
-    ranks = {"id": "d0", "role": "decode", "tp": 2}
-    node = {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, ranks]}
-    config = parse_config({"cluster": {"model": str(tiny_model), "nodes": [node]}})
-    given: list[object] = []
-
-    def group(*arguments: object) -> RankGroup:
-        given.extend(arguments)
-        raise RanksLostError([0], "was not to start")
-
-    monkeypatch.setattr(instances, "RankGroup", group)
-
-    with pytest.raises(RanksLostError):
-        LoadedModel.load(config, InstanceId("d0"), b"secret" * 8)
-
-    assert given[-1] == LOOKAHEAD_TOKENS
 
 
 @pytest.mark.parametrize(
