@@ -33,7 +33,7 @@ class ThreadRanks:
         """`apart`: each rank has memory of its own, in which it finds what it has written."""
         config, self.layout = ModelConfig.from_directory(directory), layout
         geometry = geometry_of(config, settings)
-        areas = Areas.of(
+        areas = Areas(
             layout,
             config=config,
             batch_tokens=settings.max_batch_tokens,

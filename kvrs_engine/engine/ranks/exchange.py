@@ -55,118 +55,72 @@ class FormationEndedError(KvrsError):
     """The formation has ended, because a rank is lost or another formation follows."""
 
 
-@dataclass(frozen=True, slots=True)
 class Areas:
     """The places of all areas in the memory of a formation, for all stages or for some."""
 
-    lines: tuple[int, ...]  # Ranks of all stages.
-    ranks: tuple[int, ...]  # Ranks of the stages in this memory.
-    spread: range  # Stages in this memory with spread heads.
-    slot_floats: int
-    routed: range  # Stages in this memory with experts.
-    routed_slots: int  # Slots of a row: one for each part of each of its experts.
-    hidden: int
-    rows_floats: int  # Size of the rows from one stage to the next.
-    boundaries: range  # Stages whose output rows are in this memory.
-    logit_rows: int
-    vocabulary: int
-    depth: int  # Limit of concurrent batches: one per stage.
-    layers: range  # Layers of the stages in this memory.
-    experts: int  # Experts of a layer; 0: none.
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         layout: Layout,
         stages: range | None = None,
         *,
         config: ModelConfig,
         batch_tokens: int,
-    ) -> "Areas":
+    ) -> None:
         """`stages` are the stages in this memory; None: all."""
-        last = len(layout.stages) - 1
-        stages = stages or range(last + 1)
-        rows_floats = padded_rows(batch_tokens) * config.hidden
-        ranks = tuple(rank for stage in stages for rank in layout.stages[stage].ranks)
+        last, experts = len(layout.stages) - 1, config.experts
+        self._stages = stages = stages or range(last + 1)
+        self.lines = layout.ranks  # Ranks of all stages.
+        # Ranks of the stages in this memory.
+        self.ranks = tuple(rank for stage in stages for rank in layout.stages[stage].ranks)
+        self.layers = layout.layers(stages)
+        self.hidden, self.vocabulary = config.hidden, config.vocab
+        self.experts = experts.count if experts else 0  # Experts of a layer; 0: none.
+        self.depth = last + 1  # Limit of concurrent batches: one per stage.
+        self.logit_rows = batch_tokens if last in stages else 0
+        # Stages whose output rows are in this memory.
+        self._boundaries = range(max(0, stages.start - 1), min(stages.stop, last))
         dense = [owners for at, owners in enumerate(layout.mlp) if not config.has_experts(at)]
         most = max(
             len(cover(_places(owners, rank), len(owners)))
             for owners in (*layout.attention, *dense)
-            for rank in (*ranks, SPREAD)
+            for rank in (*self.ranks, SPREAD)
         )
-        experts = config.experts
-        return cls(
-            lines=layout.ranks,
-            ranks=ranks,
-            spread=stages if layout.turns else range(0),
-            slot_floats=most * rows_floats,
-            routed=stages if experts else range(0),
-            routed_slots=experts.chosen * config.grain.expert_parts if experts else 0,
-            hidden=config.hidden,
-            rows_floats=rows_floats,
-            boundaries=range(max(0, stages.start - 1), min(stages.stop, last)),
-            logit_rows=batch_tokens if last in stages else 0,
-            vocabulary=config.vocab,
-            depth=last + 1,
-            layers=layout.layers(stages),
-            experts=experts.count if experts else 0,
-        )
-
-    @property
-    def size_bytes(self) -> int:
-        return self.counts + (len(self.layers) * self.experts + len(self.lines)) * _COUNT_BYTES
-
-    @property
-    def counts(self) -> int:
-        """Offset of the tile counts: by layer and expert, then by the rank that has computed
-        them.
-        """
-        return self._logits + self.depth * self._logits_bytes
+        self.rows_bytes = padded_rows(batch_tokens) * config.hidden * FLOAT_BYTES
+        self._slot_bytes = most * self.rows_bytes
+        # A row has a slot for each part of each of its experts.
+        parts = experts.chosen * config.grain.expert_parts if experts else 0
+        self._routed_bytes = parts * self.rows_bytes
+        self._logits_bytes = _whole_pages(self.logit_rows * config.vocab * FLOAT_BYTES)
+        slots = 2 * (len(self.ranks) + (len(stages) if layout.turns else 0))
+        rows = len(self._boundaries) * self.depth
+        self._slots = _whole_pages((1 + len(self.lines)) * _LINE_BYTES)
+        self._routed = _whole_pages(self._slots + slots * self._slot_bytes)
+        self._rows = _whole_pages(self._routed + len(stages) * self._routed_bytes)
+        self._logits = _whole_pages(self._rows + rows * self.rows_bytes)
+        # The tile counts: by layer and expert, then by the rank that has computed them.
+        self.counts = self._logits + self.depth * self._logits_bytes
+        counts = len(self.layers) * self.experts + len(self.lines)
+        self.size_bytes = self.counts + counts * _COUNT_BYTES
 
     def slot(self, rank: int, turn: int) -> int:
         return self._slot(self.ranks.index(rank), turn)
 
     def spread_slot(self, stage: int, turn: int) -> int:
-        return self._slot(len(self.ranks) + self.spread.index(stage), turn)
+        return self._slot(len(self.ranks) + self._stages.index(stage), turn)
 
     def routed_slot(self, stage: int) -> int:
         """Return the offset of the stage's first slot of experts."""
-        return self._routed + self.routed.index(stage) * self._routed_bytes
+        return self._routed + self._stages.index(stage) * self._routed_bytes
 
     def rows(self, boundary: int, batch: int) -> int:
-        place = self.boundaries.index(boundary) * self.depth + batch % self.depth
-        return self._rows + place * self.rows_floats * FLOAT_BYTES
+        place = self._boundaries.index(boundary) * self.depth + batch % self.depth
+        return self._rows + place * self.rows_bytes
 
     def logits(self, batch: int) -> int:
         return self._logits + batch % self.depth * self._logits_bytes
 
     def _slot(self, place: int, turn: int) -> int:
-        return self._slots + (2 * place + turn) * self.slot_floats * FLOAT_BYTES
-
-    @property
-    def _slots(self) -> int:
-        return _whole_pages((1 + len(self.lines)) * _LINE_BYTES)
-
-    @property
-    def _routed(self) -> int:
-        return _whole_pages(self._slot(len(self.ranks) + len(self.spread), 0))
-
-    @property
-    def _routed_bytes(self) -> int:
-        return self.routed_slots * self.rows_floats * FLOAT_BYTES
-
-    @property
-    def _rows(self) -> int:
-        return _whole_pages(self._routed + len(self.routed) * self._routed_bytes)
-
-    @property
-    def _logits(self) -> int:
-        rows = len(self.boundaries) * self.depth
-        return _whole_pages(self._rows + rows * self.rows_floats * FLOAT_BYTES)
-
-    @property
-    def _logits_bytes(self) -> int:
-        return _whole_pages(self.logit_rows * self.vocabulary * FLOAT_BYTES)
+        return self._slots + (2 * place + turn) * self._slot_bytes
 
 
 class Line:

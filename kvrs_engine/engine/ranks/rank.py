@@ -369,7 +369,7 @@ class _Loaded:
         layout, stages = order.layout, range(*order.stages)
         share = Share.of(layout, self._rank)
         self._held = layout.held(self._rank)
-        areas = Areas.of(
+        areas = Areas(
             layout,
             stages,
             config=self._config,

@@ -136,7 +136,7 @@ class StageRanks(ModelWorker):
 
     def form(self, epoch: int, layout: Layout) -> RankFormation:
         """Create a formation that does not serve yet."""
-        areas = Areas.of(
+        areas = Areas(
             layout,
             self.stages,
             config=self._config,

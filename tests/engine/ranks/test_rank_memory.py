@@ -164,7 +164,7 @@ def test_a_unit_that_comes_late_disturbs_no_rank_that_settles(
     own = [unit for unit in all_units if unit in held]
     late = next(unit for unit in all_units if unit not in held)
     places, size = UnitBlocks(config, Weights(tiny_model)).places(own)
-    areas = Areas.of(
+    areas = Areas(
         layout,
         config=config,
         batch_tokens=SETTINGS.max_batch_tokens,
@@ -210,12 +210,12 @@ def test_batches_of_all_stages_have_areas_of_their_own(tiny_model: Path) -> None
     """Rows and logits lie where no other batch under way has its own."""
     config = ModelConfig.from_directory(tiny_model)
     layout = even(config.units, tp=1, pp=2)
-    areas = Areas.of(layout, config=config, batch_tokens=20)
+    areas = Areas(layout, config=config, batch_tokens=20)
     batches = range(5, 7)
 
     found = sorted(
         [
-            *((areas.rows(0, n), areas.rows_floats * 4) for n in batches),
+            *((areas.rows(0, n), areas.rows_bytes) for n in batches),
             *((areas.logits(n), areas.logit_rows * areas.vocabulary * 4) for n in batches),
         ]
     )
