@@ -202,16 +202,6 @@ def test_what_was_left_behind_is_known_until_the_stream_has_resumed() -> None:
     assert not harness.policy.is_left_at(here)
 
 
-def test_the_only_instance_of_its_role_serves_though_it_is_to_be_drained() -> None:
-    """The others have died after the order: better served there than not at all."""
-    harness = PolicyHarness("p0", "d0", "p1")
-
-    actions = harness.handle(ordered("d0", moves=True))
-
-    assert of(actions, act.Halt) == []
-    assert decoders_of(harness, 2) == {"d0"}
-
-
 def test_a_prefill_that_ends_is_handed_off_elsewhere_than_to_a_drained_instance() -> None:
     """Its plan was made before the order."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")

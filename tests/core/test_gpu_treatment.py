@@ -26,27 +26,6 @@ def decoders_of(harness: PolicyHarness, count: int) -> set[str]:
     }
 
 
-def test_streams_leave_a_failing_gpu_while_it_still_runs() -> None:
-    """Each in a new attempt elsewhere, with what its client has; the old one is not lost, so
-    nothing is fenced.
-    """
-    harness = PolicyHarness("p0", "d0", "p1", "d1")
-    here = harness.decoding("s").plan.decode
-    there = "d1" if here == "d0" else "d0"
-
-    actions = harness.handle(judged(here, GpuState.FAILING, s=7))
-
-    halt, start, recovered = (
-        only(actions, act.Halt),
-        only(actions, act.Start),
-        only(actions, act.Recovered),
-    )
-    assert (halt.stream, halt.attempt) == (S, 1)
-    assert (start.stream, start.attempt, start.plan.decode) == (S, 2, there)
-    assert "GPU is failing: xid 79" in recovered.cause
-    assert decoders_of(harness, 4) == {there}
-
-
 def test_an_irreplaceable_instance_serves_on() -> None:
     """A failing GPU may last for hours; without an instance no stream is served at all."""
     harness = PolicyHarness("p0", "d0")
@@ -95,14 +74,3 @@ def test_a_history_is_not_computed_on_a_failing_gpu() -> None:
         members[InstanceId("p1")],
         members[InstanceId("p0")],
     )
-
-
-def test_when_the_last_healthy_instance_is_lost_degraded_ones_serve_again() -> None:
-    """Victims find a target all the same."""
-    harness = PolicyHarness("p0", "d0", "p1", "d1")
-    harness.handle(judged("d0", GpuState.FAILING))
-    harness.decoding("s")
-
-    actions = harness.lose("d1", s=3)
-
-    assert only(actions, act.Start).plan.decode == "d0"

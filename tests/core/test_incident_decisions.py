@@ -321,20 +321,6 @@ def test_the_limits_of_the_client_override_those_of_the_operator(
     )
 
 
-def test_a_target_lost_during_a_recovery_is_replaced_until_attempts_run_out() -> None:
-    """Retries are bounded: `recovery.max_attempts`."""
-    harness = PolicyHarness("p0", "d0", "d1", "d2", "d3", max_attempts=3)
-    harness.decoding("A")
-    harness.lose("d0", A=1)
-    harness.lose("d1", A=1)
-    given_up = only(harness.lose("d2", A=1), act.GiveUp)
-
-    assert (given_up.reason, [start.plan.decode for start in of(harness.actions, act.Start)]) == (
-        act.Reason.RETRIES,
-        [D0, D1, D2],
-    )
-
-
 def test_a_prefill_instance_lost_after_the_hand_off_takes_only_its_pages() -> None:
     """The stream runs on; what was retained is no source any more."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
