@@ -32,16 +32,10 @@ class EnginePages:
 
     @asynccontextmanager
     async def pinned(self, request: PullRequest) -> AsyncIterator[PinnedPages]:
-        """Hard-pin the longest held prefix of the requested pages, and the tail only behind all of
-        them.
-        """
+        """Hard-pin the longest held prefix of the requested pages, and the tail."""
         held = self._pages.match(request.tags)
         tail, tail_tokens = None, 0
-        if (
-            request.handoff is not None
-            and request.tail_index is not None
-            and len(held) == len(request.tags)
-        ):
+        if request.handoff is not None and request.tail_index is not None:
             tail = self._pages.retained_page(request.handoff, request.tail_index)
             before = request.tail_index * self._pool.geometry.page_size_tokens
             tail_tokens = self._pages.retained_tokens(request.handoff) - before

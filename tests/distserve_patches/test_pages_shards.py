@@ -19,11 +19,7 @@ from distserve_patches.staging import StagingSlots
 from kvrs.errors import TransferError
 from kvrs.ids import StreamId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.tags import Tag, page_tags, root_tag
-from kvrs.transfer.peers import PullRequest
 from kvrs_engine.engine.kv_pool import KvPool
-from kvrs_engine.engine.pages import EnginePages
-from kvrs_engine.scheduling.pages import PageManager
 from tests.distserve_patches.ranks import Stage
 
 GEOMETRY = KvGeometry(layers=4, kv_heads=4, head_dim=8, dtype_bytes=4, page_size_tokens=4)
@@ -273,63 +269,3 @@ sys.stdin.read()
         assert b"kvrs" in mapped[:]
         with pytest.raises(OSError, match="No such file"):
             file.map(0)
-
-
-# What the page server sees of it.
-
-
-def retained(pages: PageManager) -> tuple[list[int], tuple[Tag, ...]]:
-    """Two full pages and a partial one under a lease, as a prefill leaves them."""
-    allocated = pages.allocate(3)
-    assert allocated is not None
-    tags = tuple(page_tags(root_tag("m"), range(10), 4))
-    for page, tag in zip(allocated, tags, strict=False):
-        pages.register(page, tag)
-    pages.retain(S, allocated, 10, until_s=1.0)
-    pages.release(allocated)
-    return allocated, tags
-
-
-async def test_a_page_server_sends_full_pages_and_the_partial_one() -> None:
-    """The pages equal those of an embedded engine's pool; the slots are free afterwards, and only
-    the lease holds the pages.
-    """
-    stage, embedded, pages = filled(2, 2), embedded_pool(), PageManager(BLOCKS, 4)
-    released: list[bool] = []
-    source = EnginePages(pages, stage.pool, released=lambda: released.append(True))
-    allocated, tags = retained(pages)
-
-    async with source.pinned(PullRequest(tags, S, tail_index=2)) as pinned:
-        assert pages.free_pages == BLOCKS - 3
-        assert pinned.tail is not None
-        sent = [bytes(view) for view in (*pinned.pages, pinned.tail)]
-
-    embedded.tensor[allocated[2], ..., 2:, :] = 0  # Two of its four positions have tokens.
-    assert sent == [bytes(embedded.view(page)) for page in allocated]
-    assert (pages.free_pages, stage.pool.slots.in_use, released) == (BLOCKS, 0, [True])
-
-
-@pytest.mark.parametrize("how", ["dead", "full", "cancelled"])
-async def test_pages_that_do_not_get_out_are_free(how: str) -> None:
-    """The caller gets nothing, and pages and room are released for others."""
-    stage, pages = filled(2), PageManager(BLOCKS, 4)
-    stage.delay_s = 0.02
-    if how == "full":
-        stage.pool.slots.take(63)
-    released: list[bool] = []
-    source = EnginePages(pages, stage.pool, released=lambda: released.append(True))
-    _, tags = retained(pages)
-    in_use = stage.pool.slots.in_use
-    if how == "dead":
-        stage.failure = RayActorError()
-
-    pinning = asyncio.ensure_future(source.pinned(PullRequest(tags)).__aenter__())
-    while how == "cancelled" and not stage.calls:
-        await asyncio.sleep(0)
-    if how == "cancelled":
-        pinning.cancel()
-    with pytest.raises(asyncio.CancelledError if how == "cancelled" else TransferError):
-        await pinning
-
-    assert (pages.free_pages, stage.pool.slots.in_use, released) == (BLOCKS, in_use, [True])
-    pages.check()

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 import torch
 
-from kvrs.ids import StreamId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.tags import root_tag
 from kvrs.transfer.peers import PullRequest
@@ -72,31 +71,6 @@ def test_buffers_are_used_again_and_never_twice_at_a_time() -> None:
     reused = {buffer.data_ptr() for staged in again for buffer in staged._buffers}
     assert reused > addresses
     assert len(reused) == 6
-
-
-async def test_a_page_server_sends_what_the_pages_held_when_they_were_pinned() -> None:
-    """But nothing of what lies behind the tokens of a partial page, which may be of another tenant;
-    and gives the buffers back.
-    """
-    pages, pool = PageManager(PAGES, 4), filled_pool(buffered=True)
-    assert pool._area is not None
-    source = EnginePages(pages, pool, released=lambda: None)
-    allocated = pages.allocate(2)
-    assert allocated is not None
-    tag = root_tag("m", "page")
-    pages.register(allocated[0], tag)
-    pages.retain(StreamId("s"), allocated, 6, until_s=1.0)
-
-    async with source.pinned(PullRequest((tag,), StreamId("s"), tail_index=1)) as pinned:
-        assert pinned.tail is not None
-        assert [bytes(view) for view in pinned.pages] == [bytes(pool.view(allocated[0]))]
-        shape = pool.tensor[0].shape
-        tail = torch.frombuffer(bytearray(pinned.tail), dtype=torch.float32).view(shape)
-
-    assert torch.equal(tail[..., :2, :], pool.tensor[allocated[1]][..., :2, :])
-    assert not tail[..., 2:, :].any()
-    pages.release(allocated)
-    assert len(pool._area._free) == 2
 
 
 async def test_pages_that_cannot_be_staged_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from kvrs.transfer.peers import (
     CheckpointClaim,
     HeldPages,
     Identity,
+    PageSink,
+    PageSource,
     Peer,
     PinnedPages,
     PullRequest,
@@ -151,18 +153,50 @@ class Sink:
 
 
 @dataclass
-class StoringAgent:
-    """An engine's sending side and an agent."""
+class PagePort:
+    """The page port of a process, and another process that sends pages there and fetches them."""
 
-    sink: Sink
     server: PageServer
-    links: SendingLinks  # The engine's.
+    links: SendingLinks  # The sender's.
     pusher: PagePusher
     puller: PagePuller
     peer: Peer
 
     async def offer(self, stream: StreamId, known: int = 0) -> HeldPages:
-        return await self.pusher.offer(self.peer, claim(stream), 1 << 20, tags(stream, 0, known))
+        return await self.pusher.offer(
+            self.peer, claim(stream), 12 * PAGE_BYTES, tags(stream, 0, known)
+        )
+
+
+@dataclass
+class StoringAgent(PagePort):
+    """An engine's sending side and an agent."""
+
+    sink: Sink
+
+
+@asynccontextmanager
+async def page_port(
+    source: PageSource,
+    sink: PageSink,
+    engine: Identity = ENGINE,
+    secret: bytes = SECRET,
+    settings: TransferSettings = SETTINGS,
+    own_settings: TransferSettings = SETTINGS,
+) -> AsyncIterator[PagePort]:
+    own = SendingLinks(own_settings, SendingFaults(), N1)
+    server = PageServer(source, SECRET, own_settings, own)
+    server.keep(sink)
+    links = SendingLinks(settings, SendingFaults(), engine.node)
+    pusher = PagePusher(lambda: engine, secret, settings, links)
+    puller = PagePuller(lambda: engine, secret, settings, time.monotonic)
+    peer = Peer(AGENT.instance, N1, "127.0.0.1", await server.start("127.0.0.1", 0))
+    try:
+        yield PagePort(server, links, pusher, puller, peer)
+    finally:
+        await pusher.close()
+        await puller.close()
+        await server.close()
 
 
 @asynccontextmanager
@@ -173,25 +207,10 @@ async def agent_store(
     agent_settings: TransferSettings = SETTINGS,
 ) -> AsyncIterator[StoringAgent]:
     sink = Sink()
-    server = PageServer(
-        sink,
-        SECRET,
-        agent_settings,
-        SendingLinks(agent_settings, SendingFaults(), N1),
-    )
-    server.keep(sink)
-    links = SendingLinks(settings, SendingFaults(), engine.node)
-    pusher = PagePusher(lambda: engine, secret, settings, links)
-    puller = PagePuller(lambda: engine, secret, settings, time.monotonic)
-    peer = Peer(AGENT.instance, N1, "127.0.0.1", await server.start("127.0.0.1", 0))
-    try:
-        yield StoringAgent(sink, server, links, pusher, puller, peer)
-    finally:
-        await pusher.close()
-        await puller.close()
-        await server.close()
-        assert sink.arriving == 0
-        sink.assert_whole()
+    async with page_port(sink, sink, engine, secret, settings, agent_settings) as port:
+        yield StoringAgent(port.server, port.links, port.pusher, port.puller, port.peer, sink)
+    assert sink.arriving == 0
+    sink.assert_whole()
 
 
 async def until(condition: Callable[[], bool]) -> None:

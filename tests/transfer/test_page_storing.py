@@ -19,7 +19,7 @@ from kvrs.protocol.page_messages import StoredRange, StoreFrame
 from kvrs.protocol.session import SESSION_MAC_BYTES
 from kvrs.transfer.handshake import admit, introduce
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import HeldPages, PullRequest, StoreCode
+from kvrs.transfer.peers import HeldPages, StoreCode
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
@@ -42,32 +42,12 @@ from tests.transfer.storing import (
     claim,
     content,
     range_of,
-    tag,
     tags,
     until,
 )
 from tests.transfer.test_page_port import all_that_comes, connect, impostor
 
 pytestmark = pytest.mark.network
-
-
-async def test_what_was_stored_is_what_is_pulled() -> None:
-    """The way there and back of a checkpoint, bit for bit, over one connection each."""
-    async with agent_store() as h:
-        before = await h.offer(A, known=3)
-        stored = await h.pusher.store(h.peer, [range_of(A, 0, 3)])
-        grown = await h.pusher.store(h.peer, [range_of(A, 3, 2)])
-        into = [memoryview(bytearray(PAGE_BYTES)) for _ in range(5)]
-        pulled = await h.puller.pull(h.peer, PullRequest(tags(A, 0, 5)), into, None)
-
-        assert h.pusher.pushed_bytes == 5 * PAGE_BYTES
-        assert (before, stored, grown) == (
-            HeldPages(StoreCode.OK, 0),
-            [HeldPages(StoreCode.OK, 3)],
-            [HeldPages(StoreCode.OK, 5)],
-        )
-        assert (pulled.full_pages, pulled.error) == (5, None)
-        assert [bytes(page) for page in into] == [content(A, index) for index in range(5)]
 
 
 async def test_runs_of_many_streams_travel_in_one_frame() -> None:
@@ -184,25 +164,6 @@ async def test_an_instance_takes_no_checkpoints(caplog: pytest.LogCaptureFixture
     assert "bug" not in caplog.text
 
 
-async def test_a_damaged_page_never_becomes_visible(caplog: pytest.LogCaptureFixture) -> None:
-    """Nor does any that follows it; those before it stay, and the sender is answered and sends the
-    rest again.
-    """
-    async with agent_store() as h:
-        await h.pusher.store(h.peer, [range_of(A, 0, 2)])
-        h.links.faults.corrupt(1)
-        anew = PagePusher(lambda: ENGINE, SECRET, SETTINGS, h.links)
-
-        with pytest.raises(TransferError):
-            await anew.store(h.peer, [range_of(A, 2, 3), range_of(B, 0, 1)])
-        await anew.close()
-
-        assert sorted(h.sink.visible) == list(tags(A, 0, 2))
-        assert "checksum of page 2 of 'a' is wrong" in caplog.text
-        assert await h.offer(A, known=5) == HeldPages(StoreCode.OK, 2)
-        assert await h.pusher.store(h.peer, [range_of(A, 2, 3)]) == [HeldPages(StoreCode.OK, 5)]
-
-
 async def test_a_page_damaged_over_an_old_connection_is_sent_again_at_once() -> None:
     """The connection is closed like one that died while it was idle, and that costs a new one and
     no pages.
@@ -240,29 +201,6 @@ async def test_an_agent_that_closes_ends_what_is_being_stored() -> None:
         assert h.sink.arriving == 0
         with pytest.raises(TransferError):
             await storing
-
-
-@pytest.mark.parametrize("end", ["cancel", "close"])
-async def test_a_sender_that_leaves_in_the_middle_leaves_nothing_behind(end: str) -> None:
-    """Every run is ended, nothing half arrived is visible, and the next store goes on from
-    there.
-    """
-    async with agent_store(settings=TransferSettings(link_bytes_per_s=400_000.0)) as h:
-        storing = asyncio.create_task(
-            h.pusher.store(h.peer, [range_of(A, 0, 400), range_of(B, 0, 400)])
-        )
-        await until(lambda: len(h.sink.visible) >= 3)
-
-        if end == "cancel":
-            storing.cancel()
-        else:
-            await h.pusher.close()
-        (outcome,) = await asyncio.gather(storing, return_exceptions=True)
-        await until(lambda: h.sink.arriving == 0)
-
-        assert isinstance(outcome, asyncio.CancelledError if end == "cancel" else TransferError)
-        assert 3 <= len(h.sink.visible) < 400
-        assert tag(B, 0) not in h.sink.visible
 
 
 def answer(
