@@ -7,7 +7,6 @@ from itertools import islice
 
 import msgspec
 
-from kvrs.config.policy import RecoverySettings
 from kvrs.core import checkpoints, decisions, ledger
 from kvrs.core.books.poison import is_poison, news_until_s
 from kvrs.core.books.waiting import SHORTEST_WAIT_S, SLACK_S, is_past
@@ -225,7 +224,7 @@ def _may_be_poison(state: State, stream: Stream, now_s: float) -> bool:
 
 def separate(state: State, stream: Stream, now_s: float) -> None:
     settings = state.settings.policy.recovery
-    wait_s, since_s = _longest(state, stream, settings, now_s)
+    wait_s, since_s = _longest_wait(state, stream, now_s)
     state.poison.separate(stream, settings.poison_deaths, since_s + wait_s, now_s)
 
 
@@ -336,7 +335,7 @@ def _keep_waiting(state: State, stream: Stream, now_s: float) -> None:
         recovery.note_busy(now_s)
     if stream.is_fresh and computing_prompts(state.view):
         state.held_back[stream.id] = stream
-    wait_s, since_s = _longest(state, stream, state.settings.policy.recovery, now_s)
+    wait_s, since_s = _longest_wait(state, stream, now_s)
     wait_ends_s = since_s + wait_s
     budget_s = decisions.budget_s(state, stream, now_s)
     budget_ends_s = wait_ends_s if budget_s is None else now_s + budget_s
@@ -403,16 +402,14 @@ def _next_try_s(view: ClusterView) -> float | None:
     return min((end_s for end_s in ends_s if end_s is not None), default=None)
 
 
-def _longest(
-    state: State, stream: Stream, settings: RecoverySettings, now_s: float
-) -> tuple[float, float]:
+def _longest_wait(state: State, stream: Stream, now_s: float) -> tuple[float, float]:
     """How long a stream waits for a usable instance, in seconds, and since when.
 
     A new request waits `recovery.role_wait_s` where every instance of a role was lost: instances
     that are started again are back within seconds, and beyond that a request that has begun nowhere
     is better refused than kept silent.
     """
-    missing = missing_roles(state.view)
+    settings, missing = state.settings.policy.recovery, missing_roles(state.view)
     if missing != state.missing_roles:
         state.missing_roles, state.missing_since_s = missing, now_s
     is_new = stream.is_fresh and not stream.attempt.number
