@@ -1,9 +1,7 @@
-"""Run one instance by hand: `python -m kvrs_engine.engine --config FILE --instance ID [--epoch N]`,
-until SIGTERM or Ctrl-C.
+"""Run one instance by hand: `python -m kvrs_engine.engine --config FILE --instance ID [--epoch N]`.
 
-At SIGHUP it reads the file again for instances that are new.
-
-It ends when its streams are elsewhere (`cluster.drain_s`), and at a second signal at once.
+At SIGHUP the instance reads the file again, to learn of new instances. At SIGTERM or Ctrl-C it ends
+when its streams have moved (`cluster.drain_s`), at a second signal at once.
 """
 
 import argparse

@@ -19,17 +19,17 @@ from kvrs_engine.engine.served import ServedInstance
 from kvrs_engine.scheduling.sequences import Sequence
 from kvrs_engine.scheduling.sources import PullSource
 
-# Tokenising more than this takes milliseconds, so it is done off the event loop.
+# Longer texts take milliseconds to tokenise, and are tokenised off the event loop.
 _QUICKLY_TOKENISED_CHARACTERS = 10_000
 
-# The same for output that is fed to the text machine again, at about ten microseconds a token: the
-# streams of a lost instance arrive all at once.
+# Longer outputs are replayed into the text machine off the event loop: each token takes about ten
+# microseconds, and the streams of a lost instance arrive all at once.
 _QUICKLY_REPLAYED_TOKENS = 256
 
 
 class Admission:
-    """Makes runs of requests. Hosts and ports of a request are ignored: peers are looked up in the
-    instance's registry.
+    """Creates runs from requests. Hosts and ports in a request are ignored; peers are looked up in
+    the instance's registry.
     """
 
     def __init__(self, instance: ServedInstance) -> None:
@@ -45,7 +45,7 @@ class Admission:
         )
 
     async def admit(self, asked: CompletionRequest | ChatRequest) -> GenerationRun:
-        """A run that can be submitted.
+        """Return a run that can be submitted.
 
         Raises:
             RequestError: this engine cannot serve the request.
@@ -60,7 +60,7 @@ class Admission:
         params = asked.kvrs or KvrsParams(
             stream=StreamId(secrets.token_hex(16)), attempt=1, prompt_tokens=0
         )
-        # What is tokenised here is the client's whole prompt: its length was not known before.
+        # A text is the client's whole prompt, whose length is known only now.
         prompt_tokens = (
             len(ids) if written_here else min(params.prompt_tokens or len(ids), len(ids))
         )
@@ -81,7 +81,7 @@ class Admission:
             pulls=tuple(source.pages for source in sources if source.pages),
             pull_tail=any(source.handoff is not None for source in sources),
         )
-        # Read by prefill too, so that a client learns at once what is wrong with it.
+        # Prefill checks the grammar too, so that the client gets errors at once.
         grammar = None
         if bytes(memoryview(asked.response_format)[:1]) != b"n":
             grammar = await asyncio.to_thread(self._grammars.grammar, asked.response_format)
@@ -93,7 +93,7 @@ class Admission:
         return await asyncio.to_thread(made)
 
     async def _history(self, asked: CompletionRequest | ChatRequest) -> tuple[list[int], bool]:
-        """Prompt and output so far, and whether this engine tokenised it from text."""
+        """Return the prompt and the output so far, and whether this engine tokenised it."""
         instance = self._instance
         given = asked.kvrs.token_ids if asked.kvrs is not None else None
         if isinstance(asked, CompletionRequest):
@@ -111,11 +111,11 @@ class Admission:
             )
         render = partial(instance.chat_template.render, asked)
         prompt = await self.large.run(asked.template_bytes, render)
-        # The template writes the special tokens itself.
+        # The template contains the special tokens.
         return await self._tokenised(prompt, "messages", special_tokens=False), True
 
     async def _tokenised(self, text: str, name: str, *, special_tokens: bool) -> list[int]:
-        # Checked first: counting the tokens would take seconds.
+        # Check the size first, because counting the tokens would take seconds.
         if len(text) > self._max_characters:
             raise RequestError(
                 f"the prompt has {len(text)} characters, which are more than "
@@ -126,7 +126,7 @@ class Admission:
         try:
             text.encode()
         except UnicodeEncodeError:
-            # JSON within JSON can bring them: the arguments of a tool call.
+            # The JSON in the arguments of a tool call may contain them.
             raise RequestError(
                 "the prompt contains half a surrogate pair, which is no character", param=name
             ) from None
@@ -134,7 +134,7 @@ class Admission:
         if len(text) <= _QUICKLY_TOKENISED_CHARACTERS:
             return encode(text, add_special_tokens=special_tokens).ids
         encoded = await asyncio.to_thread(encode, text, add_special_tokens=special_tokens)
-        # Counted first: a list of millions of ids takes long to make.
+        # Check the length first, because a list of millions of ids takes long to create.
         self._check_length(len(encoded))
         return encoded.ids
 
@@ -188,8 +188,8 @@ class Admission:
         return max_tokens
 
     def _sources(self, transfer: KvTransferParams, params: KvrsParams) -> tuple[PullSource, ...]:
-        """The holders of the history's pages: the prefill instance that hands it off, or those that
-        kept it for a recovery.
+        """Return the sources of the history's pages: the prefill instance of a hand-off, or the
+        holders for a recovery.
         """
         if transfer.do_remote_prefill and transfer.remote_engine_id is not None:
             known = self._known(InstanceId(transfer.remote_engine_id), "kv_transfer_params")
@@ -229,7 +229,7 @@ class Admission:
 
 
 def _check_name(name: str, param: str) -> None:
-    """Raises RequestError: a stream's name does not fit into a frame."""
+    """Raises RequestError if a stream's name does not fit into a frame."""
     if (size := len(name.encode())) > MAX_NAME_BYTES:
         raise RequestError(
             f"a name of {size} bytes; allowed: at most {MAX_NAME_BYTES}", param=param
@@ -237,8 +237,8 @@ def _check_name(name: str, param: str) -> None:
 
 
 def _refuse_proxys_work(asked: CompletionRequest | ChatRequest) -> None:
-    """Refuse what the proxy does: one run makes one choice, and the proxy opens a stream for each,
-    so that each is recovered by itself.
+    """Refuse several choices or prompts: the proxy opens a stream for each, so that each is
+    recovered separately.
     """
     if asked.n != 1:
         raise RequestError(f"n={asked.n} is the proxy's work; allowed here: 1", param="n")

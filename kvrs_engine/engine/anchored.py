@@ -1,7 +1,7 @@
-"""Memory of an instance that its node's agent owns: weights that the node's instances share, and KV
-pages that outlive the process.
+"""The memory of an instance that its node's agent owns: weights shared by the node's instances, and
+KV pages that outlive the process.
 
-On a CPU it is shared memory that is mapped, never copied.
+On a CPU the memory is mapped, never copied.
 """
 
 import logging
@@ -43,7 +43,7 @@ from kvrs_engine.scheduling.pages import PageManager
 
 log = logging.getLogger(__name__)
 
-_MAX_NOTED = 128  # Points of a prefill table: of published ones a ledger's note cannot hold all.
+_MAX_NOTED = 128  # Limit of the points of a prefill table in a ledger's note.
 
 
 # The longest time that an instance waits for its node's agent; then its memory is its own.
@@ -51,12 +51,14 @@ _AGENT_WAIT_S = 10.0
 
 
 class TakenOverError(KvrsError):
-    """A later process has this instance: this one must not serve any more."""
+    """A later process has taken over this instance, and this process must end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnchoredPool(StepHook):
-    """KV pages in the agent's memory, their ledger, and what the process before has left there."""
+    """KV pages in the agent's memory with their ledger, and the pages left by the previous
+    process.
+    """
 
     pool: KvPool
     first_page: PagePlace
@@ -65,7 +67,7 @@ class AnchoredPool(StepHook):
     prefill: PrefillTable | None  # That the process before has measured.
 
     def adopt(self, pages: PageManager, until_s: float) -> None:
-        """Let the pages that were left be found, those of streams under a lease."""
+        """Adopt the pages of the previous process into the cache, with leases for its streams."""
         pages.adopt(self.kept.pages)
         for stream, tags in self.kept.streams.items():
             found = pages.match(tags)
@@ -79,7 +81,7 @@ class AnchoredPool(StepHook):
         self.ledger.write_note(msgspec.json.encode(note))
 
     def kept_now(self, pages: PageManager) -> dict[StreamId, int]:
-        """Leased leading full pages of each stream that ran in the process before."""
+        """Return the number of leased leading full pages of each stream of the previous process."""
         held = {
             stream: pages.retained_tokens(stream) // pages.page_size_tokens
             for stream in self.kept.streams
@@ -101,7 +103,7 @@ class AnchoredPool(StepHook):
 
 
 class AnchoredMemory:
-    """Memory that an instance attaches at its start."""
+    """The agent's memory that an instance attaches at its start."""
 
     def __init__(self, config: Config, node: NodeId, instance: InstanceId, secret: bytes) -> None:
         directory = store_directory(config.backup.directory, secret, node)
@@ -112,8 +114,8 @@ class AnchoredMemory:
     def decoder(
         self, config: ModelConfig, weights: Weights, directory: Path, positions: int
     ) -> tuple[Decoder, bytes] | None:
-        """The model on weights that are shared and cannot be written, and their root. The first
-        process of a node reads them from the files. None: there is no agent.
+        """Return the model with shared read-only weights, and their root hash; None: there is no
+        agent. The first process of a node reads the weights from files.
 
         Raises:
             ConfigError: the agent refuses, or the files are wrong.
@@ -135,7 +137,7 @@ class AnchoredMemory:
             return None
         except AnchorError as error:
             raise ConfigError(f"state_plane: {error}") from None
-        # Populated: the first use of a page would cost as much, and in the middle of a step.
+        # Populate now, because page faults would cost as much later, in the middle of a step.
         memory = tensor_of(map_file(fd, arena.size_bytes, writable=False, populated=True))
         root = arena.root(memory)
         if root is None or (to_write is not None and not arena.is_whole(memory)):
@@ -145,7 +147,7 @@ class AnchoredMemory:
     def pool(
         self, start: int, geometry: KvGeometry, pages: int, rows: int, fingerprint: str
     ) -> AnchoredPool | None:
-        """The instance's pages, for that start of it; None: there is no agent.
+        """Return the instance's pages for start number `start`; None: there is no agent.
 
         Raises:
             ConfigError: the agent refuses.
@@ -185,7 +187,7 @@ class AnchoredMemory:
         weights: Weights,
         directory: Path,
     ) -> None:
-        """Read the weights and write them to the arena; nothing of it stays mapped."""
+        """Read the weights and write them to the arena, which is not kept mapped."""
         try:
             files = [directory / "config.json", *weights.files]
             before = file_states(files)

@@ -1,4 +1,4 @@
-"""Output of a run in the shapes of OpenAI's two endpoints. Pure translation."""
+"""The translation of a run's output to the formats of OpenAI's two endpoints."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ from kvrs_engine.engine.sampler import SampledLogprobs
 
 
 class Answer(ABC):
-    """One run's answer: as events while it goes on, or whole."""
+    """The answer of one run, as a sequence of events or as a whole."""
 
-    prefix: str  # Of the answer's id.
+    prefix: str  # Prefix of the answer's id.
 
     def __init__(
         self,
@@ -44,18 +44,18 @@ class Answer(ABC):
         *,
         names_prompt: bool = False,
     ) -> None:
-        """`names_prompt`: the first event has the prompt's ids."""
+        """`names_prompt`: the first event includes the prompt's token ids."""
         self._asked = asked
         self._run = run
         self._pieces = pieces
         self._names_prompt = names_prompt
         self._head = (f"{self.prefix}-{run.sequence.stream}", created, model)
-        # Tokens of the stream up to each of its events.
+        # Number of output tokens up to the current event.
         self._produced = run.sequence.history_tokens - run.sequence.prompt_tokens
 
     @abstractmethod
     def opening(self) -> msgspec.Struct | None:
-        """The event before the first output of a stream, if there is one."""
+        """Return the event before the first output of a stream, if the format has one."""
 
     @abstractmethod
     def event(self, step: StepOutput) -> msgspec.Struct: ...
@@ -121,8 +121,8 @@ class CompletionAnswer(Answer):
         )
 
     def _top(self, token_id: int, logprobs: SampledLogprobs) -> dict[str, float]:
-        """The likeliest tokens, and the sampled one even where it is not among them. Of tokens with
-        one text the likelier counts.
+        """Return the log probabilities of the likeliest tokens and of the sampled token. Of tokens
+        with equal text the likelier counts.
         """
         top: dict[str, float] = {}
         for other, logprob in (*logprobs.top, (token_id, logprobs.logprob)):
@@ -135,7 +135,7 @@ class ChatAnswer(Answer):
 
     def opening(self) -> ChatChunk | None:
         sequence = self._run.sequence
-        # A continued stream goes on in a message that was opened before.
+        # The message of a continued stream was opened by an earlier attempt.
         if sequence.history_tokens > sequence.prompt_tokens:
             return None
         opened = ChatChunkChoice(delta=ChatDelta(role="assistant", content=""))
@@ -190,7 +190,7 @@ class ChatAnswer(Answer):
 
 
 def joined(steps: Sequence[StepOutput]) -> StepOutput:
-    """All of a run's outputs as one."""
+    """Join all outputs of a run."""
     deltas = [step.delta for step in steps]
     return StepOutput(
         [token_id for step in steps for token_id in step.token_ids],
@@ -202,8 +202,8 @@ def joined(steps: Sequence[StepOutput]) -> StepOutput:
 
 
 def _usage(run: GenerationRun) -> Usage:
-    """Counted over the whole stream, earlier attempts included, but for what was cached: that is
-    of this attempt, and not known of one that has taken over output.
+    """Return the usage of the whole stream, earlier attempts included. The cached tokens are those
+    of this attempt, and not reported for a continued stream.
     """
     sequence = run.sequence
     prompt, cached = sequence.prompt_tokens, sequence.cached_tokens

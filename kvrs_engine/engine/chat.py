@@ -1,6 +1,6 @@
-"""Chat messages into a prompt, by the template that comes with the model.
+"""The conversion of chat messages to a prompt by the model's template.
 
-A template is rendered once for a stream, at its first attempt; later attempts bring the ids.
+A template is rendered once per stream, at its first attempt; later attempts have the token ids.
 """
 
 import json
@@ -34,14 +34,14 @@ _ARGUMENTS = msgspec.json.Decoder(dict[str, Any] | None)
 
 
 class ChatTemplate:
-    """The template of one model. It is a program, so it runs in Jinja's sandbox, with the settings
-    of Hugging Face.
+    """The template of one model, which runs in Jinja's sandbox with the settings of Hugging
+    Face.
     """
 
     def __init__(
         self, sources: Mapping[str, str], special_tokens: Mapping[str, str], where: Path
     ) -> None:
-        """Compile the templates by name; `default` is used where there is no better one.
+        """Compile the templates by name; `default` is used unless another one fits better.
 
         Raises:
             ConfigError: a template is no valid Jinja.
@@ -65,11 +65,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, request: ChatRequest) -> str:
-        """The prompt for a request, ready for the answer to begin. Large ones take a second: not
-        for the event loop.
+        """Render the prompt of a request up to the begin of the answer. Large prompts take a
+        second, so do not call this on the event loop.
 
         Raises:
-            RequestError: the messages are not what the template takes.
+            RequestError: the template does not accept the messages.
         """
         tools = _decoded(request.tools, "tools", _OBJECTS) if request.may_call_tools else None
         messages = _decoded(request.messages, "messages", _OBJECTS)
@@ -96,18 +96,18 @@ class ChatTemplate:
             return template.render(**variables, **extra)
         except (
             Exception
-        ) as error:  # A template may raise anything, and the messages are what provoked it.
+        ) as error:  # A template may raise any exception, and the messages are its cause.
             raise RequestError(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from None
 
 
 def load_chat_template(model_directory: Path) -> ChatTemplate | None:
-    """Read `chat_template.jinja` or `chat_template` of `tokenizer_config.json`; None where there is
+    """Read `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`; None: there is
     neither.
 
     Raises:
-        ConfigError: what is there is not a template.
+        ConfigError: the template is invalid.
     """
     where = model_directory / "tokenizer_config.json"
     config = _read_config(where)
@@ -164,7 +164,7 @@ def _decoded(value: msgspec.Raw, param: str, decoder: msgspec.json.Decoder[Decod
 
 
 def _flatten(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """A message as templates expect it: its content one text, the arguments of its calls
+    """Convert a message for templates: its content to one text, the arguments of tool calls to
     objects.
     """
     match message.get("content"):
@@ -202,7 +202,7 @@ def _part_text(part: object, where: str) -> str:
 
 
 def _with_arguments(call: object, where: str) -> dict[str, Any]:
-    """Clients send back arguments as the JSON text that they got; templates write JSON
+    """Parse the arguments of a tool call, which clients send as JSON text; templates write JSON
     themselves.
     """
     function = call.get("function") if isinstance(call, dict) else None
@@ -250,8 +250,8 @@ def _strftime_now(form: str) -> str:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's own lets a template write attributes that begin with an underscore, which its sandbox
-    then trusts.
+    """A namespace that refuses attributes with a leading underscore, which Jinja's sandbox would
+    trust.
     """
 
     def __init__(self, **values: Any) -> None:

@@ -1,8 +1,7 @@
-"""Checkpoints of the pages of one engine, which the batch loop fills and agents keep.
+"""Checkpoints of an engine's pages: pages are sent to agents as the batch loop fills them.
 
-The batch loop never waits for this. Its cost to a stream: of the pages that are lent to be sent,
-some may have no other owner any more, and a sequence that needs one of those waits until it has
-been sent.
+The batch loop does not wait for the sending. A sequence may wait for a page that is still being
+sent and has no other owner any more.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -23,8 +22,8 @@ from kvrs_engine.scheduling.pages import PageManager
 
 
 class PageSending(CheckpointSender, StepHook):
-    """Sends the pages of streams away as they are filled. All methods run on the event loop; those
-    that the batch loop calls return at once.
+    """Sends the pages of streams as they are filled. Methods run on the event loop; those that the
+    batch loop calls return at once.
     """
 
     def __init__(
@@ -36,10 +35,10 @@ class PageSending(CheckpointSender, StepHook):
         released: Callable[[], None],
         retry_most_s: float = RETRY_MOST_S,
     ) -> None:
-        """`released`: called when pages that were being sent have lost their pins: a sequence may
-        be waiting for them.
+        """`released` is called when sent pages have lost their pins; a sequence may wait for
+        them.
         """
-        # At most a quarter of a small pool is lent.
+        # In a small pool, pin at most a quarter of the pages.
         most = min(settings.staging_pages, max(1, pages.pages // 4))
         super().__init__(pages.page_size_tokens, holders, settings, most, clock, retry_most_s)
         self.pages = pages
@@ -47,35 +46,35 @@ class PageSending(CheckpointSender, StepHook):
 
     @property
     def lag_pages(self) -> int:
-        """Full pages that holders would store and do not have yet."""
+        """Number of full pages that holders are to store and do not have yet."""
         return self.backlog.lag_pages
 
     @property
     def unprotected(self) -> int:
-        """How many streams have no holder that stores their pages."""
+        """Number of streams without a holder that stores their pages."""
         return self.backlog.unprotected
 
     def filled(self, run: GenerationRun) -> None:
         self.wake(self.backlog.filled(run.sequence, self.clock()))
 
     def ended(self, run: GenerationRun) -> None:
-        """Nothing more is computed. Pages of a prefill are still sent, because its stream has only
-        begun.
+        """Handle the end of a run. Pages of a prefill are still sent, because its stream goes
+        on.
         """
         sequence = run.sequence
         whole = sequence.is_whole_prefill
         if whole:
-            # Where all full pages were found in the prefix cache, no batch has filled one.
+            # If all full pages came from the prefix cache, no batch has reported them.
             self.filled(run)
         self.backlog.ended(sequence, send_rest=whole)
 
     def is_over(self, delivery: CheckpointDelivery) -> bool:
-        """A stream is over when its hand-off is not retained any more."""
+        """Return whether a stream's hand-off is no longer retained."""
         return not self.pages.retained_tokens(delivery.claim.stream)
 
     @asynccontextmanager
     async def pinned(self, ranges: Sequence[DueRange]) -> AsyncIterator[list[list[int]]]:
-        """The leading pages of each range that the prefix cache still has."""
+        """Pin and return the leading pages of each range that the prefix cache still has."""
         found = [self.pages.match(delivery.tags(first, end)) for delivery, first, end in ranges]
         try:
             yield found
@@ -85,7 +84,7 @@ class PageSending(CheckpointSender, StepHook):
 
 
 class Checkpointer(PageSending):
-    """To agents, or to the pools of other instances. One per instance."""
+    """Sends pages to agents, or to the pools of other instances; one object per instance."""
 
     def __init__(
         self,
@@ -104,10 +103,8 @@ class Checkpointer(PageSending):
     # What the batch loop calls.
 
     def began(self, run: GenerationRun) -> None:
-        """The run is accepted: send its pages to its agents from now on. Agents that are not
-        configured are left out.
-        """
-        # The proxy may have estimated the length of a text; here it is known.
+        """Begin to send an accepted run's pages to its agents, except unknown ones."""
+        # The proxy may have guessed the length of a text prompt; here it is known.
         full_pages = (run.sequence.prompt_tokens + run.max_tokens) // self.pages.page_size_tokens
         need_bytes = full_pages * self._pool.geometry.page_bytes
         checkpoints = [
@@ -115,7 +112,7 @@ class Checkpointer(PageSending):
             for checkpoint in run.checkpoints
             if checkpoint.agent in self.agents
         ]
-        # A prefill instance that hands a history over sends the history's pages itself.
+        # The prefill instance of a hand-off sends the history's pages itself.
         handed_over = any(source.handoff is not None for source in run.sources)
         self.backlog.follow(run.sequence, checkpoints, handed_over=handed_over)
 

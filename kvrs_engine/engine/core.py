@@ -1,7 +1,7 @@
 """The loop of the embedded engine: admit, pull, compute, emit.
 
-Scheduler and page manager are used on the event loop only; the computing thread gets chunks and
-tensors. So no lock is needed, and a page changes its owner only between two batches.
+Scheduler and page manager run on the event loop only; the computing thread gets chunks and tensors.
+So no lock is needed, and a page changes its owner only between two batches.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from kvrs_engine.scheduling.sources import PullSource, next_source
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flight:
-    """A batch that is computed."""
+    """A running batch."""
 
     batch: Batch
     began_s: float
@@ -62,21 +62,21 @@ class EngineCore(RunCore):
         drafts: DraftSource | None = None,
         batches: int = 1,
     ) -> None:
-        """`drafts` is a hook, too. `batches`: that the worker computes at a time, each in a thread
-        of its own.
+        """`drafts` is used as a hook too. `batches` is the number of concurrent batches, each in
+        its own thread.
         """
         super().__init__(clock, hooks if drafts is None else [*hooks, drafts])
         self._drafts = drafts
         self._batches = batches
-        self._in_flight: list[_Flight] = []  # In the order in which they began.
-        # That were lost with ranks, until the worker computes again: the other ranks may still
-        # write into their pages.
+        self._in_flight: list[_Flight] = []  # In order of their begin.
+        # Batches that failed with lost ranks, until the worker can compute again: other ranks may
+        # still write into their pages.
         self._lost_batches: list[Batch] = []
-        # Pages of streams that were computed, or had arrived, when cells were lost.
+        # Number of pages with KV of each stream when cells were lost.
         self.missing_pages: dict[StreamId, int] = {}
-        self.held_pages: dict[StreamId, int] = {}  # Of these, what an agent holds.
-        self.replicated_pages: dict[StreamId, int] = {}  # And what comes with a loan.
-        # By the base of a page, until all runs have begun again.
+        self.held_pages: dict[StreamId, int] = {}  # The part that an agent has.
+        self.replicated_pages: dict[StreamId, int] = {}  # The part that comes with a loan.
+        # Lost cells by the base of a page, until all runs have restarted.
         self._lost_cells: dict[int, frozenset[Cell]] = {}
         self.worker = worker
         self.scheduler = scheduler
@@ -87,15 +87,15 @@ class EngineCore(RunCore):
         self._fetcher = fetcher
         self._wake = asyncio.Event()
         self._pulls: dict[Sequence, asyncio.Task[None]] = {}
-        # Transfers to the pages of sequences that began again, which were under way then.
+        # Transfers into the pages of restarted sequences that had begun before the restart.
         self._coming: dict[Sequence, asyncio.Task[None]] = {}
-        self.computed_tokens = 0  # Of prompts and outputs, since the start.
-        self.fetched_pages = 0  # From other instances and agents, since the start.
+        self.computed_tokens = 0  # Number of computed tokens since the start.
+        self.fetched_pages = 0  # Number of pages fetched from peers since the start.
         self.recent_fetches = RecentReports[FetchReport](clock)
         # Lease on the pages of an aborted run: its stream may fetch them from elsewhere.
         self.keep_aborted_s = 0.0
         self.is_draining = False  # The instance reports that it is about to end.
-        self._bug: BaseException | None = None  # To be raised by `run`.
+        self._bug: BaseException | None = None  # An error that `run` raises.
         self._thread = ThreadPoolExecutor(batches, thread_name_prefix="worker")
 
     def _prepare(self, run: GenerationRun) -> None:
@@ -112,15 +112,15 @@ class EngineCore(RunCore):
         self.wake()
 
     def fail(self, error: BaseException) -> None:
-        """End `run` with this error."""
+        """Make `run` fail with this error."""
         self._bug = error
         self.wake()
 
     def lose_cells(self, cells: Mapping[int, frozenset[Cell]]) -> None:
-        """These cells of all pages are gone, by the base of a page: every run begins again, in the
-        same attempt.
+        """Handle the loss of these cells of all pages, by the base of a page: every run restarts in
+        the same attempt.
         """
-        # Those that lack cells of an earlier loss still lack as many pages as then.
+        # Runs that still lack cells of an earlier loss keep their count of missing pages.
         size, before = self.pages.page_size_tokens, self.missing_pages
         self.missing_pages = {
             sequence.stream: missing
@@ -146,7 +146,7 @@ class EngineCore(RunCore):
         self.wake()
 
     def wake(self) -> None:
-        """Let the loop look for work."""
+        """Wake the loop to look for work."""
         self._wake.set()
 
     @property
@@ -154,9 +154,9 @@ class EngineCore(RunCore):
         return len(self._in_flight)
 
     def queue_delay_s(self) -> float:
-        """Predicted time until a request that arrives now starts its prefill: the longer of the
-        time to compute what is queued and, if the engine is full, the wait for admission, since
-        both pass at the same time. Neither passes while ranks re-form, so it counts from then on.
+        """Predicted time until a new request starts its prefill: the longer of the time of the
+        queued work and, if the engine is full, the wait for admission. While ranks re-form, the
+        time counts from the end of the re-forming.
         """
         return max(
             self.scheduler.queued_s(self.prefill),
@@ -197,13 +197,13 @@ class EngineCore(RunCore):
             for task in self._pulls.values():
                 task.cancel()
             for flight in self._in_flight:
-                # Nothing awaits it any more, however it has ended or will.
+                # No task awaits the result any more.
                 if not flight.outputs.cancel() and not flight.outputs.cancelled():
                     flight.outputs.exception()
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _launch(self) -> None:
-        """Begin to compute as many batches as there are and may be in flight."""
+        """Start batches until none is ready or the limit of batches in flight is reached."""
         drafts, proposals = self._drafts, None
         if drafts is not None and (drafts.active or any(run.drafts for run in self._runs.values())):
             proposals = partial(self._propose, drafts)
@@ -224,14 +224,14 @@ class EngineCore(RunCore):
         self, drafts: DraftSource, sequence: Sequence, most: int
     ) -> collections.abc.Sequence[int]:
         run = self._runs[sequence]
-        # The last token that is wanted needs no draft behind it.
+        # The last wanted token needs no draft after it.
         most = min(most, run.max_tokens - run.produced_tokens - 1)
         if most <= 0:
             return ()
         return run.drafts_ahead(most) or (drafts.propose(run, most) if drafts.active else ())
 
     async def _land(self) -> None:
-        """Await the oldest batch in flight, and emit its tokens."""
+        """Wait for the oldest batch in flight, and emit its tokens."""
         flight = self._in_flight[0]
         try:
             outputs = await flight.outputs
@@ -244,7 +244,7 @@ class EngineCore(RunCore):
             await hook.after_logits(flight.batch, took_s)
         del self._in_flight[0]
         self._take(flight.batch, outputs)
-        # Outputs reach their sockets before the next batch takes the interpreter.
+        # Let outputs reach their sockets before the next batch occupies the interpreter.
         await asyncio.sleep(0)
 
     def _wait_for_ranks(self) -> None:
@@ -252,8 +252,8 @@ class EngineCore(RunCore):
             hook.on_lost()
 
     def _restart_runs(self) -> None:
-        """Let every run be computed anew, from what is left of it here and what agents hold of the
-        rest; while no batch is in flight.
+        """Restart every run from the remaining pages here and the pages at agents; no batch may be
+        in flight.
         """
         lost, self._lost_cells = self._lost_cells, {}
         runs = sorted(self._runs.values(), key=lambda run: order(run.sequence))
@@ -277,15 +277,15 @@ class EngineCore(RunCore):
             for hook in self.hooks:
                 hook.began(run)
             self.scheduler.add(run.sequence)
-        # Nothing is found any more of which cells are gone, so no other run gets it.
+        # Pages that lost cells are no longer found by tag, so no other run gets them.
         bases = self.pages.bases
         self.pages.lose(lambda page: lost.get(bases[page], frozenset()))
         for hook in self.hooks:
             hook.on_restart()
 
     def _held_by_agents(self, run: GenerationRun) -> dict[InstanceId, int]:
-        """Leading full pages, by the agents' last answers; before the first one, as they were known
-        when cells were lost before, or by the proxy.
+        """Return the leading full pages at each agent, by its last answer; before the first answer,
+        by the previous loss of cells or by the proxy.
         """
         agents = {target.agent for target in run.checkpoints}
         held = {
@@ -299,8 +299,8 @@ class EngineCore(RunCore):
         return held
 
     async def _sleep(self) -> None:
-        """Wait for work, for at most a second, so that leases expire in time; after an idle second
-        the invariants are checked.
+        """Wait for work, at most a second, so that leases expire in time; after an idle second,
+        check the invariants.
         """
         self._wake.clear()
         try:
@@ -311,9 +311,7 @@ class EngineCore(RunCore):
             self.scheduler.check()
 
     def _compute(self, batch: Batch) -> dict[Sequence, list[StepOutput]]:
-        """On the worker thread: one forward pass and the next tokens of every sequence that wants
-        some.
-        """
+        """Run one forward pass and sample the next tokens; called in the computing thread."""
         logits = self.worker.execute([chunk for _, chunk in batch])
         outputs: dict[Sequence, list[StepOutput]] = {}
         end = 0
@@ -359,7 +357,7 @@ class EngineCore(RunCore):
             for output in before:
                 run.outputs.put_nowait(output)
             if run.failure is not None:
-                # Rows of a chunk that holds such a token are spoilt, also those before it.
+                # Such a token spoils all rows of its chunk, also earlier ones.
                 if run.failure_code == NOT_A_NUMBER:
                     self.pages.disown(run.sequence.pages)
                 self._end(run, None)
@@ -370,7 +368,7 @@ class EngineCore(RunCore):
 
     def _note_filled(self, run: GenerationRun) -> None:
         full_pages = run.sequence.computed_tokens // self.pages.page_size_tokens
-        # Fewer than before after a preemption: some of them are computed again.
+        # The number may fall after a preemption: pages are computed again.
         if full_pages != run.reported_pages:
             run.reported_pages = full_pages
             self._report_filled(run)
@@ -383,7 +381,7 @@ class EngineCore(RunCore):
         super()._end(run, output)
 
     def _start_pull(self, pull: Pull) -> None:
-        # A sequence that was aborted before its admission is not admitted, so there is a run.
+        # An aborted sequence is never admitted, so the run exists.
         sequence, run = pull.sequence, self._runs[pull.sequence]
         run.fetched_pages = 0
         task = asyncio.get_running_loop().create_task(self._pull(pull, list(run.sources)))
@@ -393,16 +391,16 @@ class EngineCore(RunCore):
     def _pull_ended(self, sequence: Sequence, task: asyncio.Task[None]) -> None:
         del self._pulls[sequence]
         if not task.cancelled() and (bug := task.exception()) is not None:
-            # Without this its stream would wait for ever.
+            # Otherwise the stream would wait for ever.
             self.fail(bug)
 
     async def _pull(self, pull: Pull, sources: list[PullSource]) -> None:
-        """Fetch what peers hold, one after the other, each from where the last one ended. What does
-        not arrive is computed here, in the same attempt.
+        """Fetch pages from the sources in order, each from where the previous one ended. Pages that
+        do not arrive are computed in the same attempt.
         """
         sequence = pull.sequence
         if (coming := self._coming.pop(sequence, None)) is not None:
-            # Pages that come with it are not fetched once more.
+            # Its pages are not fetched a second time.
             await asyncio.wait({coming})
             if sequence.phase is not SequencePhase.FINISHED:
                 own = sequence.pages
@@ -416,7 +414,7 @@ class EngineCore(RunCore):
             try:
                 result = await self._fetcher.fetch(pull, source, wanted)
             except TransferError:
-                break  # Cells of the pages were lost while they came.
+                break  # Cells of the pages were lost during the transfer.
             arrived, tail = range(wanted.start, wanted.start + result.full_pages), result.tail
             if (step := next_source(sources, pull, arrived.stop)) is not None:
                 self._pulled(sequence, arrived, more_from=step[1].start)
@@ -443,9 +441,8 @@ class EngineCore(RunCore):
 
 
 def _without_drafts(worker: ModelWorker, chunk: Chunk) -> Tensor:
-    """Logits `[1, vocab]` behind the token before the drafts. Behind one of these nothing is a
-    number, which spoils the rows before it and, left in the page, the steps to come: other tokens
-    take their places there.
+    """Compute the logits `[1, vocab]` of a chunk without its drafts, after the logits of a draft
+    were not numbers: NaNs spoil earlier rows and, left in the page, later steps.
     """
     token_ids = [chunk.token_ids[0]] * len(chunk.token_ids)
     return worker.execute([msgspec.structs.replace(chunk, token_ids=token_ids)])[:1]

@@ -1,4 +1,4 @@
-"""The fetch loop of an engine: pages of a sequence come from peers into the pool."""
+"""The fetching of a sequence's pages from peers into the pool of an engine."""
 
 import asyncio
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from kvrs_engine.scheduling.sources import PullSource, alike
 
 
 class PageFetcher:
-    """Pulls the pages of one source into the pages that a sequence owns."""
+    """Fetches pages from one source into the pages of a sequence."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class PageFetcher:
         self._registry = registry
 
     async def fetch(self, pull: Pull, source: PullSource, wanted: range) -> PullResult:
-        """The full pages `wanted` from one source, then the partial one if the source has it and
-        all before it arrives. Of pages that are here in part only the cells that are gone.
+        """Fetch the full pages `wanted` from one source, then the partial page if the source has it
+        and all earlier pages have arrived. Damaged pages get only their missing cells.
 
         Raises:
-            TransferError: the pool is gone, or full. Errors of a peer stand in the result.
+            TransferError: the pool is gone or full; errors of a peer are in the result.
         """
         size, sequence = self._pool.geometry, pull.sequence
         until_s: float | None = None
@@ -65,7 +65,7 @@ class PageFetcher:
         return replace(result, full_pages=pages, bytes=received_bytes, seconds=seconds)
 
     def _has_tail(self, pull: Pull, source: PullSource, span: range) -> bool:
-        """The partial page behind these is asked for."""
+        """Return whether to request the partial page after these pages."""
         return source.handoff is not None and span.stop == pull.tail_index
 
     async def _fetch(
@@ -76,7 +76,7 @@ class PageFetcher:
         part: PagePart | None,
         until_s: float | None,
     ) -> PullResult:
-        """One request, which is given up at `until_s` by the event loop's clock."""
+        """Send one request, and give up at `until_s` by the event loop's clock."""
         sequence = pull.sequence
         # Nothing of a partial page is here.
         has_tail = part is None and self._has_tail(pull, source, span)

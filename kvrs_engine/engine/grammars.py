@@ -1,8 +1,7 @@
-"""JSON mode: which tokens may come next, by the grammar of `response_format`.
+"""JSON mode: the mask of allowed next tokens by the grammar of `response_format`.
 
-A grammar's state depends on the schema and the output tokens alone, so an attempt that continues a
-stream elsewhere builds it from the history. The mask is applied last and wins over what else
-forbids tokens.
+A grammar's state depends only on the schema and the output tokens, so that a later attempt can
+rebuild it from the history. The mask is applied last, and overrides other restrictions.
 """
 
 import json
@@ -21,9 +20,9 @@ from kvrs.protocol.openai.requests import decode_as
 
 _PARAM = "response_format"
 _ANY_OBJECT = {"type": "object"}
-_SHOWN_CHARACTERS = 300  # Of what is wrong with a schema, or with its output.
-# llguidance follows references by recursion. Twice as many levels overflow a stack of 8 MB, which
-# ends the process.
+_SHOWN_CHARACTERS = 300  # Limit of an error message about a schema or its output.
+# Limit of a schema's depth: llguidance follows references by recursion, and twice as many levels
+# overflow a stack of 8 MB and end the process.
 _MAX_LEVELS = 2000
 
 
@@ -31,7 +30,7 @@ class _JsonSchema(msgspec.Struct):
     schema: dict[str, Any] = {}
     name: str = ""
     description: str | None = None
-    strict: bool | None = None  # The output follows the schema in any case.
+    strict: bool | None = None  # Ignored: the output always follows the schema.
 
 
 class _Format(msgspec.Struct):
@@ -50,12 +49,12 @@ class Grammar:
 
     @property
     def failure(self) -> str:
-        """Why it can say no more; empty while it can."""
+        """The reason why the grammar has failed; empty: it has not."""
         return self._matcher.get_error()[:_SHOWN_CHARACTERS]
 
     def apply(self, row: Tensor, logits: Tensor) -> Tensor:
-        """Logits `[vocab]` without the tokens that the grammar forbids; those of the model, where
-        others have forbidden all that it allows.
+        """Return the logits `[vocab]` with forbidden tokens masked. If other restrictions have
+        masked all allowed tokens, the model's own logits `row` are used.
         """
         allowed = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
         forbidden = allowed[: len(row)] == 0
@@ -65,12 +64,12 @@ class Grammar:
         return logits.masked_fill(forbidden, -torch.inf)
 
     def take(self, token_id: int) -> bool:
-        """Go on behind an output token; whether the grammar allows it."""
+        """Advance the grammar by an output token; return whether the token is allowed."""
         return bool(self._matcher.consume_token(token_id))
 
 
 class Grammars:
-    """Makes the grammars of one model's streams."""
+    """Creates the grammars of one model's streams."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
@@ -82,7 +81,7 @@ class Grammars:
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        # A large one takes a second. Tokenizers may have tokens that the weights do not have.
+        # Slow for large vocabularies. Tokenizers may have more tokens than the weights.
         tokens = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         return LLTokenizer(
             self._tokenizer.to_str(),
@@ -91,11 +90,11 @@ class Grammars:
         )
 
     def grammar(self, response_format: msgspec.Raw) -> Grammar | None:
-        """The grammar at the beginning of the output; None: any text is allowed. Not to be called
-        on the event loop.
+        """Return the grammar at the begin of the output; None: any text is allowed. Slow, so do not
+        call this on the event loop.
 
         Raises:
-            RequestError: the format is malformed, or its schema has what is not supported.
+            RequestError: the format is malformed, or its schema uses an unsupported feature.
         """
         asked = decode_as(_FORMAT, bytes(response_format), _PARAM)
         if asked is None or asked.type == "text":
@@ -118,7 +117,7 @@ class Grammars:
 
 
 def _check_schema(schema: dict[str, Any]) -> None:
-    """Raises RequestError: llguidance would take long, or all of the stack."""
+    """Raises RequestError if llguidance would take too long, or overflow its stack."""
     references, depth, level = set(), 0, list[Any]([schema])
     while level:
         depth += 1
@@ -134,7 +133,7 @@ def _check_schema(schema: dict[str, Any]) -> None:
             elif isinstance(value, list):
                 below += value
         level = below
-    # How deep it can be at most where its references are followed, each once.
+    # An upper bound of the depth, following each reference once.
     if (levels := depth * (len(references) + 1)) > _MAX_LEVELS:
         raise _refused(
             f"different $ref, and one, times its depth are {levels}; allowed: at most {_MAX_LEVELS}"

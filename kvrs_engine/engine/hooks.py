@@ -1,5 +1,5 @@
-"""The interface of an engine's core to the subsystems that an instance may have: ranks, anchored
-memory, checkpoints, pace and drafts.
+"""The interface between an engine's core and optional subsystems: ranks, anchored memory,
+checkpoints, pace and drafts.
 """
 
 import asyncio
@@ -16,86 +16,83 @@ Batch = list[tuple[Sequence, Chunk]]
 
 
 class StepHook:
-    """A subsystem, which implements what it needs of this. Calls come from the event loop, return
-    at once and do not fail, except where they say otherwise.
+    """Base class of subsystems, which override the calls they need. Calls come from the event loop,
+    return at once and do not raise, unless stated otherwise.
     """
 
     __slots__ = ()
 
     def place(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
-        """Choose the base of a new sequence beside those of the other runs."""
+        """Choose the base of a new sequence, given the other runs' sequences."""
 
     def began(self, run: GenerationRun) -> None:
-        """A run was accepted, or starts anew after a loss, and is about to be computed."""
+        """Handle a run that was accepted, or that restarts after a loss."""
 
     def before_batch(self, batch: Batch) -> None:
-        """A batch is about to be computed.
+        """Handle a batch that is about to be computed.
 
         Raises:
             KvrsError: this process must not compute any more.
         """
 
     async def after_logits(self, batch: Batch, took_s: float) -> None:
-        """A batch was computed; its tokens are emitted after this."""
+        """Handle a computed batch before its tokens are emitted."""
 
     def filled(self, run: GenerationRun) -> None:
-        """The run has more full pages than before (computed, fetched or found here), or has them
-        again after a preemption.
+        """Handle new full pages of a run (computed, fetched, cached, or back after a preemption).
 
-        Called after a batch, while the sequence owns them.
+        Called after a batch, while the sequence owns the pages.
         """
 
     def held(self, run: GenerationRun) -> Mapping[InstanceId, int]:
-        """How many leading full pages of the run each of its agents has stored."""
+        """Return the number of the run's leading full pages that each of its agents has."""
         return {}
 
     def replicated(self, run: GenerationRun) -> int:
-        """How many leading full pages of the run have, at an instance that would lend a lost stage,
-        what is lost here.
+        """Return the number of the run's leading full pages whose lost cells are at an instance
+        that would lend the lost stage.
         """
         return 0
 
     def admits(self) -> bool:
-        """Runs may get pages now."""
+        """True if runs may be admitted now."""
         return True
 
     def on_lost(self) -> None:
-        """Wait, in the computing thread, until lost ranks do not keep the worker from computing.
+        """Wait, in the computing thread, until the worker can compute again after a loss of ranks.
 
         Raises:
-            RanksLostError: it cannot compute any more.
+            RanksLostError: the ranks are lost for good.
         """
 
     def on_restart(self) -> None:
-        """All runs have started anew: no book has pages with lost cells any more."""
+        """Note that all runs have restarted, so that no page table has pages with lost cells."""
 
     def ended(self, run: GenerationRun) -> None:
-        """Nothing more is computed for the sequence; its pages are at most leased or cached."""
+        """Handle the end of a run, whose pages are at most leased or cached now."""
 
 
 class DraftSource(StepHook):
-    """Proposes tokens that may come next. What it proposes changes when tokens come, never
-    which.
-    """
+    """Proposes next tokens as drafts. Drafts change the time of tokens, never the tokens."""
 
     @property
     @abstractmethod
     def active(self) -> bool:
-        """Drafts are wanted now."""
+        """True if drafts are available now."""
 
     @abstractmethod
     def propose(self, run: GenerationRun, most: int) -> collections.abc.Sequence[int]:
-        """At most `most` (> 0) tokens behind those that the run has."""
+        """Return at most `most` (> 0) tokens that may follow the run's tokens."""
 
     @abstractmethod
     def verified(self, run: GenerationRun, proposed: int, accepted: int) -> None:
-        """A step has verified proposals: so many leading ones were right. The run has the step's
-        tokens.
+        """Note the number of proposed and accepted drafts of a step, after its tokens were
+        appended.
         """
 
 
 class PaceHook(StepHook):
-    """Makes each batch last as long as on the machine of a profile."""
+    """Delays each batch to the time that a profile predicts."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace

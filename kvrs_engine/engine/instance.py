@@ -1,4 +1,4 @@
-"""One instance of the embedded engine, put together: worker, scheduler, core and page port."""
+"""One instance of the embedded engine: worker, scheduler, core and page port."""
 
 import asyncio
 import os
@@ -69,7 +69,7 @@ CAPABILITIES = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model that any start of an instance can serve."""
+    """A loaded model, which any start of an instance can serve."""
 
     worker: ModelWorker
     served: ServedModel
@@ -84,8 +84,10 @@ class LoadedModel:
         on_read: Callable[[], None] = lambda: None,
         epoch: int = 0,
     ) -> Self:
-        """In the calling thread. `reading`: of its weights. `on_read` is called where only the way
-        into a GPU is still to come. `epoch`: of the instance, where it has stages in hosts.
+        """Load the model in the calling thread.
+
+        `reading` tracks the progress of its weights. `on_read` is called before the copy to a GPU.
+        `epoch` is that of an instance with stages in hosts.
 
         Raises:
             ConfigError: instance, model or engine settings are wrong.
@@ -111,7 +113,7 @@ class LoadedModel:
             worker = RanksOnNodes(config, node.id, settings, layout, secret, epoch)
         else:
             worker = RankGroup(directory, engine, layout, config.elastic)
-        reads = layout is None or bool(settings.own_stages)  # Hosts read at that pace themselves.
+        reads = layout is None or bool(settings.own_stages)  # Hosts apply the pace themselves.
         left_s = Pace(pace).load_s if reads and pace is not None else 0.0
         if engine.disk_bytes_per_s is None:
             left_s = max(0.0, left_s - (time.monotonic() - started_s))
@@ -142,8 +144,7 @@ class EngineInstance(ServedInstance):
         older: Sequence[bytes] = (),
         loaded: LoadedModel | None = None,
     ) -> None:
-        """Load the model, if that was not done before, and measure its prefill, in the calling
-        thread.
+        """Load the model, unless `loaded`, and measure its prefill, in the calling thread.
 
         Raises:
             ConfigError: instance, model or engine settings are wrong.
@@ -170,10 +171,10 @@ class EngineInstance(ServedInstance):
             if self.ranks is not None:
                 self.ranks.close()
             raise
-        self.skipped = ""  # Why its start made no drafts for others.
+        self.skipped = ""  # The reason why the start made no drafts for other instances.
 
     def _make_core(self, pace: Pace | None) -> EngineCore:
-        """Measure prefill, and put together what computes and what moves pages."""
+        """Measure prefill, and create the core and the page port."""
         config, engine, kept = self._place.config, self.worker.settings, self.anchored
         share: Share = in_line
         if self.ranks is not None:
@@ -183,13 +184,13 @@ class EngineInstance(ServedInstance):
         elif pace is not None:
             prefill = pace.prefill
         else:
-            # Where pages were kept, a measurement would write into them.
+            # A measurement would write into kept pages.
             noted = None if kept is None else kept.prefill
             prefill = noted or prefill_table(
                 self.worker, self.max_model_len, Path(config.cluster.model or "")
             )
         chunks = engine.max_batch_tokens, self.max_model_len
-        self.prefill = prefill.chunked(*chunks)  # What it declares: of one prompt alone.
+        self.prefill = prefill.chunked(*chunks)  # The declared table, for a single prompt.
         records = None if kept is None else kept.ledger
         pages = PageManager(engine.pages, engine.page_size_tokens, records)
         if kept is not None:
@@ -201,7 +202,7 @@ class EngineInstance(ServedInstance):
             released=lambda: self.core.wake(),
             place=None if kept is None else kept.first_page,
         )
-        # One in each stage of a pipeline.
+        # One batch per pipeline stage.
         depth = 1 if self.ranks is None else len(self.ranks.full.stages)
         core = EngineCore(
             self.worker,
@@ -250,12 +251,12 @@ class EngineInstance(ServedInstance):
 
     @property
     def ranks(self) -> RankGroup | RanksOnNodes | None:
-        """None: the instance is one process."""
+        """The ranks of the instance; None: a single process."""
         return self.worker if isinstance(self.worker, RankGroup | RanksOnNodes) else None
 
     @property
     def anchored(self) -> AnchoredPool | None:
-        """None: its pages end with the process."""
+        """The pool in the agent's memory; None: pages end with the process."""
         return self.worker.anchored if isinstance(self.worker, Worker) else None
 
     def info(self) -> InstanceInfo:
@@ -362,7 +363,7 @@ class EngineInstance(ServedInstance):
                 )
             if self.anchored is not None:
                 self.anchored.ledger.drop()
-            # Once this request was answered.
+            # After the answer to this request.
             kill = partial(os.kill, os.getpid(), signal.SIGKILL)
             asyncio.get_running_loop().call_later(_ANSWERED_S, kill)
             return
@@ -392,8 +393,8 @@ class EngineInstance(ServedInstance):
             self.ranks.close()
 
     def drain(self) -> None:
-        """Report from now on that this instance is about to end. The pages of streams that are
-        moved away can still be fetched for a moment.
+        """Report from now on that the instance drains. Pages of moved streams can still be fetched
+        for `MOVED_KEPT_S`.
         """
         self.core.is_draining = True
         self.core.keep_aborted_s = MOVED_KEPT_S
@@ -401,7 +402,7 @@ class EngineInstance(ServedInstance):
             self.drafts.end()
 
     def drained(self, *, watched: bool) -> bool:
-        """Nothing runs here, and no proxy that watches this instance needs its pages."""
+        """Return whether no run is left, and no watching proxy needs the pages."""
         if self.core.runs:
             return False
         held, pages = 0 if self._loans is None else self._loans.held_pages, self.pages
@@ -411,8 +412,7 @@ class EngineInstance(ServedInstance):
 def describe_model(config: Config, directory: Path, worker: ModelWorker) -> ServedModel:
     tokenizer = load_tokenizer(directory)
     engine = config.cluster.engine
-    # A longer request could never finish here, or its pages could not be asked for in one
-    # question.
+    # A longer request could not finish, or its pages would not fit into one pull request.
     pages = min(engine.pages, frames.MAX_TAGS)
     longest = min(engine.max_model_len, worker.max_positions, pages * engine.page_size_tokens)
     return ServedModel(
@@ -428,8 +428,8 @@ def describe_model(config: Config, directory: Path, worker: ModelWorker) -> Serv
 
 @dataclass(frozen=True, slots=True)
 class PrefillShares:
-    """Tokens of a prefill batch (a `Share`): by RaidServe's Algorithm 1 where heads are spread,
-    else first come, first served.
+    """Divides a prefill batch among sequences (a `Share`): by RaidServe's Algorithm 1 if heads are
+    spread, else first come, first served.
     """
 
     ranks: RankGroup | RanksOnNodes
@@ -446,7 +446,7 @@ class PrefillShares:
 
 
 def predicted_s(prefill: PrefillTable, chunks: Sequence[Chunk]) -> float:
-    """Seconds of a batch by the table of this machine."""
+    """Return the predicted time of a batch by this machine's prefill table."""
     return prefill.step_overhead_s + sum(
         prefill.extra(chunk.first_position, len(chunk.token_ids)) - prefill.step_overhead_s
         for chunk in chunks

@@ -1,4 +1,4 @@
-"""The KV pages of one instance: one tensor, in which a page is one run of bytes."""
+"""The KV pages of one instance: one tensor, in which a page is contiguous."""
 
 from collections.abc import Collection, Sequence
 from typing import Protocol
@@ -13,8 +13,8 @@ _DTYPES = {4: torch.float32, 2: torch.bfloat16}
 
 
 class KvStore(Protocol):
-    """The memory to which the layers of a model write KV and from which they read it; `KvPool` is
-    one, and documents each member.
+    """The memory from and to which a model's layers read and write KV. `KvPool` implements and
+    documents all members.
     """
 
     geometry: KvGeometry
@@ -41,8 +41,7 @@ class KvPool:
     """Pages `0 .. pages - 1` as `[layers, kv_heads, 2, page_size_tokens, head_dim]`, in float32 or
     bfloat16 by their geometry.
 
-    One more page lies behind them: it is always zero and fills up blocks of pages that a sequence
-    has only begun.
+    One more page follows: the zero page, which pads incomplete blocks of pages.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class KvPool:
         device: torch.device,
         memory: Tensor | None = None,
     ) -> None:
-        """`memory`: bytes for all pages and the zero page, finite ones, that are used in place."""
+        """`memory` is used in place; it has finite numbers for all pages and the zero page."""
         self.geometry = geometry
         self.pages = pages
         self.device = device
@@ -65,8 +64,7 @@ class KvPool:
             geometry.head_dim,
         )
         dtype = _DTYPES[geometry.dtype_bytes]
-        # Masked positions are multiplied by zero, so whatever lies there must be finite from the
-        # start.
+        # Masked positions are multiplied by zero, so their content must be finite.
         if memory is None:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         else:
@@ -82,38 +80,38 @@ class KvPool:
 
     @property
     def head_counts(self) -> tuple[int, ...]:
-        """The different numbers of KV heads of layers."""
+        """The distinct numbers of KV heads of the layers."""
         return (self.geometry.kv_heads,)
 
     def stage(self, pages: Sequence[int]) -> Staged:
-        """The bytes of pages for a socket: to be sent after `save`, or received before `restore`.
-        The caller frees them.
+        """Stage pages for a socket: send them after `save`, or receive them before `restore`. The
+        caller must free them.
         """
         return Staged(pages, self._bytes if self._area is None else self._area)
 
     def view(self, page: int) -> memoryview:
-        """The writable bytes of a page, in place. Only on a CPU."""
+        """Return the writable bytes of a page in place; only on a CPU."""
         return self._bytes[page].numpy().data
 
     def begin(self, pages: Tensor) -> None:
-        """Clear pages that get their first position: an older owner's overflow (inf, nan) must not
-        reach the new one.
+        """Clear pages before their first position is written, because infinities and NaNs of an
+        earlier owner must not reach the new one.
         """
         self.tensor.index_fill_(0, pages, 0.0)
 
     def write(self, layer: int, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put `[rows, kv_heads, head_dim]` at (page, slot) of each row."""
+        """Write keys and values `[rows, kv_heads, head_dim]` to the (page, slot) of each row."""
         by_slot = self.tensor[:, layer].permute(0, 3, 1, 2, 4)
         by_slot[pages, slots] = torch.stack((keys, values), 2)
 
     def first_runs(self, pages: Tensor, heads: int) -> Tensor:
-        """Indices for `gather` of that many KV heads of every page, `[..., heads]`."""
+        """Return the indices for `gather` of `heads` KV heads of every page, `[..., heads]`."""
         per_page = self.geometry.layers * self.geometry.kv_heads * 2
         return pages.unsqueeze(-1) * per_page + torch.arange(heads) * 2
 
     def gather(self, layer: int, runs: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[len(runs), page_size_tokens * head_dim]` of one layer at indices from
-        `first_runs`.
+        """Return one layer's keys and values `[len(runs), page_size_tokens * head_dim]` at the
+        indices of `first_runs`.
         """
         first = layer * self.geometry.kv_heads * 2
         keys = self._runs[first:].index_select(0, runs)

@@ -1,7 +1,7 @@
-"""Configuration of a model, read from a Hugging Face directory and checked.
+"""The configuration of a model, read from a Hugging Face directory and checked.
 
-Each family maps its config.json to the same few choices, by which `decoder.py` computes the model.
-The fields' names are part of the engine's fingerprint.
+The config.json of each family is mapped to the same few options of `decoder.py`. The names of the
+fields are part of the engine's fingerprint.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _WEIGHT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How frequencies are stretched beyond the length that a model was trained on (Llama 3.1)."""
+    """The scaling of rotary frequencies beyond a model's training length (Llama 3.1)."""
 
     kind: str  # "llama3"
     factor: float
@@ -35,13 +35,13 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Layers whose MLP is one of experts, of which each row takes a few."""
+    """The experts of a model's layers, of which each row uses a few."""
 
     count: int
-    chosen: int  # By each row.
-    width: int  # Inner dimension of one.
-    renormalise: bool  # Weights of the chosen ones are divided by their sum.
-    dense_layers: frozenset[int]  # These have none.
+    chosen: int  # Number of experts per row.
+    width: int  # Inner dimension of an expert.
+    renormalise: bool  # The weights of the chosen experts are divided by their sum.
+    dense_layers: frozenset[int]  # Layers without experts.
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class ModelConfig:
 
     @property
     def units(self) -> Units:
-        """With the bytes that they have in memory, where all is float32."""
+        """The model's units with their sizes in memory, in float32."""
         embeddings = self.vocab * self.hidden
         learned = 0 if self.rope else self.max_positions * self.hidden
         norms = (2 * self.layers + 1) * self.hidden
@@ -106,16 +106,16 @@ class ModelConfig:
 
     @property
     def units_of_ranks(self) -> Units:
-        """Units that ranks hand to each other: the rest is loaded by each when it starts."""
+        """The units that ranks exchange, without the common weights, which each rank loads."""
         return replace(self.units, common_bytes=0)
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelConfig":
-        """Read `config.json` and, where there is one, `generation_config.json`.
+        """Read `config.json` and, if present, `generation_config.json`.
 
         Raises:
-            ConfigError: naming file and field: unreadable, missing, of a wrong type, or a feature
-                that is not supported.
+            ConfigError: a file or a field is unreadable, missing, of a wrong type or unsupported;
+                the message names it.
         """
         fields = Fields(directory / "config.json")
         family = fields.demand("model_type", _FAMILIES)
@@ -139,7 +139,7 @@ def _mixtral(fields: Fields) -> ModelConfig:
     if (window := fields.values.get("sliding_window")) is not None:
         fields.refuse("sliding_window", window, "null (sliding windows are not supported)")
     config = _rotary_decoder(fields, qkv_bias=False, norm_eps=1e-5, rope_theta=1e6)
-    # Its experts take what is the size of the whole MLP in other families.
+    # In this family `intermediate_size` is the width of an expert.
     return _with_experts(config, fields, config.intermediate, renormalise=True)
 
 
@@ -179,7 +179,7 @@ def _with_experts(
     for name in _SHARED_EXPERTS:
         if value := fields.values.get(name):
             fields.refuse(name, value, "0 or null (shared experts are not supported)")
-    # Hugging Face's newer releases write the second name for all families.
+    # Newer releases of Hugging Face's library use the second name for all families.
     is_older = fields.values.get("num_experts") is not None
     name = "num_experts" if is_older else "num_local_experts"
     count, chosen = fields.integer(name), fields.integer("num_experts_per_tok")
@@ -200,7 +200,7 @@ def _rotary_decoder(
     norm_eps: float = 1e-6,
     rope_theta: float = 10000.0,
 ) -> ModelConfig:
-    """The common form of Llama and its relatives."""
+    """Return the common configuration of Llama and related families."""
     fields.demand("hidden_act", {"silu"}, default="silu")
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", default=heads)
@@ -235,7 +235,7 @@ def _rotary_decoder(
     )
 
 
-# Other values are those of OPT-350M and of Galactica.
+# The supported values; OPT-350M and Galactica have others.
 _OPT_FORM = {
     "do_layer_norm_before": True,
     "enable_bias": True,
@@ -277,8 +277,8 @@ def _opt(fields: Fields) -> ModelConfig:
     )
 
 
-# By `model_type`: the one class of Hugging Face that has these weights and head, and how its
-# configuration is read.
+# By `model_type`: the Hugging Face class with these weights and head, and the reader of its
+# configuration.
 _FAMILIES: dict[str, tuple[str, Callable[[Fields], ModelConfig]]] = {
     "llama": ("LlamaForCausalLM", _llama),
     "mixtral": ("MixtralForCausalLM", _mixtral),
@@ -288,7 +288,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Fields], ModelConfig]]] = {
 
 
 def _refuse_sliding_window(fields: Fields) -> None:
-    # A window is of no effect without the flag, and Hugging Face writes one all the same.
+    # Hugging Face writes a window even without the flag, when it has no effect.
     if fields.flag("use_sliding_window"):
         fields.refuse("use_sliding_window", True, "false (sliding windows are not supported)")
     for kind in fields.texts("layer_types"):
@@ -297,8 +297,8 @@ def _refuse_sliding_window(fields: Fields) -> None:
 
 
 def _rope(fields: Fields, theta: float) -> Rope:
-    """Both spellings: `rope_theta` beside `rope_scaling`, and the newer `rope_parameters` that
-    holds all. `theta`: where neither has one.
+    """Read the rotary parameters in either spelling: `rope_theta` and `rope_scaling`, or the newer
+    `rope_parameters`. `theta` is the default.
     """
     section = fields.section("rope_parameters") or fields.section("rope_scaling")
     theta = fields.number("rope_theta", default=theta)
@@ -329,7 +329,9 @@ def _rope_scaling(section: Fields) -> RopeScaling | None:
 
 
 def _eos_token_ids(config: Fields) -> frozenset[int]:
-    """The generation configuration wins over the model's, as in Hugging Face's own `generate`."""
+    """Return the end tokens; the generation configuration takes precedence over the model's, as in
+    Hugging Face's `generate`.
+    """
     path = config.path.parent / "generation_config.json"
     sources = [Fields(path)] if path.exists() else []
     for fields in [*sources, config]:

@@ -1,4 +1,4 @@
-"""A JSON object of a model directory, read by type; every refusal names file and field."""
+"""A typed reader of JSON objects in a model directory; every error names the file and the field."""
 
 import json
 from collections.abc import Collection
@@ -9,7 +9,7 @@ from kvrs.errors import ConfigError
 
 
 class Fields:
-    """An object of the file at `path`: the outermost one, or the section that `prefix` names."""
+    """The top-level object of the file at `path`, or the section at `prefix`."""
 
     def __init__(self, path: Path, values: Any = None, prefix: str = "") -> None:
         self.path = path
@@ -51,14 +51,14 @@ class Fields:
         return value
 
     def texts(self, name: str) -> list[str]:
-        """A list of strings; none when it is not set."""
+        """Return a list of strings, empty if the field is not set."""
         value = self._get(name, [])
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             self.refuse(name, value, "a list of strings")
         return value
 
     def whole_numbers(self, name: str, below: int) -> list[int]:
-        """A list of them; none when it is not set."""
+        """Return a list of whole numbers, empty if the field is not set."""
         value = self._get(name, [])
         if not isinstance(value, list) or not all(
             isinstance(one, int) and not isinstance(one, bool) and 0 <= one < below for one in value
@@ -75,7 +75,7 @@ class Fields:
         return Fields(self.path, value, f"{self.prefix}{name}.")
 
     def demand(self, name: str, allowed: Collection[str], default: str | None = None) -> str:
-        """The text of a field that has one of a few allowed values."""
+        """Return the text of a field, which must have one of the allowed values."""
         value = self.text(name, default)
         if value not in allowed:
             self.refuse(name, value, ", ".join(sorted(allowed)))

@@ -1,11 +1,11 @@
-"""Nurseries: processes that have imported what others need, and fork them in milliseconds.
+"""Nurseries: processes that have imported the needed modules, and fork children in milliseconds.
 
-A nursery computes nothing and has one thread: locks of others would be copied as they are, and a
-child of a process with OpenMP threads hangs. What it forks are children of the process that needs
-them. They are killed when that one ends, and do not need the nursery.
+A nursery has a single thread and computes nothing: a fork would copy locks that other threads hold,
+and a child of a process with OpenMP threads hangs. The forked processes are children of the
+requesting process, are killed when it ends, and do not need the nursery.
 
-    to a nursery:  the name of a process, its socket, and perhaps the file of its output
-    from it:       "ready", once it has imported all; the id of each process
+    to a nursery:    the name of a process, its socket, and perhaps the file for its output
+    from a nursery:  "ready" after the imports; then the id of each process
 """
 
 import ctypes
@@ -28,8 +28,8 @@ from kvrs.errors import KvrsError
 MAX_MESSAGE_BYTES = 1 << 16
 _TASKS = Path("/proc/self/task")
 _LOOK_S = 0.0002
-_FORK_S = 120.0  # Until a nursery that has to import everything first has forked.
-_SET_DEATH_SIGNAL, _SET_NAME, _SET_CHILD_SUBREAPER = 1, 15, 36  # Of prctl(2).
+_FORK_S = 120.0  # Time limit for a fork, including the nursery's imports.
+_SET_DEATH_SIGNAL, _SET_NAME, _SET_CHILD_SUBREAPER = 1, 15, 36  # Options of prctl(2).
 _library = ctypes.CDLL(None)
 
 Child = Callable[[socket.socket, str], NoReturn]  # With its name.
@@ -41,7 +41,7 @@ def spawn(
     output: IO[str] | None,
     theirs: socket.socket,
 ) -> subprocess.Popen[bytes]:
-    """Start a Python module, which is given the descriptor of its line as well."""
+    """Start a Python module with the descriptor of its socket as an additional argument."""
     return subprocess.Popen(
         [sys.executable, "-m", *command, "--line", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
@@ -55,8 +55,8 @@ def spawn(
 
 
 class _Adopting:
-    """Orphans are adopted while a thread waits for a fork, and only then: what is orphaned at
-    another time is no child that this process knows of.
+    """Makes this process adopt orphans while a thread waits for a fork; at other times an adopted
+    orphan would be an unknown child.
     """
 
     def __init__(self) -> None:
@@ -78,8 +78,8 @@ _adopting = _Adopting()
 
 
 class Nursery:
-    """The side of the process that needs others. A nursery that has ended is made again when one is
-    needed, which takes as long as to import everything. Any thread may use it.
+    """The client of a nursery process. A nursery that has ended is started again when needed, which
+    repeats the imports. Any thread may use it.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Nursery:
         environment: Mapping[str, str] | None = None,
         output: IO[str] | None = None,
     ) -> None:
-        """`command`: a Python module that calls `tend` with `--parent` and `--line`."""
+        """`command` is a Python module that takes `--parent` and `--line` and calls `tend`."""
         self._command = command
         self._environment, self._output = environment or {}, output
         self._line: socket.socket | None = None
@@ -99,11 +99,11 @@ class Nursery:
     def fork(
         self, theirs: socket.socket, name: str, output: IO[str] | None = None
     ) -> "AdoptedChild":
-        """Have a process forked that gets this descriptor: a child of this process. `output`:
-        where it writes, in place of the nursery's.
+        """Fork a child of this process, which gets the socket `theirs`. `output` replaces the
+        nursery's output.
 
         Raises:
-            KvrsError: none was forked.
+            KvrsError: no process was forked.
         """
         files = [theirs.fileno(), *([] if output is None else [output.fileno()])]
         with self._forking:
@@ -121,8 +121,8 @@ class Nursery:
         raise KvrsError("no process could be forked")
 
     def begin_here(self, child: Child, *others: socket.socket) -> None:
-        """Fork the nursery from this process, which has imported everything and has one thread yet;
-        the nursery does not have these other sockets.
+        """Fork the nursery from this process, which must have imported the modules and have a
+        single thread. The nursery closes the `others`.
         """
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
@@ -138,7 +138,7 @@ class Nursery:
             self._process = AdoptedChild(pid)
 
     def close(self) -> None:
-        """End it; its children stay. Another thread that waits for a child waits no more."""
+        """End the nursery, but not its children; other threads stop waiting for a fork."""
         with self._closing:
             self._is_closed = True
             self._end()
@@ -147,7 +147,7 @@ class Nursery:
         with self._closing:
             if self._is_closed:
                 raise KvrsError("no process is forked any more")
-            self._end()  # What it may still answer would be taken for the next child.
+            self._end()  # A late answer would be taken for the next child.
             self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 command = [*self._command, "--parent", str(os.getpid())]
@@ -166,12 +166,12 @@ class Nursery:
 
 
 class AdoptedChild:
-    """A child of this process that another one has forked for it. Any thread may use it."""
+    """A child of this process that a nursery has forked. Any thread may use it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.has_ended = False
-        self.status: int | None = None  # As `exit_status`; None: it runs, or that is not known.
+        self.status: int | None = None  # As `exit_status`; None: running, or not known.
         self._handle = os.pidfd_open(pid)
         self._one = threading.Lock()
 
@@ -188,7 +188,7 @@ class AdoptedChild:
         return self.has_ended
 
     def wait(self, patience_s: float | None = None) -> bool:
-        """Wait until the process has ended, at most for so long; None: without a limit."""
+        """Wait until the process has ended; return whether it has. None: no time limit."""
         if self.poll():
             return True
         with self._one:
@@ -204,13 +204,13 @@ class AdoptedChild:
         return self.poll()
 
     def kill(self) -> None:
-        """Let it end; `wait` says when it has."""
+        """Kill the process without waiting for its end."""
         with self._one, suppress(ProcessLookupError):
             if not self.has_ended:
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def close(self) -> None:
-        """End it, if it has not, and give its handle back; other threads do not wait any more."""
+        """Kill the process if it runs, and close its handle; other threads stop waiting."""
         self.kill()
         self.wait()
         if self._handle >= 0:
@@ -219,17 +219,16 @@ class AdoptedChild:
 
 
 def exit_status(found: os.waitid_result) -> int:
-    """The status of a process that has ended, as `subprocess` has it: below 0 minus a signal."""
+    """Return the exit status as in `subprocess`: negative for a signal."""
     status = int(found.si_status)
     return status if found.si_code == os.CLD_EXITED else -status
 
 
 def tend(parent: int, line: socket.socket, child: Child) -> None:
-    """Fork for each message, until the line is closed; the socket that comes with it goes to
-    `child`, in a process that `parent` adopts and that is killed when it ends, even while it is
-    stopped.
+    """Run a nursery: for each message on `line`, fork a process that calls `child` with the socket
+    of the message. `parent` adopts the process, which is killed when `parent` ends.
     """
-    gc.freeze()  # Processes share the memory of what is there; a collection would write to it.
+    gc.freeze()  # Keep existing objects in shared memory: a garbage collection would write to them.
     die_with_parent(parent)
     line.send(b"ready")
     while True:
@@ -259,10 +258,10 @@ def tend(parent: int, line: socket.socket, child: Child) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Be killed when the parent ends.
+    """Have this process killed when its parent ends.
 
     Raises:
-        KvrsError: it has ended already.
+        KvrsError: the parent has ended already.
     """
     _library.prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:

@@ -1,8 +1,8 @@
-"""The page port of one instance: everything by which its KV pages leave and arrive.
+"""The page port of one instance, over which its KV pages are sent and received.
 
-It owns the instance's identity towards peers, its page server, puller, pusher and link probes, and
-for each pool of pages a fetcher and a checkpointer. Shared by the embedded engine, with one pool as
-long as the process lives, and by a stage of DistServe, which gets a new pool with every restart.
+The port has the instance's identity for peers, its page server, puller, pusher and link probes, and
+for each pool of pages a fetcher and a checkpointer. The embedded engine has one pool for the life
+of the process; a stage of DistServe gets a new pool with every restart.
 """
 
 import logging
@@ -54,21 +54,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InstancePlace:
-    """One instance of the configuration: its node, ports and secrets."""
+    """An instance's place in the configuration: its node, ports and secrets."""
 
     config: Config
     node: NodeSettings
     settings: InstanceSettings
     secret: bytes
-    epoch: int  # The first one of this start of the process.
-    links: SendingLinks  # All that the process sends shares the links to the other nodes.
-    older: Sequence[bytes] = ()  # Secrets that are accepted beside the one in use.
+    epoch: int  # The first epoch of this start of the process.
+    links: SendingLinks  # Shared by all transfers of the process.
+    older: Sequence[bytes] = ()  # Secrets that are accepted beside the current one.
 
 
 class PagePort:
     """Serves, fetches and checkpoints pages for one instance. `start` needs a running event loop.
 
-    `epoch` is the epoch of all pages served: raising it makes peers drop what they knew of them.
+    `epoch` is the epoch of all served pages; when it rises, peers forget the earlier pages.
     """
 
     def __init__(self, place: InstancePlace, fingerprint: str, geometry: KvGeometry) -> None:
@@ -76,7 +76,7 @@ class PagePort:
         self._place = place
         self.registry = self._peers_of(place.config)
         self.checkpointer: Checkpointer | None = None  # Of the attached pool.
-        self.replicas: PeerReplicas | None = None  # None: it keeps none for others.
+        self.replicas: PeerReplicas | None = None  # None: the instance keeps no replicas.
         self._fingerprint = fingerprint
         self._geometry = geometry
         self._pages: EnginePages | None = None  # Of the attached pool.
@@ -87,7 +87,7 @@ class PagePort:
         self._pusher = PagePusher(self.identity, place.secret, transfer, place.links)
 
     def identity(self) -> Identity:
-        """The instance as peers see it, at this moment."""
+        """The current identity of the instance for peers."""
         return Identity(
             instance=self._place.settings.id,
             node=self._place.node.id,
@@ -98,7 +98,7 @@ class PagePort:
         )
 
     def pinned(self, request: PullRequest) -> AbstractAsyncContextManager[PinnedPages]:
-        """Pages of the pool that is attached at present; between two of them there are none."""
+        """Pin pages of the attached pool; without a pool, no page is pinned."""
         if self._pages is None:
             raise TransferError("the stage that held these pages is down")
         return self._pages.pinned(request)
@@ -110,11 +110,10 @@ class PagePort:
         released: Callable[[], None],
         place: PagePlace | None = None,
     ) -> tuple[PageFetcher, Checkpointer]:
-        """Serve a pool's pages from now on. `released` is called when pages that were being sent
-        have lost their pins. `place`: of the first page, for processes of this host to map.
+        """Serve the pages of a pool from now on; return its fetcher and its checkpointer.
 
-        Returns:
-            what fetches into the pool, and what sends its pages to agents once it is run.
+        `released` is called when sent pages have lost their pins. `place` is the place of the first
+        page in memory that other processes of this host can map.
         """
         config = self._place.config
         self._pages = EnginePages(pages, pool, released, place)
@@ -136,16 +135,14 @@ class PagePort:
         return PageFetcher(pool, pages, self.puller, self.registry), self.checkpointer
 
     def learn(self, config: Config) -> None:
-        """Fetch from further instances and agents, and send checkpoints to further agents, which
-        another configuration has; or to known ones at other addresses.
-        """
+        """Use the instances and agents of a new configuration, with their addresses."""
         self.registry.update(self._peers_of(config))
         if self.checkpointer is not None:
             self.checkpointer.learn(holders_of(config, self._place.settings.id))
 
     def _peers_of(self, config: Config) -> dict[InstanceId, Peer]:
-        """Where pages come from; the memory of the own node's processes is on this host: that of
-        its agent, and what this owns for instances of one process.
+        """Return the peers by id. The memory of the own node's agent is on this host, and so is the
+        memory that the agent owns for single-process instances.
         """
         own = self._place.node
         peers = with_own_memory(peers_of(config), config, own, self._place.secret)
@@ -159,27 +156,27 @@ class PagePort:
         return peers
 
     def _directory(self, config: Config) -> Path:
-        """Directory of the own node's agent."""
+        """Return the directory of the own node's agent."""
         return store_directory(config.backup.directory, self._place.secret, self._place.node.id)
 
     def detach(self) -> None:
-        """The pool is gone: hold nothing until the next `attach`."""
+        """Drop the pool; the port has no pages until the next `attach`."""
         self._pages = self.checkpointer = None
 
     @property
     def lag_pages(self) -> int:
-        """Full pages of protected streams that their agents do not have yet."""
+        """Number of full pages of protected streams that their agents do not have yet."""
         return 0 if self.checkpointer is None else self.checkpointer.lag_pages
 
     def agents_bytes_per_s(self) -> float:
-        """Bandwidth of the slowest link from an agent, as far as they are measured; 0: none is."""
+        """Bandwidth of the slowest measured link from an agent; 0: no link is measured."""
         links = self.puller.links()
         agents = [self.registry[name] for name in agents_of(self._place.config)]
         nodes = {MEMORY if each.directory is not None else each.node for each in agents}
         return min((links[node].bytes_per_s for node in nodes if node in links), default=0.0)
 
     def kv_bytes(self) -> dict[str, int]:
-        """Fetched and, as checkpoints, sent since the start, by kind."""
+        """Bytes of fetched pages and of sent checkpoints since the start, by kind."""
         moved = self.puller.pulled_bytes | {TrafficClass.CHECKPOINT: self._pusher.pushed_bytes}
         return {traffic.label: count for traffic, count in moved.items()}
 
@@ -194,7 +191,7 @@ class PagePort:
                 log.warning("pages are sent, not mapped", extra={"cause": str(error)})
 
     async def probe(self) -> None:
-        """Keep an estimate of every link into the instance, until cancelled."""
+        """Probe every link into the instance for its estimate, until cancelled."""
         interval_s = self._place.config.transfer.probe_interval_s
         await probe_links(self.puller, self.registry, self._place.settings.id, interval_s)
 

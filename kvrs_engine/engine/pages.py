@@ -1,4 +1,4 @@
-"""The pages that the page server may read: full pages by tag, and the partial page of a retained
+"""The pages that the page server may send: full pages by tag, and the partial page of a retained
 hand-off.
 """
 
@@ -14,9 +14,7 @@ from kvrs_engine.scheduling.pages import PageManager
 
 
 class EnginePages:
-    """The pages of an engine's own pool. Called on the event loop, like everything that touches
-    pages.
-    """
+    """The pages of an engine's own pool. Methods run on the event loop, like all use of pages."""
 
     def __init__(
         self,
@@ -25,10 +23,10 @@ class EnginePages:
         released: Callable[[], None],
         place: PagePlace | None = None,
     ) -> None:
-        """`place`: that of the first page, where the others lie behind it in shared memory."""
+        """`place` is the place of the first page, if all pages are in shared memory."""
         self._pages, self._place = pages, place
         self._pool = pool
-        self._released = released  # A sequence may be waiting for the pages that were being sent.
+        self._released = released  # A sequence may be waiting for sent pages.
 
     @asynccontextmanager
     async def pinned(self, request: PullRequest) -> AsyncIterator[PinnedPages]:
@@ -69,8 +67,8 @@ class EnginePages:
 
 
 def _clear_behind(page: memoryview, geometry: KvGeometry, tokens: int) -> None:
-    """Zero a partial page behind its tokens: what another request, perhaps of another tenant, has
-    left there is not sent.
+    """Zero a partial page after its tokens, so that no data of another request, perhaps of another
+    tenant, is sent.
     """
     bytes_per_head = geometry.head_dim * geometry.dtype_bytes
     positions = np.frombuffer(page, np.uint8).reshape(-1, geometry.page_size_tokens, bytes_per_head)

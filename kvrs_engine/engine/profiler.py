@@ -1,7 +1,7 @@
-"""`kvrs profile`: measure an engine on this machine, into a profile file.
+"""`kvrs profile`: measure an engine on this machine and write a profile file.
 
-Prefill in two dimensions, decode by batch and context. KV that is only read by a measurement is
-left as it is: the time of a step does not depend on what it holds.
+Prefill is measured by new and cached tokens, decode by batch and context. The content of cached KV
+is arbitrary, because the time of a step does not depend on it.
 """
 
 import os
@@ -42,11 +42,11 @@ DEFAULT_LONGEST_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """Options of the command line."""
+    """The options of the command line."""
 
     out: Path
     model: Path | None = None  # A Hugging Face directory; None: the tiny generated model.
-    label: str | None = None  # None: from model and device.
+    label: str | None = None  # None: derived from model and device.
     device: str = "cpu"
     longest_tokens: int | None = (
         None  # New tokens at most, and cached ones; None: 1,024, or what the model takes.
@@ -55,12 +55,12 @@ class ProfileOptions:
     max_batch_tokens: int = (
         EngineSettings().max_batch_tokens
     )  # Prefill goes in chunks of this, as it does in the engine.
-    repeats: int = 3  # Of which the median counts.
-    seed: int = 0  # Of the generated model.
+    repeats: int = 3  # Number of measurements, of which the median is used.
+    seed: int = 0  # Seed of the generated model.
 
 
 def run_profile(options: ProfileOptions, console: Console | None = None) -> Path:
-    """Measure, and write the profile; the path of the file.
+    """Measure, write the profile, and return the path of the file.
 
     Raises:
         ConfigError: an option is wrong; nothing was measured.
@@ -141,14 +141,16 @@ def _engine_settings(options: ProfileOptions) -> EngineSettings:
 
 
 def _longest(options: ProfileOptions, worker: Worker) -> int:
-    """New and cached tokens together must fit into the model's positions."""
+    """Return the largest number of new tokens, which with as many cached tokens must fit into the
+    model's positions.
+    """
     fits = worker.max_positions // 2
     if options.longest_tokens is not None and options.longest_tokens > fits:
         raise ConfigError(
             f"--longest-tokens: got {options.longest_tokens}; allowed: at most "
             f"{fits}, half of the model's positions"
         )
-    # A multiple of the intervals, so that every grid point is a whole number of tokens.
+    # A multiple of the number of intervals, so that all grid points are whole numbers.
     return (
         (options.longest_tokens or min(DEFAULT_LONGEST_TOKENS, fits))
         // NEW_INTERVALS
@@ -192,7 +194,7 @@ class _Rig:
         self._size = worker.geometry.page_size_tokens
 
     def prefill(self) -> PrefillRows:
-        """One new token stands for none: it is the overhead of a step."""
+        """Measure prefill. One new token stands for zero: its time is the overhead of a step."""
         step, cached_step = self._longest // NEW_INTERVALS, self._longest // CACHED_INTERVALS
         lengths, prefixes = (
             range(0, self._longest + 1, step),
@@ -233,7 +235,7 @@ class _Rig:
         return time.perf_counter() - started_s
 
     def _medians(self, title: str, cells: Sequence[Callable[[], float]]) -> list[float]:
-        """The cells take turns, so that what else the machine does hits all of them alike."""
+        """Measure all cells in turn, so that other load on the machine affects them equally."""
         times: list[list[float]] = [[] for _ in cells]
         turns = [*zip(cells, times, strict=True)] * self._options.repeats
         for cell, measured in track(turns, title, console=self._console):

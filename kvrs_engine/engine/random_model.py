@@ -1,4 +1,4 @@
-"""A tiny random Llama, generated from a seed: real arithmetic and real text without a download."""
+"""A tiny random Llama, generated from a seed, for tests and demos without a download."""
 
 import json
 import os
@@ -81,9 +81,7 @@ _FOREIGN = ("é", "ü", "ñ", "ø", "ж", "я", "λ", "中", "文", "日", "本"
 
 
 def write_tiny_model(directory: Path, seed: int) -> None:
-    """Write a Hugging Face directory: the same seed gives the same bytes. Nothing is done when it
-    is complete.
-    """
+    """Write a Hugging Face directory, unless it is complete; the same seed gives the same bytes."""
     if not _complete(directory):
         tokenizer = random_tokenizer(seed)
         write_model(directory, tokenizer, random_weights(seed, tokenizer))
@@ -95,8 +93,8 @@ def write_model(
     weights: Mapping[str, Tensor],
     config: Mapping[str, Any] | None = None,
 ) -> None:
-    """The same with these weights; without a configuration, a Llama of as many layers as they
-    have.
+    """Write a Hugging Face directory with these weights. Without `config` the model is a Llama with
+    as many layers as the weights have.
     """
     if _complete(directory):
         return
@@ -104,7 +102,7 @@ def write_model(
         layers = sum(name.endswith("q_proj.weight") for name in weights)
         config = llama_config(layers)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may come here at once; a directory appears whole or not at all.
+    # Write atomically, because several processes may do this at once.
     scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
     try:
         _write_files(scratch, tokenizer, dict(weights), config)
@@ -112,7 +110,7 @@ def write_model(
         try:
             os.rename(scratch, directory)
         except OSError:
-            # Another process was faster; anything else that is there is not ours to remove.
+            # Accept a complete directory of another process; never remove other content.
             if not _complete(directory):
                 raise
     finally:
@@ -192,8 +190,8 @@ def random_weights(seed: int, tokenizer: Tokenizer, layers: int = LAYERS) -> dic
 
 
 def preference(tokenizer: Tokenizer) -> Tensor:
-    """`[vocab, 1]`: shrinks the logits of tokens that would end every stream early or litter its
-    text with broken characters.
+    """Return factors `[vocab, 1]` that reduce the logits of end tokens and of tokens with broken
+    characters.
     """
     scale = torch.ones(VOCAB, 1)
     for token in range(VOCAB):
@@ -204,9 +202,7 @@ def preference(tokenizer: Tokenizer) -> Tensor:
 
 
 def random_tokenizer(seed: int) -> Tokenizer:
-    """A byte-level BPE trained on a text of made-up words, some with characters of several
-    bytes.
-    """
+    """Train a byte-level BPE on a text of made-up words, some with multi-byte characters."""
     choose = random.Random(seed)
     words = ["".join(choose.choices(SYLLABLES, k=choose.randint(1, 3))) for _ in range(300)]
     words += ["".join(choose.choices(_FOREIGN, k=choose.randint(1, 2))) for _ in range(40)]

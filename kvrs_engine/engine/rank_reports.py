@@ -1,4 +1,4 @@
-"""Facts about the ranks of an instance in its load reports, with what it borrows and lends."""
+"""The part of an instance's load reports about its ranks and its loans."""
 
 import time
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from kvrs_engine.engine.stage_loans import StageLoans
 
 
 def loans_of(ranks: RankGroup | RanksOnNodes) -> dict[int, StageLoan]:
-    """The loans that it has of others, by stage."""
+    """Return the loans that the instance has from other instances, by stage."""
     return ranks.loans if isinstance(ranks, RanksOnNodes) else {}
 
 
@@ -38,13 +38,13 @@ class RankReports:
         loans: StageLoans | None,
         ring: StageRing | None,
     ) -> None:
-        """`nodes`: of the stages that it does not borrow."""
+        """`nodes` has each stage's node, for stages that are not borrowed."""
         self._ranks, self._nodes, self._epoch, self._prefill = ranks, nodes, epoch, prefill
         self._core, self._port, self._loans, self._ring = core, port, loans, ring
         self._factors: tuple[int, tuple[float, float]] | None = None  # With the layout's number.
 
     def facts(self) -> dict[str, Any]:
-        """Fields of `LoadReport`."""
+        """Return fields of `LoadReport`."""
         ranks, loans = self._ranks.now, self._loans
         layout = ranks.layout
         facts: dict[str, Any] = {
@@ -61,7 +61,7 @@ class RankReports:
             facts["restarts"] = restarts.recent.reports()
             facts["adopted_pages"] = restarts.adopted_pages
         now = ranks.reforming
-        # Where nothing is lost the ranks compute while units move: no stream is to be decided on.
+        # If nothing is lost the ranks compute on, and no stream needs a decision.
         if now is None or not now.way.pauses:
             return facts | {"degree": len(layout.ranks)}
         core = self._core
@@ -83,7 +83,7 @@ class RankReports:
         return facts | {"degree": report.degree, "reforming": report}
 
     def _returning_pages(self, now: ReformingNow, page_s: float) -> dict[str, Any]:
-        """Pages of which the lost cells are not computed."""
+        """Return the fields about pages whose lost cells are fetched, not computed."""
         if not now.lost_cells:
             return {}
         if now.way is Way.SUBSTITUTE:  # They come with the loan, in no time.
@@ -92,7 +92,7 @@ class RankReports:
         return {"held_pages": self._core.held_pages, "held_page_s": held_page_s}
 
     def _experts(self, layout: Layout) -> ExpertReport | None:
-        """Those of the stages that are here: hosts balance their own."""
+        """Return the report on the experts of the local stages; hosts balance their own."""
         ranks = self._ranks
         groups = ranks.groups if isinstance(ranks, RanksOnNodes) else [ranks]
         for group in groups:
@@ -119,7 +119,7 @@ class RankReports:
         ]
 
     def _fetch_s(self, cells: int) -> float:
-        """Seconds to fetch so many cells of a page that an agent holds; 0: not known."""
+        """Return the time to fetch so many cells of a page from an agent; 0: not known."""
         geometry = self._ranks.geometry
         rate = self._port.agents_bytes_per_s()
         return geometry.page_bytes * cells / geometry.page_cells / rate if rate else 0.0

@@ -1,5 +1,5 @@
-"""Pages that other instances send for their streams, kept in this one's pool (KevlarFlow's replicas
-at a peer): a stream that comes here after a loss finds them as those of its own cache.
+"""Replicas of other instances' pages in this instance's pool (KevlarFlow's replicas at a peer). A
+stream that moves here after a loss finds them in the prefix cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ class PeerReplicas:
     """The `PageSink` of an instance. All methods run on its event loop."""
 
     def __init__(self, book: ReplicaBook, pool: PagePool, released: Callable[[], None]) -> None:
-        """`released`: called when pages that were being written have lost their pins."""
+        """`released` is called when written pages have lost their pins."""
         self.book = book
         self._pool, self._released = pool, released
 
@@ -27,7 +27,7 @@ class PeerReplicas:
     def begin(
         self, claim: CheckpointClaim, first_page: int, tags: Sequence[Tag]
     ) -> "IncomingPages":
-        """Raises TransferError: the pool is gone."""
+        """Begin to receive a range of pages; raises TransferError if the pool is gone."""
         run = self.book.begin(claim.stream, first_page, tags)
         try:
             staged = self._pool.stage([page for page in run.taken if page is not None])
@@ -37,14 +37,14 @@ class PeerReplicas:
         return IncomingPages(self, run, staged)
 
     def end(self, run: ReplicaRun) -> HeldPages:
-        """Nothing of the range is written any more."""
+        """End the writing of a range of pages."""
         held = self.book.end(run)
         self._released()
         return held
 
 
 class IncomingPages:
-    """A range of pages on its way into the pool."""
+    """A range of pages that is being received into the pool."""
 
     def __init__(self, replicas: PeerReplicas, run: ReplicaRun, staged: StagedPages) -> None:
         self._replicas, self._run, self._staged = replicas, run, staged
@@ -56,7 +56,9 @@ class IncomingPages:
         self._right.append(index)
 
     async def settle(self) -> None:
-        """Raises TransferError: the pool is gone, or has lost cells of these."""
+        """Write the right pages into the pool; raises TransferError if the pool is gone, or has
+        lost cells of the pages.
+        """
         await self._staged.restore(len(self._right))
         for index in self._right:
             self._replicas.book.arrived(self._run, index)

@@ -1,4 +1,4 @@
-"""Generation runs: one stream's request to an engine, and its outputs."""
+"""Generation runs: one attempt at a stream at an engine, and its outputs."""
 
 import asyncio
 import collections.abc
@@ -29,7 +29,7 @@ from kvrs_engine.scheduling.sources import PullSource
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Tokenizer and token ids of a model."""
+    """The tokenizer and the token ids of a model."""
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -38,7 +38,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The outcome of one step for one stream."""
+    """The sampled token of one step of one stream."""
 
     token_id: int
     logprobs: SampledLogprobs | None = None  # None: not asked for.
@@ -46,16 +46,16 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class OutputToken:
-    """A token that has log probabilities."""
+    """An output token with log probabilities."""
 
     token_id: int
     logprobs: SampledLogprobs
-    text_offset: int  # Characters of the stream's output before it.
+    text_offset: int  # Number of characters of the stream's output before the token.
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Output of one step of a stream. `finish_reason` is set on the last one."""
+    """The output of one step of a stream. The last one has a `finish_reason`."""
 
     token_ids: list[int]
     delta: TextDelta
@@ -68,7 +68,7 @@ class StepOutput:
 
 @dataclass(slots=True, eq=False)
 class GenerationRun:
-    """One attempt at one stream, while this engine generates it."""
+    """One attempt at one stream at this engine."""
 
     sequence: Sequence
     params: SamplingParams
@@ -80,38 +80,38 @@ class GenerationRun:
     max_tokens: int
     min_tokens: int
     end_token_ids: frozenset[int]  # Tokens that end the stream; not sampled before `min_tokens`.
-    stop_token_ids: frozenset[int]  # Those among them that the client named.
+    stop_token_ids: frozenset[int]  # The end tokens that the client named.
     sources: tuple[PullSource, ...]  # In the order of their pages.
-    checkpoints: tuple[CheckpointTarget, ...] = ()  # Where its newly filled pages go.
-    slot_token: int = 0  # Under which it fetches; 0: no agent counts its transfer.
-    drafts: tuple[int, ...] = ()  # Behind the history, as the request proposes them.
+    checkpoints: tuple[CheckpointTarget, ...] = ()  # Destinations of newly filled pages.
+    slot_token: int = 0  # The transfer slot of the fetch; 0: not granted by an agent.
+    drafts: tuple[int, ...] = ()  # Drafts after the history, from the request.
     reported_pages: int = 0  # Full pages at the last report to the checkpointer.
-    fetched_pages: int = 0  # The last one need not be full.
-    ending: StepOutput | None = None  # The only output, where the history is complete already.
+    fetched_pages: int = 0  # Including a partial last page.
+    ending: StepOutput | None = None  # The only output, if the history is complete already.
     outputs: asyncio.Queue[StepOutput | None] = field(
         default_factory=asyncio.Queue
     )  # None: aborted, or failed.
-    grammar: Grammar | None = None  # What the output has to be; None: any text.
-    failure: str | None = None  # Why the engine lost it, if it did.
-    failure_code: str = "engine_failed"  # The part of it that proxies pass on to clients.
+    grammar: Grammar | None = None  # Grammar of the output; None: any text.
+    failure: str | None = None  # The reason of a failure in the engine.
+    failure_code: str = "engine_failed"  # The code that proxies pass on to clients.
 
     @property
     def produced_tokens(self) -> int:
-        """Output tokens of the whole stream, those of earlier attempts included."""
+        """Number of output tokens of the whole stream, earlier attempts included."""
         return len(self.sequence.token_ids) - self.sequence.prompt_tokens
 
     @property
     def holds_slot(self) -> bool:
-        """Until its first new token, as its proxy counts."""
+        """True until the first new token, as for the proxy, if the run has a transfer slot."""
         return self.slot_token > 0 and len(self.sequence.token_ids) == self.sequence.history_tokens
 
     def drafts_ahead(self, most: int) -> tuple[int, ...]:
-        """At most so many of the request's drafts, behind the tokens that there are."""
+        """Return at most `most` of the request's drafts that follow the present tokens."""
         at = len(self.sequence.token_ids) - self.sequence.history_tokens
         return self.drafts[at : at + most]
 
     def fetch_report(self, page_size_tokens: int) -> FetchReport:
-        """The fetch of its pages has ended. The last position is computed in any case."""
+        """Return the report of the finished fetch. The last position is always computed."""
         sequence = self.sequence
         others = sequence.history_tokens - (sequence.cached_tokens or 0)
         loaded = min(self.fetched_pages * page_size_tokens, others - 1)
@@ -119,10 +119,11 @@ class GenerationRun:
         return FetchReport(sequence.stream, attempt, owner_epoch, loaded, others - loaded)
 
     def step(self, logits: Tensor, drafts: collections.abc.Sequence[int] = ()) -> list[StepOutput]:
-        """The outputs of one step, a token each, which are to be appended to the sequence.
+        """Sample one step; return an output per token. The caller appends the tokens to the
+        sequence.
 
-        `logits` are `[1 + drafts, vocab]`: behind the sequence, and behind each draft. A row counts
-        if all drafts before it were chosen.
+        `logits` are `[1 + drafts, vocab]`, after the sequence and after each draft. A row counts if
+        all drafts before it were chosen.
         """
         outputs: list[StepOutput] = []
         chosen: list[int] = []
@@ -139,7 +140,7 @@ class GenerationRun:
         return outputs
 
     def _choose(self, logits: Tensor, chosen: list[int]) -> Sampled:
-        """The token that comes after the sequence and `chosen`, from its logits `[vocab]`."""
+        """Sample the token after the sequence and `chosen` from the logits `[vocab]`."""
         row, position = logits, len(self.sequence.token_ids) + len(chosen)
         if self.penalties is not None:
             row = self.penalties.apply(row)
@@ -157,7 +158,7 @@ class GenerationRun:
         )
 
     def take(self, sampled: Sampled, produced_tokens: int) -> StepOutput:
-        """Turn a token, with which the stream has so many, into output."""
+        """Convert a token to output; `produced_tokens` is the stream's count including it."""
         token_id = sampled.token_id
         if self.penalties is not None:
             self.penalties.count(token_id)
@@ -167,7 +168,7 @@ class GenerationRun:
             else (OutputToken(token_id, sampled.logprobs, self.text.characters),)
         )
         if token_id in self.end_token_ids:
-            # A grammar that can say no more allows the end alone.
+            # A failed grammar allows the end only.
             if self.grammar is not None and self.grammar.failure:
                 self.failure = f"response_format: {self.grammar.failure}"
             delta = self.text.finish()
@@ -182,12 +183,11 @@ class GenerationRun:
         return StepOutput([token_id], delta, tokens=tokens)
 
     def replay(self, history: list[int]) -> StepOutput | None:
-        """Feed an output history to the text machine, so that held-back bytes and partial stop
-        strings are as they were when it was written. Returns the end of the stream if the history
-        is complete.
+        """Replay an output history into the text machine, to restore held-back bytes and partial
+        stop strings; return the end of the stream if the history is complete.
 
         Raises:
-            RequestError: the history goes on after its end, or is not what was asked for.
+            RequestError: the history goes on after an end, or does not fit the request.
         """
         for index, token_id in enumerate(history, 1):
             if index == len(history) and token_id in self.end_token_ids:
@@ -221,10 +221,10 @@ def make_run(
     model: Vocabulary,
     grammar: Grammar | None = None,
 ) -> GenerationRun:
-    """A run that continues exactly where the history of `sequence` ends.
+    """Create a run that continues exactly where the history of `sequence` ends.
 
     Raises:
-        RequestError: the history is no possible beginning of the answer.
+        RequestError: the history cannot be the beginning of an answer.
     """
     stop_token_ids = frozenset(request.stop_token_ids)
     # The end of the grammar is the end of the stream.
@@ -236,7 +236,7 @@ def make_run(
             top_p=request.top_p,
             top_k=request.top_k,
             min_p=request.min_p,
-            # Unseeded requests differ from each other, also where their seeds are not kept.
+            # Requests without a seed get a random one.
             seed=secrets.randbits(62) if request.seed is None else request.seed,
         ),
         penalties=_penalties(request, sequence, model.vocab_size),
@@ -258,7 +258,7 @@ def make_run(
 
 
 def _without(token_ids: collections.abc.Iterable[int], row: Tensor) -> Tensor:
-    """Logits `[vocab]` with those tokens impossible; as they are where no token would be left."""
+    """Return the logits `[vocab]` with these tokens masked, or unchanged if none would be left."""
     rest = row.clone()
     rest[list(token_ids)] = -torch.inf
     return rest if bool(torch.isfinite(rest).any()) else row
