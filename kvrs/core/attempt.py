@@ -1,7 +1,7 @@
-"""The decisions of one attempt at a stream, from its plan to the report of how it went.
+"""Decisions of one attempt at a stream, from its plan to the report of its result.
 
-Pure: no clock, no socket, no randomness. An edge performs the calls and reports what came of them,
-with `now_s`: the proxy's with sockets and tasks, the simulator's in virtual time.
+Pure: no clock, no socket, no randomness. A shell performs the calls and reports their results, with
+`now_s`: the proxy with sockets and tasks, the simulator in virtual time.
 
     begin        -> the instance to call for prefill, or straight to the decode call
     prefilled    -> whether the decode call follows, by `plan`, which may be another one now
@@ -10,7 +10,7 @@ with `now_s`: the proxy's with sockets and tasks, the simulator's in virtual tim
     resumed      -> its first token, and the first one after a stay
     failure, denial -> the report of its end, after the fault's `delay_s`; None: it is over
 
-A report of an attempt that is over changes nothing.
+A report of a finished attempt changes nothing.
 """
 
 from enum import Enum
@@ -30,15 +30,15 @@ from kvrs.protocol.instance import STORE, SlotRequest
 S = TypeVar("S", bound=LiveStream)
 
 
-# A request whose first token two instances did not bring in time has so many times longer at the
-# next one, up to the fourth power; so has one that no other instance could take.
+# Factor on the time limit of a request's first token, for each instance after two that missed it,
+# up to the fourth power; also for a request that no other instance could take.
 _SLOWER = 4.0
 _MOST_SLOW = 4
 
 
 class CallFault(Enum):
-    """How a call ended before its stream: its meaning for the instance, and whether the connection
-    ended without an error, so that the whole instance may be lost.
+    """Early end of a call: its meaning for the instance, and whether the connection ended without
+    an error, so that the whole instance may be lost.
     """
 
     REFUSED = ev.FailureKind.REFUSED, False
@@ -46,8 +46,8 @@ class CallFault(Enum):
     BUSY = ev.FailureKind.BUSY, False
     NOT_A_NUMBER = ev.FailureKind.NOT_A_NUMBER, False
     NOT_CONNECTED = ev.FailureKind.BUSY, True
-    ERROR = ev.FailureKind.ERROR, False  # An error answers the request before any token.
-    WRONG = ev.FailureKind.BROKEN, False  # An error, or no answer to the request.
+    ERROR = ev.FailureKind.ERROR, False  # The engine answered with an error before any token.
+    WRONG = ev.FailureKind.BROKEN, False  # The engine sent an error, or no answer to the request.
     SILENT = ev.FailureKind.SILENT, True
     LOST = ev.FailureKind.BROKEN, True
 
@@ -56,8 +56,8 @@ class CallFault(Enum):
         self.abrupt = abrupt
 
     def delay_s(self, *, is_given_up: bool = False, has_waited: bool = False) -> float:
-        """Return how long to wait with the report, for the loss of the whole instance. The loss of
-        one that is given up ends the attempt, however busy the event loop is.
+        """Return how long to delay the report, waiting for the loss of the whole instance. The loss
+        of a given-up instance ends the attempt, however busy the event loop is.
         """
         if has_waited or self.kind.is_refusal or self is CallFault.NOT_A_NUMBER:
             return 0.0
@@ -74,19 +74,19 @@ class Attempt(Generic[S]):
     def __init__(self, control: Control[S], live: S, plan: act.Plan) -> None:
         self.live = live
         self.plan = plan
-        self.failed_at = plan.prefill or plan.decode  # What a failure is attributed to.
+        self.failed_at = plan.prefill or plan.decode  # Instance to which a failure is attributed.
         self.has_resumed = False
-        self.is_whole = False  # Its answer comes in one piece, and nothing before its end.
+        self.is_whole = False  # The answer comes in one piece, with nothing before its end.
         self._control = control
         self.number = live.journal.attempt
         self._is_reported = False
-        # Of an attempt that is one call: the instance that computes the history, and how much of
-        # the output belongs to that.
+        # For a single call: the instance that computes the history, and the number of output tokens
+        # in that history.
         self.computes: InstanceId | None = None
         self._produced_before = 0
-        self._reused_tokens: int | None = None  # Of that history; None: not told.
-        # Instances whose silence is that of the call, those of them that compute a prompt for it,
-        # and the prediction of the attempt.
+        self._reused_tokens: int | None = None  # Cached tokens of the history; None: not reported.
+        # Instances whose silence counts for the call, those of them that compute its prompt, and
+        # the attempt's prediction.
         self._waits_for: tuple[Member, ...] = ()
         self._computes_at: tuple[Member, ...] = ()
         self._chosen: Estimate | None = None
@@ -100,10 +100,10 @@ class Attempt(Generic[S]):
     # Calls.
 
     def begin(self) -> InstanceId | None:
-        """Return the instance that gets a prefill call of its own; None: the decode call is next.
+        """Return the instance for a separate prefill call; None: the decode call is next.
 
-        Where one instance does both stages its prefix cache is the hand-off, and the call is needed
-        only for the ids of a prompt that came as text.
+        If one instance does both stages, its prefix cache is the hand-off, and the call is needed
+        only for the ids of a text prompt.
         """
         control, plan, journal = self._control, self.plan, self.live.journal
         decode = control.instances.known[plan.decode]
@@ -125,8 +125,8 @@ class Attempt(Generic[S]):
         return None
 
     def prefilled(self, now_s: float, reused_tokens: int | None = None) -> bool:
-        """Prefill has answered, which had `reused_tokens` in its prefix cache (None: it does not
-        say); True if the decode call follows, by `plan`, which the policy may just have changed.
+        """Note prefill's answer, with `reused_tokens` from its prefix cache (None: not reported);
+        return True if the decode call follows, by `plan`, which the policy may just have changed.
         """
         control, live = self._control, self.live
         if not self.is_current:
@@ -145,31 +145,31 @@ class Attempt(Generic[S]):
         plan = live.attempt.plan
         assert plan is not None
         if control.instances.known[plan.decode].health is not Health.UP:
-            # The policy knows as well; the stream waits for its next attempt.
+            # The policy knows this as well; the stream waits for its next attempt.
             control.halt(live)
             return False
         self.plan = plan
         return True
 
     def decode(self) -> SlotRequest | None:
-        """The decode call is next; return the slot that is to be asked for before it. The policy's
-        book gives it back with the first token, or when the attempt is over.
+        """Begin the decode call; return the slot to request before it. The policy's book releases
+        the slot at the first token, or at the attempt's end.
         """
         control, decode = self._control, self.plan.decode
         self.failed_at, there = decode, control.instances.known[decode]
-        if self.computes is not None:  # Begun, with its prediction.
+        if self.computes is not None:  # The call has begun, with its prediction.
             self._waits_for = (there, *self._computes_at)
         else:
             self._waits_for = (there,)
             self._computes_at = (there,) if self.plan.prefill is None else ()
             decision = self.live.attempt.decision
             self._chosen = None if decision is None else decision.chosen
-        if not self.plan.runs:  # A hand-off of a prefill is not counted.
+        if not self.plan.runs:  # A hand-off of a prefill needs no slot.
             return None
         return SlotRequest(decode, self.live.id, self.number, self.live.journal.owner_epoch)
 
     def asks_whole(self, now_s: float) -> None:
-        """The decode call is answered in one piece: nothing of it is awaited for a time."""
+        """Note that the decode call is answered in one piece: nothing is expected within a time."""
         self.is_whole = True
         if self.is_current:
             self._control.tell(ev.WholeAsked(self.live.id, self.number), now_s)
@@ -188,19 +188,19 @@ class Attempt(Generic[S]):
         predicted_s = 0.0
         if self._chosen is not None:
             predicted_s = self._chosen.work_s
-            if not self._computes_at:  # The transfer is left, and what a replay decodes.
+            if not self._computes_at:  # Only the transfer remains, and a replay's decoding.
                 predicted_s -= self._chosen.compute_s
         limit_s = max(progress.first_token_s(each, predicted_s) for each in self._waits_for)
-        # Where nothing else could begin with it, it would only come to the same instance again.
+        # If nothing else could begin the stream, it would only return to the same instance.
         is_alone = any(progress.is_alone(each.id, now_s) for each in self._waits_for)
         limit_s *= _SLOWER ** min(live.recovery.slow_attempts + is_alone, _MOST_SLOW)
-        # A prompt may take its turn beside others, or behind them: what moves is no hang.
+        # A prompt may run beside others, or after them: progress is no hang.
         computes_at = there if self.is_whole else self._computes_at
         moved_s = (progress.moved_for_s(each.id, heard_s) for each in computes_at)
         return limit_s + max(moved_s, default=0.0)
 
     def is_excused(self, now_s: float) -> bool:
-        """The instance re-forms and the stream waits for that, or it delivers to others."""
+        """The stream waits for the instance's re-forming, or the instance delivers to others."""
         progress, until_s = self._control.progress, self.live.stays_until_s
         return (until_s is not None and until_s > now_s) or any(
             progress.is_making_progress(each.id, now_s) for each in self._waits_for
@@ -209,14 +209,14 @@ class Attempt(Generic[S]):
     # Reports.
 
     def fell_silent(self, now_s: float) -> None:
-        """The call was silent for too long, without a sign of progress of its instance. Before its
-        first token the request itself may be at fault, if it was so elsewhere.
+        """Note that the call was silent for too long, without progress of its instance. Before its
+        first token the request itself may be at fault, if it was silent elsewhere too.
         """
         if self.has_resumed or not self.live.recovery.is_slow:
             self._control.progress.delivered[self.failed_at].stood_still_s = now_s
 
     def resumed(self, now_s: float) -> None:
-        """A token is with the client: the first one, or the first one after a stay."""
+        """Note that the client has a token: the first, or the first after a stay."""
         control, live = self._control, self.live
         if not self.is_current:
             return
@@ -224,7 +224,7 @@ class Attempt(Generic[S]):
             there = control.instances.known[self.plan.decode]
             self.has_resumed, self._waits_for = True, (there,)
         live.journal.commit_head()
-        # Of a recovery records follow, by which others go.
+        # A recovery has further records, which others read.
         is_plain = self.number == 1 and live.attempt.option is Option.START
         if is_plain and (self.computes is None or control.policy.keeps_plan(live, now_s)):
             control.postpone(self._report_resumed, now_s)
@@ -242,8 +242,8 @@ class Attempt(Generic[S]):
             control.checkpoints.resumed(live, now_s)
 
     def found(self, reused_tokens: int, now_s: float) -> None:
-        """The prefill that was called together with decode has ended, and had so many tokens in its
-        prefix cache. Its end may come before the first token, and after it.
+        """Note the end of the prefill that was called together with decode, with its tokens from
+        the prefix cache. It may come before or after the first token.
         """
         self._reused_tokens = reused_tokens
         if self.computes is None and self.is_current:
@@ -255,16 +255,16 @@ class Attempt(Generic[S]):
         return len(self.live.journal.prompt_ids or ()) + self._produced_before
 
     def blame_hand_off(self) -> None:
-        """The decode instance takes the prefill instance's answer for the cause of its error."""
+        """Blame the hand-off for the decode instance's error."""
         if self.computes is None and not self.has_resumed:
             self.failed_at = self.plan.prefill or self.failed_at
 
     def blame_prefill(self) -> None:
-        """The prefill call that went together with the decode call has failed."""
+        """Blame the prefill call that went together with the decode call."""
         self.failed_at = self.plan.prefill or self.failed_at
 
     def blame_store(self) -> None:
-        """The decode instance could not load what its store had said to have."""
+        """Blame the decode instance's store, from which it could not load."""
         if not self.has_resumed:
             self.failed_at = InstanceId(STORE)
 
@@ -276,13 +276,13 @@ class Attempt(Generic[S]):
         retry_after_s: float | None = None,
         final: bool = False,
     ) -> ev.AttemptFailed | None:
-        """Return the report of its failure; None: it is over."""
+        """Return the report of the attempt's failure; None: the attempt is over."""
         if not self.is_current:
             return None
         self._is_reported = True
         kind, produced = fault.kind, len(self.live.journal.output_ids)
         is_late = self.has_resumed if fault is CallFault.SILENT else produced > 0
-        if kind.is_doubtful and is_late:  # Its request has been served there, or elsewhere.
+        if kind.is_doubtful and is_late:  # The request has been served there, or elsewhere.
             kind = ev.FailureKind.BROKEN
         return ev.AttemptFailed(
             self.live.id,
@@ -297,7 +297,7 @@ class Attempt(Generic[S]):
         )
 
     def denial(self, wait_s: float) -> ev.SlotDenied | None:
-        """Return the report that no slot is left for it; None: it is over."""
+        """Return the report that no slot is free for the attempt; None: the attempt is over."""
         if not self.is_current:
             return None
         self._is_reported = True
@@ -310,7 +310,7 @@ class Attempt(Generic[S]):
         reused_tokens: int | None,
         now_s: float,
     ) -> None:
-        """The instance has computed the KV of the history."""
+        """Note that the instance has computed the history's KV."""
         control, live = self._control, self.live
         if live.guessed_tokens:
             tokens = len(live.journal.prompt_ids or ())

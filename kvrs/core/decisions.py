@@ -1,6 +1,4 @@
-"""The decision for a stream that has no attempt, and what it is predicted to cost. Nothing is
-booked.
-"""
+"""Decision for a stream without an attempt, and its predicted cost. Nothing is booked here."""
 
 from collections.abc import Sequence
 from math import inf
@@ -24,7 +22,7 @@ from kvrs.core.state import State
 
 
 def begin(state: State, now_s: float) -> None:
-    """Update the factors of predictions to what has been learned until now."""
+    """Update the predictions' correction factors."""
     if not state.corrections.learned:
         return
     state.factors.clear()
@@ -35,8 +33,8 @@ def begin(state: State, now_s: float) -> None:
 def start(
     state: State, stream: Stream, now_s: float, *, is_by_load: bool = False
 ) -> Decision | None:
-    """Start a stream from its beginning; None: there is no pair of instances for it.
-    `is_by_load`: wherever its prefix is.
+    """Decide a stream's start; None: no pair of instances for it. `is_by_load`: ignore cached
+    prefixes.
     """
     limits: StartLimits | None = NO_LIMITS
     if is_by_load:
@@ -50,9 +48,9 @@ def start(
         return None
     prefill, planned = pair
     decode = planned
-    if is_one_call(planned, prefill.id):  # One call, whose hand-off is weighed now.
+    if is_one_call(planned, prefill.id):  # A single call's hand-off is weighed now.
         decode = starts_at(state.view, stream, prefill, planned, state.settings.policy)
-    # The length of a text is a guess, and more than the model takes is refused at once.
+    # A text's length is a guess; a longer prompt than the model takes is refused at once.
     tokens = min(stream.prompt_tokens, prefill.info.max_model_len or stream.prompt_tokens)
     table, queue_s, transfer_s = prefill.prefill, prefill.queue_s, 0.0
     compute_s, is_covered = table.seconds_for(tokens), table.covers(tokens)
@@ -80,13 +78,13 @@ def start(
     most_s = budget_s(state, stream, now_s) if state.settings.slo.abort else None
     in_time = most_s is None or total_s <= most_s
     plan = act.Plan(decode.id, source, load=stream.load) if in_time else None
-    # Where one instance does both there is one queue.
+    # An instance that does both stages has one queue.
     wait_s = queue_s if source is None else queue_s + decode.queue_s
     refusal = None
     if wait_s > 0 and not stream.attempt.number:
         refusal = _refusal(state, stream, estimate, wait_s, now_s)
     if refusal is not None and len(stream.cached) > 1:
-        # It would go where its prefix is, which another instance may still take it without.
+        # The stream would go to its cached prefix; another instance may accept it without.
         found, by_load = stream.cached, start(state, stream, now_s, is_by_load=True)
         if by_load is not None and by_load.refusal is None:
             return by_load
@@ -95,7 +93,7 @@ def start(
 
 
 def _limits(state: State, stream: Stream, now_s: float) -> StartLimits:
-    """The waits that `start` holds the stream to."""
+    """Limits on the stream's waits for `start`."""
     wait_s = inf
     if not stream.attempt.number:
         wait_s = state.settings.policy.admission.wait_s
@@ -105,14 +103,13 @@ def _limits(state: State, stream: Stream, now_s: float) -> StartLimits:
 def _refusal(
     state: State, stream: Stream, chosen: Estimate, wait_s: float, now_s: float
 ) -> act.StreamRefusal | None:
-    """Why a stream that has had no attempt is not to start, by its predicted wait in the
-    queues; None: it may. So load is shed before the engines drown.
+    """Refusal of a new stream by its predicted wait in the queues; None: it may start. So load is
+    shed before the engines are overloaded.
 
-    A request is refused where the wait in the queues of its prefill and its decode instance
-    passes the bound, or makes it miss a deadline that it would keep on an idle cluster.
+    A request is refused if its wait in the queues of its prefill and decode instance exceeds the
+    bound, or makes it miss a deadline that it would keep on an idle cluster.
 
-    Streams that have begun are never refused here, nor are requests that were taken: their next
-    attempt is a recovery.
+    Begun streams and accepted requests are never refused here: their next attempt is a recovery.
     """
     bound_s = state.settings.policy.admission.wait_s
     if wait_s > bound_s:
@@ -134,9 +131,9 @@ def _refusal(
 def recover(
     state: State, stream: Stream, assigned: Member, limit: int, others: float, now_s: float
 ) -> Decision | None:
-    """Bring a stream back with its history, at the assigned target or at another one that has
-    fewer than `limit` streams; None: no option there keeps what was promised of it. `others`:
-    victims that are placed with it, per target.
+    """Decide a stream's recovery with its history, at the assigned target or another one with fewer
+    than `limit` streams; None: no option keeps its promises. `others`: victims placed together with
+    it, per target.
     """
     rule, targets = _rule(state), [assigned]
     if rule.several_targets and state.settings.policy.dispatch is Dispatch.REBALANCE:
@@ -158,9 +155,9 @@ def stay_or_leave(
     others: float,
     now_s: float,
 ) -> Decision | None:
-    """Go on in the same attempt at an instance that re-forms, or as `start` or `recover` would
-    elsewhere; None: it must leave, and cannot. `assigned`: None where there is no other target.
-    `others`: as in `recover`, with the instance itself as one of the targets.
+    """Decide whether to stay in the same attempt at a re-forming instance, or to `start` or
+    `recover` elsewhere; None: the stream must leave, and cannot. `assigned`: None without another
+    target. `others`: as in `recover`, including the instance itself.
     """
     rule, estimates = _rule(state), list[Estimate]()
     elsewhere: Decision | None = None
@@ -207,7 +204,7 @@ def _decision(
 
 
 def budget_s(state: State, stream: Stream, now_s: float) -> float | None:
-    """The time that the next token may take; None: no limit."""
+    """Time limit of the next token; None: no limit."""
     if not state.settings.slo.abort:
         return None
     due = stream.due_s()
@@ -215,16 +212,16 @@ def budget_s(state: State, stream: Stream, now_s: float) -> float | None:
 
 
 def settle(state: State, stream: Stream, decision: Decision, now_s: float) -> act.Settled:
-    """The record of a recovery that has brought a token, after learning from it."""
+    """Record of a recovery that has brought a token, after learning from it."""
     attempt, chosen = stream.attempt, decision.chosen
     real_s = now_s - attempt.started_s
-    # A replay is not there to be fast.
+    # A replay is not chosen for speed.
     others = (each for each in decision.estimates if each is not chosen)
     best_other_s = min(
         (each.total_s for each in others if chosen.option is not Option.REPLAY), default=real_s
     )
-    # A start was predicted from a guess at the prompt's length, and a hand-off that went
-    # elsewhere for another target.
+    # A start was predicted from a guessed prompt length, and a redirected hand-off for another
+    # target.
     as_predicted = (
         chosen.option is not Option.START
         and attempt.plan is not None
@@ -244,7 +241,7 @@ def settle(state: State, stream: Stream, decision: Decision, now_s: float) -> ac
 
 
 def deadline_missed(state: State, decision: Decision, lasts_s: float, now_s: float) -> None:
-    """Learn from a re-forming that is not over when it should be: it takes at least so long."""
+    """Learn from an overdue re-forming: it takes at least this long."""
     chosen = decision.chosen
     if _rule(state).learns and chosen.option.stays:
         state.corrections.observe(chosen.option, chosen.raw_s, lasts_s, now_s)
@@ -253,10 +250,10 @@ def deadline_missed(state: State, decision: Decision, lasts_s: float, now_s: flo
 def _eligible(
     state: State, stream: Stream, estimates: Sequence[Estimate], now_s: float
 ) -> Sequence[Estimate]:
-    """The estimates of options that have not just failed. A stream that only a replay continues
-    exactly has replays alone, if that was promised: there may be none, and one that has failed
-    is tried again, which may do better elsewhere or later. Any other stream has at least one
-    option, and not only the one that failed last, unless there is no other.
+    """Estimates of options that have not just failed. A stream that only a replay continues
+    exactly, if that was promised, has only replays: there may be none, and a failed one is tried
+    again, elsewhere or later. Any other stream has at least one option, and another than the last
+    failed one if possible.
     """
     is_promised = stream.promise is not Promise.NONE
     if stream.needs_replay and is_promised:
@@ -269,9 +266,9 @@ def _eligible(
     )
     recovery, last = stream.recovery, stream.attempt.option
     if recovery.slot_expired or queued_too_long:
-        # A stream with an expired slot may still be fetching: only an option that needs no
-        # slot may replace that at once. One that has queued for `recovery.wait_s` takes such an
-        # option too, so that no policy queues for ever.
+        # A stream with an expired slot may still be fetching, so only an option without a slot may
+        # follow at once. A stream that has queued for `recovery.wait_s` takes such an option too,
+        # so that no policy queues for ever.
         return [estimate for estimate in estimates if not options.takes_slot(estimate)]
     if stream.needs_replay and not is_promised and Option.REPLAY not in recovery.removed:
         estimates = [each for each in estimates if each.option is Option.REPLAY] or estimates

@@ -1,8 +1,8 @@
-"""Targets of the victims of one event: which ones each may have (`victim_of`), its own one of them
-(LUMEN section 4.3, locality-aware recovery scheduling: to their KV, then rebalanced away from
-overloaded targets), and those that are weighed beside that.
+"""Targets of the victims of one event: the allowed ones (`victim_of`), the assigned one (LUMEN
+section 4.3, locality-aware recovery scheduling: near the KV, then rebalanced away from overloaded
+targets), and further ones to weigh.
 
-The load of a target is its number of streams. Loads are those of the caller; nothing is booked.
+The load of a target is its number of streams. The caller gives the loads; nothing is booked here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,21 +19,21 @@ from kvrs.core.model.streams import Stream
 from kvrs.core.routing import may_have
 from kvrs.ids import InstanceId, NodeId, StreamId
 
-# How many targets are weighed per victim: a bound on the time of one decision.
+# Targets weighed per victim: a bound on the time of a decision.
 TARGETS_MAX = 4
 
 
 class Victim(msgspec.Struct, frozen=True):
     stream: StreamId
-    homes: tuple[InstanceId, ...] = ()  # Targets on the node of its holder.
-    held_pages: int = 0  # Of its history, at that holder.
-    excluded_epochs: frozenset[InstanceId] = frozenset()  # Instances that failed it.
+    homes: tuple[InstanceId, ...] = ()  # Targets on the holder's node.
+    held_pages: int = 0  # Pages of the history at that holder.
+    excluded_epochs: frozenset[InstanceId] = frozenset()  # Instances that failed the stream.
 
 
 def victim_of(view: ClusterView, stream: Stream, now_s: float) -> Victim:
-    """The dispatcher's view of a stream. Once its pause is over it may go back to an instance that
-    failed it, if there is no other. To an instance that computes other tokens it goes only if there
-    is no other.
+    """The dispatcher's view of a stream. After its pause the stream may return to an instance that
+    failed it, if there is no other, and it goes to an instance with other tokens only if there is
+    no other.
     """
     excluded_epochs = _barred(view, stream, now_s) if stream.excluded_epochs else frozenset()
     excluded_epochs |= stream.recovery.avoided
@@ -42,7 +42,7 @@ def victim_of(view: ClusterView, stream: Stream, now_s: float) -> Victim:
         excluded_epochs |= frozenset(member.id for member in lacking)
     if stream.tokens and (view.tokens_differ or stream.promise is not Promise.NONE):
         excluded_epochs |= _foreign(view, stream, excluded_epochs)
-    # With equal pages an agent comes first: its checkpoint survives the instances beside it.
+    # Agents come first at equal pages: their checkpoints survive the instances beside them.
     holders: list[tuple[int, NodeId]] = []
     for stored in stream.checkpoints.values():
         holders.append((stored.pages, stored.agent.node))
@@ -67,9 +67,9 @@ def victim_of(view: ClusterView, stream: Stream, now_s: float) -> Victim:
 
 
 def _barred(view: ClusterView, stream: Stream, now_s: float) -> frozenset[InstanceId]:
-    """The targets that failed the stream; none if there is no other, and its pause is over."""
+    """Targets that failed the stream; empty if there is no other target, and its pause is over."""
     targets = view.targets(stream.name)
-    if stream.promise is not Promise.NONE:  # Others could not take it.
+    if stream.promise is not Promise.NONE:  # Other targets could not take the stream.
         targets = [each for each in targets if each.continues(stream.tokens, stream.promise)]
     barred = frozenset(member.id for member in targets if stream.bars(member))
     are_all = len(barred) == len(targets)
@@ -79,8 +79,8 @@ def _barred(view: ClusterView, stream: Stream, now_s: float) -> frozenset[Instan
 def _foreign(
     view: ClusterView, stream: Stream, excluded: frozenset[InstanceId]
 ) -> frozenset[InstanceId]:
-    """The targets at which the stream would go on with other tokens: if there are better ones, or
-    in any case where other tokens would break a promise.
+    """Targets at which the stream would continue with other tokens, if there are better ones, or if
+    other tokens would break a promise.
     """
     open_ = [member for member in view.targets(stream.name) if member.id not in excluded]
     foreign = [each for each in open_ if not each.continues(stream.tokens, stream.promise)]
@@ -91,10 +91,10 @@ def _foreign(
 def assign(
     how: Dispatch, victims: Sequence[Victim], loads: Mapping[InstanceId, int]
 ) -> dict[StreamId, InstanceId]:
-    """A target for each victim that has any; `loads` names the targets, without the victims."""
+    """Assign a target to each victim that has any; `loads` has the targets, without the victims."""
     loads = dict(loads)
     assigned: dict[StreamId, InstanceId] = {}
-    # Victims with a holder are placed first, so that the others fill what is left.
+    # Victims with a holder are placed first; the others fill the rest.
     for victim in victims if how is not Dispatch.LEAST_LOADED else ():
         if victim.homes and (target := _least(victim, victim.homes, loads)) is not None:
             assigned[victim.stream] = target
@@ -111,20 +111,18 @@ def assign(
 
 
 def ceiling(victims: int, loads: Mapping[InstanceId, int]) -> int:
-    """The mean load once so many victims are placed, rounded up (LUMEN section 4.3); without any
-    target 0.
-    """
+    """Mean load after placing `victims`, rounded up (LUMEN section 4.3); 0 without targets."""
     return -(-(sum(loads.values()) + victims) // len(loads)) if loads else 0
 
 
 def _rebalance(
     victims: Sequence[Victim], assigned: dict[StreamId, InstanceId], loads: dict[InstanceId, int]
 ) -> None:
-    """From the most loaded target first, smallest checkpoint first, to the least loaded; each
-    victim moves at most once.
+    """Move victims from the most loaded target, smallest checkpoint first, to the least loaded;
+    each victim moves at most once.
 
-    It ends when no target that has victims to give is above the ceiling of the mean, or no move
-    would help.
+    The moves end when no target with movable victims is above the ceiling of the mean, or no move
+    helps.
     """
     limit = ceiling(0, loads)
     movable: dict[InstanceId, list[Victim]] = {}
@@ -151,7 +149,7 @@ def _rebalance(
 def _least(
     victim: Victim, among: Iterable[InstanceId], loads: Mapping[InstanceId, int]
 ) -> InstanceId | None:
-    """The least loaded of these targets that the victim may have. A loop, since it is run for each
+    """The least loaded of these targets that the victim may have. A loop, because it runs for each
     victim and `min` with a key takes five times as long.
     """
     best: InstanceId | None = None
@@ -166,8 +164,8 @@ def _least(
 
 
 def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int) -> list[Member]:
-    """The targets to weigh: the assigned one and the least loaded ones beside it, as far as they
-    have fewer than `limit` streams; where none has, the assigned one.
+    """Targets to weigh: the assigned one and the least loaded others with fewer than `limit`
+    streams; without such ones, the assigned target.
     """
     targets = [assigned] if assigned.streams < limit else []
     is_free, tokens, promise = stream.is_free, stream.tokens, stream.promise

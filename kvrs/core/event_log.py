@@ -1,13 +1,12 @@
-"""The event log: a policy's events and actions, so that an incident can be run again.
+"""Format of the event log: a policy's events and actions, by which an incident can be rerun.
 
-JSON lines; text in, text out. The first line names the version and the settings, each further one
-an event, its time and the actions that it led to. Numbers come back exactly as they were, so that
+The log is JSON lines; this module reads and writes text. The first line has the version and the
+settings, each further line an event, its time and its actions. Numbers keep their exact values, so
 the same events lead to the same actions.
 
-A log that outgrows its file goes on in the next one, with the number of the part in its header; the
-files before it are kept as `PATH.NUMBER.gz`. To be run again, the parts are read one after another
-from the first: the policy's state depends on all earlier events. A part 1 behind other lines is a
-new proxy.
+A log that outgrows its file continues in the next one, whose header has the number of the part;
+earlier files are kept as `PATH.NUMBER.gz`. A rerun reads all parts from the first, because the
+policy's state depends on all earlier events. A part 1 behind other lines begins a new proxy.
 """
 
 import json
@@ -35,11 +34,11 @@ from kvrs.protocol.geometry import Positive
 from kvrs.protocol.instance import LoadReport, Natural, Seconds
 
 VERSION = 2
-# A time to which a moment cannot be added, or that is no number, never reaches an alarm.
+# Latest valid time: a time too large to add to, or not a number, never reaches an alarm.
 _LATEST_S = 1e9
 _NO_HEADER = "no header; allowed: an event log of kvrs, from its first line on"
 
-# Fields of a load report that are left out while they have these values.
+# Fields of a load report that are omitted at these values.
 _UNSAID: dict[str, Any] = dict(
     [*msgspec.to_builtins(LoadReport(0, 0, 0, 0, 0.0, [])).items()][
         -len(LoadReport.__struct_defaults__) :
@@ -61,7 +60,7 @@ class LogEntry(msgspec.Struct, frozen=True):
     now_s: float
     event: ev.Event
     actions: tuple[act.Action, ...]
-    wall_s: float | None = None  # The same moment by the wall clock; older logs have none.
+    wall_s: float | None = None  # The same time by the wall clock; None in older logs.
 
 
 class RerunDifference(msgspec.Struct, frozen=True):
@@ -73,7 +72,7 @@ class RerunDifference(msgspec.Struct, frozen=True):
 
 class Rerun(msgspec.Struct, frozen=True):
     lines: int
-    counts: dict[str, int]  # Events and actions by name, up to the difference.
+    counts: dict[str, int]  # Numbers of events and actions by name, up to the difference.
     difference: RerunDifference | None
 
 
@@ -113,9 +112,7 @@ class _Line(msgspec.Struct):
 def header_line(
     policy: PolicySettings, slo: SloSettings, backup: BackupSettings, part: int = 1
 ) -> str:
-    """The first line of a file, without its end. `part` goes up when a log goes on in another
-    file.
-    """
+    """First line of a file, without its line end. `part` rises with each further file of a log."""
     header = msgspec.to_builtins(Header(policy, slo, backup, part), enc_hook=_as_plain)
     return json.dumps({"kvrs_event_log": VERSION} | header)
 
@@ -123,21 +120,21 @@ def header_line(
 def event_line(
     now_s: float, event: ev.Event, actions: Sequence[act.Action], wall_s: float | None = None
 ) -> str:
-    """One line, without its end: an event at `now_s`, and the actions it led to; `wall_s` is the
-    same moment by the wall clock.
+    """Line of an event at `now_s` and its actions, without its line end; `wall_s` is the same time
+    by the wall clock.
     """
     at = {"at_s": now_s} if wall_s is None else {"at_s": now_s, "wall_s": round(wall_s, 3)}
-    # `json` rather than msgspec's own writer, which has null for what is not finite.
+    # `json` is used because msgspec's writer has null for non-finite numbers.
     return json.dumps(
         at | {"event": _plain(event), "actions": [_plain(action) for action in actions]}
     )
 
 
 def read(lines: Iterable[str]) -> Iterator[Header | LogEntry]:
-    """The records of a log, one by one.
+    """Read the records of a log one by one.
 
     Raises:
-        LogError: a line is none, or the first is no header.
+        LogError: an invalid line, or a first line that is no header.
     """
     for number, text in enumerate(lines, 1):
         try:
@@ -157,15 +154,13 @@ def read(lines: Iterable[str]) -> Iterator[Header | LogEntry]:
 
 
 class RecalledCaches:
-    """The cached tokens that a log has of the instances between which prompts were placed: by these
-    a policy decides again that does not have the prompts.
-    """
+    """Cached tokens of instances from a log's placements, which replace the prompts in a rerun."""
 
     def __init__(self) -> None:
         self._recalled: dict[StreamId, Recalled] = {}
 
     def policy_of(self, header: Header) -> RecoveryPolicy:
-        """A policy as at the beginning of the log."""
+        """Make the policy at the start of the log."""
         return RecoveryPolicy(
             header.policy,
             header.slo,
@@ -174,14 +169,14 @@ class RecalledCaches:
         )
 
     def recall(self, policy: RecoveryPolicy, entry: LogEntry) -> None:
-        """Before the policy gets the event of the entry."""
+        """Restore the cached tokens before the policy gets the entry's event."""
         for action in entry.actions:
             if isinstance(action, act.Start):
                 recalled = Recalled(action.cached, action.plan.load)
             elif isinstance(action, act.GiveUp):
                 recalled = Recalled(action.cached)
             elif isinstance(action, act.Recovered) and action.option is not Option.START:
-                # A fresh stream that stays where it is was compared with a start.
+                # A new stream that stays was compared with a start.
                 starts = [each for each in action.estimates if each.option is Option.START]
                 if not starts:
                     continue
@@ -195,11 +190,12 @@ class RecalledCaches:
 
 
 def rerun(lines: Iterable[str]) -> Rerun:
-    """Give a fresh policy all events again, and compare its actions with those recorded, up to the
+    """Pass all events to a new policy, and compare its actions with the recorded ones, up to the
     first difference.
 
     Raises:
-        LogError: a line is none, the log begins in the middle, or the policy fails on an event.
+        LogError: an invalid line, a log that begins in the middle, or an event on which the policy
+            fails.
     """
     policy: RecoveryPolicy | None = None
     header: Header | None = None
@@ -244,12 +240,13 @@ def _handled(policy: RecoveryPolicy, entry: LogEntry) -> tuple[act.Action, ...]:
         TypeError,
         ValueError,
     ) as error:
-        # An event that no driver sends, or a bug: either way the line is the useful information.
+        # The event is impossible or the policy has a bug: either way the line is the useful
+        # information.
         raise LogError(f"line {entry.line}: the policy fails on it: {error!r}") from error
 
 
 def _same(recorded: tuple[act.Action, ...], again: tuple[act.Action, ...]) -> bool:
-    # As text too, because NaN does not equal itself.
+    # Compared as text too, because NaN does not equal itself.
     return recorded == again or _text(recorded) == _text(again)
 
 
@@ -270,8 +267,8 @@ def _plain(record: ev.Event | act.Action) -> dict[str, Any]:
 
 
 def _as_plain(value: Any) -> Any:
-    """The hook of msgspec for values of types that are not its own; by its contract it raises
-    NotImplementedError for those that it cannot encode.
+    """The hook of msgspec for values of foreign types. By its contract it raises
+    NotImplementedError for types that it cannot encode.
     """
     if isinstance(value, Mapping):
         return dict(value)
@@ -281,7 +278,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def _public(fields: dict[str, Any]) -> dict[str, Any]:
-    """Without the fields that a table derives when it is made."""
+    """Fields except those that a table derives itself."""
     return {name: value for name, value in fields.items() if not name.startswith("_")}
 
 
@@ -303,8 +300,8 @@ def _entry(number: int, found: Any) -> LogEntry:
 
 
 def _as_settings(kind: type, found: Any) -> Any:
-    """The hook of msgspec for fields of types that are not its own; by its contract it raises
-    NotImplementedError for those that it cannot make.
+    """The hook of msgspec for fields of foreign types. By its contract it raises
+    NotImplementedError for types that it cannot make.
     """
     if not issubclass(kind, Settings):
         raise NotImplementedError(f"{kind.__name__} has no place in an event log")

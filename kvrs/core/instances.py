@@ -15,8 +15,8 @@ from kvrs.core.state import State
 from kvrs.ids import StreamId
 from kvrs.protocol.gpus import GpuState
 
-# A death within this time of coming up is a quick one. So many of them in a row are no loop yet;
-# each further process of the instance waits longer before it gets work.
+# Time after coming up within which a death is quick, and number of quick deaths in a row without
+# consequence; each further process of the instance waits longer before it gets work.
 _QUICK_S = 10.0
 _FREE_DEATHS = 2
 _FIRST_PAUSE_S = 1.0
@@ -32,7 +32,7 @@ def up(state: State, event: ev.InstanceUp, now_s: float) -> None:
         member.told = None
         state.view.set_self_tested(member, event)
         return
-    # What ran in the former epoch is gone, also when its loss was not reported.
+    # The former epoch's streams are lost, even if its loss was not reported.
     lost = [] if member is None else _lose(state, member, "replaced by a new epoch", {}, now_s)
     member = state.view.add(state.member_of(event))
     state.view.prefixes.up(member, keeps=bool(info.kept) or event.had_not_ended)
@@ -50,7 +50,7 @@ def up(state: State, event: ev.InstanceUp, now_s: float) -> None:
 
 
 def _pause_after_deaths(state: State, member: Member, now_s: float) -> None:
-    """A process has come up; it is closed for a while if those before it died quickly."""
+    """Close a new process for a while if its predecessors died quickly."""
     deaths = member.answers.quick_deaths = state.quick_deaths.get(member.id, 0)
     member.up_s = now_s
     if deaths >= _FREE_DEATHS:
@@ -72,8 +72,8 @@ def reported(state: State, event: ev.LoadReported, now_s: float) -> None:
     if not member.decodes:
         state.view.prefill_order.note_prompts(member, report.queued + report.running)
     else:
-        # Streams that this proxy has not sent there belong to other proxies (LUMEN section 4.3:
-        # the load of a target is all that it runs or queues).
+        # Other streams there belong to other proxies (LUMEN section 4.3: a target's load is
+        # everything that it runs or queues).
         streams = report.queued + report.running if event.has_peers else 0
         others = max(0, streams - len(member.running))
         state.view.count_stream(member, others - member.others_reported)
@@ -81,23 +81,23 @@ def reported(state: State, event: ev.LoadReported, now_s: float) -> None:
     queue_s = report.queue_delay_s
     if (reforming := member.reforming) is not None:
         reforming.queue_s = queue_s
-        # Nothing of the queue is computed before.
+        # The queue is not computed before the re-forming ends.
         queue_s += max(0.0, reforming.ready_s - now_s)
     state.view.prefill_order.note_queue(member, queue_s)
 
 
 def _drain(state: State, member: Member, produced: Mapping[StreamId, int], now_s: float) -> None:
-    """Streams on an instance that is about to end are moved while their KV is still there."""
+    """Move streams from an instance that is about to end, while their KV is still there."""
     member.draining = True
     state.view.update(member)
-    # With every report, so that one which re-forms is waited for.
+    # Repeated at every report, so that a re-forming target is awaited.
     if _can_move_from(state, member):
         _leave_kv(state, member, produced)
         _move(state, member, "moved: its instance is about to end", produced, now_s)
 
 
 def _re_form(state: State, member: Member, event: ev.LoadReported, now_s: float) -> None:
-    """Its streams stay, or leave; what queues for a slot there is placed again."""
+    """Let the instance's streams stay or leave, and place its queue for slots again."""
     if event.report.reforming is None:
         staying.reformed(state, member, event, now_s)
         return
@@ -123,7 +123,7 @@ def ended(
                 starter.gather(state, victims, now_s)
         case ev.InstanceRemoved():
             if member is not None:
-                member.drain_ordered = True  # What runs there is not to blame.
+                member.drain_ordered = True  # The instance's streams are not to blame for its end.
                 victims = _lose(state, member, "removed", event.produced_tokens, now_s)
                 starter.gather(state, victims, now_s)
             state.drain_ordered.discard(name)
@@ -162,7 +162,7 @@ def gpu_judged(state: State, event: ev.GpuJudged, now_s: float) -> None:
 
 
 def learned(state: State, event: ev.SelfTested | ev.NamesListed, now_s: float) -> None:
-    """Other facts of an instance that runs on."""
+    """Update what is known of a live instance (self-test, names)."""
     member = state.view.members.get(event.instance)
     if member is None or event.epoch != member.epoch:
         return
@@ -177,7 +177,7 @@ def learned(state: State, event: ev.SelfTested | ev.NamesListed, now_s: float) -
 
 
 def ordered(state: State, event: ev.DrainOrdered | ev.DrainEnded, now_s: float) -> None:
-    """By an operator, for all processes of the instance."""
+    """Apply an operator's drain order, for all processes of the instance."""
     member = state.view.members.get(event.instance)
     if isinstance(event, ev.DrainEnded):
         state.drain_ordered.discard(event.instance)
@@ -195,14 +195,14 @@ def ordered(state: State, event: ev.DrainOrdered | ev.DrainEnded, now_s: float) 
 
 
 def _can_move_from(state: State, member: Member) -> bool:
-    """The instance is drained, and others that compute now can take its streams."""
+    """The instance is drained, and other instances can take its streams now."""
     others = [each for each in state.view.members.values() if not each.must_drain]
     return member.is_drained and have_roles_of(member, others)
 
 
 def _leave_kv(state: State, member: Member, produced_tokens: Mapping[StreamId, int]) -> None:
-    """Keep the KV of its streams for fetching: by a lease while the process is about to end,
-    else because nothing new takes the place of pages in its prefix cache.
+    """Keep the KV of the instance's streams for fetching: by a lease while the process is about to
+    end, else because nothing new replaces pages in its prefix cache.
     """
     for stream in _running(state, member) if member.retains else []:
         is_whole = not member.has_lost_cells(stream.id)
@@ -215,7 +215,7 @@ def _leave_kv(state: State, member: Member, produced_tokens: Mapping[StreamId, i
 def _move(
     state: State, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float
 ) -> None:
-    """Decide what runs there as if it were lost, though it still runs: nothing is fenced."""
+    """Decide the instance's streams as if it were lost, although it runs: nothing is fenced."""
     steps.halt_all(state, _running(state, member))
     event = InstanceLeft(member.id, cause, produced_tokens, is_lost=False)
     starter.gather(state, _leave(state, member, event, now_s), now_s)
@@ -228,7 +228,7 @@ def _lose(
     produced_tokens: Mapping[StreamId, int],
     now_s: float,
 ) -> list[Stream]:
-    """Take it and its streams out of the books; return those that are to be placed again."""
+    """Remove the instance and its streams from the books; return the streams to place again."""
     state.view.remove(member)
     if now_s - member.up_s < _QUICK_S:
         state.quick_deaths[member.id] = state.quick_deaths.get(member.id, 0) + 1
@@ -245,8 +245,8 @@ def _lose(
 
 
 def _leave(state: State, member: Member, event: InstanceLeft, now_s: float) -> list[Stream]:
-    """Apply the event to the streams that run there or queue for a slot there: they are to be
-    placed again.
+    """Apply the event to the instance's streams and its queue for slots; return the streams to
+    place again.
     """
     names = [*sorted(member.running), *state.slots.waiting_for(member.id)]
     streams = [state.streams[each] for each in names]

@@ -66,7 +66,7 @@ def reported(state: State, event: ev.CheckpointsReported) -> None:
 
 
 def _replicated(state: State, event: ev.CheckpointsReported) -> None:
-    """An instance reports replicas. Of streams that it keeps under a lease it has more."""
+    """Note an instance's report of replicas. It has more of streams that it keeps under a lease."""
     member = state.view.members.get(event.holder)
     if member is None or event.epoch != member.epoch:
         return
@@ -90,7 +90,7 @@ def retain(state: State, stream: Stream, member: Member, pages: int) -> None:
 
 
 def leave(state: State, stream: Stream, member: Member, pages: int) -> None:
-    """The stream is moved from there, and may fetch what it has computed until it resumes."""
+    """Note that a stream leaves an instance, from which it may fetch its KV until it resumes."""
     held = stream.holders.get(member.id)
     kept = held.pages - held.left_pages if held is not None else 0
     stream.holders[member.id] = Holder(member, max(pages, kept), max(0, pages - kept))
@@ -98,7 +98,7 @@ def leave(state: State, stream: Stream, member: Member, pages: int) -> None:
 
 
 def resumed(state: State, stream: Stream) -> None:
-    """Elsewhere: what it has left behind may be overwritten from now on."""
+    """Note that a stream has resumed: KV that it left elsewhere may be overwritten."""
     for instance, held in [*stream.holders.items()]:
         if held.left_pages == held.pages:
             forget(state, stream.id, instance)
@@ -107,7 +107,7 @@ def resumed(state: State, stream: Stream) -> None:
 
 
 def is_left_at(state: State, instance: InstanceId) -> bool:
-    """Streams that were moved from there have not resumed yet."""
+    """Streams that left the instance have not resumed yet."""
     member = state.view.members.get(instance)
     return member is not None and any(
         state.streams[each].holders[instance].left_pages for each in member.held
@@ -115,7 +115,7 @@ def is_left_at(state: State, instance: InstanceId) -> bool:
 
 
 def forget(state: State, stream_id: StreamId, holder: InstanceId) -> None:
-    """The holder keeps no KV of the stream any more."""
+    """Note that the holder has dropped the stream's KV."""
     stream = state.streams.get(stream_id)
     if stream is None:
         return
@@ -126,8 +126,8 @@ def forget(state: State, stream_id: StreamId, holder: InstanceId) -> None:
 
 
 def distrust(state: State, stream: Stream) -> None:
-    """Its KV may be what spoils its logits: the next attempt loads none of it, and finds none
-    in a cache either, since the driver gives its pages another salt.
+    """Drop a stream's KV, which may spoil its logits: the next attempt loads none of it, and finds
+    none in a cache, because the driver salts its pages anew.
     """
     for holder in {*stream.holders, *stream.checkpoints}:
         forget(state, stream.id, holder)
@@ -135,7 +135,7 @@ def distrust(state: State, stream: Stream) -> None:
 
 
 def of(state: State, stream_id: StreamId) -> tuple[ev.Kept, ...]:
-    """All locations, for the proxy that may have to go on with the stream."""
+    """All locations of a stream's KV, for a proxy that may have to continue it."""
     stream = state.streams.get(stream_id)
     if stream is None:
         return ()
@@ -152,7 +152,7 @@ def of(state: State, stream_id: StreamId) -> tuple[ev.Kept, ...]:
 
 
 def inherit(state: State, stream: Stream, kept: Iterable[ev.Kept]) -> None:
-    """Take over locations from another proxy, as far as those epochs are still up."""
+    """Take over locations from another proxy, if their epochs are still up."""
     for each in kept:
         member, agent = state.view.members.get(each.holder), state.view.agents.get(each.holder)
         if member is not None and member.epoch == each.epoch:
@@ -198,8 +198,8 @@ def _note_rows(state: State, agent: Agent, rows: RowsReport) -> None:
 def _rows_lost(state: State, agent: Agent) -> None:
     _note_rows(state, agent, NO_ROWS)
     for member in state.view.by_node.get(agent.node, ()):
-        # The loss of an agent may be known before the loss of its node's instances, whose
-        # streams then go on from a second copy.
+        # An agent's loss may be known before that of its node's instances, whose streams then
+        # continue from a second copy.
         if member.has_tier and not state.copying[member.rows]:
             member.set_rows("")
 

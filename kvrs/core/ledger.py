@@ -1,4 +1,4 @@
-"""The ledger of streams: their stages, what their attempts take up in the cluster view (work, bytes
+"""Ledger of streams: their stages, and what their attempts occupy in the cluster view (work, bytes
 on links, slots, alarms, room for checkpoints).
 """
 
@@ -17,8 +17,8 @@ _IDLE = (Stage.WAITING, Stage.QUEUED)
 
 
 def begin(state: State, stream: Stream, plan: act.Plan, decision: Decision, now_s: float) -> None:
-    """The stream's next attempt. Its prefill or decode computes for `decision.chosen.compute_s`
-    before anything comes of it.
+    """Begin the stream's next attempt. Its prefill or decode computes for
+    `decision.chosen.compute_s` before its first result.
     """
     if stream.stage is Stage.QUEUED:
         state.slots.leave(stream.id)
@@ -57,12 +57,12 @@ def begin(state: State, stream: Stream, plan: act.Plan, decision: Decision, now_
     if runs_on.guess is not None:
         state.prefill_scale.began(runs_on, stream.id, now_s, is_whole=is_start)
     if runs_on is not decode and is_one_call(decode, runs_on.id):
-        # The one call of both stages goes there, or one of two, and is lost with it.
+        # The single call of both stages, or one of two calls, goes to decode, and is lost with it.
         decode.running.add(stream.id)
 
 
 def hand_off(state: State, stream: Stream, plan: act.Plan, prefill: Member, decode: Member) -> None:
-    """Prefill is done; the attempt goes on at `decode`, by this plan."""
+    """Note the end of prefill: the attempt continues at `decode`, by this plan."""
     attempt, planned = stream.attempt, stream.attempt.decodes_on
     assert planned is not None, stream
     prefill.running.discard(stream.id)
@@ -89,8 +89,8 @@ def _put_runs(state: State, attempt: AttemptState, plan: act.Plan, decode: Membe
 
 
 def _put_hand_off(state: State, stream: Stream, prefill: Member, decode: Member) -> None:
-    """Book the hand-off on its link from the start of prefill on: a fetch that is decided
-    meanwhile may still be under way when the hand-off begins.
+    """Book the hand-off on its link from the start of prefill: a fetch decided meanwhile may still
+    run when the hand-off begins.
     """
     size_bytes = stream.history_tokens * decode.bytes_per_token
     link = state.view.link(prefill.node, decode.node)
@@ -100,7 +100,7 @@ def _put_hand_off(state: State, stream: Stream, prefill: Member, decode: Member)
 def prefilled(
     state: State, stream: Stream, member: Member, event: ev.PrefillDone, now_s: float
 ) -> None:
-    """The instance has the KV of the attempt's history: learn from it, and note where it is."""
+    """Note that the instance has the KV of the attempt's history, and learn from it."""
     tokens, reused = event.history_tokens, event.reused_tokens
     note_found(state, stream, member, event, now_s)
     if member.guess is not None and state.prefill_scale.done(
@@ -113,7 +113,7 @@ def prefilled(
     for stored in stream.checkpoints.values() if stream.prefix.hashes else ():
         if not stored.rows:
             state.view.stored.send(stored.agent, stream.prefix, stream.prompt_tokens)
-    # It may be an answer from before the re-forming in which cells of the pages were lost.
+    # The answer may predate the re-forming in which cells of the pages were lost.
     has_whole = member.reforming is None or not member.has_lost_cells(stream.id)
     if has_whole and (member.retains or member.caches):
         kv_locations.retain(state, stream, member, tokens // member.page_size_tokens)
@@ -122,17 +122,17 @@ def prefilled(
 def note_found(
     state: State, stream: Stream, member: Member, event: ev.PrefillDone, now_s: float
 ) -> None:
-    """The instance, or the agent from which it has loaded, had so much of a new prompt."""
+    """Note how much of a new prompt the instance, or the agent it loaded from, had."""
     tokens, found = event.history_tokens, event.reused_tokens
     if found is None or stream.attempt.option is not Option.START:
         return
     view, plan, length = state.view, stream.attempt.plan, max(1, stream.prompt_tokens)
     view.prefixes.count(member, tokens, found)
-    # The length was perhaps a guess.
+    # The length may have been a guess.
     if plan is None or (load := plan.load) is None:
         predicted = stream.cached.get(member.id, 0) * tokens // length
-        # One that decodes has answers too, which come with the next turn, and one with a tier
-        # or a store loads what others have.
+        # A decode instance also has answers, which return with the next turn; one with a tier or a
+        # store loads what others have.
         others = member.decodes or bool(member.rows)
         view.prefixes.correct(member, stream.prefix, predicted, found, finds_others=others)
     elif stream.attempt.number == 1 and (agent := view.agents.get(load.agent)) is not None:
@@ -144,7 +144,7 @@ def note_found(
 
 
 def settle_bookings(state: State, stream: Stream) -> None:
-    """The attempt's work has been done and its bytes have arrived, or it is over."""
+    """Remove the attempt's bookings: its work is done and its bytes have arrived, or it is over."""
     attempt = stream.attempt
     if attempt.booked_on is not None:
         state.view.prefill_order.unbook(attempt.booked_on, attempt.booked_s)
@@ -155,14 +155,14 @@ def settle_bookings(state: State, stream: Stream) -> None:
 
 
 def arrived(state: State, stream: Stream) -> None:
-    """The attempt has brought a token: what it fetched or computed first is there."""
+    """Note the attempt's token: everything fetched or computed before is complete."""
     settle_bookings(state, stream)
     if stream.id in state.slots.held:
         state.slots.release(stream.id)
 
 
 def resume(state: State, stream: Stream) -> None:
-    """The attempt has brought a token to the client, and nothing more is waited for."""
+    """Note that the client has the attempt's token: nothing more is awaited."""
     attempt = stream.attempt
     if attempt.booked_on is not None or attempt.links or stream.id in state.slots.held:
         arrived(state, stream)
@@ -175,20 +175,20 @@ def resume(state: State, stream: Stream) -> None:
 
 
 def stay(state: State, stream: Stream, decision: Decision, now_s: float) -> None:
-    """The attempt goes on at its instance, which re-forms, as decided now."""
+    """Keep the attempt at its re-forming instance, as decided now."""
     attempt = stream.attempt
     attempt.option, attempt.decision = decision.chosen.option, decision
     attempt.started_s = now_s
 
 
 def set_stay_deadline(state: State, stream: Stream, deadline: StayDeadline) -> None:
-    """Until when an attempt that stays is waited for."""
+    """Set the time until which a staying attempt is awaited."""
     stream.attempt.stay_deadline = deadline
     state.timers.set(stream.id, deadline.until_s)
 
 
 def clear_stay_deadline(state: State, stream: Stream) -> None:
-    """The instance that the attempt stayed at has done its part."""
+    """Clear the deadline: the instance has finished its re-forming."""
     state.timers.alarms_s.pop(stream.id, None)
     stream.attempt.stay_deadline = None
 
@@ -196,7 +196,7 @@ def clear_stay_deadline(state: State, stream: Stream) -> None:
 def end_attempt(
     state: State, stream: Stream, cause: str, failed: InstanceId | None, now_s: float
 ) -> None:
-    """The attempt is over; the caller has the stream placed."""
+    """End the attempt; the caller places the stream."""
     attempt, decode = stream.attempt, stream.attempt.decodes_on
     if decode is not None and attempt.resumed:
         stream.tokens = decode.tokens or stream.tokens
@@ -204,13 +204,13 @@ def end_attempt(
         if decode.rows:
             kv_locations.rows_left(state, stream, decode)
     elif decode is not None and decode.info.joins_prefill and failed != decode.id:
-        stream.exclude(decode)  # For a while it keeps the memory of what was not sent.
+        stream.exclude(decode)  # The instance holds the memory of the unsent pages for a while.
     stream.recovery.note_failure(cause, failed, now_s)
     wait(state, stream, now_s)
 
 
 def wait(state: State, stream: Stream, now_s: float) -> None:
-    """From an attempt or a queue to waiting; the caller has the stream placed."""
+    """Move the stream from an attempt or a queue to waiting; the caller places it."""
     if stream.stage not in _IDLE:
         stream.waiting_since_s = now_s
     _leave(state, stream)
@@ -223,7 +223,7 @@ def queue(state: State, stream: Stream, target: InstanceId) -> None:
 
 
 def deny(state: State, stream: Stream, until_s: float) -> None:
-    """No slot for the attempt before then: back to the stream's former place in the queue."""
+    """Return the stream to its former place in the queue: no slot before `until_s`."""
     state.slots.deny(stream.id, until_s)
     _leave(state, stream)
     _enter(state, stream, Stage.QUEUED)
@@ -243,8 +243,8 @@ def forget(state: State, stream: Stream) -> None:
 
 
 def _enter(state: State, stream: Stream, stage: Stage, member: Member | None = None) -> None:
-    """The only place at which a stage changes. `member`: where the attempt is from now on, and
-    is to be answered; None: no attempt runs.
+    """Change the stream's stage; no other function does. `member`: instance of the attempt, which
+    must answer; None: no attempt runs.
     """
     assert stream.stage is stage or (stream.stage, stage) in MOVES, (stream.stage, stage)
     stream.stage = stage
@@ -262,8 +262,8 @@ def _enter(state: State, stream: Stream, stage: Stage, member: Member | None = N
 
 
 def await_whole(state: State, stream: Stream) -> None:
-    """Its answer comes in one piece: its instance is not late for it, and the time until then
-    tells nothing of the prediction.
+    """Note that the answer comes in one piece: its instance is not late, and the time until then
+    does not judge the prediction.
     """
     attempt = stream.attempt
     if attempt.runs_on is not None:
@@ -274,13 +274,13 @@ def await_whole(state: State, stream: Stream) -> None:
 
 
 def _leave(state: State, stream: Stream) -> None:
-    """Out of every book: the attempt is over, or the wait."""
+    """Remove the stream from every book: the attempt, or the wait, is over."""
     if stream.id in state.slots.held:
         state.slots.release(stream.id)
     if stream.stage is Stage.QUEUED:
         state.slots.leave(stream.id)
     attempt = stream.attempt
-    if not attempt.resumed:  # Else they were settled by its first token.
+    if not attempt.resumed:  # Otherwise the first token has settled the bookings.
         settle_bookings(state, stream)
     state.timers.alarms_s.pop(stream.id, None)
     runs_on, decode = attempt.runs_on, attempt.decodes_on

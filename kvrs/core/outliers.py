@@ -1,12 +1,12 @@
-"""Outlier ejection: an instance that reports to be well and fails what it is sent gets nothing new.
+"""Outlier ejection: an instance that reports good health but fails its requests gets nothing new.
 
 An instance is ejected when it fails after the pause of a failure again, or after several failures
 in a row; never more than half of a role. A refusal (4xx), an error before any token, and the lack
 of a first token in time count as failures only once another instance has accepted the request. A
-refusal that names a fault of the request is final: no other instance is asked. Two instances that
-fail a request alike show that it is the cause, and neither is charged. Logits that are no numbers
-count once another instance has the stream's next token. Busy answers eject nothing: the instance
-pauses.
+refusal that blames the request is final: no other instance is asked. Two instances that fail a
+request alike show that the request is the cause, and neither is charged. Logits that are not
+numbers count once another instance has the stream's next token. Busy answers do not eject: the
+instance pauses.
 """
 
 from typing import assert_never
@@ -18,14 +18,14 @@ from kvrs.core.model.streams import RefusedBy, Stream
 from kvrs.core.state import State
 
 CONSECUTIVE_FAILURES = 3
-# Connections that break within this time are one failure.
+# Connections that break within this time count as one failure.
 _TOGETHER_S = 0.1
-# After so long without an ejection the pauses begin again with the shortest.
+# Time without an ejection after which pauses restart with the shortest.
 _FORGIVEN_AFTER_S = 60.0
 
 
 def started(state: State, stream: Stream, member: Member) -> None:
-    """An attempt begins there; at a closed instance it is the probe."""
+    """Note an attempt at an instance; at a closed instance it is the probe."""
     health = member.answers
     if health.until_s is not None and health.probe is None:
         health.probe = stream.id
@@ -34,17 +34,17 @@ def started(state: State, stream: Stream, member: Member) -> None:
 
 
 def answered(state: State, stream: Stream, member: Member, now_s: float) -> None:
-    """The attempt's prefill is done there, or its first token has come from there."""
+    """Note an instance's answer: the attempt's prefill, or its first token."""
     health = member.answers
     health.awaited.pop(stream.id, None)
     health.answered_s = now_s
     if health.whole or health.probe is not None:
         health.left(stream.id)
-    # Else the attempt is from before the pause.
+    # Otherwise the attempt is from before the pause.
     if health.until_s is None or stream.attempt.started_s >= health.closed_s:
         was_ejected = health.is_ejected
         health.consecutive, health.refuses_wrongly = 0, False
-        if health.pauses:  # Each closing, and each busy answer, is one.
+        if health.pauses:  # Each closing and each busy answer adds a pause.
             health.open()
         if was_ejected:
             health.readmitted_s = now_s
@@ -54,11 +54,11 @@ def answered(state: State, stream: Stream, member: Member, now_s: float) -> None
 
 
 def contradict(state: State, stream: Stream, accepting: Member) -> None:
-    """An instance has accepted what others refused: the fault was theirs."""
+    """Charge instances that refused what another instance has accepted."""
     for refusal in stream.refusals:
         refuser = state.view.members.get(refusal.instance)
         if refuser is not None and not refuser.prefills and not accepting.decodes:
-            continue  # Of the next stage, which this answer does not prove.
+            continue  # This answer does not prove the next stage.
         stream.forget_refusal(refusal.instance)
         if refuser is None or refuser is accepting or refuser.epoch != refusal.epoch:
             continue
@@ -71,8 +71,8 @@ def contradict(state: State, stream: Stream, accepting: Member) -> None:
 
 
 def computed(state: State, stream: Stream, member: Member) -> None:
-    """The next token has come from there: where the logits were no numbers before, that was the
-    fault of the instance.
+    """Note the next token, from an instance: earlier logits that were not numbers were the fault of
+    the instance before.
     """
     for each in stream.recovery.overflowed:
         other = state.view.members.get(each.instance)
@@ -83,7 +83,7 @@ def computed(state: State, stream: Stream, member: Member) -> None:
 
 
 def failed(state: State, stream: Stream, event: ev.AttemptFailed) -> None:
-    """The attempt failed at an instance: broken, busy, or refused as far as is known."""
+    """Note an attempt's failure at an instance: broken, busy, or refused, as far as is known."""
     member = state.view.members.get(event.instance)
     if member is None:
         return
@@ -128,17 +128,17 @@ def _doubt(
         stream.recovery.note_overflow(by)
     else:
         stream.note_refusal(by)
-    if is_probe:  # The cause is known later: the next probe may come then.
+    if is_probe:  # The cause will be known later, when the next probe may come.
         member.answers.close(event.cause, state.view.now_s, FAILURE_PAUSE_S)
     elif event.failure is ev.FailureKind.SILENT:
         _pause(state, member, event.cause, FAILURE_PAUSE_S)
 
 
 def is_refused_for_good(state: State, stream: Stream, event: ev.AttemptFailed) -> bool:
-    """A refusal or an error goes to the client: nothing was produced, and a second instance has
-    answered so too, or there is no other to ask: of errors the same one has answered so twice
-    then. A refusal that is final goes there at once, if the instance is not known to refuse
-    what others accept.
+    """Return whether a refusal or an error goes to the client: nothing was produced, and a second
+    instance has answered likewise, or there is no other (then an error must come twice from the
+    same one). A final refusal goes at once, unless the instance is known to refuse what others
+    accept.
     """
     if stream.first_token_sent or event.produced_tokens:
         return False
@@ -171,16 +171,14 @@ def is_slow(state: State, stream: Stream, event: ev.AttemptFailed) -> bool:
 
 
 def keep_to_asked(state: State, stream: Stream, event: ev.AttemptFailed) -> None:
-    """Have a slow request go on at the instances that have it already: each other one would
-    stand still for it, too.
-    """
+    """Keep a slow request at the instances that have it: others would stand still for it, too."""
     asked = [each.instance for each in stream.refusals if each.is_alike(event)]
     member = state.view.members.get(event.instance)
     stream.keep_to([*asked, event.instance], [] if member is None else _peers(state, member))
 
 
 def _is_shown_by_another(state: State, stream: Stream, event: ev.AttemptFailed) -> bool:
-    """Another instance, which still runs, has failed the stream in the same way."""
+    """Another running instance has failed the stream in the same way."""
     members = state.view.members
     return any(
         each.instance != event.instance
@@ -192,7 +190,7 @@ def _is_shown_by_another(state: State, stream: Stream, event: ev.AttemptFailed) 
 
 
 def _others(state: State, stream: Stream, member: Member) -> list[Member]:
-    """The instances of its role beside it that may be asked for the stream."""
+    """Other instances of the same role that may be asked for the stream."""
     return [
         other
         for other in _peers(state, member)
@@ -204,7 +202,7 @@ def _others(state: State, stream: Stream, member: Member) -> list[Member]:
 
 
 def left(state: State, stream: Stream, member: Member) -> None:
-    """The attempt, which was to answer there, is over, for whatever reason."""
+    """Note the end of an attempt at an instance, for whatever reason."""
     health = member.answers
     is_overdue = health.is_overdue(state.view.now_s, member.reported_queue_s)
     health.left(stream.id)
@@ -229,7 +227,7 @@ def _charge(state: State, member: Member, cause: str, *, is_probe: bool) -> None
 def _pause(state: State, member: Member, cause: str, first_s: float) -> None:
     health = member.answers
     if health.until_s is not None and state.view.now_s < health.until_s:
-        return  # Of an attempt from before the pause.
+        return  # The attempt is from before the pause.
     if health.is_ejected:
         _eject(state, member, cause)
         return
@@ -247,7 +245,9 @@ def _eject(state: State, member: Member, cause: str) -> None:
 
 
 def _may_eject(state: State, member: Member) -> bool:
-    """Never more than half of a role, so that at least one instance stays."""
+    """Return whether an instance may be ejected: at most half of a role, so that at least one
+    stays.
+    """
     for does in (_prefills, _decodes):
         peers = [other for other in state.view.members.values() if does(other)]
         ejected = sum(other.answers.is_ejected for other in peers)
@@ -257,7 +257,7 @@ def _may_eject(state: State, member: Member) -> bool:
 
 
 def _peers(state: State, member: Member) -> list[Member]:
-    """The instances of its role, itself among them."""
+    """Instances of the member's role, including itself."""
     return [
         other
         for other in state.view.members.values()

@@ -1,19 +1,17 @@
-"""Placement of prompts where their prefix is cached: least queue and computing together.
+"""Placement of prompts at instances with cached prefixes, by the least sum of queue and computing.
 
-A prompt costs an instance `prefill(new tokens behind cached ones)`, and each prompt that queues
-behind it waits for that too. So an instance is charged for its queue and for the computing times
-`weight`, which is one and the mean number of prompts in flight per prefill instance. Of instances
-with the same cached tokens that with the shortest queue wins, which is what placement by load
-alone chooses. So that choice is taken first, and only instances with more of the prompt than it
-has are compared with it.
+A prompt costs an instance `prefill(new tokens behind cached ones)`, and each prompt queued behind
+it waits for that too. So the cost of an instance is its queue plus the computing times `weight`,
+which is one plus the mean number of prompts in flight per prefill instance. Among instances with
+equal cached tokens the shortest queue wins, as in placement by load. So that choice is made first,
+and compared only with instances that have more of the prompt.
 
-An instance of vLLM with a CPU tier loads by itself what other instances of its node have computed,
-one with a store what any has that shares it. Such tokens count as cached in the part by which
-loading them is quicker than computing them.
+A vLLM instance with a CPU tier loads what other instances of its node have computed; one with a
+store, what any instance sharing the store has. Such tokens count as cached by the part that loading
+saves over computing.
 
-An instance of kvrs loads from an agent what that stores of earlier streams, while it computes what
-queues before the prompt. So of an agent's tokens the part counts whose loading takes no longer than
-the queue and the computing of them.
+An instance of kvrs loads an agent's KV of earlier streams while it computes its queue. So an
+agent's tokens count as far as loading them takes no longer than the queue plus computing them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,23 +31,24 @@ from kvrs.core.model.streams import Stream
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import STORE
 
-# More instances that have as much are not sorted: they are picked out of the order of all.
+# Number of instances with equal tokens above which they are not sorted, but picked from the order
+# of all.
 _FEW = 32
 
-_MOST_AGENTS = 4  # Are weighed for a prompt.
-# An agent is waited for so many times as long as predicted, and at least so long.
+_MOST_AGENTS = 4  # Most agents weighed for a prompt.
+# Multiple of the predicted time for which an agent is awaited, and the least time.
 _PATIENCE, _LEAST_PATIENCE_S = 4.0, 0.1
 
 _queue = attrgetter("queue_s", "id")
 
 
 class StartLimits(msgspec.Struct, frozen=True):
-    """Waits that a new request must keep: where an instance keeps them, none is chosen that does
-    not.
+    """Limits on a new request's waits: an instance that breaks them is chosen only if every one
+    does.
     """
 
     queue_s: float = inf  # Longest wait in the queue.
-    first_token_s: float = inf  # Until the prompt is computed.
+    first_token_s: float = inf  # Longest time until the prompt is computed.
 
 
 NO_LIMITS = StartLimits()
@@ -62,10 +61,10 @@ def with_prefix(
     allows: Callable[[Member], bool],
     limits: StartLimits = NO_LIMITS,
 ) -> Member:
-    """The instance at which the prompt costs least; `first` is the choice by load. Writes
-    `stream.cached`: tokens of the prompt at `first` and at the chosen one, and `stream.load`.
+    """The instance with the least cost of the prompt; `first` is the choice by load. Writes
+    `stream.cached` (tokens of the prompt at `first` and at the chosen instance) and `stream.load`.
 
-    `allows`: the instance may get the stream, and answers well.
+    `allows`: an instance may get the stream, and answers well.
     """
     if not stream.prefix.hashes and stream.recalled is None:
         return first
@@ -77,7 +76,7 @@ def with_prefix(
     first_tokens, load = _with_load(view, stream, first, own, stored)
     best, best_key, best_tokens = first, costs.of(first, first_tokens), first_tokens
     for tokens, members in reversed(deeper):
-        tables: set[int] = set()  # The first instance of a table is the best one of it.
+        tables: set[int] = set()  # The first instance of a table is its best.
         for member in members:
             if member.queue_s >= best_key[1] and not best_key[0]:
                 break
@@ -97,12 +96,12 @@ def with_prefix(
     return best
 
 
-# Tokens of the prompt that instances have, and these, the shortest queue first.
+# A number of cached tokens, and the instances with them, shortest queue first.
 _Level = tuple[int, Iterable[Member]]
 
 
 def _levels(view: ClusterView, stream: Stream, first: Member) -> tuple[int, list[_Level]]:
-    """The cached tokens at `first`, and the instances that have more, fewest tokens first."""
+    """Cached tokens at `first`, and the instances with more, fewest tokens first."""
     if stream.recalled is not None:
         recalled = stream.recalled.cached
         own = recalled.get(first.id, 0)
@@ -140,9 +139,9 @@ def _add_loaded(
     own: int,
     deeper: list[_Level],
 ) -> int:
-    """Add to `deeper` the instances that load the prompt out of the tiers of others; return what
-    `first` has with that, which is the best one of those with a store. `tiers`: the most tokens
-    that a node, or a store, has in rows of one kind.
+    """Add to `deeper` the instances that load the prompt from others' tiers; return the tokens that
+    `first`, the best with a store, has by loading. `tiers`: most tokens that a node, or a store,
+    has in rows of one kind.
     """
     for (node, rows), tokens in tiers.items():
         for member in [first] if node == STORE else view.by_node[node]:
@@ -162,8 +161,8 @@ class _Stored(NamedTuple):
 
 
 def _stored(view: ClusterView, stream: Stream) -> _Stored | None:
-    """Agents with most of the prompt, others for the next stream where many have it; None: none has
-    any, or is asked now.
+    """Agents with most of the prompt, in rotation if many have it; None: no agent has any, or may
+    be asked now.
     """
     if stream.recalled is not None or not (levels := view.stored.levels(stream.prefix)):
         return None
@@ -178,9 +177,9 @@ def _stored(view: ClusterView, stream: Stream) -> _Stored | None:
 def _with_load(
     view: ClusterView, stream: Stream, member: Member, own: int, stored: _Stored | None
 ) -> tuple[int, PromptLoad | None]:
-    """Return the tokens that the instance has with those that an agent brings, less the time of
-    loading, and the load that it asks for. An agent with as much is asked too, as long as the
-    prompt queues: it may have the answer behind that, or the instance less by now.
+    """Return the tokens that the instance has including an agent's, less the time of loading, and
+    the load to request. An agent with equal tokens is asked too, while the prompt queues: it may
+    have the answer of the last turn, or the instance may have less by now.
     """
     can_load = member.pulls and member.caches and member.restores and not member.rows
     if stored is None or stored.tokens < own or not can_load:
@@ -201,7 +200,7 @@ def _with_load(
 
 
 def _load_s(view: ClusterView, agent: Agent, member: Member, tokens: int) -> float:
-    """How long the instance takes to load so many tokens from the agent."""
+    """Time for the instance to load these tokens from the agent."""
     link = view.link_from(agent, member.node)
     is_local = agent.node == member.node and not link.measured
     rate = agent.host_to_device_bytes_per_s if is_local else link.bytes_per_s
@@ -209,15 +208,15 @@ def _load_s(view: ClusterView, agent: Agent, member: Member, tokens: int) -> flo
 
 
 def _gain_of_loading(view: ClusterView, member: Member, tokens: int) -> float:
-    """The part of the time to compute so many tokens that the instance saves by loading them out of
-    its node's tiers, or its store; below 0: it takes longer.
+    """Share of the computing time of these tokens that the instance saves by loading them from its
+    node's tiers, or its store; below 0: loading takes longer.
     """
     agent: Agent | None = view.store
     share = member.store_share
     if member.has_tier:
         agent, share = view.agent_on(member.node), 1.0
     if agent is None:
-        return 0.0  # It is lost.
+        return 0.0  # The node is lost.
     load_s = _load_s(view, agent, member, tokens)
     return share * (1 - load_s / member.prefill.seconds_for(tokens))
 
@@ -231,7 +230,7 @@ def _of_bits(view: ClusterView, mask: int) -> list[Member]:
 
 
 class _Costs:
-    """The cost of one prompt at each instance."""
+    """Cost of one prompt at each instance."""
 
     def __init__(self, view: ClusterView, stream: Stream, limits: StartLimits) -> None:
         self._tokens, self._limits = stream.prompt_tokens, limits
@@ -239,7 +238,7 @@ class _Costs:
         self._seconds: dict[tuple[int, int], float] = {}
 
     def of(self, member: Member, cached: int) -> tuple[bool, float]:
-        """Return whether it breaks a limit, and the weighted cost in seconds."""
+        """Return whether the instance breaks a limit, and the weighted cost in seconds."""
         table, tokens, queue_s = member.prefill, self._tokens, member.queue_s
         compute_s = self._seconds.get((id(table), cached))
         if compute_s is None:

@@ -1,13 +1,14 @@
-"""Decide where streams run, and how they survive the loss of what they run on (DESIGN 4, 5).
+"""Policy that decides where streams run, and how they survive the loss of an instance (DESIGN 4,
+5).
 
 Pure: no clock, no socket, no randomness. A proxy drives it in real time, a simulator in virtual
 time. The stages of a stream, and what each event does to it, are the table of
 `model/lifecycle.py`.
 
-Invariants: a stream has one current attempt and its number only rises; what an older attempt
-reports is ignored; no `Start` names an instance that is not up, nor a holder that is lost; a stream
-that is neither started nor given up on has an alarm set; a stream is moved only because what it ran
-on was lost or failed it, or is about to end or runs on a GPU that is, or an operator drains it.
+Invariants: a stream has one current attempt, whose number only rises; reports of older attempts are
+ignored; no `Start` names an instance that is not up, nor a lost holder; a stream that is neither
+started nor given up has an alarm; a stream is moved only because its instance was lost, failed it,
+is about to end, has a failing GPU, or is drained by an operator.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +35,7 @@ NO_BACKUP = BackupSettings()
 
 
 class RecoveryPolicy:
-    """One per proxy, with that proxy's own view of the cluster."""
+    """The policy of one proxy, with that proxy's own view of the cluster."""
 
     def __init__(
         self,
@@ -46,18 +47,18 @@ class RecoveryPolicy:
         agent_of: Callable[[ev.HolderUp], Agent] = new_agent,
         stream_of: Callable[[StreamId], Stream] = Stream,
     ) -> None:
-        """`member_of`, `agent_of`: the record of an instance or agent that has come up, which is to
-        be used nowhere else or by its watch alone; `stream_of`: that of a stream that has arrived,
+        """`member_of`, `agent_of`: make the record of an instance or agent that has come up, used
+        only here or also by its watch. `stream_of`: makes the record of a stream that has arrived,
         to which the proxy adds its journal.
         """
         sections = CoreSettings(policy, slo, backup)
         self.state = state = State(sections, member_of, agent_of, stream_of)
-        # To be read only; the instances are those that are up.
+        # Read-only; the instances are those that are up.
         self.streams: Mapping[StreamId, Stream] = state.streams
         self.members: Mapping[InstanceId, Member] = state.view.members
 
     def loads_rows_of(self, target: Member, holder: Member) -> bool:
-        """The instance can load rows that the agent of the other one's node serves."""
+        """The target can load rows that the agent of the holder's node serves."""
         if not holder.has_tier or holder.rows != target.rows:
             return False
         if holder.node == target.node:
@@ -66,9 +67,7 @@ class RecoveryPolicy:
         return agent is not None and agent.rows.to_other_nodes
 
     def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
-        """Apply one event; return the actions it calls for, in the order in which they are to be
-        carried out.
-        """
+        """Apply one event; return the actions to perform, in order."""
         state = self.state
         state.view.now_s = now_s
         if isinstance(event, ev.OfStream):
@@ -76,7 +75,7 @@ class RecoveryPolicy:
             if stream is None:
                 method = steps.METHODS[type(event)][None]
             elif isinstance(event, ev.OfAttempt) and event.attempt != stream.attempt.number:
-                method = None  # `Ignored.LATE`, in any stage: an attempt that has a successor.
+                method = None  # `Ignored.LATE` in any stage: the attempt has a successor.
             else:
                 method = steps.METHODS[type(event)][stream.stage]
             if method is not None:
@@ -90,7 +89,7 @@ class RecoveryPolicy:
         return actions
 
     def _apply(self, event: ev.OfCluster, now_s: float) -> None:
-        """Apply an event that is of no single stream."""
+        """Apply an event that concerns more than one stream."""
         state = self.state
         match event:
             case ev.InstanceUp():
@@ -126,22 +125,20 @@ class RecoveryPolicy:
                 assert_never(event)
 
     def kept(self, stream_id: StreamId) -> tuple[ev.Kept, ...]:
-        """Where KV of a stream is kept, for the proxy that may have to go on with it."""
+        """Places of a stream's KV, for a proxy that may have to continue the stream."""
         return kv_locations.of(self.state, stream_id)
 
     def is_left_at(self, instance: InstanceId) -> bool:
-        """Streams that were moved from there may still fetch their KV there."""
+        """Streams that left the instance may still fetch their KV there."""
         return kv_locations.is_left_at(self.state, instance)
 
     def has_others(self, instance: InstanceId, is_heard: Callable[[InstanceId], bool]) -> bool:
-        """Instances that are heard could take the streams of this one."""
+        """Instances for which `is_heard` holds could take this instance's streams."""
         member = self.state.view.members.get(instance)
         return member is None or has_others(self.state.view, member, is_heard)
 
     def keeps_plan(self, stream: Stream, now_s: float) -> bool:
-        """All is healthy: that prefill has answered, or a token has come, changes nothing about the
-        stream.
-        """
+        """All is healthy: an answer of prefill, or a token, changes nothing for the stream."""
         state = self.state
         attempt = stream.attempt
         decode = attempt.decodes_on
@@ -160,26 +157,26 @@ class RecoveryPolicy:
 
     @property
     def routes_by_prefix(self) -> bool:
-        """Streams are placed by their prefixes: some instance caches these."""
+        """Streams are placed by their prefixes, because some instance caches these."""
         return self.state.settings.policy.route is Route.PREFIX and bool(
             self.state.view.prefixes.caching
         )
 
     @property
     def prefix_hits(self) -> Mapping[InstanceId, Hits]:
-        """The cached tokens of prompts by instance, of instances that report them."""
+        """Cached tokens of prompts, by instance that reports them."""
         return self.state.view.prefixes.hits
 
     def take_sent(self) -> list[SentPrompt]:
-        """Prompts that this proxy has sent since the last call, for the other proxies."""
+        """Take the prompts sent since the last call, for the other proxies."""
         view = self.state.view
         stored = view.stored.take_sent(MAX_HASH_BYTES // 2)
         room_bytes = MAX_HASH_BYTES - sum(len(each.hashes) for each in stored)
         return [*stored, *view.prefixes.take_sent(room_bytes)][:MAX_SENT]
 
     def sent_elsewhere(self, prompts: Iterable[SentPrompt]) -> None:
-        """Other proxies have sent prompts to instances, and have agents store them. Those of
-        processes that are not up here count nowhere.
+        """Note prompts that other proxies have sent to instances, and had agents store. Processes
+        that are not up here are ignored.
         """
         state = self.state
         if not self.routes_by_prefix:
@@ -194,13 +191,11 @@ class RecoveryPolicy:
 
     @property
     def has_waiting(self) -> bool:
-        """Streams wait for a place or a slot."""
+        """Some streams wait for a place or a slot."""
         return bool(self.state.idle or self.state.slots.awaited)
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain data for people: the view of the cluster, slots, and the streams that run or
-        wait.
-        """
+        """Plain data for people: the cluster's view, slots, and running and waiting streams."""
         state = self.state
         streams = state.streams.values()
         stages = {stage.value: 0 for stage in Stage}
@@ -232,11 +227,11 @@ class RecoveryPolicy:
         }
 
     def slots(self) -> dict[str, dict[str, int]]:
-        """By target: slots that are held, streams that wait for one, and the limit."""
+        """Held slots, waiting streams and the limit, by target."""
         return self.state.slots.snapshot()
 
     def _place_due(self, now_s: float) -> None:
-        """Place streams that wait, and whose alarm, slot or instance is there now."""
+        """Place waiting streams whose alarm, slot or instance has come."""
         state = self.state
         if state.timers.heap:
             while (due := state.timers.next_due(now_s)) is not None:

@@ -1,5 +1,5 @@
-"""Routes of new streams and of hand-offs: a new stream goes to the prefill instance with the least
-predicted work and its own pair, a hand-off to the decode instance where the stream goes on soonest.
+"""Routes of new streams and hand-offs: a new stream goes to the prefill instance with the least
+predicted work and its own pair, a hand-off to the decode instance that continues soonest.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,20 +17,19 @@ from kvrs.core.prefix_routing import NO_LIMITS, StartLimits, with_prefix
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 
-# How many instances beside the planned one are weighed for a hand-off: a bound on its time.
+# Instances weighed for a hand-off beside the planned one: a bound on its time.
 _CANDIDATES_MAX = 4
-# So many streams at a time may wait for their first token from a decode instance that computes the
-# prompts of new ones. Each step of its batch then has little of them, and running streams keep
-# their pace; a second one is there when the first is done.
+# Most streams that may wait for their first token at a decode instance that computes new prompts.
+# So each step of its batch has little of them, and running streams keep their pace; a second prompt
+# is ready when the first is done.
 PROMPTS_MAX = 2
 
 
 def pair_for(
     view: ClusterView, stream: Stream, *, barred_too: bool, limits: StartLimits | None = NO_LIMITS
 ) -> tuple[Member, Member] | None:
-    """Prefill and decode instance for a stream from its beginning; the same one twice where an
-    instance does both, or computes the prompt since it has no prefill instance. `limits`: None
-    where its prefix does not count.
+    """Prefill and decode instance for a new stream; the same instance twice if it does both, or
+    computes the prompt without a prefill instance. `limits`: None ignores cached prefixes.
     """
     stream.cached, stream.load, is_free, pair = {}, None, stream.is_free, None
     prefill = least_work(view, stream, is_free, barred_too=barred_too)
@@ -53,11 +52,11 @@ def pair_for(
 def _cheapest(
     view: ClusterView, stream: Stream, first: Member, limits: StartLimits, *, barred_too: bool
 ) -> Member:
-    """The instance at which the prompt costs least, by its queue and what it has cached."""
+    """The instance with the least cost of the prompt, by its queue and its cached tokens."""
 
     def allows(member: Member) -> bool:
         return (
-            member.is_placed  # A prefill instance that is not drained.
+            member.is_placed  # A prefill instance gets prompts unless it is drained.
             and may_have(view, member, stream, barred_too=barred_too)
             and _takes(view, member, stream)
         )
@@ -68,8 +67,8 @@ def _cheapest(
 def _pair_of_one_format(
     view: ClusterView, but: Member, stream: Stream, is_free: bool, *, barred_too: bool
 ) -> tuple[Member, Member] | None:
-    """A pair with another prefill instance than this one, between which NIXL can carry a hand-off,
-    that with the least work first.
+    """A pair with another prefill instance than `but`, between which NIXL can carry a hand-off;
+    least work first.
     """
     for prefill in view.prefill_order.least_first():
         if prefill is but or not may_have(view, prefill, stream, barred_too=barred_too):
@@ -84,8 +83,8 @@ def _pair_of_one_format(
 
 
 def computing_prompts(view: ClusterView) -> list[Member]:
-    """The decode instances that compute the prompts of new streams now: no prefill instance is up
-    from which they take hand-offs.
+    """Decode instances that compute prompts of new streams now, because no prefill instance is up
+    that they take hand-offs from.
     """
     if view.prefillers and not view.formats_differ:
         return []
@@ -97,7 +96,7 @@ def computing_prompts(view: ClusterView) -> list[Member]:
 
 
 def missing_roles(view: ClusterView) -> list[Role]:
-    """The roles that no instance has, and that none does instead of those that have it."""
+    """Roles that no instance has or can stand in for."""
     does = {
         Role.PREFILL: view.prefillers or computing_prompts(view),
         Role.DECODE: view.decoders,
@@ -106,7 +105,9 @@ def missing_roles(view: ClusterView) -> list[Role]:
 
 
 def has_room_for_prompt(member: Member) -> bool:
-    """Interrupted streams that are computed there count: they come first."""
+    """The instance has room for a prompt. Interrupted streams computed there count, since they come
+    first.
+    """
     return len(member.answers.awaited) < PROMPTS_MAX
 
 
@@ -137,8 +138,8 @@ def _least_prompts(
 def _pair_apart(
     view: ClusterView, prefill: Member, stream: Stream, is_free: bool, *, barred_too: bool
 ) -> tuple[Member, Member] | None:
-    """A pair of this prefill instance with another decode instance than its own ones that are open
-    to the stream; else with one that is not.
+    """A pair of this prefill instance with a decode instance, other than its own ones, that is open
+    to the stream; else with a closed one.
     """
     pair = _pair_of(view, prefill, stream, barred_too=barred_too, closed_too=False)
     if pair is not None:
@@ -152,11 +153,11 @@ def _pair_apart(
 def _pair_of(
     view: ClusterView, prefill: Member, stream: Stream, *, barred_too: bool, closed_too: bool
 ) -> tuple[Member, Member] | None:
-    """A pair with this prefill instance, or else with that of a decode instance's own server.
+    """A pair with this prefill instance, or else with a decode instance's own prefill.
 
-    `closed_too`: also with a decode instance that its answers close to new requests.
+    `closed_too`: include decode instances whose answers close them to new requests.
     """
-    # A list of those that are allowed would be as long as the cluster, and the first is enough.
+    # A list of all allowed instances would be as long as the cluster; the first is enough.
     allowed: list[Member] = []
     for decode in view.decoders:
         if may_have(view, decode, stream, barred_too=barred_too) and (
@@ -165,7 +166,7 @@ def _pair_of(
             if decode.takes_from(prefill):
                 return prefill, decode
             allowed.append(decode)
-    # The others take hand-offs from their own server's prefill instance only.
+    # Other decode instances take hand-offs only from their own server's prefill.
     for decode in allowed:
         own = own_prefill_of(view, decode)
         if own is not None and may_have(view, own, stream, barred_too=barred_too):
@@ -176,24 +177,24 @@ def _pair_of(
 def least_work(
     view: ClusterView, stream: Stream, is_free: bool, *, barred_too: bool
 ) -> Member | None:
-    """The prefill instance with the least predicted work; among equals that with the fewest
-    streams at its own pair. One that fails at once is idle for that reason: it comes last.
+    """The prefill instance with the least predicted work; among equals the one with the fewest
+    streams at its own pair. An instance that fails at once is idle for that reason, and comes last.
 
-    Only as many are weighed as could be the best. Where an own pair that is not open to the stream
-    cannot make one better than its place in the order, these are few, else all of equal work.
+    Only instances that could be the best are weighed: few, unless own pairs closed to the stream
+    make all instances of equal work possible.
     """
     order = view.prefill_order
     are_pairs_open = is_free and not (order.restricted and order.has_restricted())
     members = order.least_first()
     if are_pairs_open and members and members[0].is_clear(view.now_s):
-        return members[0]  # The order is by work, and by streams at the own pair.
+        return members[0]  # The order is by work, then by streams at the own pair.
     best: Member | None = None
     best_work, best_pair = (True, inf), (0, InstanceId(""))
     for member in members:
         queue_s, *pair = member.place
         if best is not None and not best_work[0]:
             if queue_s > best_work[1]:
-                break  # However well it does, and those behind it.
+                break  # No later instance can be better.
             if are_pairs_open and queue_s == best_work[1] and tuple(pair) > best_pair:
                 break
         if is_free and member.is_clear(view.now_s):
@@ -220,7 +221,7 @@ def own_decode(
     barred_too: bool,
     closed_too: bool,
 ) -> Member | None:
-    """The least loaded decode instance on the node of `prefill` that can have its hand-off."""
+    """The least loaded decode instance on the node of `prefill` that can take its hand-off."""
     best: Member | None = None
     is_quick = is_free and not closed_too
     for member in prefill.own_decoders:
@@ -235,9 +236,7 @@ def own_decode(
 
 
 def has_others(view: ClusterView, member: Member, is_heard: Callable[[InstanceId], bool]) -> bool:
-    """Streams of an instance could go on at others: they are heard, are not to end, and are not
-    ejected.
-    """
+    """The instance's streams could continue at others: heard, staying, and not ejected."""
 
     def is_left(other: Member) -> bool:
         return (
@@ -262,16 +261,16 @@ def has_others(view: ClusterView, member: Member, is_heard: Callable[[InstanceId
 class HandoffCandidate(msgspec.Struct, frozen=True):
     """A decode instance that could take a hand-off once prefill is done (DESIGN section 4).
 
-    The own decode instance's queue is weighed against a transfer to another one and the queue
-    there. The crossover of seed KVRS follows: with more than `q* = (KV bytes / bandwidth) / service
+    The queue of the own decode instance is weighed against the transfer to another one and its
+    queue. The crossover of seed KVRS follows: with more than `q* = (KV bytes / bandwidth) / service
     time` requests in the own queue, an idle remote instance is sooner.
     """
 
     instance: InstanceId
     queue_s: float
-    bytes_per_s: float  # From the prefill instance.
-    bytes_ahead: int = 0  # On that link already.
-    is_near: bool = False  # On the prefill instance's own node.
+    bytes_per_s: float  # Bandwidth from the prefill instance.
+    bytes_ahead: int = 0  # Bytes already on that link.
+    is_near: bool = False  # The candidate is on the prefill instance's node.
 
 
 def choose_hand_off(
@@ -281,7 +280,7 @@ def choose_hand_off(
     kv_bytes: int,
     handshake_s: float,
 ) -> HandoffCandidate:
-    """The candidate at which the stream goes on soonest; a tie goes to the planned one."""
+    """The candidate that continues the stream soonest; ties go to the planned one."""
     if how is Handoff.OWN_PAIR or not others:
         return planned
     return min((planned, *others), key=lambda each: hand_off_s(how, each, kv_bytes, handshake_s))
@@ -290,9 +289,9 @@ def choose_hand_off(
 def hand_off_s(
     how: Handoff, candidate: HandoffCandidate, kv_bytes: int, handshake_s: float
 ) -> float:
-    """Seconds until the stream goes on there: by seed KVRS (`rom`), or by all terms."""
+    """Seconds until the candidate continues the stream: by seed KVRS (`rom`), or by all terms."""
     if how is Handoff.ROM:
-        # The link of the own pair is taken to cost nothing: NVLink in seed KVRS.
+        # The own pair's link counts as free: NVLink in seed KVRS.
         is_free = candidate.is_near
         return candidate.queue_s + (0.0 if is_free else kv_bytes / candidate.bytes_per_s)
     # Transfers ahead on the link drain while the stream queues.
@@ -304,7 +303,7 @@ def starts_at(
     view: ClusterView, stream: Stream, prefill: Member, planned: Member, settings: PolicySettings
 ) -> Member:
     """The decode instance of a stream that begins with one call for both stages, or two at once:
-    its hand-off cannot be redirected later, so it is weighed now.
+    its hand-off cannot be redirected later, so it is chosen now.
     """
     can_differ = prefill.retains or planned.info.joins_prefill
     if settings.handoff is Handoff.OWN_PAIR or not can_differ:
@@ -318,11 +317,11 @@ def starts_at(
 def hand_off_to(
     view: ClusterView, stream: Stream, prefill: Member, planned: Member, settings: PolicySettings
 ) -> Member | None:
-    """The decode instance that gets the hand-off of a prefill that is done; None: the planned one
-    has unloaded the stream's adapter, and no other has it.
+    """The decode instance for a completed prefill's hand-off; None: the planned one has unloaded
+    the stream's adapter, and no other has it.
     """
     if is_one_call(planned, prefill.id):
-        return planned  # One call for both stages: it decodes already.
+        return planned  # A single call for both stages decodes already.
     is_left = planned.reforming is not None and planned.is_drained
     is_own = settings.handoff is Handoff.OWN_PAIR
     if (
@@ -347,9 +346,7 @@ def hand_off_to(
 
 
 def _able(view: ClusterView, stream: Stream, prefill: Member, planned: Member) -> Iterator[Member]:
-    """The decode instances beside the planned one that could take a hand-off of this stream, the
-    least loaded first.
-    """
+    """Other decode instances that could take this stream's hand-off, least loaded first."""
     geometry = prefill.info.geometry
     for member in view.decoders:
         if (
@@ -392,8 +389,8 @@ def _candidate(view: ClusterView, prefill: Member, decode: Member) -> HandoffCan
 
 
 def may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:
-    """The instance may get this stream at all, however well or ill it does: it serves the name, has
-    asked for no pause, has not failed the stream, and the stream need not avoid it (`poison.py`).
+    """The instance may get this stream, regardless of its health: it serves the name, has asked for
+    no pause, has not failed the stream, and the stream need not avoid it (`poison.py`).
     """
     if stream.name and not stream.is_served_at(member):
         return False
@@ -406,7 +403,7 @@ def may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: b
 
 
 def _takes(view: ClusterView, member: Member, stream: Stream) -> bool:
-    """The answers of an instance allow this stream. Only one that has had no attempt yet probes an
+    """The instance's recent answers allow this stream. Only a stream without an attempt probes an
     instance that failed others.
     """
     if stream.attempt.number:

@@ -69,7 +69,7 @@ class State:
     agent_of: Callable[[ev.HolderUp], Agent] = new_agent
     stream_of: Callable[[StreamId], Stream] = Stream
 
-    actions: list[act.Action] = field(default_factory=list)  # Of the event under way.
+    actions: list[act.Action] = field(default_factory=list)  # Actions of the present event.
     view: ClusterView = field(init=False)
     slots: SlotBook = field(init=False)
     timers: Timers = field(default_factory=Timers)
@@ -100,15 +100,15 @@ class State:
     # New streams without room at the decode instances that compute their prompts.
     held_back: dict[StreamId, Stream] = field(default_factory=dict)
     roles_seen: set[Role] = field(default_factory=set)  # Roles that have had an instance.
-    missing_roles: list[Role] = field(default_factory=list)  # At the last look.
+    missing_roles: list[Role] = field(default_factory=list)  # Missing roles at the last look.
     missing_since_s: float = 0.0  # The time from which `missing_roles` holds.
 
     # `steps.py`.
     arrivals: int = 0
 
     # `instances.py`.
-    quick_deaths: dict[InstanceId, int] = field(default_factory=dict)  # The count in a row.
-    # Instances with an unhealthy GPU, also for their next process, which is on the same GPU.
+    quick_deaths: dict[InstanceId, int] = field(default_factory=dict)  # Consecutive quick deaths.
+    # Instances with an unhealthy GPU, including their next process, which uses the same GPU.
     gpu_degraded: set[InstanceId] = field(default_factory=set)
     drain_ordered: set[InstanceId] = field(default_factory=set)
 

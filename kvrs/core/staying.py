@@ -1,8 +1,8 @@
-"""Streams of an instance that re-forms: each stays, in the same attempt, or leaves, whichever
-brings it on sooner.
+"""Streams of a re-forming instance: each stays in the same attempt or leaves, whichever continues
+it sooner.
 
-The instance restores the streams that stay one after another, the most urgent first, so each is
-weighed behind those before it. A deadline bounds the wait: when its alarm rings, the stream leaves.
+The instance restores staying streams one by one, most urgent first, so each is weighed behind those
+before it. A deadline bounds the wait: at its alarm the stream leaves.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from kvrs.core.options.base import usable_pages
 from kvrs.core.state import State
 from kvrs.ids import StreamId
 
-# A deadline may be kept late by half of its length, within these bounds. The longer one is also the
-# most by which changed predictions of one re-forming extend it: the shortest silence that counts.
+# Bounds of a deadline's grace, which is half of its length. The upper bound also limits how far
+# changed predictions of one re-forming extend a deadline: the shortest silence that counts.
 _SHORTEST_GRACE_S = 0.1
 _LONGEST_GRACE_S = 2.0
-# A changed prediction of the same re-forming that is later by less changes no decision.
+# Smallest delay of a re-forming's prediction that changes decisions.
 _STEP_S = 0.02
 _NO_LIMIT = 1 << 62
 
@@ -33,7 +33,9 @@ _NO_LIMIT = 1 << 62
 def reforming(
     state: State, home: Member, event: ev.LoadReported, running: list[Stream], now_s: float
 ) -> None:
-    """The instance re-forms, or predicts another end of it; `running` are its streams."""
+    """Handle an instance's re-forming, or a changed prediction of its end; `running` are its
+    streams.
+    """
     report, before = event.report.reforming, home.reforming
     assert report is not None, event
     if before is not None and report.number < before.report.number:
@@ -63,7 +65,7 @@ def reforming(
 
 
 def reformed(state: State, home: Member, event: ev.LoadReported, now_s: float) -> None:
-    """The instance serves again; the deadlines of the streams that stay hold."""
+    """Handle an instance that serves again; deadlines of staying streams remain."""
     home.set_pace(*factors_of(event.report), event.token_s)
     if home.reforming is not None:
         state.view.prefill_order.note_queue(home, home.reforming.queue_s)
@@ -73,9 +75,8 @@ def reformed(state: State, home: Member, event: ev.LoadReported, now_s: float) -
 
 
 def is_stale_token(state: State, stream: Stream, now_s: float) -> bool:
-    """The token may predate the re-forming that the stream stays for: then the next one is to
-    be reported. One that comes once the instance is predicted to serve is not, even if its
-    report is late.
+    """Return whether a token may predate the re-forming that the stream stays for: then the next
+    one is awaited. A token after the predicted end is not stale, even if the report is late.
     """
     deadline, home = stream.attempt.stay_deadline, stream.attempt.runs_on
     if deadline is None or home is None or home.reforming is None:
@@ -88,7 +89,7 @@ def is_stale_token(state: State, stream: Stream, now_s: float) -> bool:
 
 
 def stay_deadline_over(state: State, stream: Stream, now_s: float) -> None:
-    """The alarm of a deadline: the stream leaves, if there is anywhere to go."""
+    """Handle a deadline's alarm: the stream leaves, if it has somewhere to go."""
     attempt, home = stream.attempt, stream.attempt.runs_on
     deadline = attempt.stay_deadline
     assert deadline is not None, stream
@@ -111,7 +112,7 @@ def stay_deadline_over(state: State, stream: Stream, now_s: float) -> None:
 
 
 def _decide(state: State, home: Member, streams: Sequence[Stream], now_s: float) -> None:
-    """One after another, so that each is weighed with what was booked for those before it."""
+    """Decide streams one by one, so that each is weighed with the bookings of those before it."""
     reforming = home.reforming
     assert reforming is not None, home
     reforming.ahead_s, cause = 0.0, cause_of(home.id, reforming.report)
@@ -126,7 +127,7 @@ def _decide(state: State, home: Member, streams: Sequence[Stream], now_s: float)
         target = targets.get(stream.id)
         decision = decisions.stay_or_leave(state, stream, home, target, limit, others, now_s)
         if decision is None:
-            continue  # It was to leave, and cannot yet: its alarm goes on.
+            continue  # The stream should leave and cannot yet: its alarm stays.
         if decision.chosen.option.stays:
             _stay(state, stream, reforming, decision, cause, now_s)
             continue
@@ -137,8 +138,8 @@ def _decide(state: State, home: Member, streams: Sequence[Stream], now_s: float)
 def _targets(
     state: State, home: Member, streams: Sequence[Stream], now_s: float
 ) -> dict[StreamId, Member]:
-    """Where each stream would go: the instance that re-forms is its home, from which the
-    dispatch takes those away that are too many. The others would go to the least loaded one.
+    """Target of each stream if it left: dispatch moves streams above the ceiling away from the
+    re-forming instance, their home; the others would go to the least loaded target.
     """
     view, name = state.view, home.id
     others = [member for member in view.targets() if member is not home]
@@ -174,8 +175,8 @@ def _stay(
     cause: str,
     now_s: float,
 ) -> None:
-    """The stream keeps its attempt. What was decided first is what is learned from: a changed
-    prediction of the same re-forming, by the same option, only moves the alarm.
+    """Keep the stream's attempt. Only the first decision is learned from: a changed prediction of
+    the same re-forming, by the same option, only moves the alarm.
     """
     attempt, chosen, deadline = stream.attempt, decision.chosen, stream.attempt.stay_deadline
     reforming.ahead_s += chosen.transfer_s + chosen.compute_s
@@ -188,7 +189,7 @@ def _stay(
     ):
         until_s = max(deadline.until_s, min(until_s, deadline.latest_s))
         if is_past(until_s, now_s):
-            return  # This proxy was stopped: its alarm is due.
+            return  # This proxy was paused, so the alarm is due.
         _set_deadline(state, stream, replace(deadline, until_s=until_s))
         return
     latest_s = now_s + chosen.raw_s + _LONGEST_GRACE_S
@@ -219,6 +220,6 @@ def _set_deadline(state: State, stream: Stream, deadline: StayDeadline) -> None:
 
 
 def _leave(state: State, stream: Stream, home: Member, cause: str, now_s: float) -> None:
-    """End the attempt, which still has its connection; to be moved is not to fail."""
+    """End the attempt, which still has its connection; a move is not a failure."""
     state.actions.append(act.Halt(stream.id, stream.attempt.number))
     ledger.end_attempt(state, stream, cause, home.id, now_s)

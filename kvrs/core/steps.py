@@ -1,4 +1,4 @@
-"""The steps of the lifecycle table (`model/lifecycle.py`): what an event does to one stream."""
+"""Steps of the lifecycle table (`model/lifecycle.py`): the effect of an event on one stream."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,7 +26,7 @@ from kvrs.core.routing import hand_off_to
 from kvrs.core.state import State, deadlines_of
 from kvrs.ids import StreamId
 
-# Takes the state, the stream (of ADMIT and ADOPT: none), the event and the time.
+# Function of the state, the stream (None for ADMIT and ADOPT), the event and the time.
 _Method = Callable[[State, Any, Any, float], None]
 
 
@@ -42,7 +42,7 @@ def _never(state: State, stream: Stream | None, event: StreamEvent, now_s: float
     raise AssertionError((event, stream))
 
 
-# A stream begins.
+# Begin of a stream.
 
 
 def _admit(state: State, _: None, event: ev.StreamArrived, now_s: float) -> None:
@@ -53,7 +53,7 @@ def _admit(state: State, _: None, event: ev.StreamArrived, now_s: float) -> None
     stream = state.streams[event.stream] = state.stream_of(event.stream)
     stream.admit(event, state.arrivals, deadlines, common, now_s)
     state.arrivals += 1
-    # No other is placed with it, and nothing has failed it.
+    # The new stream is placed alone, and no instance has failed it.
     starter.carry_out(state, stream, decisions.start(state, stream, now_s), now_s)
 
 
@@ -68,12 +68,12 @@ def _adopt(state: State, _: None, event: ev.StreamAdopted, now_s: float) -> None
     starter.place_all(state, [stream], now_s)
 
 
-# Its attempt progresses.
+# Progress of an attempt.
 
 
 def _note_prefill(state: State, stream: Stream, event: ev.PrefillDone, now_s: float) -> None:
-    """Note the KV of a call that does both stages, or of a prompt that decode got as text; or
-    what the prefill of two calls at once had in its cache.
+    """Note the KV of a call for both stages, or of a text prompt at decode; or the cached tokens of
+    a prefill that was called together with decode.
     """
     attempt = stream.attempt
     assert attempt.runs_on is not None, stream
@@ -85,8 +85,8 @@ def _note_prefill(state: State, stream: Stream, event: ev.PrefillDone, now_s: fl
 
 
 def _hand_off(state: State, stream: Stream, event: ev.PrefillDone, now_s: float) -> None:
-    """To the decode instance of the plan, which may be a new epoch by now, or to another one
-    where that is sooner (`routing.py`).
+    """Hand off to the decode instance of the plan, which may have a new epoch by now, or to a
+    sooner one (`routing.py`).
     """
     attempt, view = stream.attempt, state.view
     if attempt.stay_deadline is not None:
@@ -95,7 +95,7 @@ def _hand_off(state: State, stream: Stream, event: ev.PrefillDone, now_s: float)
     assert plan is not None, stream
     assert prefill is not None, stream
     ledger.prefilled(state, stream, prefill, event, now_s)
-    ledger.settle_bookings(state, stream)  # What it booked itself is not in its own way.
+    ledger.settle_bookings(state, stream)  # The stream's own bookings must not count against it.
     outliers.answered(state, stream, prefill, now_s)
     planned, decode = view.members.get(plan.decode), None
     cause = "the decode instance was lost during prefill, or is drained"
@@ -112,7 +112,7 @@ def _hand_off(state: State, stream: Stream, event: ev.PrefillDone, now_s: float)
         ledger.end_attempt(state, stream, cause, plan.decode, now_s)
         starter.place_all(state, [stream], now_s)
         return
-    # Else the plan holds: it is one call, which is at decode already, or nothing has changed.
+    # Otherwise the plan holds: a single call is at decode already, or nothing has changed.
     if not is_one_call(planned, prefill.id) and (
         decode is not planned or state.settings.keeps_checkpoints
     ):
@@ -153,11 +153,13 @@ def _resume(state: State, stream: Stream, event: ev.StreamResumed, now_s: float)
     stream.note_resumed(event, now_s)
 
 
-# Its attempt ends.
+# End of an attempt.
 
 
 def _note(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -> None:
-    """The attempt had ended before its connection broke: with its instance, as a rule."""
+    """Note a failure of an attempt that had ended before its connection broke, usually with its
+    instance.
+    """
     stream.note_tokens(event.produced_tokens)
 
 
@@ -192,7 +194,7 @@ def _fail(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -
     is_broken = event.abrupt and event.failure is not ev.FailureKind.BUSY
     if is_broken and member is not None and not stream.attempt.resumed:
         state.poison.broke(stream, member, now_s)
-    # One that took no connection may be dead.
+    # An instance that accepted no connection may be dead.
     was_connected = event.failure is not ev.FailureKind.BUSY
     if is_slow:
         outliers.keep_to_asked(state, stream, event)
@@ -234,7 +236,7 @@ def _expire(state: State, stream: Stream, event: AlarmDue, now_s: float) -> None
     number = stream.attempt.number
     starter.place_again(state, stream, now_s)
     if stream.id in state.streams and stream.attempt.number == number:
-        # No other attempt has taken its place, and without a slot it must not fetch on.
+        # No other attempt has replaced it, and without a slot it must not fetch on.
         state.actions.append(act.Halt(stream.id, number))
 
 
@@ -255,7 +257,7 @@ def _end(state: State, stream: Stream, event: ev.StreamEnded, now_s: float) -> N
 
 
 def _halt(state: State, stream: Stream) -> None:
-    """End an attempt that still runs; to be moved is not to fail."""
+    """End a running attempt; a move is not a failure."""
     state.actions.append(act.Halt(stream.id, stream.attempt.number))
 
 

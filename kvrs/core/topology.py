@@ -1,8 +1,8 @@
-"""Instances and agents that come and go while streams run.
+"""Addition and removal of instances and agents while streams run.
 
-One that is to go is drained first. It is removed once no stream runs there, those that were moved
-have their next token elsewhere, and no KV is retained there for one, which is waited for as long as
-its streams might have stayed.
+An instance is drained before its removal. It is removed once no stream runs there, moved streams
+have their next token elsewhere, and no KV is retained there for a stream; this wait is limited by
+the time that its streams might have stayed.
 """
 
 from typing import Any
@@ -20,7 +20,8 @@ class Topology:
 
     def __init__(self, control: Control[Any]) -> None:
         self._control = control
-        self.leaving: dict[InstanceId, float] = {}  # Until when retained KV is waited for.
+        # Time until which retained KV is awaited, by leaving instance.
+        self.leaving: dict[InstanceId, float] = {}
 
     def add(
         self, instance: InstanceId, node: NodeId, role: Role, group: str | None = None
@@ -29,8 +30,8 @@ class Topology:
         return self._control.instances.add(instance, node, role, group)
 
     def remove(self, instance: InstanceId, drain_s: float, now_s: float) -> bool:
-        """Begin to; it is removed when `gone` returns it. True: it is already, since it was never
-        up and has nothing that could leave it.
+        """Begin an instance's removal, which ends when `gone` returns it. True: removed at once,
+        because it was never up and nothing could leave it.
         """
         known = self._control.instances.known[instance]
         if known.health is not Health.UP and not known.was_up:
@@ -41,7 +42,9 @@ class Topology:
         return False
 
     def gone(self, now_s: float) -> list[InstanceId]:
-        """Remove what streams have left; ask again and again while any is `leaving`."""
+        """Remove and return instances that all streams have left; call repeatedly while any is
+        `leaving`.
+        """
         control = self._control
         gone = [
             name
@@ -65,7 +68,9 @@ class Topology:
         control.tell(ev.InstanceRemoved(known.id, {}), now_s)
 
     def remove_agent(self, known: Agent, now_s: float) -> None:
-        """Its checkpoints are of no use any more; streams get others elsewhere."""
+        """Remove an agent: its checkpoints are useless from now on, and streams get others
+        elsewhere.
+        """
         if known.health is Health.UP:
             self._control.checkpoints.lost(known, "removed", now_s)
         self._control.agents.remove(known)
