@@ -37,17 +37,17 @@ log = logging.getLogger(__name__)
 
 # Period at which leases are checked.
 _EXPIRE_S = 0.25
-# Period at which memory that no process uses is looked for.
+# Period of the search for memory that no process uses.
 _ORPHANS_S = 1.0
 # Memory that no process has used for this long is given back.
 _ORPHAN_S = 60.0
-# Period at which engines are looked at: whether they live.
+# Period at which engines are checked for life.
 _SETTLE_S = 0.1
 
 
 class NodeAgent:
-    """Reads and verifies the pages that an earlier process left, when it is made; `start` needs a
-    running event loop.
+    """An agent. Its construction reads and verifies the pages that an earlier process left; `start`
+    needs a running event loop.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class NodeAgent:
 
     @property
     def targets(self) -> KeysView[InstanceId]:
-        """The instances that the slots are for."""
+        """Instances with slots."""
         return self.fences.targets
 
     def learn(self, config: Config) -> None:
-        """Serve further instances of this node, which another configuration has.
+        """Serve further instances of this node, from a new configuration.
 
         Raises:
-            ConfigError: it has no such node.
+            ConfigError: the configuration lacks this node.
         """
         self.node = node_of(config, self.node.id)
         self.fences.learn(*self._instances_of(config))
@@ -211,7 +211,7 @@ class NodeAgent:
         remove_unix(self._row_directory)
 
     async def settle_regions(self) -> None:
-        """Adopt the memory of engines that die, and give back what is not read any more, until
+        """Adopt the memory of dying engines, and release memory that is no longer read, until
         cancelled.
         """
         while True:
@@ -228,7 +228,7 @@ class NodeAgent:
             self.fences.end(self.slots.expire(time.monotonic()))
 
     async def end_orphans(self) -> None:
-        """Give back memory that no instance uses, until cancelled."""
+        """Release memory that no instance uses, until cancelled."""
         while True:
             await asyncio.sleep(_ORPHANS_S)
             if self.anchors is not None:

@@ -1,10 +1,9 @@
-"""The state of one proxy between its policy and its connections.
+"""State of one proxy between its policy and its connections.
 
-Pure: no clock, no socket, no randomness. A shell reports what happened to attempts and processes,
-with `now_s`; `Control` keeps the books, asks the policy, and has the shell perform what the policy
-answers, in its order. The proxy's shell performs it with sockets and tasks, the simulator's in
-virtual time. A stream has one record (`LiveStream`), of which the policy writes where it runs, and
-in which stage.
+Pure: no clock, no socket, no randomness. A shell reports events of attempts and processes, with
+`now_s`; `Control` keeps the books, asks the policy, and lets the shell perform the policy's actions
+in order: the proxy's shell with sockets and tasks, the simulator's in virtual time. A stream has
+one record (`LiveStream`), in which the policy writes its place and stage.
 """
 
 from collections import deque
@@ -37,27 +36,27 @@ from kvrs.protocol.instance import InstanceInfo, LoadReport
 from kvrs.sums import sum_in_order
 from kvrs.transfer.meter import Measurement
 
-# An event, its time, and the answer of the policy.
+# Callback with an event, its time, and the policy's actions.
 Trace = Callable[[float, ev.Event, list[act.Action]], None]
 S = TypeVar("S", bound=LiveStream)
 _S = TypeVar("_S", bound=LiveStream, contravariant=True)
 
 
 class Shell(Protocol[_S]):
-    """Performs, in the order of the calls, what `Control` decides. It decides nothing."""
+    """Performs the decisions of `Control` in the order of the calls. It decides nothing."""
 
     def begin_attempt(self, live: _S, plan: act.Plan) -> None:
-        """Run attempt `live.journal.attempt` by this plan. The one before it has been ended."""
+        """Run attempt `live.journal.attempt` by this plan. The attempt before has been ended."""
 
     def end_attempt(self, live: _S) -> None:
-        """Close the connection of the stream's current attempt, if any; it writes no more."""
+        """Close the connection of the stream's current attempt, if any; it writes nothing more."""
 
     def catch_up_soon(self) -> None:
-        """Call `Control.catch_up` once what is under way now is done, or now."""
+        """Call `Control.catch_up` when the present work is done, or now."""
 
     def expect_token(self, live: _S) -> None:
-        """The attempt stays at an instance that re-forms: report its next token as that with which
-        it resumes.
+        """Report the attempt's next token as its resumption: the attempt stays at a re-forming
+        instance.
         """
 
     def can_give_end(self) -> bool:
@@ -70,7 +69,7 @@ class Shell(Protocol[_S]):
         """Tell the client how its stream ended."""
 
     def stream_closed(self, live: _S) -> None:
-        """The stream is out of all books, however it ended. Once per stream."""
+        """Note that the stream has left all books. Called once per stream."""
 
     def note(self, action: act.Record) -> None:
         """Show a record of the policy to people."""
@@ -79,7 +78,7 @@ class Shell(Protocol[_S]):
         """Report `TimerFired` at this time."""
 
     def instance_changed(self, event: ev.InstanceUp | ev.InstanceLost | ev.GpuJudged) -> None:
-        """Show people that an instance has come up or is lost, or how its GPU is."""
+        """Show people that an instance is up or lost, or its GPU's health."""
 
     def count_slot(self, outcome: SlotOutcome) -> None: ...
 
@@ -88,7 +87,7 @@ NO_IDS = "its engine has sent no token ids, without which no other can go on wit
 
 
 class Control(Generic[S]):
-    """One per proxy: its policy, its open streams, and every book about them."""
+    """A proxy's policy, its open streams, and every book about them."""
 
     def __init__(
         self,
@@ -150,7 +149,7 @@ class Control(Generic[S]):
     # Streams.
 
     def open(self, live: S, now_s: float) -> None:
-        """Begin with a stream that has just arrived, here or, before that, at another proxy."""
+        """Begin a stream that has arrived here, or earlier at another proxy."""
         self.streams[live.id] = live
         for kept in live.journal.kept:
             known = self.instances.known.get(kept.holder)
@@ -202,11 +201,12 @@ class Control(Generic[S]):
         """Take the stream out of all books, however it ended; safe to call again."""
         self.catch_up()
         if self.streams.get(live.id) is not live:
-            return  # Closed before; its client may have resumed it as another one.
+            # The stream was closed before; its client may have resumed it under a new record.
+            return
         self._shell.end_attempt(live)
         del self.streams[live.id]
         self._shell.stream_closed(live)
-        # A stream that is resumed elsewhere needs what is kept of it; unrenewed leases run out.
+        # A stream resumed elsewhere needs its kept KV; leases that are not renewed expire.
         let_go = self.leases.drop if live.journal.resumable else self.leases.release
         for instance in live.prefilled_at:
             let_go(instance, live.id)
@@ -216,10 +216,10 @@ class Control(Generic[S]):
             self.fences.ended(live.id, self.instances.known)
         self.tell(ev.StreamEnded(live.id, live.journal.attempt), now_s)
 
-    # Events, in the order in which they came; actions may cause more of them.
+    # Events in order of arrival; actions may cause further events.
 
     def tell(self, event: ev.Event, now_s: float) -> None:
-        """Ask the policy about an event, and carry out what it answers."""
+        """Pass an event to the policy, and perform its actions."""
         if self._telling:
             self._events.append((event, now_s))
             return
@@ -242,15 +242,15 @@ class Control(Generic[S]):
             self._telling = False
 
     def postpone(self, report: Callable[[float], None], now_s: float) -> None:
-        """Have a report of an attempt made in a moment, as of now: nothing is decided by it. It is
-        made before anything else is reported.
+        """Postpone an attempt's report, which decides nothing, with the present time. It is made
+        before any other report.
         """
         self._postponed.append((report, now_s))
         if len(self._postponed) == 1:
             self._shell.catch_up_soon()
 
     def catch_up(self) -> None:
-        """Make the reports that were postponed, in their order."""
+        """Make the postponed reports in order."""
         postponed, self._postponed = self._postponed, deque()
         try:
             while postponed:
@@ -287,8 +287,8 @@ class Control(Generic[S]):
     def _start(self, action: act.Start, now_s: float) -> None:
         live = self.streams.get(action.stream)
         if live is None:
-            # It ended in an action before this one, of which the policy is yet to be told, in an
-            # attempt that is over.
+            # An earlier action ended the stream, in a finished attempt, and the policy does not
+            # know yet.
             self.tell(ev.StreamEnded(action.stream, action.attempt), now_s)
             return
         journal = live.journal
@@ -300,7 +300,7 @@ class Control(Generic[S]):
         self._shell.begin_attempt(live, action.plan)
 
     def _redirect(self, action: act.Redirect) -> None:
-        """The attempt, whose prefill has just reported, finds the new plan in place of the old."""
+        """Replace the plan of an attempt whose prefill has just reported."""
         live = self._current(action.stream, action.attempt)
         if live is None:
             return
@@ -310,8 +310,8 @@ class Control(Generic[S]):
         self._shell.note(action)
 
     def _goes_on(self, live: S, now_s: float) -> bool:
-        """The stream, whose attempt is over, needs another one and may have it; otherwise it is
-        brought to its end.
+        """Return whether the stream, whose attempt is over, needs and may have another attempt;
+        otherwise end the stream.
         """
         journal = live.journal
         if journal.finished:
@@ -324,8 +324,8 @@ class Control(Generic[S]):
         if not journal.is_recoverable:
             self.end(live, CannotContinue(NO_IDS), now_s)
             return False
-        # Found out too late for the head: the engine turned out to parse its output, which another
-        # cannot take up, unless it makes all of it again.
+        # Learned too late for the head: the engine parses its output, which another engine cannot
+        # continue unless it replays.
         unkept = [each for each in journal.inexact if each not in journal.replayed]
         if journal.promise is not ev.Promise.NONE and unkept and journal.output_ids:
             cause = f"cannot be continued exactly: {', '.join(unkept)}"
@@ -333,17 +333,17 @@ class Control(Generic[S]):
             return False
         return True
 
-    # What attempts report.
+    # Reports of attempts.
 
     def halt(self, live: S) -> None:
-        """End the attempt, which the policy has no more; the stream goes on without it."""
+        """End an attempt that the policy has dropped; the stream continues without it."""
         self._shell.end_attempt(live)
         if live.plan is not None:
             self.fences.halted(live.plan, live.id, (live.journal.owner_epoch, live.journal.attempt))
             live.plan = None
 
     def attempt_over(self, live: S, event: ev.AttemptFailed | ev.SlotDenied, now_s: float) -> None:
-        """The stream needs another attempt, if it is not complete."""
+        """Report an attempt's end: the stream needs another attempt, unless it is complete."""
         if self._current(live.id, event.attempt) is not live:
             return
         self.halt(live)
@@ -353,15 +353,15 @@ class Control(Generic[S]):
     def retention_lost(
         self, instance: InstanceId, streams: Sequence[StreamId], now_s: float
     ) -> None:
-        """An answer to a lease says that the instance keeps nothing of these."""
+        """Note that an instance keeps nothing of these streams, by its answer to a lease."""
         if lost := self.leases.unknown(instance, streams):
             self.tell(ev.RetentionLost(instance, lost), now_s)
 
-    # What watches report.
+    # Reports of watches.
 
     def instance_up(self, known: Member, info: InstanceInfo, now_s: float) -> Member:
-        """The instance can be used, in a new epoch; return its record from now on. Attempts of a
-        process that lives on run on: another proxy has fenced it.
+        """Note that an instance is usable in a new epoch; return its record from now on. Attempts
+        of a process that lives on continue: another proxy has fenced it.
         """
         lives_on = known.is_same_process(info)
         if not lives_on:
@@ -371,7 +371,7 @@ class Control(Generic[S]):
         up = self.instances.accept(known, info)
         self.self_tests.up(info, now_s)
         seen = self.self_tests.seen(known.id)
-        # Pages of open streams in memory that the instance has taken over, leased to them.
+        # Pages of open streams in memory that the instance has taken over, leased to these streams.
         kept = {stream: pages for stream, pages in info.kept.items() if stream in self.streams}
         if kept and not lives_on:
             for stream in kept:
@@ -397,7 +397,7 @@ class Control(Generic[S]):
         self.catch_up()
         self.drains.reported(known.id, now_s)
         if is_repeated(report, known.load) and not self.policy.has_waiting:
-            known.reported_s = now_s  # The process lives; nothing else is new.
+            known.reported_s = now_s  # The report shows only that the process lives.
             return
         is_new_store = report.store != ("" if known.load is None else known.load.store)
         known.load = report
@@ -413,11 +413,11 @@ class Control(Generic[S]):
             concerned = self._running_on(known.id) if of_ranks or report.draining else []
             token_s = _token_s(concerned) if of_ranks else 0.0
             produced = {live.id: len(live.journal.output_ids) for live in concerned}
-            # They have events of their own.
+            # Links and replicas have events of their own.
             told = msgspec.structs.replace(report, links=[], replicas={})
             self.tell(ev.LoadReported(known.id, told, has_peers, token_s, produced), now_s)
             if of_ranks and report.reforming is None:
-                # Tokens that came before were perhaps of the layout before.
+                # Earlier tokens may belong to the layout before.
                 for live in concerned:
                     if live.stays_until_s is not None:
                         self._shell.expect_token(live)
@@ -433,7 +433,7 @@ class Control(Generic[S]):
             self.self_tests.changed()
 
     def _replicated(self, known: Member, report: LoadReport, now_s: float) -> None:
-        """The instance keeps other pages than before that peers have sent it of open streams."""
+        """Note the changed replicas of open streams at the instance."""
         pages = {}
         for stream, count in report.replicas.items():
             if (state := self.policy.streams.get(stream)) is None:
@@ -453,14 +453,16 @@ class Control(Generic[S]):
             self.tell(event, now_s)
 
     def gpus_seen(self, node: NodeId, gpus: Sequence[GpuHealth], now_s: float) -> None:
-        """The node's agent has published the health of its GPUs."""
+        """Note the health of a node's GPUs, as published by its agent."""
         for instance, state, reason in self.gpus.seen(node, gpus):
             event = ev.GpuJudged(instance, state, reason, self.produced_on(instance))
             self._shell.instance_changed(event)
             self.tell(event, now_s)
 
     def instance_lost(self, known: Member, cause: str, now_s: float) -> None:
-        """All its victims in one event, so that the policy can spread them."""
+        """Report an instance's loss, with all victims in one event, so that the policy can spread
+        them.
+        """
         self.catch_up()
         known.lose(cause)
         self.self_tests.lost(known.id)
@@ -475,9 +477,7 @@ class Control(Generic[S]):
         self.tell(event, now_s)
 
     def reload(self, after: Config, now_s: float) -> None:
-        """Go on with sections `policy` and `slo` of `after`; what is open and what has been learned
-        stays.
-        """
+        """Apply sections `policy` and `slo` of `after`; open streams and learned values stay."""
         self.slots.reload(slot_share(after))
         self.tell(ev.SettingsReloaded(after.policy, after.slo), now_s)
 
@@ -485,14 +485,14 @@ class Control(Generic[S]):
         return {live.id: len(live.journal.output_ids) for live in self._running_on(instance)}
 
     def _running_on(self, instance: InstanceId) -> list[S]:
-        """The streams whose current attempt is lost with the instance."""
+        """Streams whose current attempt is lost with the instance."""
         self.catch_up()
         member = self.policy.members.get(instance)
         return [] if member is None else [*map(self.streams.__getitem__, sorted(member.running))]
 
 
 def _token_s(running: Sequence[LiveStream]) -> float:
-    """Mean time between two tokens of a stream; 0: not known."""
+    """Mean time between two tokens of a stream; 0: unknown."""
     intervals = [live.journal.token_interval_s for live in running]
     measured = [interval_s for interval_s in intervals if interval_s is not None]
     return sum_in_order(measured) / len(measured) if measured else 0.0

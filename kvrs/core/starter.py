@@ -1,5 +1,5 @@
-"""The starter places streams without an attempt: it starts them, queues them for a slot, lets them
-wait, or gives them up.
+"""Placement of streams without an attempt: it starts them, queues them for a slot, lets them wait,
+or gives them up.
 """
 
 from collections.abc import Iterable
@@ -23,55 +23,52 @@ from kvrs.core.state import State
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 
-# Streams that wait for the same busy instance come to it within this time.
+# Jitter of streams that wait for the same busy instance.
 _TRY_JITTER_S = 0.2
-# How often a stream that has not begun asks for a token that others do not need, with jitter.
+# Interval at which a new stream asks for a spare retry token, with jitter.
 _RETRY_TOKEN_POLL_S = 0.25
-# The same for one that waits for another stream, or for its own instance to be open to it.
+# Poll interval of a stream that waits for another stream, or for its own instance to open.
 _CLOSED_POLL_S = 0.1
-# The same for one that waits for news of deaths.
+# Poll interval while the cause of a death is still unknown.
 _NEWS_LOOK_S = 0.1
-# Times that logits are no numbers before they count as the stream's own, wherever it runs. Once may
-# be the fault of an instance, of its memory, or of KV that was made before, none of which is used
-# for the second time.
+# Number of results with invalid logits after which the stream itself is at fault. One may be the
+# fault of an instance, of its memory, or of older KV, none of which is used again.
 _MAX_OVERFLOWS = 2
 
 
 def gather(state: State, victims: Iterable[Stream], now_s: float) -> None:
-    """Have the victims of losses that are near to each other placed together, a moment after
-    the first of them.
+    """Place victims of nearly simultaneous losses together, a moment after the first.
 
-    Every victim has left the books before any of them is placed: they are one event, not many.
-    So do connections that break: the sockets of a process that died are closed one after the
-    other, and its watch is not always the first.
+    Every victim leaves the books before any is placed: they are one event. Breaking connections are
+    gathered too: a dead process's sockets close one by one, and its watch is not always first.
     """
     gather_s = state.settings.policy.recovery.gather_s
-    if gather_s <= SLACK_S:  # No alarm can be set that near.
+    if gather_s <= SLACK_S:  # No alarm can be set this near.
         place_all(state, victims, now_s)
         return
     for stream in victims:
         if stream.id in state.gathered:
             continue
         state.gathered[stream.id] = stream
-        state.timers.set(stream.id, now_s + gather_s)  # The first one that is due serves all.
+        state.timers.set(stream.id, now_s + gather_s)  # The first due alarm serves all.
 
 
 def clear_suspects(state: State, instance: InstanceId, cause: str) -> None:
-    """The instance as a whole is lost: gathered streams that failed there are its victims."""
+    """Note the whole instance's loss: gathered streams that failed there are its victims."""
     for stream in state.gathered.values():
         if stream.recovery.suspect_instance == instance:
             stream.recovery.clear_suspect(cause)
 
 
 def place_idle(state: State, now_s: float) -> None:
-    """An instance came up: place what waits or queues, and is not gathered."""
+    """Place waiting and queued streams that are not gathered, after an instance has come up."""
     state.roles_seen |= set(Role) - set(missing_roles(state.view))
     idle = state.idle.values()
     place_all(state, [stream for stream in idle if stream.id not in state.gathered], now_s)
 
 
 def place_first(state: State, now_s: float) -> None:
-    """A busy instance has room for one stream: place the most urgent one that waits for it."""
+    """Place the most urgent stream that waits for a busy instance, which has room for one."""
     waiting = [
         stream
         for stream in state.idle.values()
@@ -82,9 +79,7 @@ def place_first(state: State, now_s: float) -> None:
 
 
 def place_held_back(state: State, now_s: float) -> None:
-    """Place as many new streams as decode instances have room for prompts, in the order in
-    which they came.
-    """
+    """Place as many new streams as decode instances have room for, in order of arrival."""
     computing = computing_prompts(state.view)
     room = sum(max(0, PROMPTS_MAX - len(member.answers.awaited)) for member in computing)
     for stream in list(islice(state.held_back.values(), room)):
@@ -94,8 +89,8 @@ def place_held_back(state: State, now_s: float) -> None:
 
 
 def place_all(state: State, streams: Iterable[Stream], now_s: float) -> None:
-    """Decide the streams of one event together, the most urgent first (DESIGN section 5). Those
-    of another name have other targets, and are decided after them.
+    """Decide the streams of one event together, most urgent first (DESIGN section 5). Streams of
+    another model name have other targets, and follow.
     """
     decisions.begin(state, now_s)
     by_name: dict[str, list[Stream]] = {}
@@ -119,8 +114,8 @@ def _place_together(state: State, name: str, ordered: list[Stream], now_s: float
     assigned = assign(state.settings.policy.dispatch, victims, loads)
     limit = ceiling(len(victims), loads)
     others = float(len(victims) - 1)
-    # Where rows are loaded, prompts are computed in chunks: those that were placed before go on
-    # between them, and wait for none of it.
+    # Instances that load rows compute prompts in chunks: streams placed before continue between
+    # them without waiting.
     is_chunked = all(member.rows for member in targets)
     for stream in ordered:
         state.gathered.pop(stream.id, None)
@@ -131,8 +126,8 @@ def _place_together(state: State, name: str, ordered: list[Stream], now_s: float
 
 
 def place_again(state: State, stream: Stream, now_s: float) -> None:
-    """One stream, because its time has come; with the others, if it is gathered. A stream that
-    queues for a slot is placed at the target that it queues for.
+    """Place a due stream; with the others, if gathered. A stream that queues for a slot is placed
+    at its target.
     """
     if stream.id in state.gathered:
         place_all(state, list(state.gathered.values()), now_s)
@@ -150,8 +145,8 @@ def forget(state: State, stream: Stream) -> None:
 
 
 def _back_off(state: State, stream: Stream, suspect: InstanceId, now_s: float) -> None:
-    """An instance that failed the stream, and still runs as far as is known, is not tried again
-    at once, nor is the option that failed.
+    """Avoid for a while an instance that failed the stream and still runs, as far as is known, and
+    the failed option.
     """
     recovery, attempt = stream.recovery, stream.attempt
     if (member := state.view.members.get(suspect)) is not None:
@@ -171,12 +166,11 @@ def _place(
     now_s: float,
     others: float = 0.0,
 ) -> None:
-    """Start the next attempt of a stream that has none running, or leave it waiting for what it
-    lacks.
+    """Start the next attempt of a stream without one, or let it wait for what it lacks.
 
-    `assigned`: the target of its recovery; None: there is none, or it starts from its
-    beginning. Targets other than that are looked at only as long as they have fewer than
-    `limit` streams. `others` are the victims that are placed with it, per target.
+    `assigned`: target of its recovery; None: no target, or a new start. Other targets are
+    considered while they have fewer than `limit` streams. `others`: victims placed together, per
+    target.
     """
     recovery = stream.recovery
     failed = recovery.attempts
@@ -206,8 +200,8 @@ def _place(
 
 
 def _may_be_poison(state: State, stream: Stream, now_s: float) -> bool:
-    """Refuse a stream that has ended too many instances; one that may have ended the last of
-    them waits until that is known.
+    """Refuse a stream that has killed too many instances; a stream that may have killed the last
+    one waits until that is known.
     """
     allowed = state.settings.policy.recovery.poison_deaths
     if is_poison(stream, allowed):
@@ -229,7 +223,7 @@ def separate(state: State, stream: Stream, now_s: float) -> None:
 
 
 def carry_out(state: State, stream: Stream, decision: Decision | None, now_s: float) -> None:
-    """Start the attempt, or leave the stream waiting or give it up; None: it cannot start."""
+    """Start the attempt, let the stream wait, or give it up; `decision` None: it cannot start."""
     if decision is None:
         _keep_waiting(state, stream, now_s)
         return
@@ -288,7 +282,7 @@ def _note_recovery(state: State, stream: Stream, decision: Decision) -> None:
 
 
 def _has_token(state: State, stream: Stream, now_s: float) -> bool:
-    """The retry budget lets an attempt that is not the first begin now."""
+    """The retry budget allows a further attempt now."""
     recovery = stream.recovery
     if recovery.owes_token:
         open_streams = len(state.streams)
@@ -300,8 +294,8 @@ def _has_token(state: State, stream: Stream, now_s: float) -> bool:
 
 
 def _pace(state: State, stream: Stream, now_s: float) -> None:
-    """Wait for a token of the retry budget. A stream that has begun is never given up for it;
-    another one waits no longer than for an instance.
+    """Wait for a token of the retry budget. A begun stream is never given up for it; a new one
+    waits no longer than for an instance.
     """
     ledger.wait(state, stream, now_s)
     if not stream.recovery.owes_token:
@@ -316,17 +310,15 @@ def _pace(state: State, stream: Stream, now_s: float) -> None:
 
 
 def _queue(state: State, stream: Stream, chosen: Estimate, now_s: float) -> None:
-    """Wait for a slot at the chosen target, and decide again when the wait that was predicted
-    is over.
-    """
+    """Wait for a slot at the chosen target, and decide again after the predicted wait."""
     ledger.queue(state, stream, chosen.target)
     wait_s = max(SHORTEST_WAIT_S, state.slots.expected_wait_s(chosen.target, stream.id, now_s))
     state.timers.set(stream.id, now_s + wait_s)
 
 
 def _keep_waiting(state: State, stream: Stream, now_s: float) -> None:
-    """Nothing can be started: wait on, at most for `recovery.wait_s` and not beyond the
-    stream's deadline.
+    """Wait on, since nothing can be started: at most `recovery.wait_s`, and within the stream's
+    deadline.
     """
     ledger.wait(state, stream, now_s)
     recovery = stream.recovery
@@ -360,15 +352,15 @@ def _keep_waiting(state: State, stream: Stream, now_s: float) -> None:
         if recovery.avoided or _awaits_own(state, stream):
             alarms_s.append(now_s + _CLOSED_POLL_S * (1 + fraction(stream.id, now_s)))
         if next_try_s is not None:
-            # Never due at once: an alarm that came a little early would be the last one.
+            # Never due at once: a slightly early alarm would be the last one.
             jitter = 0.1 + fraction(stream.id, next_try_s)
             alarms_s.append(next_try_s + _TRY_JITTER_S * jitter)
         state.timers.set(stream.id, min(at_s for at_s in alarms_s if not is_past(at_s, now_s)))
 
 
 def _awaits_own(state: State, stream: Stream) -> bool:
-    """An instance that keeps the promise of a stream is paused, ejected or overdue: nothing
-    tells when that is over, and healthy ones may not take the stream.
+    """An instance that keeps the stream's promise is paused, ejected or overdue: nothing shows when
+    that ends, and healthy instances may not take the stream.
     """
     return stream.promise is not Promise.NONE and any(
         member.continues(stream.tokens, stream.promise) and not state.view.is_healthy(member)
@@ -377,7 +369,7 @@ def _awaits_own(state: State, stream: Stream) -> bool:
 
 
 def _is_unkept(state: State, stream: Stream) -> bool:
-    """Instances are up, none of which keeps the promise of a stream."""
+    """Instances are up, but none keeps the stream's promise."""
     return stream.promise is not Promise.NONE and bool(state.view.targets(stream.name))
 
 
@@ -389,25 +381,25 @@ def give_up(
     retry_after_s: float = 1.0,
     cached: dict[InstanceId, int] | None = None,
 ) -> None:
-    # With jitter: clients that were given up on together do not come back together.
+    # Jitter keeps clients that were given up together from returning together.
     retry_after_s = max(1.0, retry_after_s) * (1 + fraction(stream.id))
     forget(state, stream)
     state.actions.append(act.GiveUp(stream.id, reason, message, retry_after_s, cached or {}))
 
 
 def _next_try_s(view: ClusterView) -> float | None:
-    """When the first busy instance may be tried again; None: none is busy."""
+    """Time when the first busy instance may be tried again; None: no busy instance."""
     busy = (each for each in view.members.values() if view.is_busy(each))
     ends_s = (member.answers.busy_until_s for member in busy)
     return min((end_s for end_s in ends_s if end_s is not None), default=None)
 
 
 def _longest_wait(state: State, stream: Stream, now_s: float) -> tuple[float, float]:
-    """How long a stream waits for a usable instance, in seconds, and since when.
+    """Longest wait of a stream for a usable instance, in seconds, and the start of the wait.
 
-    A new request waits `recovery.role_wait_s` where every instance of a role was lost: instances
-    that are started again are back within seconds, and beyond that a request that has begun nowhere
-    is better refused than kept silent.
+    A new request waits `recovery.role_wait_s` if every instance of a role was lost: restarted
+    instances return within seconds, and after that a new request is better refused than kept
+    silent.
     """
     settings, missing = state.settings.policy.recovery, missing_roles(state.view)
     if missing != state.missing_roles:
@@ -417,7 +409,7 @@ def _longest_wait(state: State, stream: Stream, now_s: float) -> tuple[float, fl
         since_s = max(stream.waiting_since_s, state.missing_since_s)
         return min(settings.wait_s, settings.role_wait_s), since_s
     since_s = stream.waiting_since_s
-    # The wait for a busy instance goes on while it is tried.
+    # The wait for a busy instance continues while the instance is tried.
     if stream.recovery.busy_since_s is not None:
         since_s = min(since_s, stream.recovery.busy_since_s)
     return settings.wait_s, since_s
@@ -426,9 +418,9 @@ def _longest_wait(state: State, stream: Stream, now_s: float) -> tuple[float, fl
 def _refusal(
     state: State, wait_s: float, next_try_in_s: float | None, *, held_back: bool
 ) -> act.StreamRefusal:
-    """The refusal of a stream that has waited for `wait_s`. `next_try_in_s`: until the first
-    busy instance may be tried again, None where none is busy; `held_back`: decode instances
-    compute prompts, and none had room for its own.
+    """Refusal of a stream after waiting `wait_s`. `next_try_in_s`: time until the first busy
+    instance may be tried again; None: no busy instance. `held_back`: decode instances compute
+    prompts, and none had room.
     """
     missing = missing_roles(state.view)
     if held_back:
@@ -442,5 +434,5 @@ def _refusal(
     else:
         message = f"every instance is busy; the stream waits for {wait_s:g} s at most"
         return act.StreamRefusal(act.Reason.BUSY, message, next_try_in_s)
-    # Others have just waited in vain: a client that retries at once would, too.
+    # Others have just waited in vain, as a client that retries at once would.
     return act.StreamRefusal(act.Reason.NO_INSTANCE, message, min(wait_s, 30.0))
