@@ -1,10 +1,10 @@
-"""Replicas of an instance whose stages are in hosts: of each stage, its parts of full pages go from
-its host to that of the next instance of the group along the ring of ids (KevlarFlow).
+"""The replication of an instance whose stages are in hosts: each host sends its part of full pages
+to the same stage's host of the next instance along the ring of ids (KevlarFlow).
 
-The ring of a stage is laid anew whenever members change: a host that is lost, or that is lent to
-another instance, takes no parts, and the next one is asked. Each stage goes at its own pace: what a
-pool has of a page, while parts of other stages are under way or have no target, is there for a loan
-(`stage_loans`), and the whole page for a stream that comes.
+The ring of a stage changes with its members: a host that is lost or lent to another instance
+accepts no parts, and the next one is asked. Stages replicate independently: a stage's parts can be
+used for a loan (`stage_loans`) before the whole page has arrived, and whole pages by streams that
+move here.
 """
 
 import asyncio
@@ -45,33 +45,33 @@ from kvrs_engine.scheduling.replicas import ReplicaBook, ReplicaRun
 
 log = logging.getLogger(__name__)
 
-# An instance that took no parts is asked again after this long, where another one takes them; where
-# none does, all are asked again at least as often as the second.
+# Pause before an instance that refused parts is asked again while another one accepts them, and
+# while none does.
 _LAY_AGAIN_S = 5.0
 _RETRY_MAX_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class RingStage:
-    """Where the parts of one stage go, and what became of them."""
+    """The destination of one stage's parts, and its counters."""
 
     stage: RemoteStage
     target: InstanceId | None = None
     last_target: InstanceId | None = None
     sent_bytes: int = 0
-    dropped_pages: int = 0  # That a target did not take, or has not kept.
+    dropped_pages: int = 0  # Pages that a target refused or has evicted.
     refusals: dict[InstanceId, tuple[float, str]] = field(default_factory=dict)
 
     @property
     def unprotected(self) -> str | None:
-        """Why there is no target."""
+        """The reason why there is no target; None: there is one."""
         if self.target is not None:
             return None
         return "; ".join(reason for _, reason in self.refusals.values()) or "nothing was sent yet"
 
     def next_target(self, ring: Sequence[InstanceId], now_s: float) -> InstanceId | None:
-        """The first along the ring that has not refused within the last seconds. None: all have;
-        the next time they are asked again.
+        """Return the first instance along the ring that has not refused recently; None: all have,
+        and may be asked again at the next call.
         """
         for name in ring:
             until_s, _ = self.refusals.get(name, (0.0, ""))
@@ -83,7 +83,9 @@ class RingStage:
 
 
 class StageRing(PageSending):
-    """Sends parts, and takes those of others. Belongs to the event loop of the instance."""
+    """Sends parts of pages to other instances, and accepts theirs. Methods run in the event loop of
+    the instance.
+    """
 
     def __init__(
         self,
@@ -95,32 +97,32 @@ class StageRing(PageSending):
         transfer: TransferSettings,
         clock: Callable[[], float],
     ) -> None:
-        """`others`: members of the group, along the ring from this one on."""
+        """`others` are the other members of the group, along the ring from this instance."""
         self._others, self._book, self._core = others, book, core
         own = {stage.at.instance: RingStage(stage) for stage in ranks.remote}
         self._stages = own
         holders: dict[InstanceId, Peer] = {name: each.stage.at for name, each in own.items()}
         self._max_arriving = min(settings.staging_pages, max(1, core.pages.pages // 4))
         if (rate := transfer.link_bytes_per_s) is not None:
-            # A link carries them in a third of the time after which their host gives up.
+            # The link must carry the pinned pages well before their host gives up.
             layers = max(len(stage.layers) for stage in ranks.remote)
             part_bytes = ranks.geometry.page_bytes * layers // ranks.geometry.layers
             most = max(1, int(rate * transfer.stall_timeout_s / part_bytes))
             pinned = min(settings.staging_pages, most)
             settings = settings.model_copy(update={"staging_pages": pinned})
         super().__init__(core.pages, holders, settings, clock, core.wake, _RETRY_MAX_S)
-        # What arrives, by the stage and the number of its offer.
+        # Arriving pages, by stage and number of the offer.
         self._arriving: dict[tuple[int, int], list[ReplicaRun]] = {}
 
     def start(self) -> None:
-        """Take parts of others from now on."""
+        """Begin to accept parts of other instances."""
         for each in self._stages.values():
             each.stage.on_offered = in_loop(partial(self._offered, each.stage))
             each.stage.on_brought = in_loop(partial(self._brought, each.stage))
 
     @property
     def lag_pages(self) -> int:
-        """Full pages that lack a part where they go: as many as the stage that is behind most."""
+        """Number of full pages that are not completely replicated: the lag of the slowest stage."""
         return max(map(self.backlog.lag_of, self._stages), default=0)
 
     @property
@@ -128,7 +130,7 @@ class StageRing(PageSending):
         return sum(each.sent_bytes for each in self._stages.values())
 
     def facts_of(self, stage: int) -> dict[str, Any]:
-        """Fields of `kvrs.protocol.stages.StageInfo`."""
+        """Return fields of `kvrs.protocol.stages.StageInfo`."""
         own = next(each for each in self._stages.values() if stage in each.stage.stages)
         return {
             "replica_to": own.target,
@@ -138,20 +140,20 @@ class StageRing(PageSending):
             "replica_dropped_pages": own.dropped_pages,
         }
 
-    # What the batch loop calls.
+    # Called by the batch loop.
 
     def began(self, run: GenerationRun) -> None:
-        """Send the run's pages, if the proxy asks for any protection of it."""
+        """Begin to send the run's pages, if the proxy wants the stream protected."""
         if run.checkpoints:
             targets = [CheckpointTarget(name, 0) for name in self._stages]
             self.backlog.follow(run.sequence, targets, handed_over=False)
 
     def held(self, run: GenerationRun) -> Mapping[InstanceId, int]:
-        """Leading full pages that another instance has whole, as far as it is known here."""
+        """Return the leading full pages that another instance is known to have whole."""
         held = self.backlog.held(run.sequence)
         targets = {each.last_target for each in self._stages.values()}
         pages = min(held.get(name, 0) for name in self._stages)
-        # Where the parts are at different instances, none has all.
+        # If the parts are at different instances, none has whole pages.
         return {target: pages for target in targets if target and pages and len(targets) == 1}
 
     def replicated(self, run: GenerationRun) -> int:
@@ -159,7 +161,7 @@ class StageRing(PageSending):
         held = self.backlog.held(run.sequence)
         return min((held.get(each.stage.at.instance, 0) for each in lost), default=0)
 
-    # What the sender calls. A holder is the own host of a stage, which brings its parts on.
+    # Called by the sender. A holder is the own host of a stage, which sends its parts on.
 
     async def offer(self, agent: Peer, delivery: CheckpointDelivery) -> HeldPages:
         lane = self._stages[agent.instance]
@@ -170,7 +172,7 @@ class StageRing(PageSending):
             if (answer := await self._ask(lane, target, ranges, [])) is not None:
                 break
         if target != lane.target:
-            # What the one before has does not count.
+            # Pages at the previous target do not count.
             self.backlog.moved(agent.instance)
             log.info(
                 "replicas have a target", extra={"stage": lane.stage.stages.start, "to": target}
@@ -217,10 +219,10 @@ class StageRing(PageSending):
         ranges: Sequence[PartsRange],
         pages: Sequence[int],
     ) -> PartsHeld | None:
-        """None: the target takes nothing now.
+        """Send parts to the target; None: the target refuses them now.
 
         Raises:
-            TransferError: the own host cannot bring it.
+            TransferError: the own host cannot send them.
         """
         try:
             answer = await lane.stage.bring(target, ranges, pages)
@@ -231,7 +233,7 @@ class StageRing(PageSending):
             raise TransferError(f"{len(answer.held)} answers; allowed: {len(ranges)}")
         return answer
 
-    # Parts of others.
+    # Parts of other instances.
 
     def _offered(self, stage: RemoteStage, offered: PartsOffered) -> None:
         offer, cells = offered.offer, stage.cells
@@ -263,7 +265,7 @@ class StageRing(PageSending):
         told = self._answer(stage, TakeParts(0, 0, offer, leading, numbers))
         if has_pages:
             told.add_done_callback(partial(self._told, stage, offer))
-        else:  # Nothing is told of its end.
+        else:  # The end of an empty offer is not reported.
             self._end(number, offer, [])
 
     def _unused(self, tag: Tag, stage: RemoteStage) -> int:
@@ -285,7 +287,7 @@ class StageRing(PageSending):
             self._end(stage.stages.start, offer, [])
 
     def _brought(self, stage: RemoteStage, over: PartsOver | None) -> None:
-        """That offer is over; None: all of the stage are, with its host or the session there."""
+        """Handle the end of an offer; None: of all offers, with the end of the host's session."""
         number = stage.stages.start
         if over is not None:
             self._end(number, over.offer, over.filled)
@@ -308,6 +310,6 @@ class StageRing(PageSending):
 
 
 def _note(told: "asyncio.Future[None]") -> None:
-    """The host is lost, or waits no more, of which others tell."""
+    """Ignore a failed answer: the loss of the host is handled elsewhere."""
     if not told.cancelled():
         told.exception()

@@ -1,4 +1,4 @@
-"""HTTP routes of an instance: OpenAI completions and chat with vLLM's P/D convention, and the
+"""The HTTP routes of an instance: OpenAI completions and chat with vLLM's P/D convention, and the
 instance protocol.
 """
 
@@ -36,7 +36,7 @@ from kvrs_engine.engine.served import ServedInstance
 
 
 def make_routes(instance: ServedInstance) -> Routes:
-    """All routes of an instance. All but `/healthz` require the instance's key."""
+    """Return all routes of an instance. All but `/healthz` require the instance's key."""
     handlers = InstanceHandlers(instance)
     routes = http.authenticated(Scope.INSTANCE, _refuse_while_down(instance), _explain_fence)
     routes.add("GET", "/healthz", handlers.health)
@@ -72,7 +72,7 @@ def _refuse_while_down(instance: ServedInstance) -> Step:
 
 
 class InstanceHandlers:
-    """Handlers of all routes; each only translates."""
+    """The handlers of all routes, which translate between HTTP and the instance."""
 
     def __init__(self, instance: ServedInstance) -> None:
         self._instance = instance
@@ -102,8 +102,8 @@ class InstanceHandlers:
         )
 
     async def fence(self, request: Request) -> Response:
-        """Drop lower attempts and raise the epoch. Where only slots have ended, only transfers
-        end.
+        """Drop lower attempts and raise the epoch. A fence because of ended slots only ends
+        transfers.
         """
         fence = http.decode(await request.read(), FenceRequest)
         if fence.slots_only:
@@ -121,7 +121,7 @@ class InstanceHandlers:
         return http.answer(RankAnswer(await self._instance.order_rank(order)))
 
     async def load(self, request: Request) -> Response:
-        """The load report once, or as an endless stream that ends with this process."""
+        """Return the load report once, or as a stream that ends with this process."""
         if "watch" not in request.query:
             return http.answer(self._instance.load())
         return await http.watch(request, self._instance.load, self._instance.news)
@@ -190,7 +190,9 @@ class InstanceHandlers:
         return Response(status, _failure_body(run), {"Content-Type": JSON})
 
     def _names_prompt(self, asked: CompletionRequest | ChatRequest, run: GenerationRun) -> bool:
-        """The first event must carry the prompt's ids, which the caller does not have."""
+        """Return whether the first event must have the prompt's token ids, because the caller does
+        not know them.
+        """
         first = (
             run.sequence.history_tokens == run.sequence.prompt_tokens
             and asked.kv_transfer_params is None

@@ -1,6 +1,6 @@
-"""The runs of one engine: which attempts are accepted, fenced and ended.
+"""The runs of one engine: the acceptance, fencing and end of attempts.
 
-Shared by the embedded engine and by both stages of DistServe, which differ in how they compute.
+The embedded engine and both stages of DistServe share this code; they differ in the computation.
 """
 
 from abc import ABC, abstractmethod
@@ -12,8 +12,8 @@ from kvrs_engine.engine.hooks import StepHook
 from kvrs_engine.engine.requests import GenerationRun, StepOutput
 from kvrs_engine.scheduling.sequences import Sequence
 
-# An ended stream is remembered for so long: no request of it comes later, except from a proxy that
-# stood still for longer, which then computes for a client that is gone.
+# Time for which an ended stream is remembered. A later request can come only from a proxy that was
+# suspended for longer, and whose client is gone.
 ATTEMPTS_KEPT_S = 300.0
 ATTEMPTS_REMEMBERED = 100_000
 
@@ -21,14 +21,14 @@ Attempt = tuple[int, int]  # (owner_epoch, attempt)
 
 
 class FencedError(Exception):
-    """The request's attempt is lower than one already seen for its stream."""
+    """The request's attempt is lower than an attempt already seen for its stream."""
 
 
 class AttemptBook:
-    """The highest attempt seen of each stream, for `ATTEMPTS_KEPT_S` since it was last named."""
+    """Records the highest attempt of each stream for `ATTEMPTS_KEPT_S` after its last use."""
 
     def __init__(self) -> None:
-        # With the time until which it is kept, first to go first.
+        # Attempt and time of expiry, in order of expiry.
         self._highest: OrderedDict[StreamId, tuple[Attempt, float]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class AttemptBook:
         return self._highest.get(stream, ((0, 0), 0.0))[0]
 
     def fence(self, attempts: Mapping[StreamId, Attempt], now_s: float) -> None:
-        """Refuse attempts below the one named for their stream from now on."""
+        """Refuse attempts below the given one of each stream from now on."""
         for stream, attempt in attempts.items():
             highest = max(attempt, self.highest(stream))
             self._highest[stream] = highest, now_s + ATTEMPTS_KEPT_S
@@ -64,12 +64,12 @@ class RunCore(ABC):
 
     @property
     def runs(self) -> int:
-        """How many runs were accepted and have not ended."""
+        """Number of accepted runs that have not ended."""
         return len(self._runs)
 
     @property
     def under_way(self) -> list[GenerationRun]:
-        """Those runs."""
+        """The accepted runs that have not ended."""
         return list(self._runs.values())
 
     def submit(self, run: GenerationRun) -> None:
@@ -95,17 +95,17 @@ class RunCore(ABC):
         self._begin(run)
 
     def fence(self, attempts: Mapping[StreamId, Attempt]) -> None:
-        """End every run below the attempt named for its stream, and refuse such from now on."""
+        """End all runs below the given attempt of each stream, and refuse such attempts."""
         self._end_below(attempts, lambda run: True)
 
     def end_transfers(self, attempts: Mapping[StreamId, Attempt]) -> None:
-        """End every run below the attempt named for its stream that still holds a slot, and refuse
-        such attempts from now on.
+        """End all runs below the given attempt of each stream that still have a transfer slot, and
+        refuse such attempts.
         """
         self._end_below(attempts, lambda run: run.holds_slot)
 
     def abort(self, run: GenerationRun) -> None:
-        """End a run without a last output; without effect on one that has ended."""
+        """End a run without a last output; a run that has ended is ignored."""
         if run.sequence in self._runs:
             self._cancel(run)
 
@@ -126,18 +126,18 @@ class RunCore(ABC):
             hook.filled(run)
 
     def _end(self, run: GenerationRun, output: StepOutput | None) -> None:
-        """Remove a run and queue its last output; None: it was aborted, or has failed."""
+        """Remove a run and queue its last output; None: the run was aborted or has failed."""
         del self._runs[run.sequence]
         for hook in self.hooks:
             hook.ended(run)
         run.outputs.put_nowait(output)
 
     def _prepare(self, run: GenerationRun) -> None:  # noqa: B027  # Optional: nothing to check.
-        """Raises RequestError: the run could never be computed here."""
+        """Check a new run; raises RequestError if it could never be computed here."""
 
     @abstractmethod
     def _begin(self, run: GenerationRun) -> None:
-        """Start computing a run that was accepted."""
+        """Start to compute an accepted run."""
 
     @abstractmethod
     def _cancel(self, run: GenerationRun) -> None:

@@ -1,7 +1,7 @@
-"""The sampler chooses the next token from logits, by a function of (logits, parameters, seed,
-position) and nothing else.
+"""The sampler, a function of (logits, parameters, seed, position) to the next token.
 
-So an attempt that continues a stream elsewhere draws what the lost one would have drawn.
+An attempt that continues a stream elsewhere so draws the same tokens as the lost attempt would
+have.
 """
 
 import hashlib
@@ -17,21 +17,21 @@ from torch import Tensor
 
 from kvrs_engine.engine.layers.tiles import fold_sum
 
-_GREEDY_BELOW = 1e-5  # As vLLM's: logits over less than that may overflow.
+_GREEDY_BELOW = 1e-5  # As in vLLM: division by a lower temperature may overflow.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    temperature: float = 1.0  # 0, or next to it: the likeliest token.
-    top_p: float = 1.0  # The likeliest tokens that together reach this probability.
-    top_k: int = 0  # That many of the likeliest tokens; 0 and -1: all.
-    min_p: float = 0.0  # Those at least so likely, compared with the likeliest.
+    temperature: float = 1.0  # Below `_GREEDY_BELOW`: the likeliest token.
+    top_p: float = 1.0  # Keep the likeliest tokens up to this total probability.
+    top_k: int = 0  # Keep this number of the likeliest tokens; 0 and -1: all.
+    min_p: float = 0.0  # Keep tokens of at least this probability relative to the likeliest.
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
-    """How likely the model itself found a token and, the likeliest first, the other candidates."""
+    """The model's log probabilities of a token and of the likeliest tokens, in descending order."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # Token ids and their log probabilities.
@@ -40,9 +40,8 @@ class SampledLogprobs:
 def sample(logits_row: Tensor, params: SamplingParams, position: int) -> int:
     """Draw the token at `position` of a sequence from float32 CPU logits `[vocab]`.
 
-    Each token has Gumbel noise of its own, and the one that is the likeliest with it is drawn: a
-    draw of the distribution in which models that differ a little mostly agree. Equal logits are
-    ordered by id, the lowest first. The first one that is no number is drawn before all others.
+    The token with the largest sum of logit and Gumbel noise is drawn, so that models that differ a
+    little mostly draw the same token. Ties go to the lowest id. A NaN is drawn before all others.
     """
     logits = logits_row.numpy()
     likeliest = int(logits.argmax())
@@ -58,7 +57,7 @@ def sample(logits_row: Tensor, params: SamplingParams, position: int) -> int:
 
 
 def _kept(scaled: npt.NDArray[np.float64], params: SamplingParams) -> npt.NDArray[np.intp]:
-    """Ids of the tokens that `top_k`, `min_p` and `top_p` leave, the likeliest first."""
+    """Return the ids of the tokens that `top_k`, `min_p` and `top_p` keep, the likeliest first."""
     ids = _candidates(scaled, params.top_k)
     weights = np.exp(scaled[ids])
     weights = weights[: max(1, np.count_nonzero((weights >= params.min_p) & (weights > 0)))]
@@ -70,10 +69,10 @@ def _kept(scaled: npt.NDArray[np.float64], params: SamplingParams) -> npt.NDArra
 
 
 def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> SampledLogprobs:
-    """Log probabilities of a token and of the `top` likeliest, under the model's own distribution
-    (temperature 1, no penalties).
+    """Return the log probabilities of a token and of the `top` likeliest tokens by the model's own
+    distribution (temperature 1, no penalties).
 
-    The sum over the vocabulary has one order of additions, so every engine finds the same bits.
+    The sum over the vocabulary has a fixed order, so every engine computes the same bits.
     """
     # A copy: where a vector loop begins must not depend on the row's place in its batch.
     logits = logits_row.clone()
@@ -87,7 +86,7 @@ def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> SampledLogprobs:
 
 
 def gumbel_noise(seed: int, position: int, count: int) -> npt.NDArray[np.float64]:
-    """Noise of the tokens 0 to `count` - 1, each a function of seed, position and its id."""
+    """Return the noise of tokens 0 to `count` - 1, a function of seed, position and token id."""
     digest = hashlib.blake2b(
         f"{seed}:{position}".encode(), digest_size=16, person=b"kvrs-sample"
     ).digest()
@@ -99,7 +98,7 @@ def gumbel_noise(seed: int, position: int, count: int) -> npt.NDArray[np.float64
 
 
 def _candidates(logits: npt.NDArray[np.floating[Any]], top_k: int) -> npt.NDArray[np.intp]:
-    """Ids from the likeliest on; a stable sort keeps the lowest id first among equals."""
+    """Return ids in descending order of likelihood; ties in ascending order of id."""
     if not 0 < top_k < len(logits):
         return np.argsort(-logits, kind="stable")
     # Sorting a whole vocabulary costs milliseconds, so first everything below the k-th value is

@@ -1,4 +1,4 @@
-"""The interface of an instance to its HTTP side, whichever engine computes behind it."""
+"""The interface between an instance of any engine and its HTTP routes."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ from kvrs_engine.scheduling.pages import PageManager
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model that an instance serves, as its clients and peers see it."""
+    """The facts about a served model that clients and peers see."""
 
     name: str
     vocabulary: Vocabulary
@@ -76,29 +76,30 @@ class ServedInstance(ABC):
 
     @property
     def faults(self) -> SendingFaults:
-        """Faults that may be injected into all that the instance sends."""
+        """The faults to inject into the instance's transfers."""
         return self.port.server.faults
 
     def root(self, cache_salt: str) -> Tag:
-        """The tag from which all pages of one tenant are chained."""
+        """Return the root tag of one tenant's pages."""
         return root_tag(self._model.fingerprint, cache_salt)
 
     def refuse(self, asked: CompletionRequest | ChatRequest) -> None:  # noqa: B027  # Optional.
-        """Raises RequestError: this engine cannot do what is asked."""
+        """Check a request; raises RequestError if this engine does not support it."""
 
     def fence(self, attempts: Mapping[StreamId, Attempt]) -> None:
-        """Drop lower attempts, and raise the epoch: what others knew of this instance is void."""
+        """Drop lower attempts and raise the epoch, so that peers forget this instance's pages."""
         self.core.fence(attempts)
         self.port.epoch += 1
 
     def end_transfers(self, attempts: Mapping[StreamId, Attempt]) -> None:
-        """Drop lower attempts that still fetch under a slot, and refuse such from now on; nothing
-        else changes.
+        """Drop lower attempts that still fetch under a transfer slot, and refuse such attempts from
+        now on.
         """
         self.core.end_transfers(attempts)
 
     def lose_device(self, rank: int | None) -> None:
-        """Kill a rank, or the only process (None), and drop the memory of its KV. For experiments.
+        """Kill a rank, or the only process (None), and drop the memory of its KV, as a fault of an
+        experiment.
 
         Raises:
             RequestError: the instance has no such rank, or no such memory.
@@ -106,18 +107,19 @@ class ServedInstance(ABC):
         raise RequestError(f"rank: got {rank}; this engine has no device to lose", param="rank")
 
     async def order_rank(self, order: RankRequest) -> str | None:
-        """Let a rank leave, or have it back. Returns why not; None: it is carried out."""
+        """Let a rank leave or come back; return the reason of a refusal, or None."""
         return f"rank: got {order.rank}; allowed: none, it is one process"
 
-    def reloading(self, notice: ReloadNotice) -> None:  # noqa: B027  # Optional: it makes no drafts.
-        """Another instance is being started again."""
+    # Optional: it makes no drafts.
+    def reloading(self, notice: ReloadNotice) -> None:  # noqa: B027
+        """Handle the notice of another instance that is restarting."""
 
     async def draft_helper(self, request: Request) -> Response:
-        """The connection of an instance that makes drafts for this one."""
+        """Serve the connection of an instance that drafts tokens for this one."""
         return http.error(404, "drafts are not verified here", kind="invalid_request_error")
 
     def down(self) -> str | None:
-        """Why the instance cannot serve now although its process lives; None: it can."""
+        """The reason why the instance cannot serve now; None: it can."""
         return None
 
     @abstractmethod
@@ -128,12 +130,10 @@ class ServedInstance(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Serve pages and begin to compute; the HTTP side is the caller's."""
+        """Start to serve pages and to compute; the caller starts the HTTP server."""
 
     def failed(self) -> BaseException | None:
-        """The exception that ended one of the tasks, if one did: the instance must then not look
-        alive.
-        """
+        """Return the exception that ended a task, if any; the instance must then stop serving."""
         ended = (task for task in self._running() if task.done() and not task.cancelled())
         return next((task.exception() for task in ended), None)
 
@@ -145,7 +145,7 @@ class ServedInstance(ABC):
         await self.port.close()
 
     def _running(self) -> list[asyncio.Task[None]]:
-        """All tasks that must not end before `close`."""
+        """Return all tasks that must not end before `close`."""
         return self.tasks
 
     def _describe(

@@ -42,12 +42,12 @@ async def serve(
     loaded: LoadedModel | None = None,
     read: Callable[[], Config] | None = None,
 ) -> None:
-    """Serve until `stop` is set, then until no stream or page here is needed, at most for
+    """Serve until `stop` is set, then until no stream or page is needed, at most for
     `cluster.drain_s` or until `at_once`.
 
-    `ready` is called once requests are taken. `start` must rise with every start of the instance.
-    `older`: secrets that are accepted beside the one in use. `loaded`: the model, where it was
-    loaded before. At SIGHUP the instances of the configuration that `read` returns are known, too.
+    `ready` is called when requests are accepted. `start` must rise with every start of the
+    instance. `older` are secrets that are accepted beside the current one. `loaded` is the model,
+    if loaded before. At SIGHUP the configuration is read again by `read`, for new instances.
 
     Raises:
         ConfigError: a port is in use.
@@ -92,8 +92,8 @@ async def _drained(
     at_once: asyncio.Event,
     drain_s: float,
 ) -> None:
-    """Wait for `stop`, then until the instance may end. Streams of proxies that do not watch are
-    not moved, and their leases run out.
+    """Wait for `stop`, then until the instance may end. A proxy that does not watch the instance
+    does not move its streams, whose leases expire.
     """
     await stop.wait()
     instance.drain()
@@ -108,7 +108,7 @@ async def _drained(
 
 @asynccontextmanager
 async def serve_http(instance: ServedInstance, *, allow_faults: bool) -> AsyncIterator[Routes]:
-    """Start an instance and serve requests on its port, until the block is left.
+    """Start an instance and serve requests on its port until the block ends.
 
     Raises:
         ConfigError: a port is in use.

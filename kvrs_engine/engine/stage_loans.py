@@ -1,8 +1,8 @@
-"""Loans of an instance whose stages are in hosts: what it lends of its own, and what it does with
-its pages while a stage of it is another instance's.
+"""The loans of an instance whose stages are in hosts: the pages that it lends, and the use of its
+own pages while it borrows a stage.
 
-A page that is lent has a hard pin and nothing in it, so no stream gets it; a page for which a
-borrowed stage has no memory as well.
+A lent page has a hard pin and no content, so that no stream gets it; so has a page for which a
+borrowed stage has no memory.
 """
 
 import asyncio
@@ -37,30 +37,30 @@ log = logging.getLogger(__name__)
 
 Arguments = ParamSpec("Arguments")
 
-_AGAIN_S = 0.05  # Until pages that were being sent or filled are looked at again.
+_AGAIN_S = 0.05  # Delay before a retry while pages are being sent or filled.
 
 
 @dataclass(slots=True, eq=False)
 class _Restart:
     run: GenerationRun
-    tokens: int  # That it had.
-    fetched_pages: int  # By the run, before.
+    tokens: int  # Number of tokens at the restart.
+    fetched_pages: int  # Number of pages that the run had fetched before the restart.
     adopted_pages: int = 0
 
 
 class RestartedRuns:
-    """Runs that began again in the same attempt, since cells of a stage were lost: what each found
-    again, and what it computed once more.
+    """Reports on runs that restarted in the same attempt after a loss of cells: the pages that each
+    found again, and the tokens that it computed again.
     """
 
     def __init__(self, page_size_tokens: int, clock: Callable[[], float]) -> None:
         self._page_size = page_size_tokens
-        self._waiting: dict[sequences.Sequence, _Restart] = {}  # For their next token.
-        self.adopted_pages = 0  # Since the start.
+        self._waiting: dict[sequences.Sequence, _Restart] = {}  # Until the next token.
+        self.adopted_pages = 0  # Total since the start.
         self.recent: RecentReports[RestartReport] = RecentReports(clock)
 
     def begin(self, runs: Iterable[GenerationRun], adopted: Collection[Tag]) -> None:
-        """All runs begin again; the `adopted` pages are there by a loan."""
+        """Note the restart of all runs; a loan has the content of the `adopted` pages."""
         self._waiting = {
             run.sequence: _Restart(
                 run,
@@ -72,7 +72,7 @@ class RestartedRuns:
         }
 
     def computed(self, batch: Batch) -> None:
-        """A batch was computed."""
+        """Report the restarted runs that have a token by this computed batch."""
         for sequence, chunk in batch if self._waiting else ():
             if chunk.logits and (restart := self._waiting.pop(sequence, None)) is not None:
                 self.adopted_pages += restart.adopted_pages
@@ -96,19 +96,21 @@ class RestartedRuns:
 
 
 class StageLoans(StepHook):
-    """Belongs to the event loop of the instance. As a hook it comes before the ranks."""
+    """Lends and borrows pages of stages. Methods run in the event loop of the instance; the hook
+    must come before the ranks.
+    """
 
     def __init__(
         self, ranks: RanksOnNodes, elastic: ElasticSettings, core: EngineCore, news: News
     ) -> None:
-        """`news`: of load reports, which are due when what is lent has changed."""
+        """`news` requests a load report when the lent pages have changed."""
         self._ranks, self._elastic, self._core, self._news = ranks, elastic, core, news
         self._pages = core.pages
         self.restarts = RestartedRuns(core.pages.page_size_tokens, time.monotonic)
-        # The borrower and the pages of each loan, by the stage and the loan's number.
+        # Borrower and pages of each loan, by stage and number of the loan.
         self._lent: dict[tuple[int, int], tuple[InstanceId, list[int]]] = {}
         self._unused: list[int] = []  # Pages for which a borrowed stage has no memory.
-        self.changes = 0  # Of what is lent: steps take other times after each.
+        self.changes = 0  # Number of changes of the loans, which change the times of steps.
 
     @property
     def lends(self) -> list[StageLent]:
@@ -116,17 +118,17 @@ class StageLoans(StepHook):
 
     @property
     def held_pages(self) -> int:
-        """Pages that no stream may use."""
+        """Number of pages that no stream may use."""
         return len({*self._unused, *self._pages_lent()})
 
     def _pages_lent(self, stage: int | None = None) -> Counter[int]:
-        """Pages that are lent, with their loans; `stage`: at that one only."""
+        """Return the number of loans of each lent page, at one stage or (None) at all."""
         lent = self._lent.items()
         found = (pages for (at, _), (_, pages) in lent if stage in (None, at))
         return Counter(page for pages in found for page in pages)
 
     def start(self) -> None:
-        """Lend, borrow and wait from now on."""
+        """Begin to lend and to borrow."""
         loop = asyncio.get_running_loop()
         for stage in self._ranks.remote:
             stage.on_tags = lambda: asyncio.run_coroutine_threadsafe(self._tags(), loop)
@@ -135,27 +137,27 @@ class StageLoans(StepHook):
             stage.on_over = in_loop(partial(self._over, stage))
             stage.on_home = in_loop(self._use_all)
 
-    # A stage of ours is lost, or another instance's.
+    # Borrowing: an own stage is lost.
 
     def _lose(self, stage: RemoteStage, loss: int) -> None:
         self._core.lose_cells(dict.fromkeys({0, *self._pages.bases}, stage.cells))
         stage.noted(loss)
 
     async def _tags(self) -> list[Tag]:
-        """Tags of the full pages that runs have, computed or not, in the order of their turns."""
+        """Return the tags of the runs' full pages, computed or not, in the order of the queue."""
         sequences = sorted((run.sequence for run in self._core.under_way), key=order)
         return [tag for sequence in sequences for tag in sequence.tags]
 
     def admits(self) -> bool:
-        """Not while a donor is asked: what would be given up for pages that nothing can be computed
-        into may be what it has.
+        """Return False while a loan is requested: new runs would evict pages whose parts the lender
+        may have, and could not be computed.
         """
         now = self._ranks.now.reforming
         return now is None or now.way is not Way.SUBSTITUTE
 
     def on_restart(self) -> None:
-        """While no stream has a page: give up those without memory, and go on with what lenders
-        have of ours.
+        """Restart all runs, which have no pages now: choose the pages to keep, and adopt the
+        lenders' content.
         """
         self.restarts.begin(self._core.under_way, self._adopt())
 
@@ -166,7 +168,9 @@ class StageLoans(StepHook):
         self.restarts.ended(run)
 
     def _adopt(self) -> set[Tag]:
-        """Returns the tags of our pages that lenders have."""
+        """Choose the pages to keep in new loans; return the tags of pages whose content lenders
+        have.
+        """
         loans = self._ranks.loans
         if not loans:
             self._use_all()
@@ -183,7 +187,9 @@ class StageLoans(StepHook):
             self._pages.release(pinned)
 
     def _damaged(self, loan: StageLoan) -> dict[int, int]:
-        """Our pages, with a hard pin each, of which the lender has the part beside."""
+        """Pin the own damaged pages whose missing part the lender has; return lender's page by own
+        page.
+        """
         adopted: dict[int, int] = {}
         for tag, theirs in zip(loan.tags, loan.pages, strict=False):
             own = self._pages.damaged.by_tag.get(tag)
@@ -193,11 +199,11 @@ class StageLoans(StepHook):
         return adopted
 
     def _give_up_others(self) -> bool:
-        """Keep as many pages as have memory in all loans; False: some are in use still."""
+        """Set aside the pages beyond the smallest loan; False: too many are in use, retry later."""
         most = min(len(loan.pages) for loan in self._ranks.loans.values())
         if (missing := self._pages.pages - self.held_pages - most) > 0:
             if (found := self._pages.allocate(missing)) is None:
-                # Some are being sent or filled still.
+                # Some pages are still being sent or filled.
                 for stage in self._ranks.remote:
                     if (loan := stage.loan) is not None and loan.table is None:
                         loop = asyncio.get_running_loop()
@@ -211,7 +217,7 @@ class StageLoans(StepHook):
         kept = sorted({*range(self._pages.pages)} - {*self._unused} - {*self._pages_lent()})
         for stage, loan, adopted in found:
             if not stage.take(loan, kept, adopted):
-                continue  # It has gone home, without what the lender has.
+                continue  # The loan has ended.
             tags = dict(zip(loan.pages, loan.tags, strict=False))
             for own, theirs in adopted.items():
                 self._pages.parts.brought(own, tags[theirs], stage.cells)
@@ -224,7 +230,7 @@ class StageLoans(StepHook):
             self._unused = []
             self._core.wake()
 
-    # Another instance would use a stage of ours.
+    # Lending: another instance asks for an own stage.
 
     def _asked(self, stage: RemoteStage, asked: LoanAsked) -> None:
         number, wanted = stage.stages.start, asked.wanted
@@ -242,13 +248,13 @@ class StageLoans(StepHook):
     def _terms(
         self, stage: RemoteStage, asked: LoanAsked, count: int
     ) -> tuple[LendPages, list[int]]:
-        """So many pages, those first that have what the borrower's streams have; and with a hard
-        pin those that are copied.
+        """Choose `count` pages to lend, first those with content that the borrower wants; return
+        the answer, and the pinned pages that the host copies.
         """
         held: dict[Tag, int] = {}
         shared: dict[Tag, int] = {}
         lent, again = self._pages_lent(), self._lent_elsewhere(stage)
-        spare = count - len(again)  # Pages that may be lent and are not, at any stage.
+        spare = count - len(again)  # Number of pages to lend that are not lent at any stage.
         for tag in dict.fromkeys(asked.wanted.tags):
             if len(held) + len(shared) == count:
                 break
@@ -293,18 +299,20 @@ class StageLoans(StepHook):
         )
 
     def _lent_elsewhere(self, stage: RemoteStage) -> list[int]:
-        """Pages that are lent at other stages: of this one nothing uses them."""
+        """Return the pages that are lent only at other stages, so that this stage's part is
+        free.
+        """
         lent, here = self._pages_lent(), self._pages_lent(stage.stages.start)
         is_lent_only = self._pages.parts.is_lent_only
         return [page for page in lent if page not in here and is_lent_only(page, lent[page])]
 
     def _over(self, stage: RemoteStage, loan: int | None) -> None:
-        """That loan is over; None: all of the stage are, with its host or the session there."""
+        """Handle the end of a loan; None: of all loans, with the end of the host's session."""
         number = stage.stages.start
         over = [key for key in self._lent if key[0] == number and loan in (None, key[1])]
         for key in over:
             _, pages = self._lent.pop(key)
-            if self._ranks.loans:  # What is borrowed has no memory for them.
+            if self._ranks.loans:  # A borrowed stage has no memory for these pages.
                 self._unused += pages
             else:
                 self._pages.release(pages)
@@ -318,7 +326,7 @@ class StageLoans(StepHook):
 
 
 def in_loop(call: Callable[Arguments, object]) -> Callable[Arguments, None]:
-    """The same call, from any thread, carried out later in the running loop."""
+    """Wrap `call` such that any thread may call it, and it runs in the current event loop."""
     loop = asyncio.get_running_loop()
 
     def tell(*args: Arguments.args, **options: Arguments.kwargs) -> None:

@@ -1,7 +1,7 @@
 """Host memory between a pool and sockets: in place on a CPU, in pinned buffers beside a GPU.
 
-Copies to and from a GPU run on a stream of their own. They wait on the device for the kernels that
-were launched before them, and no kernel waits for them; a user of their result waits on the host
+Copies to and from a GPU run on a separate CUDA stream. They wait on the device for the kernels that
+were launched before them, and no kernel waits for them; users of the result wait on the host
 (`Staged.wait`), off the event loop.
 """
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from kvrs.protocol.geometry import KvGeometry
 
-# Buffers are pinned in blocks of about this size: every call into the driver costs milliseconds.
+# Size of a block of pinned buffers: every call into the driver costs milliseconds.
 _BLOCK_BYTES = 64 << 20
 
 
 class StagedPages(Protocol):
-    """Pages on their way between a pool and sockets; `Staged` is one."""
+    """Pages that are transferred between a pool and sockets; implemented by `Staged`."""
 
-    views: list[memoryview]  # One per page; they are the caller's until `free`.
+    views: list[memoryview]  # One per page; valid until `free`.
 
     async def save(self) -> None:
         """Fill the views with the pages.
@@ -33,7 +33,7 @@ class StagedPages(Protocol):
 
     async def restore(self, count: int) -> None:
         """Fill the first `count` pages from their views. A cancelled call returns when the pages
-        are not written any more.
+        are no longer written.
 
         Raises:
             TransferError: the pool is gone.
@@ -41,35 +41,36 @@ class StagedPages(Protocol):
         ...
 
     def free(self) -> None:
-        """The views are not used any more. Once is enough, and more often is harmless."""
+        """Release the views; further calls do nothing."""
         ...
 
 
 class PagePool(Protocol):
-    """The memory of an instance's pages; `kvrs_engine.engine.kv_pool.KvPool` is one."""
+    """The memory of an instance's pages; implemented by `kvrs_engine.engine.kv_pool.KvPool`."""
 
     geometry: KvGeometry
 
     def stage(self, pages: Sequence[int]) -> StagedPages:
-        """Room on the host for the bytes of pages: to be sent after `save`, or received before
-        `restore`. The caller frees it.
+        """Stage pages on the host: send them after `save`, or receive them before `restore`. The
+        caller must free them.
 
         Raises:
-            TransferError: there is not so much room.
+            TransferError: there is not enough room.
         """
         ...
 
 
 class StagingArea:
-    """Host buffers of one page each, used again and again; as many as were ever in use at a
+    """Reusable host buffers of one page each; their number is the largest that was in use at a
     time.
     """
 
     def __init__(self, rows: Tensor) -> None:
-        """`rows`: the pool as `[pages, page_bytes]` of bytes on its device."""
+        """`rows` is the pool as bytes `[pages, page_bytes]` on its device."""
         self.rows = rows
         on_gpu = rows.device.type == "cuda"
-        self.stream = torch.cuda.Stream(rows.device) if on_gpu else None  # type: ignore[no-untyped-call]  # torch has no types here
+        # torch has no types here
+        self.stream = torch.cuda.Stream(rows.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._free: list[Tensor] = []
 
     def take(self, count: int) -> list[Tensor]:
@@ -89,14 +90,13 @@ class StagingArea:
 
 
 class Staged:
-    """Pages on their way. `views[i]` are the writable bytes that are sent, or received into, for
-    the i-th of them.
+    """Pages that are transferred; `views[i]` are the writable bytes of the i-th page.
 
-    The pages are the caller's from before `save` or `restore` until after `free`.
+    The caller must own the pages from before `save` or `restore` until after `free`.
     """
 
     def __init__(self, pages: Sequence[int], where: Tensor | StagingArea) -> None:
-        """`where`: the pool as `[pages, page_bytes]` of bytes on the host, or the buffers beside a
+        """`where` is the pool as bytes `[pages, page_bytes]` on the host, or the buffers beside a
         GPU.
         """
         self._pages = pages
@@ -126,12 +126,12 @@ class Staged:
         self._copy(count, to_host=False)
 
     def wait(self) -> None:
-        """Block until the copies are done. Other threads of the process go on."""
+        """Block this thread until the copies are done."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def free(self) -> None:
-        """The views are not used any more."""
+        """Release the views."""
         if self._area is not None:
             self._area.give_back(self._buffers)
             self._buffers = []
@@ -151,5 +151,6 @@ class Staged:
                     rows[page].copy_(buffer, non_blocking=True)
         if stream is not None:
             # A waiting thread sleeps instead of spinning: the core is the event loop's.
-            self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no types here
+            # torch has no types here
+            self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._copied.record(stream)

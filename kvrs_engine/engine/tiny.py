@@ -1,10 +1,10 @@
-"""Write a tiny model, or a pair of which one proposes what the other one chooses.
+"""Write a tiny model, or a pair of a target and a draft model.
 
     python -m kvrs_engine.engine.tiny DIR [SEED]
     python -m kvrs_engine.engine.tiny --pair DIR [--acceptance 0.6]
 
-The second writes `DIR/target`, and `DIR/draft`, whose greedy token is the target's with that
-probability.
+The second command writes `DIR/target` and `DIR/draft`; the greedy tokens of both are equal with the
+given probability.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""The prefill table of an instance: measured at its start, and remembered beside the model for the
-machine that measured it. Only a measurement that had the processor for itself is remembered.
+"""The prefill table of an instance, measured at its start and saved beside the model for the same
+machine. Only a measurement without other load on the processor is saved.
 """
 
 import hashlib
@@ -24,24 +24,24 @@ from kvrs_engine.scheduling.sequences import Chunk
 # A few lengths, in well under a second on a small model.
 WARM_UP_REPEATS = 3
 WARM_UP_LONGEST_TOKENS = 1024
-# A length that has taken this long is not measured again: what disturbs it is a small part of it.
+# A length that takes longer is measured once: disturbances are a small part of the time.
 _LONG_ENOUGH_S = 1.0
 
 NOTE_NAME = ".kvrs-prefill.json"
 _VERSION = 2  # Of how it is measured.
 # A model's directory may be shared by many machines, each with several settings.
 _MAX_NOTED = 64
-# A measurement during which other processes had the processor is not worth to be remembered.
+# Largest ratio of wall time to processor time of a measurement that is saved.
 _UNDISTURBED = 1.25
 
 
 def prefill_table(worker: ModelWorker, max_model_len: int, directory: Path) -> PrefillTable:
-    """The instance's own table. The one that was measured on this machine before, where nothing
-    that decides it has changed; else measured now, and remembered if nothing disturbed that.
+    """Return the prefill table: the saved one if it is of the same machine, model and settings,
+    else measured now, and saved if nothing disturbed the measurement.
     """
     # Longer prompts are not measured, and decide nothing.
     longest = min(_longest(worker, max_model_len), WARM_UP_LONGEST_TOKENS)
-    # Only of its own process an instance knows how long the processor worked for it.
+    # The processor time is known only for a computation in this process.
     if not isinstance(worker, Worker) or worker.settings.device != "cpu":
         return measure_prefill(worker, max_model_len)
     note = _Note(directory, _key(worker, longest))
@@ -56,10 +56,9 @@ def prefill_table(worker: ModelWorker, max_model_len: int, directory: Path) -> P
 
 
 def measure_prefill(worker: ModelWorker, max_model_len: int) -> PrefillTable:
-    """Time prefill of a few lengths on this machine, before any page is in use.
+    """Measure prefill of a few lengths on this machine, before any page is in use.
 
-    Of a length that takes several steps the overheads of all but one are left out, as in every
-    table: a sum of steps adds those of its own.
+    For a length of several steps all overheads but one are subtracted, as in every table.
     """
     chunk_tokens = worker.settings.max_batch_tokens
     times: dict[int, float] = {}
@@ -81,9 +80,10 @@ def median_of_repeats(measure: Callable[[], float]) -> float:
 
 
 def warm_up_lengths(longest_tokens: int) -> dict[int, int]:
-    """Where on a prefill table to measure, and with how many tokens.
+    """Return the number of measured tokens by point of the prefill table.
 
-    One token is the overhead of a step, which stands at zero tokens; it also warms the engine up.
+    The point of zero tokens, the overhead of a step, is measured with one token, which also warms
+    the engine up.
     """
     step = max(1, min(longest_tokens, WARM_UP_LONGEST_TOKENS) // 8)
     return {0: 1} | {times * step: times * step for times in (1, 2, 4, 8)}
@@ -94,7 +94,7 @@ def _longest(worker: ModelWorker, max_model_len: int) -> int:
 
 
 def prefill_s(worker: ModelWorker, tokens: int, cached: int = 0) -> float:
-    """Time of a prefill of so many tokens, of which the first ones are there."""
+    """Measure a prefill of `tokens` tokens, of which the first `cached` are not computed."""
     size, step = worker.geometry.page_size_tokens, worker.settings.max_batch_tokens
     pages = range(-(-tokens // size))
     chunks = [
@@ -117,8 +117,8 @@ def any_ids(worker: ModelWorker, count: int) -> list[int]:
 
 
 def _key(worker: Worker, longest_tokens: int) -> str:
-    """Key of all that decides how long prefill takes: machine, arithmetic with the release of
-    torch, shape of the model, and how it is cut.
+    """Return a key of all that determines the time of prefill: machine, arithmetic, release of
+    torch, and the shape and the units of the model.
     """
     facts = [
         *(_VERSION, platform.node(), processor(), os.cpu_count(), torch.get_num_threads()),
@@ -128,7 +128,7 @@ def _key(worker: Worker, longest_tokens: int) -> str:
 
 
 def processor() -> str:
-    """Name of this machine's processor."""
+    """Return the name of this machine's processor."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -137,13 +137,13 @@ def processor() -> str:
 
 
 class _Note:
-    """One entry of a file in a model's directory."""
+    """One saved table in a file of a model's directory."""
 
     def __init__(self, directory: Path, key: str) -> None:
         self._path, self._key = directory / NOTE_NAME, key
 
     def read(self) -> PrefillTable | None:
-        """None: there is none, or it is none."""
+        """Return the saved table; None: there is none, or it is invalid."""
         if (entry := self._all().get(self._key)) is None:
             return None
         try:
@@ -153,7 +153,7 @@ class _Note:
         return PrefillTable.from_measured(found) if len(found.seconds) > 1 else None
 
     def write(self, table: PrefillTable) -> None:
-        """Whole or not at all; a directory that cannot be written remembers nothing."""
+        """Save the table atomically; nothing happens if the directory is not writable."""
         measured = MeasuredPrefill(table.label, table.step_tokens, list(table.seconds))
         entries = self._all() | {self._key: msgspec.Raw(msgspec.json.encode(measured))}
         newest = dict(list(entries.items())[-_MAX_NOTED:])

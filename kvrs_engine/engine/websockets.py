@@ -1,4 +1,4 @@
-"""WebSockets at the port of an instance: aiohttp's server takes over their connections."""
+"""WebSockets at the port of an instance, by handing their connections to aiohttp's server."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,7 +14,9 @@ Serve = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class _TakenOver(asyncio.Protocol):
-    """Passes what comes to aiohttp's server, and the end to the connection too, which counts."""
+    """Forwards all data to aiohttp's server, and the end also to the own connection, for its
+    counters.
+    """
 
     def __init__(self, connection: PortConnection, server: RequestHandler) -> None:
         self._connection = connection
@@ -35,9 +37,7 @@ class _TakenOver(asyncio.Protocol):
 
 
 async def serve_websocket(request: Request, serve: Serve) -> Response:
-    """Have aiohttp serve a request for a WebSocket, to the end of its connection, which cancels
-    this.
-    """
+    """Have aiohttp serve a WebSocket request until its connection ends, which cancels this call."""
     if (transport := request.connection.transport) is None:
         return error(499, "the client closed its connection")
     server = web.Server(serve, access_log=None)()

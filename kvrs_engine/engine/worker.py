@@ -1,6 +1,4 @@
-"""The part of an engine that owns weights and KV: it computes batches, and knows nothing of
-requests.
-"""
+"""The part of an engine that has the weights and the KV and computes batches."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -29,15 +27,15 @@ from kvrs_engine.engine.models.weights import Weights
 from kvrs_engine.engine.staging import PagePool
 from kvrs_engine.scheduling.sequences import Chunk
 
-_DTYPE_BYTES = 4  # Everything is computed and kept in float32.
+_DTYPE_BYTES = 4  # Weights and computations are in float32.
 
 
 class ModelWorker(ABC):
-    """The computing side of an engine: a `Worker`, or the ranks of an instance together."""
+    """The computing part of an engine: a `Worker`, or all ranks of an instance."""
 
     pool: PagePool
     fingerprint: str
-    gpus: list[str] | None  # The boards' NVML uuids; None where torch does not report them.
+    gpus: list[str] | None  # NVML uuids of the boards; None: torch does not report them.
 
     def __init__(self, config: ModelConfig, settings: EngineSettings) -> None:
         self.settings, self.geometry = settings, geometry_of(config, settings)
@@ -53,9 +51,8 @@ class ModelWorker(ABC):
 class Worker(ModelWorker):
     """One copy of a model with its KV pages.
 
-    The logits of a token depend on the tokens before it in its own sequence and on nothing else, to
-    the last bit: not on the batch, not on how a prompt was cut into chunks, not on whether KV was
-    computed here or brought in as pages.
+    The logits of a token depend, to the last bit, only on the earlier tokens of its own sequence:
+    not on the batch, not on the chunks of a prompt, and not on whether KV was computed or fetched.
     """
 
     pool: KvPool
@@ -67,8 +64,8 @@ class Worker(ModelWorker):
         anchored: AnchoredMemory | None = None,
         reading: WeightReading | None = None,
     ) -> None:
-        """Load a Hugging Face directory, or attach what an earlier process has loaded. Then there
-        are pages after `take_memory`. `reading` begins if any is read, and is told what.
+        """Load a Hugging Face directory, or attach `anchored` weights; then pages are available
+        after `take_memory`. `reading` tracks the progress.
 
         Raises:
             ConfigError: the directory or the settings are wrong.
@@ -76,8 +73,7 @@ class Worker(ModelWorker):
         """
         device = _device(settings.device)
         keep_freed_memory()
-        # Four engines share a machine; and a loop split between threads would end in other SIMD
-        # remainders.
+        # Engines share a machine, and splitting a loop among threads would change SIMD remainders.
         torch.set_num_threads(1)
         torch.set_float32_matmul_precision("highest")
         config = ModelConfig.from_directory(model_directory)
@@ -96,13 +92,13 @@ class Worker(ModelWorker):
         self.fingerprint = fingerprint_of(arithmetic_of(config, self.geometry, device), root)
         self._memory = anchored
         self.anchored: AnchoredPool | None = None
-        # Outside of inference mode: `store` writes into the pool from other threads too.
+        # Outside of inference mode, because other threads write into the pool too.
         if anchored is None:
             self.pool = KvPool(self.geometry, settings.pages, device)
 
     def take_memory(self, start: int) -> None:
-        """Take the pages of anchored memory, as that start of the instance: to be called once, and
-        before anything is computed. Without such memory there is nothing to do.
+        """Take the pages of anchored memory, if any, for start number `start`; call this once,
+        before any computation.
 
         Raises:
             ConfigError: the agent refuses.
@@ -120,7 +116,7 @@ class Worker(ModelWorker):
         )
 
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute one batch: its KV goes into the chunks' pages.
+        """Compute one batch, and write its KV into the chunks' pages.
 
         Returns:
             Logits `[sum of the chunks' logits, vocab]`, float32, on the CPU, in the order of the
@@ -149,7 +145,7 @@ def geometry_of(config: ModelConfig, settings: EngineSettings) -> KvGeometry:
 
 
 def end_tokens_of(config: ModelConfig) -> frozenset[int]:
-    # Some checkpoints name end tokens that their weights do not have.
+    # Some checkpoints name end tokens beyond their vocabulary.
     return frozenset(token_id for token_id in config.eos_token_ids if token_id < config.vocab)
 
 
@@ -163,7 +159,7 @@ def _device(name: str) -> torch.device:
 
 
 def _gpus(device: torch.device) -> list[str] | None:
-    """The boards' NVML uuids; None where this torch does not report them."""
+    """Return the NVML uuids of the boards; None: torch does not report them."""
     if device.type != "cuda":
         return []
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -171,10 +167,10 @@ def _gpus(device: torch.device) -> list[str] | None:
 
 
 def check_attention(config: ModelConfig, page_size_tokens: int, device: torch.device) -> None:
-    """Prove on this machine that attention over pages of that size is exact.
+    """Prove on this machine that attention over pages of this size is exact.
 
     Raises:
-        KvrsError: it is not.
+        KvrsError: attention is not exact.
     """
     rows = config.heads // config.kv_heads * TILE_ROWS
     block_tokens = pages_per_block(page_size_tokens) * page_size_tokens
@@ -183,7 +179,7 @@ def check_attention(config: ModelConfig, page_size_tokens: int, device: torch.de
 
 
 def fingerprint_of(arithmetic: bytes, weights_root: bytes) -> str:
-    """Equal for two workers exactly when their KV pages are the same bits."""
+    """Return the fingerprint, equal for two workers if their KV pages have the same bits."""
     total = hashlib.blake2b(digest_size=16, person=b"kvrs-model")
     total.update(arithmetic)
     total.update(weights_root)
@@ -191,16 +187,15 @@ def fingerprint_of(arithmetic: bytes, weights_root: bytes) -> str:
 
 
 def arithmetic_of(config: ModelConfig, geometry: KvGeometry, device: torch.device) -> bytes:
-    """All that decides bits beside the weights.
+    """Return a digest of all that determines the bits of KV beside the weights.
 
-    The same weights on other hardware, or under another release of torch, give nearly the same
-    numbers: near enough to look right, not near enough to continue a stream exactly. So the
-    arithmetic is part of the fingerprint: its names, and results of it. So are the names of the
-    fields of ModelConfig and KvGeometry, but no name of a class or module. Models without experts
-    had no field of them when their pages were first exchanged, and all had those of forms that are
-    not served any more.
+    The same weights on other hardware, or with another release of torch, give slightly different
+    numbers, which cannot continue a stream exactly. So the digest covers the names of the hardware
+    and the software, and sample results. It also covers the names of the fields of ModelConfig and
+    KvGeometry. For compatibility with older pages, models without experts have no field of them,
+    and all models have the fields of forms that are no longer served.
     """
-    # A set has no order of its own, and the end token is no part of what KV means.
+    # Sets have no order, and end tokens do not affect KV.
     fields = {
         name: value
         for name, value in msgspec.to_builtins(config).items()
