@@ -11,7 +11,7 @@ from kvrs.cli.findings import Finding, bad, doubtful, good
 from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import Backend
 from kvrs.config.file import ADMIN_ENV_NAME, Config, config_digest
-from kvrs.core.fleet.generated import Continues
+from kvrs.core.fleet.tested import Continues
 from kvrs.errors import ConfigError
 from kvrs.protocol.instance import Role
 

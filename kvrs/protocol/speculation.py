@@ -60,17 +60,6 @@ class SpeculationReport(msgspec.Struct, frozen=True):
     skipped: str = ""  # Reason why its own start made none for others.
     reloads: dict[InstanceId, Reload] = {}  # Reloads of other instances.
 
-    def since(self, before: "SpeculationReport") -> "SpeculationReport":
-        """The counts after `before`, a report of the same process."""
-        return SpeculationReport(
-            self.source,
-            active=self.active,
-            steps=max(0, self.steps - before.steps),
-            proposed=max(0, self.proposed - before.proposed),
-            accepted=max(0, self.accepted - before.accepted),
-            stale=max(0, self.stale - before.stale),
-        )
-
     @property
     def wants_helper(self) -> bool:
         """The instance takes drafts of another instance."""

@@ -14,8 +14,7 @@ from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.books.leases import Leases
 from kvrs.core.control import Control
 from kvrs.core.event_log import event_line, header_line
-from kvrs.core.fleet.generated import Continues, Generated
-from kvrs.core.fleet.tested import SelfTest, TokensTest, TransferTest, names_of
+from kvrs.core.fleet.tested import Continues, Generated, SelfTest, TokensTest, TransferTest
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.live_stream import Complete, Outcome
@@ -194,7 +193,7 @@ class SimProxy:
 
     def _end_self_test(self, test: SelfTest) -> None:
         """Simulated engines compute alike and fetch what they should; only a death ends a test."""
-        tests, names = self.control.self_tests, names_of(test)
+        tests, names = self.control.self_tests, test.names
         if not all(map(self.control.instances.is_up, names)):
             tests.failed(test, "lost", self.now_s)
         elif isinstance(test, TokensTest):

@@ -5,9 +5,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.core.fleet.generated import Continues, Generated
 from kvrs.core.fleet.self_tests import SelfTests
-from kvrs.core.fleet.tested import RestoreTest, SelfTest, TokensTest, TransferTest
+from kvrs.core.fleet.tested import (
+    Continues,
+    Generated,
+    RestoreTest,
+    SelfTest,
+    TokensTest,
+    TransferTest,
+)
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.geometry import KvGeometry
@@ -183,7 +189,6 @@ def test_a_test_that_fails_is_tried_again_and_then_left() -> None:
     assert bench.tests.describe(InstanceId("d0")) == {
         "done": True,
         "continues": None,
-        "drafts": None,
         "moves_kv": None,
         "restores": None,
         "store": None,
@@ -222,6 +227,20 @@ def test_the_result_of_a_process_that_is_gone_is_dropped() -> None:
     assert isinstance(again, TokensTest)
     bench.tests.generated(again, OTHER)
     assert bench.tests.seen(InstanceId("d0")).generated == OTHER
+
+
+def test_what_moved_to_a_process_that_is_gone_shows_nothing_of_its_partner() -> None:
+    bench = Bench("p0", "d0")
+    tokens = bench.next()
+    assert isinstance(tokens, TokensTest)
+    bench.tests.generated(tokens, EXACT)
+    test = bench.next()
+    assert isinstance(test, TransferTest)
+
+    bench.up("d0", epoch=2)
+    bench.tests.transferred(test, moved=True)
+
+    assert bench.moves() == set()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from kvrs.config.backup import BackupMode, BackupSettings
-from kvrs.core.fleet.generated import Continues, Generated
-from kvrs.core.fleet.tested import RestoreTest
+from kvrs.core.fleet.tested import Continues, Generated, RestoreTest
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
@@ -352,7 +351,7 @@ def test_rows_of_agents_are_tested_behind_a_store_too() -> None:
     bench.run()
     for name in (D0, D1):
         bench.known[name].set_rows("rows")
-    bench.tests._loads_rows = lambda *_: True
+    bench.tests._loads_rows_of = lambda *_: True
     bench.tests.rows_changed()
     assert not bench.next_restore().in_store
 
@@ -370,7 +369,7 @@ def test_a_test_that_shows_nothing_comes_later_each_time() -> None:
         test = bench.next_restore()
         bench.tests.put_off(test, "others load", bench.now_s)
         if test.target == D0:
-            pauses.append(bench.tests._lives[D0].restore_at_s - bench.now_s)
+            pauses.append(bench.tests.processes[D0].of_rows.at_s - bench.now_s)
         bench.now_s += 1000.0
     assert len(pauses) > 1
     assert pauses == sorted(set(pauses))

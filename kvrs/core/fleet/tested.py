@@ -1,14 +1,82 @@
-"""Self-tests of instances, and the results of one process."""
+"""Self-tests of instances, what they have seen, and the comparison of instances by it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import assert_never
+from enum import StrEnum
+from hashlib import blake2b
 
 import msgspec
 
-from kvrs.core.fleet.generated import Generated
 from kvrs.core.model.events import StoreSeen
+from kvrs.core.model.member import GOES_ON_NOWHERE
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import InstanceInfo
+
+# Largest difference of log probabilities at which rounding can exchange two tokens.
+_NEAR_TIE = 0.5
+
+
+class Continues(StrEnum):
+    """Exactness with which an instance continues a history that was computed elsewhere."""
+
+    SEEDED = "exact seeded"  # Equal to the uncut stream, also for sampled streams of one seed.
+    GREEDY = "exact greedy"  # Equal to the uncut stream at temperature 0.
+    TEXT = "text-stitched"  # Different tokens: only the text continues.
+    NONE = "none"  # The instance does not continue the stream.
+
+    def is_below(self, other: "Continues") -> bool:
+        levels = list(Continues)
+        return levels.index(self) > levels.index(other)
+
+
+class Likeness(StrEnum):
+    """Difference between the outputs of two instances for the known prompt."""
+
+    ALIKE = "alike"
+    NEAR = "near"  # Two tokens of similar likelihood change places: rounding differs.
+    OTHER = "other"  # Different weights, or a fault.
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """Tokens that an instance computes from the known prompt, and how it continues after a cut."""
+
+    greedy: tuple[int, ...]
+    seeded: tuple[int, ...]
+    continues: Continues
+    # Log probabilities of the likeliest tokens at each position of `greedy`; empty: not available.
+    likeliest: tuple[Mapping[int, float], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Value of `Member.tokens`."""
+        if self.continues not in (Continues.SEEDED, Continues.GREEDY):
+            return GOES_ON_NOWHERE
+        seeded = _digest(self.seeded) if self.continues is Continues.SEEDED else ""
+        return f"{_digest(self.greedy)}:{seeded}"
+
+    def likeness(self, other: "Generated") -> Likeness:
+        """Compare two outputs; they are different if both instances give their first two differing
+        tokens likelihoods far apart.
+        """
+        for at, (mine, theirs) in enumerate(zip(self.greedy, other.greedy, strict=False)):
+            if mine != theirs:
+                is_far = _apart(self, at, theirs) and _apart(other, at, mine)
+                return Likeness.OTHER if is_far else Likeness.NEAR
+        return Likeness.ALIKE
+
+
+def _digest(ids: tuple[int, ...]) -> str:
+    return blake2b(repr(ids).encode(), digest_size=8).hexdigest()
+
+
+def _apart(one: Generated, at: int, other_token: int) -> bool:
+    """Another token is far less likely than the greedy token at this position. A token outside the
+    likeliest is less likely than all of these.
+    """
+    if at >= len(one.likeliest) or not (likeliest := one.likeliest[at]):
+        return True
+    lowest = min(likeliest.values())
+    gap = likeliest.get(one.greedy[at], 0.0) - likeliest.get(other_token, lowest)
+    return abs(gap) > _NEAR_TIE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,6 +85,10 @@ class TokensTest:
 
     instance: InstanceId
 
+    @property
+    def names(self) -> tuple[InstanceId, ...]:
+        return (self.instance,)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferTest:
@@ -24,6 +96,10 @@ class TransferTest:
 
     holder: InstanceId
     target: InstanceId
+
+    @property
+    def names(self) -> tuple[InstanceId, ...]:
+        return self.holder, self.target
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,11 +110,17 @@ class RestoreTest:
     target: InstanceId
     in_store: bool = False
 
+    @property
+    def names(self) -> tuple[InstanceId, ...]:
+        return self.holder, self.target
+
 
 SelfTest = TokensTest | TransferTest | RestoreTest
 
 
 class Seen(msgspec.Struct, frozen=True):
+    """Results of the tests of an instance."""
+
     moves_kv: bool = False
     generated: Generated | None = None
     # KV from agents or a store restores; None: not tested separately, same as `moves_kv`.
@@ -50,46 +132,51 @@ class Seen(msgspec.Struct, frozen=True):
         return "" if self.generated is None else self.generated.name
 
 
-@dataclass(slots=True, eq=False)
-class TestedProcess:
-    """A process of an instance, and the results of its tests."""
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Groups of instances with equal weights, judged by their tokens."""
 
-    info: InstanceInfo
-    generated: Generated | None = None
-    # None: not tested, or no KV moved in tests with other instances of unknown ability.
-    moves_kv: bool | None = None
-    # Instances with which no KV moved in a test.
-    partners: set[InstanceId] = field(default_factory=set)
-    former: Seen | None = None  # Results of the process before.
-    is_busy: bool = False
-    restores: bool | None = None  # None: not tested.
-    restore_fault: str = ""
-    # Failed tests of rows or of the store, and the time of the next test.
-    restore_failures: int = 0
-    restore_at_s: float = 0.0
-    # The instance dies in tests of rows or of its store, so no more are made.
-    ends_in_tests: bool = False
-    put_offs: int = 0  # Consecutive tests that showed nothing.
-    failures: int = 0
-    retry_at_s: float = 0.0
-    cause: str = ""
+    # `Member.weights` of each instance: the name of the group's first instance.
+    weights: Mapping[InstanceId, InstanceId] = field(default_factory=dict)
+    near_ties: bool = False  # Instances of equal weights differ by near-ties.
+    # Instances of equal weights differ by near-ties, or only in sampled streams.
+    sampled_ties: bool = False
+
+    def has_ties(self, *, sampled: bool) -> bool:
+        """Streams, sampled or at temperature 0, may differ between instances of equal weights."""
+        return self.sampled_ties if sampled else self.near_ties
 
     @property
-    def seen(self) -> Seen:
-        former = self.former or Seen()
-        return Seen(
-            former.moves_kv if self.moves_kv is None else self.moves_kv,
-            self.generated or former.generated,
-            former.restores if self.restores is None else self.restores,
-        )
+    def has_other_weights(self) -> bool:
+        return len(set(self.weights.values())) > 1
 
 
-def names_of(test: SelfTest) -> tuple[InstanceId, ...]:
-    """Instances that take part in a test."""
-    match test:
-        case TokensTest():
-            return (test.instance,)
-        case TransferTest() | RestoreTest():
-            return (test.holder, test.target)
-        case _:
-            assert_never(test)
+def compare(generated: Mapping[InstanceId, Generated]) -> Comparison:
+    """Compare each distinct result with every other, however many instances gave it."""
+    firsts: dict[tuple[object, ...], InstanceId] = {}
+    for name in sorted(generated):
+        firsts.setdefault(_tokens(generated[name]), name)
+    weights: dict[InstanceId, InstanceId] = {}
+    near_ties = sampled_ties = False
+    for name in firsts.values():
+        mine, alike = generated[name], {name}
+        for other in weights:
+            theirs = generated[other]
+            likeness = mine.likeness(theirs)
+            if likeness is Likeness.OTHER:
+                continue
+            alike.add(weights[other])
+            near_ties |= likeness is Likeness.NEAR
+            is_level = mine.seeded == theirs.seeded or mine.continues is not theirs.continues
+            sampled_ties |= near_ties or not is_level
+        weights[name] = first = min(alike)
+        weights |= {other: first for other, its in weights.items() if its in alike}
+    return Comparison(
+        {name: weights[firsts[_tokens(each)]] for name, each in generated.items()},
+        near_ties,
+        sampled_ties,
+    )
+
+
+def _tokens(generated: Generated) -> tuple[object, ...]:
+    return generated.greedy, generated.seeded, generated.continues

@@ -12,9 +12,9 @@ import msgspec
 from multidict import CIMultiDictProxy
 
 from kvrs.config.proxy import Inexact, ProxySettings
-from kvrs.core.fleet.generated import Continues
 from kvrs.core.fleet.known import Instances, Replays
 from kvrs.core.fleet.names import ServedName
+from kvrs.core.fleet.tested import Continues
 from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import StreamId

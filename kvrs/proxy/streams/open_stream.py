@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvrs.core.fleet.tested import TestedProcess
+from kvrs.core.fleet.self_tests import TestedProcess
 from kvrs.core.model.live_stream import Complete, LiveStream
 from kvrs.ids import InstanceId
 from kvrs.process.eager_task import EagerTask

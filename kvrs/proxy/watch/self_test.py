@@ -7,28 +7,29 @@ they delay clients' streams only by a few tokens' work at an instance.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, assert_never
+from typing import Any, NamedTuple, TypeVar, assert_never
 
 from kvrs.config.cluster import Backend as Engine
-from kvrs.core.fleet.generated import Continues, Generated
-from kvrs.core.fleet.tested import RestoreTest, SelfTest, TokensTest, TransferTest, names_of
+from kvrs.core.fleet.tested import (
+    Continues,
+    Generated,
+    Likeness,
+    RestoreTest,
+    SelfTest,
+    TokensTest,
+    TransferTest,
+)
 from kvrs.core.model import actions as act
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import Capability, LeaseUpdate
-from kvrs.protocol.speculation import SpeculationReport
+from kvrs.protocol.instance import Capability, LeaseUpdate, Role
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.watch.known_streams import CUT, PROMPT_IDS, SEED, KnownStreams
-from kvrs.proxy.watch.restore_test import (
-    COUNT_PAUSE_S,
-    COUNTED_WITHIN_S,
-    RestoreTester,
-    ShowsNothing,
-)
+from kvrs.proxy.watch.known_streams import CUT, PROMPT_IDS, SEED, TOKENS, KnownStreams
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.peer import EngineError
 from kvrs.proxy.wire.requests import COMPLETIONS
@@ -38,6 +39,16 @@ log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 60.0  # Time limit of a request: the first of a vLLM may take half a minute.
 _AT_ONCE = 4
+# Time within which an engine publishes its counters.
+COUNTED_WITHIN_S = 3.0
+_COUNT_PAUSE_S = 0.1
+_ROWS = 2  # Full rows of the prompt, if the model has room for them.
+_LOADS = 2  # Attempts to load the rows: the last ones are available only a moment after the answer.
+# Largest piece of a store, and the time within which it is stored and counted.
+_CHUNK_TOKENS = 256
+_STORED_WITHIN_S = 1.0
+
+Counted = TypeVar("Counted")
 
 # Requests for what engines compile or load on first use, each separate, since a server may refuse
 # one. Otherwise a client's stream would wait for it, and all others of the instance.
@@ -60,6 +71,19 @@ _WARM_UPS: Sequence[dict[str, Any]] = (
 )
 
 
+class ShowsNothing(Exception):  # noqa: N818 - it is no error.
+    """A test of rows has shown nothing, and must be repeated later."""
+
+
+class _Place(NamedTuple):
+    """Place where the target of a test of rows finds the holder's KV."""
+
+    what: str  # Description for people.
+    row_tokens: int
+    # Agent that serves the rows; None: the target finds them in a store.
+    agent: InstanceId | None = None
+
+
 class SelfTester:
     def __init__(self, driver: Driver, clock: Callable[[], float]) -> None:
         self._driver = driver
@@ -67,7 +91,8 @@ class SelfTester:
         self._tests = driver.control.self_tests
         self._clock = clock
         self._streams = KnownStreams(driver, clock)
-        self._restores = RestoreTester(self._streams, driver, clock)
+        # Salt of the latest stored prompt, by target of the test.
+        self._stored: dict[InstanceId, str] = {}
         self._wake = asyncio.Event()
         self._tests.changed = self._wake.set
 
@@ -105,8 +130,7 @@ class SelfTester:
             if isinstance(error, RefusedError):
                 cause = error.body.decode(errors="replace")[:300]
             self._tests.failed(test, cause, self._clock())
-            extra = {"instances": names_of(test), "cause": cause}
-            log.warning("self-test failed", extra=extra)
+            log.warning("self-test failed", extra={"instances": test.names, "cause": cause})
         except ShowsNothing as reason:
             assert isinstance(test, RestoreTest)
             self._tests.put_off(test, str(reason), self._clock())
@@ -116,39 +140,42 @@ class SelfTester:
             else:
                 self._tests.failed(test, "it was ended", self._clock())
             raise
-        for news in self._tests.news(names_of(test)):
+        for news in self._tests.news(test.names):
             self._control.tell(news, self._clock())
 
     async def _outcome(self, test: SelfTest) -> None:
+        facts: dict[str, Any]
         match test:
             case TokensTest(instance=instance):
                 found = await self._generate(instance)
                 self._tests.generated(test, found)
-                told = log.info if found.name else log.warning
-                shown = self._tests.describe(instance) or {}
-                seen = {name: shown.get(name) for name in ("continues", "drafts")}
-                told("self-test", extra={"instance": instance, **seen})
-                if shown.get("differs_from"):
-                    extra = {"instance": instance, "others": shown["differs_from"]}
-                    log.warning(
-                        "self-test: computes other tokens than other instances", extra=extra
-                    )
+                facts = {"instance": instance, "continues": found.continues.value}
+                fault = "" if found.name else "it continues nothing"
+                if others := self._tests.different(instance)[0]:
+                    fault = f"computes other tokens than {', '.join(others)}"
             case TransferTest(holder=holder, target=target):
                 moved = await self._transfer(holder, target)
                 self._tests.transferred(test, moved=moved)
-                told = log.warning if moved is False else log.info
-                told("self-test", extra={"from": holder, "to": target, "moves_kv": moved})
+                facts = {"from": holder, "to": target, "moves_kv": moved}
+                fault = "no KV moved" if moved is False else ""
             case RestoreTest(holder=holder, target=target):
-                fault, is_wrong = await self._restores.outcome(test)
+                fault, is_wrong = await self._restore(test)
                 self._tests.restored(test, fault, self._clock(), is_wrong=is_wrong)
                 kind = self._control.instances.known[target].store if test.in_store else None
-                extra = {"from": holder, "to": target, "restores": not fault, "store": kind}
-                if fault:
-                    log.warning("self-test", extra=extra | {"cause": fault})
-                else:
-                    log.info("self-test", extra=extra)
+                facts = {"from": holder, "to": target, "restores": not fault, "store": kind}
             case _:
                 assert_never(test)
+        if fault:
+            log.warning("self-test", extra=facts | {"cause": fault})
+        else:
+            log.info("self-test", extra=facts)
+
+    async def _counted(self, read: Callable[[], Awaitable[Counted | None]]) -> Counted | None:
+        """The news of an engine's counter, which may be published late; None: there is none."""
+        until_s = self._clock() + COUNTED_WITHIN_S
+        while (found := await read()) is None and self._clock() <= until_s:
+            await asyncio.sleep(_COUNT_PAUSE_S)
+        return found
 
     # Tests of tokens.
 
@@ -160,7 +187,7 @@ class SelfTester:
         """
         if self._driver.engine is Engine.VLLM:
             await self._warm_up(instance)
-        before = (await self._streams.backend(instance).load()).speculation
+        drafted = (await self._streams.backend(instance).load()).speculation is not None
         journals = [
             self._streams.journal(instance, None, lists=True),
             self._streams.journal(instance, SEED),
@@ -177,19 +204,15 @@ class SelfTester:
         whole = [tuple(journal.output_ids) for journal in journals]
         try:
             rests = await asyncio.gather(
-                *(
-                    self._continue(instance, journal, drafted=before is not None)
-                    for journal in journals
-                )
+                *(self._continue(instance, journal, drafted=drafted) for journal in journals)
             )
         except RefusedError:
-            return Generated(whole[0], whole[-1], Continues.NONE, likeliest=likeliest)
-        drafts = None if before is None else await self._drafts_since(instance, before)
+            return Generated(whole[0], whole[-1], Continues.NONE, likeliest)
         alike = [ids == rest for ids, rest in zip(whole, rests, strict=True)]
         continues = Continues.TEXT
         if alike[0]:
             continues = Continues.SEEDED if alike[-1] else Continues.GREEDY
-        return Generated(whole[0], whole[-1], continues, drafts, likeliest)
+        return Generated(whole[0], whole[-1], continues, likeliest)
 
     async def _warm_up(self, instance: InstanceId) -> None:
         """Let the server compile now what it compiles on first use. A server that refuses a request
@@ -215,25 +238,20 @@ class SelfTester:
         await self._streams.stream(instance, journal, drafts=drafts)
         return tuple(journal.output_ids)
 
-    async def _drafts_since(
-        self, instance: InstanceId, before: SpeculationReport
-    ) -> SpeculationReport:
-        until_s = self._clock() + COUNTED_WITHIN_S
-        while True:
-            after = (await self._streams.backend(instance).load()).speculation or before
-            if (found := after.since(before)).proposed or self._clock() > until_s:
-                return found
-            await asyncio.sleep(COUNT_PAUSE_S)
-
     # Tests of KV.
 
     async def _transfer(self, holder: InstanceId, target: InstanceId) -> bool | None:
         """Test that the holder's KV of a history really reaches the target."""
         joins = self._control.instances.known[target].info.joins_prefill
-        counts = holder if joins else target
-        before = await self._streams.backend(counts).kv_received()
+        counter = self._streams.backend(holder if joins else target)
+        before = await counter.kv_received()
         if before is None:
             return None
+
+        async def more() -> bool | None:
+            after = await counter.kv_received()
+            return True if after is not None and after > before else None
+
         journal = self._streams.journal(target, seed=None, tokens=CUT + 1)
         try:
             pulls = Capability.PULL_PAGES in self._streams.info(target).capabilities
@@ -245,7 +263,7 @@ class SelfTester:
                 await self._hand_off(holder, target, journal)
         finally:
             await self._release(holder, journal)
-        return await self._counts_more(counts, before)
+        return await self._counted(more) is not None
 
     async def _migrate(self, holder: InstanceId, target: InstanceId, journal: Journal) -> None:
         """Continue a stream that was prefilled at the holder, at a target that fetches pages."""
@@ -263,20 +281,114 @@ class SelfTester:
         transfer = await self._streams.prefill(holder, journal)
         await self._streams.stream(target, journal, transfer=transfer)
 
-    async def _counts_more(self, instance: InstanceId, before: float) -> bool:
-        until_s = self._clock() + COUNTED_WITHIN_S
-        while True:
-            after = await self._streams.backend(instance).kv_received()
-            if after is not None and after > before:
-                return True
-            if self._clock() > until_s:
-                return False
-            await asyncio.sleep(COUNT_PAUSE_S)
-
     async def _release(self, holder: InstanceId, journal: Journal) -> None:
         if self._control.instances.known[holder].retains:
             update = LeaseUpdate(1.0, release=[journal.stream])
             await self._streams.backend(holder).leases(update)
+
+    # Rows and stores.
+
+    async def _restore(self, test: RestoreTest) -> tuple[str, bool]:
+        """Reason why the target does not continue correctly from rows of the holder's agent or of a
+        store, by the server's count of loads and by the tokens (empty: it does); and whether the
+        tokens are the reason.
+
+        A store's older contents are tested first: stores have been wrong about these after a
+        restart, and right about everything new.
+        """
+        holder, target = test.holder, test.target
+        place = self._store_of(test) if test.in_store else self._rows_of(holder)
+        length, limit = _ROWS * place.row_tokens + 1, self._streams.info(target).max_model_len
+        if limit and length > limit - TOKENS and (length := limit - TOKENS) <= place.row_tokens:
+            return f"rows of {place.row_tokens} tokens; allowed for its model: {length - 1}", False
+        own = self._tests.seen(target).generated
+        assert own is not None  # That test comes before those of rows.
+        lists = bool(own.likeliest)
+        whole = self._streams.journal(target, None, prompt_tokens=length, lists=lists)
+        likeliest = await self._streams.stream(target, whole)
+        computed = Generated(tuple(whole.output_ids), (), Continues.GREEDY, likeliest)
+        former, salt = self._stored.get(target), secrets.token_hex(8)
+        if test.in_store and former is not None:
+            loaded, is_alike = await self._behind(test, place, length, computed, former)
+            if loaded and not is_alike:
+                return f"goes on with other tokens behind {place.what}, from before", True
+        await self._save(test, length, salt)
+        for _ in range(1 if test.in_store else _LOADS):
+            loaded, is_alike = await self._behind(test, place, length, computed, salt)
+            if loaded:
+                break
+        if not loaded:
+            return f"loaded none of {place.what}", False
+        if not is_alike:
+            return f"goes on with other tokens behind {place.what}", True
+        return "", False
+
+    async def _save(self, test: RestoreTest, length: int, salt: str) -> None:
+        """Let the holder compute the prompt."""
+        holder, target, has_rows = test.holder, test.target, not test.in_store
+        saved = self._streams.journal(target, None, prompt_tokens=length, salt=salt)
+        if self._streams.info(holder).role is not Role.PREFILL:
+            await self._streams.stream(holder, saved, has_rows=has_rows)
+        elif transfer := await self._streams.prefill(holder, saved, has_rows=has_rows):
+            with suppress(UpstreamError, RefusedError):  # The hand-off's lease ends later anyway.
+                await self._streams.backend(target).free_hand_off(transfer, saved.prompt_ids or ())
+        if test.in_store:
+            self._stored[target] = salt
+
+    async def _behind(
+        self, test: RestoreTest, place: _Place, prompt_tokens: int, computed: Generated, salt: str
+    ) -> tuple[int, bool]:
+        """Tokens of the prompt that the target loads, and whether it continues them as it did
+        without loading. Tokens are not compared if the holder is not known to continue exactly: the
+        rows' namespace guarantees equal weights, but a store guarantees nothing.
+        """
+        target, in_store, runs = test.target, test.in_store, list[act.PageRange]()
+        if place.agent is not None:
+            pages = prompt_tokens // self._streams.info(target).geometry.page_size_tokens
+            runs.append(act.PageRange(place.agent, 0, pages, 0))
+        lists = bool(computed.likeliest)
+        cut = self._streams.journal(
+            target, None, prompt_tokens=prompt_tokens, salt=salt, lists=lists
+        )
+        cut.output_ids.extend(computed.greedy[:CUT])
+        # Read the counters first, so that loads of earlier requests do not count for this one.
+        if in_store:
+            await asyncio.sleep(_STORED_WITHIN_S)
+            await self._streams.backend(target).load()
+        found = await self._streams.stream(
+            target, cut, runs, has_rows=not in_store, in_store=in_store
+        )
+
+        async def loaded() -> int | None:
+            fetches = (await self._streams.backend(target).load()).fetches
+            own = (fetch.loaded_tokens for fetch in fetches if fetch.stream == cut.stream)
+            return next(own, None)
+
+        if (loaded_tokens := await self._counted(loaded)) is None:
+            # The server's counters are still shared with other streams.
+            raise ShowsNothing("what it has loaded is not counted yet")
+        began = self._tests.processes.get(test.holder)
+        if not in_store and not self._tests.goes_on(began, target, sampled=False):
+            return loaded_tokens, True
+        likeliest = (*computed.likeliest[:CUT], *found)
+        behind = Generated(tuple(cut.output_ids), (), Continues.GREEDY, likeliest)
+        return loaded_tokens, computed.likeness(behind) is not Likeness.OTHER
+
+    def _store_of(self, test: RestoreTest) -> _Place:
+        kind = self._control.instances.known[test.target].store
+        return _Place(f"what its store ({kind}) has of {test.holder}", _CHUNK_TOKENS)
+
+    def _rows_of(self, holder: InstanceId) -> _Place:
+        """Raises:
+        ShowsNothing: no agent serves any, or their size in tokens is not told.
+        """
+        node = self._control.instances.known[holder].node
+        if (agent := self._control.agents.by_node.get(node)) is not None and agent.report:
+            for region in agent.report.rows.regions:
+                if region.engine == holder and region.is_alive and region.row_tokens:
+                    what = f"the rows that {agent.id} serves of {holder}"
+                    return _Place(what, region.row_tokens, agent.id)
+        raise ShowsNothing(f"no agent serves rows of {holder}")
 
 
 def _with_a_wrong_one(ids: Sequence[int]) -> list[int]:

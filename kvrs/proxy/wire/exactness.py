@@ -12,7 +12,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from kvrs.core.fleet.generated import Continues
+from kvrs.core.fleet.tested import Continues
 from kvrs.protocol.openai.fields import inexact_fields
 from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.proxy.wire.requests import ParsedRequest

@@ -365,7 +365,7 @@ async def test_a_test_of_rows_waits_until_the_counters_are_its_own(
         return (seen["restores"], seen["cause"]) == (None, "what it has loaded is not counted yet")
 
     with monkeypatch.context() as short:
-        short.setattr("kvrs.proxy.watch.restore_test.COUNTED_WITHIN_S", 0.3)
+        short.setattr("kvrs.proxy.watch.self_test.COUNTED_WITHIN_S", 0.3)
         await system.until(is_put_off)
     other.over_s = time.monotonic()
 

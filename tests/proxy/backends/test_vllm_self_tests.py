@@ -9,7 +9,6 @@ import pytest
 
 from kvrs.net.http import answer
 from kvrs.net.routes import Request, Response
-from kvrs.proxy.watch import self_test
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import Arithmetic, Sampler
 from kvrs_testkit.scripted_vllm import ScriptedVllm
@@ -103,27 +102,6 @@ async def test_a_sampler_whose_state_is_lost_gets_no_seed(vllms: Builder) -> Non
     assert (mark, reasons) == ("no", "temperature")
     assert greedy[0] == 200
     assert all("seed" not in body for body in decode_bodies(system))
-
-
-async def test_drafts_of_its_own_are_counted_in_the_test(
-    vllms: Builder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without any, what it continues was not seen with drafts; what others had before is none of
-    the test's.
-    """
-    monkeypatch.setattr(self_test, "COUNTED_WITHIN_S", 0.2)
-
-    def prepare(servers: Servers) -> None:
-        servers["d0"].drafts, servers["d0"].drafts_each = (50, 200, 70), (1, 4, 2)
-        servers["d1"].drafts = (50, 200, 70)
-
-    system = await tested(vllms, prepare=prepare)
-    found = await until_tested(system)
-
-    # Four streams: greedy and seeded, whole and continued.
-    assert found["d0"]["drafts"] == {"steps": 4, "proposed": 16, "accepted": 8}
-    assert found["d1"]["drafts"] == {"steps": 0, "proposed": 0, "accepted": 0}
-    assert found["p0"]["drafts"] is None
 
 
 async def test_one_instance_that_loses_the_state_makes_sampled_streams_inexact(

@@ -176,7 +176,8 @@ async def test_an_instance_that_is_removed_within_its_test_ends_that_alone(
         return "d1" not in await system.health()
 
     async def is_over() -> bool:
-        return not system.proxy.parts.driver.control.self_tests._running
+        processes = system.proxy.parts.driver.control.self_tests.processes
+        return all(life.test is None for life in processes.values())
 
     path = tmp_path / "kvrs.yaml"
     read = partial(load_config, path)
