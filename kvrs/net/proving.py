@@ -1,5 +1,5 @@
-"""Connections to processes of the cluster over HTTP: nothing is sent on one before the process at
-its far end has proved that it is the one of the configuration.
+"""HTTP connections to processes of the cluster: the far end must prove that it is the configured
+process before anything is sent.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from kvrs.process.eager_task import Signal
 from kvrs.protocol.proof import NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 
-# A process whose event loop is busy proves itself late.
+# A process with a busy event loop proves itself late.
 PROOF_TIMEOUT_S = 5.0
 
 Address = tuple[str | None, int | None]
@@ -27,7 +27,7 @@ Keys = Mapping[Address, ScopedKey]
 
 
 class UnprovenError(aiohttp.ClientConnectorError):
-    """The process at an address did not prove that it is the one of the configuration."""
+    """The process at an address did not prove that it is the configured one."""
 
     def __init__(self, key: Any, cause: str) -> None:
         super().__init__(key, OSError(0, cause))
@@ -42,7 +42,7 @@ def address_of(url: str) -> Address:
 def instance_keys(
     secret: bytes, instances: Iterable[InstanceSettings], scope: Scope = Scope.INSTANCE
 ) -> Keys:
-    """Keys of the ports at which the instance protocol is spoken."""
+    """Keys of the ports that speak the instance protocol."""
     return {
         address_of(f"http://{netloc(each.host, each.port)}"): scoped_key(secret, scope, each.id)
         for each in instances
@@ -56,7 +56,7 @@ def agent_keys(secret: bytes, nodes: Iterable[NodeSettings]) -> Keys:
 
 
 class ProvingConnector(TlsConnector):
-    """A connection pool that proves each of its connections once, when it is made."""
+    """A connection pool that proves each connection once, when it is made."""
 
     def __init__(self, keys: Keys, tls: Certificates | None = None, **options: Any) -> None:
         super().__init__(tls, **options)
@@ -105,8 +105,8 @@ class ProvingConnector(TlsConnector):
 
 
 class HandshakeProtocol(asyncio.Protocol):
-    """Has the server of a new connection prove itself. It is replaced before the first request, so
-    that the proof costs responses nothing.
+    """Protocol of a new connection until its server has proved itself. It is replaced before the
+    first request, so responses cost nothing more.
     """
 
     def __init__(self, key: ScopedKey) -> None:
@@ -132,12 +132,13 @@ class HandshakeProtocol(asyncio.Protocol):
 
     def _fail(self, error: Exception) -> None:
         self.proved.set_exception(error)
-        self.proved.exception()  # The task that waited may have been cancelled.
+        # Mark the error as retrieved: the waiting task may have been cancelled.
+        self.proved.exception()
 
 
 async def _prove(transport: asyncio.Transport, greeter: HandshakeProtocol) -> None:
-    """Prove both ends of a new connection. The protocol of its requests takes the greeter's place
-    before the event loop runs again.
+    """Prove both ends of a new connection. The caller installs the protocol of its requests before
+    the event loop runs again.
 
     Raises:
         ProofError: the process at the far end did not prove itself.
@@ -146,7 +147,7 @@ async def _prove(transport: asyncio.Transport, greeter: HandshakeProtocol) -> No
     reply = greeter.proved
     await asyncio.wait({reply}, timeout=PROOF_TIMEOUT_S)
     if not reply.done():
-        # After a stall of the event loop its timers come first: the reply may lie there, unread.
+        # Timers run first after a stall of the event loop: the reply may be waiting unread.
         await asyncio.sleep(0)
     if not reply.done():
         raise TimeoutError
