@@ -33,7 +33,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.mapped_pages import FILE_BYTES, MAX_FILES, PLACE_BYTES
+from kvrs.protocol.mapped_pages import HEAD_BYTES, PLACE_BYTES
 from kvrs.protocol.page_messages import (
     CheckpointClaim,
     HeldPages,
@@ -50,7 +50,7 @@ from kvrs.protocol.page_messages import (
 from kvrs.protocol.parts import PagePart, Part
 from kvrs.protocol.tags import TAG_BYTES, Tag
 
-VERSION = 8
+VERSION = 9
 MAX_NAME_BYTES = 255
 MAX_REASON_BYTES = 512
 MAX_TAGS = 1 << 16  # Most tags of one frame: a million tokens in pages of 16.
@@ -129,7 +129,7 @@ _MAX_BODY_BYTES = {
     + MAX_TAGS * (TAG_BYTES + CHECKSUM_BYTES)
     + CHECKSUM_BYTES,
     FrameType.HELD: _ANSWER.size + MAX_RANGES * _HELD.size,
-    FrameType.MAPPED: _ANSWER.size + MAX_FILES * FILE_BYTES + MAX_TAGS * PLACE_BYTES,
+    FrameType.MAPPED: _ANSWER.size + HEAD_BYTES + MAX_TAGS * PLACE_BYTES,
     FrameType.UNMAP: CHECKSUM_BYTES,
 }
 _MAX_BODY_BYTES[FrameType.MAP] = _MAX_BODY_BYTES[FrameType.PULL]

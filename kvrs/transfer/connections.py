@@ -5,7 +5,7 @@ import mmap
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
@@ -29,8 +29,7 @@ class PageConnection:
     server: Identity
     request_id: int = 0  # Of the question that is being answered.
     mac: bytes = b""  # Of its first answer.
-    # Files of the peer that are mapped here, in the order in which it sent their descriptors.
-    files: list[mmap.mmap] = field(default_factory=list)
+    memory: mmap.mmap | None = None  # The peer's file with its pages, once it sent a descriptor.
 
     async def ask(self, question: "Question", *expected: FrameType) -> AnswerHeader:
         """Send a question under a new request id; returns the start of the answer, whose mac is

@@ -1,5 +1,5 @@
-"""The side of MAP that has pages: they are pinned, and the answer says where they lie in its files,
-with descriptors of these for reading.
+"""The side of MAP that has pages: they are pinned, and the answer says where they lie in its file,
+with a descriptor of it for reading.
 
 Pins end with the client's UNMAP, with its connection, and at the latest after the stall timeout: a
 client that is slower finds by their checksums which of its copies are not the pages.
@@ -9,7 +9,7 @@ from kvrs.errors import TransferError
 from kvrs.protocol import frames
 from kvrs.protocol.cell_checksums import cell_checksums, part_checksum
 from kvrs.protocol.frames import AnswerHeader, FrameType
-from kvrs.protocol.mapped_pages import MAX_FILES, MappedPages, PlacedPage
+from kvrs.protocol.mapped_pages import MappedPages
 from kvrs.protocol.page_messages import PullFrame
 from kvrs.protocol.parts import PagePart
 from kvrs.transfer.peers import PageSource, PinnedPages
@@ -18,13 +18,13 @@ from kvrs.transfer.shared_memory.regions import Region, in_threads
 from kvrs.transfer.stream import SocketStream
 
 
-class LentFiles:
-    """The files of one connection, in the order in which their descriptors were sent."""
+class LentFile:
+    """The file that was sent over one connection."""
 
     def __init__(self, stream: SocketStream, source: PageSource) -> None:
         self._stream = stream
         self._source = source
-        self._files: list[Region] = []
+        self._region: Region | None = None
 
     async def lend(self, pull: PullFrame) -> None:
         """Answer a MAP; returns after UNMAP.
@@ -40,27 +40,24 @@ class LentFiles:
             await self._stream.receive_question(FrameType.UNMAP)
 
     async def _answer(self, request_id: int, pinned: PinnedPages, part: PagePart | None) -> None:
-        numbers = {file: number for number, file in enumerate(self._files)}
-        places: list[PlacedPage] = []
+        region, known = pinned.region, self._region
+        if region is None or known not in (None, region):
+            raise TransferError("MAP of pages in another file")
         checksums = await _checksums(pinned, part)
-        for (file, offset), checksum in zip(pinned.places, checksums, strict=True):
-            places.append((numbers.setdefault(file, len(numbers)), offset, checksum))
-        if len(numbers) > MAX_FILES:
-            raise TransferError(f"MAP of pages in more than {MAX_FILES} files")
-        new = list(numbers)[len(self._files) :]
-        payload = MappedPages(tuple([file.size_bytes for file in new]), tuple(places)).encode()
+        places = tuple(zip(pinned.offsets, checksums, strict=True))
+        payload = MappedPages(region.size_bytes if known is None else 0, places).encode()
         answer = AnswerHeader(FrameType.MAPPED, request_id, len(places), 0, len(payload))
         start = self._stream.session.answer(answer, payload)
         descriptors: list[int] = []
         try:
-            for file in new:
-                descriptors.append(file.open())
+            if known is None:
+                descriptors.append(region.open())
             await self._stream.send_with(descriptors, start + payload)
         except OSError as error:
             raise TransferError(f"pages cannot be mapped: {error}") from None
         finally:
             close_all(descriptors)
-        self._files += new
+        self._region = region
 
 
 async def _checksums(pinned: PinnedPages, part: PagePart | None) -> list[int]:

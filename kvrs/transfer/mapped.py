@@ -1,8 +1,8 @@
 """Pages of a process of this host, copied out of its memory: no byte of them passes through a
 socket.
 
-The node's agent, or an instance whose memory it owns, pins them and hands out descriptors of its
-files (`lending.py`), which are mapped to be read. A copy counts once its checksum is that of the
+The node's agent, or an instance whose memory it owns, pins them and hands out a descriptor of its
+file (`lending.py`), which is mapped to be read. A copy counts once its checksum is that of the
 page when it was stored or pinned, so that a page which was overwritten while it was copied, by this
 process or the next one, is none.
 """
@@ -24,7 +24,7 @@ from kvrs.protocol.frames import FrameType
 from kvrs.protocol.instance import MEMORY
 from kvrs.protocol.mapped_pages import (
     MappedPages,
-    check_files,
+    check_file,
     check_place,
     decode_mapped,
 )
@@ -193,7 +193,7 @@ class PageMapper:
             page_bytes, part = connection.server.page_bytes, request.part
             asked_bytes = page_bytes if part is None else part.bytes_of(page_bytes)
             assert all(view.nbytes == asked_bytes for view in views)
-            checksums = [checksum for _, _, checksum in mapped.pages]
+            checksums = [checksum for _, checksum in mapped.pages]
             copy = _Copy(sources, views[: answer.index], checksums, part)
             self._meter.begin(MEMORY, self._clock())
             try:
@@ -242,23 +242,23 @@ def _probe_copy() -> _Copy:
 
 
 def _mapped_pages(connection: PageConnection, mapped: MappedPages) -> list[memoryview]:
-    """The pages where they lie; maps the files that came with the answer.
+    """The pages where they lie; maps the file that came with the answer.
 
     Raises:
-        TransferError: a file or a place is not what the answer says.
+        TransferError: the file or a place is not what the answer says.
     """
     descriptors = connection.stream.descriptors
     try:
         # Compared before anything is mapped: a read behind the end of a file ends the process.
-        check_files(mapped.new_files, [os.fstat(each).st_size for each in descriptors])
-        for size_bytes in mapped.new_files:
-            connection.files.append(map_file(descriptors.pop(0), size_bytes, writable=False))
+        check_file(mapped.file_bytes, [os.fstat(each).st_size for each in descriptors])
+        if mapped.file_bytes:
+            connection.memory = map_file(descriptors.pop(), mapped.file_bytes, writable=False)
     except (OSError, ValueError, OverflowError) as error:
         raise TransferError(f"pages cannot be mapped: {error}") from None
     finally:
         close_all(descriptors)
-    page_bytes, sizes = connection.server.page_bytes, [len(each) for each in connection.files]
-    files = [memoryview(each) for each in connection.files]
+    memory = memoryview(connection.memory or b"")
+    page_bytes = connection.server.page_bytes
     for page in mapped.pages:
-        check_place(page, page_bytes, sizes)
-    return [files[file][offset : offset + page_bytes] for file, offset, _ in mapped.pages]
+        check_place(page, page_bytes, len(memory))
+    return [memory[offset : offset + page_bytes] for offset, _ in mapped.pages]

@@ -66,8 +66,9 @@ class PinnedPages:
     checksums: Sequence[int] = ()
     # The same of each one's cells, as `cell_checksums` has them, where a part is asked for.
     cells: Sequence[memoryview] = ()
-    # Where the full pages lie, if processes of this host may map them.
-    places: "Sequence[PagePlace]" = ()
+    # The file with the full pages, if processes of this host may map it, and each one's offset.
+    region: Region | None = None
+    offsets: Sequence[int] = ()
 
     def checksum(self, index: int, part: PagePart | None) -> int | None:
         """Stored checksum of a page, or of the part of it; None: there is none."""
@@ -144,7 +145,7 @@ class Incoming(Protocol):
         ...
 
 
-# Where a pinned page lies, and the offset there. No class, since a request has thousands.
+# Where a page lies: the file, and the offset there.
 PagePlace = tuple[Region, int]
 
 

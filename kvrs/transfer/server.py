@@ -19,7 +19,7 @@ from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType
 from kvrs.protocol.page_messages import HeldPages, ProbeFrame, PullFrame, StoredRange, TrafficClass
 from kvrs.protocol.session import SESSION_MAC_BYTES, Session
 from kvrs.transfer.handshake import admit
-from kvrs.transfer.lending import LentFiles
+from kvrs.transfer.lending import LentFile
 from kvrs.transfer.links import Sender, SendingLink, SendingLinks, groups
 from kvrs.transfer.peers import (
     PAGES_SOCKET,
@@ -183,7 +183,7 @@ class PageServer:
             self._no_stranger(asyncio.current_task())
             lent = None
             if sock.family == socket.AF_UNIX:
-                lent = LentFiles(stream, self._source)
+                lent = LentFile(stream, self._source)
             await self._answer_all(stream, own, self._links.to(client.node), lent)
         except DamagedPageError as error:
             log.warning("page connection closed: %s", error)
@@ -202,7 +202,7 @@ class PageServer:
             raise TransferError(f"no hand-shake within {HANDSHAKE_TIMEOUT_S} s") from None
 
     async def _answer_all(
-        self, stream: SocketStream, own: Identity, link: SendingLink, lent: LentFiles | None
+        self, stream: SocketStream, own: Identity, link: SendingLink, lent: LentFile | None
     ) -> None:
         questions = [FrameType.PULL, FrameType.PROBE]
         if lent is not None:

@@ -21,7 +21,6 @@ from kvrs.protocol.frames import (
     decode_answer,
     decode_header,
 )
-from kvrs.protocol.mapped_pages import MAX_FILES
 from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES, Session
 from kvrs.transfer.arrivals import Arrivals
 from kvrs.transfer.shared_memory.passing import close_all, receive, rights
@@ -32,6 +31,8 @@ _BYTES_PER_TURN = 1 << 20
 # How far one call reads ahead.
 _BYTES_PER_CALL = 1 << 20
 _MAX_VIEWS_PER_CALL = 256
+
+_DESCRIPTORS = 1  # At a time: that of the peer's file with its pages.
 
 # Bodies are read in pieces: memory is allocated for bytes that arrived, never for announced ones.
 _PIECE_BYTES = 1 << 16
@@ -180,7 +181,7 @@ class SocketStream:
             received = self._sock.recv_into(part)
             self._received_bytes += received
             return received
-        return receive(self._sock, part, self.descriptors, MAX_FILES)
+        return receive(self._sock, part, self.descriptors, _DESCRIPTORS)
 
     async def _attempt(
         self, call: Callable[[], int], ready: Callable[[float | None], Awaitable[None]]

@@ -2,8 +2,9 @@
 hand-off.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 
@@ -47,23 +48,19 @@ class EnginePages:
                 await staged.save()
                 if tail is not None:
                     _clear_behind(staged.views[-1], self._pool.geometry, tail_tokens)
-                yield PinnedPages(
-                    staged.views[: len(held)],
-                    None if tail is None else staged.views[-1],
-                    places=self._places(held),
+                found = PinnedPages(
+                    staged.views[: len(held)], None if tail is None else staged.views[-1]
                 )
+                if self._place is not None:
+                    region, first = self._place
+                    offsets = [first + page * self._pool.geometry.page_bytes for page in held]
+                    found = replace(found, region=region, offsets=offsets)
+                yield found
             finally:
                 staged.free()
         finally:
             self._pages.release(pages)
             self._released()
-
-    def _places(self, pages: Sequence[int]) -> Sequence[PagePlace]:
-        if self._place is None:
-            return ()
-        region, first = self._place
-        page_bytes = self._pool.geometry.page_bytes
-        return [(region, first + page * page_bytes) for page in pages]
 
 
 def _clear_behind(page: memoryview, geometry: KvGeometry, tokens: int) -> None:

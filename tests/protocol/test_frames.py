@@ -339,10 +339,10 @@ def test_the_start_of_an_answer_has_one_size(answer: AnswerHeader) -> None:
     ("header", "fault"),
     [
         (b"PK\x01\x05\0\0\0\0", "not a frame"),
-        (b"KV\x05\x05\0\0\0\0", "frame version 5, this end has 8"),
-        (b"KV\x08\x63\0\0\0\0", "type 99"),
-        (b"KV\x08\x02\0\0\0\0", "type 2"),
-        (b"KV\x08\x05\xff\xff\xff\xff", "at most"),
+        (b"KV\x05\x05\0\0\0\0", "frame version 5, this end has 9"),
+        (b"KV\x09\x63\0\0\0\0", "type 99"),
+        (b"KV\x09\x02\0\0\0\0", "type 2"),
+        (b"KV\x09\x05\xff\xff\xff\xff", "at most"),
     ],
 )
 def test_a_wrong_header_is_refused_with_what_is_wrong(header: bytes, fault: str) -> None:

@@ -119,7 +119,8 @@ def test_a_file_that_took_the_place_of_another_is_not_lent_for_it(host: StoreHos
     """Pages of a new kind have files of the same names; the old ones are still pinned."""
     store = filled(host, 2)
     with pinned(store, PullRequest(tags(1, 2))) as found:
-        _, (region, offset) = found.places
+        region, (_, offset) = found.region, found.offsets
+        assert region is not None
         store.release([S], 0.0)
         store.adopt(engine("other"))
         store.offer(CheckpointClaim(T, 0, 1), PAGE_BYTES, ())

@@ -184,7 +184,8 @@ class HostStore:
                 [slab.view(slot) for slot in slots],
                 checksums=[slab.page_checksum(slot) for slot in slots] if whole else (),
                 cells=() if whole else [slab.cells(slot) for slot in slots],
-                places=[slab.place(slot) for slot in slots],
+                region=slab.region,
+                offsets=[slab.offset(slot) for slot in slots],
             )
         finally:
             shelf.book.unpin(slots)

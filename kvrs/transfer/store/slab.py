@@ -20,7 +20,6 @@ from kvrs.protocol.cell_checksums import cell_checksums, part_checksum
 from kvrs.protocol.frames import CHECKSUM_BYTES, checksum
 from kvrs.protocol.page_messages import Identity
 from kvrs.protocol.tags import TAG_BYTES, Tag
-from kvrs.transfer.peers import PagePlace
 from kvrs.transfer.shared_memory.regions import Region, reserve
 from kvrs.transfer.shared_memory.sealed import FACTS_AT, MORE_BYTES, sealed, unsealed
 from kvrs.transfer.store.directory import SLAB, StoreDirectory
@@ -74,8 +73,8 @@ class Slab:
         except OSError:
             os.close(descriptor)
             raise
-        self._region = Region(descriptor)
-        self._bytes = memoryview(self._region.memory)
+        self.region = Region(descriptor)
+        self._bytes = memoryview(self.region.memory)
         self.grown = 0  # Slots below this number have memory.
         self._writes = 0
 
@@ -128,7 +127,7 @@ class Slab:
         started_s = logged_s = time.monotonic()
         for slot in range(self.slots):
             # A slot without memory would get it where it is read by its mapping.
-            if not any(os.pread(self._region.descriptor, _RECORD_BYTES, self._at(slot))):
+            if not any(os.pread(self.region.descriptor, _RECORD_BYTES, self._at(slot))):
                 continue
             self.grown = slot + 1
             if (page := self._verified(slot)) is not None:
@@ -161,15 +160,16 @@ class Slab:
         first = self.grown
         stop = min(self.slots, first + max(1, _GROWTH_BYTES // self._slot_bytes))
         start = self._at(first)
-        reserve(self._region.descriptor, start, self._at(stop) - start)
+        reserve(self.region.descriptor, start, self._at(stop) - start)
         self.grown = max(self.grown, stop)
 
     def view(self, slot: int) -> memoryview:
-        start = self._at(slot) + self._page_at
+        start = self.offset(slot)
         return self._bytes[start : start + self.kind.page_bytes]
 
-    def place(self, slot: int) -> PagePlace:
-        return self._region, self._at(slot) + self._page_at
+    def offset(self, slot: int) -> int:
+        """Where the page begins in the file."""
+        return self._at(slot) + self._page_at
 
     def cells(self, slot: int) -> memoryview:
         """The checksums of a page's cells, from when it was stored."""
