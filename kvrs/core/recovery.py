@@ -214,7 +214,7 @@ class RecoveryPolicy:
         return {
             "policy": state.settings.policy.name.value,
             **state.view.snapshot(),
-            "slots": self.slots(),
+            "slots": state.slots.snapshot(),
             "streams": stages,
             "waiting": waiting,
             "checkpoints": {
@@ -225,10 +225,6 @@ class RecoveryPolicy:
             "corrections": state.corrections.snapshot(),
             "prefill_guess": state.prefill_scale.snapshot(),
         }
-
-    def slots(self) -> dict[str, dict[str, int]]:
-        """Held slots, waiting streams and the limit, by target."""
-        return self.state.slots.snapshot()
 
     def _place_due(self, now_s: float) -> None:
         """Place waiting streams whose alarm, slot or instance has come."""

@@ -427,7 +427,11 @@ class Invariants:
 
     def check_slot_book(self, policy: RecoveryPolicy) -> None:
         """A slot that is held is held for a transfer."""
-        held = {target: row["held"] for target, row in policy.slots().items() if row["held"]}
+        held = {
+            target: row["held"]
+            for target, row in policy.state.slots.snapshot().items()
+            if row["held"]
+        }
         fetching = dict(self.check_slots())
         require(held == fetching, f"slots are held: {held}, and used: {fetching}")
 

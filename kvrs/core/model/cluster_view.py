@@ -7,7 +7,7 @@ other.
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -160,7 +160,7 @@ class ClusterView:
             self._set_ranked(member, True)
         if member.prefills:
             self.prefill_order.add(member)
-        self.formats_differ = _differ(each.info.hand_off_format for each in self.members.values())
+        self.formats_differ = _differ({each.info.hand_off_format for each in self.members.values()})
         self.update(member)
         return member
 
@@ -187,7 +187,7 @@ class ClusterView:
         self._leaving.pop(member.id, None)
         if member.tokens or member.weights:
             self._compare_tokens()
-        self.formats_differ = _differ(each.info.hand_off_format for each in self.members.values())
+        self.formats_differ = _differ({each.info.hand_off_format for each in self.members.values()})
         self._update(member.node)
 
     def update(self, changed: Member) -> None:
@@ -423,9 +423,9 @@ class ClusterView:
 _rank = attrgetter("rank")
 
 
-def _differ(formats: Iterable[str]) -> bool:
+def _differ(formats: set[str]) -> bool:
     """Return whether two known hand-off formats differ; an empty format is unknown."""
-    return len({*formats} - {""}) > 1
+    return len(formats - {""}) > 1
 
 
 def agent_of(view: ClusterView, holder: InstanceId) -> Agent | None:
