@@ -9,7 +9,7 @@ from typing import Any
 from kvrs.config.file import Config
 from kvrs.config.policy import Dispatch, PolicyName
 from kvrs.core.model.member import Health
-from kvrs.core.topology import Topology
+from kvrs.core.removal import gone, remove
 from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.transfer.meter import Measurement
 from kvrs_lab.sim.cluster import CUT, MOVED, SimCluster, holders_of, mirrored, open_streams
@@ -183,26 +183,25 @@ class Disturbances:
             proxy.after(wait_s, partial(self._remove_at, proxy, engine))
 
     def _remove_at(self, proxy: SimProxy, engine: SimEngine) -> None:
-        topology = Topology(proxy.control)
         rng, now_s = self._cluster.rng, self._cluster.clock.now_s
         if proxy.control.instances.known[engine.id].health is Health.REMOVED:
             return
-        if topology.remove(engine.id, rng.uniform(0.0, 2.0), now_s):
-            self._come_back(proxy, engine, topology)
+        if remove(proxy.control, engine.id, rng.uniform(0.0, 2.0), now_s):
+            self._come_back(proxy, engine)
         else:
-            self._see_off(proxy, engine, topology)
+            self._see_off(proxy, engine)
 
-    def _see_off(self, proxy: SimProxy, engine: SimEngine, topology: Topology) -> None:
+    def _see_off(self, proxy: SimProxy, engine: SimEngine) -> None:
         if proxy.control.instances.known[engine.id].health is Health.REMOVED:
             return
-        if topology.gone(self._cluster.clock.now_s):
-            self._come_back(proxy, engine, topology)
+        if gone(proxy.control, self._cluster.clock.now_s):
+            self._come_back(proxy, engine)
         else:
-            proxy.after(0.05, partial(self._see_off, proxy, engine, topology))
+            proxy.after(0.05, partial(self._see_off, proxy, engine))
 
-    def _come_back(self, proxy: SimProxy, engine: SimEngine, topology: Topology) -> None:
+    def _come_back(self, proxy: SimProxy, engine: SimEngine) -> None:
         proxy.watches[engine.id].end()
-        again = partial(_add_again, proxy, engine, topology)
+        again = partial(_add_again, proxy, engine)
         proxy.after(self._cluster.rng.uniform(0.1, 3.0), again)
 
     def _sicken(self) -> None:
@@ -375,6 +374,6 @@ def _with_time(call: Callable[[float], None], clock: Clock) -> None:
     call(clock.now_s)
 
 
-def _add_again(proxy: SimProxy, engine: SimEngine, topology: Topology) -> None:
-    known = topology.add(engine.id, engine.node, engine.role)
+def _add_again(proxy: SimProxy, engine: SimEngine) -> None:
+    known = proxy.control.instances.add(engine.id, engine.node, engine.role)
     proxy.watch_anew(known)

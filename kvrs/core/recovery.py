@@ -128,10 +128,6 @@ class RecoveryPolicy:
         """Places of a stream's KV, for a proxy that may have to continue the stream."""
         return kv_locations.of(self.state, stream_id)
 
-    def is_left_at(self, instance: InstanceId) -> bool:
-        """Streams that left the instance may still fetch their KV there."""
-        return kv_locations.is_left_at(self.state, instance)
-
     def has_others(self, instance: InstanceId, is_heard: Callable[[InstanceId], bool]) -> bool:
         """Instances for which `is_heard` holds could take this instance's streams."""
         member = self.state.view.members.get(instance)

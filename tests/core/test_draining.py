@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvrs.core.kv_locations import is_left_at
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
@@ -193,13 +194,13 @@ def test_what_was_left_behind_is_known_until_the_stream_has_resumed() -> None:
 
     start = only(harness.handle(ordered(here, moves=True, s=400)), act.Start)
     left = {each.holder: each.pages for each in harness.policy.kept(S)}
-    is_left = harness.policy.is_left_at(here)
+    is_left = is_left_at(harness.policy.state, here)
     harness.handle(ev.StreamResumed(S, start.attempt))
 
     assert prefilled == {here: 400 // 16}
     assert (left[here], is_left) == (799 // 16, True)
     assert {each.holder: each.pages for each in harness.policy.kept(S)} == prefilled
-    assert not harness.policy.is_left_at(here)
+    assert not is_left_at(harness.policy.state, here)
 
 
 def test_a_prefill_that_ends_is_handed_off_elsewhere_than_to_a_drained_instance() -> None:

@@ -28,7 +28,8 @@ class Drains:
         self._tell = tell
         # Time when the remaining streams of each drained instance are moved.
         self._ordered: dict[InstanceId, float] = {}
-        self._leaving: set[InstanceId] = set()  # Instances to be removed, whose drains do not end.
+        # Instances to be removed, whose drains do not end: until when retained KV is waited for.
+        self.leaving: dict[InstanceId, float] = {}
 
     def fault(self, instance: InstanceId) -> str | None:
         """Reason why an instance cannot be drained: its streams would have nowhere to go."""
@@ -60,16 +61,13 @@ class Drains:
 
     def leave(self, instance: InstanceId, drain_s: float, now_s: float) -> None:
         """Drain an instance, if it is not drained yet, for its removal."""
-        self._leaving.add(instance)
+        self.leaving[instance] = now_s + drain_s
         if instance not in self._ordered:
             self.begin(instance, drain_s, now_s)
 
-    def leaves(self, instance: InstanceId) -> bool:
-        return instance in self._leaving
-
     def end(self, instance: InstanceId, now_s: float) -> None:
         """End a drain, unless the instance is being removed."""
-        if self.leaves(instance):
+        if instance in self.leaving:
             return
         if self._ordered.pop(instance, None) is not None:
             self._tell(ev.DrainEnded(instance), now_s)
@@ -77,7 +75,7 @@ class Drains:
     def forget(self, instance: InstanceId) -> None:
         """Forget a removed instance."""
         self._ordered.pop(instance, None)
-        self._leaving.discard(instance)
+        self.leaving.pop(instance, None)
 
     def reported(self, instance: InstanceId, now_s: float) -> None:
         """Repeat the order to move at each report of the instance: no target may have been up."""
@@ -99,7 +97,7 @@ class Drains:
         return {
             name: max(0.0, at_s - now_s)
             for name, at_s in self._ordered.items()
-            if not self.leaves(name)
+            if name not in self.leaving
         }
 
     def describe(self, instance: InstanceId, now_s: float) -> dict[str, Any] | None:

@@ -31,7 +31,7 @@ def obey(control: Control[Any], order: DrainOrder, now_s: float) -> None:
     """
     name = order.instance
     check_named(name, [known.id for known in control.instances.present()])
-    if control.drains.leaves(name):
+    if name in control.drains.leaving:
         raise RequestError(
             f"{name} is being removed; allowed: when it is gone and was added again",
             param="id",

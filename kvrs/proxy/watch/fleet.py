@@ -12,7 +12,7 @@ from kvrs.config.proxy import ProxySettings
 from kvrs.core.fleet.gpus import RankDue
 from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Health, Member
-from kvrs.core.topology import Topology
+from kvrs.core.removal import gone, remove, remove_agent
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
 from kvrs.net.proving import instance_keys
@@ -62,7 +62,6 @@ class Fleet:
         self._links = links
         self._metrics = metrics
         self._gossip_view = gossip_view
-        self._topology = Topology(driver.control)
         self._any_leaves = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._watches: dict[InstanceId, asyncio.Task[None]] = {}
@@ -88,9 +87,10 @@ class Fleet:
             self._watches.clear()
 
     async def _take_leave(self) -> None:
-        while self._topology.leaving:
+        control = self._driver.control
+        while control.drains.leaving:
             await asyncio.sleep(_LOOK_S)
-            self._drop(self._topology.gone(self._driver.clock()))
+            self._drop(gone(control, self._driver.clock()))
 
     def _drop(self, gone: Iterable[InstanceId]) -> None:
         for name in gone:
@@ -118,7 +118,7 @@ class Fleet:
             what = f"cluster.nodes: instance {name!r}"
             if instance.port == 0:
                 yield f"{what} has no port; allowed: the port it listens on"
-            if name in self._topology.leaving:
+            if name in self._driver.control.drains.leaving:
                 yield f"{what} is still being removed; allowed: when it is gone"
             elif name in known and _place(*known[name]) != _place(node, instance):
                 yield f"{what} has another node or role; allowed: as it was, or another id"
@@ -174,7 +174,7 @@ class Fleet:
                 self._move(after, node, instance)
         for name in known.keys() - wanted.keys():
             log.info("instance leaves", extra={"instance": name})
-            if self._topology.remove(name, after.cluster.drain_s, now_s):
+            if remove(control, name, after.cluster.drain_s, now_s):
                 self._drop([name])
             else:
                 self._any_leaves.set()
@@ -188,7 +188,7 @@ class Fleet:
                 self._move_agent(agent, node)
         for agent in agents.values():
             self._unwatch(agent.id)
-            self._topology.remove_agent(agent, now_s)
+            remove_agent(control, agent, now_s)
 
     def _add(self, config: Config, node: NodeSettings, instance: InstanceSettings) -> None:
         log.info("instance added", extra={"instance": instance.id, "url": instance.url})
@@ -198,7 +198,8 @@ class Fleet:
             config, links.engines, links.secret, node, instance, self._driver.tokenizer.files
         )
         self._metrics.add_worker(instance.id)
-        self._watch(self._topology.add(instance.id, node.id, instance.role, instance.group))
+        instances = self._driver.control.instances
+        self._watch(instances.add(instance.id, node.id, instance.role, instance.group))
 
     def _move(self, config: Config, node: NodeSettings, instance: InstanceSettings) -> None:
         """Move an instance, which is down, to another address."""
