@@ -53,8 +53,8 @@ class ServedInstance(ABC):
         self.security = place.config.security
         self.model, self.vocabulary, self.pieces = model.name, model.vocabulary, model.pieces
         self.chat_template, self.max_model_len = model.chat_template, model.max_model_len
-        # A stream may come without a prefill call before; its first event then has the prompt's
-        # ids.
+        # A stream may come without an earlier prefill call; its first event then has the prompt's
+        # token ids.
         self.one_call = False
         self.port = PagePort(place, model.fingerprint, model.geometry)
         self.registry = self.port.registry

@@ -28,8 +28,8 @@ WARM_UP_LONGEST_TOKENS = 1024
 _LONG_ENOUGH_S = 1.0
 
 NOTE_NAME = ".kvrs-prefill.json"
-_VERSION = 2  # Of how it is measured.
-# A model's directory may be shared by many machines, each with several settings.
+_VERSION = 2  # Version of the method of measurement.
+# Limit of saved tables: many machines may share the directory of a model.
 _MAX_NOTED = 64
 # Largest ratio of wall time to processor time of a measurement that is saved.
 _UNDISTURBED = 1.25
